@@ -1,0 +1,128 @@
+# Every target first installs what it needs into .venv; a second run finds it there and installs nothing.
+
+PYTHON ?= python3
+JOBS ?= 2
+MPI ?= 1
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-input
+
+# One empty file per finished installation, all of them gone when .venv is made anew.
+STAMPS := $(VENV)/.stamps
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+BASE := $(STAMPS)/python-$(PYTHON_VERSION)
+
+# MPI comes as a wheel into .venv, unless MPICC names the compiler of another one.
+ifdef MPICC
+MPI_COMPILER := $(shell command -v $(MPICC) || echo $(MPICC))
+export MPIEXEC ?= $(dir $(MPI_COMPILER))mpiexec
+else
+MPI_COMPILER := $(abspath $(VENV)/bin/mpicc)
+endif
+MPI_STAMP := $(STAMPS)/mpi$(if $(MPICC),$(subst /,-,$(MPI_COMPILER)))
+
+TEST_NEEDS := $(STAMPS)/test
+ifneq ($(MPI),0)
+TEST_NEEDS += $(MPI_STAMP)
+endif
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format benchmark clean
+
+help:  ## list the targets
+	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMPS)/demo  ## train DQN with prioritized replay on CartPole (ARGS: its options, e.g. --help)
+	@$(RUN) -m jaxbuf.examples.dqn $(ARGS)
+
+test: $(TEST_NEEDS)  ## run all tests and doctests (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
+	@MPI=$(MPI) $(RUN) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+lint: $(STAMPS)/lint  ## check style, docstrings and types
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m pyright
+
+format: $(STAMPS)/lint  ## rewrite the code in the project's style
+	@$(RUN) -m ruff check --fix-only .
+	@$(RUN) -m ruff format .
+
+benchmark: $(STAMPS)/benchmark  ## time jaxbuf side by side with its peers (ARGS: its options)
+	@$(RUN) -m benchmarks $(ARGS)
+
+clean:  ## remove .venv and all that was built or cached
+	rm -rf $(VENV) build dist .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Installing
+
+$(BASE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "jaxbuf needs Python 3.11 or newer; $(PYTHON) is $(or $(PYTHON_VERSION),not found)." >&2; \
+	  echo "Name one that is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@if $(RUN) -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(PYTHON_VERSION)")' 2>/dev/null; \
+	then echo "using the $(VENV) that is here (Python $(PYTHON_VERSION))"; \
+	else echo "creating $(VENV) with Python $(PYTHON_VERSION)"; $(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "$(PYTHON) could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	fi
+	@$(INSTALL) --upgrade 'pip>=25.1'
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/demo: pyproject.toml $(BASE)
+	@echo "installing jaxbuf and what its examples need"
+	@$(INSTALL) --editable '.[examples]'
+	@touch $@
+
+$(STAMPS)/test: pyproject.toml $(BASE)
+	@echo "installing jaxbuf, its examples and the test tools"
+	@$(INSTALL) --editable '.[examples]' --group test
+	@touch $@
+
+$(STAMPS)/lint: pyproject.toml $(BASE)
+	@echo "installing jaxbuf, its examples and the linters"
+	@$(INSTALL) --editable '.[examples]' --group lint
+	@touch $@
+
+$(STAMPS)/benchmark: pyproject.toml $(BASE)
+	@echo "installing jaxbuf and the libraries it is measured against"
+	@$(INSTALL) --editable . --group benchmark
+	@touch $@
+
+WITHOUT_MPI := "To go on without MPI: make test MPI=0 (the MPI tests are then skipped)."
+# mpi4jax builds a CUDA bridge as soon as it sees an nvcc, with or without the headers for it. It gets
+# the CUDA that CUDA_PATH names, if its headers are there, else a folder that holds none.
+CUDA_FOR_MPI = $(firstword $(foreach path,$(CUDA_PATH) $(CUDA_ROOT),$(if $(wildcard $(path)/include/cuda_runtime.h),$(path))) $(abspath $(STAMPS)))
+
+# Nothing compiled here may come from pip's cache or go there: it is tied to one MPI by its path.
+$(MPI_STAMP): pyproject.toml $(STAMPS)/test
+	@[ -e $@ ] || $(RUN) -m pip uninstall --quiet --yes mpi4jax mpi4py mpich 2>/dev/null
+	@rm -f $(STAMPS)/mpi*
+ifdef MPICC
+	@[ -x "$(MPI_COMPILER)" ] || { \
+	  echo "MPICC=$(MPICC) is no command here. Unset it to use the MPI that pip installs." >&2; \
+	  echo $(WITHOUT_MPI) >&2; exit 1; }
+else
+	@echo "installing MPI (mpich)"
+	@$(INSTALL) mpich || { echo $(WITHOUT_MPI) >&2; exit 1; }
+endif
+	@echo '#include <vector>' | $(MPI_COMPILER) -x c++ -fsyntax-only - || { \
+	  echo "mpi4jax cannot be built: there is no working C++ compiler (on Debian and Ubuntu: apt install g++)." >&2; \
+	  echo $(WITHOUT_MPI) >&2; exit 1; }
+	@headers=$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("include"))'); \
+	[ -e "$$headers/Python.h" ] || { \
+	  echo "mpi4jax cannot be built: $$headers/Python.h is missing (on Debian and Ubuntu: apt install python3-dev)." >&2; \
+	  echo $(WITHOUT_MPI) >&2; exit 1; }
+	@echo "installing mpi4py and building mpi4jax with $(MPI_COMPILER) (takes $(if $(MPICC),some minutes,up to a minute))"
+	@$(INSTALL) --group mpi-build && \
+	MPICC=$(MPI_COMPILER) $(INSTALL) $(if $(MPICC),--no-cache-dir --no-binary mpi4py) mpi4py && \
+	CUDA_PATH="$(CUDA_FOR_MPI)" MPI4JAX_BUILD_MPICC="$(MPI_COMPILER)" \
+	  $(INSTALL) --no-build-isolation --no-cache-dir mpi4jax && \
+	$(RUN) -c 'import mpi4jax' || { \
+	  echo "mpi4jax was not built: the messages above say what it missed." >&2; \
+	  echo $(WITHOUT_MPI) >&2; exit 1; }
+	@touch $@
