@@ -1,0 +1,176 @@
+"""Starts a program on several MPI ranks, and leaves no process behind whatever happens.
+
+Run as a script, this file is what each rank starts with: it sends the rank's output to files of its
+own, so that ranks do not interleave under any launcher, and then runs the program.
+"""
+
+import contextlib
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+_GRACE_SECONDS = 5.0
+
+
+class RankOutput(NamedTuple):
+    """What one rank printed."""
+
+    stdout: str
+    stderr: str
+
+
+class RanksFailedError(RuntimeError):
+    """A rank failed, or the ranks did not end in time.
+
+    Attributes:
+        ranks: the output of each rank up to then.
+    """
+
+    def __init__(self, reason: str, ranks: list[RankOutput], launcher: str):
+        self.ranks = ranks
+        parts = [reason]
+        for rank, output in enumerate(ranks):
+            parts += [f"--- rank {rank}, stdout", output.stdout, f"--- rank {rank}, stderr"]
+            parts += [output.stderr]
+        super().__init__("\n".join([*parts, "--- mpiexec", launcher]))
+
+
+def find_mpiexec() -> str | None:
+    """Returns the launcher: `MPIEXEC`, or the one beside this Python, or the first on `PATH`."""
+    named = os.environ.get("MPIEXEC")
+    beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    return named or beside or shutil.which("mpiexec")
+
+
+def run_ranks(
+    n: int,
+    program: str | os.PathLike[str],
+    *args: object,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+) -> list[RankOutput]:
+    """Runs a program on `n` ranks, on the CPU, with strict promotion and warnings as errors.
+
+    An exception on one rank aborts all of them.
+
+    Args:
+        n: number of ranks.
+        program: path of a script (`*.py`), or name of a module.
+        *args: the program's arguments, turned into strings.
+        timeout: seconds after which all ranks are ended.
+        env: environment variables on top of, or instead of, those of the tests.
+
+    Returns:
+        The output of each rank, in the order of ranks.
+
+    Raises:
+        RanksFailedError: a rank failed, or the ranks did not end in time.
+    """
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise FileNotFoundError("no mpiexec beside this Python, on PATH or in MPIEXEC")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        outputs = Path(folder)
+        # mpi4py's runner aborts all ranks when one of them ends with an exception.
+        as_rank = [sys.executable, "-m", "mpi4py", __file__, folder]
+        with (outputs / "launcher").open("w") as log:
+            launcher = subprocess.Popen(
+                [str(part) for part in (mpiexec, "-n", n, *as_rank, program, *args)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(env or {}),
+                start_new_session=True,
+            )
+            reason = "interrupted"
+            try:
+                status = launcher.wait(timeout)
+                reason = f"mpiexec ended with status {status}" if status else None
+            except subprocess.TimeoutExpired:
+                reason = f"the ranks had not ended after {timeout:g} s"
+            finally:
+                if reason is not None:
+                    _end(launcher, outputs)
+        ranks = [
+            RankOutput(_read(outputs / f"{rank}.out"), _read(outputs / f"{rank}.err"))
+            for rank in range(n)
+        ]
+        if reason is not None:
+            reason = f"{program} on {n} ranks: {reason}"
+            raise RanksFailedError(reason, ranks, _read(outputs / "launcher"))
+        return ranks
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    # This package's root, for programs that live in it, installed or not.
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "PYTHONWARNINGS": "error",
+        # Open MPI starts neither as root nor more ranks than cores unless told to; MPICH does both.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        **extra,
+    }
+
+
+def _end(launcher: subprocess.Popen[bytes], outputs: Path) -> None:
+    if launcher.poll() is None:
+        launcher.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(_GRACE_SECONDS)
+    # Launchers put every rank in a process group of its own, out of reach of the launcher's.
+    groups = {launcher.pid, *(int(_read(path)) for path in outputs.glob("*.group"))}
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while groups and time.monotonic() < deadline:
+        groups = {group for group in groups if _kill(group)}
+        launcher.poll()
+        time.sleep(0.05)
+
+
+def _kill(group: int) -> bool:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _run_as_rank(folder: str, program: str, *args: str) -> None:
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.Get_rank()
+    for stream, ending in ((sys.stdout, "out"), (sys.stderr, "err")):
+        with open(f"{folder}/{rank}.{ending}", "wb") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    Path(folder, f"{rank}.group").write_text(str(os.getpgid(0)))
+
+    sys.argv = [program, *args]
+    if program.endswith(".py"):
+        sys.path[0] = str(Path(program).resolve().parent)
+        runpy.run_path(program, run_name="__main__")
+    else:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _run_as_rank(*sys.argv[1:])
