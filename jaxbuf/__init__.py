@@ -1,0 +1,21 @@
+"""Replay memory for JAX: every buffer an immutable pytree, every operation a pure function."""
+
+from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.buffers.ops import add, sample, update_priority
+from jaxbuf.buffers.sample import Sample, importance_weights
+from jaxbuf.core.slots import Slots
+from jaxbuf.strategies.evictors import Oldest
+from jaxbuf.strategies.samplers import Prioritized, Uniform
+
+__all__ = [
+    "ItemBuffer",
+    "Oldest",
+    "Prioritized",
+    "Sample",
+    "Slots",
+    "Uniform",
+    "add",
+    "importance_weights",
+    "sample",
+    "update_priority",
+]

@@ -1,0 +1,273 @@
+"""A set of independent items in slots."""
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
+
+from jaxbuf.buffers.sample import Sample
+from jaxbuf.core import storage
+from jaxbuf.core.slots import Occupancy, Slots
+from jaxbuf.strategies.evictors import Evictor, Oldest
+from jaxbuf.strategies.samplers import Sampler, Support, Uniform
+
+
+class ItemBuffer(struct.PyTreeNode):
+    """Up to ``capacity`` independent items: transitions, whole padded trajectories, states.
+
+    The buffer is one immutable pytree, its configuration static: it goes through ``jit``, ``scan``,
+    ``vmap`` and checkpoints as it is. Its methods are pure and return new buffers.
+    ``jaxbuf.add``, ``jaxbuf.sample`` and ``jaxbuf.update_priority`` are the same, jitted.
+
+    Attributes:
+        data: The items, leaves ``[capacity, ...]``.
+        occupancy: Which slots are live.
+        sampler_state: What the sampler keeps.
+        counters: Items added and rows rejected so far, ``[2]`` uint32; they wrap.
+        sampler: How items are drawn.
+        evictor: What makes room for new ones.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> item = {"obs": jnp.zeros(3), "reward": jnp.float32(0)}
+        >>> buffer = jaxbuf.ItemBuffer.create(item, capacity=100)
+        >>> buffer = buffer.add({"obs": jnp.ones((8, 3)), "reward": jnp.arange(8.0)})
+        >>> int(buffer.size), buffer.sample(jax.random.key(0), 32).data["obs"].shape
+        (8, (32, 3))
+    """
+
+    data: PyTree[Array]
+    occupancy: Any
+    sampler_state: Any
+    counters: UInt[Array, " 2"]
+    sampler: Sampler = struct.field(pytree_node=False)
+    evictor: Evictor = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        example: PyTree,
+        capacity: int,
+        *,
+        sampler: Sampler = Uniform(),
+        evictor: Evictor = Oldest(),
+    ) -> Self:
+        """An empty buffer.
+
+        Args:
+            example: One unbatched item: arrays or ``jax.ShapeDtypeStruct``. Only shapes and dtypes
+                matter.
+            capacity: Most items held at a time.
+            sampler: How items are drawn.
+            evictor: What makes room for new ones.
+
+        Raises:
+            ValueError: If ``capacity`` is no whole number from 1 to 2**30, or ``example`` holds
+                anything but arrays.
+        """
+        if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer):
+            raise ValueError(f"capacity is {capacity!r}; expected a whole number")
+        capacity = int(capacity)
+        if not 1 <= capacity <= 2**30:
+            raise ValueError(f"capacity is {capacity}; expected from 1 to 2**30 items")
+        return cls(
+            data=storage.allocate(example, (capacity,)),
+            occupancy=evictor.init(capacity),
+            sampler_state=sampler.init(capacity),
+            counters=jnp.zeros((2,), jnp.uint32),
+            sampler=sampler,
+            evictor=evictor,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Most items held at a time."""
+        return self.occupancy.capacity
+
+    @property
+    def size(self) -> Int[Array, ""]:
+        """Items held now."""
+        return self.occupancy.size
+
+    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+        """Whether there are at least ``batch_size`` items."""
+        return self.size >= batch_size
+
+    def add(
+        self,
+        items: PyTree[Array],
+        *,
+        priority: Float[Array, " B"] | None = None,
+        score: Float[Array, " B"] | None = None,
+        mask: Bool[Array, " B"] | None = None,
+    ) -> Self:
+        """Add a batch of items; of more than ``capacity``, the last ones stay.
+
+        Args:
+            items: Leaves ``[B, *shape]``, in the example's dtypes.
+            priority: Of each item, ``[B]``; finite and not negative. A row with another is refused
+                and counted in ``metrics()["rejected"]``. Without, new items get the larger of the
+                sampler's ``initial_priority`` and the largest priority in the buffer.
+            score: Of each item, ``[B]``.
+            mask: Which rows to take, ``[B]``; the others cost no slot.
+
+        Raises:
+            ValueError: When traced, if a structure, shape or dtype differs from the example, or if
+                ``priority`` or ``score`` is given and nothing here uses it.
+        """
+        items, (rows,) = storage.check(self.data, items, "items", ("B",))
+        row_shape = (rows,)
+        value = None
+        taken = None
+        rejected = jnp.uint32(0)
+        if mask is not None:
+            taken = storage.check_rows(mask, "mask", row_shape, np.bool_, "(B,)")
+        if score is not None and not (self.sampler.uses_score or self.evictor.uses_score):
+            raise ValueError(
+                f"score was given, but neither {self.sampler} nor {self.evictor} uses it; leave it "
+                "out or choose one that does"
+            )
+        if priority is not None:
+            self._needs_priority("priority was given")
+            value = storage.check_rows(priority, "priority", row_shape, np.float32, "(B,)")
+            legal = self.sampler.accepts(value)
+            offered = jnp.ones(row_shape, bool) if taken is None else taken
+            rejected = jnp.sum(offered & ~legal, dtype=jnp.uint32)
+            taken = offered & legal
+        if rows == 0:
+            return self
+        occupancy, index = self.occupancy.place(rows, taken, None)
+        added = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
+        return self.replace(
+            data=storage.write(self.data, items, index),
+            occupancy=occupancy,
+            sampler_state=self.sampler.added(
+                self.sampler_state,
+                index,
+                value,
+                contiguous=taken is None and rows <= self.capacity,
+            ),
+            counters=self.counters + jnp.stack([added, rejected]),
+        )
+
+    def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
+        """Draw a batch.
+
+        Args:
+            key: A PRNG key.
+            batch_size: Rows ``B``; static.
+
+        Returns:
+            A ``Sample``. Its shapes never depend on what the buffer holds: rows that cannot be
+            drawn have ``valid`` False, probability 0 and index ``capacity``.
+
+        Raises:
+            ValueError: If ``batch_size`` is no whole number from 1 on.
+        """
+        draw = self.sampler.draw(
+            self.sampler_state, key, check_batch_size(batch_size), self.occupancy
+        )
+        index = jnp.where(draw.valid, draw.index, self.capacity)
+        return Sample(
+            data=storage.read(self.data, index),
+            slots=Slots(index=index, generation=self.occupancy.generation(index)),
+            probability=jnp.where(draw.valid, draw.probability, 0.0),
+            valid=draw.valid,
+        )
+
+    def update_priority(
+        self,
+        slots: Slots,
+        priority: Float[Array, " B"],
+        *,
+        mask: Bool[Array, " B"] | None = None,
+    ) -> Self:
+        """Set the priorities of sampled items.
+
+        Rows whose item has been overwritten since, invalid rows and masked ones are dropped. Of
+        several rows for one item the last accepted one counts.
+
+        Args:
+            slots: Which items: ``sample.slots``, ``[B]``.
+            priority: Their new priorities, ``[B]``; a NaN, negative or infinite one is refused and
+                counted in ``metrics()["rejected"]``.
+            mask: Which rows to take, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if the sampler has no priorities, or a shape differs.
+        """
+        self._needs_priority("update_priority was called")
+        row_shape = slots.index.shape
+        value = storage.check_rows(priority, "priority", row_shape, np.float32, "that of slots")
+        taken = self._holds(slots)
+        if mask is not None:
+            taken &= storage.check_rows(mask, "mask", row_shape, np.bool_, "that of slots")
+        legal = self.sampler.accepts(value)
+        index = jnp.where(taken & legal, slots.index, self.capacity)
+        rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
+        return self.replace(
+            sampler_state=self.sampler.updated(self.sampler_state, index, value),
+            counters=self.counters + jnp.stack([jnp.uint32(0), rejected]),
+        )
+
+    def clear(self) -> Self:
+        """The buffer without its items. Slots sampled before stay stale; counters go on.
+
+        Shares no array with the original, so that either may be donated.
+        """
+        return self.replace(
+            data=jax.tree.map(jnp.zeros_like, self.data),
+            occupancy=self.occupancy.clear(),
+            sampler_state=self.sampler.cleared(self.sampler_state),
+            counters=self.counters.copy(),
+        )
+
+    def support(self) -> Support:
+        """How many items can be drawn, and the least probability among them."""
+        return self.sampler.support(self.sampler_state, self.occupancy)
+
+    def metrics(self) -> dict[str, Array]:
+        """Numbers worth watching, all scalars: one pass over the slots, for logging.
+
+        Returns:
+            ``size``; ``adds`` and ``rejected``, counted since creation and wrapping at 2**32;
+            ``effective_sample_size`` (of the distribution drawn from, ``1 / Σ P²``); and with
+            priorities ``priority_min``, ``priority_max`` and ``priority_mean`` of the live items,
+            as their masses tell them.
+        """
+        return {
+            "size": self.size,
+            "adds": self.counters[..., 0],
+            "rejected": self.counters[..., 1],
+            **self.sampler.metrics(self.sampler_state, self.occupancy),
+        }
+
+    def _holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Which slots still hold the item they name."""
+        occupancy: Occupancy = self.occupancy
+        return occupancy.live(slots.index) & (occupancy.generation(slots.index) == slots.generation)
+
+    def _needs_priority(self, what: str) -> None:
+        if not self.sampler.uses_priority:
+            raise ValueError(
+                f"{what}, but {self.sampler} has no priorities; create the buffer with "
+                "sampler=jaxbuf.Prioritized(...)"
+            )
+
+
+def check_batch_size(batch_size: int) -> int:
+    """``batch_size`` as a Python number.
+
+    Raises:
+        ValueError: If it is no whole number from 1 on.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
+        raise ValueError(
+            f"batch_size is {batch_size!r}; expected a whole number known at trace time"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected at least 1")
+    return int(batch_size)

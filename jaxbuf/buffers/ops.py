@@ -1,0 +1,86 @@
+"""The buffers' methods as functions, jitted once for everybody.
+
+A loop that jits ``buffer.add`` anew each time would trace it each time. These do not, and they
+donate: the buffer's memory is updated in place, and the buffer passed in cannot be used again.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+
+from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.buffers.sample import Sample
+from jaxbuf.core.slots import Slots
+
+AnyBuffer = TypeVar("AnyBuffer", bound=ItemBuffer)
+
+
+def add(
+    buffer: AnyBuffer,
+    items: PyTree[Array],
+    *,
+    priority: Float[Array, "..."] | None = None,
+    score: Float[Array, " B"] | None = None,
+    version: Int[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    donate: bool = True,
+) -> AnyBuffer:
+    """``buffer.add``, jitted.
+
+    Args:
+        buffer: Any buffer. It is consumed: go on with the result.
+        items: What to add.
+        priority: See the buffer's own ``add``.
+        score: See the buffer's own ``add``.
+        version: See the buffer's own ``add``.
+        mask: See the buffer's own ``add``.
+        donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
+    """
+    given = {"priority": priority, "score": score, "version": version, "mask": mask}
+    options = {name: value for name, value in given.items() if value is not None}
+    return (_add_in_place if donate else _add)(buffer, items, options)
+
+
+def sample(buffer: ItemBuffer, key: PRNGKeyArray, batch_size: int) -> Sample:
+    """``buffer.sample``, jitted; ``batch_size`` is static."""
+    return _sample(buffer, key, batch_size)
+
+
+def update_priority(
+    buffer: AnyBuffer,
+    slots: Slots,
+    priority: Float[Array, " B"],
+    *,
+    mask: Bool[Array, " B"] | None = None,
+    donate: bool = True,
+) -> AnyBuffer:
+    """``buffer.update_priority``, jitted.
+
+    Args:
+        buffer: Any buffer with priorities. It is consumed: go on with the result.
+        slots: ``sample.slots``, ``[B]``.
+        priority: The new priorities, ``[B]``.
+        mask: Which rows to take, ``[B]``.
+        donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
+    """
+    return (_update_in_place if donate else _update)(buffer, slots, priority, mask)
+
+
+def _add_method(buffer: Any, items: Any, options: dict[str, Any]) -> Any:
+    return buffer.add(items, **options)
+
+
+def _sample_method(buffer: Any, key: Any, batch_size: int) -> Any:
+    return buffer.sample(key, batch_size)
+
+
+def _update_method(buffer: Any, slots: Any, priority: Any, mask: Any) -> Any:
+    return buffer.update_priority(slots, priority, mask=mask)
+
+
+_add = jax.jit(_add_method)
+_add_in_place = jax.jit(_add_method, donate_argnums=0)
+_sample = jax.jit(_sample_method, static_argnums=2)
+_update = jax.jit(_update_method)
+_update_in_place = jax.jit(_update_method, donate_argnums=0)

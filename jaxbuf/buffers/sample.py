@@ -1,0 +1,101 @@
+"""What sampling returns, and the weights that correct for how it was drawn."""
+
+import functools
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jaxbuf.core.slots import Slots
+from jaxbuf.strategies.samplers import Support
+
+Normalize = Literal["batch", "buffer", "mean"]
+
+
+class Sample(struct.PyTreeNode):
+    """A batch.
+
+    Attributes:
+        data: The items, leaves ``[B, ...]``; ``[B, sequence_length, ...]`` for windows.
+        slots: Where they lie, for ``update_priority``; ``[B]``.
+        probability: The probability with which a single draw gives each row, ``[B]``; 0 where
+            invalid.
+        valid: Which rows were drawn, ``[B]``. All of them, unless the buffer holds too little; the
+            data of the others is arbitrary, but never NaN by itself.
+    """
+
+    data: PyTree[Array]
+    slots: Slots
+    probability: Float[Array, " B"]
+    valid: Bool[Array, " B"]
+
+
+class _Supported(Protocol):
+    @property
+    def size(self) -> Int[Array, ""]: ...
+
+    def support(self) -> Support: ...
+
+
+def importance_weights(
+    buffer: _Supported,
+    sample: Sample,
+    beta: float | Float[Array, ""],
+    normalize: Normalize | None = "batch",
+) -> Float[Array, " B"]:
+    """Weights that undo the bias of prioritized sampling: ``(N · P(i)) ** -beta``, normalized.
+
+    ``N`` is the number of items in the buffer. All forms are computed from ratios of probabilities,
+    so that neither tiny ones nor large buffers overflow.
+
+    Args:
+        buffer: The buffer the sample is from, as it was then.
+        sample: What was sampled.
+        beta: From 0 (no correction) to 1 (full). An argument: annealing it does not retrace.
+        normalize: ``"batch"`` divides by the largest weight of the batch and ``"buffer"`` by the
+            largest of the whole buffer, both so that weights only scale updates down; ``"mean"`` is
+            ALF's ``(p · nnz / Σp) ** -beta``, where only items that can be drawn count; None
+            divides by nothing.
+
+    Returns:
+        Weights ``[B]``; 0 where the sample is invalid.
+
+    Raises:
+        ValueError: If ``normalize`` is none of these.
+
+    References:
+        Schaul et al., Prioritized Experience Replay, ICLR 2016, section 3.4.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> sampler = jaxbuf.Prioritized(alpha=0.6, replacement=False)
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=sampler)
+        >>> buffer = buffer.add(jnp.arange(4.0), priority=jnp.array([1.0, 2.0, 4.0, 8.0]))
+        >>> batch = buffer.sample(jax.random.key(0), 4)
+        >>> weights = jaxbuf.importance_weights(buffer, batch, beta=0.4)
+        >>> [round(float(w), 4) for w in weights[jnp.argsort(batch.data)]]
+        [1.0, 0.8467, 0.717, 0.6071]
+    """
+    if normalize not in ("batch", "buffer", "mean", None):
+        raise ValueError(f'normalize is {normalize!r}; choose "batch", "buffer", "mean" or None')
+    return _weights(buffer, sample, beta, normalize=normalize)
+
+
+@functools.partial(jax.jit, static_argnames="normalize")
+def _weights(buffer: Any, sample: Sample, beta: Any, *, normalize: str | None) -> Array:
+    exponent = -jnp.asarray(beta, jnp.float32)
+    probability = jnp.where(sample.valid, sample.probability, 1.0)
+    if normalize == "batch":
+        least = jnp.min(probability)
+        ratio = probability / least
+    else:
+        support = buffer.support()
+        least = support.least_probability
+        if normalize == "buffer":
+            ratio = probability / jnp.where(least > 0, least, 1.0)
+        else:
+            count = support.count if normalize == "mean" else buffer.size
+            ratio = probability * count.astype(jnp.float32)
+    return jnp.where(sample.valid, ratio**exponent, 0.0)

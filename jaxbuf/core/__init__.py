@@ -1,0 +1,1 @@
+"""Arrays and trees: storage, slots and segment trees. Knows no buffer."""

@@ -1,0 +1,535 @@
+"""The two forms of every tree operation, and the one place that chooses between them.
+
+On a CPU the cost of a small kernel is its launch, so the *loop* form walks the rows one by one in
+a ``fori_loop`` whose body XLA compiles into a single native function: no launch per step, no
+``[B, K]`` temporaries, duplicates in order. Everywhere else the *vector* form does one level per
+kernel for all rows together. Both do the same arithmetic in the same order, so they agree bit for
+bit; the vector form is the reference.
+
+Every function here takes flat trees with a leading axis ``S`` of independent trees, ``[S, P]``,
+and per-tree rows ``[S, B]``. ``vmap`` over a buffer only makes ``S`` longer (see ``batched``): a
+batched ``dynamic_update_slice`` would otherwise cost a pass over the whole tree.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+FANOUT = 16
+_SHIFT = FANOUT.bit_length() - 1
+# The largest float32 below x is x * _BELOW, for every normal x.
+_BELOW = 1.0 - 2.0**-24
+# Up to this many rows the loop form's descent wins over one kernel per level.
+_LOOP_QUERIES = 128
+
+Op = Literal["sum", "min", "max", "min_positive"]
+OPS: tuple[Op, ...] = ("sum", "min", "max", "min_positive")
+NEUTRAL: dict[Op, float] = {
+    "sum": 0.0,
+    "min": math.inf,
+    "max": -math.inf,
+    "min_positive": 0.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the nodes of a tree lie in its flat array: leaves first, then each operation's levels.
+
+    Level 0 is the leaves, shared by all operations; level ``depth`` is the root. Every level but
+    the root is padded to whole blocks of ``FANOUT``, so a node's children are one aligned block.
+    There is at least one spare leaf, at ``capacity``, which no path to the root reads as its own.
+    """
+
+    capacity: int
+    ops: tuple[Op, ...]
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Nodes in use on each level, from the leaves to the root."""
+        counts = [self.capacity]
+        while counts[-1] > 1 or len(counts) == 1:
+            counts.append(-(-counts[-1] // FANOUT))
+        return tuple(counts)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Nodes stored on each level, padding included."""
+        leaves, *upper = self.counts[:-1]
+        spare = leaves + 1
+        return (*(-(-count // FANOUT) * FANOUT for count in (spare, *upper)), 1)
+
+    @property
+    def depth(self) -> int:
+        """Levels above the leaves."""
+        return len(self.counts) - 1
+
+    @property
+    def size(self) -> int:
+        """Length of the flat array."""
+        return self.sizes[0] + len(self.ops) * self.upper
+
+    @property
+    def fill(self) -> float:
+        """Value of a leaf that was never set: the neutral one, which is 0 if there are sums."""
+        fills = {NEUTRAL[op] for op in self.ops}
+        return 0.0 if 0.0 in fills else fills.pop()
+
+    @property
+    def upper(self) -> int:
+        """Nodes above the leaves, for each operation."""
+        return sum(self.sizes[1:])
+
+    def offset(self, op: Op, level: int) -> int:
+        """Position of the first node of ``level`` of ``op``."""
+        if level == 0:
+            return 0
+        return self.sizes[0] + self.ops.index(op) * self.upper + sum(self.sizes[1:level])
+
+
+def combine(op: Op, children: list[jax.Array]) -> jax.Array:
+    """The value of a node from its ``FANOUT`` children, in the order that a descent relies on."""
+    if op == "sum":
+        return _sum4([_sum4(children[i : i + 4]) for i in range(0, FANOUT, 4)])
+    if op == "min_positive":
+        # As unsigned numbers, one less than their bits, positive floats keep their order and zero
+        # comes last.
+        bits = [lax.bitcast_convert_type(c, jnp.uint32) - jnp.uint32(1) for c in children]
+        least = _pairwise(lambda a, b: lax.select(a < b, a, b), bits)
+        return lax.bitcast_convert_type(least + jnp.uint32(1), jnp.float32)
+    # A plain comparison is one instruction, where jnp.maximum also minds NaN: none is ever stored.
+    if op == "max":
+        return _pairwise(lambda a, b: lax.select(a > b, a, b), children)
+    return _pairwise(lambda a, b: lax.select(a < b, a, b), children)
+
+
+def _pairwise(
+    pick: Callable[[jax.Array, jax.Array], jax.Array], terms: list[jax.Array]
+) -> jax.Array:
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [pick(a, b) for a, b in zip(terms[:half], terms[half:], strict=True)]
+    return terms[0]
+
+
+def _sum4(terms: list[jax.Array]) -> jax.Array:
+    return ((terms[0] + terms[1]) + terms[2]) + terms[3]
+
+
+def _choose4(masses: list[jax.Array], r: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First of four whose running sum exceeds ``r``, and what is left of ``r`` inside it."""
+    c1 = masses[0]
+    c2 = c1 + masses[1]
+    c3 = c2 + masses[2]
+    # A rounded difference may equal the node's whole mass; the last float below it keeps the
+    # query inside the node, and so off every child without mass.
+    r = jnp.minimum(r, (c3 + masses[3]) * jnp.float32(_BELOW))
+    past1, past2, past3 = r >= c1, r >= c2, r >= c3
+    child = past1.astype(jnp.int32) + past2.astype(jnp.int32) + past3.astype(jnp.int32)
+    zero = jnp.zeros_like(c1)
+    before = jnp.where(past3, c3, jnp.where(past2, c2, jnp.where(past1, c1, zero)))
+    return child, r - before
+
+
+def choose(masses: list[jax.Array], r: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The child that holds ``r``: smallest ``i`` with ``r < m_0 + ... + m_i``; and the residual."""
+    group, r = _choose4([_sum4(masses[i : i + 4]) for i in range(0, FANOUT, 4)], r)
+    inside = [
+        lax.select_n(group, masses[i], masses[4 + i], masses[8 + i], masses[12 + i])
+        for i in range(4)
+    ]
+    child, r = _choose4(inside, r)
+    return 4 * group + child, r
+
+
+def build(layout: Layout, leaves: jax.Array) -> jax.Array:
+    """The flat tree ``[P]`` over ``leaves [capacity]``. O(capacity)."""
+    leaves = jnp.pad(leaves, (0, layout.sizes[0] - layout.capacity), constant_values=layout.fill)
+    parts = [leaves]
+    for op in layout.ops:
+        level = leaves
+        for height in range(1, layout.depth + 1):
+            below = level[: layout.counts[height] * FANOUT]
+            level = combine(op, list(below.reshape(-1, FANOUT).T))
+            pad = layout.sizes[height] - layout.counts[height]
+            level = jnp.pad(level, (0, pad), constant_values=layout.fill)
+            parts.append(level)
+    return jnp.concatenate(parts)
+
+
+def set_leaves(
+    layout: Layout,
+    nodes: jax.Array,
+    index: jax.Array,
+    value: jax.Array,
+    *,
+    contiguous: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Set leaves and recompute everything above them.
+
+    Args:
+        layout: Where the nodes lie.
+        nodes: Flat tree ``[P]``.
+        index: Leaves to set ``[B]``; rows outside ``[0, capacity)`` are dropped, and of several
+            rows for one leaf the last wins.
+        value: Their values ``[B]``.
+        contiguous: A promise that the legal rows come first and that their leaves are consecutive
+            modulo the capacity, so that one parent in ``FANOUT`` rows has to be visited.
+
+    Returns:
+        The tree ``[P]``, and by how much the number of positive leaves grew, ``[]``.
+    """
+    if index.shape[0] == 1:
+        # XLA unrolls a loop of one step, and then copies the tree.
+        index = jnp.pad(index, (0, 1), constant_values=layout.capacity)
+        value = jnp.pad(value, (0, 1))
+    nodes, gained = _setter(layout, contiguous)(nodes[None], index[None], value[None])
+    return nodes[0], gained[0]
+
+
+def find(
+    layout: Layout, nodes: jax.Array, prefix: jax.Array, refine: jax.Array | None = None
+) -> jax.Array:
+    """The leaf that holds each prefix: the smallest ``i`` with ``prefix < v_0 + ... + v_i``.
+
+    Args:
+        layout: Where the nodes lie; ``"sum"`` is among its operations.
+        nodes: Flat tree ``[P]``.
+        prefix: Queries ``[B]`` in ``[0, total)``.
+        refine: What to add to each residual ``[B]`` half way down, where the nodes are so much
+            lighter than the total that the bits lost at the top can be filled in again.
+
+    Returns:
+        Leaves ``[B]``, never one without mass unless the total is zero.
+    """
+    if refine is None:
+        return _finder(layout, False)(nodes[None], prefix[None], prefix[None])[0]
+    return _finder(layout, True)(nodes[None], prefix[None], refine[None])[0]
+
+
+def share(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
+    """What fraction of the total the leaves at ``index [B]`` hold, ``[B]``; -1 if the total is 0.
+
+    A kernel of its own, because XLA copies the tree if a read of it may still be pending, fused
+    into something that is computed later, when the tree is written next.
+    """
+    return _sharer(layout)(nodes[None], index[None])[0]
+
+
+@functools.cache
+def _setter(layout: Layout, contiguous: bool) -> Callable[..., Any]:
+    @custom_vmap
+    def call(nodes: jax.Array, index: jax.Array, value: jax.Array) -> Any:
+        return lax.platform_dependent(
+            nodes,
+            index,
+            value,
+            cpu=functools.partial(_set_loop, layout, contiguous),
+            default=functools.partial(_set_vector, layout),
+        )
+
+    @call.def_vmap
+    def _(axis_size: int, batched: list[bool], *args: jax.Array) -> Any:
+        merged = [
+            _merge(axis_size, arg, is_batched)
+            for arg, is_batched in zip(args, batched, strict=True)
+        ]
+        nodes, gained = call(*merged)
+        return (_split(axis_size, nodes), _split(axis_size, gained)), (True, True)
+
+    return call
+
+
+@functools.cache
+def _finder(layout: Layout, refined: bool) -> Callable[..., Any]:
+    @custom_vmap
+    def call(nodes: jax.Array, prefix: jax.Array, refine: jax.Array) -> Any:
+        rows = prefix.size
+        on_cpu = _find_loop if rows <= _LOOP_QUERIES else _find_levels
+        return lax.platform_dependent(
+            nodes,
+            prefix,
+            refine,
+            cpu=functools.partial(on_cpu, layout, refined),
+            default=functools.partial(_find_vector, layout, refined),
+        )
+
+    _read_only(call)
+    return call
+
+
+@functools.cache
+def _sharer(layout: Layout) -> Callable[..., Any]:
+    @custom_vmap
+    def call(nodes: jax.Array, index: jax.Array) -> Any:
+        return lax.platform_dependent(
+            nodes,
+            index,
+            cpu=functools.partial(_share_loop, layout),
+            default=functools.partial(_share_vector, layout),
+        )
+
+    _read_only(call)
+    return call
+
+
+def _read_only(call: Any) -> None:
+    """Batch a function of trees ``[S, P]`` and queries ``[S, B]`` that returns ``[S, B]``."""
+
+    @call.def_vmap
+    def _(axis_size: int, batched: list[bool], *args: jax.Array) -> Any:
+        nodes, *queries = args
+        if batched[0]:
+            merged = [
+                _merge(axis_size, arg, is_batched)
+                for arg, is_batched in zip(args, batched, strict=True)
+            ]
+            return _split(axis_size, call(*merged)), True
+        # One tree, many sets of queries: they become more rows, and the tree is not repeated.
+        queries = [
+            q if is_batched else jnp.broadcast_to(q, (axis_size, *q.shape))
+            for q, is_batched in zip(queries, batched[1:], strict=True)
+        ]
+        _, trees, rows = queries[0].shape
+        flat = [jnp.moveaxis(q, 0, 1).reshape(trees, axis_size * rows) for q in queries]
+        found = call(nodes, *flat).reshape(trees, axis_size, rows)
+        return jnp.moveaxis(found, 1, 0), True
+
+
+def _merge(axis_size: int, array: jax.Array, is_batched: bool) -> jax.Array:
+    if not is_batched:
+        array = jnp.broadcast_to(array, (axis_size, *array.shape))
+    return array.reshape(axis_size * array.shape[1], *array.shape[2:])
+
+
+def _split(axis_size: int, array: jax.Array) -> jax.Array:
+    return array.reshape(axis_size, -1, *array.shape[1:])
+
+
+def _block(nodes: jax.Array, start: jax.Array) -> list[jax.Array]:
+    block = lax.dynamic_slice(nodes, (start,), (FANOUT,))
+    return [block[i] for i in range(FANOUT)]
+
+
+def _blocks(nodes: jax.Array, start: jax.Array) -> list[jax.Array]:
+    """Children of many nodes: for ``start [R]`` a list of ``FANOUT`` arrays ``[R]``."""
+    gathered = jax.vmap(lambda s: lax.dynamic_slice(nodes, (s,), (FANOUT,)))(start)
+    return [gathered[:, i] for i in range(FANOUT)]
+
+
+def _set_loop(
+    layout: Layout, contiguous: bool, nodes: jax.Array, index: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    trees, rows = index.shape
+    flat = nodes.reshape(-1)
+    legal = (index >= 0) & (index < layout.capacity)
+    base = jnp.arange(trees, dtype=jnp.int32)[:, None] * layout.size
+    # Refused rows write the neutral value onto the spare leaf.
+    target = (base + jnp.where(legal, index, layout.capacity)).reshape(-1)
+    value = jnp.where(legal, value, jnp.float32(layout.fill)).reshape(-1)
+
+    def write(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        flat, gained = carry
+        tree = i // rows if trees > 1 else jnp.int32(0)
+        old = lax.dynamic_slice(flat, (target[i],), (1,))[0]
+        gain = gained[tree] + (value[i] > 0).astype(jnp.int32) - (old > 0).astype(jnp.int32)
+        gained = lax.dynamic_update_slice(gained, gain[None], (tree,))
+        # XLA copies the whole tree unless every read of it leads to the next write: hence a
+        # position that depends on the count (which never exceeds 2**30).
+        at = target[i] + jnp.maximum(gained[tree] - 2**30, 0)
+        return lax.dynamic_update_slice(flat, value[i][None], (at,)), gained
+
+    gained = jnp.zeros((trees,), jnp.int32)
+    flat, gained = lax.fori_loop(0, trees * rows, write, (flat, gained))
+
+    leaf = jnp.where(legal, index, 0)
+    stored = jnp.sum(legal, axis=1, keepdims=True, dtype=jnp.int32)
+    for level in range(layout.depth):
+        touched = leaf
+        if contiguous:
+            # One row in so many starts a new parent; the last row and both ends of the ring may
+            # lie under others.
+            last = jnp.take_along_axis(leaf, jnp.maximum(stored - 1, 0), axis=1)
+            ends = jnp.broadcast_to(jnp.asarray([0, layout.capacity - 1], jnp.int32), (trees, 2))
+            touched = jnp.concatenate([leaf[:, :: FANOUT ** (level + 1)], last, ends], axis=1)
+        count = layout.counts[level + 1]
+        if count == 1:
+            # Two steps: XLA unrolls a loop of one, and then copies the tree.
+            touched = touched[:, :2]
+        if 1 < count <= touched.shape[1]:
+            # Rebuilding the whole level takes fewer steps than visiting the parents.
+            parent = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None], (trees, count))
+        else:
+            parent = lax.shift_right_logical(touched, _SHIFT * (level + 1))
+        source = base + layout.offset(layout.ops[0], level) + parent * FANOUT
+        goal = base + layout.offset(layout.ops[0], level + 1) + parent
+        flat = _refresh_loop(layout, flat, source.reshape(-1), goal.reshape(-1), level)
+    return flat.reshape(nodes.shape), gained
+
+
+def _refresh_loop(
+    layout: Layout, flat: jax.Array, source: jax.Array, goal: jax.Array, level: int
+) -> jax.Array:
+    """Recompute the nodes at ``goal [R]`` from the blocks at ``source [R]`` of ``level``, in order.
+
+    Positions are those of the first operation; those of the others follow ``layout.upper`` nodes
+    apart, but for the leaves, which all operations share.
+    """
+
+    def recompute(i: jax.Array, flat: jax.Array) -> jax.Array:
+        children = _block(flat, source[i])
+        for k, op in enumerate(layout.ops):
+            if level > 0 and k > 0:
+                children = _block(flat, source[i] + k * layout.upper)
+            at = goal[i] + k * layout.upper
+            flat = lax.dynamic_update_slice(flat, combine(op, children)[None], (at,))
+        return flat
+
+    return lax.fori_loop(0, source.shape[0], recompute, flat)
+
+
+def _set_vector(
+    layout: Layout, nodes: jax.Array, index: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    trees, rows = index.shape
+    flat = nodes.reshape(-1)
+    legal = (index >= 0) & (index < layout.capacity)
+    base = jnp.arange(trees, dtype=jnp.int32)[:, None] * layout.size
+    nowhere = jnp.int32(flat.shape[0])
+    target = jnp.where(legal, base + index, nowhere)
+    old = flat.at[target].get(mode="fill", fill_value=0)
+    # The leaves themselves are the scratch in which the last of several rows for one leaf is
+    # found: without sorting, and the same on every backend.
+    number = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.float32), (trees, rows))
+    flat = flat.at[target].set(-1.0, mode="drop").at[target].max(number, mode="drop")
+    wins = legal & (flat.at[target].get(mode="fill", fill_value=-1) == number)
+    change = (value > 0).astype(jnp.int32) - (old > 0).astype(jnp.int32)
+    gained = jnp.sum(jnp.where(wins, change, 0), axis=1, dtype=jnp.int32)
+    flat = flat.at[jnp.where(wins, target, nowhere)].set(value, mode="drop")
+    parent = jnp.where(legal, index, 0)
+    for level in range(layout.depth):
+        parent = lax.shift_right_logical(parent, _SHIFT)
+        for op in layout.ops:
+            children = (base + layout.offset(op, level) + parent * FANOUT).reshape(-1)
+            goal = (base + layout.offset(op, level + 1) + parent).reshape(-1)
+            flat = flat.at[goal].set(combine(op, _blocks(flat, children)), mode="drop")
+    return flat.reshape(nodes.shape), gained
+
+
+def _refine_level(layout: Layout, refined: bool) -> int:
+    """How many levels to descend before the residual is refined."""
+    return (layout.depth + 1) // 2 if refined else 0
+
+
+def _starts(layout: Layout) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """First node of each level of the sums, from just below the root to the leaves."""
+    levels = range(layout.depth - 1, -1, -1)
+    return np.asarray([layout.offset("sum", level) for level in levels], np.int32)
+
+
+def _refine(mass: jax.Array, residual: jax.Array, refine: jax.Array) -> jax.Array:
+    """Spread the residual evenly over the node again: what leaves at the end enters at the start.
+
+    The residuals in a node lie on a grid as fine as the float at the top could make it. Points
+    drawn within a grid cell fill the node but for a fraction of a cell at its start, and reach
+    past its end by as much.
+    """
+    residual = residual + refine
+    return jnp.where(residual >= mass, jnp.maximum(residual - mass, 0.0), residual)
+
+
+def _find_loop(
+    layout: Layout, refined: bool, nodes: jax.Array, prefix: jax.Array, refine: jax.Array
+) -> jax.Array:
+    trees, rows = prefix.shape
+    flat, prefix, refine = nodes.reshape(-1), prefix.reshape(-1), refine.reshape(-1)
+    starts = jnp.asarray(_starts(layout))
+    middle = _refine_level(layout, refined)
+
+    def query(i: jax.Array, found: jax.Array) -> jax.Array:
+        base = i // rows * layout.size if trees > 1 else jnp.int32(0)
+
+        def descend(
+            level: jax.Array, carry: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            node, residual = carry
+            children = _block(flat, base + starts[level] + node * FANOUT)
+            child, residual = choose(children, residual)
+            return node * FANOUT + child, residual
+
+        carry = (jnp.int32(0), prefix[i])
+        if middle:
+            node, residual = lax.fori_loop(0, middle, descend, carry)
+            mass = flat[base + layout.offset("sum", layout.depth - middle) + node]
+            carry = (node, _refine(mass, residual, refine[i]))
+        node, _ = lax.fori_loop(middle, layout.depth, descend, carry)
+        return lax.dynamic_update_slice(found, node[None], (i,))
+
+    found = lax.fori_loop(0, trees * rows, query, jnp.zeros((trees * rows,), jnp.int32))
+    return found.reshape(trees, rows)
+
+
+def _find_levels(
+    layout: Layout,
+    refined: bool,
+    nodes: jax.Array,
+    prefix: jax.Array,
+    refine: jax.Array,
+    *,
+    unroll: bool = False,
+) -> jax.Array:
+    trees, rows = prefix.shape
+    flat, residual, refine = nodes.reshape(-1), prefix.reshape(-1), refine.reshape(-1)
+    base = jnp.repeat(jnp.arange(trees, dtype=jnp.int32) * layout.size, rows)
+    starts = jnp.asarray(_starts(layout))
+    middle = _refine_level(layout, refined)
+
+    def descend(
+        level: jax.Array | int, carry: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        node, residual = carry
+        children = _blocks(flat, base + starts[level] + node * FANOUT)
+        child, residual = choose(children, residual)
+        return node * FANOUT + child, residual
+
+    carry = (jnp.zeros_like(base), residual)
+    if middle:
+        node, residual = lax.fori_loop(0, middle, descend, carry, unroll=unroll)
+        mass = flat[base + layout.offset("sum", layout.depth - middle) + node]
+        carry = (node, _refine(mass, residual, refine))
+    node, _ = lax.fori_loop(middle, layout.depth, descend, carry, unroll=unroll)
+    return node.reshape(trees, rows)
+
+
+_find_vector = functools.partial(_find_levels, unroll=True)
+
+
+def _share_loop(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
+    trees, rows = index.shape
+    flat, index = nodes.reshape(-1), jnp.clip(index, 0, layout.capacity - 1).reshape(-1)
+    root = layout.offset("sum", layout.depth)
+
+    def read(i: jax.Array, shares: jax.Array) -> jax.Array:
+        base = i // rows * layout.size if trees > 1 else jnp.int32(0)
+        fraction = _fraction(flat[base + index[i]], flat[base + root])
+        return lax.dynamic_update_slice(shares, fraction[None], (i,))
+
+    return lax.fori_loop(0, trees * rows, read, jnp.zeros((trees * rows,))).reshape(trees, rows)
+
+
+def _share_vector(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
+    leaf = jnp.take_along_axis(nodes, jnp.clip(index, 0, layout.capacity - 1), axis=1)
+    return _fraction(leaf, nodes[:, layout.offset("sum", layout.depth)][:, None])
+
+
+def _fraction(mass: jax.Array, total: jax.Array) -> jax.Array:
+    some = total > 0
+    return jnp.where(some, mass / jnp.where(some, total, 1.0), -1.0)

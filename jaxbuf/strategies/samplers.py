@@ -1,0 +1,487 @@
+"""How items are drawn.
+
+References:
+    Schaul et al., Prioritized Experience Replay, ICLR 2016, https://arxiv.org/abs/1511.05952.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.slots import Occupancy, random_words
+
+# Masses lie in between, so that finite priorities cannot overflow a sum of 2**27 of them.
+_LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
+_LARGEST_MASS = 2.0**96
+# Above this many slots a second random word refines every draw.
+_ONE_WORD = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """What a sampler drew.
+
+    Attributes:
+        index: Slots ``[B]`` int32.
+        probability: The probability with which a single draw gives each slot, ``[B]`` float32.
+        valid: Whether the row was drawn at all, ``[B]``; the other two are arbitrary if not.
+    """
+
+    index: Int[Array, " B"]
+    probability: Float[Array, " B"]
+    valid: Bool[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """What a sampler can draw.
+
+    Attributes:
+        count: How many items, ``[]`` int32.
+        least_probability: The smallest probability among them, ``[]`` float32; 0 if there are none.
+    """
+
+    count: Int[Array, ""]
+    least_probability: Float[Array, ""]
+
+
+class Sampler(Protocol):
+    """Chooses which items a batch consists of.
+
+    A sampler is a frozen, hashable dataclass: the configuration. What changes is its ``state``, a
+    pytree of arrays (``()`` if there is none) that the buffer keeps and passes in. Indices outside
+    ``[0, capacity)`` name no slot and must be ignored.
+    """
+
+    @property
+    def uses_priority(self) -> bool:
+        """Whether ``add`` takes a ``priority`` and ``update_priority`` is allowed."""
+        ...
+
+    @property
+    def uses_score(self) -> bool:
+        """Whether ``add`` needs a ``score``."""
+        ...
+
+    def init(self, capacity: int) -> Any:
+        """The state of an empty buffer."""
+        ...
+
+    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+        """Which priorities (or scores) are legal. The rows with others are refused and counted."""
+        ...
+
+    def added(
+        self,
+        state: Any,
+        index: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        *,
+        contiguous: bool,
+    ) -> Any:
+        """New items have been written to ``index``, with these priorities (or scores).
+
+        ``contiguous`` promises what ``SegmentTree.set`` asks for.
+        """
+        ...
+
+    def updated(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
+        """The items at ``index`` have new priorities; of several for one item the last counts."""
+        ...
+
+    def cleared(self, state: Any) -> Any:
+        """All items are gone. Shares no array with ``state``."""
+        ...
+
+    def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+        """Draw ``batch_size`` of the live items."""
+        ...
+
+    def support(self, state: Any, occupancy: Occupancy) -> Support:
+        """What could be drawn."""
+        ...
+
+    def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
+        """Numbers worth watching, scalars."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """Every live item with the same probability.
+
+    Attributes:
+        replacement: Whether a batch may hold an item twice. Without, rows beyond the number of
+            items are invalid.
+    """
+
+    replacement: bool = True
+
+    uses_priority = False
+    uses_score = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replacement", bool(self.replacement))
+
+    def init(self, capacity: int) -> Any:
+        """No state."""
+        del capacity
+        return ()
+
+    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+        """Never asked: it uses neither priorities nor scores."""
+        return jnp.ones(value.shape, bool)
+
+    def added(
+        self,
+        state: Any,
+        index: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        *,
+        contiguous: bool,
+    ) -> Any:
+        """Nothing to note."""
+        del index, value, contiguous
+        return state
+
+    def updated(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
+        """Nothing to note."""
+        del index, value
+        return state
+
+    def cleared(self, state: Any) -> Any:
+        """Nothing to forget."""
+        return state
+
+    def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+        """Draw ``batch_size`` of the live items."""
+        del state
+        size = occupancy.size
+        probability = jnp.broadcast_to(_share(size), (batch_size,))
+        if self.replacement:
+            index = occupancy.draw(random_words(key, (batch_size,)))
+            return Draw(index, probability, jnp.broadcast_to(size > 0, (batch_size,)))
+        index, valid = _distinct(
+            key,
+            batch_size,
+            jnp.minimum(batch_size, size),
+            (),
+            lambda key, _: occupancy.draw(random_words(key, (batch_size,))),
+            lambda scratch, _: scratch,
+        )
+        return Draw(index, probability, valid)
+
+    def support(self, state: Any, occupancy: Occupancy) -> Support:
+        """All live items."""
+        del state
+        return Support(occupancy.size, _share(occupancy.size))
+
+    def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
+        """``effective_sample_size``: all of them."""
+        del state
+        return {"effective_sample_size": occupancy.size.astype(jnp.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prioritized:
+    """Proportional prioritization: probability proportional to the mass ``(p + epsilon) ** alpha``.
+
+    A zero mass is never drawn (``0 ** 0`` is 0 here), unless all masses are zero: then all live
+    items are equally likely. Masses are clipped to ``[2**-126, 2**96]``.
+
+    Attributes:
+        alpha: How much priorities matter; 0 is uniform over the items with positive mass.
+        initial_priority: The least priority of an item that is added without one. It gets the
+            largest in the buffer if that is larger.
+        epsilon: Added to every priority.
+        uniform_mix: Fraction of draws that are uniform over the live items instead.
+        stratified: One draw from each of ``batch_size`` equal parts of the total mass, for less
+            variance; the probability of each item in a batch is the same on average. Ignored
+            without replacement.
+        replacement: Whether a batch may hold an item twice. Without, items are drawn one after the
+            other from those that are left; ``probability`` is that of the first draw.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    References:
+        Schaul et al., Prioritized Experience Replay, ICLR 2016, section 3.3.
+    """
+
+    alpha: float = 0.6
+    initial_priority: float = 1.0
+    epsilon: float = 0.0
+    uniform_mix: float = 0.0
+    stratified: bool = True
+    replacement: bool = True
+
+    uses_priority = True
+    uses_score = False
+
+    def __post_init__(self) -> None:
+        # NumPy scalars compare unequal to the same Python number, and would retrace.
+        for name in ("alpha", "initial_priority", "epsilon", "uniform_mix"):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        for name in ("stratified", "replacement"):
+            object.__setattr__(self, name, bool(getattr(self, name)))
+        if self.uniform_mix > 1:
+            raise ValueError(f"uniform_mix is {self.uniform_mix}; expected a fraction in [0, 1]")
+
+    def init(self, capacity: int) -> SegmentTree:
+        """A tree of masses, all zero."""
+        return SegmentTree.create(capacity, ops=("sum", "max", "min_positive"))
+
+    def mass(self, priority: Float[Array, " B"]) -> Float[Array, " B"]:
+        """``(priority + epsilon) ** alpha``, clipped; 0 where the base is 0."""
+        base = priority + jnp.float32(self.epsilon)
+        if self.alpha == 1.0:
+            mass = base
+        elif self.alpha == 0.5:
+            mass = jnp.sqrt(base)
+        else:
+            mass = jnp.power(base, jnp.float32(self.alpha))
+        mass = jnp.clip(mass, jnp.float32(_LEAST_MASS), jnp.float32(_LARGEST_MASS))
+        return jnp.where(base > 0, mass, jnp.zeros_like(mass))
+
+    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+        """Finite and not negative."""
+        return jnp.isfinite(value) & (value >= 0)
+
+    def added(
+        self,
+        state: SegmentTree,
+        index: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        *,
+        contiguous: bool,
+    ) -> SegmentTree:
+        """Set the masses of new items."""
+        if value is None:
+            first = self.mass(jnp.float32(self.initial_priority))
+            mass = jnp.broadcast_to(jnp.maximum(first, state.root("max")), index.shape)
+        else:
+            mass = self.mass(value)
+        return state.set(index, mass, contiguous=contiguous)
+
+    def updated(
+        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
+    ) -> SegmentTree:
+        """Set the masses of items that are there."""
+        return state.set(index, self.mass(value))
+
+    def cleared(self, state: SegmentTree) -> SegmentTree:
+        """All masses zero."""
+        return state.clear()
+
+    def draw(
+        self, state: SegmentTree, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
+    ) -> Draw:
+        """Draw ``batch_size`` of the live items."""
+        size = occupancy.size
+        if self.replacement:
+            index = self._propose(state, key, batch_size, occupancy, jnp.float32(self.uniform_mix))
+            valid = jnp.broadcast_to(size > 0, (batch_size,))
+        else:
+            total = state.root("sum")
+
+            def propose(key: PRNGKeyArray, scratch: SegmentTree) -> Int[Array, " B"]:
+                # Uniform draws keep hitting what is taken already and are discarded; to leave the
+                # odds between the others as they are, only the shrunken rest competes with them.
+                mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
+                left = (1 - mix) * scratch.root("sum") / jnp.where(total > 0, total, 1.0)
+                share = jnp.where(mix > 0, mix / (left + mix), 0.0)
+                return self._propose(scratch, key, batch_size, occupancy, share)
+
+            index, valid = _distinct(
+                key,
+                batch_size,
+                jnp.minimum(batch_size, self.support(state, occupancy).count),
+                state,
+                propose,
+                lambda scratch, taken: scratch.set(taken, jnp.zeros(taken.shape, jnp.float32)),
+            )
+        return Draw(index, self._probability(state.share(index), occupancy), valid)
+
+    def support(self, state: SegmentTree, occupancy: Occupancy) -> Support:
+        """The items with mass; all live items if there are none, or if draws are mixed."""
+        size, nnz = occupancy.size, state.nnz
+        if self.uniform_mix > 0:
+            count = size
+            least = jnp.where(nnz < size, 0.0, state.root("min_positive"))
+        else:
+            count = jnp.where(nnz > 0, nnz, size)
+            least = state.root("min_positive")
+        return Support(count, self._probability(self._fraction(state, least), occupancy))
+
+    def metrics(self, state: SegmentTree, occupancy: Occupancy) -> dict[str, Array]:
+        """Priorities as the masses tell them, and how many equally likely items are as diverse."""
+        slot = jnp.arange(state.capacity, dtype=jnp.int32)
+        live = occupancy.live(slot)
+        size = occupancy.size
+        mass = state.leaves
+        priority = self._priority(mass)
+        count = jnp.maximum(size, 1).astype(jnp.float32)
+        some = size > 0
+        largest = jnp.max(mass)
+        scaled = mass / jnp.where(largest > 0, largest, 1.0)
+        squares = jnp.sum(scaled * scaled)
+        spread = jnp.sum(scaled) ** 2 / jnp.where(squares > 0, squares, 1.0)
+        if self.uniform_mix > 0:
+            share = self._fraction(state, mass)
+            probability = jnp.where(live, self._probability(share, occupancy), 0.0)
+            squares = jnp.sum(probability * probability)
+            spread = 1.0 / jnp.where(squares > 0, squares, 1.0)
+        least = jnp.min(jnp.where(live, priority, jnp.inf))
+        return {
+            "priority_min": jnp.where(some, least, 0.0),
+            "priority_max": jnp.max(jnp.where(live, priority, 0.0)),
+            "priority_mean": jnp.sum(jnp.where(live, priority, 0.0) / count),
+            "effective_sample_size": jnp.where(
+                largest > 0, spread, jnp.where(some, size.astype(jnp.float32), 0.0)
+            ),
+        }
+
+    def _priority(self, mass: Float[Array, " N"]) -> Float[Array, " N"]:
+        """The priority that has this mass; with alpha = 0, where all have the same, 1."""
+        if self.alpha == 0.0:
+            return jnp.where(mass > 0, 1.0, 0.0)
+        base = jnp.power(mass, jnp.float32(1.0 / self.alpha))
+        return jnp.where(mass > 0, jnp.maximum(base - jnp.float32(self.epsilon), 0.0), 0.0)
+
+    @staticmethod
+    def _fraction(state: SegmentTree, mass: Float[Array, "..."]) -> Float[Array, "..."]:
+        total = state.root("sum")
+        return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), -1.0)
+
+    def _probability(self, share: Float[Array, "..."], occupancy: Occupancy) -> Float[Array, "..."]:
+        """The probability of an item that holds a ``share`` of all mass; -1: there is no mass."""
+        uniform = _share(occupancy.size)
+        mixed = share
+        if self.uniform_mix > 0:
+            mixed = (1.0 - self.uniform_mix) * share + self.uniform_mix * uniform
+        return jnp.where(share < 0, uniform, mixed)
+
+    def _propose(
+        self,
+        state: SegmentTree,
+        key: PRNGKeyArray,
+        batch_size: int,
+        occupancy: Occupancy,
+        mix: Float[Array, ""],
+    ) -> Int[Array, " B"]:
+        """Draws with replacement, a fraction ``mix`` of them uniform."""
+        words = 1 if state.capacity <= _ONE_WORD else 2
+        words += 2 if self.uniform_mix > 0 else 0
+        random = random_words(key, (words, batch_size))
+        stratified = self.stratified and self.replacement
+        low = random[1] if state.capacity > _ONE_WORD else None
+        index = state.query(*_points(random[0], low, state.root("sum"), stratified))
+        # With no mass at all every draw is a uniform one.
+        by_mass = state.share(index) >= 0
+        spare = random[0]
+        if self.uniform_mix > 0:
+            coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+            by_mass &= coin >= mix
+            spare = random[-2]
+        return jnp.where(by_mass, index, occupancy.draw(spare))
+
+
+def _points(
+    word: UInt[Array, " B"],
+    low: UInt[Array, " B"] | None,
+    total: Float[Array, ""],
+    stratified: bool,
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """Points in ``[0, total)``, and how far each may be moved within the grid it lies on.
+
+    The numerator of a point, the number of its stratum followed by random bits, fills the 24 bits
+    that a float32 holds exactly. What is left of the word (or another, ``low``) becomes the second
+    result, which ``SegmentTree.query`` adds half way down: so more slots can be told apart than a
+    float32 has values.
+    """
+    rows = word.shape[0] if stratified else 1
+    bits = max(24 - (rows - 1).bit_length(), 1)
+    high = word >> jnp.uint32(32 - bits)
+    if stratified:
+        high = high | (jnp.arange(rows, dtype=jnp.uint32) << jnp.uint32(bits))
+    # The bound keeps points below the total. It also keeps XLA from scaling the total by the size
+    # of a cell first, which underflows where all masses are tiny.
+    cell, below = jnp.float32(1.0 / (rows * 2**bits)), jnp.float32(1.0 - 2.0**-24)
+    if low is None:
+        low = word << jnp.uint32(bits)
+    fraction = (low >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+    return (
+        jnp.minimum(high.astype(jnp.float32) * cell, below) * total,
+        jnp.minimum(fraction * cell, below) * total,
+    )
+
+
+def _distinct(
+    key: PRNGKeyArray,
+    batch_size: int,
+    count: Int[Array, ""],
+    scratch: Any,
+    propose: Callable[[PRNGKeyArray, Any], Int[Array, " B"]],
+    remove: Callable[[Any, Int[Array, " B"]], Any],
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Draw ``count`` different items: one after the other, each from those that are left.
+
+    Drawing with replacement and discarding what was drawn before has the same law, and a whole
+    batch can be proposed at once. Between rounds the taken items are removed, so that heavy ones do
+    not take all proposals.
+
+    Args:
+        key: A key.
+        batch_size: Rows.
+        count: How many there are to draw, at most ``batch_size``.
+        scratch: What ``propose`` draws from.
+        propose: Draws ``batch_size`` items with replacement.
+        remove: Takes items out of the scratch.
+
+    Returns:
+        The items, in the order in which they were drawn, and which rows hold one.
+    """
+    nothing = jnp.iinfo(jnp.int32).max
+    row = jnp.arange(batch_size, dtype=jnp.int32)
+
+    def unfinished(carry: tuple[Array, Array, Array, Any]) -> Array:
+        return carry[1] < count
+
+    def attempt(carry: tuple[Array, Array, Array, Any]) -> tuple[Array, Array, Array, Any]:
+        round_, filled, chosen, scratch = carry
+        proposed = propose(jax.random.fold_in(key, round_), scratch)
+        both = jnp.concatenate([chosen, proposed])
+        # A stable sort puts the first of equal ones first: those of earlier rounds, then rows.
+        order = jnp.argsort(both, stable=True)
+        ordered = both[order]
+        repeats = jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] == ordered[:-1]])
+        fresh = ~jnp.zeros_like(repeats).at[order].set(repeats)[batch_size:]
+        place = filled + jnp.cumsum(fresh, dtype=jnp.int32) - 1
+        fresh = fresh & (place < count)
+        chosen = chosen.at[jnp.where(fresh, place, batch_size)].set(proposed, mode="drop")
+        scratch = remove(scratch, jnp.where(fresh, proposed, nothing))
+        return round_ + 1, filled + jnp.sum(fresh, dtype=jnp.int32), chosen, scratch
+
+    start = (jnp.int32(0), jnp.int32(0), jnp.full((batch_size,), nothing), scratch)
+    _, _, chosen, _ = lax.while_loop(unfinished, attempt, start)
+    return chosen, row < count
+
+
+def _share(size: Int[Array, ""]) -> Float[Array, ""]:
+    """One over the size; 0 if there is nothing."""
+    return jnp.where(size > 0, 1.0 / jnp.maximum(size, 1).astype(jnp.float32), 0.0)
+
+
+def _number(name: str, value: Any) -> float:
+    """A configuration value as a finite Python float that is not negative."""
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{name} is {number}; expected a finite number of at least 0")
+    return number
