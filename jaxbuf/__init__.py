@@ -4,11 +4,12 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.ops import add, sample, update_priority
 from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.core.slots import Slots
-from jaxbuf.strategies.evictors import Oldest
+from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 
 __all__ = [
     "ItemBuffer",
+    "Lowest",
     "Oldest",
     "Prioritized",
     "Sample",

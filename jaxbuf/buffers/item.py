@@ -111,12 +111,14 @@ class ItemBuffer(struct.PyTreeNode):
             priority: Of each item, ``[B]``; finite and not negative. A row with another is refused
                 and counted in ``metrics()["rejected"]``. Without, new items get the larger of the
                 sampler's ``initial_priority`` and the largest priority in the buffer.
-            score: Of each item, ``[B]``.
+            score: Of each item, ``[B]``, for an evictor or a sampler that goes by it; any number,
+                infinities included. A row with NaN is refused and counted.
             mask: Which rows to take, ``[B]``; the others cost no slot.
 
         Raises:
-            ValueError: When traced, if a structure, shape or dtype differs from the example, or if
-                ``priority`` or ``score`` is given and nothing here uses it.
+            ValueError: When traced, if a structure, shape or dtype differs from the example, if
+                ``priority`` or ``score`` is given and nothing here uses it, or if ``score`` is
+                missing.
         """
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
         row_shape = (rows,)
@@ -125,21 +127,24 @@ class ItemBuffer(struct.PyTreeNode):
         rejected = jnp.uint32(0)
         if mask is not None:
             taken = storage.check_rows(mask, "mask", row_shape, np.bool_, "(B,)")
-        if score is not None and not (self.sampler.uses_score or self.evictor.uses_score):
-            raise ValueError(
-                f"score was given, but neither {self.sampler} nor {self.evictor} uses it; leave it "
-                "out or choose one that does"
-            )
+        legal = None
         if priority is not None:
             self._needs_priority("priority was given")
             value = storage.check_rows(priority, "priority", row_shape, np.float32, "(B,)")
             legal = self.sampler.accepts(value)
+        score = self._check_score(score, row_shape)
+        if score is not None:
+            known = ~jnp.isnan(score)
+            legal = known if legal is None else legal & known
+            if self.sampler.uses_score:
+                value = score
+        if legal is not None:
             offered = jnp.ones(row_shape, bool) if taken is None else taken
             rejected = jnp.sum(offered & ~legal, dtype=jnp.uint32)
             taken = offered & legal
         if rows == 0:
             return self
-        occupancy, index = self.occupancy.place(rows, taken, None)
+        occupancy, index = self.occupancy.place(rows, taken, score)
         added = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
             data=storage.write(self.data, items, index),
@@ -234,14 +239,16 @@ class ItemBuffer(struct.PyTreeNode):
 
         Returns:
             ``size``; ``adds`` and ``rejected``, counted since creation and wrapping at 2**32;
-            ``effective_sample_size`` (of the distribution drawn from, ``1 / Σ P²``); and with
+            ``effective_sample_size`` (of the distribution drawn from, ``1 / Σ P²``); with
             priorities ``priority_min``, ``priority_max`` and ``priority_mean`` of the live items,
-            as their masses tell them.
+            as their masses tell them; and with scores ``score_min``, ``score_max`` and
+            ``score_mean``.
         """
         return {
             "size": self.size,
             "adds": self.counters[..., 0],
             "rejected": self.counters[..., 1],
+            **self.occupancy.metrics(),
             **self.sampler.metrics(self.sampler_state, self.occupancy),
         }
 
@@ -249,6 +256,20 @@ class ItemBuffer(struct.PyTreeNode):
         """Which slots still hold the item they name."""
         occupancy: Occupancy = self.occupancy
         return occupancy.live(slots.index) & (occupancy.generation(slots.index) == slots.generation)
+
+    def _check_score(self, score: Any, row_shape: tuple[int, ...]) -> Array | None:
+        """``score`` as an array, if it is given exactly where something goes by it."""
+        users = [part for part in (self.sampler, self.evictor) if part.uses_score]
+        if score is None:
+            if users:
+                raise ValueError(f"{users[0]} goes by the score of items; pass score=[B] to add")
+            return None
+        if not users:
+            raise ValueError(
+                f"score was given, but neither {self.sampler} nor {self.evictor} uses it; leave it "
+                "out or choose one that does"
+            )
+        return storage.check_rows(score, "score", row_shape, np.float32, "(B,)")
 
     def _needs_priority(self, what: str) -> None:
         if not self.sampler.uses_priority:

@@ -44,6 +44,10 @@ class Occupancy(Protocol):
         """
         ...
 
+    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
+        """Which rows could not stay even if they came alone, because of their score."""
+        ...
+
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is an item at ``index``."""
         ...
@@ -58,6 +62,10 @@ class Occupancy(Protocol):
 
     def clear(self) -> Self:
         """No items; what was there stays stale. Shares no array with the original."""
+        ...
+
+    def metrics(self) -> dict[str, Array]:
+        """Numbers worth watching, scalars."""
         ...
 
 
@@ -113,6 +121,10 @@ class Ring(struct.PyTreeNode):
         )
         return self.replace(counters=counters), index.astype(jnp.int32)
 
+    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
+        """None: scores do not matter here."""
+        return jnp.zeros(score.shape, bool)
+
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is an item at ``index``."""
         behind = (self.position - 1 - index) % self.capacity
@@ -133,6 +145,10 @@ class Ring(struct.PyTreeNode):
         lap = self.counters[1] + jnp.uint32(2)
         zero = jnp.uint32(0)
         return self.replace(counters=jnp.stack([zero, lap, zero]))
+
+    def metrics(self) -> dict[str, Array]:
+        """Nothing."""
+        return {}
 
 
 def scale_word(word: UInt[Array, " B"], below: UInt[Array, ""]) -> UInt[Array, " B"]:
