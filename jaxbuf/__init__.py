@@ -3,6 +3,7 @@
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.ops import add, sample, update_priority
 from jaxbuf.buffers.sample import Sample, importance_weights
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.samplers import Prioritized, Uniform
@@ -14,6 +15,7 @@ __all__ = [
     "Prioritized",
     "Sample",
     "Slots",
+    "TrajectoryBuffer",
     "Uniform",
     "add",
     "importance_weights",

@@ -8,9 +8,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
+from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import storage
-from jaxbuf.core.slots import Occupancy, Slots
+from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.evictors import Evictor, Oldest
 from jaxbuf.strategies.samplers import Sampler, Support, Uniform
 
@@ -129,7 +130,7 @@ class ItemBuffer(struct.PyTreeNode):
             taken = storage.check_rows(mask, "mask", row_shape, np.bool_, "(B,)")
         legal = None
         if priority is not None:
-            self._needs_priority("priority was given")
+            common.needs_priority(self.sampler, "priority was given")
             value = storage.check_rows(priority, "priority", row_shape, np.float32, "(B,)")
             legal = self.sampler.accepts(value)
         score = self._check_score(score, row_shape)
@@ -173,7 +174,7 @@ class ItemBuffer(struct.PyTreeNode):
             ValueError: If ``batch_size`` is no whole number from 1 on.
         """
         draw = self.sampler.draw(
-            self.sampler_state, key, check_batch_size(batch_size), self.occupancy
+            self.sampler_state, key, common.check_batch_size(batch_size), self.occupancy
         )
         index = jnp.where(draw.valid, draw.index, self.capacity)
         return Sample(
@@ -204,17 +205,17 @@ class ItemBuffer(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if the sampler has no priorities, or a shape differs.
         """
-        self._needs_priority("update_priority was called")
-        row_shape = slots.index.shape
-        value = storage.check_rows(priority, "priority", row_shape, np.float32, "that of slots")
-        taken = self._holds(slots)
-        if mask is not None:
-            taken &= storage.check_rows(mask, "mask", row_shape, np.bool_, "that of slots")
-        legal = self.sampler.accepts(value)
-        index = jnp.where(taken & legal, slots.index, self.capacity)
-        rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
+        state, rejected = common.set_priority(
+            self.sampler,
+            self.sampler_state,
+            self.occupancy,
+            slots,
+            priority,
+            mask,
+            self.capacity,
+        )
         return self.replace(
-            sampler_state=self.sampler.updated(self.sampler_state, index, value),
+            sampler_state=state,
             counters=self.counters + jnp.stack([jnp.uint32(0), rejected]),
         )
 
@@ -252,11 +253,6 @@ class ItemBuffer(struct.PyTreeNode):
             **self.sampler.metrics(self.sampler_state, self.occupancy),
         }
 
-    def _holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Which slots still hold the item they name."""
-        occupancy: Occupancy = self.occupancy
-        return occupancy.live(slots.index) & (occupancy.generation(slots.index) == slots.generation)
-
     def _check_score(self, score: Any, row_shape: tuple[int, ...]) -> Array | None:
         """``score`` as an array, if it is given exactly where something goes by it."""
         users = [part for part in (self.sampler, self.evictor) if part.uses_score]
@@ -270,25 +266,3 @@ class ItemBuffer(struct.PyTreeNode):
                 "out or choose one that does"
             )
         return storage.check_rows(score, "score", row_shape, np.float32, "(B,)")
-
-    def _needs_priority(self, what: str) -> None:
-        if not self.sampler.uses_priority:
-            raise ValueError(
-                f"{what}, but {self.sampler} has no priorities; create the buffer with "
-                "sampler=jaxbuf.Prioritized(...)"
-            )
-
-
-def check_batch_size(batch_size: int) -> int:
-    """``batch_size`` as a Python number.
-
-    Raises:
-        ValueError: If it is no whole number from 1 on.
-    """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
-        raise ValueError(
-            f"batch_size is {batch_size!r}; expected a whole number known at trace time"
-        )
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected at least 1")
-    return int(batch_size)

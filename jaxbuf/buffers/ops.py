@@ -4,16 +4,34 @@ A loop that jits ``buffer.add`` anew each time would trace it each time. These d
 donate: the buffer's memory is updated in place, and the buffer passed in cannot be used again.
 """
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import jax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core.slots import Slots
 
-AnyBuffer = TypeVar("AnyBuffer", bound=ItemBuffer)
+
+class _Buffer(Protocol):
+    """What these functions call: any of the buffers, or one of your own."""
+
+    @property
+    def add(self) -> Callable[..., Any]: ...
+
+
+class _SampledBuffer(_Buffer, Protocol):
+    """A buffer to sample from."""
+
+    def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample: ...
+
+    @property
+    def update_priority(self) -> Callable[..., Any]: ...
+
+
+AnyBuffer = TypeVar("AnyBuffer", bound=_Buffer)
+AnySampledBuffer = TypeVar("AnySampledBuffer", bound=_SampledBuffer)
 
 
 def add(
@@ -42,19 +60,19 @@ def add(
     return (_add_in_place if donate else _add)(buffer, items, options)
 
 
-def sample(buffer: ItemBuffer, key: PRNGKeyArray, batch_size: int) -> Sample:
+def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int) -> Sample:
     """``buffer.sample``, jitted; ``batch_size`` is static."""
     return _sample(buffer, key, batch_size)
 
 
 def update_priority(
-    buffer: AnyBuffer,
+    buffer: AnySampledBuffer,
     slots: Slots,
     priority: Float[Array, " B"],
     *,
     mask: Bool[Array, " B"] | None = None,
     donate: bool = True,
-) -> AnyBuffer:
+) -> AnySampledBuffer:
     """``buffer.update_priority``, jitted.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.samplers import Support
@@ -34,7 +34,7 @@ class Sample(struct.PyTreeNode):
 
 class _Supported(Protocol):
     @property
-    def size(self) -> Int[Array, ""]: ...
+    def occupancy(self) -> Any: ...
 
     def support(self) -> Support: ...
 
@@ -47,8 +47,8 @@ def importance_weights(
 ) -> Float[Array, " B"]:
     """Weights that undo the bias of prioritized sampling: ``(N · P(i)) ** -beta``, normalized.
 
-    ``N`` is the number of items in the buffer. All forms are computed from ratios of probabilities,
-    so that neither tiny ones nor large buffers overflow.
+    ``N`` is the number of items, or windows, in the buffer. All forms are computed from ratios of
+    probabilities, so that neither tiny ones nor large buffers overflow.
 
     Args:
         buffer: The buffer the sample is from, as it was then.
@@ -96,6 +96,6 @@ def _weights(buffer: Any, sample: Sample, beta: Any, *, normalize: str | None) -
         if normalize == "buffer":
             ratio = probability / jnp.where(least > 0, least, 1.0)
         else:
-            count = support.count if normalize == "mean" else buffer.size
+            count = support.count if normalize == "mean" else buffer.occupancy.size
             ratio = probability * count.astype(jnp.float32)
     return jnp.where(sample.valid, ratio**exponent, 0.0)

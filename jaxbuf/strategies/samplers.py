@@ -113,6 +113,27 @@ class Sampler(Protocol):
         ...
 
 
+class WindowSampler(Sampler, Protocol):
+    """A sampler that can also choose windows of a ring, which come and go as steps are written."""
+
+    def slid(
+        self,
+        state: Any,
+        completed: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        broken: Int[Array, " R"],
+    ) -> Any:
+        """Steps were written: some slots hold a new window, others none until it is complete.
+
+        Args:
+            state: The state so far.
+            completed: Slots with a new window.
+            value: Their priorities; a row that is not accepted gets the default.
+            broken: Slots without a window, none of them among ``completed``.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Uniform:
     """Every live item with the same probability.
@@ -154,6 +175,17 @@ class Uniform:
     def updated(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
         """Nothing to note."""
         del index, value
+        return state
+
+    def slid(
+        self,
+        state: Any,
+        completed: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        broken: Int[Array, " R"],
+    ) -> Any:
+        """Nothing to note."""
+        del completed, value, broken
         return state
 
     def cleared(self, state: Any) -> Any:
@@ -275,6 +307,23 @@ class Prioritized:
     ) -> SegmentTree:
         """Set the masses of items that are there."""
         return state.set(index, self.mass(value))
+
+    def slid(
+        self,
+        state: SegmentTree,
+        completed: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        broken: Int[Array, " R"],
+    ) -> SegmentTree:
+        """Set the masses of new windows, and take those of broken ones away."""
+        first = self.mass(jnp.float32(self.initial_priority))
+        default = jnp.maximum(first, state.root("max"))
+        if value is None:
+            mass = jnp.broadcast_to(default, completed.shape)
+        else:
+            mass = jnp.where(self.accepts(value), self.mass(value), default)
+        gone = jnp.zeros(broken.shape, jnp.float32)
+        return state.set(jnp.concatenate([completed, broken]), jnp.concatenate([mass, gone]))
 
     def cleared(self, state: SegmentTree) -> SegmentTree:
         """All masses zero."""

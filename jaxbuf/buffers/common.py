@@ -1,0 +1,86 @@
+"""What buffers check and do alike, whatever a slot of theirs holds."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, UInt
+
+from jaxbuf.core import storage
+from jaxbuf.core.slots import Occupancy, Slots
+from jaxbuf.strategies.samplers import Sampler
+
+
+def check_batch_size(batch_size: int) -> int:
+    """``batch_size`` as a Python number.
+
+    Raises:
+        ValueError: If it is no whole number from 1 on.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
+        raise ValueError(
+            f"batch_size is {batch_size!r}; expected a whole number known at trace time"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected at least 1")
+    return int(batch_size)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """A configuration value as a Python number.
+
+    Raises:
+        ValueError: If it is no whole number from ``least`` on.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name} is {value!r}; expected a whole number")
+    if value < least:
+        raise ValueError(f"{name} is {value}; expected at least {least}")
+    return int(value)
+
+
+def needs_priority(sampler: Sampler, what: str) -> None:
+    """Refuse priorities that nothing uses.
+
+    Raises:
+        ValueError: If the sampler has no priorities.
+    """
+    if not sampler.uses_priority:
+        raise ValueError(
+            f"{what}, but {sampler} has no priorities; create the buffer with "
+            "sampler=jaxbuf.Prioritized(...)"
+        )
+
+
+def holds(occupancy: Occupancy, slots: Slots) -> Bool[Array, " B"]:
+    """Which slots still hold what they name."""
+    return occupancy.live(slots.index) & (occupancy.generation(slots.index) == slots.generation)
+
+
+def set_priority(
+    sampler: Sampler,
+    state: Any,
+    occupancy: Occupancy,
+    slots: Slots,
+    priority: Float[Array, " B"],
+    mask: Bool[Array, " B"] | None,
+    capacity: int,
+) -> tuple[Any, UInt[Array, ""]]:
+    """Give sampled slots new priorities, but for the stale, masked and illegal ones.
+
+    Returns:
+        The sampler's new state, and how many rows were refused for their priority.
+
+    Raises:
+        ValueError: When traced, if the sampler has no priorities, or a shape differs.
+    """
+    needs_priority(sampler, "update_priority was called")
+    shape = slots.index.shape
+    value = storage.check_rows(priority, "priority", shape, np.float32, "that of slots")
+    taken = holds(occupancy, slots)
+    if mask is not None:
+        taken &= storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
+    legal = sampler.accepts(value)
+    index = jnp.where(taken & legal, slots.index, capacity)
+    rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
+    return sampler.updated(state, index, value), rejected

@@ -1,0 +1,166 @@
+"""Independent rings of steps, and which windows of consecutive steps they hold."""
+
+from typing import Self
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int, UInt
+
+from jaxbuf.core.slots import scale_word
+
+
+class Rings(struct.PyTreeNode):
+    """``E`` rings of ``length`` steps, seen as a set of windows of ``sequence_length`` steps.
+
+    A window starts at a multiple of ``period`` among the places of its ring, may run past the
+    ring's end to its beginning, and never crosses the write position. Its slot is
+    ``ring * (length / period) + start / period``, its generation the lap in which its first step,
+    the one that is overwritten first, was written. Both follow from the write positions and laps:
+    nothing is stored per step. All counters wrap safely.
+
+    To samplers this is an occupancy whose items are the windows; see ``core.slots.Occupancy``.
+
+    Attributes:
+        counters: Write position, lap and number of steps of each ring, ``[E, 3]`` uint32.
+        length: Steps that a ring holds, a multiple of ``period``.
+        sequence_length: Steps in a window, at most ``length``.
+        period: Distance between the starts of windows.
+    """
+
+    counters: UInt[Array, "E 3"]
+    length: int = struct.field(pytree_node=False)
+    sequence_length: int = struct.field(pytree_node=False)
+    period: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(cls, num_envs: int, length: int, sequence_length: int, period: int) -> Self:
+        """Empty rings."""
+        # The laps start at 1, so that no generation a caller makes up as zero is ever live.
+        first = jnp.asarray([0, 1, 0], jnp.uint32)
+        return cls(
+            counters=jnp.tile(first, (num_envs, 1)),
+            length=length,
+            sequence_length=sequence_length,
+            period=period,
+        )
+
+    @property
+    def num_envs(self) -> int:
+        """Rings."""
+        return self.counters.shape[-2]
+
+    @property
+    def starts(self) -> int:
+        """Places in a ring where a window may start."""
+        return self.length // self.period
+
+    @property
+    def steps(self) -> Int[Array, ""]:
+        """Steps held by all rings together."""
+        return jnp.sum(self.counters[..., 2], axis=-1, dtype=jnp.uint32).astype(jnp.int32)
+
+    @property
+    def size(self) -> Int[Array, ""]:
+        """Windows that can be drawn."""
+        return jnp.sum(self._span()[1], axis=-1, dtype=jnp.int32)
+
+    def place(
+        self, rows: int, mask: Bool[Array, "E T"] | None
+    ) -> tuple[Self, Int[Array, "E T"], Int[Array, "E R"], Int[Array, "E T"]]:
+        """Append up to ``rows`` steps to each ring.
+
+        Args:
+            rows: Steps offered to each ring.
+            mask: Which of them to take; the order of the others is kept.
+
+        Returns:
+            The new rings; where each step goes, ``ring * length + place``, past the end for rows
+            that are masked out or overwritten by later ones; the slots whose windows are gone or
+            not yet complete again; and the slot of the window that each row completes. Where there
+            is none a slot is past the end. No place and no slot is given twice.
+        """
+        position, lap, size = (self.counters[:, i].astype(jnp.int32)[:, None] for i in range(3))
+        env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
+        if mask is None:
+            rank = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (self.num_envs, rows))
+            count = jnp.full((self.num_envs, 1), rows, jnp.int32)
+            taken = jnp.ones(rank.shape, bool)
+        else:
+            rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+            count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)
+            taken = mask
+        target = env * self.length + (position + rank) % self.length
+        target = jnp.where(taken & (rank + self.length >= count), target, env.size * self.length)
+
+        # Steps are numbered from the first new one. A window ends at each of them; its start must
+        # be there and still be there once all steps are written.
+        start = rank - (self.sequence_length - 1)
+        complete = taken & (start >= -size) & (start + self.length >= count)
+        completed = self._slot(env, position + start, complete)
+        # At the last of the new steps start windows that are not complete yet.
+        back = jnp.arange(min(rows, self.sequence_length - 1), dtype=jnp.int32)[None]
+        broken = self._slot(env, position + count - 1 - back, back < count)
+
+        end = position + count
+        counters = jnp.concatenate(
+            [end % self.length, lap + end // self.length, jnp.minimum(size + count, self.length)],
+            axis=1,
+        )
+        return self.replace(counters=counters.astype(jnp.uint32)), target, broken, completed
+
+    def window(self, index: Int[Array, " B"]) -> Int[Array, "B S"]:
+        """Where the steps of the windows at ``index`` lie, as ``place`` counts."""
+        env, start = index // self.starts, index % self.starts * self.period
+        offset = jnp.arange(self.sequence_length, dtype=jnp.int32)
+        return env[:, None] * self.length + (start[:, None] + offset[None]) % self.length
+
+    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Whether there is a complete window at ``index``."""
+        ring, start = self._locate(index)
+        behind = (ring[..., 0].astype(jnp.int32) - 1 - start) % self.length
+        held = ring[..., 2].astype(jnp.int32)
+        inside = (index >= 0) & (index < self.num_envs * self.starts)
+        return inside & (behind < held) & (behind >= self.sequence_length - 1)
+
+    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
+        """The lap in which the first step of the window at ``index`` was written."""
+        ring, start = self._locate(index)
+        position, lap = ring[..., 0].astype(jnp.int32), ring[..., 1]
+        return jnp.where(start < position, lap, lap - jnp.uint32(1))
+
+    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
+        """A window for each random word, all equally likely; arbitrary if there is none."""
+        first, count = self._span()
+        until = jnp.cumsum(count, dtype=jnp.int32)
+        rank = scale_word(words, until[-1].astype(jnp.uint32)).astype(jnp.int32)
+        env = jnp.searchsorted(until, rank, side="right", method="scan_unrolled").astype(jnp.int32)
+        ring = jnp.stack([first, until - count], axis=-1).at[env].get(mode="clip")
+        return env * self.starts + (ring[:, 0] + rank - ring[:, 1]) % self.starts
+
+    def clear(self) -> Self:
+        """No steps. Two laps on, no generation that was ever handed out is met again."""
+        lap = self.counters[:, 1] + jnp.uint32(2)
+        zero = jnp.zeros_like(lap)
+        return self.replace(counters=jnp.stack([zero, lap, zero], axis=1))
+
+    def _span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
+        """For each ring its oldest window, ``start / period``, and how many follow from there."""
+        position, size = (self.counters[..., i].astype(jnp.int32) for i in (0, 2))
+        oldest = (position - size) % self.length
+        first = -(-oldest // self.period)
+        last = -(-(oldest + size - self.sequence_length + 1) // self.period)
+        return first % self.starts, jnp.where(size < self.sequence_length, 0, last - first)
+
+    def _slot(
+        self, env: Int[Array, "E 1"], place: Int[Array, "E T"], wanted: Bool[Array, "E T"]
+    ) -> Int[Array, "E T"]:
+        """The slots of windows that start at ``place``, any number of laps off."""
+        start = place % self.length
+        wanted &= start % self.period == 0
+        slot = env * self.starts + start // self.period
+        return jnp.where(wanted, slot, self.num_envs * self.starts)
+
+    def _locate(self, index: Int[Array, " B"]) -> tuple[UInt[Array, "B 3"], Int[Array, " B"]]:
+        """The counters of the ring that holds each window, and its place there."""
+        ring = self.counters.at[index // self.starts].get(mode="clip")
+        return ring, index % self.starts * self.period
