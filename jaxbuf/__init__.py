@@ -7,10 +7,12 @@ from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.samplers import Prioritized, Uniform
+from jaxbuf.views.n_step import NStep, n_step
 
 __all__ = [
     "ItemBuffer",
     "Lowest",
+    "NStep",
     "Oldest",
     "Prioritized",
     "Sample",
@@ -19,6 +21,7 @@ __all__ = [
     "Uniform",
     "add",
     "importance_weights",
+    "n_step",
     "sample",
     "update_priority",
 ]

@@ -1,0 +1,1 @@
+"""Pure functions from samples to what a learner wants."""

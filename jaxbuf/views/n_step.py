@@ -1,0 +1,153 @@
+"""n-step returns of sampled windows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+
+class NStep(struct.PyTreeNode):
+    """What an n-step target is made of, for each of the ``M = L - n`` starts in a window.
+
+    The target is ``reward + discount * value(observation at bootstrap_index)``.
+
+    Attributes:
+        reward: Discounted sum of up to ``n`` rewards, ``[B, M]``.
+        discount: What the bootstrapped value counts, ``[B, M]``: 0 if the episode terminated on the
+            way, else ``discount`` to the number of rewards in the sum.
+        bootstrap_index: Where in the window the observation lies that followed the last of these
+            rewards, ``[B, M]`` int32, in ``[1, L - 1]``.
+    """
+
+    reward: Float[Array, "B M"]
+    discount: Float[Array, "B M"]
+    bootstrap_index: Int[Array, "B M"]
+
+
+def n_step(
+    window: PyTree[Array],
+    n: int,
+    discount: float | Float[Array, ""],
+    *,
+    reward: str = "reward",
+    terminated: str = "terminated",
+    truncated: str | None = None,
+) -> NStep:
+    """n-step returns from every step of a window that has ``n`` more behind it.
+
+    A return goes over ``n`` steps or, if that comes first, to the end of the episode: there it
+    stops with nothing to bootstrap from if the episode ``terminated``, and bootstraps if it was
+    ``truncated``. Rewards past the end do not matter, whatever they are.
+
+    Row ``t`` of a window holds the observation before an action, and the reward and the flags after
+    it, so the observation that row ``t`` led to is that of row ``t + 1``. After a truncation that
+    row may belong to the next episode already. If you bootstrap there, either store the last
+    observation of each episode as a row of its own, or store next observations with the rows and
+    read them at ``bootstrap_index - 1``.
+
+    Args:
+        window: Windows of consecutive steps: a dict, or anything else with named fields, whose
+            leaves are ``[B, L, ...]``: ``sample.data`` of a ``TrajectoryBuffer``.
+        n: Most rewards in a sum, from 1 to ``L - 1``.
+        discount: Factor per step. An argument: changing it does not retrace.
+        reward: Name of the rewards, ``[B, L]`` floats; dots lead into nested fields.
+        terminated: Name of the flags that an episode ended here, ``[B, L]`` bools.
+        truncated: Name of the flags that an episode was cut off here, ``[B, L]`` bools. By default
+            ``"truncated"`` if the window has such a field; without, no episode is cut off.
+
+    Raises:
+        ValueError: If ``n`` is no whole number from 1 to ``L - 1``, or a field is missing, of
+            another shape, or of the wrong dtype.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> window = {
+        ...     "reward": jnp.array([[1.0, 1.0, 1.0, 1.0]]),
+        ...     "terminated": jnp.array([[False, False, True, False]]),
+        ... }
+        >>> targets = jaxbuf.n_step(window, n=2, discount=0.5)
+        >>> targets.reward.tolist(), targets.discount.tolist(), targets.bootstrap_index.tolist()
+        ([[1.5, 1.5]], [[0.25, 0.0]], [[2, 3]])
+
+    References:
+        Sutton and Barto, Reinforcement Learning, 2018, chapter 7; Hessel et al., Rainbow, 2018.
+    """
+    rewards = _field(window, reward, "reward", jnp.floating)
+    if rewards.ndim != 2:
+        raise ValueError(f"reward has shape {rewards.shape}; expected (B, L)")
+    ends = _flags(window, terminated, "terminated", rewards.shape)
+    if truncated is None and not _has(window, "truncated"):
+        cuts = jnp.zeros(rewards.shape, bool)
+    else:
+        cuts = _flags(window, truncated or "truncated", "truncated", rewards.shape)
+    length = rewards.shape[1]
+    if isinstance(n, bool) or not isinstance(n, int | np.integer):
+        raise ValueError(f"n is {n!r}; expected a whole number")
+    if not 1 <= n < length:
+        raise ValueError(
+            f"n is {n} and windows have {length} steps; expected 1 <= n < {length}, since the "
+            "observation to bootstrap from must be in the window"
+        )
+    starts = length - int(n)
+    shape = (rewards.shape[0], starts)
+    factor = jnp.asarray(discount, rewards.dtype)
+
+    def extend(
+        carry: tuple[NStep, Bool[Array, "B M"]], offset: Int[Array, ""]
+    ) -> tuple[tuple[NStep, Bool[Array, "B M"]], None]:
+        so_far, running = carry
+        now, end, cut = (
+            lax.dynamic_slice_in_dim(field, offset, starts, axis=1)
+            for field in (rewards, ends, cuts)
+        )
+        total = so_far.reward + so_far.discount * jnp.where(running, now, jnp.zeros_like(now))
+        left = jnp.where(end, jnp.zeros_like(factor), so_far.discount * factor)
+        extended = NStep(
+            reward=total,
+            discount=jnp.where(running, left, so_far.discount),
+            bootstrap_index=so_far.bootstrap_index + running.astype(jnp.int32),
+        )
+        return (extended, running & ~end & ~cut), None
+
+    nothing = NStep(
+        reward=jnp.zeros(shape, rewards.dtype),
+        discount=jnp.ones(shape, rewards.dtype),
+        bootstrap_index=jnp.broadcast_to(jnp.arange(starts, dtype=jnp.int32), shape),
+    )
+    offsets = jnp.arange(int(n), dtype=jnp.int32)
+    (result, _), _ = lax.scan(extend, (nothing, jnp.ones(shape, bool)), offsets)
+    return result
+
+
+def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) -> Array:
+    flags = _field(window, path, name, jnp.bool_)
+    if flags.shape != shape:
+        raise ValueError(f"{name} has shape {flags.shape}; expected {shape}, that of reward")
+    return flags
+
+
+def _field(window: PyTree[Array], path: str, name: str, kind: Any) -> Array:
+    found = _find(window, path)
+    if found is None:
+        raise ValueError(f"{name} is {path!r}, but the window has no such field")
+    array = jnp.asarray(found)
+    if not jnp.issubdtype(array.dtype, kind):
+        expected = "bool" if kind is jnp.bool_ else "a floating dtype"
+        raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
+    return array
+
+
+def _has(window: PyTree[Array], path: str) -> bool:
+    return _find(window, path) is not None
+
+
+def _find(window: PyTree[Array], path: str) -> Any:
+    """The field at a dotted path, through keys and attributes; None if there is none."""
+    at: Any = window
+    for part in path.split("."):
+        at = at.get(part) if isinstance(at, dict) else getattr(at, part, None)
+    return at if jax.tree.leaves(at) else None
