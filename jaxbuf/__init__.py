@@ -2,6 +2,7 @@
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.ops import add, sample, update_priority
+from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core.slots import Slots
@@ -15,6 +16,7 @@ __all__ = [
     "NStep",
     "Oldest",
     "Prioritized",
+    "Queue",
     "Sample",
     "Slots",
     "TrajectoryBuffer",

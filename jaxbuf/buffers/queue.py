@@ -1,0 +1,185 @@
+"""First in, first out, and out only once."""
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int, PyTree, UInt
+
+from jaxbuf.buffers import common
+from jaxbuf.buffers.sample import Sample
+from jaxbuf.core import storage
+from jaxbuf.core.slots import Ring, Slots
+
+
+class Queue(struct.PyTreeNode):
+    """Up to ``capacity`` items, usually whole trajectories, that wait to be consumed once each.
+
+    Unlike other buffers it evicts nothing: rows that do not fit are refused and counted. ``take``
+    returns the oldest items and the queue without them. One immutable pytree, as other buffers.
+
+    Attributes:
+        data: The items, leaves ``[capacity, ...]``.
+        occupancy: Which slots hold an item that was not consumed.
+        counters: Items added, rows rejected and items taken so far, ``[3]`` uint32; they wrap.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> trajectory = {"obs": jnp.zeros((20, 3)), "reward": jnp.zeros(20)}
+        >>> queue = jaxbuf.Queue.create(trajectory, capacity=4)
+        >>> queue = queue.add({"obs": jnp.ones((3, 20, 3)), "reward": jnp.ones((3, 20))})
+        >>> queue, batch = queue.take(2)
+        >>> batch.data["obs"].shape, batch.valid.tolist(), int(queue.size)
+        ((2, 20, 3), [True, True], 1)
+
+    References:
+        Cassirer et al., Reverb: A Framework for Experience Replay, 2021 (queues as tables).
+    """
+
+    data: PyTree[Array]
+    occupancy: Any
+    counters: UInt[Array, " 3"]
+
+    @classmethod
+    def create(cls, example: PyTree, capacity: int) -> Self:
+        """An empty queue.
+
+        Args:
+            example: One unbatched item: arrays or ``jax.ShapeDtypeStruct``. Only shapes and dtypes
+                matter.
+            capacity: Most items that wait at a time.
+
+        Raises:
+            ValueError: If ``capacity`` is no whole number from 1 to 2**30, or ``example`` holds
+                anything but arrays.
+        """
+        capacity = common.check_count("capacity", capacity)
+        if capacity > 2**30:
+            raise ValueError(f"capacity is {capacity}; expected from 1 to 2**30 items")
+        return cls(
+            data=storage.allocate(example, (capacity,)),
+            occupancy=Ring.create(capacity),
+            counters=jnp.zeros((3,), jnp.uint32),
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Most items that wait at a time."""
+        return self.occupancy.capacity
+
+    @property
+    def size(self) -> Int[Array, ""]:
+        """Items that wait now."""
+        return self.occupancy.size
+
+    def can_add(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+        """Whether ``batch_size`` more items fit."""
+        return self.capacity - self.size >= batch_size
+
+    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+        """Whether at least ``batch_size`` items wait."""
+        return self.size >= batch_size
+
+    def accepts(self, rows: int, mask: Bool[Array, " B"] | None = None) -> Bool[Array, " B"]:
+        """Which rows ``add`` would take now: of those that the mask leaves, the first that fit.
+
+        Args:
+            rows: How many are offered, ``B``; static.
+            mask: Which of them, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if the mask is not ``[B]`` bools.
+        """
+        free = self.capacity - self.size
+        if mask is None:
+            return jnp.arange(rows, dtype=jnp.int32) < free
+        offered = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
+        return offered & (jnp.cumsum(offered, dtype=jnp.int32) <= free)
+
+    def add(self, items: PyTree[Array], *, mask: Bool[Array, " B"] | None = None) -> Self:
+        """Append a batch of items in order, as far as they fit; ``accepts`` tells which do.
+
+        Args:
+            items: Leaves ``[B, *shape]``, in the example's dtypes. Rows that do not fit are
+                counted in ``metrics()["rejected"]``.
+            mask: Which rows to take, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if a structure, shape or dtype differs from the example.
+        """
+        items, (rows,) = storage.check(self.data, items, "items", ("B",))
+        taken = self.accepts(rows, mask)
+        if rows == 0:
+            return self
+        occupancy, index = self.occupancy.place(rows, taken, None)
+        added = jnp.sum(taken, dtype=jnp.uint32)
+        offered = jnp.uint32(rows)
+        if mask is not None:
+            offered = jnp.sum(jnp.asarray(mask), dtype=jnp.uint32)
+        return self.replace(
+            data=storage.write(self.data, items, index),
+            occupancy=occupancy,
+            counters=self.counters + jnp.stack([added, offered - added, jnp.uint32(0)]),
+        )
+
+    def take(self, batch_size: int) -> tuple[Self, Sample]:
+        """The oldest items, and the queue without them.
+
+        Args:
+            batch_size: Rows ``B``; static.
+
+        Returns:
+            The queue that goes on, and a ``Sample``, oldest item first. If fewer items wait they
+            are all taken, and the rows after them have ``valid`` False, probability 0 and index
+            ``capacity``; see ``can_sample``.
+
+        Raises:
+            ValueError: If ``batch_size`` is no whole number from 1 on.
+        """
+        batch_size = common.check_batch_size(batch_size)
+        size = self.size
+        row = jnp.arange(batch_size, dtype=jnp.int32)
+        valid = row < size
+        oldest = self.occupancy.position - size
+        index = jnp.where(valid, (oldest + row) % self.capacity, self.capacity)
+        sample = Sample(
+            data=storage.read(self.data, index),
+            slots=Slots(index=index, generation=self.occupancy.generation(index)),
+            probability=valid.astype(jnp.float32),
+            valid=valid,
+        )
+        count = jnp.minimum(size, batch_size).astype(jnp.uint32)
+        zero = jnp.uint32(0)
+        counters = self.occupancy.counters - jnp.stack([zero, zero, count])
+        queue = self.replace(
+            occupancy=self.occupancy.replace(counters=counters),
+            counters=self.counters + jnp.stack([zero, zero, count]),
+        )
+        return queue, sample
+
+    def clear(self) -> Self:
+        """The queue without its items; counters go on.
+
+        Shares no array with the original, so that either may be donated.
+        """
+        return self.replace(
+            data=jax.tree.map(jnp.zeros_like, self.data),
+            occupancy=self.occupancy.clear(),
+            counters=self.counters.copy(),
+        )
+
+    def metrics(self) -> dict[str, Array]:
+        """Numbers worth watching, all scalars.
+
+        Returns:
+            ``size``; and counted since creation, wrapping at 2**32: ``adds``, ``rejected`` (rows
+            that did not fit) and ``taken``.
+        """
+        return {
+            "size": self.size,
+            "adds": self.counters[..., 0],
+            "rejected": self.counters[..., 1],
+            "taken": self.counters[..., 2],
+        }

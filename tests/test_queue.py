@@ -1,0 +1,166 @@
+"""`Queue`: in order, once, and nothing lost without being counted."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+
+
+def create(capacity, example=None):
+    return jaxbuf.Queue.create(jnp.int32(0) if example is None else example, capacity)
+
+
+def integers(*values):
+    return jnp.array(values, jnp.int32)
+
+
+take = jax.jit(lambda queue, batch_size: queue.take(batch_size), static_argnums=1)
+
+
+def taken(queue, batch_size):
+    queue, sample = take(queue, batch_size)
+    return queue, np.asarray(sample.data)[np.asarray(sample.valid)].tolist()
+
+
+def test_random_operations_agree_with_a_deque():
+    random = np.random.default_rng(0)
+    queue, twin = create(5), collections.deque()
+    clock, adds, rejected, consumed = 0, 0, 0, []
+    for _ in range(80):
+        if random.random() < 0.6:
+            rows = int(random.choice([1, 3, 7]))
+            mask = random.random(rows) < 0.8 if rows == 3 else None
+            items = np.arange(clock, clock + rows, dtype=np.int32)
+            clock += rows
+            expected = np.zeros(rows, bool)
+            for row, item in enumerate(items.tolist()):
+                if mask is not None and not mask[row]:
+                    continue
+                if len(twin) < 5:
+                    twin.append(item)
+                    adds += 1
+                    expected[row] = True
+                else:
+                    rejected += 1
+            np.testing.assert_array_equal(queue.accepts(rows, mask), expected)
+            queue = jaxbuf.add(queue, items, mask=mask)
+        else:
+            batch_size = int(random.choice([1, 2, 6]))
+            queue, items = taken(queue, batch_size)
+            assert items == [twin.popleft() for _ in range(min(batch_size, len(twin)))]
+            consumed += items
+        assert queue.size == len(twin)
+        for count in (1, 3, 5, 6):
+            assert queue.can_add(count) == (5 - len(twin) >= count)
+            assert queue.can_sample(count) == (len(twin) >= count)
+        metrics = queue.metrics()
+        assert (metrics["adds"], metrics["rejected"]) == (adds, rejected)
+        assert (metrics["taken"], metrics["size"]) == (len(consumed), len(twin))
+    assert len(set(consumed)) == len(consumed) > 40
+    assert rejected > 10
+
+
+def test_a_full_queue_refuses_and_counts():
+    queue = jaxbuf.add(create(3), integers(1, 2, 3, 4, 5))
+    assert (queue.size, queue.metrics()["rejected"]) == (3, 2)
+    assert not queue.can_add()
+    queue = jaxbuf.add(queue, integers(6))
+    queue, items = taken(queue, 3)
+    assert items == [1, 2, 3]
+    assert queue.metrics()["rejected"] == 3
+
+
+def test_missing_rows_are_invalid():
+    queue = jaxbuf.add(create(4), integers(7, 8))
+    queue, sample = take(queue, 3)
+    np.testing.assert_array_equal(sample.valid, [True, True, False])
+    np.testing.assert_array_equal(sample.probability, [1.0, 1.0, 0.0])
+    np.testing.assert_array_equal(sample.slots.index, [0, 1, 4])
+    np.testing.assert_array_equal(sample.data[:2], [7, 8])
+    assert (sample.slots.index.dtype, sample.slots.generation.dtype) == (jnp.int32, jnp.uint32)
+    queue, sample = take(queue, 3)
+    np.testing.assert_array_equal(sample.valid, False)
+
+
+def test_trajectories_of_any_structure():
+    example = {"obs": jnp.zeros((4, 2)), "action": jnp.zeros(4, jnp.int8)}
+    queue = create(2, example)
+    items = {"obs": jnp.ones((1, 4, 2)), "action": jnp.full((1, 4), 3, jnp.int8)}
+    queue, sample = take(jaxbuf.add(queue, items), 1)
+    jax.tree.map(np.testing.assert_array_equal, sample.data, items)
+    assert sample.data["action"].dtype == jnp.int8
+
+
+def test_past_2_to_the_32_items():
+    queue = create(4)
+    counters = jnp.array([2, 2**32 - 1, 0], jnp.uint32)
+    queue = queue.replace(
+        occupancy=queue.occupancy.replace(counters=counters),
+        counters=jnp.full((3,), 2**32 - 2, jnp.uint32),
+    )
+    for t in range(4):
+        queue = jaxbuf.add(queue, integers(2 * t, 2 * t + 1))
+        queue, items = taken(queue, 2)
+        assert items == [2 * t, 2 * t + 1]
+    assert (queue.metrics()["adds"], queue.metrics()["taken"]) == (6, 6)
+
+
+def test_clear_keeps_the_original():
+    queue = jaxbuf.add(create(3), integers(1, 2))
+    cleared = queue.clear()
+    assert (cleared.size, queue.size) == (0, 2)
+    assert taken(jaxbuf.add(cleared, integers(5)), 2)[1] == [5]
+    assert taken(queue, 3)[1] == [1, 2]
+
+
+def test_eager_jit_scan_vmap_and_donated_agree():
+    def step(queue, items):
+        queue = queue.add(items, mask=items % 3 != 0)
+        return queue.take(2)
+
+    start = create(5)
+    rows = jnp.arange(1, 37, dtype=jnp.int32).reshape(12, 3)
+
+    def run(one):
+        queue, samples = jax.tree.map(jnp.copy, start), []
+        for items in rows:
+            queue, sample = one(queue, items)
+            samples.append(sample)
+        return queue, jax.tree.map(lambda *leaves: jnp.stack(leaves), *samples)
+
+    expected = run(step)
+    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
+    both = jax.jit(jax.vmap(lambda queue: jax.lax.scan(step, queue, rows)))(lanes)
+    for actual in (
+        run(jax.jit(step)),
+        run(jax.jit(step, donate_argnums=0)),
+        jax.jit(lambda queue: jax.lax.scan(step, queue, rows))(start),
+        jax.tree.map(lambda leaf: leaf[1], both),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    np.testing.assert_array_equal(both[0].size, [expected[0].size] * 2)
+    np.testing.assert_array_equal(both[0].can_add(1), [expected[0].can_add(1)] * 2)
+
+
+BAD = [
+    (lambda: create(0), "capacity is 0; expected at least 1"),
+    (lambda: create(2.5), "capacity is 2.5; expected a whole number"),
+    (lambda: create(2**31), "capacity is 2147483648; expected from 1 to 2**30"),
+    (lambda: create(2, {}), "example has no leaves"),
+    (lambda: create(2).add(jnp.zeros((3, 1), jnp.int32)), "items has shape (3, 1); expected (B,)"),
+    (lambda: create(2).add(jnp.zeros(3)), "items has dtype float32; expected int32"),
+    (lambda: create(2).add(integers(1, 2), mask=jnp.ones(3, bool)), "mask has shape (3,)"),
+    (lambda: create(2).add(integers(1), mask=jnp.ones(1)), "mask has dtype float32"),
+    (lambda: create(2).take(0), "batch_size is 0; expected at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
