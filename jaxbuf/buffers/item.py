@@ -74,6 +74,12 @@ class ItemBuffer(struct.PyTreeNode):
         capacity = int(capacity)
         if not 1 <= capacity <= 2**30:
             raise ValueError(f"capacity is {capacity}; expected from 1 to 2**30 items")
+        for name, strategy in (("sampler", sampler), ("evictor", evictor)):
+            if isinstance(strategy, type) or not hasattr(strategy, "init"):
+                raise ValueError(
+                    f"{name} is {strategy!r}; expected a strategy such as "
+                    f"{Uniform() if name == 'sampler' else Oldest()}"
+                )
         return cls(
             data=storage.allocate(example, (capacity,)),
             occupancy=evictor.init(capacity),
@@ -94,8 +100,8 @@ class ItemBuffer(struct.PyTreeNode):
         return self.occupancy.size
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
-        """Whether there are at least ``batch_size`` items."""
-        return self.size >= batch_size
+        """Whether there are at least ``batch_size`` items that can be drawn."""
+        return self.support().count >= batch_size
 
     def add(
         self,

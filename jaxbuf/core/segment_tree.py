@@ -14,7 +14,7 @@ from typing import Self, cast, get_args
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxbuf.core import tree_kernels
 from jaxbuf.core.tree_kernels import FANOUT, Layout, Op
@@ -25,7 +25,9 @@ class SegmentTree(struct.PyTreeNode):
 
     Attributes:
         nodes: Leaves and levels, ``[P]`` float32; see ``tree_kernels.Layout``.
-        nnz: How many leaves are positive, ``[]`` int32.
+        summary: The bits of the roots, one for each operation, and last how many leaves are
+            positive; ``[len(ops) + 1]`` uint32. One small array, apart from the nodes: reading it
+            never stands in the way of updating them in place.
         capacity: Number of leaves.
         ops: The reductions it keeps.
 
@@ -40,7 +42,7 @@ class SegmentTree(struct.PyTreeNode):
     """
 
     nodes: Float[Array, " P"]
-    nnz: Int[Array, ""]
+    summary: UInt[Array, " K"]
     capacity: int = struct.field(pytree_node=False)
     ops: tuple[Op, ...] = struct.field(pytree_node=False)
 
@@ -52,23 +54,26 @@ class SegmentTree(struct.PyTreeNode):
             capacity: Number of leaves; any number from 1 on.
             ops: Which of ``"sum"``, ``"min"``, ``"max"`` and ``"min_positive"`` (the least of the
                 leaves above zero, 0 if there is none). A leaf that was never set counts as the
-                neutral element; together with sums that is 0, also for the others.
+                neutral element, which for ``"max"`` next to sums is 0: their leaves are masses, not
+                negative.
 
         Raises:
             ValueError: If ``capacity`` is below 1, or if ``ops`` names no operation, one twice, an
-                unknown one, or min and max alone (which have no neutral element in common).
+                unknown one, or ``"min"`` next to others (whose unset leaves are not infinite).
         """
         known = get_args(Op)
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; a tree needs at least one leaf")
         if not ops or len(set(ops)) < len(ops) or not set(ops) <= set(known):
             raise ValueError(f"ops is {tuple(ops)}; choose from {known}, each once")
-        if set(ops) == {"min", "max"}:
-            raise ValueError("ops is min and max alone; add 'sum', or build a tree for each")
+        if "min" in ops and len(ops) > 1:
+            raise ValueError(f"ops is {tuple(ops)}; give 'min' a tree of its own")
         layout = Layout(capacity, cast("tuple[Op, ...]", tuple(ops)))
+        roots = jnp.full((len(layout.ops),), layout.fill, jnp.float32)
+        positive = jnp.full((1,), capacity if layout.fill > 0 else 0, jnp.uint32)
         return cls(
             nodes=jnp.full((layout.size,), layout.fill, jnp.float32),
-            nnz=jnp.int32(0) if layout.fill <= 0 else jnp.int32(capacity),
+            summary=jnp.concatenate([lax.bitcast_convert_type(roots, jnp.uint32), positive]),
             capacity=capacity,
             ops=layout.ops,
         )
@@ -85,12 +90,19 @@ class SegmentTree(struct.PyTreeNode):
 
     def root(self, op: str = "sum") -> Float[Array, ""]:
         """The reduction over all leaves."""
-        layout = self.layout
-        return self.nodes[..., layout.offset(self._op(op), layout.depth)]
+        bits = self.summary[..., self.ops.index(self._op(op))]
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    @property
+    def nnz(self) -> Int[Array, ""]:
+        """How many leaves are positive."""
+        return self.summary[..., len(self.ops)].astype(jnp.int32)
 
     def get(self, index: Int[Array, " B"]) -> Float[Array, " B"]:
         """The leaves at ``index``; one outside ``[0, capacity)`` reads as the nearest leaf."""
-        return self.nodes.at[jnp.clip(index, 0, self.capacity - 1)].get(mode="promise_in_bounds")
+        if index.shape[0] == 0:
+            return jnp.zeros((0,), jnp.float32)
+        return tree_kernels.read(self.layout, self.nodes, index)
 
     def set(
         self, index: Int[Array, " B"], value: Float[Array, " B"], *, contiguous: bool = False
@@ -106,10 +118,12 @@ class SegmentTree(struct.PyTreeNode):
         """
         if index.shape[0] == 0:
             return self
-        nodes, gained = tree_kernels.set_leaves(
+        nodes, roots, gained = tree_kernels.set_leaves(
             self.layout, self.nodes, index, value, contiguous=contiguous
         )
-        return self.replace(nodes=nodes, nnz=self.nnz + gained)
+        positive = self.summary[-1:] + gained[None].astype(jnp.uint32)
+        bits = lax.bitcast_convert_type(roots, jnp.uint32)
+        return self.replace(nodes=nodes, summary=jnp.concatenate([bits, positive]))
 
     def query(
         self, prefix: Float[Array, " B"], refine: Float[Array, " B"] | None = None
@@ -125,13 +139,6 @@ class SegmentTree(struct.PyTreeNode):
         """
         self._op("sum")
         return tree_kernels.find(self.layout, self.nodes, prefix, refine)
-
-    def share(self, index: Int[Array, " B"]) -> Float[Array, " B"]:
-        """What fraction of the total each leaf holds, ``[B]``; -1 if the total is zero."""
-        self._op("sum")
-        if index.shape[0] == 0:
-            return jnp.zeros((0,), jnp.float32)
-        return tree_kernels.share(self.layout, self.nodes, index)
 
     def reduce(
         self, start: int | Int[Array, ""], stop: int | Int[Array, ""], op: str = "sum"

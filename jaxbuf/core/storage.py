@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 _KINDS = "biufc"
@@ -125,7 +126,23 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
 
 def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
+    index = lax.platform_dependent(index, cpu=_settle, default=lambda index: index)
     return jax.tree.map(lambda slots: slots.at[index].get(mode="clip"), storage)
+
+
+@jax.jit
+def _settle(index: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The same numbers, out of a loop: XLA:CPU does not fuse through one.
+
+    It would otherwise compute an index anew for every element of the row that it selects.
+    """
+    rows = index.shape[0]
+    return lax.fori_loop(
+        0,
+        rows,
+        lambda i, out: lax.dynamic_update_slice(out, lax.dynamic_slice(index, (i,), (1,)), (i,)),
+        jnp.zeros_like(index),
+    )
 
 
 def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:

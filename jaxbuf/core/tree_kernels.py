@@ -124,30 +124,33 @@ def _sum4(terms: list[jax.Array]) -> jax.Array:
     return ((terms[0] + terms[1]) + terms[2]) + terms[3]
 
 
-def _choose4(masses: list[jax.Array], r: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First of four whose running sum exceeds ``r``, and what is left of ``r`` inside it."""
-    c1 = masses[0]
-    c2 = c1 + masses[1]
-    c3 = c2 + masses[2]
-    # A rounded difference may equal the node's whole mass; the last float below it keeps the
-    # query inside the node, and so off every child without mass.
-    r = jnp.minimum(r, (c3 + masses[3]) * jnp.float32(_BELOW))
-    past1, past2, past3 = r >= c1, r >= c2, r >= c3
-    child = past1.astype(jnp.int32) + past2.astype(jnp.int32) + past3.astype(jnp.int32)
-    zero = jnp.zeros_like(c1)
-    before = jnp.where(past3, c3, jnp.where(past2, c2, jnp.where(past1, c1, zero)))
-    return child, r - before
+def _past(bounds: list[jax.Array], r: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many of three rising bounds ``r`` has reached, and the last of them (0 if none)."""
+    past = [r >= bound for bound in bounds]
+    count = past[0].astype(jnp.int32) + past[1].astype(jnp.int32) + past[2].astype(jnp.int32)
+    return count, lax.select_n(count, jnp.zeros_like(r), *bounds)
 
 
 def choose(masses: list[jax.Array], r: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The child that holds ``r``: smallest ``i`` with ``r < m_0 + ... + m_i``; and the residual."""
-    group, r = _choose4([_sum4(masses[i : i + 4]) for i in range(0, FANOUT, 4)], r)
+    """The child that holds ``r``: smallest ``i`` with ``r < m_0 + ... + m_i``; and the residual.
+
+    Every comparison is with the very sums that make up the node's own value, so that rounding never
+    leads to a child without mass.
+    """
+    groups = [_sum4(masses[i : i + 4]) for i in range(0, FANOUT, 4)]
+    first, second = groups[0], groups[0] + groups[1]
+    third = second + groups[2]
+    # A rounded residual may equal the node's whole mass; the last float below keeps it inside.
+    r = jnp.minimum(r, (third + groups[3]) * jnp.float32(_BELOW))
+    group, base = _past([first, second, third], r)
     inside = [
         lax.select_n(group, masses[i], masses[4 + i], masses[8 + i], masses[12 + i])
-        for i in range(4)
+        for i in range(3)
     ]
-    child, r = _choose4(inside, r)
-    return 4 * group + child, r
+    pair = inside[0] + inside[1]
+    bounds = [base + inside[0], base + pair, base + (pair + inside[2])]
+    child, before = _past(bounds, r)
+    return 4 * group + child, r - jnp.maximum(before, base)
 
 
 def build(layout: Layout, leaves: jax.Array) -> jax.Array:
@@ -165,6 +168,7 @@ def build(layout: Layout, leaves: jax.Array) -> jax.Array:
     return jnp.concatenate(parts)
 
 
+@functools.partial(jax.jit, static_argnames=("layout", "contiguous"))
 def set_leaves(
     layout: Layout,
     nodes: jax.Array,
@@ -172,7 +176,7 @@ def set_leaves(
     value: jax.Array,
     *,
     contiguous: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Set leaves and recompute everything above them.
 
     Args:
@@ -185,16 +189,18 @@ def set_leaves(
             modulo the capacity, so that one parent in ``FANOUT`` rows has to be visited.
 
     Returns:
-        The tree ``[P]``, and by how much the number of positive leaves grew, ``[]``.
+        The tree ``[P]``, its roots ``[len(ops)]``, and by how much the number of positive leaves
+        grew, ``[]``.
     """
     if index.shape[0] == 1:
         # XLA unrolls a loop of one step, and then copies the tree.
         index = jnp.pad(index, (0, 1), constant_values=layout.capacity)
         value = jnp.pad(value, (0, 1))
-    nodes, gained = _setter(layout, contiguous)(nodes[None], index[None], value[None])
-    return nodes[0], gained[0]
+    nodes, roots, gained = _setter(layout, contiguous)(nodes[None], index[None], value[None])
+    return nodes[0], roots[0], gained[0]
 
 
+@functools.partial(jax.jit, static_argnames="layout")
 def find(
     layout: Layout, nodes: jax.Array, prefix: jax.Array, refine: jax.Array | None = None
 ) -> jax.Array:
@@ -210,18 +216,25 @@ def find(
     Returns:
         Leaves ``[B]``, never one without mass unless the total is zero.
     """
-    if refine is None:
-        return _finder(layout, False)(nodes[None], prefix[None], prefix[None])[0]
-    return _finder(layout, True)(nodes[None], prefix[None], refine[None])[0]
+    refined = refine is not None
+    queries = _at_least_two(prefix), _at_least_two(refine if refined else prefix)
+    found = _finder(layout, refined)(nodes[None], *(query[None] for query in queries))
+    return found[0, : prefix.shape[0]]
 
 
-def share(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
-    """What fraction of the total the leaves at ``index [B]`` hold, ``[B]``; -1 if the total is 0.
+@functools.partial(jax.jit, static_argnames="layout")
+def read(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
+    """The leaves at ``index [B]``; one outside ``[0, capacity)`` reads as the nearest leaf.
 
     A kernel of its own, because XLA copies the tree if a read of it may still be pending, fused
     into something that is computed later, when the tree is written next.
     """
-    return _sharer(layout)(nodes[None], index[None])[0]
+    return _reader(layout)(nodes[None], _at_least_two(index)[None])[0, : index.shape[0]]
+
+
+def _at_least_two(rows: jax.Array) -> jax.Array:
+    """XLA unrolls a loop of one step, and then copies the tree: so there are none."""
+    return jnp.repeat(rows, 2) if rows.shape[0] == 1 else rows
 
 
 @functools.cache
@@ -242,8 +255,8 @@ def _setter(layout: Layout, contiguous: bool) -> Callable[..., Any]:
             _merge(axis_size, arg, is_batched)
             for arg, is_batched in zip(args, batched, strict=True)
         ]
-        nodes, gained = call(*merged)
-        return (_split(axis_size, nodes), _split(axis_size, gained)), (True, True)
+        outputs = tuple(_split(axis_size, output) for output in call(*merged))
+        return outputs, (True, True, True)
 
     return call
 
@@ -267,14 +280,14 @@ def _finder(layout: Layout, refined: bool) -> Callable[..., Any]:
 
 
 @functools.cache
-def _sharer(layout: Layout) -> Callable[..., Any]:
+def _reader(layout: Layout) -> Callable[..., Any]:
     @custom_vmap
     def call(nodes: jax.Array, index: jax.Array) -> Any:
         return lax.platform_dependent(
             nodes,
             index,
-            cpu=functools.partial(_share_loop, layout),
-            default=functools.partial(_share_vector, layout),
+            cpu=functools.partial(_read_loop, layout),
+            default=functools.partial(_read_vector, layout),
         )
 
     _read_only(call)
@@ -327,78 +340,100 @@ def _blocks(nodes: jax.Array, start: jax.Array) -> list[jax.Array]:
 
 def _set_loop(
     layout: Layout, contiguous: bool, nodes: jax.Array, index: jax.Array, value: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     trees, rows = index.shape
-    flat = nodes.reshape(-1)
-    legal = (index >= 0) & (index < layout.capacity)
-    base = jnp.arange(trees, dtype=jnp.int32)[:, None] * layout.size
-    # Refused rows write the neutral value onto the spare leaf.
-    target = (base + jnp.where(legal, index, layout.capacity)).reshape(-1)
-    value = jnp.where(legal, value, jnp.float32(layout.fill)).reshape(-1)
+    flat, index, value = nodes.reshape(-1), index.reshape(-1), value.reshape(-1)
+    zero = jnp.int32(0)
 
-    def write(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        flat, gained = carry
-        tree = i // rows if trees > 1 else jnp.int32(0)
-        old = lax.dynamic_slice(flat, (target[i],), (1,))[0]
-        gain = gained[tree] + (value[i] > 0).astype(jnp.int32) - (old > 0).astype(jnp.int32)
+    def write(
+        i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        flat, gained, last = carry
+        tree = i // rows if trees > 1 else zero
+        legal = (index[i] >= 0) & (index[i] < layout.capacity)
+        # Refused rows write the neutral value onto the spare leaf.
+        target = tree * layout.size + jnp.where(legal, index[i], layout.capacity)
+        new = jnp.where(legal, value[i], jnp.float32(layout.fill))
+        old = lax.dynamic_slice(flat, (target,), (1,))[0]
+        gain = gained[tree] + (new > 0).astype(jnp.int32) - (old > 0).astype(jnp.int32)
         gained = lax.dynamic_update_slice(gained, gain[None], (tree,))
+        final = jnp.where(legal, index[i], last[tree])
+        last = lax.dynamic_update_slice(last, final[None], (tree,))
         # XLA copies the whole tree unless every read of it leads to the next write: hence a
         # position that depends on the count (which never exceeds 2**30).
-        at = target[i] + jnp.maximum(gained[tree] - 2**30, 0)
-        return lax.dynamic_update_slice(flat, value[i][None], (at,)), gained
+        at = target + jnp.maximum(gained[tree] - 2**30, 0)
+        return lax.dynamic_update_slice(flat, new[None], (at,)), gained, last
 
-    gained = jnp.zeros((trees,), jnp.int32)
-    flat, gained = lax.fori_loop(0, trees * rows, write, (flat, gained))
+    start = jnp.zeros((trees,), jnp.int32)
+    flat, gained, last = lax.fori_loop(0, trees * rows, write, (flat, start, start))
 
-    leaf = jnp.where(legal, index, 0)
-    stored = jnp.sum(legal, axis=1, keepdims=True, dtype=jnp.int32)
-    for level in range(layout.depth):
-        touched = leaf
+    def parent(level: int, tree: jax.Array, step: jax.Array, steps: int, dense: bool) -> jax.Array:
+        """The node of ``level + 1`` that the ``step``-th step of ``steps`` is to recompute."""
+        if dense:
+            return step
+        row = jnp.minimum(step * FANOUT ** (level + 1) if contiguous else step, rows - 1)
+        leaf = index[tree * rows + row]
+        leaf = jnp.where((leaf >= 0) & (leaf < layout.capacity), leaf, zero)
         if contiguous:
             # One row in so many starts a new parent; the last row and both ends of the ring may
             # lie under others.
-            last = jnp.take_along_axis(leaf, jnp.maximum(stored - 1, 0), axis=1)
-            ends = jnp.broadcast_to(jnp.asarray([0, layout.capacity - 1], jnp.int32), (trees, 2))
-            touched = jnp.concatenate([leaf[:, :: FANOUT ** (level + 1)], last, ends], axis=1)
+            leaf = jnp.where(step == steps - 3, last[tree], leaf)
+            leaf = jnp.where(step == steps - 2, zero, leaf)
+            leaf = jnp.where(step == steps - 1, layout.capacity - 1, leaf)
+        return lax.shift_right_logical(leaf, _SHIFT * (level + 1))
+
+    roots = jnp.zeros((trees * len(layout.ops),), jnp.float32)
+    for level in range(layout.depth):
+        steps = -(-rows // FANOUT ** (level + 1)) + 3 if contiguous else rows
         count = layout.counts[level + 1]
-        if count == 1:
-            # Two steps: XLA unrolls a loop of one, and then copies the tree.
-            touched = touched[:, :2]
-        if 1 < count <= touched.shape[1]:
-            # Rebuilding the whole level takes fewer steps than visiting the parents.
-            parent = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None], (trees, count))
-        else:
-            parent = lax.shift_right_logical(touched, _SHIFT * (level + 1))
-        source = base + layout.offset(layout.ops[0], level) + parent * FANOUT
-        goal = base + layout.offset(layout.ops[0], level + 1) + parent
-        flat = _refresh_loop(layout, flat, source.reshape(-1), goal.reshape(-1), level)
-    return flat.reshape(nodes.shape), gained
+        # Rebuilding the whole level may take fewer steps than visiting the parents. The root is
+        # visited twice: XLA unrolls a loop of one step, and then copies the tree.
+        dense = 1 < count <= steps
+        steps = count if dense else 2 if count == 1 else steps
+        node = functools.partial(parent, level, dense=dense)
+        flat, roots = _refresh_loop(layout, flat, roots, level, trees, steps, node)
+    return flat.reshape(nodes.shape), roots.reshape(trees, -1), gained
 
 
 def _refresh_loop(
-    layout: Layout, flat: jax.Array, source: jax.Array, goal: jax.Array, level: int
-) -> jax.Array:
-    """Recompute the nodes at ``goal [R]`` from the blocks at ``source [R]`` of ``level``, in order.
+    layout: Layout,
+    flat: jax.Array,
+    roots: jax.Array,
+    level: int,
+    trees: int,
+    steps: int,
+    parent: Callable[..., jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Recompute nodes of ``level + 1`` from their children, ``steps`` in each tree, one by one.
 
-    Positions are those of the first operation; those of the others follow ``layout.upper`` nodes
-    apart, but for the leaves, which all operations share.
+    The roots are noted as they are computed: reading them from the tree later would be one more
+    read for XLA to copy it for.
     """
+    first = layout.ops[0]
+    at_root = level == layout.depth - 1
 
-    def recompute(i: jax.Array, flat: jax.Array) -> jax.Array:
-        children = _block(flat, source[i])
+    def recompute(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        flat, roots = carry
+        tree = i // steps if trees > 1 else jnp.int32(0)
+        node = parent(tree, i - tree * steps, steps)
+        source = tree * layout.size + layout.offset(first, level) + node * FANOUT
+        goal = tree * layout.size + layout.offset(first, level + 1) + node
+        children = _block(flat, source)
         for k, op in enumerate(layout.ops):
             if level > 0 and k > 0:
-                children = _block(flat, source[i] + k * layout.upper)
-            at = goal[i] + k * layout.upper
-            flat = lax.dynamic_update_slice(flat, combine(op, children)[None], (at,))
-        return flat
+                children = _block(flat, source + k * layout.upper)
+            value = combine(op, children)[None]
+            if at_root:
+                roots = lax.dynamic_update_slice(roots, value, (tree * len(layout.ops) + k,))
+            flat = lax.dynamic_update_slice(flat, value, (goal + k * layout.upper,))
+        return flat, roots
 
-    return lax.fori_loop(0, source.shape[0], recompute, flat)
+    return lax.fori_loop(0, trees * steps, recompute, (flat, roots))
 
 
 def _set_vector(
     layout: Layout, nodes: jax.Array, index: jax.Array, value: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     trees, rows = index.shape
     flat = nodes.reshape(-1)
     legal = (index >= 0) & (index < layout.capacity)
@@ -421,7 +456,9 @@ def _set_vector(
             children = (base + layout.offset(op, level) + parent * FANOUT).reshape(-1)
             goal = (base + layout.offset(op, level + 1) + parent).reshape(-1)
             flat = flat.at[goal].set(combine(op, _blocks(flat, children)), mode="drop")
-    return flat.reshape(nodes.shape), gained
+    nodes = flat.reshape(nodes.shape)
+    roots = jnp.stack([nodes[:, layout.offset(op, layout.depth)] for op in layout.ops], axis=1)
+    return nodes, roots, gained
 
 
 def _refine_level(layout: Layout, refined: bool) -> int:
@@ -512,24 +549,18 @@ def _find_levels(
 _find_vector = functools.partial(_find_levels, unroll=True)
 
 
-def _share_loop(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
+def _read_loop(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
     trees, rows = index.shape
-    flat, index = nodes.reshape(-1), jnp.clip(index, 0, layout.capacity - 1).reshape(-1)
-    root = layout.offset("sum", layout.depth)
+    flat, index = nodes.reshape(-1), index.reshape(-1)
 
-    def read(i: jax.Array, shares: jax.Array) -> jax.Array:
+    def one(i: jax.Array, values: jax.Array) -> jax.Array:
         base = i // rows * layout.size if trees > 1 else jnp.int32(0)
-        fraction = _fraction(flat[base + index[i]], flat[base + root])
-        return lax.dynamic_update_slice(shares, fraction[None], (i,))
+        at = base + jnp.clip(index[i], 0, layout.capacity - 1)
+        return lax.dynamic_update_slice(values, lax.dynamic_slice(flat, (at,), (1,)), (i,))
 
-    return lax.fori_loop(0, trees * rows, read, jnp.zeros((trees * rows,))).reshape(trees, rows)
-
-
-def _share_vector(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
-    leaf = jnp.take_along_axis(nodes, jnp.clip(index, 0, layout.capacity - 1), axis=1)
-    return _fraction(leaf, nodes[:, layout.offset("sum", layout.depth)][:, None])
+    values = lax.fori_loop(0, trees * rows, one, jnp.zeros((trees * rows,), jnp.float32))
+    return values.reshape(trees, rows)
 
 
-def _fraction(mass: jax.Array, total: jax.Array) -> jax.Array:
-    some = total > 0
-    return jnp.where(some, mass / jnp.where(some, total, 1.0), -1.0)
+def _read_vector(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(nodes, jnp.clip(index, 0, layout.capacity - 1), axis=1)

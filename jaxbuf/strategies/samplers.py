@@ -356,7 +356,11 @@ class Prioritized:
                 propose,
                 lambda scratch, taken: scratch.set(taken, jnp.zeros(taken.shape, jnp.float32)),
             )
-        return Draw(index, self._probability(state.share(index), occupancy), valid)
+        mass = state.get(index)
+        # Never false; but a caller who sets priorities without having looked at probabilities must
+        # still wait for this read of the tree, or XLA copies the tree to be able to do both.
+        index = jnp.where(mass >= 0, index, -1)
+        return Draw(index, self._probability(state, mass, occupancy), valid)
 
     def support(self, state: SegmentTree, occupancy: Occupancy) -> Support:
         """The items with mass; all live items if there are none, or if draws are mixed."""
@@ -367,7 +371,7 @@ class Prioritized:
         else:
             count = jnp.where(nnz > 0, nnz, size)
             least = state.root("min_positive")
-        return Support(count, self._probability(self._fraction(state, least), occupancy))
+        return Support(count, self._probability(state, least, occupancy))
 
     def metrics(self, state: SegmentTree, occupancy: Occupancy) -> dict[str, Array]:
         """Priorities as the masses tell them, and how many equally likely items are as diverse."""
@@ -383,8 +387,7 @@ class Prioritized:
         squares = jnp.sum(scaled * scaled)
         spread = jnp.sum(scaled) ** 2 / jnp.where(squares > 0, squares, 1.0)
         if self.uniform_mix > 0:
-            share = self._fraction(state, mass)
-            probability = jnp.where(live, self._probability(share, occupancy), 0.0)
+            probability = jnp.where(live, self._probability(state, mass, occupancy), 0.0)
             squares = jnp.sum(probability * probability)
             spread = 1.0 / jnp.where(squares > 0, squares, 1.0)
         least = jnp.min(jnp.where(live, priority, jnp.inf))
@@ -404,18 +407,15 @@ class Prioritized:
         base = jnp.power(mass, jnp.float32(1.0 / self.alpha))
         return jnp.where(mass > 0, jnp.maximum(base - jnp.float32(self.epsilon), 0.0), 0.0)
 
-    @staticmethod
-    def _fraction(state: SegmentTree, mass: Float[Array, "..."]) -> Float[Array, "..."]:
-        total = state.root("sum")
-        return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), -1.0)
-
-    def _probability(self, share: Float[Array, "..."], occupancy: Occupancy) -> Float[Array, "..."]:
-        """The probability of an item that holds a ``share`` of all mass; -1: there is no mass."""
-        uniform = _share(occupancy.size)
-        mixed = share
+    def _probability(
+        self, state: SegmentTree, mass: Float[Array, "..."], occupancy: Occupancy
+    ) -> Float[Array, "..."]:
+        """The probability with which a draw gives an item of this mass."""
+        total, uniform = state.root("sum"), _share(occupancy.size)
+        share = mass / jnp.where(total > 0, total, 1.0)
         if self.uniform_mix > 0:
-            mixed = (1.0 - self.uniform_mix) * share + self.uniform_mix * uniform
-        return jnp.where(share < 0, uniform, mixed)
+            share = (1.0 - self.uniform_mix) * share + self.uniform_mix * uniform
+        return jnp.where(total > 0, share, uniform)
 
     def _propose(
         self,
@@ -433,12 +433,10 @@ class Prioritized:
         low = random[1] if state.capacity > _ONE_WORD else None
         index = state.query(*_points(random[0], low, state.root("sum"), stratified))
         # With no mass at all every draw is a uniform one.
-        by_mass = state.share(index) >= 0
-        spare = random[0]
+        by_mass, spare = state.root("sum") > 0, random[0]
         if self.uniform_mix > 0:
             coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
-            by_mass &= coin >= mix
-            spare = random[-2]
+            by_mass, spare = by_mass & (coin >= mix), random[-2]
         return jnp.where(by_mass, index, occupancy.draw(spare))
 
 
