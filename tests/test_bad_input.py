@@ -1,0 +1,312 @@
+"""Bad input raises at the call or at trace time, and the message says what to change."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+
+PRIORITIZED = jaxbuf.Prioritized()
+
+
+def example():
+    return {"obs": jnp.zeros(4, jnp.float32), "action": jnp.int32(0)}
+
+
+def rows(batch=8):
+    return {"obs": jnp.zeros((batch, 4), jnp.float32), "action": jnp.zeros(batch, jnp.int32)}
+
+
+def create(sampler=PRIORITIZED, capacity=16):
+    return jaxbuf.ItemBuffer.create(example(), capacity, sampler=sampler)
+
+
+def filled(sampler=PRIORITIZED):
+    return jaxbuf.add(create(sampler), rows())
+
+
+HOW_TO_ADD = {
+    "method": lambda buffer, items, **options: buffer.add(items, **options),
+    "function": jaxbuf.add,
+    "undonated": lambda buffer, items, **options: jaxbuf.add(
+        buffer, items, donate=False, **options
+    ),
+    "jit": lambda buffer, items, **options: jax.jit(lambda b, i: b.add(i, **options))(
+        buffer, items
+    ),
+}
+
+
+@pytest.mark.parametrize("how", list(HOW_TO_ADD))
+def test_wrong_shape_has_the_promised_message(how):
+    bad = rows() | {"obs": jnp.zeros((8, 3), jnp.float32)}
+    message = re.escape("items['obs'] has shape (8, 3); expected (B, 4)")
+    with pytest.raises(ValueError, match=message):
+        HOW_TO_ADD[how](create(), bad)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "shape"),
+    [("obs", (4,)), ("obs", (8, 1)), ("obs", (8, 4, 1)), ("obs", ()), ("obs", (8, 2, 2))],
+)
+def test_a_shape_is_never_broadcast(leaf, shape):
+    bad = rows() | {leaf: jnp.zeros(shape, jnp.float32)}
+    with pytest.raises(ValueError, match=re.escape(f"items['{leaf}'] has shape {shape}")):
+        create().add(bad)
+
+
+def test_an_unbatched_item_is_refused():
+    with pytest.raises(ValueError, match=re.escape("items['")):
+        create().add(example())
+
+
+def test_a_python_scalar_in_place_of_a_batch_is_refused():
+    with pytest.raises(ValueError, match=re.escape("items['action']")):
+        create().add(rows() | {"action": 3})
+
+
+def test_leaves_must_agree_on_the_batch():
+    bad = rows() | {"action": jnp.zeros(7, jnp.int32)}
+    with pytest.raises(ValueError, match=r"items\['(obs|action)'\].*\b[78]\b") as error:
+        create().add(bad)
+    assert "7" in str(error.value)
+    assert "8" in str(error.value)
+
+
+@pytest.mark.parametrize("how", list(HOW_TO_ADD))
+@pytest.mark.parametrize(
+    ("leaf", "bad", "expected"),
+    [
+        ("action", jnp.float32, "int32"),
+        ("action", jnp.int16, "int32"),
+        ("action", jnp.uint32, "int32"),
+        ("action", jnp.bool_, "int32"),
+        ("obs", jnp.int32, "float32"),
+        ("obs", jnp.float16, "float32"),
+    ],
+)
+def test_a_dtype_is_never_cast(how, leaf, bad, expected):
+    items = rows()
+    items[leaf] = items[leaf].astype(bad)
+    with pytest.raises(ValueError, match=re.escape(f"items['{leaf}']")) as error:
+        HOW_TO_ADD[how](create(), items)
+    assert expected in str(error.value)
+    assert jnp.dtype(bad).name in str(error.value)
+
+
+@pytest.mark.parametrize("how", list(HOW_TO_ADD))
+def test_a_missing_leaf_is_named(how):
+    with pytest.raises(ValueError, match="action"):
+        HOW_TO_ADD[how](create(), {"obs": rows()["obs"]})
+
+
+@pytest.mark.parametrize("how", list(HOW_TO_ADD))
+def test_an_extra_leaf_is_named(how):
+    with pytest.raises(ValueError, match="reward"):
+        HOW_TO_ADD[how](create(), rows() | {"reward": jnp.zeros(8, jnp.float32)})
+
+
+def test_another_container_is_refused():
+    with pytest.raises(ValueError, match="items"):
+        create().add((rows()["obs"], rows()["action"]))
+    with pytest.raises(ValueError, match="items"):
+        create().add(rows()["obs"])
+
+
+def test_the_message_names_a_nested_leaf():
+    nested = {"a": ({"b": jnp.zeros(2, jnp.float32)}, jnp.int32(0))}
+    buffer = jaxbuf.ItemBuffer.create(nested, 4)
+    bad = {"a": ({"b": jnp.zeros((3, 5), jnp.float32)}, jnp.zeros(3, jnp.int32))}
+    message = re.escape("items['a'][0]['b'] has shape (3, 5); expected (B, 2)")
+    with pytest.raises(ValueError, match=message):
+        buffer.add(bad)
+
+
+def test_the_message_for_an_item_of_one_array():
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(4, jnp.float32), 4)
+    with pytest.raises(ValueError, match=re.escape("items has shape (8, 3); expected (B, 4)")):
+        buffer.add(jnp.zeros((8, 3), jnp.float32))
+
+
+def test_a_refused_call_consumes_nothing():
+    buffer = filled()
+    with pytest.raises(ValueError, match="items"):
+        jaxbuf.add(buffer, {"obs": rows()["obs"]})
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(buffer))
+    assert buffer.size == 8
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_capacity_must_be_positive(capacity):
+    with pytest.raises(ValueError, match=rf"capacity.*{capacity}"):
+        create(capacity=capacity)
+
+
+@pytest.mark.parametrize("capacity", [2.5, "many", None])
+def test_capacity_must_be_an_integer(capacity):
+    with pytest.raises((TypeError, ValueError), match="capacity"):
+        create(capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("alpha", -0.1),
+        ("alpha", float("nan")),
+        ("alpha", float("inf")),
+        ("epsilon", -1e-6),
+        ("epsilon", float("nan")),
+        ("epsilon", float("inf")),
+        ("initial_priority", -1.0),
+        ("initial_priority", float("nan")),
+        ("initial_priority", float("inf")),
+        ("uniform_mix", -0.1),
+        ("uniform_mix", 1.1),
+        ("uniform_mix", float("nan")),
+    ],
+)
+def test_options_of_prioritized(option, value):
+    with pytest.raises(ValueError, match=option) as error:
+        jaxbuf.Prioritized(**{option: value})
+    assert str(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alpha": 0.0},
+        {"epsilon": 0.0},
+        {"initial_priority": 0.0},
+        {"uniform_mix": 0.0},
+        {"uniform_mix": 1.0},
+    ],
+)
+def test_edges_of_the_options_are_legal(options):
+    jaxbuf.Prioritized(**options)
+
+
+@pytest.mark.parametrize("strategy", ["sampler", "evictor"])
+def test_a_name_is_no_strategy(strategy):
+    with pytest.raises((TypeError, ValueError), match=strategy):
+        jaxbuf.ItemBuffer.create(example(), 4, **{strategy: "uniform"})
+
+
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Uniform(replacement=False)])
+def test_a_priority_that_nothing_consumes(sampler):
+    with pytest.raises(ValueError, match=r"priority.*Uniform|Uniform.*priority"):
+        create(sampler).add(rows(), priority=jnp.ones(8, jnp.float32))
+    with pytest.raises(ValueError, match=r"priority.*Uniform|Uniform.*priority"):
+        jaxbuf.add(create(sampler), rows(), priority=jnp.ones(8, jnp.float32))
+
+
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Uniform(replacement=False)])
+def test_an_update_that_nothing_consumes(sampler):
+    buffer = filled(sampler)
+    slots = jaxbuf.sample(buffer, jax.random.key(0), 8).slots
+    with pytest.raises(ValueError, match=r"priority.*Uniform|Uniform.*priority"):
+        buffer.update_priority(slots, jnp.ones(8, jnp.float32))
+    with pytest.raises(ValueError, match=r"priority.*Uniform|Uniform.*priority"):
+        jaxbuf.update_priority(buffer, slots, jnp.ones(8, jnp.float32))
+
+
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), PRIORITIZED])
+def test_a_score_that_nothing_consumes(sampler):
+    with pytest.raises(ValueError, match="score"):
+        create(sampler).add(rows(), score=jnp.ones(8, jnp.float32))
+
+
+@pytest.mark.parametrize("shape", [(7,), (1,), (), (8, 1)])
+def test_shape_of_added_priorities(shape):
+    with pytest.raises(ValueError, match="priority") as error:
+        create().add(rows(), priority=jnp.ones(shape, jnp.float32))
+    assert str(shape) in str(error.value)
+    assert "(8,)" in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(7,), (1,), (), (8, 1)])
+def test_shape_of_the_mask(shape):
+    with pytest.raises(ValueError, match="mask") as error:
+        create().add(rows(), mask=jnp.ones(shape, bool))
+    assert str(shape) in str(error.value)
+    assert "(8,)" in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
+def test_dtype_of_the_mask(dtype):
+    with pytest.raises(ValueError, match="mask") as error:
+        create().add(rows(), mask=jnp.ones(8, dtype))
+    assert jnp.dtype(dtype).name in str(error.value)
+    assert "bool" in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.complex64])
+def test_dtype_of_a_priority(dtype):
+    with pytest.raises(ValueError, match="priority") as error:
+        create().add(rows(), priority=jnp.ones(8, dtype))
+    assert jnp.dtype(dtype).name in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(7,), (1,), (), (8, 1)])
+def test_shape_of_updated_priorities(shape):
+    buffer = filled()
+    slots = jaxbuf.sample(buffer, jax.random.key(0), 8).slots
+    with pytest.raises(ValueError, match="priority") as error:
+        buffer.update_priority(slots, jnp.ones(shape, jnp.float32))
+    assert str(shape) in str(error.value)
+    assert "(8,)" in str(error.value)
+
+
+def test_mask_of_an_update():
+    buffer = filled()
+    slots = jaxbuf.sample(buffer, jax.random.key(0), 8).slots
+    priority = jnp.ones(8, jnp.float32)
+    with pytest.raises(ValueError, match="mask") as error:
+        buffer.update_priority(slots, priority, mask=jnp.ones(7, bool))
+    assert "(7,)" in str(error.value)
+    assert "(8,)" in str(error.value)
+    with pytest.raises(ValueError, match=r"mask.*int32"):
+        buffer.update_priority(slots, priority, mask=jnp.ones(8, jnp.int32))
+
+
+@pytest.mark.parametrize("batch_size", [0, -3])
+def test_batch_size_must_be_positive(batch_size):
+    for sample in (jaxbuf.sample, lambda buffer, key, n: buffer.sample(key, n)):
+        with pytest.raises(ValueError, match=rf"batch_size.*{batch_size}"):
+            sample(filled(), jax.random.key(0), batch_size)
+
+
+def test_batch_size_must_be_an_integer():
+    with pytest.raises((TypeError, ValueError), match="batch_size"):
+        filled().sample(jax.random.key(0), 2.5)
+
+
+@pytest.mark.parametrize("normalize", ["max", "sum", "", True])
+def test_an_unknown_normalization_names_the_known_ones(normalize):
+    buffer = filled()
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 8)
+    with pytest.raises(ValueError, match="normalize") as error:
+        jaxbuf.importance_weights(buffer, sample, 0.4, normalize=normalize)
+    for known in ("batch", "buffer", "mean", "None"):
+        assert known in str(error.value)
+    assert repr(normalize) in str(error.value)
+
+
+def test_an_item_without_arrays_is_refused():
+    with pytest.raises(ValueError, match="example"):
+        jaxbuf.ItemBuffer.create({}, 4)
+
+
+def test_an_example_that_is_no_array_is_named():
+    with pytest.raises((TypeError, ValueError), match="name"):
+        jaxbuf.ItemBuffer.create({"obs": jnp.zeros(2), "name": "cart"}, 4)
+
+
+def test_bad_values_never_raise():
+    """What depends on data is masked and counted, never an error: in eager mode as in jit."""
+    priority = np.full(8, np.nan, np.float32)
+    buffer = create().add(rows(), priority=jnp.asarray(priority))
+    assert buffer.size == 0
+    assert buffer.metrics()["rejected"] == 8

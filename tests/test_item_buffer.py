@@ -1,0 +1,643 @@
+"""`ItemBuffer` case by case: what goes in, where it lies, what leaves, what a handle means."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from tests import reference
+
+PROPORTIONAL = jaxbuf.Prioritized(alpha=1.0)
+REVEAL = jaxbuf.Uniform(replacement=False)
+REVEAL_PRIORITIES = jaxbuf.Prioritized(alpha=1.0, replacement=False)
+
+
+def key(seed=0):
+    return jax.random.key(seed)
+
+
+def integers(*values):
+    return jnp.array(values, jnp.int32)
+
+
+def floats(*values):
+    return jnp.array(values, jnp.float32)
+
+
+def create(capacity, sampler=REVEAL):
+    return jaxbuf.ItemBuffer.create(jnp.int32(0), capacity, sampler=sampler)
+
+
+def contents(buffer, batch_size=None):
+    """``{index: item}`` of a buffer that samples without replacement."""
+    sample = jaxbuf.sample(buffer, key(), batch_size or buffer.capacity)
+    valid = np.asarray(sample.valid)
+    index, data = np.asarray(sample.slots.index)[valid], np.asarray(sample.data)[valid]
+    assert len(set(index.tolist())) == len(index)
+    return dict(sorted(zip(index.tolist(), data.tolist(), strict=True)))
+
+
+def shares(buffer):
+    """``{item: probability}`` of a buffer that samples without replacement."""
+    sample = jaxbuf.sample(buffer, key(), buffer.capacity)
+    valid = np.asarray(sample.valid)
+    return dict(
+        zip(
+            np.asarray(sample.data)[valid].tolist(),
+            np.asarray(sample.probability)[valid].tolist(),
+            strict=True,
+        )
+    )
+
+
+def slots_of(buffer, *items):
+    """Handles of stored items, in the order asked for."""
+    sample = jaxbuf.sample(buffer, key(), buffer.capacity)
+    data = np.asarray(sample.data).tolist()
+    rows = np.array([data.index(item) for item in items])
+    assert np.asarray(sample.valid)[rows].all()
+    return jax.tree.map(lambda leaf: leaf[rows], sample.slots)
+
+
+def join(*slots):
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *slots)
+
+
+def assert_shares(buffer, expected):
+    actual = shares(buffer)
+    assert actual.keys() == expected.keys()
+    total = sum(expected.values())
+    for item, priority in expected.items():
+        assert actual[item] == pytest.approx(priority / total, rel=1e-6)
+
+
+def test_public_names():
+    for name in (
+        "ItemBuffer", "Uniform", "Prioritized", "Oldest", "Sample", "Slots",
+        "add", "sample", "update_priority", "importance_weights",
+    ):  # fmt: skip
+        assert hasattr(jaxbuf, name), name
+
+
+def test_keywords_that_nothing_uses_may_be_none():
+    nothing = {"priority": None, "score": None, "mask": None}
+    buffer = jaxbuf.add(create(3).add(integers(1), **nothing), integers(2), **nothing)
+    assert contents(buffer) == {0: 1, 1: 2}
+
+
+class Transition(NamedTuple):
+    obs: jax.Array
+    info: dict
+
+
+def test_any_pytree_is_stored_in_exactly_its_dtypes():
+    example = Transition(
+        obs=jax.ShapeDtypeStruct((2, 3), jnp.uint8),
+        info={
+            "half": jnp.zeros(4, jnp.float16),
+            "flag": jnp.bool_(False),
+            "small": np.int8(0),
+            "brain": jnp.zeros((), jnp.bfloat16),
+            "empty": jnp.zeros((0,), jnp.float32),
+        },
+    )
+    buffer = jaxbuf.ItemBuffer.create(example, 4)
+    items = Transition(
+        obs=jnp.arange(12, dtype=jnp.uint8).reshape(2, 2, 3),
+        info={
+            "half": jnp.ones((2, 4), jnp.float16),
+            "flag": jnp.array([True, True]),
+            "small": jnp.array([-3, -3], jnp.int8),
+            "brain": jnp.ones(2, jnp.bfloat16),
+            "empty": jnp.zeros((2, 0), jnp.float32),
+        },
+    )
+    sample = jaxbuf.sample(jaxbuf.add(buffer, items), key(), 5)
+    assert isinstance(sample, jaxbuf.Sample)
+    assert isinstance(sample.slots, jaxbuf.Slots)
+    assert isinstance(sample.data, Transition)
+    expected = jax.tree.map(lambda leaf: leaf[np.asarray(sample.slots.index)], items)
+    jax.tree.map(np.testing.assert_array_equal, sample.data, expected)
+    assert jax.tree.map(lambda leaf: leaf.dtype, sample.data) == jax.tree.map(
+        lambda leaf: leaf.dtype, items
+    )
+
+
+def test_sample_has_the_dtypes_and_shapes_of_the_contract():
+    buffer = jaxbuf.add(create(4, PROPORTIONAL), integers(1, 2, 3))
+    sample = jaxbuf.sample(buffer, key(), 6)
+    for leaf, dtype in (
+        (sample.data, jnp.int32),
+        (sample.slots.index, jnp.int32),
+        (sample.slots.generation, jnp.uint32),
+        (sample.probability, jnp.float32),
+        (sample.valid, jnp.bool_),
+    ):
+        assert (leaf.shape, leaf.dtype) == ((6,), dtype)
+    assert (buffer.size.shape, buffer.size.dtype) == ((), jnp.int32)
+    assert (buffer.can_sample().shape, buffer.can_sample().dtype) == ((), jnp.bool_)
+    assert type(buffer.capacity) is int
+    assert buffer.capacity == 4
+    for name, value in buffer.metrics().items():
+        assert jnp.shape(value) == (), name
+
+
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), REVEAL, PROPORTIONAL, REVEAL_PRIORITIES])
+def test_metrics_have_the_promised_names(sampler):
+    names = {"size", "adds", "rejected", "effective_sample_size"}
+    if isinstance(sampler, jaxbuf.Prioritized):
+        names |= {"priority_min", "priority_max", "priority_mean"}
+    buffer = create(4, sampler)
+    assert names <= buffer.metrics().keys()
+    assert all(np.isfinite(value) for value in buffer.metrics().values())
+    metrics = jaxbuf.add(buffer, integers(1, 2, 3)).metrics()
+    assert metrics["size"] == 3
+    assert metrics["adds"] == 3
+    assert metrics["rejected"] == 0
+    assert metrics["effective_sample_size"] == pytest.approx(3.0, rel=1e-6)
+
+
+def test_metrics_of_priorities():
+    priority = floats(0.5, 4.0, 0.0, 1.5)
+    buffer = jaxbuf.add(create(6, PROPORTIONAL), integers(1, 2, 3, 4), priority=priority)
+    metrics = buffer.metrics()
+    assert metrics["priority_min"] == 0.0
+    assert metrics["priority_max"] == 4.0
+    assert metrics["priority_mean"] == 1.5
+    assert metrics["effective_sample_size"] == pytest.approx(36.0 / 18.5, rel=1e-6)
+
+
+def test_both_kinds_of_key_are_taken():
+    buffer = jaxbuf.add(create(4, jaxbuf.Uniform()), integers(1, 2, 3))
+    new, old = (jaxbuf.sample(buffer, k, 9) for k in (jax.random.key(7), jax.random.PRNGKey(7)))
+    jax.tree.map(np.testing.assert_array_equal, new, old)
+
+
+def test_a_key_decides_the_sample():
+    buffer = jaxbuf.add(create(64, jaxbuf.Uniform()), jnp.arange(64, dtype=jnp.int32))
+    one, same, other = (jaxbuf.sample(buffer, key(seed), 64) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one.data, same.data)
+    assert (one.data != other.data).any()
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        jaxbuf.Uniform(),
+        REVEAL,
+        PROPORTIONAL,
+        REVEAL_PRIORITIES,
+        jaxbuf.Prioritized(uniform_mix=1.0),
+    ],
+)
+def test_empty_buffer_gives_an_invalid_sample(sampler):
+    buffer = create(3, sampler)
+    sample = jaxbuf.sample(buffer, key(), 8)
+    np.testing.assert_array_equal(sample.valid, False)
+    np.testing.assert_array_equal(sample.probability, 0.0)
+    np.testing.assert_array_equal(sample.slots.index, 3)
+    assert sample.data.shape == (8,)
+    assert not buffer.can_sample()
+    assert buffer.size == 0
+
+
+def test_empty_buffer_weights_are_zero_and_finite():
+    buffer = create(3, PROPORTIONAL)
+    sample = jaxbuf.sample(buffer, key(), 8)
+    for normalize in ("batch", "buffer", "mean", None):
+        weights = jaxbuf.importance_weights(buffer, sample, 0.4, normalize=normalize)
+        np.testing.assert_array_equal(weights, 0.0)
+
+
+def test_updating_with_an_invalid_sample_changes_nothing():
+    buffer = create(3, REVEAL_PRIORITIES)
+    sample = jaxbuf.sample(buffer, key(), 8)
+    buffer = jaxbuf.update_priority(buffer, sample.slots, jnp.full(8, 9.0, jnp.float32))
+    assert buffer.size == 0
+    buffer = jaxbuf.add(buffer, integers(1, 2), priority=floats(1.0, 3.0))
+    assert_shares(buffer, {1: 1.0, 2: 3.0})
+
+
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), PROPORTIONAL])
+def test_with_replacement_one_item_fills_any_batch(sampler):
+    buffer = jaxbuf.add(create(5, sampler), integers(8))
+    sample = jaxbuf.sample(buffer, key(), 7)
+    np.testing.assert_array_equal(sample.valid, True)
+    np.testing.assert_array_equal(sample.data, 8)
+    np.testing.assert_array_equal(sample.probability, 1.0)
+
+
+@pytest.mark.parametrize("sampler", [REVEAL, REVEAL_PRIORITIES])
+def test_without_replacement_missing_rows_are_invalid(sampler):
+    buffer = jaxbuf.add(create(5, sampler), integers(7, 8, 9))
+    sample = jaxbuf.sample(buffer, key(), 8)
+    valid = np.asarray(sample.valid)
+    assert valid.sum() == 3
+    assert sorted(np.asarray(sample.data)[valid].tolist()) == [7, 8, 9]
+    np.testing.assert_array_equal(sample.slots.index[~valid], 5)
+    np.testing.assert_array_equal(sample.probability[~valid], 0.0)
+    np.testing.assert_allclose(sample.probability[valid], 1 / 3, rtol=1e-6)
+
+
+def test_can_sample_counts_items():
+    buffer = jaxbuf.add(create(5), integers(7, 8, 9))
+    assert [bool(buffer.can_sample(n)) for n in (1, 3, 4, 6)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 8])
+def test_item_k_lies_in_slot_k_modulo_capacity(capacity):
+    buffer, count = create(capacity), 0
+    for batch in (1, 2, 1, 3, 2, 5, 1, 3):
+        buffer = jaxbuf.add(buffer, jnp.arange(count, count + batch, dtype=jnp.int32))
+        count += batch
+        kept = range(max(0, count - capacity), count)
+        assert contents(buffer) == dict(sorted((k % capacity, k) for k in kept))
+        assert buffer.size == len(kept)
+        assert buffer.metrics()["adds"] == count
+
+
+@pytest.mark.parametrize("batch", [4, 5, 8, 11])
+def test_the_last_rows_of_an_oversized_batch_are_kept(batch):
+    buffer = jaxbuf.add(create(4), integers(100, 101, 102))
+    buffer = jaxbuf.add(buffer, jnp.arange(batch, dtype=jnp.int32))
+    assert set(contents(buffer).values()) == set(range(batch - 4, batch))
+    assert buffer.size == 4
+
+
+def test_an_oversized_batch_counts_only_rows_taken_by_the_mask():
+    items = jnp.arange(10, dtype=jnp.int32)
+    mask = jnp.array([1, 1, 0, 1, 1, 0, 1, 0, 0, 0], bool)
+    buffer = jaxbuf.add(create(3), items, mask=mask)
+    assert set(contents(buffer).values()) == {3, 4, 6}
+    buffer = jaxbuf.add(create(3), items, mask=mask & (items < 3))
+    assert set(contents(buffer).values()) == {0, 1}
+
+
+def test_an_oversized_batch_keeps_the_last_accepted_rows():
+    buffer = jaxbuf.add(
+        create(3, REVEAL_PRIORITIES),
+        jnp.arange(7, dtype=jnp.int32),
+        priority=floats(1.0, 2.0, 3.0, jnp.nan, 4.0, -1.0, jnp.inf),
+    )
+    assert_shares(buffer, {1: 2.0, 2: 3.0, 4: 4.0})
+    assert buffer.metrics()["rejected"] == 3
+
+
+def test_masked_rows_cost_no_slot():
+    buffer = jaxbuf.add(
+        create(4), integers(1, 2, 3, 4, 5, 6), mask=jnp.array([0, 1, 0, 0, 1, 0], bool)
+    )
+    assert contents(buffer) == {0: 2, 1: 5}
+    buffer = jaxbuf.add(buffer, integers(7, 8, 9), mask=jnp.zeros(3, bool))
+    assert contents(buffer) == {0: 2, 1: 5}
+    buffer = jaxbuf.add(buffer, integers(7, 8, 9), mask=jnp.ones(3, bool))
+    assert contents(buffer) == {0: 9, 1: 5, 2: 7, 3: 8}
+    assert buffer.metrics()["adds"] == 5
+
+
+def test_a_refused_row_costs_no_slot():
+    buffer = jaxbuf.add(
+        create(4, REVEAL_PRIORITIES),
+        integers(1, 2, 3, 4, 5),
+        priority=floats(1.0, jnp.nan, -0.5, jnp.inf, 2.0),
+    )
+    assert buffer.size == 2
+    assert contents(buffer) == {0: 1, 1: 5}
+    assert_shares(buffer, {1: 1.0, 5: 2.0})
+    metrics = buffer.metrics()
+    assert metrics["rejected"] == 3
+    assert metrics["adds"] == 2
+
+
+def test_a_masked_bad_priority_is_not_counted():
+    buffer = jaxbuf.add(
+        create(4, REVEAL_PRIORITIES),
+        integers(1, 2),
+        priority=floats(jnp.nan, 1.0),
+        mask=jnp.array([False, True]),
+    )
+    buffer = jaxbuf.update_priority(
+        buffer, join(slots_of(buffer, 2), slots_of(buffer, 2)), floats(3.0, jnp.nan),
+        mask=jnp.array([True, False]),
+    )  # fmt: skip
+    assert buffer.metrics()["rejected"] == 0
+    assert buffer.metrics()["priority_max"] == 3.0
+
+
+def test_negative_zero_is_a_zero_priority():
+    buffer = jaxbuf.add(create(4, REVEAL_PRIORITIES), integers(1, 2), priority=floats(-0.0, 1.0))
+    assert buffer.size == 2
+    assert_shares(buffer, {2: 1.0})
+
+
+def test_an_empty_batch_is_legal():
+    buffer = jaxbuf.add(create(4), jnp.zeros((0,), jnp.int32))
+    assert buffer.size == 0
+    buffer = jaxbuf.add(jaxbuf.add(buffer, integers(3)), jnp.zeros((0,), jnp.int32))
+    assert contents(buffer) == {0: 3}
+
+
+def test_update_changes_exactly_the_named_items():
+    buffer = jaxbuf.add(
+        create(5, REVEAL_PRIORITIES), integers(1, 2, 3, 4), priority=floats(1.0, 2.0, 3.0, 4.0)
+    )
+    buffer = jaxbuf.update_priority(buffer, slots_of(buffer, 4, 2), floats(0.5, 8.0))
+    assert_shares(buffer, {1: 1.0, 2: 8.0, 3: 3.0, 4: 0.5})
+    assert contents(buffer) == {0: 1, 1: 2, 2: 3, 3: 4}
+
+
+def test_the_last_duplicate_wins():
+    buffer = jaxbuf.add(create(5, REVEAL_PRIORITIES), integers(1, 2, 3))
+    slots = slots_of(buffer, 1, 2, 1, 2, 1)
+    buffer = jaxbuf.update_priority(buffer, slots, floats(10.0, 20.0, 30.0, 7.0, 5.0))
+    assert_shares(buffer, {1: 5.0, 2: 7.0, 3: 1.0})
+
+
+def test_refused_and_masked_rows_do_not_compete_with_duplicates():
+    buffer = jaxbuf.add(create(5, REVEAL_PRIORITIES), integers(1, 2))
+    slots = slots_of(buffer, 1, 1, 1, 1)
+    buffer = jaxbuf.update_priority(
+        buffer, slots, floats(4.0, 6.0, jnp.nan, 9.0), mask=jnp.array([1, 1, 1, 0], bool)
+    )
+    assert_shares(buffer, {1: 6.0, 2: 1.0})
+    assert buffer.metrics()["rejected"] == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0])
+def test_a_bad_update_is_refused_alone(bad):
+    buffer = jaxbuf.add(
+        create(5, REVEAL_PRIORITIES), integers(1, 2, 3), priority=floats(1.0, 2.0, 3.0)
+    )
+    buffer = jaxbuf.update_priority(buffer, slots_of(buffer, 1, 2, 3), floats(5.0, bad, 7.0))
+    assert_shares(buffer, {1: 5.0, 2: 2.0, 3: 7.0})
+    assert buffer.metrics()["rejected"] == 1
+    assert buffer.size == 3
+
+
+def test_stale_slots_are_dropped_silently():
+    buffer = jaxbuf.add(create(3, REVEAL_PRIORITIES), integers(1, 2, 3))
+    old = slots_of(buffer, 1, 2, 3)
+    buffer = jaxbuf.add(buffer, integers(4, 5), priority=floats(2.0, 3.0))
+    buffer = jaxbuf.update_priority(buffer, old, floats(50.0, 60.0, 9.0))
+    assert_shares(buffer, {3: 9.0, 4: 2.0, 5: 3.0})
+    assert buffer.metrics()["rejected"] == 0
+
+
+def test_a_stale_row_does_not_compete_with_the_live_one():
+    buffer = jaxbuf.add(create(2, REVEAL_PRIORITIES), integers(1, 2))
+    old = slots_of(buffer, 1)
+    buffer = jaxbuf.add(buffer, integers(3))
+    new = slots_of(buffer, 3)
+    assert old.index[0] == new.index[0]
+    assert old.generation[0] != new.generation[0]
+    for slots, priority in ((join(old, new), (5.0, 4.0)), (join(new, old), (4.0, 5.0))):
+        updated = jaxbuf.update_priority(buffer, slots, floats(*priority), donate=False)
+        assert_shares(updated, {2: 1.0, 3: 4.0})
+
+
+def test_generations_stay_apart_over_many_laps():
+    buffer, seen = create(3), {}
+    for k in range(40):
+        buffer = jaxbuf.add(buffer, integers(k))
+        slots = slots_of(buffer, k)
+        seen.setdefault(int(slots.index[0]), []).append(int(slots.generation[0]))
+    for generations in seen.values():
+        assert len(set(generations)) == len(generations)
+
+
+def test_slots_outside_the_buffer_are_dropped():
+    buffer = jaxbuf.add(
+        create(3, REVEAL_PRIORITIES), integers(1, 2, 3), priority=floats(1.0, 2.0, 3.0)
+    )
+    live = slots_of(buffer, 1)
+    index = integers(-1, -3, 3, 4, 2**31 - 1, -(2**31))
+    slots = jaxbuf.Slots(index=index, generation=jnp.repeat(live.generation, 6))
+    buffer = jaxbuf.update_priority(buffer, slots, jnp.full(6, 99.0, jnp.float32))
+    assert_shares(buffer, {1: 1.0, 2: 2.0, 3: 3.0})
+
+
+def test_a_never_filled_slot_cannot_be_updated_to_life():
+    buffer = jaxbuf.add(create(4, REVEAL_PRIORITIES), integers(1, 2))
+    generation = slots_of(buffer, 1).generation[0]
+    guesses = jaxbuf.Slots(
+        index=jnp.full(3, 3, jnp.int32), generation=generation + jnp.arange(3, dtype=jnp.uint32)
+    )
+    buffer = jaxbuf.update_priority(buffer, guesses, jnp.full(3, 99.0, jnp.float32))
+    assert_shares(buffer, {1: 1.0, 2: 1.0})
+    assert buffer.metrics()["priority_max"] == 1.0
+
+
+def test_default_is_the_initial_priority_or_the_largest_now_in_the_buffer():
+    buffer = jaxbuf.add(create(4, REVEAL_PRIORITIES), integers(1, 2), priority=floats(0.25, 0.5))
+    buffer = jaxbuf.add(buffer, integers(3))
+    assert_shares(buffer, {1: 0.25, 2: 0.5, 3: 1.0})
+    buffer = jaxbuf.update_priority(buffer, slots_of(buffer, 1), floats(6.0))
+    buffer = jaxbuf.add(buffer, integers(4))
+    assert_shares(buffer, {1: 6.0, 2: 0.5, 3: 1.0, 4: 6.0})
+
+
+def test_default_is_taken_before_this_adds_evictions():
+    buffer = jaxbuf.add(create(2, REVEAL_PRIORITIES), integers(1, 2), priority=floats(9.0, 2.0))
+    buffer = jaxbuf.add(buffer, integers(3))
+    assert_shares(buffer, {2: 2.0, 3: 9.0})
+
+
+def test_default_is_no_historical_maximum():
+    buffer = jaxbuf.add(create(2, REVEAL_PRIORITIES), integers(1, 2), priority=floats(9.0, 2.0))
+    buffer = jaxbuf.update_priority(buffer, slots_of(buffer, 1), floats(0.5))
+    buffer = jaxbuf.add(buffer, integers(3))
+    assert_shares(buffer, {2: 2.0, 3: 2.0})
+    buffer = jaxbuf.add(buffer, integers(4, 5), priority=floats(0.1, 0.2))
+    buffer = jaxbuf.add(buffer, integers(6))
+    assert_shares(buffer, {5: 0.2, 6: 1.0})
+
+
+def test_default_of_an_oversized_batch_is_the_old_largest():
+    buffer = jaxbuf.add(create(2, REVEAL_PRIORITIES), integers(1), priority=floats(7.0))
+    buffer = jaxbuf.add(buffer, integers(2, 3, 4, 5))
+    assert_shares(buffer, {4: 1.0, 5: 1.0})
+    assert buffer.metrics()["priority_max"] == 7.0
+
+
+def test_default_after_clear_starts_anew():
+    buffer = jaxbuf.add(create(2, REVEAL_PRIORITIES), integers(1), priority=floats(7.0)).clear()
+    buffer = jaxbuf.add(buffer, integers(2))
+    assert buffer.metrics()["priority_max"] == 1.0
+
+
+def test_initial_priority_is_respected():
+    sampler = jaxbuf.Prioritized(alpha=1.0, initial_priority=3.0, replacement=False)
+    buffer = jaxbuf.add(create(3, sampler), integers(1))
+    buffer = jaxbuf.add(buffer, integers(2), priority=floats(1.0))
+    assert_shares(buffer, {1: 3.0, 2: 1.0})
+
+
+def test_clear_empties_and_keeps_handles_stale():
+    buffer = jaxbuf.add(create(3, REVEAL_PRIORITIES), integers(1, 2, 3))
+    old = slots_of(buffer, 1, 2, 3)
+    buffer = buffer.clear()
+    assert buffer.size == 0
+    assert not buffer.can_sample()
+    assert not jaxbuf.sample(buffer, key(), 3).valid.any()
+    buffer = jaxbuf.update_priority(buffer, old, floats(9.0, 9.0, 9.0))
+    assert not jaxbuf.sample(buffer, key(), 3).valid.any()
+    buffer = jaxbuf.add(buffer, integers(4, 5, 6))
+    buffer = jaxbuf.update_priority(buffer, old, floats(9.0, 9.0, 9.0))
+    assert_shares(buffer, {4: 1.0, 5: 1.0, 6: 1.0})
+
+
+def test_clear_of_a_partly_filled_ring_keeps_handles_stale():
+    buffer = jaxbuf.add(create(5, REVEAL_PRIORITIES), integers(1, 2))
+    old = slots_of(buffer, 1, 2)
+    for _ in range(3):
+        buffer = jaxbuf.add(buffer.clear(), integers(3, 4, 5, 6))
+        buffer = jaxbuf.update_priority(buffer, old, floats(9.0, 9.0))
+        assert_shares(buffer, dict.fromkeys((3, 4, 5, 6), 1.0))
+        buffer = jaxbuf.add(buffer, integers(7, 8, 9))
+        assert set(contents(buffer).values()) == {5, 6, 7, 8, 9}
+
+
+def test_clear_shares_no_leaf_with_its_input():
+    buffer = jaxbuf.add(create(3, REVEAL_PRIORITIES), integers(1, 2))
+    cleared = buffer.clear()
+    jaxbuf.add(cleared, integers(9))
+    assert_shares(buffer, {1: 1.0, 2: 1.0})
+    cleared = buffer.clear()
+    buffer = jaxbuf.add(buffer, integers(3))
+    assert cleared.size == 0
+    assert contents(jaxbuf.add(cleared, integers(4))) != {}
+
+
+def test_create_leaves_the_example_alone():
+    example = jnp.zeros((3,), jnp.float32)
+    buffer = jaxbuf.ItemBuffer.create(example, 1)
+    jaxbuf.add(buffer, jnp.ones((1, 3), jnp.float32))
+    np.testing.assert_array_equal(example, 0.0)
+
+
+def test_pure_methods_leave_the_buffer_alone():
+    buffer = jaxbuf.add(create(3, REVEAL_PRIORITIES), integers(1, 2))
+    buffer.add(integers(3))
+    buffer.update_priority(slots_of(buffer, 1), floats(5.0))
+    assert_shares(buffer, {1: 1.0, 2: 1.0})
+
+
+def test_numpy_arrays_are_accepted_where_jit_accepts_them():
+    buffer = jaxbuf.ItemBuffer.create({"x": np.zeros(2, np.float64)}, 3, sampler=REVEAL_PRIORITIES)
+    buffer = jaxbuf.add(buffer, {"x": np.ones((2, 2), np.float64)}, priority=np.array([1.0, 3.0]))
+    sample = jaxbuf.sample(buffer, key(), 2)
+    assert sample.data["x"].dtype == jnp.float32
+    buffer = jaxbuf.update_priority(buffer, sample.slots, np.array([2.0, 2.0]))
+    np.testing.assert_allclose(jaxbuf.sample(buffer, key(), 2).probability, 0.5)
+
+
+def test_weak_types_take_the_dtype_of_the_example():
+    buffer = jaxbuf.ItemBuffer.create(
+        {"x": jnp.zeros((), jnp.float16), "n": jnp.zeros((), jnp.int8)}, 3
+    )
+    weak = {"x": jnp.full((2,), 0.5), "n": jnp.full((2,), 3)}
+    assert weak["x"].weak_type
+    assert weak["n"].weak_type
+    data = jaxbuf.sample(jaxbuf.add(buffer, weak), key(), 4).data
+    assert data["x"].dtype == jnp.float16
+    assert data["n"].dtype == jnp.int8
+    np.testing.assert_array_equal(data["x"], 0.5)
+    np.testing.assert_array_equal(data["n"], 3)
+
+
+def test_a_buffer_is_a_pytree_whose_configuration_is_static():
+    one, two = create(3, jaxbuf.Prioritized(alpha=0.6)), create(3, jaxbuf.Prioritized(alpha=0.6))
+    assert jax.tree.structure(one) == jax.tree.structure(two)
+    other = create(3, jaxbuf.Prioritized(alpha=0.9))
+    assert jax.tree.structure(one) != jax.tree.structure(other)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(one))
+    leaves, structure = jax.tree.flatten(one)
+    assert jax.tree.unflatten(structure, leaves).capacity == 3
+    text = repr(one)
+    assert "ItemBuffer" in text
+    assert "Prioritized" in text
+    assert "0.6" in text
+
+
+@pytest.mark.parametrize("make", [jaxbuf.Uniform, jaxbuf.Prioritized, jaxbuf.Oldest])
+def test_strategies_are_frozen_hashable_and_comparable(make):
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    with pytest.raises(AttributeError):
+        make().anything = 1
+
+
+def test_strategies_hold_python_numbers():
+    sampler = jaxbuf.Prioritized(
+        alpha=np.float32(0.5), epsilon=jnp.float32(0.25), uniform_mix=np.float64(0.5),
+        initial_priority=np.int32(2), stratified=np.bool_(True), replacement=np.bool_(False),
+    )  # fmt: skip
+    assert sampler == jaxbuf.Prioritized(
+        alpha=0.5, epsilon=0.25, uniform_mix=0.5, initial_priority=2.0, replacement=False
+    )
+    assert [type(getattr(sampler, name)) for name in ("alpha", "epsilon", "uniform_mix")] == [
+        float
+    ] * 3
+    assert type(sampler.initial_priority) is float
+    assert type(sampler.stratified) is bool
+    assert type(sampler.replacement) is bool
+
+
+def test_documented_defaults():
+    assert jaxbuf.Uniform() == jaxbuf.Uniform(replacement=True)
+    assert jaxbuf.Prioritized() == jaxbuf.Prioritized(
+        alpha=0.6,
+        initial_priority=1.0,
+        epsilon=0.0,
+        uniform_mix=0.0,
+        stratified=True,
+        replacement=True,
+    )
+    assert jaxbuf.ItemBuffer.create(jnp.int32(0), 2).size == 0
+
+
+def test_a_ring_stays_right_when_far_more_rows_than_capacity_pass():
+    """A long scanned run of odd batches ends with the newest rows, in order."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def many(buffer):
+        def body(buffer, start):
+            return buffer.add(start * 5 + jnp.arange(5, dtype=jnp.int32)), None
+
+        return jax.lax.scan(body, buffer, jnp.arange(2_000, dtype=jnp.int32))[0]
+
+    buffer = many(create(7))
+    assert contents(buffer) == dict(sorted((k % 7, k) for k in range(9_993, 10_000)))
+
+
+def test_random_batches_of_many_sizes_against_the_twin():
+    capacity, rng = 6, np.random.default_rng(0)
+    buffer = create(capacity, REVEAL_PRIORITIES)
+    twin = reference.ItemBuffer(capacity, alpha=1.0, replacement=False)
+    count = 0
+    for round_ in range(24):
+        batch = int(rng.choice([1, 5, 13]))
+        items = np.arange(count, count + batch, dtype=np.int32)
+        count += batch
+        mask = rng.random(batch) < 0.7 if round_ % 3 else None
+        priority = rng.choice([0.5, 1.0, 2.0, 0.0, np.nan], batch).astype(np.float32)
+        priority = priority if round_ % 2 else None
+        twin.add(items.tolist(), priority, mask)
+        arrays = {"mask": mask, "priority": priority}
+        buffer = jaxbuf.add(
+            buffer, items, **{k: jnp.asarray(v) for k, v in arrays.items() if v is not None}
+        )
+        metrics = buffer.metrics()
+        assert (metrics["size"], metrics["adds"], metrics["rejected"]) == (
+            twin.size, twin.adds, twin.rejected,
+        )  # fmt: skip
+        expected = {i.data: p for i, p in twin.probabilities().items() if p > 0}
+        actual = shares(buffer)
+        assert actual.keys() == expected.keys()
+        np.testing.assert_allclose(
+            [actual[i] for i in expected], list(expected.values()), rtol=1e-5
+        )
