@@ -1,0 +1,16 @@
+"""Side-by-side benchmarks of jaxbuf and its peers: ``python -m benchmarks --help``.
+
+How it measures:
+
+* Every library of a row lives in one process and takes its turn in short blocks, A B C, C B A,
+  A B C, ..., so that a noisy machine disturbs all of them alike. A time is the median over the
+  blocks; a ratio is the median of the ratios *within* a turn, with its quartiles.
+* Before a row is timed, each library has to show that it does the work
+  ([`benchmarks.equality`][]): the data read back are the data stored, the probabilities and
+  weights are those of the priorities set, the oldest items are the ones evicted.
+* The loops around the JAX libraries are the same code ([`benchmarks.jax_loops`][]); only the
+  calls inside differ.
+
+A row is one object ([`benchmarks.harness.Row`][]); a module in `benchmarks/rows` with a function
+`rows(options)` adds some. Peers that cannot be imported are left out, and the table says why.
+"""

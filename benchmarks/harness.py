@@ -1,0 +1,230 @@
+"""What a row of the benchmark is, and the interleaved measurement of one."""
+
+import dataclasses
+import gc
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+REFERENCE = "jaxbuf"
+"""The library to which the others are compared."""
+
+
+class Unavailable(Exception):
+    """A library cannot take part here; the message says why and what would help."""
+
+
+class UnequalWork(Exception):
+    """A library did less than, or other than, the work of its row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line asks for.
+
+    Attributes:
+        quick: Small buffers and few repeats: to see that everything runs, not to quote.
+        capacity: Number of slots for every row; None for each row's own.
+        scheduler: XLA:CPU thunk scheduler of the programs the benchmark compiles itself, for all
+            libraries alike: "default" or "memory".
+        wait: Wait for the result after every "call" from Python, or after every "block" of calls.
+        only: Regular expression searched in `row/operation`.
+        libraries: The libraries to run, or None for all.
+        repeats: Number of turns; None for the default.
+    """
+
+    quick: bool = False
+    capacity: int | None = None
+    scheduler: str = "default"
+    wait: str = "call"
+    only: str = ""
+    libraries: frozenset[str] | None = None
+    repeats: int | None = None
+
+    @property
+    def turns(self) -> int:
+        """Number of blocks in which each library is timed per operation."""
+        return self.repeats or (5 if self.quick else 25)
+
+    @property
+    def block_seconds(self) -> float:
+        """Aimed length of one timed block."""
+        return 0.005 if self.quick else 0.03
+
+    def wants(self, row: str, operation: str) -> bool:
+        """Whether `--only` selects this operation of this row."""
+        return re.search(self.only, f"{row}/{operation}", re.IGNORECASE) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One timed operation of one library.
+
+    Attributes:
+        run: `run(n)` makes n calls, waits for their results, and returns the seconds they took.
+        per_call: Operations done by one call (the length of a scan; 1 from Python).
+        prepare: Called once right before the turns begin, to make fresh arguments.
+    """
+
+    run: Callable[[int], float]
+    per_call: int = 1
+    prepare: Callable[[], object] = lambda: None
+
+
+class Contestant(Protocol):
+    """One library, filled with the row's data and ready to be timed."""
+
+    def verify(self) -> None:
+        """Raises `UnequalWork` unless the library does the work of the row."""
+        ...
+
+    def operations(self) -> Mapping[str, Operation]:
+        """The operations this library offers, by the row's names for them."""
+        ...
+
+    def facts(self) -> Mapping[str, str]:
+        """What else to report, such as bytes per item; called after the turns."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One workload and the libraries that compete on it.
+
+    Attributes:
+        name: Short and unique; `--only` searches it.
+        title: One line of prose for the table.
+        operations: The names of the operations, in the order in which they are timed.
+        builders: Makes each library's contestant; may raise `Unavailable`.
+    """
+
+    name: str
+    title: str
+    operations: Sequence[str]
+    builders: Mapping[str, Callable[[], Contestant]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The times of one operation: per library, microseconds per operation in each turn [R]."""
+
+    microseconds: Mapping[str, np.ndarray]
+
+    def median(self, library: str) -> float:
+        """Median time of one operation in microseconds."""
+        return float(np.median(self.microseconds[library]))
+
+    def ratio(self, peer: str) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile of peer time over reference time."""
+        ratios = self.microseconds[peer] / self.microseconds[REFERENCE]
+        low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+        return float(low), float(middle), float(high)
+
+
+@dataclasses.dataclass
+class RowResult:
+    """All that was learned on one row."""
+
+    row: Row
+    timings: dict[str, Timing] = dataclasses.field(default_factory=dict[str, Timing])
+    facts: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict[str, dict[str, str]])
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    unequal: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+
+def repeat_calls(
+    call: Callable[[], object], calls: int, finish: Callable[[], object] = lambda: None
+) -> float:
+    """Seconds that `calls` calls take, and `finish` after the last; no garbage collection."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        finish()
+        return time.perf_counter() - start
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _calls_per_block(operation: Operation, options: Options) -> int:
+    """How many calls make one block; the first call of all, which compiles, is not counted."""
+    operation.run(1)
+    seconds = min(operation.run(1), operation.run(2) / 2)
+    return int(np.clip(options.block_seconds / max(seconds, 1e-9), 1, 2000))
+
+
+def time_operation(
+    operations: Mapping[str, Operation], options: Options
+) -> Iterator[Timing | None]:
+    """Times one operation of several libraries in turns.
+
+    Args:
+        operations: The operation as each library does it.
+        options: How long and how often.
+
+    Yields:
+        None after every turn, and in the end the timing.
+    """
+    calls: dict[str, int] = {}
+    for library, operation in operations.items():
+        operation.prepare()
+        calls[library] = _calls_per_block(operation, options)
+    gc.collect()
+    seconds: dict[str, list[float]] = {library: [] for library in operations}
+    order = list(operations)
+    for _ in range(options.turns):
+        for library in order:
+            operation = operations[library]
+            done = calls[library] * operation.per_call
+            seconds[library].append(operation.run(calls[library]) / done)
+        order.reverse()
+        yield None
+    yield Timing({library: np.array(times) * 1e6 for library, times in seconds.items()})
+
+
+def run_row(row: Row, options: Options, progress: Callable[[str, int], None]) -> RowResult:
+    """Builds, verifies and times the libraries of a row.
+
+    Args:
+        row: The row.
+        options: How.
+        progress: Called with what is going on and the number of turns just done.
+
+    Returns:
+        The result, with the libraries that could not take part and the reasons.
+    """
+    result = RowResult(row)
+    contestants: dict[str, Contestant] = {}
+    for library, builder in row.builders.items():
+        if options.libraries is not None and library not in options.libraries:
+            continue
+        progress(f"{row.name}: {library}: filling and checking", 0)
+        try:
+            contestant = builder()
+            contestant.verify()
+        except Unavailable as reason:
+            result.skipped[library] = str(reason)
+        except UnequalWork as reason:
+            result.unequal[library] = str(reason)
+        else:
+            contestants[library] = contestant
+    offered = {library: contestant.operations() for library, contestant in contestants.items()}
+    for name in row.operations:
+        if not options.wants(row.name, name):
+            continue
+        progress(f"{row.name}: {name}", 0)
+        competing = {library: known[name] for library, known in offered.items() if name in known}
+        for timing in time_operation(competing, options):
+            if timing is None:
+                progress(f"{row.name}: {name}", 1)
+            elif timing.microseconds:
+                result.timings[name] = timing
+    for library, contestant in contestants.items():
+        result.facts[library] = dict(contestant.facts())
+    return result

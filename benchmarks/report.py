@@ -1,0 +1,172 @@
+"""Tables of the results, for the terminal, as markdown and as JSON."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.harness import REFERENCE, Options, RowResult, Timing
+
+DISTRIBUTIONS = ("jaxbuf", "jax", "jaxlib", "numpy", "flashbax", "cpprb")
+
+
+def machine() -> dict[str, str]:
+    """The machine, how busy it is, and the versions, as far as they matter to a time."""
+    facts = {
+        "CPU": _cpu_model(),
+        "cores": str(os.cpu_count()),
+        "load average before": f"{os.getloadavg()[0]:.1f}",
+        "device": f"{jax.default_backend()} ({jax.devices()[0].device_kind})",
+        "Python": platform.python_version(),
+    }
+    for name in DISTRIBUTIONS:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return facts
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _microseconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _timing_cells(timing: Timing, libraries: Sequence[str]) -> list[str]:
+    cells: list[str] = []
+    for library in libraries:
+        timed = library in timing.microseconds
+        cells.append(_microseconds(timing.median(library)) if timed else "–")
+        if library == REFERENCE:
+            continue
+        if timed and REFERENCE in timing.microseconds:
+            low, middle, high = timing.ratio(library)
+            cells.append(f"**{middle:.2f}** ({low:.2f}–{high:.2f})")
+        else:
+            cells.append("–")
+    return cells
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A markdown table that is also aligned as plain text."""
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    marks = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return f"| {' | '.join(padded)} |"
+
+    return "\n".join([line(header), line(marks), *map(line, lines)])
+
+
+def row_markdown(result: RowResult) -> str:
+    """One row of the benchmark as a section of markdown."""
+    measured = {name for timing in result.timings.values() for name in timing.microseconds}
+    libraries = [name for name in result.row.builders if name in measured]
+    parts = [f"### {result.row.name}\n\n{result.row.title}."]
+    if result.timings:
+        header = ["operation"]
+        for library in libraries:
+            header.append(f"{library}, µs")
+            if library != REFERENCE:
+                header.append(f"{library} / {REFERENCE}")
+        lines = [
+            [operation, *_timing_cells(timing, libraries)]
+            for operation, timing in result.timings.items()
+        ]
+        parts.append(_table(header, lines))
+    names = list(dict.fromkeys(name for facts in result.facts.values() for name in facts))
+    if names:
+        lines = [
+            [name, *(result.facts[library].get(name, "–") for library in libraries)]
+            for name in names
+        ]
+        parts.append(_table(["memory", *libraries], lines))
+    for library, reason in result.skipped.items():
+        parts.append(f"{library} is left out: {reason}.")
+    for library, reason in result.unequal.items():
+        parts.append(f"{library} FAILED the check of equal work: {reason}.")
+    return "\n\n".join(parts)
+
+
+def markdown(
+    results: Sequence[RowResult], options: Options, command: str, facts: Mapping[str, str]
+) -> str:
+    """The whole report, with how to read and repeat it.
+
+    Args:
+        results: The rows.
+        options: What was asked for.
+        command: The command line that repeats it.
+        facts: What `machine` said before the run.
+    """
+    lines = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    scheduler = (
+        "" if options.scheduler == "default" else f" XLA:CPU scheduler: {options.scheduler}."
+    )
+    sections = "\n\n".join(row_markdown(result) for result in results)
+    return f"""# Benchmark results
+
+Times are microseconds per operation, medians over {options.turns} interleaved turns. A ratio
+above 1 means that {REFERENCE} is faster; it is the median of the ratios within a turn, with
+quartiles. "python" is a call from Python, timed until its result is there; "scan" is one iteration
+inside a compiled `lax.scan`.{scheduler} What exactly is compared is said in the docstrings of
+`benchmarks/rows`.
+
+Repeat with `{command}`.
+
+| machine | |
+| --- | --- |
+{lines}
+
+{sections}
+"""
+
+
+def as_json(
+    results: Sequence[RowResult], options: Options, command: str, facts: Mapping[str, str]
+) -> str:
+    """Everything measured, every turn included; the arguments are those of `markdown`."""
+    document = {
+        "command": command,
+        "machine": dict(facts),
+        "options": {**dataclasses.asdict(options), "libraries": sorted(options.libraries or ())},
+        "rows": {result.row.name: _row_json(result) for result in results},
+    }
+    return json.dumps(document, indent=1)
+
+
+def _row_json(result: RowResult) -> dict[str, Any]:
+    return {
+        "title": result.row.title,
+        "operations": {name: _timing_json(timing) for name, timing in result.timings.items()},
+        "facts": result.facts,
+        "skipped": result.skipped,
+        "unequal": result.unequal,
+    }
+
+
+def _timing_json(timing: Timing) -> Mapping[str, Any]:
+    peers = [name for name in timing.microseconds if name != REFERENCE]
+    compared = REFERENCE in timing.microseconds
+    return {
+        "microseconds": {name: list(times) for name, times in timing.microseconds.items()},
+        "fastest": {name: float(times.min()) for name, times in timing.microseconds.items()},
+        "median": {name: timing.median(name) for name in timing.microseconds},
+        "ratio": {peer: timing.ratio(peer) for peer in peers} if compared else {},
+    }

@@ -1,0 +1,256 @@
+"""Prioritized experience replay: add, sample, update and the cycle of the three.
+
+What is compared, and why it is equal work:
+
+* **jaxbuf**: `ItemBuffer` with `Prioritized(alpha=0.6)`, stratified. From Python through
+  `jaxbuf.add`, `jaxbuf.sample` and `jaxbuf.update_priority`, which are jitted and donate; inside a
+  scan through the methods.
+* **flashbax**: `make_prioritised_item_buffer(add_batches=True)`, its own name for a prioritized
+  trajectory buffer with one row, sequence length 1 and period 1 that stores whole transitions.
+  It stores and gathers the same bytes as jaxbuf, and flashbax's README recommends this form where
+  speed matters more than memory. (`make_prioritised_flat_buffer` stores half as much and gathers
+  pairs of steps; its README calls it slower, and it can return pairs that straddle two episodes.
+  A trajectory buffer with one row per added item is slower too: its add takes twice as long,
+  because the rows lie far apart.) It is told its device, so that it uses the path it recommends
+  there; its functions are jitted, and the ones that change the state donate it.
+* **cpprb**: `PrioritizedReplayBuffer` in C++, from Python only, with NumPy arrays. Its `sample`
+  always computes importance weights, so it competes in the operations that do; its weights are
+  relative to the largest of the buffer, those of the others to the largest of the batch.
+
+All sample in strata, give new items priority 1 (the largest ever set here), use alpha 0.6 and
+beta 0.4, and every one returns the data and the probabilities (or weights).
+"""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import equality
+from benchmarks.harness import Contestant, Operation, Options, Row, Unavailable, repeat_calls
+from benchmarks.jax_loops import (
+    NUM_ARGUMENTS,
+    Binding,
+    PrioritizedContestant,
+    compiler_options,
+)
+from benchmarks.transitions import ATARI, MINATAR, MUJOCO, Items
+from benchmarks.workload import Workload
+
+OPERATIONS = (
+    "python add",
+    "python sample",
+    "python sample+weights",
+    "python update",
+    "python cycle",
+    "python cycle+weights",
+    "scan add",
+    "scan sample",
+    "scan update",
+    "scan cycle",
+)
+
+
+def rows(options: Options) -> list[Row]:
+    """The prioritized rows."""
+    workloads = {
+        "per-mujoco": ("MuJoCo", Workload(MUJOCO, 2**20, 64, 256, 200), 2**16),
+        "per-mujoco-large": ("MuJoCo", Workload(MUJOCO, 2**20, 4096, 16_384, 16), 2**17),
+        "per-minatar": ("MinAtar", Workload(MINATAR, 2**17, 64, 256, 200), 2**14),
+        "per-atari-32": ("Atari", Workload(ATARI, 2**16, 16, 32, 200), 2**12),
+        "per-atari-256": ("Atari", Workload(ATARI, 2**16, 16, 256, 50), 2**12),
+    }
+    return [
+        _row(name, title, _sized(name, workload, quick_capacity, options), options)
+        for name, (title, workload, quick_capacity) in workloads.items()
+        if any(options.wants(name, operation) for operation in OPERATIONS)
+    ]
+
+
+def _sized(name: str, workload: Workload, quick_capacity: int, options: Options) -> Workload:
+    capacity = options.capacity or (quick_capacity if options.quick else workload.capacity)
+    smallest = 2 * max(workload.add_size, workload.sample_size)
+    if capacity < smallest:
+        raise ValueError(f"capacity {capacity} is too small for {name}; use at least {smallest}")
+    return dataclasses.replace(workload, capacity=capacity)
+
+
+def _row(name: str, kind: str, workload: Workload, options: Options) -> Row:
+    def contestant(bind: Callable[[Workload, Options], Binding]) -> Callable[[], Contestant]:
+        return lambda: PrioritizedContestant(lambda job: bind(job, options), workload, options)
+
+    title = (
+        f"{kind} transitions of {workload.transitions.num_bytes:,} bytes, "
+        f"{workload.capacity:,} slots, full; add {workload.add_size:,}, "
+        f"sample and update {workload.sample_size:,}"
+    )
+    builders = {
+        "jaxbuf": contestant(bind_jaxbuf),
+        "flashbax": contestant(bind_flashbax),
+        "cpprb": lambda: CpprbContestant(workload),
+    }
+    return Row(name, title, OPERATIONS, builders)
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unavailable(f"cannot be imported ({error}); install {module}") from error
+
+
+def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
+    """The `ItemBuffer` of jaxbuf, with prioritized sampling."""
+    jaxbuf = _import("jaxbuf")
+    size, beta = workload.sample_size, workload.beta
+    return Binding(
+        create=lambda: jaxbuf.ItemBuffer.create(
+            workload.transitions.example,
+            workload.capacity,
+            sampler=jaxbuf.Prioritized(alpha=workload.alpha),
+        ),
+        add=lambda buffer, items: buffer.add(items),
+        sample=lambda buffer, key: buffer.sample(key, size),
+        update=lambda buffer, slots, priority: buffer.update_priority(slots, priority),
+        call_add=jaxbuf.add,
+        call_sample=lambda buffer, key: jaxbuf.sample(buffer, key, size),
+        call_update=jaxbuf.update_priority,
+        call_weights=lambda buffer, sample: jaxbuf.importance_weights(buffer, sample, beta),
+        data=lambda sample: sample.data,
+        slots=lambda sample: sample.slots,
+        probability=lambda sample: sample.probability,
+    )
+
+
+def bind_flashbax(workload: Workload, options: Options) -> Binding:
+    """The prioritized item buffer of flashbax; see the module's docstring."""
+    flashbax = _import("flashbax")
+    buffer = flashbax.make_prioritised_item_buffer(
+        max_length=workload.capacity,
+        min_length=1,
+        sample_batch_size=workload.sample_size,
+        add_batches=True,
+        priority_exponent=workload.alpha,
+        device=jax.default_backend(),
+    )
+    xla_options = compiler_options(options)
+
+    @functools.partial(jax.jit, compiler_options=xla_options)
+    def weights(probabilities: jax.Array, beta: jax.Array) -> jax.Array:
+        unscaled = probabilities**-beta
+        return unscaled / unscaled.max()
+
+    def create() -> Any:
+        example = {
+            name: jax.numpy.zeros(leaf.shape, leaf.dtype)
+            for name, leaf in workload.transitions.example.items()
+        }
+        return buffer.init(example)
+
+    return Binding(
+        create=create,
+        add=buffer.add,
+        sample=buffer.sample,
+        update=buffer.set_priorities,
+        call_add=jax.jit(buffer.add, donate_argnums=0, compiler_options=xla_options),
+        call_sample=jax.jit(buffer.sample, compiler_options=xla_options),
+        call_update=jax.jit(buffer.set_priorities, donate_argnums=0, compiler_options=xla_options),
+        call_weights=lambda state, sample: weights(sample.probabilities, workload.beta),
+        data=lambda sample: sample.experience,
+        slots=lambda sample: sample.indices,
+        probability=lambda sample: sample.probabilities,
+    )
+
+
+class CpprbSubject:
+    """A filled cpprb buffer behind the interface of the checks."""
+
+    def __init__(self, workload: Workload):
+        """Creates the buffer, and fills it with transitions 0, 1, ..."""
+        cpprb = _import("cpprb")
+        self._workload = workload
+        fields = {
+            name: {"shape": leaf.shape or 1, "dtype": leaf.dtype.type}
+            for name, leaf in workload.transitions.example.items()
+        }
+        self.buffer = cpprb.PrioritizedReplayBuffer(
+            workload.capacity, fields, alpha=workload.alpha, eps=0.0
+        )
+        self.model = equality.RingModel(workload)
+        equality.fill(self)
+
+    def add(self, items: Items) -> None:
+        """See `equality.Subject`."""
+        self.buffer.add(**items)
+
+    def sample(self, seed: int) -> equality.CheckedSample:
+        """See `equality.Subject`; cpprb keeps its own random numbers."""
+        del seed
+        sample = self.buffer.sample(self._workload.sample_size, beta=self._workload.beta)
+        leaves = self._workload.transitions.example
+        data = {name: sample[name].reshape(-1, *leaf.shape) for name, leaf in leaves.items()}
+        return equality.CheckedSample(data, sample["indexes"], weights=sample["weights"])
+
+    def update(self, slots: Any, priority: np.ndarray) -> None:
+        """See `equality.Subject`."""
+        self.buffer.update_priorities(slots, priority)
+
+
+class CpprbContestant:
+    """cpprb on a prioritized replay job, from Python."""
+
+    def __init__(self, workload: Workload):
+        """Fills a buffer to capacity."""
+        self._workload = workload
+        self._subject = CpprbSubject(workload)
+        self._items = workload.transitions.items(np.arange(workload.add_size))
+        self._priorities = list(
+            np.random.default_rng(3)
+            .uniform(0.05, 1.0, (NUM_ARGUMENTS, workload.sample_size))
+            .astype(np.float32)
+        )
+        self._slots: list[np.ndarray] = []
+
+    def verify(self) -> None:
+        """Checks every call against the NumPy model."""
+        equality.check_draws(CpprbSubject(self._workload.small()))
+        equality.check_calls(self._subject, rounds=4, add=True)
+
+    def operations(self) -> Mapping[str, Operation]:
+        """The operations in which cpprb does what the others do."""
+        buffer, items = self._subject.buffer, self._items
+        size, beta = self._workload.sample_size, self._workload.beta
+        priorities = itertools.cycle(self._priorities)
+
+        def update(calls: int) -> float:
+            arguments = itertools.cycle(list(zip(self._slots, self._priorities, strict=True)))
+            return repeat_calls(lambda: buffer.update_priorities(*next(arguments)), calls)
+
+        def cycle() -> None:
+            buffer.add(**items)
+            sample = buffer.sample(size, beta=beta)
+            buffer.update_priorities(sample["indexes"], next(priorities))
+
+        return {
+            "python add": Operation(lambda calls: repeat_calls(lambda: buffer.add(**items), calls)),
+            "python sample+weights": Operation(
+                lambda calls: repeat_calls(lambda: buffer.sample(size, beta=beta), calls)
+            ),
+            "python update": Operation(update, prepare=self._draw_slots),
+            "python cycle+weights": Operation(lambda calls: repeat_calls(cycle, calls)),
+        }
+
+    def _draw_slots(self) -> None:
+        self._slots = [
+            self._subject.buffer.sample(self._workload.sample_size)["indexes"]
+            for _ in range(NUM_ARGUMENTS)
+        ]
+
+    def facts(self) -> Mapping[str, str]:
+        """None: cpprb's memory lies in C++, where it does not say how much it takes."""
+        return {}
