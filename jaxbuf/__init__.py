@@ -8,6 +8,7 @@ from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.samplers import Prioritized, Uniform
+from jaxbuf.strategies.softmax import Softmax
 from jaxbuf.views.n_step import NStep, n_step
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Queue",
     "Sample",
     "Slots",
+    "Softmax",
     "TrajectoryBuffer",
     "Uniform",
     "add",

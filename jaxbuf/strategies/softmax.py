@@ -1,0 +1,243 @@
+"""Sampling by the softmax of scores."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxbuf.core.ranking import score_metrics
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.slots import Occupancy, random_words
+from jaxbuf.strategies.samplers import Draw, Support
+
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+# How far, in units of the temperature, the largest score may move from the reference of the masses
+# before they are computed anew. Together with the range of float32 it leaves exp(-67), relative to
+# the largest mass, as the least that is told from zero.
+_DRIFT = 20.0
+_CHUNK = 128
+
+
+class SoftmaxState(struct.PyTreeNode):
+    """What ``Softmax`` keeps.
+
+    Attributes:
+        scores: The scores and their maximum; −inf where there is no item.
+        masses: ``exp((score - reference) / temperature)`` and their sums.
+        reference: Near the largest score, or that score itself if it is infinite; ``[]``.
+    """
+
+    scores: SegmentTree
+    masses: SegmentTree
+    reference: Float[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """Probability proportional to ``exp(score / temperature)``.
+
+    Scores are kept relative to a reference near the largest, so any range is stable. A score of
+    −inf is never drawn; those of +inf share all probability evenly.
+
+    A sum tree holds the masses, so a draw with replacement costs ``O(log capacity)`` and an add
+    only the touched paths: recomputing a log-sum-exp over all slots for each batch would cost a
+    pass over the buffer. Only when the largest score has moved far are all masses computed anew.
+    Without replacement the largest scores after adding Gumbel noise are taken, which costs a pass.
+
+    Attributes:
+        temperature: Above 0; the lower, the more the highest scores are preferred.
+        replacement: Whether a batch may hold an item twice. Without, ``probability`` is that of the
+            first draw (at least 2**-126), and rows beyond the number of items are invalid.
+        fallback: Without replacement, draw the whole batch with replacement when it asks for more
+            items than there are.
+
+    Raises:
+        ValueError: If ``temperature`` is not finite or not above 0, or if ``fallback`` is asked for
+            where draws are with replacement anyway.
+
+    References:
+        Kool et al., Stochastic Beams and Where to Find Them, ICML 2019 (Gumbel top-k).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> sampler = jaxbuf.Softmax(replacement=False)
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 5, sampler=sampler)
+        >>> buffer = buffer.add(jnp.arange(5.0), score=jnp.arange(5.0))
+        >>> batch = buffer.sample(jax.random.key(0), 5)
+        >>> [round(float(p), 4) for p in batch.probability[jnp.argsort(batch.data)]]
+        [0.0117, 0.0317, 0.0861, 0.2341, 0.6364]
+    """
+
+    temperature: float = 1.0
+    replacement: bool = True
+    fallback: bool = False
+
+    uses_priority = False
+    uses_score = True
+
+    def __post_init__(self) -> None:
+        # NumPy scalars compare unequal to the same Python number, and would retrace.
+        object.__setattr__(self, "temperature", float(self.temperature))
+        object.__setattr__(self, "replacement", bool(self.replacement))
+        object.__setattr__(self, "fallback", bool(self.fallback))
+        if not (math.isfinite(self.temperature) and self.temperature >= _TINY):
+            raise ValueError(f"temperature is {self.temperature}; expected a finite number above 0")
+        if self.fallback and self.replacement:
+            raise ValueError("fallback is for replacement=False; leave it out, or set that")
+
+    def init(self, capacity: int) -> SoftmaxState:
+        """No scores."""
+        return SoftmaxState(
+            scores=SegmentTree.create(capacity, ops=("max",)),
+            masses=SegmentTree.create(capacity, ops=("sum", "min_positive")),
+            reference=jnp.float32(-jnp.inf),
+        )
+
+    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+        """Any number."""
+        return ~jnp.isnan(value)
+
+    def added(
+        self,
+        state: SoftmaxState,
+        index: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        *,
+        contiguous: bool,
+    ) -> SoftmaxState:
+        """Set the scores of new items.
+
+        Raises:
+            ValueError: If there are none.
+        """
+        if value is None:
+            raise ValueError("Softmax draws by score; pass score=[B] to add")
+        scores = state.scores.set(index, value, contiguous=contiguous)
+        mass = self._mass(value, state.reference)
+        masses = state.masses.set(index, mass, contiguous=contiguous)
+        largest = scores.root("max")
+
+        def outdated(carry: tuple[SegmentTree, SegmentTree, Array]) -> Array:
+            # Equal infinities have a difference that is no number.
+            near = jnp.abs(largest - carry[2]) <= jnp.float32(_DRIFT * self.temperature)
+            return ~(near | (largest == carry[2]))
+
+        def rebuild(carry: tuple[SegmentTree, SegmentTree, Array]) -> Any:
+            scores, masses, _ = carry
+            slot = jnp.arange(scores.capacity, dtype=jnp.int32)
+            mass = self._mass(scores.leaves, largest)
+            return scores, masses.set(slot, mass, contiguous=True), largest
+
+        # A loop of at most one step: unlike a branch, it leaves what it does not touch in place.
+        scores, masses, reference = lax.while_loop(
+            outdated, rebuild, (scores, masses, state.reference)
+        )
+        return SoftmaxState(scores, masses, reference)
+
+    def updated(
+        self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"]
+    ) -> SoftmaxState:
+        """Set the scores of items that are there."""
+        return self.added(state, index, value, contiguous=False)
+
+    def cleared(self, state: SoftmaxState) -> SoftmaxState:
+        """No scores."""
+        return self.init(state.scores.capacity)
+
+    def draw(
+        self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
+    ) -> Draw:
+        """Draw ``batch_size`` of the items whose score is above −inf."""
+        del occupancy
+        total = state.masses.root("sum")
+        repeated = self._with_replacement(state, key, batch_size)
+        some = jnp.broadcast_to(total > 0, (batch_size,))
+        index, valid = repeated, some
+        if not self.replacement:
+            index, valid = self._without_replacement(state, key, batch_size)
+        if self.fallback:
+            enough = jnp.all(valid)
+            index, valid = jnp.where(enough, index, repeated), jnp.where(enough, valid, some)
+        share = state.masses.get(index) / jnp.where(total > 0, total, 1.0)
+        return Draw(index, jnp.maximum(share, _TINY), valid)
+
+    def support(self, state: SoftmaxState, occupancy: Occupancy) -> Support:
+        """The items whose score is above −inf."""
+        del occupancy
+        total = state.masses.root("sum")
+        least = state.masses.root("min_positive") / jnp.where(total > 0, total, 1.0)
+        if self.replacement:
+            count = state.masses.nnz
+        else:
+            count = jnp.sum(state.scores.leaves > -jnp.inf, dtype=jnp.int32)
+            least = jnp.where(count > state.masses.nnz, _TINY, least)
+        return Support(count, jnp.where(total > 0, jnp.maximum(least, _TINY), 0.0))
+
+    def metrics(self, state: SoftmaxState, occupancy: Occupancy) -> dict[str, Array]:
+        """Scores of the live items, and how many equally likely items are as diverse."""
+        live = occupancy.live(jnp.arange(state.scores.capacity, dtype=jnp.int32))
+        total = state.masses.root("sum")
+        share = state.masses.leaves / jnp.where(total > 0, total, 1.0)
+        squares = jnp.sum(share * share)
+        return {
+            **score_metrics(state.scores.leaves, live),
+            "effective_sample_size": jnp.where(
+                total > 0, 1.0 / jnp.where(total > 0, squares, 1.0), 0.0
+            ),
+        }
+
+    def _mass(self, score: Float[Array, " B"], reference: Float[Array, ""]) -> Float[Array, " B"]:
+        """``exp((score - reference) / temperature)``; if that is infinite, 1 for its equals."""
+        finite = jnp.isfinite(reference)
+        away = (score - jnp.where(finite, reference, 0.0)) / jnp.float32(self.temperature)
+        mass = jnp.exp(jnp.minimum(away, 2 * _DRIFT))
+        mass = jnp.where(mass >= _TINY, mass, 0.0)
+        equal = (score == reference) & (reference > 0)
+        return jnp.where(finite, mass, equal.astype(jnp.float32))
+
+    def _with_replacement(
+        self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
+    ) -> Int[Array, " B"]:
+        words = random_words(key, (2, batch_size)) >> jnp.uint32(8)
+        cell = jnp.float32(2.0**-24)
+        total = state.masses.root("sum")
+        point = words.astype(jnp.float32) * cell
+        # The second word fills in the bits that a float32 between zero and one lacks.
+        return state.masses.query(point[0] * total, point[1] * cell * total)
+
+    def _without_replacement(
+        self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
+    ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+        score = state.scores.leaves
+        finite = jnp.isfinite(score)
+        largest = jnp.max(jnp.where(finite, score, -jnp.inf))
+        away = (score - jnp.where(jnp.isfinite(largest), largest, 0.0)) / jnp.float32(
+            self.temperature
+        )
+        noisy = jnp.maximum(away, -1e37) + jax.random.gumbel(key, score.shape)
+        # Those of +inf come first, in random order among themselves.
+        infinite = jnp.float32(2.0**126) * (1.0 + jax.random.uniform(key, score.shape))
+        rank = jnp.where(finite, noisy, jnp.where(score > 0, infinite, -jnp.inf))
+        value, index = _top(rank, min(batch_size, score.shape[0]))
+        short = (0, batch_size - index.shape[0])
+        return jnp.pad(index, short), jnp.pad(value > -jnp.inf, short)
+
+
+def _top(value: Float[Array, " N"], count: int) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
+    """The largest ``count`` of many values, and where they are.
+
+    They lie in the chunks whose maxima are largest, so only those are sorted.
+    """
+    chunks = -(-value.shape[0] // _CHUNK)
+    if chunks <= count:
+        return lax.top_k(value, count)
+    padding = (0, chunks * _CHUNK - value.shape[0])
+    grid = jnp.pad(value, padding, constant_values=-jnp.inf).reshape(chunks, _CHUNK)
+    _, best = lax.top_k(jnp.max(grid, axis=1), count)
+    found, at = lax.top_k(grid[best].reshape(-1), count)
+    return found, best[at // _CHUNK] * _CHUNK + at % _CHUNK
