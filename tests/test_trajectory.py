@@ -398,6 +398,13 @@ def test_frequencies_are_the_probabilities(sampler, masses):
     assert stats.chisquare(counts[some], share[some] * drawn.size).pvalue > 1e-3
 
 
+def test_many_rings_are_all_reached():
+    buffer = create(300, 2)
+    mask = np.arange(300) % 3 > 0
+    buffer = jaxbuf.add(buffer, steps(np.arange(300)), mask=mask)
+    assert sorted(row[0] for row in windows(buffer).values()) == np.flatnonzero(mask).tolist()
+
+
 def test_importance_weights_count_windows():
     buffer = create(2, 4, 2, sampler=jaxbuf.Prioritized(alpha=1.0, replacement=False))
     priority = jnp.array([[9.0, 1.0, 2.0], [9.0, 4.0, 8.0]])

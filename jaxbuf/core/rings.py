@@ -8,6 +8,9 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core.slots import scale_word
 
+# Up to this many rings, comparing with all of them beats a binary search.
+_FEW_RINGS = 128
+
 
 class Rings(struct.PyTreeNode):
     """``E`` rings of ``length`` steps, seen as a set of windows of ``sequence_length`` steps.
@@ -133,7 +136,10 @@ class Rings(struct.PyTreeNode):
         first, count = self._span()
         until = jnp.cumsum(count, dtype=jnp.int32)
         rank = scale_word(words, until[-1].astype(jnp.uint32)).astype(jnp.int32)
-        env = jnp.searchsorted(until, rank, side="right", method="scan_unrolled").astype(jnp.int32)
+        # Both end in a result that XLA:CPU stores, rather than computes anew for every element of
+        # the rows that it selects.
+        method = "compare_all" if self.num_envs <= _FEW_RINGS else "scan"
+        env = jnp.searchsorted(until, rank, side="right", method=method).astype(jnp.int32)
         ring = jnp.stack([first, until - count], axis=-1).at[env].get(mode="clip")
         return env * self.starts + (ring[:, 0] + rank - ring[:, 1]) % self.starts
 
