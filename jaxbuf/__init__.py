@@ -2,6 +2,7 @@
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.ops import add, sample, update_priority
+from jaxbuf.buffers.presets import reward_prioritized, terminating_states
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
@@ -10,6 +11,7 @@ from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 from jaxbuf.strategies.softmax import Softmax
 from jaxbuf.views.n_step import NStep, n_step
+from jaxbuf.views.terminal import terminal_states
 
 __all__ = [
     "ItemBuffer",
@@ -26,6 +28,9 @@ __all__ = [
     "add",
     "importance_weights",
     "n_step",
+    "reward_prioritized",
     "sample",
+    "terminal_states",
+    "terminating_states",
     "update_priority",
 ]

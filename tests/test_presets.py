@@ -1,0 +1,49 @@
+"""The presets, and the terminal states that one of them holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+
+
+def test_terminal_states_by_lengths_and_by_mask():
+    rng = np.random.default_rng(0)
+    state = rng.normal(size=(6, 5, 2)).astype(np.float32)
+    lengths = np.array([5, 1, 0, 3, 2, 4])
+    mask = np.arange(5)[None] < lengths[:, None]
+    trajectories = {"state": jnp.asarray(state), "log_reward": jnp.arange(6.0)}
+    by_lengths = jax.jit(jaxbuf.terminal_states)(trajectories, jnp.asarray(lengths))
+    by_mask = jax.jit(lambda t, m: jaxbuf.terminal_states(t, mask=m))(trajectories, mask)
+    for last, valid in (by_lengths, by_mask):
+        np.testing.assert_array_equal(valid, lengths > 0)
+        np.testing.assert_array_equal(last["log_reward"], np.arange(6.0))
+        expected = state[np.arange(6), np.maximum(lengths - 1, 0)]
+        np.testing.assert_array_equal(last["state"], expected)
+
+
+def test_terminal_states_with_bad_arguments():
+    states = jnp.zeros((3, 4))
+    with pytest.raises(ValueError, match="one of the two"):
+        jaxbuf.terminal_states(states)
+    with pytest.raises(ValueError, match=r"shape \(3, 4\)"):
+        jaxbuf.terminal_states(states, jnp.zeros(2, jnp.int32))
+
+
+def test_terminating_states_hold_the_last_ones_first_in_first_out():
+    buffer = jaxbuf.terminating_states(jnp.float32(0), 3)
+    for start in (0.0, 100.0):
+        states = start + jnp.arange(12.0).reshape(3, 4)
+        last, valid = jaxbuf.terminal_states(states, jnp.array([4, 0, 1]))
+        buffer = jaxbuf.add(buffer, last, mask=valid)
+    assert sorted(buffer.data.tolist()) == [8, 103, 108]
+
+
+def test_reward_prioritized_keeps_the_highest():
+    for temperature in (None, 0.5):
+        buffer = jaxbuf.reward_prioritized(jnp.float32(0), 3, temperature=temperature)
+        for scores in (jnp.array([10.0, 20.0, 30.0]), jnp.array([5.0, 25.0])):
+            buffer = jaxbuf.add(buffer, scores, score=scores)
+        sample = jaxbuf.sample(buffer, jax.random.key(0), 4)
+        assert sorted(sample.data[sample.valid].tolist()) == [20, 25, 30]
