@@ -432,6 +432,7 @@ BAD_CONFIGURATIONS = [
     ({"period": 3}, "length is 8 and period 3"),
     ({"num_envs": 2**20, "length": 2**11}, "at most 2**30 steps"),
     ({"example": {}}, "example has no leaves"),
+    ({"sampler": jaxbuf.Softmax()}, "needs scores, which steps do not have"),
 ]
 
 
