@@ -304,3 +304,10 @@ def test_batch_size_by_name():
     by_name = jaxbuf.sample(buffer, jax.random.key(0), batch_size=4)
     by_place = jaxbuf.sample(buffer, jax.random.key(0), 4)
     jax.tree.map(np.testing.assert_array_equal, by_name, by_place)
+
+
+def test_a_traced_function_may_close_over_a_buffer():
+    buffer = jaxbuf.add(create(jaxbuf.Uniform()), items(3.0))
+    key = jax.random.key(0)
+    drawn = jax.jit(lambda shift: jaxbuf.sample(buffer, key, 4).data["reward"] + shift)(1.0)
+    np.testing.assert_array_equal(drawn, jaxbuf.sample(buffer, key, 4).data["reward"] + 1.0)

@@ -4,10 +4,12 @@ A loop that jits ``buffer.add`` anew each time would trace it each time. These d
 donate: the buffer's memory is updated in place, and the buffer passed in cannot be used again.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import jax
+import jax.core
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.sample import Sample
@@ -57,12 +59,12 @@ def add(
     """
     given = {"priority": priority, "score": score, "version": version, "mask": mask}
     options = {name: value for name, value in given.items() if value is not None}
-    return (_add_in_place if donate else _add)(buffer, items, options)
+    return _call(_add_method, donate, buffer, items, options)
 
 
 def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int) -> Sample:
     """``buffer.sample``, jitted; ``batch_size`` is static."""
-    return _sample(buffer, key, batch_size)
+    return _call(_sample_method, False, buffer, key, batch_size)
 
 
 def update_priority(
@@ -82,7 +84,7 @@ def update_priority(
         mask: Which rows to take, ``[B]``.
         donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
     """
-    return (_update_in_place if donate else _update)(buffer, slots, priority, mask)
+    return _call(_update_method, donate, buffer, slots, priority, mask)
 
 
 def _add_method(buffer: Any, items: Any, options: dict[str, Any]) -> Any:
@@ -97,8 +99,24 @@ def _update_method(buffer: Any, slots: Any, priority: Any, mask: Any) -> Any:
     return buffer.update_priority(slots, priority, mask=mask)
 
 
-_add = jax.jit(_add_method)
-_add_in_place = jax.jit(_add_method, donate_argnums=0)
-_sample = jax.jit(_sample_method, static_argnums=2)
-_update = jax.jit(_update_method)
-_update_in_place = jax.jit(_update_method, donate_argnums=0)
+def _call(method: Callable[..., Any], donate: bool, *args: Any) -> Any:
+    # Inside somebody else's transformation theirs is the program that is compiled.
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+        return method(*args)
+    # Constants that a traced function closes over are no tracers; they are worked on at once.
+    with jax.ensure_compile_time_eval():
+        return _compiled(method, donate)(*args)
+
+
+@functools.cache
+def _compiled(method: Callable[..., Any], donate: bool) -> Callable[..., Any]:
+    """The one jitted form of a method, made when the backend is known."""
+    # These programs are many tiny kernels in a row: handing each to a thread pool, as XLA:CPU does
+    # by default, costs more than the kernels do.
+    sequential = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return jax.jit(
+        method,
+        static_argnums=2 if method is _sample_method else None,
+        donate_argnums=0 if donate else None,
+        compiler_options=sequential if jax.default_backend() == "cpu" else None,
+    )
