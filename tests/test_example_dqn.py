@@ -1,0 +1,357 @@
+"""The DQN example: it learns, resumes as if nothing had happened, and says what is wrong."""
+
+import contextlib
+import io
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from jaxbuf.examples import _network, _report, dqn
+from jaxbuf.examples._environment import MINATAR, NAMES, Environments
+from jaxbuf.examples._run_folder import RunFolder
+
+QUICK = {
+    "--steps": "12_000",
+    "--seeds": "2",
+    "--num-envs": "4",
+    "--warmup": "400",
+    "--capacity": "4000",
+    "--batch-size": "32",
+    "--hidden": "32",
+    "--eval-episodes": "4",
+}
+
+
+def words(out, *more, **changed):
+    options = {**QUICK, **{f"--{name.replace('_', '-')}": v for name, v in changed.items()}}
+    return [*itertools.chain.from_iterable(options.items()), "--out", str(out), *more]
+
+
+def final_state(out):
+    """All leaves of the checkpoint, as NumPy arrays, and its record."""
+    folder = RunFolder(out, "dqn")
+    record = folder.load_record()
+    agent = dqn.Agent(dqn.Config(**record["config"]))
+    keys = jnp.stack([jax.random.key(i) for i in range(record["config"]["seeds"])])
+    state = folder.load_state(jax.eval_shape(jax.vmap(agent.init), keys))
+    state = state.replace(key=jax.random.key_data(state.key))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)], record
+
+
+class Finished(NamedTuple):
+    folder: Path
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run from start to end."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    printed, shown = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(shown):
+        assert dqn.main(words(out)) == 0
+    return Finished(out, printed.getvalue(), shown.getvalue())
+
+
+@pytest.mark.xdist_group("dqn")
+def test_it_learns(finished):
+    _, record = final_state(finished.folder)
+    returns = np.asarray(record["curve"]["returns"])
+    assert returns.shape == (100, 2)
+    # A random policy keeps the pole up for about 22 steps.
+    assert np.nanmean(returns[-10:]) > 60
+    assert np.nanmean(returns[:3]) < 40
+
+
+@pytest.mark.xdist_group("dqn")
+def test_a_run_leaves_its_files(finished):
+    picture = (finished.folder / "learning_curve.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
+    leaves, record = final_state(finished.folder)
+    assert record["step"] == 12_000
+    assert record["curve"]["steps"] == list(range(516, 12_001, 116))
+    assert all(np.isfinite(leaf).all() for leaf in leaves if leaf.dtype == np.float32)
+
+
+@pytest.mark.xdist_group("dqn")
+def test_an_interrupted_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch, capsys):
+    class Interrupted(_report.Progress):
+        advances = 0
+
+        def advance(self, steps, mean_return):
+            super().advance(steps, mean_return)
+            self.advances += 1
+            if self.advances == 38:
+                raise KeyboardInterrupt
+
+    out = tmp_path / "interrupted"
+    with monkeypatch.context() as patch:
+        patch.setattr(_report, "Progress", Interrupted)
+        assert dqn.main(words(out)) == 130
+    assert "step 3880 with --resume" in capsys.readouterr().err
+    assert dqn.main(["--out", str(out), "--resume"]) == 0
+    expected, expected_record = final_state(finished.folder)
+    actual, record = final_state(out)
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_equal(record, expected_record)
+
+
+@pytest.mark.xdist_group("dqn")
+def test_a_finished_run_says_how_to_train_on(finished, capsys):
+    assert error_of(["--out", str(finished.folder), "--resume"], capsys).endswith(
+        "has done its 12000 steps; ask for more with --steps\n"
+    )
+
+
+@pytest.mark.xdist_group("dqn")
+def test_resume_refuses_another_configuration(finished, capsys):
+    message = error_of(["--out", str(finished.folder), "--resume", "--alpha", "0.9"], capsys)
+    assert "has --alpha 0.6, not 0.9" in message
+
+
+@pytest.mark.xdist_group("dqn")
+def test_a_run_ends_with_a_table(finished):
+    check_table(finished.out, seeds=["0", "1"], steps="24,000")
+    assert str(finished.folder / "learning_curve.png") in finished.out
+
+
+@pytest.mark.xdist_group("dqn")
+def test_progress_shows_return_and_speed(finished):
+    assert "steps/s, return" in finished.err
+    assert "100%" in finished.err
+
+
+def test_uniform_replay_of_images(tmp_path, capsys):
+    changed = {"steps": "800", "env": "Breakout-MinAtar", "sampler": "uniform", "seed": "7"}
+    assert dqn.main(words(tmp_path / "run", **changed)) == 0
+    check_table(capsys.readouterr().out, seeds=["7", "8"], steps="1,600")
+
+
+def check_table(printed, seeds, steps):
+    header, _, *rows = printed.splitlines()[: len(seeds) + 3]
+    assert " ".join(header.split()) == "seed greedy return return in training steps steps/s time"
+    cells = [row.split() for row in rows]
+    assert [row[0] for row in cells] == [*seeds, "all"]
+    mean = np.mean([float(row[1]) for row in cells[:-1]])
+    assert math.isclose(float(cells[-1][1]), mean, abs_tol=0.1)
+    assert cells[-1][3] == steps
+    assert float(cells[-1][4].replace(",", "")) > 0
+    assert float(cells[-1][5]) > 0
+
+
+def error_of(argv, capsys):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        dqn.main(argv)
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("python -m jaxbuf.examples.dqn: error: ")
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "advice"),
+    [
+        (["--env", "CartPole-v0"], "did you mean CartPole-v1? choose one of CartPole-v1, Acrobot"),
+        (["--env", "Pendulum-v1"], "'Pendulum-v1' is unknown; "),
+        (["--sampler", "priority"], "choose one of prioritized, uniform"),
+        (["--capacity", "63", "--batch-size", "64"], "make the capacity at least as large"),
+        (["--capacity", "64", "--num-envs", "65"], "make the capacity at least as large"),
+        (["--warmup", "10"], "make the warm-up at least as long"),
+        (["--steps", "2000"], "ask for more steps or a shorter warm-up"),
+        (["--steps", "many"], "'many' is not a whole number of at least 1"),
+        (["--batch-size", "0"], "'0' is not a whole number of at least 1"),
+        (["--seeds", "1.5"], "'1.5' is not a whole number of at least 1"),
+        (
+            ["--capacity", "1e10"],
+            "'1e10' is not a whole number of at least 1 and at most 1073741824",
+        ),
+        (["--alpha", "-0.1"], "'-0.1' is not a number of at least 0"),
+        (["--beta", "1.1"], "'1.1' is not a number of at least 0 and at most 1"),
+        (["--lr", "0"], "'0' is not a number above 0"),
+        (["--lr", "nan"], "'nan' is not a number above 0"),
+        (["--discount", "inf"], "'inf' is not a number of at least 0 and at most 1"),
+        (["--stepz", "5"], "unrecognized arguments: --stepz 5"),
+        (["--resume"], "there is no checkpoint in runs/dqn; start without --resume"),
+    ],
+)
+def test_a_wrong_argument_gets_one_line(argv, advice, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert advice in error_of(argv, capsys)
+    assert not any(tmp_path.iterdir())
+
+
+def test_files_of_somebody_else_are_left_alone(tmp_path, capsys):
+    notes = tmp_path / "checkpoint" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    assert "choose another --out" in error_of(["--out", str(tmp_path)], capsys)
+    (tmp_path / "run.json").write_text(json.dumps({"example": "sac"}))
+    assert "choose another --out" in error_of(["--out", str(tmp_path)], capsys)
+    assert notes.read_text() == "mine"
+    assert "is a file; choose another --out" in error_of(["--out", str(notes)], capsys)
+
+
+def test_help_says_where_it_writes(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        dqn.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "learning_curve.png" in text
+    assert "runs/dqn" in text
+
+
+def play(envs, action, steps, key=0):
+    """Step outcomes under one constant action, and the observations before and after each."""
+
+    def iteration(states, key):
+        before = states.obs
+        states, outcome = envs.step(key, states, jnp.full(envs.num_envs, action, jnp.int32))
+        return states, (before, outcome, states.obs)
+
+    reset_key, step_key = jax.random.split(jax.random.key(key))
+    start = envs.reset(reset_key)
+    return jax.jit(lambda start: jax.lax.scan(iteration, start, jax.random.split(step_key, steps)))(
+        start
+    )[1]
+
+
+def test_the_last_observation_of_an_episode_is_stored_not_the_first_of_the_next():
+    before, outcome, after = play(Environments("CartPole-v1", 3), action=1, steps=40)
+    ended = np.asarray(outcome.terminated)
+    assert ended.any(axis=0).all()
+    last = np.asarray(outcome.next_obs)
+    fell = (np.abs(last[..., 2]) > 12 * 2 * math.pi / 360) | (np.abs(last[..., 0]) > 2.4)
+    np.testing.assert_array_equal(ended, fell)
+    assert np.abs(np.asarray(after)[ended]).max() <= 0.05
+    np.testing.assert_array_equal(last[~ended], np.asarray(after)[~ended])
+    np.testing.assert_array_equal(np.asarray(before)[1:], np.asarray(after)[:-1])
+    lengths = [np.diff(np.flatnonzero(column), prepend=-1) for column in ended.T]
+    returns = np.asarray(outcome.episode_return)
+    for i, length in enumerate(lengths):
+        np.testing.assert_array_equal(returns[ended[:, i], i], length)
+
+
+def test_a_time_limit_truncates_and_does_not_terminate():
+    # Coasting never leaves the valley, so only the limit of 200 steps ends an episode.
+    _, outcome, _ = play(Environments("MountainCar-v0", 2), action=1, steps=401)
+    assert not np.asarray(outcome.terminated).any()
+    np.testing.assert_array_equal(np.flatnonzero(np.asarray(outcome.truncated)[:, 0]), [199, 399])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_environment_can_be_played(name):
+    envs = Environments(name, 2)
+    states = jax.eval_shape(envs.reset, jax.random.key(0))
+    stepped, outcome = jax.eval_shape(
+        envs.step, jax.random.key(0), states, jax.ShapeDtypeStruct((2,), jnp.int32)
+    )
+    # The same types again, or a scan over steps would not trace.
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), states) == jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.weak_type), stepped
+    )
+    assert outcome.next_obs.shape == (2, *envs.obs_example.shape)
+    assert outcome.next_obs.dtype == (jnp.bool_ if name in MINATAR else jnp.float32)
+    env, params = gymnax.make(name)
+    assert envs.num_actions == env.action_space(params).n
+
+
+def test_minatar_observations_lose_nothing_as_bool():
+    env, params = gymnax.make("Breakout-MinAtar")
+    with jax.numpy_dtype_promotion("standard"):
+        obs, _ = env.reset(jax.random.key(0), params)
+    np.testing.assert_array_equal(obs, np.asarray(obs, bool))
+
+
+def agent(**changed):
+    return dqn.Agent(dqn.Config.make(**{"hidden": 16, "num_envs": 2, **changed}))
+
+
+def test_td_error_bootstraps_from_the_target_network_unless_terminated():
+    learner = agent(discount=0.9)
+    obs, next_obs = jax.random.normal(jax.random.key(0), (2, 6, 4))
+    params, target_params = (learner.network.init(jax.random.key(i), obs) for i in (1, 2))
+    data = {
+        "obs": obs,
+        "next_obs": next_obs,
+        "action": jnp.arange(6, dtype=jnp.int32) % 2,
+        "reward": jnp.arange(6.0),
+        "terminated": jnp.arange(6) >= 4,
+    }
+    q, q_next, q_target = (
+        np.asarray(learner.values(p, o), np.float64)
+        for p, o in ((params, obs), (params, next_obs), (target_params, next_obs))
+    )
+    expected = [
+        q[i, i % 2] - (i + 0.9 * (i < 4) * q_target[i, np.argmax(q_next[i])]) for i in range(6)
+    ]
+    error = learner.td_error(params, target_params, data)
+    np.testing.assert_allclose(error, expected, rtol=1e-4, atol=1e-5)
+    slope = jax.grad(lambda p: learner.td_error(params, p, data).sum())(target_params)
+    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(slope))
+
+
+def test_learning_updates_the_priorities_of_what_it_sampled():
+    learner = agent(warmup=64, capacity=128, batch_size=16)
+    state = jax.jit(learner.init)(jax.random.key(0))
+    assert int(state.step) == 64
+    assert int(state.buffer.size) == 64
+    learned = jax.jit(learner.learn)(state)
+    before, after = state.buffer.metrics(), learned.buffer.metrics()
+    # All transitions came in with the same priority, and errors differ.
+    assert before["priority_min"] == before["priority_max"]
+    assert after["priority_min"] < after["priority_max"]
+    for old, new in (
+        (state.params, learned.params),
+        (state.target_params, learned.target_params),
+    ):
+        assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (old, new)), strict=True))
+
+
+def test_schedules():
+    learner = agent(steps=10_000, warmup=100, epsilon=0.1, exploration=0.5, beta=0.4)
+    steps = [jnp.int32(step) for step in (0, 2_500, 5_000, 10_000, 20_000)]
+    np.testing.assert_allclose(
+        [learner.epsilon(step) for step in steps], [1.0, 0.55, 0.1, 0.1, 0.1], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        [learner.beta(step) for step in steps], [0.4, 0.55, 0.7, 1.0, 1.0], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "low", "high"), [(0.0, 0, 0), (1.0, 900, 1100), (0.5, 400, 600)]
+)
+def test_share_of_random_actions(epsilon, low, high):
+    learner = agent()
+    obs = jnp.ones((2000, 4))
+    params = learner.network.init(jax.random.key(0), obs)
+    best = int(jnp.argmax(learner.values(params, obs[:1])))
+    action = learner.act(params, obs, epsilon, jax.random.key(1))
+    # Half of the random actions are the best one.
+    assert low <= int((action != best).sum()) <= high
+
+
+def test_dense_over_patches_is_a_convolution():
+    image = jax.random.normal(jax.random.key(0), (2, 10, 10, 4))
+    kernel = jax.random.normal(jax.random.key(1), (3, 3, 4, 16))
+    expected = nn.Conv(16, (3, 3), padding="VALID", use_bias=False).apply(
+        {"params": {"kernel": kernel}}, image
+    )
+    actual = _network.patches(image) @ kernel.reshape(-1, 16)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
