@@ -516,7 +516,7 @@ def _distinct(
         scratch = remove(scratch, jnp.where(fresh, proposed, nothing))
         return round_ + 1, filled + jnp.sum(fresh, dtype=jnp.int32), chosen, scratch
 
-    start = (jnp.int32(0), jnp.int32(0), jnp.full((batch_size,), nothing), scratch)
+    start = (jnp.int32(0), jnp.int32(0), jnp.full((batch_size,), nothing, jnp.int32), scratch)
     _, _, chosen, _ = lax.while_loop(unfinished, attempt, start)
     return chosen, row < count
 
