@@ -2,12 +2,13 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jaxbuf.core import fields
 
 
 class NStep(struct.PyTreeNode):
@@ -131,7 +132,7 @@ def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) 
 
 
 def _field(window: PyTree[Array], path: str, name: str, kind: Any) -> Array:
-    found = _find(window, path)
+    found = fields.find(window, path)
     if found is None:
         raise ValueError(f"{name} is {path!r}, but the window has no such field")
     array = jnp.asarray(found)
@@ -142,12 +143,4 @@ def _field(window: PyTree[Array], path: str, name: str, kind: Any) -> Array:
 
 
 def _has(window: PyTree[Array], path: str) -> bool:
-    return _find(window, path) is not None
-
-
-def _find(window: PyTree[Array], path: str) -> Any:
-    """The field at a dotted path, through keys and attributes; None if there is none."""
-    at: Any = window
-    for part in path.split("."):
-        at = at.get(part) if isinstance(at, dict) else getattr(at, part, None)
-    return at if jax.tree.leaves(at) else None
+    return fields.find(window, path) is not None
