@@ -10,6 +10,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 from jaxbuf.strategies.softmax import Softmax
+from jaxbuf.views.hindsight import hindsight
 from jaxbuf.views.n_step import NStep, n_step
 from jaxbuf.views.terminal import terminal_states
 
@@ -26,6 +27,7 @@ __all__ = [
     "TrajectoryBuffer",
     "Uniform",
     "add",
+    "hindsight",
     "importance_weights",
     "n_step",
     "reward_prioritized",

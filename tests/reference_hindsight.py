@@ -1,0 +1,29 @@
+"""Which goals hindsight may give a transition, and how often, by listing them one by one."""
+
+from collections import Counter
+
+
+def goal_distribution(strategy, achieved, length, row, t):
+    """The probability of each new goal of step ``t`` of episode ``row``.
+
+    Args:
+        strategy: One of hindsight's.
+        achieved: Of each episode, a list of hashable achieved goals.
+        length: Of each episode, how many of these are real.
+        row: Which episode.
+        t: Which step of it.
+
+    Returns:
+        A dict from goals to probabilities.
+    """
+    if strategy == "final":
+        choices = [achieved[row][length[row] - 1]]
+    elif strategy == "future":
+        choices = [achieved[row][step] for step in range(t, length[row])]
+    elif strategy == "episode":
+        choices = [achieved[row][step] for step in range(length[row])]
+    else:
+        choices = [
+            goals[step] for goals, n in zip(achieved, length, strict=True) for step in range(n)
+        ]
+    return {goal: count / len(choices) for goal, count in Counter(choices).items()}
