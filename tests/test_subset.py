@@ -1,0 +1,105 @@
+"""`Subset`: slots excluded wherever they lie, against a Python set."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxbuf.core.rings import Rings
+from jaxbuf.core.slots import Occupancy, Ring, random_words
+from jaxbuf.core.subset import Subset
+
+CAPACITY = 40
+
+
+@jax.jit
+def exclude(subset, index):
+    return subset.exclude(index)
+
+
+@jax.jit
+def place(subset, mask):
+    return subset.place(mask.shape[0], mask, None)
+
+
+@jax.jit
+def look(subset, words):
+    return subset.size, subset.live(jnp.arange(-2, CAPACITY + 2)), subset.draw(words)
+
+
+def test_random_operations_agree_with_a_set():
+    random = np.random.default_rng(0)
+    subset: Occupancy = Subset.create(Ring.create(CAPACITY), CAPACITY)
+    members: set[int] = set()
+    for _ in range(40):
+        if random.random() < 0.6:
+            subset, index = place(subset, jnp.asarray(random.random(9) < 0.5))
+            members |= {int(i) for i in index if i < CAPACITY}
+        else:
+            index = random.integers(-1, CAPACITY + 1, 6)
+            subset = exclude(subset, jnp.asarray(index, jnp.int32))
+            members -= set(index.tolist())
+        size, live, drawn = look(subset, random_words(jax.random.key(1), (300,)))
+        assert size == len(members)
+        assert set((np.flatnonzero(live) - 2).tolist()) == members
+        if members:
+            assert set(np.asarray(drawn).tolist()) <= members
+    cleared = subset.clear()
+    assert (int(cleared.size), int(subset.size)) == (0, len(members))
+
+
+def test_every_member_is_the_rank_th_one():
+    subset = Subset.create(Ring.create(CAPACITY), CAPACITY)
+    subset, _ = place(subset, jnp.ones(CAPACITY, bool))
+    gone = jnp.array([0, 3, 4, 17, 39])
+    subset = exclude(subset, gone)
+    left = sorted(set(range(CAPACITY)) - set(gone.tolist()))
+    # The first and the last word that scale to each rank.
+    first = np.array([-(-k * 2**32 // 35) for k in range(35)], np.uint32)
+    last = np.array([-(-(k + 1) * 2**32 // 35) - 1 for k in range(35)], np.uint32)
+    np.testing.assert_array_equal(subset.draw(jnp.asarray(first)), left)
+    np.testing.assert_array_equal(subset.draw(jnp.asarray(last)), left)
+
+
+def test_it_can_take_items_out_of_rings_too():
+    rings = Rings.create(2, 6, 2, 1)
+    subset = Subset.create(rings, 12)
+    rings, _, broken, completed = rings.place(4, None)
+    subset = subset.replace(inner=rings).include(completed.reshape(-1)).exclude(broken.reshape(-1))
+    assert np.flatnonzero(subset.live(jnp.arange(12))).tolist() == [0, 1, 2, 6, 7, 8]
+    subset = subset.exclude(jnp.array([1, 6]))
+    assert np.flatnonzero(subset.live(jnp.arange(12))).tolist() == [0, 2, 7, 8]
+    assert subset.size == 4
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_draws_are_uniform_also_under_vmap(seeds):
+    """Chi-square at the 0.1 % level, each seed with other members."""
+    subset = Subset.create(Ring.create(CAPACITY), CAPACITY)
+    subset, _ = place(subset, jnp.ones(CAPACITY, bool))
+    gone = np.arange(seeds)[:, None] + np.array([[1, 5, 6, 20]])
+    subsets = jax.vmap(lambda index: subset.exclude(index))(jnp.asarray(gone, jnp.int32))
+    words = random_words(jax.random.key(3), (seeds, 20_000))
+    drawn = jax.jit(jax.vmap(lambda subset, words: subset.draw(words)))(subsets, words)
+    np.testing.assert_array_equal(subsets.size, [CAPACITY - 4] * seeds)
+    for seed in range(seeds):
+        counts = np.bincount(np.asarray(drawn[seed]), minlength=CAPACITY)
+        assert counts[gone[seed]].sum() == 0
+        left = np.delete(counts, gone[seed])
+        assert stats.chisquare(left).pvalue > 1e-3
+
+
+def test_past_2_to_the_24_members():
+    capacity = 2**25 + 3
+    subset = Subset.create(Ring.create(capacity), capacity)
+    subset = jax.jit(lambda s: s.place(capacity, None, None)[0], donate_argnums=0)(subset)
+    assert subset.size == capacity
+    gone = [5, 2**24 - 1, 2**24, 2**24 + 1, capacity - 1]
+    subset = jax.jit(lambda s: s.exclude(jnp.array(gone)), donate_argnums=0)(subset)
+    assert subset.size == capacity - 5
+    # One word for each of some ranks: at both ends, and where a float32 stops counting.
+    ranks = [0, 4, 5, *range(2**24 - 500, 2**24 + 500), *range(2**25 - 500, capacity - 5)]
+    words = np.array([-(-rank * 2**32 // (capacity - 5)) for rank in ranks], np.uint32)
+    slots = np.delete(np.arange(capacity), gone)
+    np.testing.assert_array_equal(jax.jit(lambda s, w: s.draw(w))(subset, words), slots[ranks])
