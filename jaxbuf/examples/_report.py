@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from matplotlib.colors import TABLEAU_COLORS
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -18,13 +19,14 @@ class Progress:
     Args:
         total: Environment steps in all.
         initial: Those done before, when a run is resumed.
+        unit: What else to count.
     """
 
-    def __init__(self, total: int, initial: int = 0) -> None:
+    def __init__(self, total: int, initial: int = 0, unit: str = " steps") -> None:
         self._bar: Any = tqdm(
             total=total,
             initial=initial,
-            unit=" steps",
+            unit=unit,
             unit_scale=True,
             file=sys.stderr,
             dynamic_ncols=True,
@@ -84,25 +86,55 @@ def plot_learning_curve(path: Path, steps: NDArray[Any], returns: NDArray[Any], 
         returns: Mean return of the episodes that ended there, ``[P, seeds]``; NaN where none did.
         title: Stands above the axes.
     """
+    plot_groups(
+        path,
+        steps,
+        {"": returns},
+        title=title,
+        xlabel="environment steps per seed",
+        ylabel="return while training",
+    )
+
+
+def plot_groups(
+    path: Path,
+    x: NDArray[Any],
+    groups: dict[str, NDArray[Any]],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+) -> None:
+    """Draw curves of several seeds and their mean, for one group of seeds or to compare some.
+
+    Args:
+        path: The PNG to write.
+        x: Where the points lie, ``[P]``.
+        groups: By what to call them, the values of each group's seeds, ``[P, seeds]``; NaN where
+            there is none.
+        title: Stands above the axes.
+        xlabel: Stands below them.
+        ylabel: Stands left of them.
+    """
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")
     axes: Any = figure.add_subplot()
-    for seed in range(returns.shape[1]):
-        ended = ~np.isnan(returns[:, seed])
-        axes.plot(
-            steps[ended],
-            returns[ended, seed],
-            color="tab:blue",
-            alpha=0.35,
-            linewidth=0.9,
-            label="one seed" if seed == 0 else None,
-        )
-    ended = ~np.isnan(returns).all(axis=1)
-    if returns.shape[1] > 1 and ended.any():
-        mean = np.nanmean(returns[ended], axis=1)
-        axes.plot(
-            steps[ended], mean, color="tab:blue", linewidth=2.0, label=f"mean of {returns.shape[1]}"
-        )
-    axes.set(title=title, xlabel="environment steps per seed", ylabel="return while training")
+    for (name, values), color in zip(groups.items(), TABLEAU_COLORS, strict=False):
+        for seed in range(values.shape[1]):
+            known = ~np.isnan(values[:, seed])
+            axes.plot(
+                x[known],
+                values[known, seed],
+                color=color,
+                alpha=0.35,
+                linewidth=0.9,
+                label=f"{name}, one seed".lstrip(", ") if seed == 0 else None,
+            )
+        known = ~np.isnan(values).all(axis=1)
+        if values.shape[1] > 1 and known.any():
+            mean = np.nanmean(values[known], axis=1)
+            label = f"{name}, mean of {values.shape[1]}".lstrip(", ")
+            axes.plot(x[known], mean, color=color, linewidth=2.0, label=label)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     axes.margins(x=0.01)

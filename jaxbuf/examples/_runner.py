@@ -290,10 +290,11 @@ def _chunk(agent: Agent, length: int) -> Callable[[Any], tuple[Any, EpisodeLog]]
         return jax.vmap(lambda state: agent.train(state, length))(states)
 
     # Donated, so that the buffers are updated where they are.
-    return jax.jit(chunk, donate_argnums=0, compiler_options=_compiler_options())
+    return jax.jit(chunk, donate_argnums=0, compiler_options=compiler_options())
 
 
-def _compiler_options() -> dict[str, str]:
+def compiler_options() -> dict[str, str]:
+    """For ``jax.jit``, what suits programs of many small operations."""
     # By default XLA:CPU hands the many small operations of a step to a pool of threads, which
     # takes longer than to do them.
     if jax.default_backend() != "cpu":
