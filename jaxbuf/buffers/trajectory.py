@@ -10,10 +10,24 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import storage
+from jaxbuf.core import fields, storage
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.samplers import Support, Uniform, WindowSampler
+
+
+class Steps(struct.PyTreeNode):
+    """Steps that were read from every ring, in order of time.
+
+    Attributes:
+        data: The steps, leaves ``[E, T, ...]``; arbitrary where invalid.
+        position: Their positions, ``[E, T]``; see ``TrajectoryBuffer.end_position``.
+        valid: Which rows hold a step, ``[E, T]``: the first ones of every ring.
+    """
+
+    data: PyTree[Array]
+    position: UInt[Array, "E T"]
+    valid: Bool[Array, "E T"]
 
 
 class TrajectoryBuffer(struct.PyTreeNode):
@@ -58,6 +72,7 @@ class TrajectoryBuffer(struct.PyTreeNode):
         *,
         sequence_length: int = 1,
         period: int = 1,
+        num_earliest_ignored: int = 0,
         sampler: WindowSampler = Uniform(),
     ) -> Self:
         """An empty buffer.
@@ -70,17 +85,22 @@ class TrajectoryBuffer(struct.PyTreeNode):
             sequence_length: Steps in a window.
             period: Windows start at multiples of it, counted from the beginning of the ring's
                 memory; 1 allows every start, ``sequence_length`` makes windows disjoint.
+            num_earliest_ignored: How many of the earliest steps of each ring start no window and
+                are not gathered. They stay readable: what looks back from the start of a window,
+                such as a stack of frames, finds them.
             sampler: How windows are drawn.
 
         Raises:
             ValueError: If a number is no whole number from 1 on, a window is longer than a ring,
-                ``length`` is no multiple of ``period``, there are more than 2**30 steps, the
-                sampler needs scores, or ``example`` holds anything but arrays.
+                ``length`` is no multiple of ``period``, too many steps are ignored, there are more
+                than 2**30 steps, the sampler needs scores, or ``example`` holds anything but
+                arrays.
         """
         num_envs = common.check_count("num_envs", num_envs)
         length = common.check_count("length", length)
         sequence_length = common.check_count("sequence_length", sequence_length)
         period = common.check_count("period", period)
+        ignored = common.check_count("num_earliest_ignored", num_earliest_ignored, least=0)
         if num_envs * length > 2**30:
             raise ValueError(
                 f"num_envs * length is {num_envs * length}; expected at most 2**30 steps"
@@ -90,6 +110,12 @@ class TrajectoryBuffer(struct.PyTreeNode):
                 f"sequence_length is {sequence_length}, but a ring has length {length}; make "
                 "windows shorter or rings longer"
             )
+        if sequence_length + ignored > length:
+            raise ValueError(
+                f"num_earliest_ignored is {ignored} and sequence_length {sequence_length}, but a "
+                f"ring has length {length}, so no window would ever be drawn; ignore fewer steps "
+                "or make rings longer"
+            )
         if length % period:
             raise ValueError(
                 f"length is {length} and period {period}; length must be a multiple of period"
@@ -98,7 +124,7 @@ class TrajectoryBuffer(struct.PyTreeNode):
             raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
         return cls(
             data=storage.allocate(example, (num_envs, length)),
-            occupancy=Rings.create(num_envs, length, sequence_length, period),
+            occupancy=Rings.create(num_envs, length, sequence_length, period, ignored),
             sampler_state=sampler.init(num_envs * (length // period)),
             counters=jnp.zeros((2,), jnp.uint32),
             sampler=sampler,
@@ -123,6 +149,11 @@ class TrajectoryBuffer(struct.PyTreeNode):
     def period(self) -> int:
         """Distance between the places where windows start."""
         return self.occupancy.period
+
+    @property
+    def num_earliest_ignored(self) -> int:
+        """How many of the earliest steps of each ring start no window."""
+        return self.occupancy.ignored
 
     @property
     def capacity(self) -> int:
@@ -259,17 +290,146 @@ class TrajectoryBuffer(struct.PyTreeNode):
             counters=self.counters + jnp.stack([jnp.uint32(0), rejected]),
         )
 
-    def clear(self) -> Self:
-        """The buffer without its steps. Slots sampled before stay stale; counters go on.
+    def clear(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
+        """The buffer without its steps, or without those of some environments.
 
-        Shares no array with the original, so that either may be donated.
+        Slots sampled before stay stale; positions and counters go on.
+
+        Args:
+            envs: Which environments: a mask ``[num_envs]``, or numbers ``[K]``, of which those that
+                name no environment are ignored. Without, all of them; the result then shares no
+                array with the original, so that either may be donated.
+
+        Raises:
+            ValueError: When traced, if ``envs`` is neither.
         """
-        return self.replace(
-            data=jax.tree.map(jnp.zeros_like, self.data),
-            occupancy=self.occupancy.clear(),
-            sampler_state=self.sampler.cleared(self.sampler_state),
-            counters=self.counters.copy(),
-        )
+        if envs is None:
+            return self.replace(
+                data=jax.tree.map(jnp.zeros_like, self.data),
+                occupancy=self.occupancy.clear(),
+                sampler_state=self.sampler.cleared(self.sampler_state),
+                counters=self.counters.copy(),
+            )
+        mask = self._check_envs(envs)
+        starts = self.length // self.period
+        slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
+        gone = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
+        return self.replace(occupancy=self.occupancy.clear(mask), sampler_state=self._without(gone))
+
+    @property
+    def end_position(self) -> UInt[Array, " E"]:
+        """The position that the next step of each environment will have, ``[num_envs]``.
+
+        A step's position counts what was written to its ring before it. It never changes while the
+        step is held, and neighbors in time have neighboring positions. It is unsigned and wraps at
+        2**32, so differences of positions are right for ever. ``clear`` does not begin anew: it
+        goes on from a later multiple of ``length``.
+        """
+        return self.occupancy.end
+
+    @property
+    def earliest_position(self) -> UInt[Array, " E"]:
+        """The position of the earliest step held of each environment; the end if there is none."""
+        return self.occupancy.end - self.occupancy.held
+
+    def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+        """The environment of each sampled window, and the position of its first step, ``[B]``.
+
+        Of rows that are not valid the environment is ``num_envs``.
+        """
+        env, position = self.occupancy.starts_at(slots.index, slots.generation)
+        return jnp.where(slots.index < self.capacity, env, self.num_envs), position
+
+    def get_field(
+        self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
+    ) -> PyTree[Array]:
+        """Read one field of single steps.
+
+        Args:
+            path: Its name; dots lead into nested fields. It may name a part of a step that holds
+                several fields.
+            env_ids: Whose steps, whole numbers of any shape that broadcasts with ``positions``.
+            positions: Which steps, as ``locate``, ``earliest_position`` and ``end_position`` count.
+
+        Returns:
+            The field, leaves ``[..., *shape]``; zeros where there is no such environment or the
+            step is not held: not written yet, or gone.
+
+        Raises:
+            ValueError: When traced, if there is no such field, or a number is not whole.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> step = {"obs": {"x": jnp.float32(0)}}
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, num_envs=2, length=3)
+            >>> buffer = buffer.add({"obs": {"x": jnp.arange(8.0).reshape(2, 4)}})
+            >>> buffer.earliest_position.tolist()
+            [1, 1]
+            >>> buffer.get_field("obs.x", jnp.array([0, 0, 1]), jnp.array([0, 1, 3])).tolist()
+            [0.0, 1.0, 7.0]
+        """
+        field = fields.find(self.data, path)
+        if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(field)) or field is None:
+            raise ValueError(f"path is {path!r}, but steps have no such field")
+        env, position = _whole("env_ids", env_ids), _whole("positions", positions)
+        shape = jnp.broadcast_shapes(env.shape, position.shape)
+        env = jnp.broadcast_to(env, shape).reshape(-1).astype(jnp.int32)
+        position = jnp.broadcast_to(position, shape).reshape(-1).astype(jnp.uint32)
+        row = self.occupancy.locate(env, position)
+        held = row < self.capacity
+
+        def shaped(leaf: Array) -> Array:
+            known = held.reshape(-1, *(1,) * (leaf.ndim - 1))
+            return jnp.where(known, leaf, jnp.zeros_like(leaf)).reshape(*shape, *leaf.shape[1:])
+
+        return jax.tree.map(shaped, storage.read(_fold(field), row))
+
+    def gather_all(self, *, ignore_earliest: bool = True) -> Steps:
+        """All steps held, in order of time.
+
+        Args:
+            ignore_earliest: Leave out the ``num_earliest_ignored`` earliest steps of each ring.
+
+        Returns:
+            ``Steps`` with leaves ``[num_envs, length, ...]``, whatever the buffer holds: the rows
+            of a ring begin with its earliest step, and those past the newest one are invalid.
+        """
+        skip = self.num_earliest_ignored if ignore_earliest else 0
+        return self._earliest(self.length, skip)
+
+    def dequeue(self, n: int, *, mask: Bool[Array, " E"] | None = None) -> tuple[Self, Steps]:
+        """Take the ``n`` earliest steps out of every ring.
+
+        Args:
+            n: Most steps of each environment; static.
+            mask: From which environments, ``[num_envs]``.
+
+        Returns:
+            The buffer without them, and ``Steps`` with leaves ``[num_envs, n, ...]``, earliest
+            first. A ring that holds fewer gives what it has; its other rows are invalid. Windows
+            that lost a step are no longer drawn.
+
+        Raises:
+            ValueError: If ``n`` is no whole number from 1 to ``length``.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.float32(0), num_envs=1, length=4)
+            >>> buffer, steps = buffer.add(jnp.arange(2.0, 10.0)[None]).dequeue(2)
+            >>> steps.data.tolist(), int(buffer.size)
+            ([[6.0, 7.0]], 2)
+        """
+        n = common.check_count("n", n)
+        if n > self.length:
+            raise ValueError(f"n is {n}, but a ring has length {self.length}")
+        steps = self._earliest(n, 0)
+        if mask is not None:
+            shape = (self.num_envs,)
+            taken = storage.check_rows(mask, "mask", shape, np.bool_, "(num_envs,)")
+            steps = steps.replace(valid=steps.valid & taken[:, None])
+        count = jnp.sum(steps.valid, axis=1, dtype=jnp.int32)
+        occupancy, gone = self.occupancy.drop(count, n)
+        return self.replace(occupancy=occupancy, sampler_state=self._without(gone)), steps
 
     def support(self) -> Support:
         """How many windows can be drawn, and the least probability among them."""
@@ -292,6 +452,38 @@ class TrajectoryBuffer(struct.PyTreeNode):
             **self.sampler.metrics(self.sampler_state, self.occupancy),
         }
 
+    def _earliest(self, count: int, skip: int) -> Steps:
+        """The first ``count`` steps of each ring after ``skip`` of them."""
+        env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
+        rank = jnp.arange(count, dtype=jnp.uint32)[None]
+        position = (self.earliest_position + jnp.uint32(skip))[:, None] + rank
+        row = self.occupancy.locate(
+            jnp.broadcast_to(env, position.shape).reshape(-1), position.reshape(-1)
+        )
+        data = jax.tree.map(
+            lambda leaf: leaf.reshape(*position.shape, *leaf.shape[1:]),
+            storage.read(_fold(self.data), row),
+        )
+        valid = rank + jnp.uint32(skip) < self.occupancy.held[:, None]
+        return Steps(data=data, position=position, valid=valid)
+
+    def _without(self, gone: Int[Array, "..."]) -> Any:
+        """The sampler's state once there are no windows at these slots."""
+        nothing = jnp.zeros((0,), jnp.int32)
+        return self.sampler.slid(self.sampler_state, nothing, None, gone.reshape(-1))
+
+    def _check_envs(self, envs: Any) -> Bool[Array, " E"]:
+        """``envs`` as a mask."""
+        given = jnp.asarray(envs)
+        if given.dtype == jnp.bool_:
+            return storage.check_rows(given, "envs", (self.num_envs,), np.bool_, "(num_envs,)")
+        if given.ndim != 1:
+            raise ValueError(f"envs has shape {given.shape}; expected (K,), or a mask (num_envs,)")
+        ids = _whole("envs", given).astype(jnp.int32)
+        # A negative number would count from the end.
+        at = jnp.where(ids >= 0, ids, self.num_envs)
+        return jnp.zeros((self.num_envs,), bool).at[at].set(True, mode="drop")
+
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """The windows at ``index``, leaves ``[B, sequence_length, ...]``."""
         rows = storage.read(_fold(self.data), self.occupancy.window(index).reshape(-1))
@@ -307,6 +499,14 @@ class TrajectoryBuffer(struct.PyTreeNode):
         if one:
             steps = jax.tree.map(lambda leaf: leaf[:, None], steps)
         return steps, batch
+
+
+def _whole(name: str, value: Any) -> Array:
+    """``value`` as an array of whole numbers."""
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {array.dtype}; expected whole numbers")
+    return array
 
 
 def _fold(data: PyTree[Array]) -> PyTree[Array]:

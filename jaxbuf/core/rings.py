@@ -23,20 +23,28 @@ class Rings(struct.PyTreeNode):
 
     To samplers this is an occupancy whose items are the windows; see ``core.slots.Occupancy``.
 
+    A step's position is how many places of its ring were passed before it: it always grows, wraps
+    at 2**32, and is the place once divided by ``length``, as in ALF's replay buffer. ``clear``
+    begins a new lap, so positions go on from there.
+
     Attributes:
         counters: Write position, lap and number of steps of each ring, ``[E, 3]`` uint32.
         length: Steps that a ring holds, a multiple of ``period``.
         sequence_length: Steps in a window, at most ``length``.
         period: Distance between the starts of windows.
+        ignored: How many of the earliest steps of a ring start no window.
     """
 
     counters: UInt[Array, "E 3"]
     length: int = struct.field(pytree_node=False)
     sequence_length: int = struct.field(pytree_node=False)
     period: int = struct.field(pytree_node=False)
+    ignored: int = struct.field(pytree_node=False, default=0)
 
     @classmethod
-    def create(cls, num_envs: int, length: int, sequence_length: int, period: int) -> Self:
+    def create(
+        cls, num_envs: int, length: int, sequence_length: int, period: int, ignored: int = 0
+    ) -> Self:
         """Empty rings."""
         # The laps start at 1, so that no generation a caller makes up as zero is ever live.
         first = jnp.asarray([0, 1, 0], jnp.uint32)
@@ -45,6 +53,7 @@ class Rings(struct.PyTreeNode):
             length=length,
             sequence_length=sequence_length,
             period=period,
+            ignored=ignored,
         )
 
     @property
@@ -98,17 +107,21 @@ class Rings(struct.PyTreeNode):
         # Steps are numbered from the first new one. A window ends at each of them; its start must
         # be there and still be there once all steps are written.
         start = rank - (self.sequence_length - 1)
-        complete = taken & (start >= -size) & (start + self.length >= count)
+        held = jnp.minimum(size + count, self.length)
+        first = count - held + self.ignored
+        complete = taken & (start >= first)
         completed = self._slot(env, position + start, complete)
         # At the last of the new steps start windows that are not complete yet.
         back = jnp.arange(min(rows, self.sequence_length - 1), dtype=jnp.int32)[None]
         broken = self._slot(env, position + count - 1 - back, back < count)
+        if self.ignored:
+            # These are now among the earliest, and not broken at the other end.
+            start = first - 1 - jnp.arange(min(rows, self.ignored), dtype=jnp.int32)[None]
+            passed = (start >= self.ignored - size) & (start <= count - self.sequence_length)
+            broken = jnp.concatenate([broken, self._slot(env, position + start, passed)], axis=1)
 
         end = position + count
-        counters = jnp.concatenate(
-            [end % self.length, lap + end // self.length, jnp.minimum(size + count, self.length)],
-            axis=1,
-        )
+        counters = jnp.concatenate([end % self.length, lap + end // self.length, held], axis=1)
         return self.replace(counters=counters.astype(jnp.uint32)), target, broken, completed
 
     def window(self, index: Int[Array, " B"]) -> Int[Array, "B S"]:
@@ -119,15 +132,16 @@ class Rings(struct.PyTreeNode):
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is a complete window at ``index``."""
-        ring, start = self._locate(index)
+        ring, start = self._ring_of(index)
         behind = (ring[..., 0].astype(jnp.int32) - 1 - start) % self.length
         held = ring[..., 2].astype(jnp.int32)
         inside = (index >= 0) & (index < self.num_envs * self.starts)
-        return inside & (behind < held) & (behind >= self.sequence_length - 1)
+        inside &= behind < held - self.ignored
+        return inside & (behind >= self.sequence_length - 1)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The lap in which the first step of the window at ``index`` was written."""
-        ring, start = self._locate(index)
+        ring, start = self._ring_of(index)
         position, lap = ring[..., 0].astype(jnp.int32), ring[..., 1]
         return jnp.where(start < position, lap, lap - jnp.uint32(1))
 
@@ -143,15 +157,68 @@ class Rings(struct.PyTreeNode):
         ring = jnp.stack([first, until - count], axis=-1).at[env].get(mode="clip")
         return env * self.starts + (ring[:, 0] + rank - ring[:, 1]) % self.starts
 
-    def clear(self) -> Self:
-        """No steps. Two laps on, no generation that was ever handed out is met again."""
+    @property
+    def end(self) -> UInt[Array, " E"]:
+        """The position of the next step of each ring."""
+        counters = self.counters
+        return (counters[..., 1] - jnp.uint32(1)) * jnp.uint32(self.length) + counters[..., 0]
+
+    @property
+    def held(self) -> UInt[Array, " E"]:
+        """Steps in each ring."""
+        return self.counters[..., 2]
+
+    def locate(self, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Int[Array, " B"]:
+        """Where steps lie, as ``place`` counts; past the end where they are not held."""
+        ring = self.counters.at[env].get(mode="clip")
+        age = self.end.at[env].get(mode="clip") - jnp.uint32(1) - position
+        inside = (env >= 0) & (env < self.num_envs) & (age < ring[..., 2])
+        place = (ring[..., 0].astype(jnp.int32) - 1 - age.astype(jnp.int32)) % self.length
+        return jnp.where(inside, env * self.length + place, self.num_envs * self.length)
+
+    def starts_at(
+        self, index: Int[Array, " B"], generation: UInt[Array, " B"]
+    ) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+        """The ring of each window, and the position of its first step."""
+        env, start = index // self.starts, index % self.starts * self.period
+        lap = (generation - jnp.uint32(1)) * jnp.uint32(self.length)
+        return env, lap + start.astype(jnp.uint32)
+
+    def drop(self, count: Int[Array, " E"], most: int) -> tuple[Self, Int[Array, "E R"]]:
+        """Forget the earliest steps of each ring.
+
+        Args:
+            count: How many, at most ``most`` and at most what the ring holds.
+            most: A bound; static.
+
+        Returns:
+            The new rings, and the slots whose windows are gone.
+        """
+        position, size = (self.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
+        env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
+        offset = jnp.arange(most, dtype=jnp.int32)[None]
+        place = position - size + self.ignored + offset
+        # Past the last complete window lie slots that have no mass anyway.
+        gone = (offset < count[:, None]) & (self.ignored + offset < size)
+        left = self.counters[:, 2] - count.astype(jnp.uint32)
+        return self.replace(counters=self.counters.at[:, 2].set(left)), self._slot(env, place, gone)
+
+    def clear(self, mask: Bool[Array, " E"] | None = None) -> Self:
+        """No steps, in some rings or in all.
+
+        Two laps on, no generation that was ever handed out is met again.
+        """
         lap = self.counters[:, 1] + jnp.uint32(2)
         zero = jnp.zeros_like(lap)
-        return self.replace(counters=jnp.stack([zero, lap, zero], axis=1))
+        cleared = jnp.stack([zero, lap, zero], axis=1)
+        if mask is not None:
+            cleared = jnp.where(mask[:, None], cleared, self.counters)
+        return self.replace(counters=cleared)
 
     def _span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
         """For each ring its oldest window, ``start / period``, and how many follow from there."""
         position, size = (self.counters[..., i].astype(jnp.int32) for i in (0, 2))
+        size = jnp.maximum(size - self.ignored, 0)
         oldest = (position - size) % self.length
         first = -(-oldest // self.period)
         last = -(-(oldest + size - self.sequence_length + 1) // self.period)
@@ -166,7 +233,7 @@ class Rings(struct.PyTreeNode):
         slot = env * self.starts + start // self.period
         return jnp.where(wanted, slot, self.num_envs * self.starts)
 
-    def _locate(self, index: Int[Array, " B"]) -> tuple[UInt[Array, "B 3"], Int[Array, " B"]]:
+    def _ring_of(self, index: Int[Array, " B"]) -> tuple[UInt[Array, "B 3"], Int[Array, " B"]]:
         """The counters of the ring that holds each window, and its place there."""
         ring = self.counters.at[index // self.starts].get(mode="clip")
         return ring, index % self.starts * self.period
