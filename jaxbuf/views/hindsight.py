@@ -1,7 +1,7 @@
 """Hindsight: learn from goals that were reached as if they had been asked for."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,6 @@ from jaxbuf.core import fields
 Strategy = Literal["final", "future", "episode", "random"]
 Lookup = Callable[[Int[Array, " B"], Int[Array, " B"]], PyTree[Array]]
 Batch = TypeVar("Batch")
-
-_STRATEGIES = ("final", "future", "episode", "random")
 
 
 def hindsight(
@@ -97,8 +95,8 @@ def hindsight(
         Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3.3 and 4.5;
         ``"random"`` draws from the batch, which stands for the whole training there.
     """
-    if strategy not in _STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}; choose one of {', '.join(_STRATEGIES)}")
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"strategy is {strategy!r}; choose one of {', '.join(get_args(Strategy))}")
     if isinstance(fraction, int | float | np.number) and not 0 <= fraction <= 1:
         raise ValueError(f"fraction is {fraction}; expected a share from 0 to 1")
     rewards = _field(batch, reward, "reward")

@@ -1,0 +1,179 @@
+"""The hindsight example: it learns what it cannot learn without, and says what is wrong."""
+
+import contextlib
+import functools
+import io
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.examples import _report, hindsight
+
+QUICK = [
+    *("--bits", "8", "--seeds", "2", "--episodes", "1200", "--num-envs", "4", "--hidden", "64"),
+    *("--capacity", "1000", "--eval-episodes", "50"),
+]
+
+
+class Finished(NamedTuple):
+    folder: Path
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run from start to end."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    printed, shown = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(shown):
+        assert hindsight.main([*QUICK, "--out", str(out)]) == 0
+    return Finished(out, printed.getvalue(), shown.getvalue())
+
+
+@pytest.mark.xdist_group("hindsight")
+def test_only_hindsight_learns(finished):
+    header, _, *rows = finished.out.splitlines()
+    assert " ".join(header.split()) == "seed DQN DQN with hindsight episodes time"
+    cells = [row.split() for row in rows[:3]]
+    assert [row[0] for row in cells] == ["0", "1", "all"]
+    without, with_ = (float(cell.rstrip("%")) for cell in cells[-1][1:3])
+    assert with_ > 80
+    assert without < 40
+    assert cells[-1][3] == "1,200"
+    assert float(cells[-1][4]) > 0
+
+
+@pytest.mark.xdist_group("hindsight")
+def test_a_run_leaves_its_files(finished):
+    picture = finished.folder / "success.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in finished.out
+    assert json.loads((finished.folder / "run.json").read_text()) == {"example": "hindsight"}
+
+
+@pytest.mark.xdist_group("hindsight")
+def test_progress_shows_success_and_speed(finished):
+    assert "episodes/s" in finished.err
+    assert "% without hindsight, " in finished.err
+    assert "100%|" in finished.err
+
+
+@pytest.mark.xdist_group("hindsight")
+def test_an_interrupt_is_no_traceback(finished, tmp_path, monkeypatch, capsys):
+    class Interrupted(_report.Progress):
+        def advance(self, steps, mean_return):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_report, "Progress", Interrupted)
+    assert hindsight.main([*QUICK, "--out", str(tmp_path / "run")]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+@functools.cache
+def begun(discount=0.98):
+    """An agent on four bits, and two of its states."""
+    learner = hindsight.Agent(
+        hindsight.Config(bits=4, hidden=8, capacity=64, discount=discount, strategy="episode")
+    )
+    init = jax.jit(learner.init)
+    return learner, *(init(jax.random.key(i), jnp.float32(0)) for i in (1, 2))
+
+
+@functools.cache
+def played():
+    """Episodes of random actions."""
+    learner, state, _ = begun()
+    return jax.jit(learner.play, static_argnums=2)(state.params, jax.random.key(1), 200, 1.0)
+
+
+def test_episodes_flip_one_bit_at_a_time_and_end_at_the_goal():
+    episodes = jax.tree.map(np.asarray, played())
+    assert episodes.success.any()
+    assert not episodes.success.all()
+    for states, goal, action, length, success in zip(*episodes, strict=True):
+        now, steps, reached = states[0].copy(), 0, False
+        while steps < 4 and not reached:
+            now[action[steps]] ^= True
+            steps += 1
+            np.testing.assert_array_equal(states[steps], now)
+            reached = (now == goal).all()
+        assert (steps, reached) == (length, success)
+
+
+def test_transitions_are_steps_of_episodes_and_earn_what_their_goal_says():
+    transitions = jax.jit(begun()[0].transitions)
+    for fraction in (0.0, 1.0):
+        batch = transitions(played(), jax.random.key(2), jax.random.key(3), fraction)
+        episodes, batch_ = jax.tree.map(np.asarray, (played(), batch))
+        flipped = np.eye(4, dtype=bool)[batch_["action"]]
+        np.testing.assert_array_equal(batch_["obs"] ^ flipped, batch_["achieved_goal"])
+        reached = (batch_["achieved_goal"] == batch_["goal"]).all(axis=1)
+        np.testing.assert_array_equal(batch_["reward"], np.where(reached, 0.0, -1.0))
+        for row in range(200):
+            states = episodes.states[row, : episodes.length[row] + 1]
+            assert any((states[:-1] == batch_["obs"][row]).all(axis=1))
+            goals = states[1:] if fraction else episodes.goal[row][None]
+            assert any((goals == batch_["goal"][row]).all(axis=1))
+
+
+def test_nothing_comes_after_a_goal_that_is_reached():
+    learner, state, other = begun(discount=0.9)
+    obs, achieved, goal = jax.random.bernoulli(jax.random.key(0), 0.5, (3, 8, 4))
+    goal = goal.at[:3].set(achieved[:3])
+    batch = {
+        "obs": obs,
+        "achieved_goal": achieved,
+        "goal": goal,
+        "action": jnp.arange(8, dtype=jnp.int32) % 4,
+        "reward": hindsight.reward(achieved, goal),
+    }
+    values = jax.jit(learner.values)
+    value = np.asarray(values(state.params, obs, goal))[np.arange(8), np.arange(8) % 4]
+    after = np.asarray(values(other.params, achieved, goal)).max(axis=1)
+    reached = (np.asarray(achieved) == np.asarray(goal)).all(axis=1)
+    assert reached[:3].all()
+    assert not reached.all()
+    expected = value - np.where(reached, 0, -1 + 0.9 * after)
+    error = jax.jit(learner.td_error)(state.params, other.params, batch)
+    np.testing.assert_allclose(error, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "advice"),
+    [
+        (["--strategy", "futur"], "did you mean future? choose one of final, future, episode, r"),
+        (["--bits", "0"], "'0' is not a whole number of at least 1 and at most 64"),
+        (["--fraction", "1.5"], "'1.5' is not a number of at least 0 and at most 1"),
+        (["--capacity", "8"], "make the capacity at least as large"),
+        (["--episodes", "8"], "ask for more episodes or fewer environments"),
+        (["--resume"], "unrecognized arguments: --resume"),
+        (["--out", "notes.txt"], "notes.txt is a file; choose another --out"),
+    ],
+)
+def test_a_wrong_argument_gets_one_line(argv, advice, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit) as stopped:
+        hindsight.main(argv)
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("python -m jaxbuf.examples.hindsight: error: ")
+    assert advice in printed.err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_help_says_where_it_writes(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        hindsight.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "success.png" in text
+    assert "runs/hindsight" in text
