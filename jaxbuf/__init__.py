@@ -1,5 +1,6 @@
 """Replay memory for JAX: every buffer an immutable pytree, every operation a pure function."""
 
+from jaxbuf.buffers.accumulator import Chunk, ChunkAccumulator, Episode, EpisodeAccumulator
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.ops import add, sample, update_priority
 from jaxbuf.buffers.presets import reward_prioritized, terminating_states
@@ -15,6 +16,10 @@ from jaxbuf.views.n_step import NStep, n_step
 from jaxbuf.views.terminal import terminal_states
 
 __all__ = [
+    "Chunk",
+    "ChunkAccumulator",
+    "Episode",
+    "EpisodeAccumulator",
     "ItemBuffer",
     "Lowest",
     "NStep",

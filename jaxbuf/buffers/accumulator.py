@@ -1,0 +1,505 @@
+"""Items of many rows, collected row by row: whole episodes and chunks of fragments."""
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int, PyTree, UInt
+
+from jaxbuf.buffers import common
+from jaxbuf.core import fields, storage
+from jaxbuf.core.lanes import Lanes
+
+
+class Episode(struct.PyTreeNode):
+    """An episode as one item, padded to a fixed length; or a batch of them.
+
+    Attributes:
+        steps: Leaves ``[max_length, ...]``, or ``[B, max_length, ...]``; zeros past the end.
+        length: Steps that are real, the first ones; ``[]`` or ``[B]`` int32.
+    """
+
+    steps: PyTree[Array]
+    length: Int[Array, "..."]
+
+    @property
+    def mask(self) -> Bool[Array, "... L"]:
+        """Which steps are real, ``[max_length]`` or ``[B, max_length]``."""
+        longest = jax.tree.leaves(self.steps)[0].shape[self.length.ndim]
+        step = jax.lax.broadcasted_iota(jnp.int32, (*self.length.shape, longest), self.length.ndim)
+        return step < self.length[..., None]
+
+
+class Chunk(struct.PyTreeNode):
+    """Consecutive fragments of one worker as one item; or a batch of them.
+
+    Attributes:
+        fragments: Leaves ``[fragments_per_chunk, ...]``, or ``[B, fragments_per_chunk, ...]``.
+        version: The model version of the first fragment; ``[]`` or ``[B]`` int32.
+    """
+
+    fragments: PyTree[Array]
+    version: Int[Array, "..."]
+
+
+class EpisodeAccumulator(struct.PyTreeNode):
+    """Assembles the steps of ``num_envs`` environments into whole episodes.
+
+    An episode ends where a step is ``terminated`` or ``truncated``. One that reaches ``max_length``
+    steps without is cut there, counted, and goes on as another item; neither flag is set in the
+    last step of a piece that was cut, so it is bootstrapped as what is truncated.
+
+    Each ``add`` hands out up to ``per_add`` complete episodes, oldest first, ready for
+    ``ItemBuffer.add``. Others wait in line; one that is complete while the line is full is lost
+    and counted as ``refused``. With one step at a time and the defaults none ever waits. Handing
+    out costs ``per_add`` padded episodes in each ``add``, whether complete or not, so with long
+    episodes and single steps choose a small one: as many as end in an ``add`` on average, rounded
+    up. For long rollouts of short episodes choose ``waiting`` as large as may end in one of them.
+
+    One immutable pytree, as a buffer.
+
+    Attributes:
+        data: The steps, leaves ``[num_envs + waiting, max_length, ...]``.
+        lanes: Which of them belong to which environment, and which are complete.
+        flags: Paths of the fields that end an episode.
+        per_add: Most episodes handed out at a time, ``K``.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> step = {"obs": jnp.float32(0), "terminated": jnp.bool_(False)}
+        >>> accumulator = jaxbuf.EpisodeAccumulator.create(step, num_envs=2, max_length=4)
+        >>> buffer = jaxbuf.ItemBuffer.create(accumulator.example, capacity=100)
+        >>> rollout = {
+        ...     "obs": jnp.arange(6.0).reshape(2, 3),
+        ...     "terminated": jnp.array([[False, True, False], [False, False, False]]),
+        ... }
+        >>> accumulator, episodes, done = accumulator.add(rollout)
+        >>> buffer = buffer.add(episodes, mask=done)
+        >>> done.tolist(), episodes.steps["obs"][0].tolist(), episodes.mask[0].tolist()
+        ([True, False], [0.0, 1.0, 0.0, 0.0], [True, True, False, False])
+        >>> int(buffer.size)
+        1
+    """
+
+    data: PyTree[Array]
+    lanes: Lanes
+    flags: tuple[str, ...] = struct.field(pytree_node=False)
+    per_add: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        example: PyTree,
+        num_envs: int,
+        max_length: int,
+        *,
+        per_add: int | None = None,
+        waiting: int | None = None,
+        terminated: str = "terminated",
+        truncated: str | None = None,
+    ) -> Self:
+        """An empty accumulator.
+
+        Args:
+            example: One unbatched step: arrays or ``jax.ShapeDtypeStruct``.
+            num_envs: Environments ``E``.
+            max_length: Most steps of an episode, ``L``.
+            per_add: Most episodes handed out by one ``add``, ``K``; by default ``num_envs``.
+            waiting: Most complete episodes that are kept until they are handed out, those of the
+                ``add`` itself included; by default the larger of ``num_envs`` and ``per_add``.
+            terminated: Name of the flag that an episode ended with this step; dots lead into nested
+                fields.
+            truncated: Name of the flag that it was cut off here. By default ``"truncated"`` if
+                steps have such a field.
+
+        Raises:
+            ValueError: If a number is no whole number from 1 on, ``per_add`` is larger than
+                ``waiting``, there are more than 2**30 steps, a flag is missing or no bool, or
+                ``example`` holds anything but arrays.
+        """
+        num_envs = common.check_count("num_envs", num_envs)
+        max_length = common.check_count("max_length", max_length)
+        per_add, waiting = _check_line(num_envs, max_length, per_add, waiting)
+        data = storage.allocate(example, (num_envs + waiting, max_length))
+        names = [("terminated", terminated)]
+        if truncated is not None or fields.find(data, "truncated") is not None:
+            names.append(("truncated", truncated or "truncated"))
+        for name, path in names:
+            flag = fields.find(data, path)
+            if flag is None:
+                raise ValueError(f"{name} is {path!r}, but the example has no such field")
+            if not isinstance(flag, jax.Array) or flag.dtype != np.bool_ or flag.ndim != 2:
+                found = getattr(flag, "dtype", "no array"), getattr(flag, "shape", (0, 0))[2:]
+                raise ValueError(
+                    f"{name} is {path!r}, which is {found[0]} of shape {found[1]} in the example; "
+                    "expected one bool"
+                )
+        return cls(
+            data=data,
+            lanes=Lanes.create(num_envs, waiting, max_length),
+            flags=tuple(path for _, path in names),
+            per_add=per_add,
+        )
+
+    @property
+    def num_envs(self) -> int:
+        """Environments."""
+        return self.lanes.lane.shape[-1]
+
+    @property
+    def max_length(self) -> int:
+        """Most steps of an episode."""
+        return self.lanes.length
+
+    @property
+    def example(self) -> Episode:
+        """One episode as ``ItemBuffer.create`` and ``Queue.create`` want it, of shapes only."""
+        length: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        return Episode(steps=_shapes(self.data), length=length)
+
+    @property
+    def filled(self) -> Int[Array, " E"]:
+        """Steps of the episode that each environment is in, ``[num_envs]``."""
+        return self.lanes.filled
+
+    @property
+    def waiting(self) -> Int[Array, ""]:
+        """Complete episodes that are not handed out yet."""
+        return self.lanes.waiting
+
+    def add(
+        self, steps: PyTree[Array], *, mask: Bool[Array, "..."] | None = None
+    ) -> tuple[Self, Episode, Bool[Array, " K"]]:
+        """Append one step, or ``T`` of them, to each environment; hand out what is complete.
+
+        Args:
+            steps: Leaves ``[num_envs, *shape]`` or ``[num_envs, T, *shape]``, in the example's
+                dtypes.
+            mask: Which steps to take, ``[num_envs]`` or ``[num_envs, T]``; those of a row keep
+                their order.
+
+        Returns:
+            The accumulator that goes on; up to ``per_add`` episodes, those first that were complete
+            first (of one step those of the first environments), leaves ``[K, max_length, ...]``;
+            and which rows hold one, ``[K]``: the ``mask`` for ``ItemBuffer.add``.
+
+        Raises:
+            ValueError: When traced, if a structure, shape or dtype differs from the example.
+        """
+        steps, taken = self._check(steps, mask)
+        if not taken.shape[1]:
+            return self.take()
+        ends = jnp.zeros(taken.shape, bool)
+        for path in self.flags:
+            ends |= fields.find(steps, path)
+        lanes, target = self.lanes.place(taken, ends)
+        return self.replace(data=_write(self.data, steps, target), lanes=lanes).take()
+
+    def take(self) -> tuple[Self, Episode, Bool[Array, " K"]]:
+        """Hand out up to ``per_add`` of the episodes that wait, as ``add`` does."""
+        lanes, lane, length, done = self.lanes.take(self.per_add)
+        episodes = Episode(steps=storage.read(self.data, lane), length=length)
+        real = episodes.mask
+        padded = jax.tree.map(
+            lambda leaf: jnp.where(
+                real.reshape(*real.shape, *(1,) * (leaf.ndim - 2)), leaf, jnp.zeros_like(leaf)
+            ),
+            episodes.steps,
+        )
+        return self.replace(lanes=lanes), episodes.replace(steps=padded), done
+
+    def drop(self, envs: Bool[Array, " E"]) -> Self:
+        """Forget, and count, the unfinished episodes of some environments: ``[num_envs]`` bools.
+
+        Raises:
+            ValueError: When traced, if the shape or dtype differs.
+        """
+        envs = storage.check_rows(envs, "envs", (self.num_envs,), np.bool_, "(num_envs,)")
+        return self.replace(lanes=self.lanes.drop(envs))
+
+    def clear(self) -> Self:
+        """Without any steps; counters go on. Shares no array with the original."""
+        return self.replace(data=jax.tree.map(jnp.zeros_like, self.data), lanes=self.lanes.clear())
+
+    def metrics(self) -> dict[str, Array]:
+        """Numbers worth watching, all scalars.
+
+        Returns:
+            ``steps`` of unfinished episodes and episodes ``waiting``; and counted since creation,
+            wrapping at 2**32: ``episodes`` that were complete, of these the ones ``cut`` for their
+            length and ``refused`` because too many waited, and the unfinished ones ``dropped``.
+        """
+        counters = self.lanes.counters
+        return {
+            "steps": jnp.sum(self.filled, axis=-1, dtype=jnp.int32),
+            "waiting": self.waiting,
+            "episodes": counters[..., 0],
+            "cut": counters[..., 1],
+            "refused": counters[..., 2],
+            "dropped": counters[..., 3],
+        }
+
+    def _check(self, steps: PyTree[Array], mask: Any) -> tuple[PyTree[Array], Bool[Array, "E T"]]:
+        """The steps as arrays ``[num_envs, T, *shape]``, and which of them to take."""
+        stored, given = jax.tree.leaves(self.data)[0], jax.tree.leaves(steps)
+        one = bool(given) and jnp.ndim(given[0]) == stored.ndim - 1
+        axes = (self.num_envs,) if one else (self.num_envs, "T")
+        steps, batch = storage.check(self.data, steps, "steps", axes, skip=2)
+        if one:
+            steps = jax.tree.map(lambda leaf: leaf[:, None], steps)
+        grid = (self.num_envs, 1 if one else batch[1])
+        if mask is None:
+            return steps, jnp.ones(grid, bool)
+        whole_rows = jnp.ndim(mask) == 1
+        taken = storage.check_rows(
+            mask,
+            "mask",
+            grid[:1] if whole_rows else batch,
+            np.bool_,
+            "(num_envs,)" if one else "(num_envs, T)",
+        )
+        return steps, jnp.broadcast_to(taken[:, None] if whole_rows else taken, grid)
+
+
+class ChunkAccumulator(struct.PyTreeNode):
+    """Collects the fragments of ``num_workers`` workers into chunks of consecutive ones.
+
+    Workers number their fragments. Where a number does not follow the one before, what the worker
+    has of an incomplete chunk is dropped and counted, and the fragment begins another. A chunk has
+    the model version of its first fragment. Complete chunks are handed out as an
+    ``EpisodeAccumulator`` hands out episodes, ready for ``ItemBuffer.add``.
+
+    Attributes:
+        data: Fragments and their versions, leaves ``[num_workers + waiting, F, ...]``.
+        lanes: Which of them belong to which worker, and which are complete.
+        number: The number of each worker's last fragment, ``[num_workers]`` int32.
+        rejected: Fragments of workers that do not exist, ``[]`` uint32; wraps.
+        per_add: Most chunks handed out at a time, ``K``.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> accumulator = jaxbuf.ChunkAccumulator.create(
+        ...     jnp.float32(0), num_workers=2, fragments_per_chunk=2
+        ... )
+        >>> accumulator, chunks, done = accumulator.add(
+        ...     jnp.array([1.0, 5.0, 2.0]),
+        ...     worker=jnp.array([0, 1, 0]),
+        ...     number=jnp.array([0, 0, 1]),
+        ...     version=jnp.array([7, 8, 8]),
+        ... )
+        >>> chunks.fragments[done].tolist(), chunks.version[done].tolist()
+        ([[1.0, 2.0]], [7])
+
+    References:
+        MineStudio (Cai et al., 2024), the fragment buffer of its online training.
+    """
+
+    data: tuple[PyTree[Array], Array]
+    lanes: Lanes
+    number: Int[Array, " W"]
+    rejected: UInt[Array, ""]
+    per_add: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        example: PyTree,
+        num_workers: int,
+        fragments_per_chunk: int,
+        *,
+        per_add: int | None = None,
+        waiting: int | None = None,
+    ) -> Self:
+        """An empty accumulator.
+
+        Args:
+            example: One unbatched fragment: arrays or ``jax.ShapeDtypeStruct``.
+            num_workers: Workers ``W``.
+            fragments_per_chunk: Fragments in a chunk, ``F``.
+            per_add: Most chunks handed out by one ``add``, ``K``; by default ``num_workers``.
+            waiting: Most complete chunks that are kept until they are handed out, those of the
+                ``add`` itself included; by default the larger of ``num_workers`` and ``per_add``.
+
+        Raises:
+            ValueError: If a number is no whole number from 1 on, ``per_add`` is larger than
+                ``waiting``, there are more than 2**30 fragments, or ``example`` holds anything but
+                arrays.
+        """
+        num_workers = common.check_count("num_workers", num_workers)
+        length = common.check_count("fragments_per_chunk", fragments_per_chunk)
+        per_add, waiting = _check_line(num_workers, length, per_add, waiting)
+        leading = (num_workers + waiting, length)
+        return cls(
+            data=(storage.allocate(example, leading), jnp.zeros(leading, jnp.int32)),
+            lanes=Lanes.create(num_workers, waiting, length),
+            number=jnp.zeros((num_workers,), jnp.int32),
+            rejected=jnp.uint32(0),
+            per_add=per_add,
+        )
+
+    @property
+    def num_workers(self) -> int:
+        """Workers."""
+        return self.lanes.lane.shape[-1]
+
+    @property
+    def fragments_per_chunk(self) -> int:
+        """Fragments in a chunk."""
+        return self.lanes.length
+
+    @property
+    def example(self) -> Chunk:
+        """One chunk as ``ItemBuffer.create`` and ``Queue.create`` want it, of shapes only."""
+        version: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        return Chunk(fragments=_shapes(self.data[0]), version=version)
+
+    @property
+    def filled(self) -> Int[Array, " W"]:
+        """Fragments of the incomplete chunk of each worker, ``[num_workers]``."""
+        return self.lanes.filled
+
+    @property
+    def waiting(self) -> Int[Array, ""]:
+        """Complete chunks that are not handed out yet."""
+        return self.lanes.waiting
+
+    def add(
+        self,
+        fragments: PyTree[Array],
+        worker: Int[Array, " B"],
+        number: Int[Array, " B"],
+        *,
+        version: Int[Array, " B"] | None = None,
+        mask: Bool[Array, " B"] | None = None,
+    ) -> tuple[Self, Chunk, Bool[Array, " K"]]:
+        """Take fragments of any workers; hand out the chunks that are complete.
+
+        Args:
+            fragments: Leaves ``[B, *shape]``, in the example's dtypes; those of one worker in
+                order.
+            worker: Whose each is, ``[B]`` int32 in ``[0, num_workers)``; others are counted in
+                ``metrics()["rejected"]``.
+            number: Which of the worker's fragments each is, ``[B]`` int32, counting by one.
+            version: The model version that each was made with, ``[B]`` int32; by default 0.
+            mask: Which fragments to take, ``[B]``.
+
+        Returns:
+            The accumulator that goes on; up to ``per_add`` chunks, those first that were complete
+            first; and which rows hold one, ``[K]``: the ``mask`` for ``ItemBuffer.add``.
+
+        Raises:
+            ValueError: When traced, if a structure, shape or dtype differs from the example.
+        """
+        fragments, (rows,) = storage.check(self.data[0], fragments, "fragments", ("B",), skip=2)
+        shape = (rows,)
+        worker = storage.check_rows(worker, "worker", shape, np.int32, "(B,)")
+        number = storage.check_rows(number, "number", shape, np.int32, "(B,)")
+        if version is None:
+            version = jnp.zeros(shape, jnp.int32)
+        version = storage.check_rows(version, "version", shape, np.int32, "(B,)")
+        offered = jnp.ones(shape, bool)
+        if mask is not None:
+            offered = storage.check_rows(mask, "mask", shape, np.bool_, "(B,)")
+        if rows == 0:
+            return self.take()
+        owner = jnp.arange(self.num_workers, dtype=jnp.int32)[:, None]
+        taken = offered[None] & (worker[None] == owner)
+        row = jnp.where(taken, jnp.arange(rows, dtype=jnp.int32)[None], -1)
+        latest = jax.lax.cummax(row, axis=1)
+        before = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+        last = self.number[:, None]
+        follows = number[None] == jnp.where(before < 0, last, number[before]) + 1
+        lanes, target = self.lanes.place(taken, jnp.zeros_like(taken), taken & ~follows)
+        known = jnp.any(taken, axis=0)
+        accumulator = self.replace(
+            # A row is one worker's; for the others its place lies past the end.
+            data=_write(self.data, (fragments, version), jnp.min(target, axis=0)),
+            lanes=lanes,
+            number=jnp.where(latest[:, -1] < 0, self.number, number[latest[:, -1]]),
+            rejected=self.rejected + jnp.sum(offered & ~known, dtype=jnp.uint32),
+        )
+        return accumulator.take()
+
+    def take(self) -> tuple[Self, Chunk, Bool[Array, " K"]]:
+        """Hand out up to ``per_add`` of the chunks that wait, as ``add`` does."""
+        lanes, lane, _, done = self.lanes.take(self.per_add)
+        fragments, version = storage.read(self.data, lane)
+        return self.replace(lanes=lanes), Chunk(fragments, version[:, 0]), done
+
+    def drop(self, workers: Bool[Array, " W"]) -> Self:
+        """Forget, and count, the incomplete chunks of some workers: ``[num_workers]`` bools.
+
+        Raises:
+            ValueError: When traced, if the shape or dtype differs.
+        """
+        shape = (self.num_workers,)
+        workers = storage.check_rows(workers, "workers", shape, np.bool_, "(num_workers,)")
+        return self.replace(lanes=self.lanes.drop(workers))
+
+    def clear(self) -> Self:
+        """Without any fragments; counters go on. Shares no array with the original."""
+        return self.replace(
+            data=jax.tree.map(jnp.zeros_like, self.data),
+            lanes=self.lanes.clear(),
+            number=jnp.zeros_like(self.number),
+            rejected=self.rejected.copy(),
+        )
+
+    def metrics(self) -> dict[str, Array]:
+        """Numbers worth watching, all scalars.
+
+        Returns:
+            ``fragments`` of incomplete chunks and chunks ``waiting``; and counted since creation,
+            wrapping at 2**32: ``chunks`` that were complete, of these the ones ``refused`` because
+            too many waited, incomplete ones ``dropped``, for a gap in the numbers or by ``drop``,
+            and the fragments ``rejected`` for their worker.
+        """
+        counters = self.lanes.counters
+        return {
+            "fragments": jnp.sum(self.filled, axis=-1, dtype=jnp.int32),
+            "waiting": self.waiting,
+            "chunks": counters[..., 0],
+            "refused": counters[..., 2],
+            "dropped": counters[..., 3],
+            "rejected": self.rejected,
+        }
+
+
+def _check_line(
+    owners: int, length: int, per_add: int | None, waiting: int | None
+) -> tuple[int, int]:
+    """How many items are handed out at a time, and how many may wait."""
+    hands_out = common.check_count("per_add", owners if per_add is None else per_add)
+    line = common.check_count("waiting", max(owners, hands_out) if waiting is None else waiting)
+    if hands_out > line:
+        raise ValueError(
+            f"per_add is {hands_out}, but only {line} items may be waiting; make per_add smaller "
+            "or waiting larger"
+        )
+    if (owners + line) * length > 2**30:
+        raise ValueError(
+            f"{owners + line} items of {length} rows are more than 2**30 rows; make them shorter "
+            "or waiting smaller"
+        )
+    return hands_out, line
+
+
+def _shapes(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
+    """One lane of the storage, as shapes and dtypes."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
+
+
+def _write(data: PyTree[Array], rows: PyTree[Array], target: Int[Array, "..."]) -> PyTree[Array]:
+    """Put rows, leaves ``[*target.shape, ...]``, at their places in the lanes of the storage."""
+
+    def fold(leaf: Array, axes: int) -> Array:
+        return leaf.reshape(-1, *leaf.shape[axes:])
+
+    written = storage.write(
+        jax.tree.map(lambda leaf: fold(leaf, 2), data),
+        jax.tree.map(lambda leaf: fold(leaf, target.ndim), rows),
+        target.reshape(-1),
+    )
+    return jax.tree.map(lambda new, leaf: new.reshape(leaf.shape), written, data)
