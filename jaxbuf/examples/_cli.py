@@ -64,12 +64,13 @@ def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
     """
     for field in dataclasses.fields(config):
         kind: Kind = field.metadata["kind"]
+        default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
         parser.add_argument(
             flag(field.name),
             type=kind.parse,
             metavar=kind.metavar,
             default=argparse.SUPPRESS,
-            help=f"{field.metadata['meaning']} (default: {field.default})",
+            help=f"{field.metadata['meaning']} (default: {default})",
         )
 
 
@@ -129,6 +130,24 @@ def choice(names: Sequence[str]) -> Kind:
         return text
 
     return Kind(parse, "NAME")
+
+
+def choices(names: Sequence[str]) -> Kind:
+    """One or more of some names, separated by commas, none of them twice.
+
+    Example:
+        >>> choices(("tea", "milk", "sugar")).parse("tea, sugar")
+        ('tea', 'sugar')
+    """
+    one = choice(names)
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(one.parse(part.strip()) for part in text.split(","))
+        if len(set(chosen)) < len(chosen):
+            raise argparse.ArgumentTypeError(f"{text!r} names one twice; name each once")
+        return chosen
+
+    return Kind(parse, "NAME,...")
 
 
 def _up_to(high: float | None) -> str:
