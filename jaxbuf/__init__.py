@@ -6,9 +6,10 @@ from jaxbuf.buffers.ops import add, sample, update_priority
 from jaxbuf.buffers.presets import reward_prioritized, terminating_states
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.evictors import Lowest, Oldest
+from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 from jaxbuf.strategies.softmax import Softmax
 from jaxbuf.views.hindsight import hindsight
@@ -26,9 +27,11 @@ __all__ = [
     "Oldest",
     "Prioritized",
     "Queue",
+    "Recent",
     "Sample",
     "Slots",
     "Softmax",
+    "Steps",
     "TrajectoryBuffer",
     "Uniform",
     "add",

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, UInt
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt
 
 from jaxbuf.core import storage
-from jaxbuf.core.slots import Occupancy, Slots
-from jaxbuf.strategies.samplers import Sampler
+from jaxbuf.core.ages import AgeRange, Bound, spread
+from jaxbuf.core.slots import Occupancy, Slots, random_words
+from jaxbuf.strategies.samplers import Draw, Sampler
 
 
 def check_batch_size(batch_size: int) -> int:
@@ -50,6 +51,61 @@ def needs_priority(sampler: Sampler, what: str) -> None:
             f"{what}, but {sampler} has no priorities; create the buffer with "
             "sampler=jaxbuf.Prioritized(...)"
         )
+
+
+def needs_order(occupancy: Any, what: str) -> None:
+    """Refuse to go by age where nothing knows it.
+
+    Raises:
+        ValueError: If the occupancy keeps no order of time.
+    """
+    if not hasattr(occupancy, "span"):
+        raise ValueError(
+            f"{what} goes by the age of items, but this buffer's {type(occupancy).__name__} does "
+            "not keep their order; create it with evictor=jaxbuf.Oldest(), and nothing that takes "
+            "items out in between"
+        )
+
+
+def pick(
+    occupancy: Any,
+    key: PRNGKeyArray,
+    batch_size: int,
+    start: Bound,
+    stop: Bound,
+) -> Draw:
+    """Rows that are evenly spread over the items of an age range, in order of age.
+
+    Raises:
+        ValueError: If the occupancy keeps no order of time, or ``batch_size`` is no whole number
+            from 1 on.
+    """
+    needs_order(occupancy, "sample_range")
+    rows = check_batch_size(batch_size)
+    ages = AgeRange.of(occupancy, start, stop)
+    words = random_words(key, (rows + 1,))
+    row = jnp.arange(rows, dtype=jnp.int32)
+    enough = ages.total >= rows
+    rank = jnp.where(enough, jnp.sort(spread(words[1:], words[0], ages.total)), row)
+    share = 1.0 / jnp.maximum(ages.total, 1).astype(jnp.float32)
+    return Draw(ages.at(rank), jnp.broadcast_to(share, (rows,)), row < ages.total)
+
+
+def newest(occupancy: Any, n: int) -> Draw:
+    """The ``n`` newest items of each ring, ring by ring in order of age.
+
+    Raises:
+        ValueError: If the occupancy keeps no order of time, or ``n`` is no whole number from 1 to
+            what a ring can hold.
+    """
+    needs_order(occupancy, "latest")
+    n = check_count("n", n)
+    ages = AgeRange.of(occupancy, -n, None)
+    if n > ages.length:
+        raise ValueError(f"n is {n}, but there is room for {ages.length}")
+    index, valid = ages.grid(n)
+    share = 1.0 / jnp.maximum(ages.total, 1).astype(jnp.float32)
+    return Draw(index.reshape(-1), jnp.broadcast_to(share, (index.size,)), valid.reshape(-1))
 
 
 def holds(occupancy: Occupancy, slots: Slots) -> Bool[Array, " B"]:

@@ -13,7 +13,7 @@ from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import storage
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.evictors import Evictor, Oldest
-from jaxbuf.strategies.samplers import Sampler, Support, Uniform
+from jaxbuf.strategies.samplers import Draw, Sampler, Support, Uniform
 
 
 class ItemBuffer(struct.PyTreeNode):
@@ -80,9 +80,12 @@ class ItemBuffer(struct.PyTreeNode):
                     f"{name} is {strategy!r}; expected a strategy such as "
                     f"{Uniform() if name == 'sampler' else Oldest()}"
                 )
+        occupancy = evictor.init(capacity)
+        if getattr(sampler, "uses_age", False):
+            common.needs_order(occupancy, f"{sampler}")
         return cls(
             data=storage.allocate(example, (capacity,)),
-            occupancy=evictor.init(capacity),
+            occupancy=occupancy,
             sampler_state=sampler.init(capacity),
             counters=jnp.zeros((2,), jnp.uint32),
             sampler=sampler,
@@ -182,13 +185,58 @@ class ItemBuffer(struct.PyTreeNode):
         draw = self.sampler.draw(
             self.sampler_state, key, common.check_batch_size(batch_size), self.occupancy
         )
-        index = jnp.where(draw.valid, draw.index, self.capacity)
-        return Sample(
-            data=storage.read(self.data, index),
-            slots=Slots(index=index, generation=self.occupancy.generation(index)),
-            probability=jnp.where(draw.valid, draw.probability, 0.0),
-            valid=draw.valid,
-        )
+        return self._gather(draw)
+
+    def sample_range(
+        self,
+        key: PRNGKeyArray,
+        batch_size: int,
+        start: int | Int[Array, ""] | None = None,
+        stop: int | Int[Array, ""] | None = None,
+    ) -> Sample:
+        """Draw a batch from a range of ages, whatever the sampler.
+
+        Args:
+            key: A PRNG key.
+            batch_size: Rows ``B``; static.
+            start: The first item of the range, counted like the start of a slice of a list of the
+                items from the oldest to the newest: ``-10`` means the last ten. May be traced.
+            stop: The end of the range, counted in the same way.
+
+        Returns:
+            A ``Sample`` of different items in order of age, evenly spread over the range: each with
+            the same chance, one from each of ``B`` parts of it. If the range holds no more than
+            ``B`` items, these are all of them, and the other rows are invalid. ``probability`` is
+            one over the size of the range.
+
+        Raises:
+            ValueError: If the evictor keeps no order of time, or ``batch_size`` is no whole number
+                from 1 on.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity=8)
+            >>> buffer = buffer.add(jnp.arange(12))
+            >>> buffer.sample_range(jax.random.key(0), 4, -4).data.tolist()
+            [8, 9, 10, 11]
+        """
+        return self._gather(common.pick(self.occupancy, key, batch_size, start, stop))
+
+    def latest(self, n: int) -> Sample:
+        """The ``n`` newest items, in order of age.
+
+        Args:
+            n: How many; static.
+
+        Returns:
+            A ``Sample`` with leaves ``[n, ...]``, the oldest first. If there are fewer, the last
+            rows are invalid.
+
+        Raises:
+            ValueError: If the evictor keeps no order of time, or ``n`` is no whole number from 1 to
+                ``capacity``.
+        """
+        return self._gather(common.newest(self.occupancy, n))
 
     def update_priority(
         self,
@@ -258,6 +306,16 @@ class ItemBuffer(struct.PyTreeNode):
             **self.occupancy.metrics(),
             **self.sampler.metrics(self.sampler_state, self.occupancy),
         }
+
+    def _gather(self, draw: Draw) -> Sample:
+        """The items that were drawn."""
+        index = jnp.where(draw.valid, draw.index, self.capacity)
+        return Sample(
+            data=storage.read(self.data, index),
+            slots=Slots(index=index, generation=self.occupancy.generation(index)),
+            probability=jnp.where(draw.valid, draw.probability, 0.0),
+            valid=draw.valid,
+        )
 
     def _check_score(self, score: Any, row_shape: tuple[int, ...]) -> Array | None:
         """``score`` as an array, if it is given exactly where something goes by it."""

@@ -13,7 +13,7 @@ from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import fields, storage
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
-from jaxbuf.strategies.samplers import Support, Uniform, WindowSampler
+from jaxbuf.strategies.samplers import Draw, Support, Uniform, WindowSampler
 
 
 class Steps(struct.PyTreeNode):
@@ -247,13 +247,59 @@ class TrajectoryBuffer(struct.PyTreeNode):
         draw = self.sampler.draw(
             self.sampler_state, key, common.check_batch_size(batch_size), self.occupancy
         )
-        index = jnp.where(draw.valid, draw.index, self.capacity)
-        return Sample(
-            data=self._read(index),
-            slots=Slots(index=index, generation=self.occupancy.generation(index)),
-            probability=jnp.where(draw.valid, draw.probability, 0.0),
-            valid=draw.valid,
-        )
+        return self._gather(draw)
+
+    def sample_range(
+        self,
+        key: PRNGKeyArray,
+        batch_size: int,
+        start: int | Int[Array, ""] | None = None,
+        stop: int | Int[Array, ""] | None = None,
+    ) -> Sample:
+        """Draw a batch of windows from a range of ages of every ring, whatever the sampler.
+
+        Args:
+            key: A PRNG key.
+            batch_size: Rows ``B``; static.
+            start: The first window of the range, counted like the start of a slice of a list of a
+                ring's windows from the earliest to the newest: ``-10`` means the last ten of each
+                ring. May be traced.
+            stop: The end of the range, counted in the same way.
+
+        Returns:
+            A ``Sample`` of different windows, ring by ring in order of time, evenly spread over the
+            ranges: each with the same chance, one from each of ``B`` parts. If there are no more
+            than ``B``, these are all of them, and the other rows are invalid. ``probability`` is
+            one over the number of windows in all ranges.
+
+        Raises:
+            ValueError: If windows are taken out in between, so that their order is not kept, or if
+                ``batch_size`` is no whole number from 1 on.
+        """
+        return self._gather(common.pick(self.occupancy, key, batch_size, start, stop))
+
+    def latest(self, n: int) -> Sample:
+        """The ``n`` newest windows of every ring.
+
+        Args:
+            n: How many of each ring; static.
+
+        Returns:
+            A ``Sample`` with leaves ``[num_envs * n, sequence_length, ...]``, ring by ring, the
+            earliest first. Of a ring that has fewer the last rows are invalid.
+
+        Raises:
+            ValueError: If windows are taken out in between, so that their order is not kept, or if
+                ``n`` is no whole number from 1 to ``length / period``.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sequence_length=2)
+            >>> buffer = buffer.add(jnp.arange(12).reshape(2, 6))
+            >>> buffer.latest(2).data.tolist()
+            [[3, 4], [4, 5], [9, 10], [10, 11]]
+        """
+        return self._gather(common.newest(self.occupancy, n))
 
     def update_priority(
         self,
@@ -483,6 +529,16 @@ class TrajectoryBuffer(struct.PyTreeNode):
         # A negative number would count from the end.
         at = jnp.where(ids >= 0, ids, self.num_envs)
         return jnp.zeros((self.num_envs,), bool).at[at].set(True, mode="drop")
+
+    def _gather(self, draw: Draw) -> Sample:
+        """The windows that were drawn."""
+        index = jnp.where(draw.valid, draw.index, self.capacity)
+        return Sample(
+            data=self._read(index),
+            slots=Slots(index=index, generation=self.occupancy.generation(index)),
+            probability=jnp.where(draw.valid, draw.probability, 0.0),
+            valid=draw.valid,
+        )
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """The windows at ``index``, leaves ``[B, sequence_length, ...]``."""

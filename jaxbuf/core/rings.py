@@ -6,10 +6,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, UInt
 
+from jaxbuf.core.ages import AgeRange
 from jaxbuf.core.slots import scale_word
-
-# Up to this many rings, comparing with all of them beats a binary search.
-_FEW_RINGS = 128
 
 
 class Rings(struct.PyTreeNode):
@@ -67,6 +65,11 @@ class Rings(struct.PyTreeNode):
         return self.length // self.period
 
     @property
+    def capacity(self) -> int:
+        """Slots of windows, of all rings together."""
+        return self.num_envs * self.starts
+
+    @property
     def steps(self) -> Int[Array, ""]:
         """Steps held by all rings together."""
         return jnp.sum(self.counters[..., 2], axis=-1, dtype=jnp.uint32).astype(jnp.int32)
@@ -74,7 +77,7 @@ class Rings(struct.PyTreeNode):
     @property
     def size(self) -> Int[Array, ""]:
         """Windows that can be drawn."""
-        return jnp.sum(self._span()[1], axis=-1, dtype=jnp.int32)
+        return jnp.sum(self.span()[1], axis=-1, dtype=jnp.int32)
 
     def place(
         self, rows: int, mask: Bool[Array, "E T"] | None
@@ -147,15 +150,9 @@ class Rings(struct.PyTreeNode):
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """A window for each random word, all equally likely; arbitrary if there is none."""
-        first, count = self._span()
-        until = jnp.cumsum(count, dtype=jnp.int32)
-        rank = scale_word(words, until[-1].astype(jnp.uint32)).astype(jnp.int32)
-        # Both end in a result that XLA:CPU stores, rather than computes anew for every element of
-        # the rows that it selects.
-        method = "compare_all" if self.num_envs <= _FEW_RINGS else "scan"
-        env = jnp.searchsorted(until, rank, side="right", method=method).astype(jnp.int32)
-        ring = jnp.stack([first, until - count], axis=-1).at[env].get(mode="clip")
-        return env * self.starts + (ring[:, 0] + rank - ring[:, 1]) % self.starts
+        windows = AgeRange(*self.span(), self.starts)
+        rank = scale_word(words, windows.total.astype(jnp.uint32)).astype(jnp.int32)
+        return windows.at(rank)
 
     @property
     def end(self) -> UInt[Array, " E"]:
@@ -203,6 +200,15 @@ class Rings(struct.PyTreeNode):
         left = self.counters[:, 2] - count.astype(jnp.uint32)
         return self.replace(counters=self.counters.at[:, 2].set(left)), self._slot(env, place, gone)
 
+    def span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
+        """For each ring its earliest window, ``start / period``, and how many follow from there."""
+        position, size = (self.counters[..., i].astype(jnp.int32) for i in (0, 2))
+        size = jnp.maximum(size - self.ignored, 0)
+        oldest = (position - size) % self.length
+        first = -(-oldest // self.period)
+        last = -(-(oldest + size - self.sequence_length + 1) // self.period)
+        return first % self.starts, jnp.where(size < self.sequence_length, 0, last - first)
+
     def clear(self, mask: Bool[Array, " E"] | None = None) -> Self:
         """No steps, in some rings or in all.
 
@@ -214,15 +220,6 @@ class Rings(struct.PyTreeNode):
         if mask is not None:
             cleared = jnp.where(mask[:, None], cleared, self.counters)
         return self.replace(counters=cleared)
-
-    def _span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
-        """For each ring its oldest window, ``start / period``, and how many follow from there."""
-        position, size = (self.counters[..., i].astype(jnp.int32) for i in (0, 2))
-        size = jnp.maximum(size - self.ignored, 0)
-        oldest = (position - size) % self.length
-        first = -(-oldest // self.period)
-        last = -(-(oldest + size - self.sequence_length + 1) // self.period)
-        return first % self.starts, jnp.where(size < self.sequence_length, 0, last - first)
 
     def _slot(
         self, env: Int[Array, "E 1"], place: Int[Array, "E T"], wanted: Bool[Array, "E T"]

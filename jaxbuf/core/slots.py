@@ -140,6 +140,10 @@ class Ring(struct.PyTreeNode):
         # Until the ring is full its items are the first ones, afterwards they are all of them.
         return scale_word(words, self.counters[2]).astype(jnp.int32)
 
+    def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
+        """The slot of the earliest item, and how many items follow from there."""
+        return ((self.position - self.size) % self.capacity)[None], self.size[None]
+
     def clear(self) -> Self:
         """No items. Two laps on, no generation that was ever handed out is met again."""
         lap = self.counters[1] + jnp.uint32(2)

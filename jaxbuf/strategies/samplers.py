@@ -134,6 +134,16 @@ class WindowSampler(Sampler, Protocol):
         ...
 
 
+class KnownSampler(WindowSampler, Protocol):
+    """A sampler that can tell the probability of any item, drawn or not."""
+
+    def probability(
+        self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
+    ) -> Float[Array, " B"]:
+        """The probability with which a single draw gives each of these live items."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Uniform:
     """Every live item with the same probability.
@@ -209,6 +219,13 @@ class Uniform:
             lambda scratch, _: scratch,
         )
         return Draw(index, probability, valid)
+
+    def probability(
+        self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
+    ) -> Float[Array, " B"]:
+        """The probability with which a single draw gives each of these live items."""
+        del state
+        return jnp.broadcast_to(_share(occupancy.size), index.shape)
 
     def support(self, state: Any, occupancy: Occupancy) -> Support:
         """All live items."""
@@ -361,6 +378,12 @@ class Prioritized:
         # still wait for this read of the tree, or XLA copies the tree to be able to do both.
         index = jnp.where(mass >= 0, index, -1)
         return Draw(index, self._probability(state, mass, occupancy), valid)
+
+    def probability(
+        self, state: SegmentTree, index: Int[Array, " B"], occupancy: Occupancy
+    ) -> Float[Array, " B"]:
+        """The probability with which a single draw gives each of these live items."""
+        return self._probability(state, state.get(index), occupancy)
 
     def support(self, state: SegmentTree, occupancy: Occupancy) -> Support:
         """The items with mass; all live items if there are none, or if draws are mixed."""

@@ -1,0 +1,115 @@
+"""Items by age: ranges of them in order of time, and even draws from a range."""
+
+import dataclasses
+from typing import Any, Protocol, Self
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, UInt
+
+from jaxbuf.core.slots import scale_word
+
+# Up to this many rings, comparing with all of them beats a binary search.
+_FEW_RINGS = 128
+
+Bound = int | Int[Array, ""] | None
+
+
+class Ordered(Protocol):
+    """An occupancy that knows the order in which its items came, in one ring or in several."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots, of all rings together."""
+        ...
+
+    def span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
+        """For each ring the place of its earliest item, and how many items follow from there."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class AgeRange:
+    """Those items of every ring whose age lies in a range.
+
+    Their ranks go ring by ring, and in each ring from the earliest to the newest.
+
+    Attributes:
+        first: The place in its ring of the earliest of them, ``[E]``.
+        count: How many there are in each ring, ``[E]``.
+        length: Slots of a ring.
+    """
+
+    first: Int[Array, " E"]
+    count: Int[Array, " E"]
+    length: int
+
+    @classmethod
+    def of(cls, occupancy: Ordered, start: Bound, stop: Bound) -> Self:
+        """The items ``start`` to ``stop - 1`` of each ring, counted like a slice of a list."""
+        first, size = occupancy.span()
+        length = occupancy.capacity // first.shape[0]
+        low = _clip(0 if start is None else start, size)
+        high = size if stop is None else _clip(stop, size)
+        return cls((first + low) % length, jnp.maximum(high - low, 0), length)
+
+    @property
+    def total(self) -> Int[Array, ""]:
+        """How many items there are."""
+        return jnp.sum(self.count, dtype=jnp.int32)
+
+    def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The slots of the items with these ranks; arbitrary for ranks from ``total`` on."""
+        until = jnp.cumsum(self.count, dtype=jnp.int32)
+        # Both end in a result that XLA:CPU stores, rather than computes anew for every element of
+        # the rows that it selects.
+        method = "compare_all" if until.shape[0] <= _FEW_RINGS else "scan"
+        env = jnp.searchsorted(until, rank, side="right", method=method).astype(jnp.int32)
+        ring = jnp.stack([self.first, until - self.count], axis=-1).at[env].get(mode="clip")
+        return env * self.length + (ring[:, 0] + rank - ring[:, 1]) % self.length
+
+    def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Whether the items at these slots are among them."""
+        ring = (
+            jnp.stack([self.first, self.count], axis=-1).at[index // self.length].get(mode="clip")
+        )
+        inside = (index >= 0) & (index < self.count.shape[0] * self.length)
+        return inside & ((index % self.length - ring[:, 0]) % self.length < ring[:, 1])
+
+    def grid(self, count: int) -> tuple[Int[Array, "E n"], Bool[Array, "E n"]]:
+        """The slots of the first ``count`` items of each ring, and which rows hold one."""
+        offset = jnp.arange(count, dtype=jnp.int32)[None]
+        ring = jnp.arange(self.first.shape[0], dtype=jnp.int32)[:, None]
+        place = (self.first[:, None] + offset) % self.length
+        return ring * self.length + place, offset < self.count[:, None]
+
+
+def spread(words: UInt[Array, " B"], turn: UInt[Array, ""], total: Int[Array, ""]) -> Any:
+    """Ranks in ``[0, total)`` for ``B`` rows, as evenly as can be.
+
+    Rank ``r`` is given to ``B / total`` of the rows on average, and always to that number rounded
+    up or down: to one row at most while there are as many ranks as rows.
+
+    Args:
+        words: A random word for each row.
+        turn: One more, for all.
+        total: How many ranks there are.
+    """
+    rows = words.shape[0]
+    row = jnp.arange(rows, dtype=jnp.int32)
+    some = jnp.maximum(total, 1)
+    # Each row has a part of the ranks of its own; some parts are larger by one.
+    width, more = some // rows, some % rows
+    begin = row * width + jnp.minimum(row, more)
+    size = width + (row < more).astype(jnp.int32)
+    own = begin + scale_word(words, size.astype(jnp.uint32)).astype(jnp.int32)
+    rank = jnp.where(some >= rows, own, row % some)
+    # Which ranks are in the larger parts, or are given once more, is left to chance.
+    uneven = jnp.where(some >= rows, more, rows % some) > 0
+    shift = scale_word(turn, some.astype(jnp.uint32)).astype(jnp.int32)
+    return (rank + jnp.where(uneven, shift, 0)) % some
+
+
+def _clip(bound: int | Int[Array, ""], size: Int[Array, " E"]) -> Int[Array, " E"]:
+    """A bound of a slice as a number of items from the earliest on."""
+    given = jnp.asarray(bound, jnp.int32)
+    return jnp.clip(jnp.where(given < 0, size + given, given), 0, size)
