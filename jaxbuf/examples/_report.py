@@ -20,13 +20,9 @@ class Progress:
         total: Environment steps in all.
         initial: Those done before, when a run is resumed.
         unit: What else to count.
-        value: What else to show than the return.
     """
 
-    def __init__(
-        self, total: int, initial: int = 0, unit: str = " steps", value: str = "return"
-    ) -> None:
-        self._value = value
+    def __init__(self, total: int, initial: int = 0, unit: str = " steps") -> None:
         self._bar: Any = tqdm(
             total=total,
             initial=initial,
@@ -55,10 +51,10 @@ class Progress:
         """Change how many steps there will be in all."""
         self._bar.total = total
 
-    def advance(self, steps: int, mean: float) -> None:
-        """Count ``steps`` more; the mean return, or other value, is shown unless it is NaN."""
-        if not np.isnan(mean):
-            self._bar.set_postfix_str(f"{self._value} {mean:.1f}", refresh=False)
+    def advance(self, steps: int, mean_return: float) -> None:
+        """Count ``steps`` more; the return is shown unless it is NaN."""
+        if not np.isnan(mean_return):
+            self._bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
         self._bar.update(steps)
 
 
