@@ -8,6 +8,7 @@ from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
 from jaxbuf.core.slots import Slots
+from jaxbuf.io.checkpoint import load, save
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized, Uniform
@@ -37,9 +38,11 @@ __all__ = [
     "add",
     "hindsight",
     "importance_weights",
+    "load",
     "n_step",
     "reward_prioritized",
     "sample",
+    "save",
     "terminal_states",
     "terminating_states",
     "update_priority",

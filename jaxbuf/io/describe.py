@@ -1,0 +1,128 @@
+"""What a pytree is apart from its numbers, as plain values: its configuration and its leaves."""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What is known of a leaf before its numbers are.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Name of its dtype, such as ``float32`` or ``key<fry>``.
+        scalar: Whether it is a Python number, which may become an array of its kind and back.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    scalar: bool
+
+    @classmethod
+    def of(cls, leaf: Any, name: str) -> "Leaf":
+        """Describe an array, a Python number or a ``jax.ShapeDtypeStruct``.
+
+        Raises:
+            ValueError: If it is none of them.
+        """
+        if isinstance(leaf, bool | int | float | complex):
+            return cls((), np.asarray(leaf).dtype.name, True)
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(f"{name} is a {type(leaf).__name__}; expected an array")
+        return cls(tuple(leaf.shape), str(leaf.dtype), False)
+
+    def fits(self, other: "Leaf") -> bool:
+        """Whether one can be loaded for the other."""
+        if self.shape != other.shape:
+            return False
+        if (self.scalar or other.scalar) and not is_key(self.dtype) and not is_key(other.dtype):
+            return jnp.dtype(self.dtype).kind == jnp.dtype(other.dtype).kind
+        return self.dtype == other.dtype
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype, or the name of one, is that of PRNG keys."""
+    return str(dtype).startswith("key<")
+
+
+def leaves(tree: PyTree, name: str) -> dict[str, Leaf]:
+    """Each leaf by the name it has in an error, in order.
+
+    Raises:
+        ValueError: If a leaf is no array.
+    """
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {key: Leaf.of(leaf, name + key) for key, leaf in ((_string(p), x) for p, x in flat)}
+
+
+def configuration(tree: PyTree) -> dict[str, Any]:
+    """Everything static in the dataclasses of a pytree, by where it stands.
+
+    Functions are code rather than configuration, and left out.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> configuration({"replay": jaxbuf.Queue.create(jnp.float32(0), capacity=7)})
+        {"['replay']": 'Queue', "['replay'].occupancy": 'Ring', "['replay'].occupancy.capacity": 7}
+    """
+    return dict(_nodes(tree, ""))
+
+
+def _nodes(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)
+    if any(not key for key, _ in children):
+        return
+    if dataclasses.is_dataclass(node):
+        yield path, type(node).__qualname__
+        dynamic = {_string(key) for key, _ in children}
+        for field in dataclasses.fields(node):
+            # A field without leaves is a child, too, though it has nothing to show.
+            if f".{field.name}" not in dynamic and not _is_dynamic(field):
+                yield from _values(getattr(node, field.name), f"{path}.{field.name}")
+    for key, child in children:
+        yield from _nodes(child, path + _string(key))
+
+
+def _is_dynamic(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("pytree_node", not field.metadata.get("static", False)))
+
+
+def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield path, type(value).__qualname__
+        for field in dataclasses.fields(value):
+            yield from _values(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _values(inner, f"{path}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        plain = [list(_values(inner, "")) for inner in value]
+        if all(len(inner) == 1 and inner[0][0] == "" for inner in plain):
+            yield path, [inner[0][1] for inner in plain]
+        else:
+            for i, inner in enumerate(value):
+                yield from _values(inner, f"{path}[{i}]")
+    elif isinstance(value, type | np.dtype):
+        yield path, getattr(value, "__name__", None) or str(value)
+    elif isinstance(value, enum.Enum):
+        yield path, value.name
+    elif isinstance(value, np.generic):
+        yield from _values(value.item(), path)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield path, repr(value)
+    elif value is None or isinstance(value, bool | int | float | str):
+        yield path, value
+    elif not callable(value):
+        yield path, type(value).__qualname__
+
+
+def _string(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path)

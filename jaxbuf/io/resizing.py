@@ -1,0 +1,239 @@
+"""Buffers of another size: the items that stay, in the order in which they came."""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree
+
+from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.buffers.queue import Queue
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.core.ranking import Ranking
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.slots import Ring
+
+Tree = TypeVar("Tree")
+Buffer = ItemBuffer | Queue | TrajectoryBuffer
+
+_BUFFERS = (ItemBuffer, Queue, TrajectoryBuffer)
+
+
+def as_saved(like: PyTree, configuration: dict[str, Any]) -> PyTree:
+    """``like`` with every buffer in it as large as the one that was saved in its place.
+
+    Args:
+        like: A pytree with buffers.
+        configuration: What ``describe.configuration`` said of the one that was saved.
+
+    Returns:
+        A pytree of ``jax.ShapeDtypeStruct`` where a buffer has another size, else as it was.
+    """
+
+    def rebuild(path: tuple[Any, ...], node: Any) -> Any:
+        if not isinstance(node, _BUFFERS):
+            return node
+        place = f"{jax.tree_util.keystr(path)}.occupancy.{_size_name(node)}"
+        size = configuration.get(place)
+        if not isinstance(size, int) or size == _size(node):
+            return node
+        try:
+            return _abstract(node, size)
+        except ValueError:
+            # No buffer like this one has that size: something else differs, too.
+            return node
+
+    return jax.tree_util.tree_map_with_path(rebuild, like, is_leaf=_is_buffer)
+
+
+def fit(tree: Tree, like: Tree) -> Tree:
+    """``tree`` with every buffer in it as large as that of ``like`` in its place.
+
+    Raises:
+        ValueError: If a strategy keeps something that cannot be moved to other slots.
+    """
+
+    def convert(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
+        if not isinstance(node, _BUFFERS) or _size(node) == _size(wanted):
+            return node
+        try:
+            resized = _resize_stack(node, _size(wanted))
+            same = jax.tree.structure(resized) == jax.tree.structure(wanted)
+        except (TypeError, ValueError) as error:
+            raise ValueError(_cannot(path, node)) from error
+        if not same or _shapes(resized) != _shapes(wanted):
+            raise ValueError(_cannot(path, node))
+        return resized
+
+    return jax.tree_util.tree_map_with_path(convert, tree, like, is_leaf=_is_buffer)
+
+
+def in_order(occupancy: Any) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
+    """All slots, those of live items oldest first, and which are live.
+
+    Raises:
+        ValueError: If the occupancy does not tell the age of its items.
+    """
+    if isinstance(occupancy, Ring):
+        slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
+        order = (occupancy.position + slot) % jnp.int32(occupancy.capacity)
+    elif isinstance(occupancy, Ranking):
+        slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
+        # Numbers wrap; seen from the next one they are in order again.
+        order = jnp.argsort(occupancy.generation(slot) - occupancy.counters[0])
+    else:
+        raise ValueError(f"{type(occupancy).__name__} does not tell the age of its items")
+    return order, occupancy.live(order)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _resize_stack(stack: Any, size: int) -> Any:
+    """One buffer, or many that are stacked along leading axes."""
+    resize = functools.partial(_resize, size=size)
+    for _ in range(stack.counters.ndim - 1):
+        resize = jax.vmap(resize)
+    return resize(stack)
+
+
+def _resize(old: Any, size: int) -> Any:
+    """A buffer of another size with the items that fit; slots sampled before are stale."""
+    new = type(old).create(_example(old), *_sizes(old, size), **_options(old))
+    if isinstance(old, TrajectoryBuffer):
+        return _resize_rings(old, new)
+    order, live = in_order(old.occupancy)
+    counters = old.counters
+    if isinstance(old, Queue):
+        # As if it had never been larger: what came last was refused.
+        kept = live & (jnp.cumsum(live, dtype=jnp.int32) <= size)
+        refused = jnp.sum(live & ~kept, dtype=jnp.uint32)
+        live, counters = kept, counters + jnp.stack([jnp.uint32(0), refused, jnp.uint32(0)])
+    occupancy: Any = old.occupancy
+    score = occupancy.score[order] if isinstance(occupancy, Ranking) else None
+    empty = new.occupancy.replace(counters=occupancy.clear().counters)
+    placed, index = empty.place(order.shape[0], live, score)
+
+    def move(blank: Any, full: Any) -> Any:
+        if isinstance(blank, SegmentTree):
+            return blank.set(index, full.leaves[order])
+        if blank.shape == full.shape:
+            return full
+        _check_slots(blank, new.capacity, full, old.capacity)
+        return blank.at[index].set(full[order], mode="drop", unique_indices=True)
+
+    moved = _move_fields(new, old, move)
+    return moved.replace(occupancy=placed, counters=counters)
+
+
+def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuffer:
+    """The newest steps of each ring, so placed that windows start where they started."""
+    before, blank = old.occupancy, new.occupancy
+    position, held = (before.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
+    rank = jnp.arange(before.length, dtype=jnp.int32)[None]
+    oldest = (position - held) % jnp.int32(before.length)
+    order = (oldest + rank) % jnp.int32(before.length)
+    start = (oldest % jnp.int32(before.period)).astype(jnp.uint32)
+    counters = jnp.concatenate([start, before.clear().counters[:, 1:]], axis=1)
+    placed, target, _, _ = blank.replace(counters=counters).place(before.length, rank < held)
+
+    # A window moves with its first step, and none starts where a step is not kept.
+    env = jnp.arange(before.num_envs, dtype=jnp.int32)[:, None]
+    first = before.starts * env + order // jnp.int32(before.period)
+    kept = (order % jnp.int32(before.period) == 0) & (target < new.capacity)
+    kept &= before.live(first.reshape(-1)).reshape(first.shape)
+    index = jnp.where(kept, target // jnp.int32(before.period), new.capacity).reshape(-1)
+    window = first.reshape(-1)
+
+    def move(blank: Any, full: Any) -> Any:
+        if isinstance(blank, SegmentTree):
+            return blank.set(index, full.leaves[window])
+        if blank.shape == full.shape:
+            return full
+        if blank.shape[:2] == (new.num_envs, new.length):
+            rows = full[env, order].reshape(-1, *full.shape[2:])
+            flat = blank.reshape(-1, *blank.shape[2:])
+            flat = flat.at[target.reshape(-1)].set(rows, mode="drop", unique_indices=True)
+            return flat.reshape(blank.shape)
+        _check_slots(blank, new.num_envs * placed.starts, full, window.shape[0])
+        return blank.at[index].set(full[window], mode="drop")
+
+    return _move_fields(new, old, move).replace(occupancy=placed, counters=old.counters)
+
+
+def _move_fields(new: Any, old: Any, move: Any) -> Any:
+    fields = {
+        field.name: jax.tree.map(
+            move,
+            getattr(new, field.name),
+            getattr(old, field.name),
+            is_leaf=lambda node: isinstance(node, SegmentTree),
+        )
+        for field in dataclasses.fields(new)
+        if field.metadata.get("pytree_node", True) and field.name not in ("occupancy", "counters")
+    }
+    moved = new.replace(**fields)
+    sampler = getattr(new, "sampler", None)
+    if sampler is not None and sampler.uses_score:
+        # Lets the sampler see that its largest score may be gone.
+        nothing = jnp.full((1,), new.capacity, jnp.int32), jnp.zeros((1,), jnp.float32)
+        moved = moved.replace(sampler_state=sampler.updated(moved.sampler_state, *nothing))
+    return moved
+
+
+def _check_slots(blank: Array, new: int, full: Array, old: int) -> None:
+    if blank.shape[:1] != (new,) or full.shape != (old, *blank.shape[1:]):
+        raise ValueError(f"{full.shape} cannot become {blank.shape}: they do not go by slots")
+
+
+def _is_buffer(node: Any) -> bool:
+    return isinstance(node, _BUFFERS)
+
+
+def _size_name(buffer: Any) -> str:
+    return "length" if isinstance(buffer, TrajectoryBuffer) else "capacity"
+
+
+def _size(buffer: Any) -> int:
+    return cast("int", getattr(buffer.occupancy, _size_name(buffer)))
+
+
+def _sizes(buffer: Any, size: int) -> tuple[int, ...]:
+    return (buffer.num_envs, size) if isinstance(buffer, TrajectoryBuffer) else (size,)
+
+
+def _options(buffer: Any) -> dict[str, Any]:
+    """What ``create`` was called with besides the example and the sizes."""
+    names = inspect.signature(type(buffer).create).parameters.values()
+    return {p.name: getattr(buffer, p.name) for p in names if p.kind is p.KEYWORD_ONLY}
+
+
+def _example(buffer: Any) -> PyTree:
+    # Counters have one axis, or those of a trajectory's data two, unless buffers are stacked.
+    leading = buffer.counters.ndim - 1 + (2 if isinstance(buffer, TrajectoryBuffer) else 1)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[leading:], leaf.dtype), buffer.data
+    )
+
+
+def _abstract(buffer: Any, size: int) -> Any:
+    """The shapes of a buffer created alike, but of another size."""
+    stack = buffer.counters.shape[:-1]
+    one = jax.eval_shape(
+        lambda: type(buffer).create(_example(buffer), *_sizes(buffer, size), **_options(buffer))
+    )
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*stack, *leaf.shape), leaf.dtype), one)
+
+
+def _shapes(tree: PyTree) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+
+def _cannot(path: tuple[Any, ...], buffer: Any) -> str:
+    return (
+        f"like{jax.tree_util.keystr(path)} has {_size_name(buffer)} that differs from the "
+        f"checkpoint's {_size(buffer)}, and what its strategies keep cannot be moved; load it with "
+        "the size that was saved"
+    )

@@ -1,0 +1,501 @@
+"""`save` and `load`: nothing lost, nothing mixed up, and on it goes bit for bit."""
+
+import dataclasses
+import functools
+import json
+import re
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training.train_state import TrainState
+
+import jaxbuf
+from jaxbuf.buffers.common import holds
+from tests import kill
+
+ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
+
+
+def items(*ids):
+    ids = np.asarray(ids, np.int32)
+    return {"obs": np.repeat(ids[:, None], 3, axis=1).astype(np.float32), "id": ids}
+
+
+def item_buffer(capacity=8, **options):
+    return jaxbuf.ItemBuffer.create(ITEM, capacity, **options)
+
+
+def trajectories(length=8, num_envs=2, **options):
+    options = {"sequence_length": 2, **options}
+    return jaxbuf.TrajectoryBuffer.create(ITEM, num_envs, length, **options)
+
+
+def plain(leaf):
+    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def live_ids(buffer):
+    slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    return sorted(np.asarray(buffer.data["id"])[np.asarray(buffer.occupancy.live(slots))].tolist())
+
+
+@jax.jit
+def still_held(old, new):
+    """Which names of things in the old buffer still mean something in the new one."""
+    slots = jnp.arange(max(old.capacity, new.capacity), dtype=jnp.int32)
+    names = jaxbuf.Slots(index=slots, generation=old.occupancy.generation(slots))
+    return old.occupancy.live(slots) & holds(new.occupancy, names)
+
+
+def windows_of(buffer):
+    """The windows in a buffer, and in which slots they are."""
+    slots = jnp.arange(buffer.num_envs * buffer.occupancy.starts, dtype=jnp.int32)
+    live, window = jax.jit(lambda rings: (rings.live(slots), rings.window(slots)))(buffer.occupancy)
+    at = np.flatnonzero(live)
+    ids = np.asarray(buffer.data["id"]).reshape(-1)[np.asarray(window)[at]]
+    return [tuple(row) for row in ids.tolist()], at
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert jnp.result_type(x) == jnp.result_type(y)
+        np.testing.assert_array_equal(plain(x), plain(y))
+
+
+def step(state):
+    buffer, key = state["buffer"], state["key"]
+    key, draw = jax.random.split(key)
+    batch = buffer.sample(draw, 4)
+    priority = jnp.abs(batch.data["obs"][..., 0]).reshape(4, -1)[:, 0] + 0.5
+    buffer = buffer.update_priority(batch.slots, priority)
+    n = state["n"]
+    if isinstance(buffer, jaxbuf.TrajectoryBuffer):
+        new = {"obs": jnp.full((2, 3), n.astype(jnp.float32)), "id": jnp.full((2,), n)}
+    else:
+        new = {"obs": jnp.full((3, 3), n.astype(jnp.float32)), "id": jnp.full((3,), n)}
+    return {"buffer": buffer.add(new), "key": key, "n": n + 1}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def run(state, steps):
+    return jax.lax.scan(lambda state, _: (step(state), None), state, length=steps)[0]
+
+
+@pytest.mark.parametrize("kind", ["items", "trajectories", "seeds"])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, kind):
+    make = trajectories if kind == "trajectories" else item_buffer
+
+    def init(key):
+        buffer = make(sampler=jaxbuf.Prioritized(alpha=0.7))
+        return {"buffer": buffer, "key": key, "n": jnp.int32(1)}
+
+    advance = run
+    if kind == "seeds":
+        init = jax.vmap(init)
+        advance = jax.jit(
+            lambda state, steps: jax.vmap(lambda one: run(one, steps))(state), static_argnums=1
+        )
+    keys = jax.random.split(jax.random.key(1), 2)
+    half = advance(init(keys if kind == "seeds" else keys[0]), 7)
+    jaxbuf.save(tmp_path / "run", half)
+    abstract = jax.eval_shape(init, keys if kind == "seeds" else keys[0])
+    resumed = jaxbuf.load(tmp_path / "run", abstract)
+    assert_same(resumed, half)
+    before = advance._cache_size()
+    assert_same(advance(resumed, 7), advance(half, 7))
+    assert advance._cache_size() == before, "what is loaded makes another program"
+
+
+def test_a_queue_goes_on_where_it_was(tmp_path):
+    queue = jaxbuf.Queue.create(ITEM, 5).add(items(1, 2, 3, 4, 5, 6)).take(2)[0]
+    jaxbuf.save(tmp_path, queue)
+    loaded = jaxbuf.load(tmp_path, jaxbuf.Queue.create(ITEM, 5))
+    assert_same(loaded, queue)
+    assert loaded.take(3)[1].data["id"].tolist() == [3, 4, 5]
+
+
+def test_any_pytree_of_arrays_comes_back(tmp_path):
+    tree = {
+        "keys": jax.random.split(jax.random.key(3, impl="rbg"), 4),
+        "no_keys": jax.random.split(jax.random.key(3), 4)[:0],
+        "half": jnp.arange(3, dtype=jnp.bfloat16),
+        "flag": jnp.bool_(True),
+        "empty": jnp.zeros((0, 4), jnp.int8),
+        "host": np.arange(3, dtype=np.float64),
+        "list": [1, 2.5, True, None, ()],
+        "odd/name": (jnp.uint32(4),),
+    }
+    jaxbuf.save(tmp_path, tree)
+    loaded = jaxbuf.load(tmp_path, tree)
+    assert_same(loaded, tree)
+    assert isinstance(loaded["host"], np.ndarray)
+    assert [type(value) for value in loaded["list"][:3]] == [int, float, bool]
+
+
+def test_a_python_number_may_have_become_an_array(tmp_path):
+    jaxbuf.save(tmp_path, {"step": jnp.int32(7)})
+    assert jaxbuf.load(tmp_path, {"step": 0})["step"] == 7
+    jaxbuf.save(tmp_path, {"step": 8})
+    assert jaxbuf.load(tmp_path, {"step": jnp.int32(0)})["step"].dtype == jnp.int32
+
+
+def test_the_memory_of_a_loaded_buffer_is_its_own(tmp_path):
+    jaxbuf.save(tmp_path, item_buffer(4096).add(items(1, 2)))
+    loaded = jaxbuf.load(tmp_path, item_buffer(4096))
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(loaded)]
+    assert len(set(pointers)) == len(pointers)
+    where = loaded.data["obs"].unsafe_buffer_pointer()
+    loaded = jaxbuf.add(loaded, items(3))
+    assert loaded.data["obs"].unsafe_buffer_pointer() == where
+    assert loaded.data["id"][:3].tolist() == [1, 2, 3]
+
+
+def test_a_loaded_array_goes_where_like_says(tmp_path):
+    jaxbuf.save(tmp_path, {"a": jnp.arange(3.0)})
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    free = jaxbuf.load(tmp_path, {"a": jnp.zeros(3)})["a"]
+    bound = jaxbuf.load(tmp_path, {"a": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=here)})
+    assert not free.committed
+    assert bound["a"].committed
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler(jaxbuf.Uniform):
+    schedule: tuple = ((0, 0.5), (10, float("inf")))
+    transform: object = np.tanh
+
+
+DIFFERENT = {
+    "a number": (
+        item_buffer(sampler=jaxbuf.Prioritized(alpha=0.9)),
+        "like.sampler.alpha is 0.9, but the checkpoint has 0.6; create it alike",
+    ),
+    "a strategy": (
+        item_buffer(sampler=jaxbuf.Softmax()),
+        "like.sampler is Softmax, but the checkpoint has Prioritized",
+    ),
+    "a capacity": (
+        item_buffer(9, sampler=jaxbuf.Prioritized()),
+        "like.occupancy.capacity is 9, but the checkpoint has 8; "
+        "like.sampler_state.capacity is 9, but the checkpoint has 8; pass resize=True",
+    ),
+    "a class": (jaxbuf.Queue.create(ITEM, 8), "like is Queue, but the checkpoint has ItemBuffer"),
+    "a structure": (
+        jaxbuf.ItemBuffer.create({**ITEM, "more": 0.0}, 8, sampler=jaxbuf.Prioritized()),
+        "like.data['more'] is not in the checkpoint",
+    ),
+    "a part": (
+        jaxbuf.ItemBuffer.create({"id": jnp.int32(0)}, 8, sampler=jaxbuf.Prioritized()),
+        "like.data['obs'] is missing",
+    ),
+    "a shape": (
+        jaxbuf.ItemBuffer.create({**ITEM, "obs": jnp.zeros(4)}, 8, sampler=jaxbuf.Prioritized()),
+        "like.data['obs'] has shape (8, 4), but the checkpoint has (8, 3)",
+    ),
+    "a dtype": (
+        jaxbuf.ItemBuffer.create({**ITEM, "id": 0.0}, 8, sampler=jaxbuf.Prioritized()),
+        "like.data['id'] has dtype float32, but the checkpoint has int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, case):
+    like, message = DIFFERENT[case]
+    jaxbuf.save(tmp_path, item_buffer(sampler=jaxbuf.Prioritized()))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.load(tmp_path, like)
+    if case != "a capacity":
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jaxbuf.load(tmp_path, like, resize=True)
+
+
+def test_configurations_of_one_s_own_are_compared(tmp_path):
+    jaxbuf.save(tmp_path, [item_buffer(sampler=Sampler())])
+    # Functions are code: another one is not seen.
+    jaxbuf.load(tmp_path, [item_buffer(sampler=Sampler(transform=np.sin))])
+    for other in (((0, 0.5), (11, float("inf"))), ((0, 0.5), (10, 1.0)), ((0, 0.5),)):
+        with pytest.raises(ValueError, match=r"like\[0\]\.sampler\.schedule is"):
+            jaxbuf.load(tmp_path, [item_buffer(sampler=Sampler(schedule=other))])
+
+
+def test_of_trajectories_windows_and_periods_are_compared(tmp_path):
+    jaxbuf.save(tmp_path, trajectories())
+    for other in ({"sequence_length": 3}, {"period": 2}):
+        name = next(iter(other))
+        with pytest.raises(ValueError, match=rf"like\.occupancy\.{name} is"):
+            jaxbuf.load(tmp_path, trajectories(**other))
+    with pytest.raises(ValueError, match=r"like\.occupancy\.length is 4, but the checkpoint has 8"):
+        jaxbuf.load(tmp_path, trajectories(4))
+    with pytest.raises(ValueError, match="has shape"):
+        jaxbuf.load(tmp_path, trajectories(num_envs=3), resize=True)
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
+        jaxbuf.load(tmp_path / "nowhere", item_buffer())
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="which is a file; choose a folder"):
+        jaxbuf.save(tmp_path / "file", item_buffer())
+    with pytest.raises(ValueError, match=re.escape("buffer['a'] is a str; expected an array")):
+        jaxbuf.save(tmp_path / "run", {"a": "text"})
+    with pytest.raises(ValueError, match=re.escape("buffer['a'] is a shape without numbers")):
+        jaxbuf.save(tmp_path / "run", {"a": jax.ShapeDtypeStruct((3,), jnp.float32)})
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    jaxbuf.save(tmp_path, item_buffer())
+    [manifest] = tmp_path.glob("*/manifest/metadata")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    with pytest.raises(ValueError, match="has format 99; this version of jaxbuf reads format 1"):
+        jaxbuf.load(tmp_path, item_buffer())
+
+
+def test_other_files_in_the_folder_stay(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "00000000.orbax-checkpoint-tmp").mkdir()
+    for i in range(3):
+        jaxbuf.save(tmp_path, {"i": jnp.int32(i)})
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["00000002", "2024", "notes.txt"]
+
+
+def ways_to_damage(file):
+    data = file.read_bytes()
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 0x10
+    yield "truncated", lambda: file.write_bytes(data[: len(data) // 2])
+    yield "changed", lambda: file.write_bytes(bytes(flipped))
+    yield "gone", file.unlink
+    file.write_bytes(data)
+
+
+def outcome(path, tree):
+    try:
+        loaded = jaxbuf.load(path, tree)
+    except ValueError as error:
+        clear = re.search("is damaged|is of something else", str(error))
+        return "refused" if clear else str(error)
+    assert_same(loaded, tree)
+    return "unharmed"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_damage_is_seen_and_touches_nothing_else(tmp_path):
+    random = np.random.default_rng(0)
+    tree = {f"{i}": random.standard_normal((64, 1024)) for i in range(2)}
+    tree["buffer"] = item_buffer(sampler=jaxbuf.Prioritized()).add(items(1, 2))
+    jaxbuf.save(tmp_path / "other", tree)
+    jaxbuf.save(tmp_path / "run", tree)
+    outcomes = []
+    # The smallest and the largest files hold all there is to lose.
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    files = sorted((path for path in files if path.stat().st_size), key=lambda p: p.stat().st_size)
+    for file in files[-5:]:
+        for how, damage in ways_to_damage(file):
+            data = file.read_bytes() if file.exists() else None
+            damage()
+            outcomes.append(outcome(tmp_path / "run", tree))
+            assert outcomes[-1] in ("unharmed", "refused"), (file.name, how)
+            if data is not None:
+                file.write_bytes(data)
+    assert outcomes.count("refused") >= 9
+    assert_same(jaxbuf.load(tmp_path / "other", tree), tree)
+    jaxbuf.save(tmp_path / "run", tree)
+    assert_same(jaxbuf.load(tmp_path / "run", tree), tree)
+
+
+def test_numbers_that_changed_on_the_way_are_seen(tmp_path):
+    tree = {"a": jnp.arange(4.0)}
+    jaxbuf.save(tmp_path, tree)
+    [version] = tmp_path.iterdir()
+    changed = {"0": np.asarray([0.0, 1.0, 2.0, 4.0], np.float32)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(version / "arrays", args=ocp.args.PyTreeSave(changed), force=True)
+    with pytest.raises(ValueError, match=re.escape("is damaged: ['a']: the numbers are not")):
+        jaxbuf.load(tmp_path, tree)
+
+
+@pytest.mark.parametrize("capacity", [3, 11])
+@pytest.mark.parametrize("added", [4, 13])
+def test_another_capacity_keeps_the_newest(tmp_path, capacity, added):
+    # A buffer of the other size that was given the same items and priorities is the twin.
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    ids = np.arange(1, added + 1)
+    old = item_buffer(8, sampler=sampler)
+    rows = items(*np.arange(1, 14))
+    old = jaxbuf.add(old, rows, priority=rows["id"].astype(np.float32), mask=rows["id"] <= added)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, item_buffer(capacity, sampler=sampler), resize=True)
+    kept = ids[-min(8, capacity, added) :]
+    assert new.capacity == capacity
+    assert int(new.size) == len(kept)
+    mass = dict(zip(np.asarray(new.data["id"]), np.asarray(new.sampler_state.leaves), strict=True))
+    assert {i: mass[i] for i in kept} == {i: float(i) for i in kept}
+    assert float(new.sampler_state.root("sum")) == kept.sum()
+    assert_same(new.counters, old.counters)
+    assert not np.any(still_held(old, new))
+    # From here on the oldest goes first again.
+    for i in range(capacity):
+        new = jaxbuf.add(new, items(100 + i))
+        everything = [*kept.tolist(), *range(100, 101 + i)]
+        assert live_ids(new) == sorted(everything[-capacity:])
+
+
+def test_another_capacity_of_many_seeds(tmp_path):
+    def fill(ids):
+        data = {"obs": jnp.zeros((6, 3)), "id": ids}
+        return item_buffer(4).add(data, mask=ids > 0)
+
+    ids = jnp.asarray([[1, 2, 3, 4, 5, 6], [0, 0, 7, 8, 0, 9]], jnp.int32)
+    jaxbuf.save(tmp_path, {"buffers": jax.vmap(fill)(ids)})
+    like = jax.vmap(lambda _: item_buffer(2))(jnp.arange(2))
+    new = jaxbuf.load(tmp_path, {"buffers": like}, resize=True)["buffers"]
+    assert np.sort(new.data["id"], axis=1).tolist() == [[5, 6], [8, 9]]
+
+
+@pytest.mark.parametrize("capacity", [3, 12])
+def test_another_capacity_keeps_the_highest_scores(tmp_path, capacity):
+    options = {"evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax(temperature=0.5)}
+    score = np.asarray([5.0, -1.0, 7.0, 7.0, 0.0, 50.0, 3.0, -np.inf, 7.0, 2.0], np.float32)
+    old = jaxbuf.add(item_buffer(8, **options), items(*range(10)), score=score)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, item_buffer(capacity, **options), resize=True)
+    twin = sorted(range(10), key=lambda i: (score[i], i))[-min(8, capacity) :]
+    assert live_ids(new) == sorted(twin)
+    live = np.arange(capacity) < len(twin)
+    ids = np.asarray(new.data["id"])[live]
+    np.testing.assert_array_equal(np.asarray(new.occupancy.score)[live], score[ids])
+    np.testing.assert_array_equal(np.asarray(new.sampler_state.scores.leaves)[live], score[ids])
+    # Of equal scores the older goes first, as if nothing had happened.
+    new = jaxbuf.add(new, items(99), score=jnp.asarray([7.0]))
+    assert live_ids(new) == ([5, 8, 99] if capacity == 3 else sorted([*twin, 99]))
+
+
+def test_softmax_forgets_a_largest_score_that_does_not_stay(tmp_path):
+    options = {"sampler": jaxbuf.Softmax()}
+    score = jnp.asarray([500.0, 1.0, 2.0, 3.0])
+    old = jaxbuf.add(item_buffer(4, **options), items(0, 1, 2, 3), score=score)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, item_buffer(2, **options), resize=True)
+    batch = jaxbuf.sample(new, jax.random.key(0), 64)
+    assert bool(jnp.all(batch.valid))
+    expected = {2: 1 / (1 + np.e), 3: np.e / (1 + np.e)}
+    for i, probability in zip(batch.data["id"].tolist(), batch.probability.tolist(), strict=True):
+        assert probability == pytest.approx(expected[i], rel=1e-5)
+
+
+@pytest.mark.parametrize(("waiting", "kept"), [(3, [3, 4, 5]), (6, [3, 4, 5, 6])])
+def test_a_shorter_queue_keeps_those_who_came_first(tmp_path, waiting, kept):
+    queue = jaxbuf.Queue.create(ITEM, 7).add(items(1, 2)).take(2)[0]
+    queue = queue.add(items(*range(3, 3 + waiting)))
+    jaxbuf.save(tmp_path, queue)
+    new = jaxbuf.load(tmp_path, jaxbuf.Queue.create(ITEM, 4), resize=True)
+    assert new.metrics()["rejected"] == waiting - len(kept)
+    new, batch = new.take(5)
+    assert np.asarray(batch.data["id"])[np.asarray(batch.valid)].tolist() == kept
+
+
+@pytest.mark.parametrize(("length", "period"), [(4, 1), (6, 2), (12, 2)])
+def test_another_length_keeps_the_newest_steps(tmp_path, length, period):
+    options = {"sequence_length": 3, "period": period, "sampler": jaxbuf.Prioritized(alpha=1.0)}
+    old = trajectories(8, **options)
+    counts = (13, 5)
+    rows = np.arange(13)
+    # Rings of different sizes; a window's priority is the number of its last step, from 1 on.
+    ids = np.stack([100 * (env + 1) + rows for env in range(2)]).astype(np.int32)
+    steps = {"obs": np.repeat(ids[..., None], 3, -1).astype(np.float32), "id": ids}
+    mask = rows[None] < np.asarray(counts)[:, None]
+    old = jaxbuf.add(old, steps, priority=ids.astype(np.float32), mask=mask)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, trajectories(length, **options), resize=True)
+    twin = [ids[env, :count][-min(8, length) :].tolist() for env, count in enumerate(counts)]
+    assert int(new.size) == sum(map(len, twin))
+    # Windows start where they started: at even steps, if every other place is a start.
+    windows = {
+        tuple(ring[i : i + 3]): float(ring[i + 2])
+        for ring in twin
+        for i in range(len(ring) - 2)
+        if ring[i] % period == 0
+    }
+    assert int(new.occupancy.size) == len(windows)
+    found, at = windows_of(new)
+    masses = np.asarray(new.sampler_state.leaves)
+    assert dict(zip(found, masses[at].tolist(), strict=True)) == windows
+    assert float(new.sampler_state.root("sum")) == sum(windows.values())
+    assert not np.any(still_held(old, new))
+    # The next steps follow on those that are there.
+    more = {"obs": jnp.zeros((2, 2, 3)), "id": jnp.asarray([[113, 114], [205, 206]], jnp.int32)}
+    found, _ = windows_of(jaxbuf.add(new, more))
+    assert np.all(np.diff(np.asarray(found), axis=1) == 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memorizer(jaxbuf.Uniform):
+    """Keeps something whose shape says nothing of slots."""
+
+    def init(self, capacity):
+        return jnp.zeros((2 * capacity + 1,))
+
+
+def test_what_cannot_be_moved_is_refused(tmp_path):
+    jaxbuf.save(tmp_path, item_buffer(8, sampler=Memorizer()))
+    with pytest.raises(ValueError, match="cannot be moved; load it with the size that was saved"):
+        jaxbuf.load(tmp_path, item_buffer(3, sampler=Memorizer()), resize=True)
+
+
+def test_a_buffer_in_a_train_state_of_orbax(tmp_path):
+    model = nn.Dense(2)
+
+    class State(TrainState):
+        replay: jaxbuf.ItemBuffer
+        key: jax.Array
+
+    def create(seed):
+        return State.create(
+            apply_fn=model.apply,
+            params=model.init(jax.random.key(seed), jnp.zeros((1, 3))),
+            tx=optax.adam(1e-3),
+            replay=item_buffer(sampler=jaxbuf.Prioritized()),
+            key=jax.random.key(seed),
+        )
+
+    state = create(0)
+    state = state.replace(replay=state.replay.add(items(1, 2, 3)), step=jnp.int32(4))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "theirs", state)
+        checkpointer.wait_until_finished()
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=here), state
+        )
+        assert_same(checkpointer.restore(tmp_path / "theirs", abstract).replay, state.replay)
+    # And by ours the whole state, whose functions and fresh step counter do not matter.
+    jaxbuf.save(tmp_path / "ours", state)
+    loaded = jaxbuf.load(tmp_path / "ours", create(1))
+    for name in ("replay", "params", "opt_state", "key", "step"):
+        assert_same(getattr(loaded, name), getattr(state, name))
+
+
+def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path):
+    written = kill.kill_repeatedly(kill.checkpoint_writer, tmp_path / "run", longest=0.3)
+    assert written > 0
+    unfinished = list((tmp_path / "run").glob("*tmp*"))
+    assert len(unfinished) <= 1, "what a killed save leaves is never removed"
+
+
+def test_orbax_is_imported_where_it_is_needed_only():
+    code = (
+        "import sys, jaxbuf; sys.exit(bool({'orbax', 'tensorstore', 'minari'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
