@@ -1,6 +1,7 @@
 """Replay memory for JAX: every buffer an immutable pytree, every operation a pure function."""
 
 from jaxbuf.buffers.accumulator import Chunk, ChunkAccumulator, Episode, EpisodeAccumulator
+from jaxbuf.buffers.groups import Groups, sample_groups
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.ops import add, sample, update_priority
 from jaxbuf.buffers.presets import reward_prioritized, terminating_states
@@ -22,6 +23,7 @@ __all__ = [
     "ChunkAccumulator",
     "Episode",
     "EpisodeAccumulator",
+    "Groups",
     "ItemBuffer",
     "Lowest",
     "NStep",
@@ -42,6 +44,7 @@ __all__ = [
     "n_step",
     "reward_prioritized",
     "sample",
+    "sample_groups",
     "save",
     "terminal_states",
     "terminating_states",

@@ -1,0 +1,200 @@
+"""Several items of one group at a time."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree
+
+from jaxbuf.buffers import common
+from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.core import fields, storage
+from jaxbuf.core.slots import Slots, random_words, scale_word
+
+Order = Literal["age", "random"]
+
+
+class Groups(struct.PyTreeNode):
+    """Items of ``B`` groups, up to ``K`` of each.
+
+    Attributes:
+        data: The items, leaves ``[B, K, ...]``.
+        slots: Where they lie, ``[B, K]``.
+        group: The id of each group, ``[B]`` int32; ``num_groups`` where there was none.
+        valid: Which places hold an item, ``[B, K]``: the first ones of a group, and none where
+            there was no further group. The data of the others is arbitrary.
+        ignored: Items in the whole buffer that belong to no group, since their id is not in
+            ``[0, num_groups)``; ``[]`` int32.
+    """
+
+    data: PyTree[Array]
+    slots: Slots
+    group: Int[Array, " B"]
+    valid: Bool[Array, "B K"]
+    ignored: Int[Array, ""]
+
+
+def sample_groups(
+    buffer: ItemBuffer,
+    key: PRNGKeyArray,
+    groups: int | Int[Array, " B"],
+    *,
+    num_groups: int,
+    size: int,
+    group: str = "group",
+    order: Order = "age",
+    replacement: bool = False,
+) -> Groups:
+    """Draw groups of items, all groups equally likely, and some items of each.
+
+    A group is all items with one id: an episode, an environment, a class. Jitted; one call sorts
+    the buffer's slots by group, ``O(N log N)``.
+
+    Args:
+        buffer: Where from.
+        key: A PRNG key.
+        groups: How many different groups to draw, ``B``, static; or which ones, ``[B]`` ids. If
+            fewer groups have items, the rows that are missing are invalid.
+        num_groups: Ids are below it; static.
+        size: Most items of a group, ``K``; static.
+        group: Name of the field that holds the id, one integer; dots lead into nested fields.
+        order: ``"age"`` takes ``size`` consecutive items of the group, oldest first, from a random
+            one on; ``"random"`` any different ones in random order. All of them, if there are not
+            more than ``size``.
+        replacement: Whether a group may be drawn twice.
+
+    Raises:
+        ValueError: If a number is no whole number from 1 on, the field is missing or holds no
+            integers, ids known when traced are out of range, or ``order`` is none of these.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> item = {"group": jnp.int32(0), "value": jnp.int32(0)}
+        >>> buffer = jaxbuf.ItemBuffer.create(item, capacity=10)
+        >>> values = jnp.arange(10)
+        >>> buffer = buffer.add({"group": values & 5, "value": values})
+        >>> batch = jaxbuf.sample_groups(
+        ...     buffer, jax.random.key(0), jnp.array([0, 1, 4, 5]), num_groups=6, size=3
+        ... )
+        >>> batch.data["value"][:2].tolist(), batch.valid.sum(axis=1).tolist()
+        ([[0, 2, 8], [1, 3, 9]], [3, 3, 2, 2])
+
+    References:
+        Niu et al., DI-engine, its ``group_sample`` and ``padding`` middleware.
+    """
+    num_groups = common.check_count("num_groups", num_groups)
+    size = common.check_count("size", size)
+    if order not in ("age", "random"):
+        raise ValueError(f'order is {order!r}; choose "age" or "random"')
+    if not isinstance(buffer, ItemBuffer):
+        raise ValueError(f"buffer is a {type(buffer).__name__}; expected an ItemBuffer")
+    ids = fields.find(buffer.data, group)
+    if ids is None:
+        raise ValueError(f"group is {group!r}, but items have no such field")
+    if not isinstance(ids, jax.Array) or not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim > 1:
+        found = getattr(ids, "dtype", "no array"), getattr(ids, "shape", (0,))[1:]
+        raise ValueError(
+            f"group is {group!r}, which is {found[0]} of shape {found[1]} in an item; expected one "
+            "integer"
+        )
+    wanted: Any = groups if isinstance(groups, jax.core.Tracer) else np.asarray(groups)
+    chosen = None
+    if wanted.ndim == 0:
+        count = common.check_count("groups", groups)
+    else:
+        if isinstance(wanted, np.ndarray):
+            wrong = wanted[(wanted < 0) | (wanted >= num_groups)]
+            if wrong.size:
+                raise ValueError(
+                    f"groups has id {wrong[0]}; expected ids from 0 to num_groups - 1, which is "
+                    f"{num_groups - 1}"
+                )
+        count = wanted.shape[0]
+        chosen = storage.check_rows(wanted, "groups", (count,), np.int32, "(B,)")
+    return _sample(
+        buffer,
+        key,
+        chosen,
+        count=count,
+        num_groups=num_groups,
+        size=size,
+        field=group,
+        random=order == "random",
+        replacement=bool(replacement),
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("count", "num_groups", "size", "field", "random", "replacement")
+)
+def _sample(
+    buffer: ItemBuffer,
+    key: PRNGKeyArray,
+    chosen: Int[Array, " B"] | None,
+    *,
+    count: int,
+    num_groups: int,
+    size: int,
+    field: str,
+    random: bool,
+    replacement: bool,
+) -> Groups:
+    draw_key, start_key, order_key = jax.random.split(key, 3)
+    slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    live = buffer.occupancy.live(slot)
+    ids = fields.find(buffer.data, field)
+    inside = (ids >= 0) & (ids < num_groups)
+    name = jnp.where(live & inside, ids.astype(jnp.int32), num_groups)
+    if random:
+        rank = random_words(order_key, slot.shape)
+    else:
+        # Of two generations the later is larger, unless they have wrapped in between.
+        generation = buffer.occupancy.generation(slot)
+        rank = (generation - generation[jnp.argmax(live)]).astype(jnp.int32)
+    name, _, slot = lax.sort((name, rank, slot), num_keys=2)
+    bound = jnp.searchsorted(name, jnp.arange(num_groups + 1, dtype=jnp.int32)).astype(jnp.int32)
+    first, members = bound[:-1], jnp.diff(bound)
+    if chosen is None:
+        group, there = _draw_groups(draw_key, members > 0, count, replacement)
+    else:
+        there = (chosen >= 0) & (chosen < num_groups)
+        group = jnp.where(there, chosen, 0)
+    held = jnp.where(there, members[group], 0)
+    # Any item of a group may be the first of a random order; enough must follow it in order of age.
+    starts = held if random else jnp.maximum(held - size, 0) + 1
+    start = scale_word(random_words(start_key, (count,)), starts.astype(jnp.uint32))
+    place = jnp.arange(size, dtype=jnp.int32)[None]
+    valid = place < held[:, None]
+    place = (start.astype(jnp.int32)[:, None] + place) % jnp.maximum(held, 1)[:, None]
+    index = slot.at[first[group][:, None] + place].get(mode="clip")
+    index = jnp.where(valid, index, buffer.capacity)
+    rows = storage.read(buffer.data, index.reshape(-1))
+    return Groups(
+        data=jax.tree.map(lambda leaf: leaf.reshape(count, size, *leaf.shape[1:]), rows),
+        slots=Slots(index=index, generation=buffer.occupancy.generation(index)),
+        group=jnp.where(there, group, num_groups),
+        valid=valid,
+        ignored=jnp.sum(live & ~inside, dtype=jnp.int32),
+    )
+
+
+def _draw_groups(
+    key: PRNGKeyArray, there: Bool[Array, " G"], count: int, replacement: bool
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Groups that are there, all equally likely, and which rows hold one."""
+    total = jnp.sum(there, dtype=jnp.int32)
+    if replacement:
+        rank = scale_word(random_words(key, (count,)), total.astype(jnp.uint32)).astype(jnp.int32)
+        until = jnp.cumsum(there, dtype=jnp.int32)
+        group = jnp.searchsorted(until, rank, side="right").astype(jnp.int32)
+        return jnp.minimum(group, there.size - 1), jnp.broadcast_to(total > 0, (count,))
+    group = jnp.arange(there.size, dtype=jnp.int32)
+    lot = random_words(key, there.shape)
+    _, _, group = lax.sort((~there, lot, group), num_keys=2)
+    row = jnp.arange(count, dtype=jnp.int32)
+    return group.at[row].get(mode="clip"), row < total

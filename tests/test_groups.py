@@ -1,0 +1,211 @@
+"""`sample_groups`: items of one group together, in order or at random, padded with a mask."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import jaxbuf
+
+ITEM = {"group": jnp.int32(0), "info": {"time": jnp.int32(0)}}
+
+
+def items(groups, start=0):
+    groups = np.asarray(groups, np.int32)
+    time = np.arange(start, start + len(groups), dtype=np.int32)
+    return {"group": groups, "info": {"time": time}}
+
+
+def filled(groups, capacity=None, **options):
+    buffer = jaxbuf.ItemBuffer.create(ITEM, capacity or len(groups), **options)
+    return jaxbuf.add(buffer, items(groups))
+
+
+def rows(batch):
+    """For each row its group and the times of its items; all else is checked on the way."""
+    out = []
+    for row, group in enumerate(batch.group.tolist()):
+        valid = np.asarray(batch.valid[row])
+        count = int(valid.sum())
+        np.testing.assert_array_equal(valid, np.arange(valid.size) < count)
+        data = jax.tree.map(lambda leaf, row=row: np.asarray(leaf[row]), batch.data)
+        np.testing.assert_array_equal(data["group"][:count], group)
+        out.append((group, data["info"]["time"][:count].tolist()))
+    return out
+
+
+def test_di_engine_padding():
+    """10 items grouped by ``i & 5``: sizes 3, 3, 2, 2, padded to 3."""
+    buffer = filled([i & 5 for i in range(10)])
+    batch = jaxbuf.sample_groups(buffer, jax.random.key(0), 4, num_groups=6, size=3)
+    assert batch.data["group"].shape == batch.valid.shape == (4, 3)
+    assert sorted(rows(batch)) == [(0, [0, 2, 8]), (1, [1, 3, 9]), (4, [4, 6]), (5, [5, 7])]
+    assert int(batch.ignored) == 0
+
+
+def test_di_engine_group_sample():
+    """Groups of 4 and 6, five of each in order: one is padded by one, the other is full."""
+    buffer = filled([0] * 4 + [1] * 6)
+    for seed in range(4):
+        batch = jaxbuf.sample_groups(buffer, jax.random.key(seed), 2, num_groups=2, size=5)
+        found = dict(rows(batch))
+        assert found[0] == [0, 1, 2, 3]
+        assert found[1] in ([4, 5, 6, 7, 8], [5, 6, 7, 8, 9])
+
+
+@pytest.mark.parametrize("order", ["age", "random"])
+@pytest.mark.parametrize("evictor", [jaxbuf.Oldest(), jaxbuf.Lowest()])
+def test_random_buffers_agree_with_lists(order, evictor):
+    random = np.random.default_rng(5)
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 12, evictor=evictor)
+    held, time = [], 0
+    for turn in range(15):
+        groups = random.integers(-1, 5, 5)
+        score = random.permutation(5).astype(np.float32) + 10 * random.random()
+        options = {"score": score} if evictor.uses_score else {}
+        buffer = jaxbuf.add(buffer, items(groups, time), **options)
+        held += list(zip(score.tolist(), range(time, time + 5), groups.tolist(), strict=True))
+        time += 5
+        if evictor.uses_score:
+            held = sorted(sorted(held)[-12:], key=lambda item: item[1])
+        held = held[-12:]
+        members = collections.defaultdict(list)
+        for _, when, group in held:
+            members[group].append(when)
+        outside = len(members.pop(-1, [])) + len(members.pop(4, []))
+        batch = jaxbuf.sample_groups(
+            buffer, jax.random.key(turn), 5, num_groups=4, size=3, order=order
+        )
+        assert int(batch.ignored) == outside
+        found = dict(rows(batch))
+        assert set(found) - {4} == set(members)
+        assert np.sum(batch.group == 4) == 5 - len(members)
+        for group, times in members.items():
+            assert len(found[group]) == min(3, len(times))
+            if order == "age":
+                first = times.index(found[group][0])
+                assert found[group] == times[first : first + 3]
+            else:
+                assert len(set(found[group])) == len(found[group])
+                assert set(found[group]) <= set(times)
+        live = buffer.occupancy.live(batch.slots.index.reshape(-1))
+        np.testing.assert_array_equal(live, batch.valid.reshape(-1))
+        np.testing.assert_array_equal(
+            np.asarray(buffer.data["info"]["time"])[batch.slots.index[batch.valid]],
+            batch.data["info"]["time"][batch.valid],
+        )
+
+
+def frequencies(members, draws, **options):
+    buffer = filled(members)
+    draw = jax.jit(jax.vmap(lambda key: jaxbuf.sample_groups(buffer, key, **options)))
+    return draw(jax.random.split(jax.random.key(3), draws))
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_groups_are_equally_likely(replacement):
+    batch = frequencies(
+        [0, 0, 0, 0, 2, 3, 3], 2000, groups=2, num_groups=5, size=2, replacement=replacement
+    )
+    pairs = collections.Counter(map(tuple, batch.group.tolist()))
+    expected = [(a, b) for a in (0, 2, 3) for b in (0, 2, 3) if replacement or a != b]
+    assert set(pairs) == set(expected)
+    assert stats.chisquare([pairs[pair] for pair in expected]).pvalue > 1e-3
+
+
+def test_random_order_is_uniform():
+    batch = frequencies(
+        [1, 1, 1, 0, 1], 2400, groups=jnp.array([1]), num_groups=2, size=2, order="random"
+    )
+    pairs = collections.Counter(map(tuple, batch.data["info"]["time"][:, 0].tolist()))
+    assert len(pairs) == 12
+    assert stats.chisquare(list(pairs.values())).pvalue > 1e-3
+
+
+def test_windows_of_a_group_are_equally_likely():
+    batch = frequencies([0] * 6, 1200, groups=1, num_groups=1, size=3)
+    starts = collections.Counter(batch.data["info"]["time"][:, 0, 0].tolist())
+    assert set(starts) == {0, 1, 2, 3}
+    assert stats.chisquare(list(starts.values())).pvalue > 1e-3
+
+
+def test_alone_in_jit_and_under_vmap_agree():
+    buffer = filled([0, 1, 1, 2, 2, 2, 0])
+
+    def draw(buffer, key):
+        return jaxbuf.sample_groups(buffer, key, 4, num_groups=3, size=2, order="random")
+
+    expected = draw(buffer, jax.random.key(1))
+    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), buffer)
+    keys = jnp.stack([jax.random.key(0), jax.random.key(1)])
+    for actual in (
+        jax.jit(draw)(buffer, jax.random.key(1)),
+        jax.tree.map(lambda leaf: leaf[1], jax.vmap(draw)(lanes, keys)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_an_empty_buffer_and_groups_that_do_not_exist():
+    empty = jaxbuf.ItemBuffer.create(ITEM, 3)
+    for options in ({}, {"replacement": True}):
+        batch = jaxbuf.sample_groups(empty, jax.random.key(0), 2, num_groups=3, size=2, **options)
+        assert not batch.valid.any()
+        assert batch.group.tolist() == [3, 3]
+        assert batch.slots.index.tolist() == [[3, 3], [3, 3]]
+    dynamic = jax.jit(
+        lambda buffer, groups: jaxbuf.sample_groups(
+            buffer, jax.random.key(0), groups, num_groups=3, size=2
+        )
+    )
+    batch = dynamic(filled([0, 1, 1]), jnp.array([1, 3, -1, 2], jnp.int32))
+    assert rows(batch) == [(1, [1, 2]), (3, []), (3, []), (2, [])]
+
+
+def test_order_of_age_past_2_to_the_32_laps():
+    buffer = filled([0, 0, 0])
+    counters = jnp.array([0, 2**32 - 1, 0], jnp.uint32)
+    buffer = buffer.replace(occupancy=buffer.occupancy.replace(counters=counters))
+    for start in (0, 2, 4):
+        buffer = jaxbuf.add(buffer, items([0, 0], start))
+    batch = jaxbuf.sample_groups(buffer, jax.random.key(0), 1, num_groups=1, size=3)
+    assert rows(batch) == [(0, [3, 4, 5])]
+
+
+def sample(buffer=None, groups=1, **options):
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 3) if buffer is None else buffer
+    return jaxbuf.sample_groups(
+        buffer, jax.random.key(0), groups, **{"num_groups": 3, "size": 2} | options
+    )
+
+
+BAD = [
+    (lambda: sample(num_groups=0), "num_groups is 0; expected at least 1"),
+    (lambda: sample(size=0), "size is 0; expected at least 1"),
+    (lambda: sample(groups=[0, 3]), "groups has id 3; expected ids from 0 to num_groups"),
+    (lambda: sample(groups=0), "groups is 0; expected at least 1"),
+    (lambda: sample(groups=np.array([0, 3])), "groups has id 3; expected ids from 0 to num_groups"),
+    (lambda: sample(groups=jnp.array([-1, 2])), "groups has id -1; expected ids from 0"),
+    (lambda: sample(groups=jnp.zeros((2, 2), jnp.int32)), "groups has shape (2, 2)"),
+    (lambda: sample(groups=jnp.zeros(2)), "groups has dtype float32; expected int32"),
+    (lambda: sample(group="episode"), "group is 'episode', but items have no such field"),
+    (lambda: sample(group="info"), "group is 'info', which is no array of shape"),
+    (lambda: sample(order="oldest"), 'order is \'oldest\'; choose "age" or "random"'),
+    (
+        lambda: sample(jaxbuf.ItemBuffer.create({"group": jnp.zeros(2)}, 3)),
+        "group is 'group', which is float32 of shape (2,) in an item; expected one integer",
+    ),
+    (
+        lambda: sample(jaxbuf.TrajectoryBuffer.create(ITEM, 2, 3)),
+        "buffer is a TrajectoryBuffer; expected an ItemBuffer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
