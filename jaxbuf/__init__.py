@@ -11,6 +11,7 @@ from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.strategies.evictors import Lowest, Oldest
+from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 from jaxbuf.strategies.softmax import Softmax
@@ -30,11 +31,13 @@ __all__ = [
     "Oldest",
     "Prioritized",
     "Queue",
+    "RateLimiter",
     "Recent",
     "Sample",
     "Slots",
     "Softmax",
     "Steps",
+    "ThroughputLimiter",
     "TrajectoryBuffer",
     "Uniform",
     "add",

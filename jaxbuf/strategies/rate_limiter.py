@@ -1,0 +1,282 @@
+"""How fast may be sampled from a buffer, measured by how fast it is filled: state, and no waiting.
+
+A limiter is asked before and told after: ``can_insert`` and ``can_sample`` say whether a step may
+go on, ``inserted`` and ``sampled`` count it. Whether to wait or to skip the step is for the caller.
+"""
+
+import fractions
+import math
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+# A ratio is kept as a fraction with at most this denominator, so that errors add up to nothing.
+_DENOMINATOR = 1000
+# Errors and what is added to them stay within this, so that their sum is an int32.
+_MOST = 2**30 - 1
+# Bounds are meant as decimals: 0.29 * 100 is 29.
+_ROUNDING = 1e-6
+
+_Count = int | Int[Array, ""] | UInt[Array, ""]
+
+
+class RateLimiter(struct.PyTreeNode):
+    """Keeps the number of samples near a multiple of the number of inserts.
+
+    It keeps ``error = inserts * samples_per_insert - samples`` within a range. An insert that would
+    lift it above is refused, unless the buffer holds no more than ``min_size`` items with it; a
+    sample that would lower it below, or is drawn from fewer than ``min_size`` items, is refused. An
+    immutable pytree; Reverb's semantics.
+
+    Attributes:
+        error: ``[]`` int32, in units of ``1 / denominator``: exact, until it saturates at 2**30.
+        counters: Inserts and samples so far, ``[2]`` uint32; they wrap.
+        numerator: ``samples_per_insert * denominator``.
+        denominator: What the ratio is a fraction of, at most 1000.
+        min_size: Items that must be there before anything is sampled.
+        range: Bounds of the error.
+
+    Example:
+        >>> import jaxbuf
+        >>> limiter = jaxbuf.RateLimiter.create(1.5, min_size=2, tolerance=(-1.0, 3.0))
+        >>> limiter = limiter.inserted(2)
+        >>> bool(limiter.can_sample(2)), bool(limiter.can_insert(2))
+        (True, False)
+        >>> limiter = limiter.sampled(2)
+        >>> bool(limiter.can_insert(2))
+        True
+
+    References:
+        Cassirer et al., Reverb: A Framework for Experience Replay, 2021, section 3.3.
+    """
+
+    error: Int[Array, ""]
+    counters: UInt[Array, " 2"]
+    numerator: int = struct.field(pytree_node=False)
+    denominator: int = struct.field(pytree_node=False)
+    min_size: int = struct.field(pytree_node=False)
+    range: tuple[float, float] = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        samples_per_insert: float,
+        min_size: int = 1,
+        tolerance: float | tuple[float, float] = math.inf,
+    ) -> Self:
+        """A limiter that has counted nothing.
+
+        Args:
+            samples_per_insert: How often an item is sampled, on average; kept as the nearest
+                fraction with a denominator of at most 1000.
+            min_size: Items that must be there before anything is sampled.
+            tolerance: How far the error may be from where it is when the first ``min_size`` items
+                are there and none was sampled; or the bounds themselves, ``(low, high)``. With the
+                default only ``min_size`` counts.
+
+        Raises:
+            ValueError: If a number is out of its range, or the tolerance so small that inserts and
+                samples would block each other.
+        """
+        ratio = float(samples_per_insert)
+        if not 0 < ratio < math.inf:
+            raise ValueError(f"samples_per_insert is {ratio}; expected a positive number")
+        if isinstance(min_size, bool) or not isinstance(min_size, int | np.integer):
+            raise ValueError(f"min_size is {min_size!r}; expected a whole number")
+        if min_size < 1:
+            raise ValueError(f"min_size is {min_size}; expected at least 1")
+        fraction = fractions.Fraction(ratio).limit_denominator(_DENOMINATOR)
+        if not fraction:
+            raise ValueError(f"samples_per_insert is {ratio}; expected at least 1 / {_DENOMINATOR}")
+        start = int(min_size) * ratio
+        if isinstance(tolerance, tuple | list):
+            low, high = (float(bound) for bound in tolerance)
+        else:
+            low, high = start - float(tolerance), start + float(tolerance)
+        least = 2 * max(1.0, ratio)
+        if not high - low >= least - _ROUNDING:
+            raise ValueError(
+                f"tolerance is {tolerance}, a range of {high - low:g}; expected one of at least "
+                f"{least}, 2 * max(1, samples_per_insert), since inserts and samples could block "
+                "each other for good"
+            )
+        if low > start:
+            raise ValueError(
+                f"tolerance begins at {low}, above samples_per_insert * min_size = {start}; once "
+                "min_size items are there, nothing could be sampled"
+            )
+        largest = max(abs(bound) for bound in (low, high, start) if math.isfinite(bound))
+        if largest * fraction.denominator >= _MOST // 2:
+            raise ValueError(
+                f"tolerance {tolerance} and min_size {min_size} are too large to count exactly at "
+                f"a ratio of {fraction}; make them smaller, or the ratio a simpler fraction"
+            )
+        return cls(
+            error=jnp.int32(0),
+            counters=jnp.zeros((2,), jnp.uint32),
+            numerator=fraction.numerator,
+            denominator=fraction.denominator,
+            min_size=int(min_size),
+            range=(low, high),
+        )
+
+    def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
+        """Whether ``count`` items may be inserted into a buffer that holds ``size``."""
+        few = _integer(size) + _integer(count) <= self.min_size
+        bound = self.range[1] * self.denominator
+        if bound >= _MOST:
+            return jnp.ones_like(few)
+        return few | (self._moved(count, self.numerator) <= math.floor(bound + _ROUNDING))
+
+    def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
+        """Whether ``count`` items may be sampled from a buffer that holds ``size``."""
+        enough = _integer(size) >= self.min_size
+        bound = self.range[0] * self.denominator
+        if bound <= -_MOST:
+            return enough & (_integer(count) >= 0)
+        return enough & (self._moved(count, -self.denominator) >= math.ceil(bound - _ROUNDING))
+
+    def inserted(self, count: _Count = 1) -> Self:
+        """After ``count`` items were inserted."""
+        return self._counted(count, self.numerator, 0)
+
+    def sampled(self, count: _Count = 1) -> Self:
+        """After ``count`` items were sampled."""
+        return self._counted(count, -self.denominator, 1)
+
+    def metrics(self) -> dict[str, Array]:
+        """Numbers worth watching, all scalars.
+
+        Returns:
+            ``inserts`` and ``samples``, counted since creation and wrapping at 2**32, and the
+            ``error`` in samples.
+        """
+        return {
+            "inserts": self.counters[..., 0],
+            "samples": self.counters[..., 1],
+            "error": self.error.astype(jnp.float32) / jnp.float32(self.denominator),
+        }
+
+    def _moved(self, count: _Count, step: int) -> Int[Array, ""]:
+        """The error after ``count`` steps, saturated."""
+        count = jnp.clip(_integer(count), 0, _MOST // abs(step))
+        return jnp.clip(self.error + count * jnp.int32(step), -_MOST, _MOST)
+
+    def _counted(self, count: _Count, step: int, counter: int) -> Self:
+        number = jnp.asarray(count).astype(jnp.uint32)
+        return self.replace(
+            error=self._moved(count, step), counters=self.counters.at[counter].add(number)
+        )
+
+
+class ThroughputLimiter(struct.PyTreeNode):
+    """Keeps the ratio of recent inserts to recent samples in a range.
+
+    Both are counted with a decay: after ``window`` seconds a count is down to a hundredth. Time is
+    told, never read: call ``after(seconds)`` with what has passed since the last call. An immutable
+    pytree; DI-engine's semantics.
+
+    Attributes:
+        counts: Inserts and samples, decayed, ``[2]`` float32.
+        inserts_per_sample: Bounds of the ratio.
+        window: Seconds after which a count is down to a hundredth.
+        min_batches: How many batches of the size that is asked for must be in the buffer.
+
+    Example:
+        >>> import jaxbuf
+        >>> limiter = jaxbuf.ThroughputLimiter.create((0.5, 2.0), window=5.0)
+        >>> limiter = limiter.inserted(30).sampled(57)
+        >>> bool(limiter.can_sample(30, 19)), bool(limiter.can_insert(30, 60))
+        (False, True)
+        >>> [round(float(count), 2) for count in limiter.after(5.0).counts]
+        [0.3, 0.57]
+
+    References:
+        Niu et al., DI-engine: the throughput controller of its advanced buffer. It decays the
+        counts once a second; here they decay by what has passed.
+    """
+
+    counts: Float[Array, " 2"]
+    inserts_per_sample: tuple[float, float] = struct.field(pytree_node=False)
+    window: float = struct.field(pytree_node=False)
+    min_batches: float = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        inserts_per_sample: tuple[float, float] = (0.0, math.inf),
+        *,
+        window: float = 30.0,
+        min_batches: float = 1.0,
+    ) -> Self:
+        """A limiter that has counted nothing.
+
+        Args:
+            inserts_per_sample: Least and largest ratio of inserts to samples.
+            window: Seconds after which a count is down to a hundredth.
+            min_batches: How many batches of the size that is asked for must be in the buffer; at
+                least 1.
+
+        Raises:
+            ValueError: If a number is out of its range.
+        """
+        low, high = (float(bound) for bound in inserts_per_sample)
+        if not 0 <= low <= high or low == math.inf:
+            raise ValueError(
+                f"inserts_per_sample is {(low, high)}; expected bounds with 0 <= least <= largest"
+            )
+        if not 0 < float(window) < math.inf:
+            raise ValueError(f"window is {window}; expected a positive number of seconds")
+        if not 1 <= float(min_batches) < math.inf:
+            raise ValueError(f"min_batches is {min_batches}; expected at least 1")
+        return cls(
+            counts=jnp.zeros((2,), jnp.float32),
+            inserts_per_sample=(low, high),
+            window=float(window),
+            min_batches=float(min_batches),
+        )
+
+    def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
+        """Whether ``count`` items may be inserted; always while there are no recent samples."""
+        del size
+        inserts, samples = self.counts[0], self.counts[1]
+        high = self.inserts_per_sample[1]
+        if high == math.inf:
+            return samples >= 0
+        return (samples < 1e-5) | (inserts + _float(count) <= jnp.float32(high) * samples)
+
+    def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
+        """Whether ``count`` items may be sampled from a buffer that holds ``size``."""
+        inserts, samples = self.counts[0], self.counts[1]
+        enough = _float(size) >= jnp.float32(self.min_batches) * _float(count)
+        low = jnp.float32(self.inserts_per_sample[0])
+        return enough & (inserts >= low * (samples + _float(count)))
+
+    def inserted(self, count: _Count = 1) -> Self:
+        """After ``count`` items were inserted."""
+        return self.replace(counts=self.counts.at[0].add(_float(count)))
+
+    def sampled(self, count: _Count = 1) -> Self:
+        """After ``count`` items were sampled."""
+        return self.replace(counts=self.counts.at[1].add(_float(count)))
+
+    def after(self, seconds: float | Float[Array, ""]) -> Self:
+        """Once ``seconds`` have passed; a negative time counts as none."""
+        passed = jnp.maximum(jnp.asarray(seconds, jnp.float32), 0.0)
+        decay = jnp.exp(passed * jnp.float32(math.log(0.01) / self.window))
+        return self.replace(counts=self.counts * decay)
+
+    def metrics(self) -> dict[str, Array]:
+        """Numbers worth watching, all scalars: recent ``inserts`` and ``samples``."""
+        return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}
+
+
+def _integer(count: Any) -> Int[Array, ""]:
+    return jnp.asarray(count).astype(jnp.int32)
+
+
+def _float(count: Any) -> Float[Array, ""]:
+    return jnp.asarray(count).astype(jnp.float32)

@@ -1,0 +1,270 @@
+"""Rate limiters: the numbers of Reverb and DI-engine, and exact over any number of steps."""
+
+import fractions
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+
+
+class Table:
+    """A limiter and the size that goes with it, asked as Reverb's own tests ask theirs."""
+
+    def __init__(self, ratio, min_size, low, high):
+        self.limiter = jaxbuf.RateLimiter.create(ratio, min_size, (low, high))
+        self.size = 0
+
+    def can_insert(self, count=1):
+        return bool(self.limiter.can_insert(self.size, count))
+
+    def can_sample(self, count=1):
+        return bool(self.limiter.can_sample(self.size, count))
+
+    def insert(self):
+        self.size += 1
+        self.limiter = self.limiter.inserted()
+
+    def sample(self):
+        """Whether a sample is allowed; if so it is taken."""
+        allowed = self.can_sample()
+        self.limiter = self.limiter.sampled(int(allowed))
+        return allowed
+
+
+def test_reverb_blocks_samples_until_enough_was_inserted():
+    table = Table(1.0, 2, -1.0, 1.0)
+    assert not table.sample()
+    assert table.can_insert()
+    table.insert()
+    assert not table.sample()
+    assert table.can_insert()
+    table.insert()
+    assert table.sample()
+
+
+def test_reverb_does_not_block_within_the_range():
+    table = Table(1.5, 1, -3.0, 3.1)
+    for _ in range(2):
+        assert table.can_insert()
+        table.insert()
+    assert all(table.sample() for _ in range(6))
+    assert not table.sample()
+
+
+def test_reverb_blocks_what_leaves_the_range():
+    """Ratio 1.5, range −1 to 3."""
+    table = Table(1.5, 2, -1.0, 3.0)
+    assert not table.sample()
+    table.insert()
+    assert not table.sample()
+    assert table.can_insert()
+    table.insert()
+    assert table.sample()
+    # It would lead to an error of 3.5.
+    assert not table.can_insert()
+    assert table.sample()
+    assert table.can_insert()
+
+
+def test_reverb_counts_several_at_once():
+    table = Table(1.0, 1, -1.0, 1.0)
+    assert not table.can_sample()
+    table.insert()
+    assert [table.can_sample(count) for count in (1, 2, 3)] == [True, True, False]
+    table = Table(1.5, 2, 0.0, 5.0)
+    assert [table.can_insert(count) for count in (1, 2, 3, 4)] == [True, True, True, False]
+    for _ in range(3):
+        assert table.can_insert()
+        table.insert()
+    assert not table.can_insert()
+    assert table.sample()
+    assert table.sample()
+    assert [table.can_insert(count) for count in (1, 2)] == [True, False]
+
+
+def test_reverb_goes_by_the_items_that_are_left():
+    table = Table(5.0, 2, 0.0, 10.0)
+    table.insert()
+    table.insert()
+    assert not table.can_insert()
+    assert table.sample()
+    table.size -= 1
+    assert table.can_insert()
+    assert not table.sample()
+    table.insert()
+    assert table.sample()
+
+
+def test_one_number_is_a_range_around_the_start():
+    limiter = jaxbuf.RateLimiter.create(0.5, 10, 1.5)
+    assert limiter.range == (3.5, 6.5)
+    assert (limiter.numerator, limiter.denominator) == (1, 2)
+
+
+def test_only_a_minimum_size():
+    limiter = jaxbuf.RateLimiter.create(1.0, 3)
+    limiter = limiter.inserted(2**31 - 1).sampled(5)
+    assert [bool(limiter.can_sample(size, 100)) for size in (2, 3)] == [False, True]
+    assert limiter.can_insert(10, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high"), [(1.5, -1.0, 3.0), (0.1, -2.0, 0.9), (8.0, -20.0, 29.29)]
+)
+def test_random_steps_agree_with_fractions(ratio, low, high):
+    random = np.random.default_rng(1)
+    exact = fractions.Fraction(str(ratio))
+    bounds = fractions.Fraction(str(low)), fractions.Fraction(str(high))
+    start = jaxbuf.RateLimiter.create(ratio, 2, (low, high))
+    inserts = random.random(300) < 0.5
+    counts = random.integers(1, 4, 300).astype(np.int32)
+
+    def step(carry, row):
+        limiter, size = carry
+        insert, count = row
+        allowed = jnp.where(
+            insert, limiter.can_insert(size, count), limiter.can_sample(size, count)
+        )
+        taken = jnp.where(allowed, count, 0)
+        added = jnp.where(insert, taken, 0)
+        limiter = limiter.inserted(added).sampled(taken - added)
+        # A buffer of eight.
+        return (limiter, jnp.minimum(size + added, 8)), allowed
+
+    (limiter, _), allowed = jax.jit(lambda rows: jax.lax.scan(step, (start, jnp.int32(0)), rows))(
+        (inserts, counts)
+    )
+    error, size, expected = fractions.Fraction(0), 0, []
+    for insert, count in zip(inserts.tolist(), counts.tolist(), strict=True):
+        if insert:
+            expected.append(size + count <= 2 or error + count * exact <= bounds[1])
+        else:
+            expected.append(size >= 2 and error - count >= bounds[0])
+        if expected[-1]:
+            error += count * exact if insert else -count
+            size = min(size + count, 8) if insert else size
+    np.testing.assert_array_equal(allowed, expected)
+    assert 20 < sum(expected) < 280
+    assert float(limiter.metrics()["error"]) == pytest.approx(float(error))
+
+
+def test_past_2_to_the_32_steps():
+    limiter = jaxbuf.RateLimiter.create(0.3, 1, (-5.0, 5.0))
+    limiter = limiter.replace(counters=jnp.full((2,), 2**32 - 1, jnp.uint32))
+    limiter = limiter.inserted(10).sampled(3)
+    assert (limiter.metrics()["inserts"], limiter.metrics()["samples"]) == (9, 2)
+    assert float(limiter.metrics()["error"]) == 0
+    assert limiter.can_insert(5, 16)
+    assert not limiter.can_insert(5, 17)
+    # Far out of its range the error saturates instead of turning over.
+    for _ in range(3):
+        limiter = limiter.inserted(2**31 - 1)
+    assert not limiter.can_insert(5)
+    assert limiter.can_sample(5, 1000)
+
+
+def test_di_engine_rates():
+    """Max 2, min .5, ratio 1.5, window 5 s."""
+    limiter = jaxbuf.ThroughputLimiter.create((0.5, 2.0), window=5.0, min_batches=1.5)
+    size = 0
+    assert limiter.can_insert(size, 30)
+    limiter, size = limiter.inserted(30), 30
+    for _ in range(3):
+        assert limiter.can_sample(size, 19)
+        limiter = limiter.sampled(19)
+    assert limiter.counts.tolist() == [30, 57]
+    # 30 / 76 is below .5.
+    assert not limiter.can_sample(size, 19)
+    # 30 / 21 is below 1.5.
+    assert not limiter.can_sample(size, 21)
+    for _ in range(2):
+        assert limiter.can_insert(size, 30)
+        limiter, size = limiter.inserted(30), size + 30
+    assert size == 90
+    # 120 / 57 is above 2.
+    assert not limiter.can_insert(size, 30)
+    np.testing.assert_allclose(limiter.after(5.0).counts, [0.9, 0.57], rtol=1e-5)
+    second = limiter
+    for _ in range(5):
+        second = second.after(jnp.float32(1))
+    np.testing.assert_allclose(second.counts, limiter.after(5).counts, rtol=1e-5)
+    np.testing.assert_array_equal(limiter.after(-1.0).counts, limiter.counts)
+
+
+def test_throughput_without_bounds_or_samples():
+    limiter = jaxbuf.ThroughputLimiter.create()
+    assert limiter.can_insert(0, 10**6)
+    assert limiter.can_sample(8, 8)
+    assert not limiter.can_sample(7, 8)
+    limiter = jaxbuf.ThroughputLimiter.create((0.0, 1.0)).inserted(100)
+    # Nothing was sampled so far.
+    assert limiter.can_insert(100, 100)
+    assert not limiter.sampled(1).can_insert(100, 1)
+
+
+def test_throughput_in_scan_and_vmap():
+    start = jaxbuf.ThroughputLimiter.create((0.5, 2.0), window=5.0)
+
+    def step(limiter, count):
+        limiter = limiter.after(0.5)
+        limiter = limiter.inserted(jnp.where(limiter.can_insert(50, count), count, 0))
+        limiter = limiter.sampled(jnp.where(limiter.can_sample(50, 10), 10, 0))
+        return limiter, limiter.metrics()
+
+    counts = jnp.array([10, 3, 25, 7, 1, 30], jnp.int32)
+    expected = start
+    for count in counts:
+        expected, metrics = jax.jit(step)(expected, count)
+    for limiter, seen in (
+        jax.jit(lambda counts: jax.lax.scan(step, start, counts))(counts),
+        jax.tree.map(
+            lambda leaf: leaf[1],
+            jax.vmap(lambda counts: jax.lax.scan(step, start, counts))(jnp.stack([counts] * 2)),
+        ),
+    ):
+        np.testing.assert_allclose(limiter.counts, expected.counts, rtol=1e-6)
+        np.testing.assert_allclose(seen["samples"][-1], metrics["samples"], rtol=1e-6)
+
+
+def rate(*arguments):
+    return lambda: jaxbuf.RateLimiter.create(*arguments)
+
+
+def throughput(*arguments, **options):
+    return lambda: jaxbuf.ThroughputLimiter.create(*arguments, **options)
+
+
+BAD = [
+    (rate(0), "samples_per_insert is 0.0; expected a positive number"),
+    (rate(-1), "samples_per_insert is -1.0; expected a positive number"),
+    (rate(math.nan), "samples_per_insert is nan; expected a positive number"),
+    (rate(1e-5), "samples_per_insert is 1e-05; expected at least 1 / 1000"),
+    (rate(1.0, 0), "min_size is 0; expected at least 1"),
+    (rate(1.0, 1.5), "min_size is 1.5; expected a whole number"),
+    (rate(5, 10, 4), "tolerance is 4, a range of 8; expected one of at least 10"),
+    (rate(0.5, 10, 0.9), "tolerance is 0.9, a range of 1.8; expected one of at least 2"),
+    (rate(5, 10, (8, 12)), "tolerance is (8, 12), a range of 4;"),
+    (rate(0.1, 10, (9.5, 10.5)), "tolerance is (9.5, 10.5), a range of 1;"),
+    (rate(1, 10, (11, 15)), "tolerance begins at 11.0, above samples_per_insert * min_size = 10"),
+    (rate(0.123, 2**28, 10), "too large to count exactly at a ratio of 123/1000"),
+    (throughput((2.0, 1.0)), "inserts_per_sample is (2.0, 1.0); expected bounds"),
+    (throughput((-1, 1.0)), "inserts_per_sample is (-1.0, 1.0); expected bounds"),
+    (throughput(window=0), "window is 0; expected a positive number of seconds"),
+    (throughput(min_batches=0.5), "min_batches is 0.5; expected at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_reverb_accepts_what_it_accepts():
+    for arguments in ((0.5, 10, 1.1), (1, 10, (5, 9)), (1, 10, (7, 12)), (1, 10, 100)):
+        jaxbuf.RateLimiter.create(*arguments)
