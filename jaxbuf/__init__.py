@@ -10,6 +10,7 @@ from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
+from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
@@ -24,6 +25,7 @@ __all__ = [
     "ChunkAccumulator",
     "Episode",
     "EpisodeAccumulator",
+    "Episodes",
     "Groups",
     "ItemBuffer",
     "Lowest",

@@ -9,10 +9,13 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.lookups import EpisodeLookups, broadcast_steps
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import fields, storage
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.subset import Subset
+from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
 from jaxbuf.strategies.samplers import Draw, Support, Uniform, WindowSampler
 
 
@@ -30,7 +33,7 @@ class Steps(struct.PyTreeNode):
     valid: Bool[Array, "E T"]
 
 
-class TrajectoryBuffer(struct.PyTreeNode):
+class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
     """The last ``length`` steps of each of ``num_envs`` environments.
 
     Every environment has a ring of its own with its own write position, so that any of them may be
@@ -45,6 +48,7 @@ class TrajectoryBuffer(struct.PyTreeNode):
         occupancy: Which steps and windows there are.
         sampler_state: What the sampler keeps: one slot for each place where a window may start.
         counters: Steps added and priorities rejected so far, ``[2]`` uint32; they wrap.
+        episode_index: Where episodes begin and end; None without ``Episodes``.
         sampler: How windows are drawn.
 
     Example:
@@ -61,6 +65,7 @@ class TrajectoryBuffer(struct.PyTreeNode):
     occupancy: Any
     sampler_state: Any
     counters: UInt[Array, " 2"]
+    episode_index: EpisodeIndex | None
     sampler: WindowSampler = struct.field(pytree_node=False)
 
     @classmethod
@@ -74,6 +79,7 @@ class TrajectoryBuffer(struct.PyTreeNode):
         period: int = 1,
         num_earliest_ignored: int = 0,
         sampler: WindowSampler = Uniform(),
+        episodes: Episodes | None = None,
     ) -> Self:
         """An empty buffer.
 
@@ -89,12 +95,14 @@ class TrajectoryBuffer(struct.PyTreeNode):
                 are not gathered. They stay readable: what looks back from the start of a window,
                 such as a stack of frames, finds them.
             sampler: How windows are drawn.
+            episodes: Keep an index of episodes, by the flags among the steps.
 
         Raises:
             ValueError: If a number is no whole number from 1 on, a window is longer than a ring,
                 ``length`` is no multiple of ``period``, too many steps are ignored, there are more
-                than 2**30 steps, the sampler needs scores, or ``example`` holds anything but
-                arrays.
+                than 2**30 steps, the sampler needs scores, ``example`` holds anything but arrays,
+                or ``episodes`` names a field that is missing, of another shape, or of the wrong
+                dtype.
         """
         num_envs = common.check_count("num_envs", num_envs)
         length = common.check_count("length", length)
@@ -122,38 +130,43 @@ class TrajectoryBuffer(struct.PyTreeNode):
             )
         if sampler.uses_score:
             raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
+        data = storage.allocate(example, (num_envs, length))
+        rings = Rings.create(num_envs, length, sequence_length, period, ignored)
+        slots = num_envs * (length // period)
+        avoids = episodes is not None and episodes.boundary == "avoid"
         return cls(
-            data=storage.allocate(example, (num_envs, length)),
-            occupancy=Rings.create(num_envs, length, sequence_length, period, ignored),
-            sampler_state=sampler.init(num_envs * (length // period)),
+            data=data,
+            occupancy=Subset.create(rings, slots) if avoids else rings,
+            sampler_state=sampler.init(slots),
             counters=jnp.zeros((2,), jnp.uint32),
+            episode_index=None if episodes is None else episodes.init(data),
             sampler=sampler,
         )
 
     @property
     def num_envs(self) -> int:
         """Number of rings."""
-        return self.occupancy.num_envs
+        return self.rings.num_envs
 
     @property
     def length(self) -> int:
         """Most steps held of each environment."""
-        return self.occupancy.length
+        return self.rings.length
 
     @property
     def sequence_length(self) -> int:
         """Steps in a window."""
-        return self.occupancy.sequence_length
+        return self.rings.sequence_length
 
     @property
     def period(self) -> int:
         """Distance between the places where windows start."""
-        return self.occupancy.period
+        return self.rings.period
 
     @property
     def num_earliest_ignored(self) -> int:
         """How many of the earliest steps of each ring start no window."""
-        return self.occupancy.ignored
+        return self.rings.ignored
 
     @property
     def capacity(self) -> int:
@@ -163,7 +176,7 @@ class TrajectoryBuffer(struct.PyTreeNode):
     @property
     def size(self) -> Int[Array, ""]:
         """Steps held now, of all environments together."""
-        return self.occupancy.steps
+        return self.rings.steps
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Whether there are at least ``batch_size`` windows."""
@@ -213,13 +226,22 @@ class TrajectoryBuffer(struct.PyTreeNode):
             rejected = jnp.sum(refused, dtype=jnp.uint32)
         if rows == 0:
             return self
-        occupancy, target, broken, completed = self.occupancy.place(rows, taken)
+        rings, target, broken, completed = self.rings.place(rows, taken)
+        index = self.episode_index
+        if index is not None:
+            index, behind = index.extend(steps, self.rings, target, taken)
+            if index.episodes.boundary == "avoid":
+                crosses = behind < self.sequence_length - 1
+                nowhere = jnp.int32(self.num_envs * rings.starts)
+                crossing = jnp.where(crosses, completed, nowhere)
+                completed = jnp.where(crosses, nowhere, completed)
+                broken = jnp.concatenate([broken, crossing], axis=1)
         added = jnp.uint32(rows * self.num_envs)
         if taken is not None:
             added = jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
             data=_unfold(storage.write(_fold(self.data), _fold(steps), target.reshape(-1)), self),
-            occupancy=occupancy,
+            occupancy=self._seen(rings, completed, broken),
             sampler_state=self.sampler.slid(
                 self.sampler_state,
                 completed.reshape(-1),
@@ -227,6 +249,7 @@ class TrajectoryBuffer(struct.PyTreeNode):
                 broken.reshape(-1),
             ),
             counters=self.counters + jnp.stack([added, rejected]),
+            episode_index=index,
         )
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -355,12 +378,15 @@ class TrajectoryBuffer(struct.PyTreeNode):
                 occupancy=self.occupancy.clear(),
                 sampler_state=self.sampler.cleared(self.sampler_state),
                 counters=self.counters.copy(),
+                episode_index=None if self.episode_index is None else self.episode_index.clear(),
             )
         mask = self._check_envs(envs)
         starts = self.length // self.period
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
         gone = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
-        return self.replace(occupancy=self.occupancy.clear(mask), sampler_state=self._without(gone))
+        return self._without(gone, self.rings.clear(mask)).replace(
+            episode_index=None if self.episode_index is None else self.episode_index.clear(mask)
+        )
 
     @property
     def end_position(self) -> UInt[Array, " E"]:
@@ -371,19 +397,19 @@ class TrajectoryBuffer(struct.PyTreeNode):
         2**32, so differences of positions are right for ever. ``clear`` does not begin anew: it
         goes on from a later multiple of ``length``.
         """
-        return self.occupancy.end
+        return self.rings.end
 
     @property
     def earliest_position(self) -> UInt[Array, " E"]:
         """The position of the earliest step held of each environment; the end if there is none."""
-        return self.occupancy.end - self.occupancy.held
+        return self.rings.end - self.rings.held
 
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """The environment of each sampled window, and the position of its first step, ``[B]``.
 
         Of rows that are not valid the environment is ``num_envs``.
         """
-        env, position = self.occupancy.starts_at(slots.index, slots.generation)
+        env, position = self.rings.starts_at(slots.index, slots.generation)
         return jnp.where(slots.index < self.capacity, env, self.num_envs), position
 
     def get_field(
@@ -417,11 +443,8 @@ class TrajectoryBuffer(struct.PyTreeNode):
         field = fields.find(self.data, path)
         if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(field)) or field is None:
             raise ValueError(f"path is {path!r}, but steps have no such field")
-        env, position = _whole("env_ids", env_ids), _whole("positions", positions)
-        shape = jnp.broadcast_shapes(env.shape, position.shape)
-        env = jnp.broadcast_to(env, shape).reshape(-1).astype(jnp.int32)
-        position = jnp.broadcast_to(position, shape).reshape(-1).astype(jnp.uint32)
-        row = self.occupancy.locate(env, position)
+        env, position, shape = broadcast_steps(env_ids, positions)
+        row = self.rings.locate(env, position)
         held = row < self.capacity
 
         def shaped(leaf: Array) -> Array:
@@ -474,8 +497,8 @@ class TrajectoryBuffer(struct.PyTreeNode):
             taken = storage.check_rows(mask, "mask", shape, np.bool_, "(num_envs,)")
             steps = steps.replace(valid=steps.valid & taken[:, None])
         count = jnp.sum(steps.valid, axis=1, dtype=jnp.int32)
-        occupancy, gone = self.occupancy.drop(count, n)
-        return self.replace(occupancy=occupancy, sampler_state=self._without(gone)), steps
+        rings, gone = self.rings.drop(count, n)
+        return self._without(gone, rings), steps
 
     def support(self) -> Support:
         """How many windows can be drawn, and the least probability among them."""
@@ -503,20 +526,31 @@ class TrajectoryBuffer(struct.PyTreeNode):
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         rank = jnp.arange(count, dtype=jnp.uint32)[None]
         position = (self.earliest_position + jnp.uint32(skip))[:, None] + rank
-        row = self.occupancy.locate(
+        row = self.rings.locate(
             jnp.broadcast_to(env, position.shape).reshape(-1), position.reshape(-1)
         )
         data = jax.tree.map(
             lambda leaf: leaf.reshape(*position.shape, *leaf.shape[1:]),
             storage.read(_fold(self.data), row),
         )
-        valid = rank + jnp.uint32(skip) < self.occupancy.held[:, None]
+        valid = rank + jnp.uint32(skip) < self.rings.held[:, None]
         return Steps(data=data, position=position, valid=valid)
 
-    def _without(self, gone: Int[Array, "..."]) -> Any:
-        """The sampler's state once there are no windows at these slots."""
+    def _without(self, gone: Int[Array, "..."], rings: Rings) -> Self:
+        """The buffer once there are no windows at these slots."""
         nothing = jnp.zeros((0,), jnp.int32)
-        return self.sampler.slid(self.sampler_state, nothing, None, gone.reshape(-1))
+        return self.replace(
+            occupancy=self._seen(rings, nothing, gone),
+            sampler_state=self.sampler.slid(self.sampler_state, nothing, None, gone.reshape(-1)),
+        )
+
+    def _seen(self, rings: Rings, completed: Int[Array, "..."], broken: Int[Array, "..."]) -> Any:
+        """The occupancy after some windows have come and others have gone."""
+        if not isinstance(self.occupancy, Subset):
+            return rings
+        come, gone = completed.reshape(-1), broken.reshape(-1)
+        member = jnp.concatenate([jnp.ones(come.shape, bool), jnp.zeros(gone.shape, bool)])
+        return self.occupancy.replace(inner=rings).mark(jnp.concatenate([come, gone]), member)
 
     def _check_envs(self, envs: Any) -> Bool[Array, " E"]:
         """``envs`` as a mask."""
@@ -542,7 +576,7 @@ class TrajectoryBuffer(struct.PyTreeNode):
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """The windows at ``index``, leaves ``[B, sequence_length, ...]``."""
-        rows = storage.read(_fold(self.data), self.occupancy.window(index).reshape(-1))
+        rows = storage.read(_fold(self.data), self.rings.window(index).reshape(-1))
         leading = (index.shape[0], self.sequence_length)
         return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[1:]), rows)
 

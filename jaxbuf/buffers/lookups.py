@@ -1,0 +1,199 @@
+"""What a buffer of steps can tell about their episodes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxbuf.buffers import common
+from jaxbuf.core.rings import Rings
+from jaxbuf.core.slots import Slots
+from jaxbuf.core.subset import Subset
+from jaxbuf.strategies.episodes import EpisodeIndex
+
+
+class EpisodeLookups:
+    """The lookups of a ``TrajectoryBuffer`` with ``Episodes``.
+
+    Each takes sampled windows, ``sample.slots``, and answers for their first steps; or single
+    steps, ``env_ids`` and ``positions`` as ``TrajectoryBuffer.locate`` counts them, of any shapes
+    that broadcast. All raise a ``ValueError`` if the buffer was created without ``Episodes``.
+
+    Attributes:
+        occupancy: Which steps and windows there are.
+        episode_index: Where episodes begin and end; None without ``Episodes``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> step = {"terminated": jnp.bool_(False)}
+        >>> buffer = jaxbuf.TrajectoryBuffer.create(
+        ...     step, num_envs=1, length=8, episodes=jaxbuf.Episodes()
+        ... )
+        >>> buffer = buffer.add({"terminated": jnp.array([[False, True, False, False]])})
+        >>> env_ids, positions = jnp.array([0]), jnp.arange(4)
+        >>> buffer.episode_begin_position(env_ids, positions).tolist()
+        [0, 0, 2, 2]
+        >>> buffer.steps_to_episode_end(env_ids, positions).tolist()
+        [1, 0, 1, 0]
+        >>> buffer.is_episode_first(env_ids, positions).tolist()
+        [True, False, True, False]
+        >>> buffer.is_episode_last(env_ids, positions).tolist()
+        [False, True, False, False]
+        >>> slots = buffer.sample(jax.random.key(0), 32).slots
+        >>> bool(jnp.all(buffer.steps_to_episode_end(slots) <= 1))
+        True
+    """
+
+    occupancy: Any
+    episode_index: EpisodeIndex | None
+
+    @property
+    def rings(self) -> Rings:
+        """Where steps lie, and windows that are avoided too."""
+        return self.occupancy.inner if isinstance(self.occupancy, Subset) else self.occupancy
+
+    def episode_begin_position(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> UInt[Array, "..."]:
+        """The position of the first step of the episode, which may not be held any more.
+
+        Args:
+            where: ``sample.slots``, or ``env_ids``.
+            positions: Which steps of these environments.
+
+        Returns:
+            Positions; a step's own where it is not held.
+        """
+        return self._look_up(EpisodeIndex.begin, where, positions)
+
+    def steps_to_episode_end(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> Int[Array, "..."]:
+        """How many steps of the episode follow; an open one ends with the newest step for now.
+
+        Args:
+            where: ``sample.slots``, or ``env_ids``.
+            positions: Which steps of these environments.
+
+        Returns:
+            Numbers from 0 on; -1 where the step itself is not held.
+        """
+        return self._look_up(EpisodeIndex.remaining, where, positions)
+
+    def is_episode_first(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> Bool[Array, "..."]:
+        """Whether an episode began with this step; False where it is not held.
+
+        Args:
+            where: ``sample.slots``, or ``env_ids``.
+            positions: Which steps of these environments.
+        """
+        return self._look_up(EpisodeIndex.is_first, where, positions)
+
+    def is_episode_last(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> Bool[Array, "..."]:
+        """Whether an episode ended with this step; False where it is not held.
+
+        Args:
+            where: ``sample.slots``, or ``env_ids``.
+            positions: Which steps of these environments.
+        """
+        return self._look_up(EpisodeIndex.is_last, where, positions)
+
+    def episode_return(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> Float[Array, "..."]:
+        """The discounted return from this step to the end of its episode.
+
+        Args:
+            where: ``sample.slots``, or ``env_ids``.
+            positions: Which steps of these environments.
+
+        Returns:
+            Returns; ``Episodes.default_return`` where the episode goes on or was truncated, and
+            where the step is not held.
+
+        Raises:
+            ValueError: If the buffer was created without ``Episodes(record_return=True)``.
+        """
+        if not self._index().episodes.record_return:
+            raise ValueError(
+                "record_return is False; create the buffer with "
+                "episodes=jaxbuf.Episodes(record_return=True)"
+            )
+        return self._look_up(EpisodeIndex.recorded, where, positions)
+
+    def episode_mask(self, slots: Slots) -> Bool[Array, "B S"]:
+        """Which steps of sampled windows belong to the episode of their first one.
+
+        Args:
+            slots: ``sample.slots``, ``[B]``.
+
+        Returns:
+            ``[B, sequence_length]``; all False for a window that is not there any more.
+
+        Raises:
+            ValueError: If the ``boundary`` is ``"cross"``.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> step = {"terminated": jnp.bool_(False)}
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(
+            ...     step, 1, 4, sequence_length=4, episodes=jaxbuf.Episodes(boundary="mask")
+            ... )
+            >>> buffer = buffer.add({"terminated": jnp.array([[False, True, False, False]])})
+            >>> buffer.episode_mask(buffer.sample(jax.random.key(0), 1).slots).tolist()
+            [[True, True, False, False]]
+        """
+        index = self._index()
+        if index.episodes.boundary == "cross":
+            raise ValueError(
+                'boundary is "cross", whose windows are used as they are; create the buffer with '
+                'episodes=jaxbuf.Episodes(boundary="mask")'
+            )
+        mask = index.together(self.rings, slots.index)
+        return mask & common.holds(self.occupancy, slots)[:, None]
+
+    def _index(self) -> EpisodeIndex:
+        if self.episode_index is None:
+            raise ValueError("episodes is None; create the buffer with episodes=jaxbuf.Episodes()")
+        return self.episode_index
+
+    def _look_up(self, query: Callable[..., Array], where: Any, positions: Any) -> Array:
+        index, rings = self._index(), self.rings
+        if isinstance(where, Slots):
+            if positions is not None:
+                raise ValueError("positions were given with slots, which have their own")
+            env, position = rings.starts_at(where.index, where.generation)
+            return query(index, rings, env, position)
+        if positions is None:
+            raise ValueError("positions is None; give env_ids and positions, or slots")
+        env, position, shape = broadcast_steps(where, positions)
+        return query(index, rings, env, position).reshape(shape)
+
+
+def broadcast_steps(
+    env_ids: Any, positions: Any
+) -> tuple[Int[Array, " B"], UInt[Array, " B"], tuple[int, ...]]:
+    """Names of single steps as flat arrays, and the shape that they had together.
+
+    Raises:
+        ValueError: If one of them is not of whole numbers, or they do not broadcast.
+    """
+    env, position = jnp.asarray(env_ids), jnp.asarray(positions)
+    for name, array in (("env_ids", env), ("positions", position)):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} has dtype {array.dtype}; expected whole numbers")
+    try:
+        shape = jnp.broadcast_shapes(env.shape, position.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"env_ids has shape {env.shape} and positions {position.shape}; expected shapes that "
+            "broadcast"
+        ) from error
+    env = jnp.broadcast_to(env, shape).reshape(-1).astype(jnp.int32)
+    position = jnp.broadcast_to(position, shape).reshape(-1).astype(jnp.uint32)
+    return env, position, shape

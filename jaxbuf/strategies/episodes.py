@@ -1,0 +1,510 @@
+"""Where episodes begin and end in rings of steps, and what they returned."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+
+from jaxbuf.core import fields, storage
+from jaxbuf.core.rings import Rings
+
+Boundary = Literal["cross", "mask", "avoid"]
+Recurrence = Literal["plain", "alf"]
+
+# Distances stop growing here, so that an episode may go on for ever.
+_FAR = 2**30
+# Steps that the vector form fills in at once.
+_CHUNK = 64
+# What is known of the steps before one: nothing yet, their returns, or that there are none.
+_OPEN, _KNOWN, _CUT = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Episodes:
+    """Keep an index of episodes in a ``TrajectoryBuffer``.
+
+    Row ``t`` holds the observation before an action, and the reward and the flags after it: an
+    episode ends with the row that is flagged, and the next row begins another. A path names a field
+    of a step, one bool or float; dots lead into nested fields.
+
+    The index takes four bytes per step, and the returns another four. ``add`` keeps both up to
+    date at a cost that does not depend on how much is stored: a return is filled in by walking back
+    over the steps of the episode that has just ended, and over no others.
+
+    Attributes:
+        terminated: Path of the flags that an episode terminated here.
+        truncated: Path of the flags that an episode was cut off here. By default ``"truncated"`` if
+            steps have such a field; without, no episode is cut off.
+        last: Path of the flags that an episode ended here. By default it does where it terminated
+            or was truncated; give it where values stop before episodes do, as at the loss of a
+            life.
+        reward: Path of the rewards, read if returns are recorded.
+        boundary: ``"cross"``: windows are drawn wherever they lie. ``"mask"``: so they are, and
+            ``episode_mask`` tells which of their steps belong together. ``"avoid"``: a window with
+            steps of two episodes is never drawn, has no mass and cannot be given any.
+        record_return: Record the discounted return from each step to the end of its episode, for
+            ``episode_return``.
+        discount: Factor per step, in ``[0, 1]``.
+        default_return: The return of steps whose episode has not ended yet, or was truncated. To
+            bound values from below by returns, choose nothing larger than the least return.
+        reward_clip: Least and largest reward, ``(low, high)``; None leaves rewards as they are.
+        recurrence: ``"plain"``: ``G[t] = reward[t] + discount * G[t + 1]``, and just the reward
+            where the episode terminated. ``"alf"``: rows as ALF's replay buffer has them, whose
+            reward and flags arrive with the observation that they led to, and its recurrence
+            ``G[t] = reward[t + 1] + discount * G[t + 1]``, in which only ``reward[t + 1]`` is left
+            out where row ``t`` terminated within an episode. The last row of an episode has the
+            default.
+
+    Raises:
+        ValueError: If a choice is unknown or a number is out of its range.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> step = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+        >>> episodes = jaxbuf.Episodes(record_return=True, discount=0.5, default_return=-9)
+        >>> buffer = jaxbuf.TrajectoryBuffer.create(step, num_envs=1, length=8, episodes=episodes)
+        >>> ends = jnp.array([[False, False, True, False, False]])
+        >>> buffer = buffer.add({"reward": jnp.ones((1, 5)), "terminated": ends})
+        >>> env, position = jnp.zeros(5, jnp.int32), jnp.arange(5)
+        >>> buffer.episode_begin_position(env, position).tolist()
+        [0, 0, 0, 3, 3]
+        >>> buffer.steps_to_episode_end(env, position).tolist()
+        [2, 1, 0, 1, 0]
+        >>> buffer.episode_return(env, position).tolist()
+        [1.75, 1.5, 1.0, -9.0, -9.0]
+
+    References:
+        The episode index and the recorded returns of ALF's replay buffer,
+        https://github.com/HorizonRobotics/alf.
+    """
+
+    terminated: str = "terminated"
+    truncated: str | None = None
+    last: str | None = None
+    reward: str = "reward"
+    boundary: Boundary = "cross"
+    record_return: bool = False
+    discount: float = 0.99
+    default_return: float = -1000.0
+    reward_clip: tuple[float, float] | None = None
+    recurrence: Recurrence = "plain"
+
+    def __post_init__(self) -> None:
+        # NumPy scalars compare unequal to the same Python number, and would retrace.
+        for name in ("discount", "default_return"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "record_return", bool(self.record_return))
+        for name, choices in (("boundary", Boundary), ("recurrence", Recurrence)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; choose one of {get_args(choices)}"
+                )
+        if not 0 <= self.discount <= 1:
+            raise ValueError(f"discount is {self.discount}; expected a factor in [0, 1]")
+        if math.isnan(self.default_return):
+            raise ValueError("default_return is nan; expected a number to compare with")
+        if self.reward_clip is not None:
+            low, high = (float(bound) for bound in self.reward_clip)
+            if not low <= high:
+                raise ValueError(f"reward_clip is {self.reward_clip}; expected (low, high)")
+            object.__setattr__(self, "reward_clip", (low, high))
+
+    def init(self, data: PyTree[Array]) -> "EpisodeIndex":
+        """The index of an empty buffer.
+
+        Args:
+            data: Its storage, leaves ``[E, N, ...]``.
+
+        Raises:
+            ValueError: If a field is missing, holds more than a number, or has the wrong dtype.
+        """
+        flags = {"terminated": self.terminated, "truncated": self.truncated, "last": self.last}
+        for name, path in flags.items():
+            if path is not None:
+                _check(data, path, name, jnp.bool_)
+        if self.truncated is None and fields.find(data, "truncated") is not None:
+            _check(data, "truncated", "truncated", jnp.bool_)
+        if self.record_return:
+            _check(data, self.reward, "reward", jnp.floating)
+        num_envs, length = jax.tree.leaves(data)[0].shape[:2]
+        return EpisodeIndex(
+            behind=jnp.zeros((num_envs, length), jnp.int32),
+            returns=jnp.zeros((num_envs, length if self.record_return else 0), jnp.float32),
+            counters=jnp.zeros((num_envs, 3), jnp.int32),
+            episodes=self,
+        )
+
+    def flags(self, steps: PyTree[Array]) -> tuple[Bool[Array, "E T"], Bool[Array, "E T"]]:
+        """Which rows terminated, and which are the last of their episode."""
+        terminated = fields.find(steps, self.terminated)
+        if self.last is not None:
+            return terminated, fields.find(steps, self.last)
+        truncated = fields.find(steps, self.truncated or "truncated")
+        return terminated, terminated if truncated is None else terminated | truncated
+
+    def rewards(self, steps: PyTree[Array]) -> Float[Array, "E T"]:
+        """The rewards, clipped."""
+        rewards = fields.find(steps, self.reward).astype(jnp.float32)
+        return rewards if self.reward_clip is None else jnp.clip(rewards, *self.reward_clip)
+
+
+class EpisodeIndex(struct.PyTreeNode):
+    """What ``Episodes`` keeps of a buffer's steps.
+
+    For each step how far back its episode began: two steps belong to one episode exactly if the
+    later one's begins no later than the earlier one. So the end of an episode is found by halving,
+    and no step changes when its episode goes on, ends, or loses its head to the ring.
+
+    The returns of an open episode are not known yet; their places hold its rewards until then.
+
+    Attributes:
+        behind: Steps from the first one of its episode to each step, ``[E, N]`` int32; it stops
+            growing at 2**30.
+        returns: Returns of finished steps, and rewards of others, ``[E, N]``; ``[E, 0]`` if they
+            are not recorded.
+        counters: For each ring how many steps its open episode has had, how many of the newest
+            steps have no return yet, and whether the first of these had terminated (which matters
+            to ALF's recurrence only); ``[E, 3]`` int32.
+        episodes: The configuration.
+    """
+
+    behind: Int[Array, "E N"]
+    returns: Float[Array, "E N"]
+    counters: Int[Array, "E 3"]
+    episodes: Episodes = struct.field(pytree_node=False)
+
+    def extend(
+        self,
+        steps: PyTree[Array],
+        rings: Rings,
+        target: Int[Array, "E T"],
+        taken: Bool[Array, "E T"] | None,
+    ) -> tuple[Self, Int[Array, "E T"]]:
+        """Note steps that are about to be written.
+
+        Args:
+            steps: Leaves ``[E, T, ...]``.
+            rings: The rings without them.
+            target: Where they go, as ``Rings.place`` says.
+            taken: Which of them are taken.
+
+        Returns:
+            The new index, and how many steps of its episode lie before each row, ``[E, T]``.
+        """
+        terminated, last = self.episodes.flags(steps)
+        if taken is None:
+            taken = jnp.ones(last.shape, bool)
+        terminated, last = terminated & taken, last & taken
+        rank = jnp.cumsum(taken, axis=1, dtype=jnp.int32) - 1
+        count = rank[:, -1:] + 1
+        run = self.counters[:, :1]
+        # Steps are numbered from the first new one; here those that begin an episode.
+        begin = lax.cummax(jnp.where(last, rank + 1, -run), axis=1)
+        before = jnp.concatenate([-run, begin[:, :-1]], axis=1)
+        behind = jnp.minimum(rank - before, _FAR)
+        run = jnp.minimum(count - begin[:, -1:], _FAR)
+        counters = jnp.concatenate([run, self.counters[:, 1:]], axis=1)
+        rows = target.reshape(-1)
+        index = self.replace(
+            behind=storage.write(self.behind.reshape(-1), behind.reshape(-1), rows).reshape(
+                self.behind.shape
+            ),
+            counters=counters,
+        )
+        if self.episodes.record_return:
+            rewards = self.episodes.rewards(steps)
+            index = index._record(rewards, terminated, last, taken, rank, rings, rows)
+        return index, behind
+
+    def begin(
+        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
+    ) -> UInt[Array, " B"]:
+        """The position of the first step of the episode; its own if the step is not held."""
+        row = rings.locate(env, position)
+        return position - jnp.where(row < self.behind.size, self._behind(row), 0).astype(jnp.uint32)
+
+    def remaining(
+        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
+    ) -> Int[Array, " B"]:
+        """Steps from here to the last one held of the episode; -1 if the step is not held."""
+        row = rings.locate(env, position)
+        ahead = (rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position).astype(jnp.int32)
+        length = self.behind.shape[-1]
+        bits = (length - 1).bit_length()
+        start = row - row % length
+
+        def halve(i: Array, found: Int[Array, " B"]) -> Int[Array, " B"]:
+            further = found + (jnp.int32(1) << (bits - 1 - i))
+            same = self._behind(start + (row + further) % length) >= further
+            return jnp.where((further <= ahead) & same, further, found)
+
+        found = lax.fori_loop(0, bits, halve, jnp.zeros_like(row))
+        return jnp.where(row < self.behind.size, found, -1)
+
+    def is_first(
+        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
+    ) -> Bool[Array, " B"]:
+        """Whether an episode began with this step; not if the step is not held."""
+        row = rings.locate(env, position)
+        return (row < self.behind.size) & (self._behind(row) == 0)
+
+    def is_last(
+        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
+    ) -> Bool[Array, " B"]:
+        """Whether an episode ended with this step; not if the step is not held."""
+        after = rings.locate(env, position + jnp.uint32(1))
+        newest = position + jnp.uint32(1) == rings.end.at[env].get(mode="clip")
+        ended = jnp.where(
+            newest,
+            self.counters.at[env, 0].get(mode="clip") == 0,
+            (after < self.behind.size) & (self._behind(after) == 0),
+        )
+        return ended & (rings.locate(env, position) < self.behind.size)
+
+    def together(self, rings: Rings, index: Int[Array, " B"]) -> Bool[Array, "B S"]:
+        """Which steps of windows belong to the episode of their first step."""
+        rows = rings.window(index)
+        behind = self._behind(rows.reshape(-1)).reshape(rows.shape)
+        return behind >= jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+
+    def recorded(
+        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
+    ) -> Float[Array, " B"]:
+        """The return of each step; the default if it has none, or is not held."""
+        row = rings.locate(env, position)
+        back = rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position
+        known = back >= self.counters.at[env, 1].get(mode="clip").astype(jnp.uint32)
+        value = storage.read(self.returns.reshape(-1), row)
+        known &= row < self.returns.size
+        return jnp.where(known, value, jnp.float32(self.episodes.default_return))
+
+    def clear(self, mask: Bool[Array, " E"] | None = None) -> Self:
+        """No episodes, in some rings or in all; then it shares no array with the original."""
+        if mask is None:
+            return jax.tree.map(jnp.zeros_like, self)
+        return self.replace(counters=jnp.where(mask[:, None], 0, self.counters))
+
+    def _behind(self, row: Int[Array, " B"]) -> Int[Array, " B"]:
+        return storage.read(self.behind.reshape(-1), row)
+
+    def _record(
+        self,
+        rewards: Float[Array, "E T"],
+        terminated: Bool[Array, "E T"],
+        last: Bool[Array, "E T"],
+        taken: Bool[Array, "E T"],
+        rank: Int[Array, "E T"],
+        rings: Rings,
+        rows: Int[Array, " ET"],
+    ) -> Self:
+        """Write new rows, and fill in what they tell of older ones."""
+        alf = self.episodes.recurrence == "alf"
+        pending, cut = self.counters[:, 1:2], self.counters[:, 2:] > 0
+        num_envs = pending.shape[0]
+
+        def back(carry: _Tail, row: tuple[Array, ...]) -> tuple[_Tail, Array]:
+            reward, terminated, last, taken = row
+            value, tail = _step_back(self.episodes, carry, reward, terminated, last)
+            tail = jax.tree.map(functools.partial(jnp.where, taken), tail, carry)
+            return tail, value
+
+        nothing = jnp.zeros((num_envs,), jnp.float32)
+        tail = _Tail(jnp.full((num_envs,), _OPEN, jnp.int32), nothing, nothing)
+        columns = tuple(array.T for array in (rewards, terminated, last, taken))
+        tail, values = lax.scan(back, tail, columns, reverse=True)
+
+        # What comes after the newest row that settled those before it is pending.
+        settles = terminated | last
+        inner = terminated & ~last
+        until = jnp.where(settles, rank + 1, -pending)
+        if alf:
+            # Such a row is itself the first of those that wait for the next.
+            until = jnp.where(inner, rank, until)
+        settled = jnp.max(until, axis=1, keepdims=True)
+        here = settles & (until == settled)
+        cut_now = jnp.where(
+            jnp.any(settles, axis=1, keepdims=True),
+            jnp.any(here & inner, axis=1, keepdims=True),
+            cut,
+        )
+        count = rank[:, -1:] + 1
+        left = jnp.minimum(count - settled, _FAR)
+        counters = jnp.concatenate(
+            [self.counters[:, :1], left, (cut_now & alf).astype(jnp.int32)], axis=1
+        )
+
+        returns = storage.write(self.returns.reshape(-1), values.T.reshape(-1), rows)
+        position = rings.counters[:, 0].astype(jnp.int32)
+        room = jnp.maximum(rings.length - count[:, 0], 0)
+        kept = jnp.minimum(jnp.minimum(pending[:, 0], rings.held.astype(jnp.int32)), room)
+        steps = jnp.where(tail.state == _OPEN, 0, kept)
+        first = jnp.where(cut[:, 0], pending[:, 0] - 1, -1)
+        fill = _filler(self.episodes)
+        returns = fill(returns.reshape(self.returns.shape), position, steps, first, *tail)
+        return self.replace(returns=returns, counters=counters)
+
+
+class _Tail(NamedTuple):
+    """What a return needs to know of the step after: see ``_OPEN``, its return and its reward."""
+
+    state: Int[Array, " E"]
+    value: Float[Array, " E"]
+    reward: Float[Array, " E"]
+
+
+def _step_back(
+    episodes: Episodes,
+    after: _Tail,
+    reward: Array,
+    terminated: Bool[Array, "..."],
+    last: Bool[Array, "..."],
+) -> tuple[Array, _Tail]:
+    """What to store for a step, and what the step before it needs to know."""
+    nothing = jnp.zeros_like(reward)
+    default = jnp.full_like(reward, episodes.default_return)
+    onward = jnp.float32(episodes.discount) * after.value
+    state = jnp.where(last, _CUT, after.state)
+    ended = jnp.where(terminated, _KNOWN, state)
+    if episodes.recurrence == "alf":
+        value = onward + jnp.where(terminated, nothing, after.reward)
+        tail = _Tail(ended, jnp.where(terminated, nothing, value), reward)
+    else:
+        state, value = ended, reward + jnp.where(terminated, nothing, onward)
+        tail = _Tail(ended, value, reward)
+    stored = jnp.where(state == _KNOWN, value, jnp.where(state == _CUT, default, reward))
+    return stored, tail
+
+
+@functools.cache
+def _filler(episodes: Episodes) -> Callable[..., Any]:
+    """A function that turns pending rewards into returns, walking back from the newest.
+
+    Its arguments are the returns ``[E, N]`` and, for each ring ``[E]``, the place after the newest
+    pending step, how many to fill in, which of them had terminated (counted from the newest), and
+    the three parts of ``_Tail``.
+    """
+
+    @custom_vmap
+    def call(returns: Array, *rings: Array) -> Array:
+        return lax.platform_dependent(
+            returns,
+            *rings,
+            cpu=functools.partial(_fill_loop, episodes),
+            default=functools.partial(_fill_vector, episodes),
+        )
+
+    @call.def_vmap
+    def _(axis_size: int, batched: list[bool], *args: Array) -> Any:
+        # More buffers are more rings: a batched loop would select between whole arrays.
+        merged = [
+            (arg if is_batched else jnp.broadcast_to(arg, (axis_size, *arg.shape))).reshape(
+                -1, *arg.shape[1 + is_batched :]
+            )
+            for arg, is_batched in zip(args, batched, strict=True)
+        ]
+        filled = call(*merged)
+        return filled.reshape(axis_size, -1, *filled.shape[1:]), True
+
+    return call
+
+
+def _fill_loop(
+    episodes: Episodes,
+    returns: Array,
+    position: Array,
+    steps: Array,
+    first: Array,
+    *tail: Array,
+) -> Array:
+    rings, length = returns.shape
+    no = jnp.bool_(False)
+
+    def unfinished(carry: tuple[Array, ...]) -> Array:
+        return carry[1] < rings
+
+    def back(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        flat, ring, count, place, after = carry
+        active = count < steps[ring]
+        place = jnp.where(place > 0, place, length) - 1
+        at = ring * length + place
+        old = lax.dynamic_slice(flat, (at,), (1,))[0]
+        value, before = _step_back(episodes, after, old, count == first[ring], no)
+        flat = lax.dynamic_update_slice(flat, jnp.where(active, value, old)[None], (at,))
+        following = jnp.minimum(ring + 1, rings - 1)
+        here = (ring, count + 1, place, before)
+        there = (ring + 1, jnp.int32(0), position[following], _at(tail, following))
+        return (flat, *jax.tree.map(functools.partial(jnp.where, active), here, there))
+
+    start = jnp.int32(0)
+    carry = (returns.reshape(-1), start, start, position[0], _at(tail, start))
+    return lax.while_loop(unfinished, back, carry)[0].reshape(returns.shape)
+
+
+def _at(tail: tuple[Array, ...], ring: Array) -> _Tail:
+    return _Tail(*(part[ring] for part in tail))
+
+
+def _fill_vector(
+    episodes: Episodes,
+    returns: Array,
+    position: Array,
+    steps: Array,
+    first: Array,
+    *tail: Array,
+) -> Array:
+    rings, length = returns.shape
+    base = jnp.arange(rings, dtype=jnp.int32)[:, None] * length
+    state = tail[0][:, None]
+
+    def unfinished(carry: tuple[Array, ...]) -> Array:
+        return jnp.any(carry[1] < steps)
+
+    def together(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
+        return later[0] * earlier[0], earlier[1] + earlier[0] * later[1]
+
+    def back(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        flat, done, value, reward = carry
+        count = done + jnp.arange(_CHUNK, dtype=jnp.int32)[None]
+        at = base + (position[:, None] - 1 - count) % length
+        old = flat.at[at].get(mode="promise_in_bounds")
+        gained = old
+        if episodes.recurrence == "alf":
+            gained = jnp.concatenate([reward[:, None], old[:, :-1]], axis=1)
+            gained = jnp.where(count == first[:, None], 0.0, gained)
+        factor = jnp.full_like(gained, episodes.discount)
+        factor, gained = lax.associative_scan(together, (factor, gained), axis=1)
+        known = gained + factor * value[:, None]
+        filled = jnp.where(state == _KNOWN, known, jnp.float32(episodes.default_return))
+        at = jnp.where(count < steps[:, None], at, flat.size)
+        flat = flat.at[at].set(filled, mode="drop", unique_indices=True)
+        return flat, done + _CHUNK, known[:, -1], old[:, -1]
+
+    carry = (returns.reshape(-1), jnp.int32(0), tail[1], tail[2])
+    return lax.while_loop(unfinished, back, carry)[0].reshape(returns.shape)
+
+
+def _check(data: PyTree[Array], path: str, name: str, kind: Any) -> None:
+    """Refuse a path that leads to no single bool, or float, of a step."""
+    found: Any = fields.find(data, path)
+    if found is None:
+        raise ValueError(f"episodes.{name} is {path!r}, but the example has no such field")
+    if not hasattr(found, "dtype"):
+        raise ValueError(f"episodes.{name} is {path!r}, which is no single array")
+    if not jnp.issubdtype(found.dtype, kind):
+        expected = "bool" if kind is jnp.bool_ else "a floating dtype"
+        raise ValueError(
+            f"episodes.{name} is {path!r}, of dtype {found.dtype}; expected {expected}"
+        )
+    if found.ndim != 2:
+        raise ValueError(
+            f"episodes.{name} is {path!r}, of shape {found.shape[2:]}; expected one number a step, "
+            "of shape ()"
+        )
