@@ -3,6 +3,7 @@
 from jaxbuf.buffers.accumulator import Chunk, ChunkAccumulator, Episode, EpisodeAccumulator
 from jaxbuf.buffers.groups import Groups, sample_groups
 from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.ops import add, sample, update_priority
 from jaxbuf.buffers.presets import reward_prioritized, terminating_states
 from jaxbuf.buffers.queue import Queue
@@ -29,6 +30,7 @@ __all__ = [
     "Groups",
     "ItemBuffer",
     "Lowest",
+    "Mixture",
     "NStep",
     "Oldest",
     "Prioritized",
