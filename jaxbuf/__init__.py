@@ -11,6 +11,7 @@ from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
+from jaxbuf.io.holder import Holder, Stopped
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
@@ -28,6 +29,7 @@ __all__ = [
     "EpisodeAccumulator",
     "Episodes",
     "Groups",
+    "Holder",
     "ItemBuffer",
     "Lowest",
     "Mixture",
@@ -41,6 +43,7 @@ __all__ = [
     "Slots",
     "Softmax",
     "Steps",
+    "Stopped",
     "ThroughputLimiter",
     "TrajectoryBuffer",
     "Uniform",

@@ -1,0 +1,219 @@
+"""One buffer for several threads: they change it in turn, and wait for what they need."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import jax
+from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
+
+from jaxbuf.buffers import common, ops
+from jaxbuf.buffers.sample import Sample
+
+State = TypeVar("State")
+Result = TypeVar("Result")
+
+
+class Stopped(Exception):
+    """A holder was stopped while, or before, something was asked of it."""
+
+
+class Holder(Generic[State]):
+    """Holds a buffer, or any other immutable state, for threads that produce and consume.
+
+    Whoever changes the state has it alone; everybody else waits for their turn, or until a
+    condition on it is met. Each change wakes those who wait. The state itself never leaves: it is
+    donated to what changes it, so look at it with ``read``.
+
+    Args:
+        state: What to hold. It is consumed: do not use it again.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf, threading
+        >>> holder = jaxbuf.Holder(jaxbuf.ItemBuffer.create(jnp.float32(0), capacity=8))
+        >>> actor = threading.Thread(target=lambda: [holder.add(jnp.ones(2)) for _ in range(3)])
+        >>> actor.start()
+        >>> batch = holder.sample(jax.random.key(0), 4, timeout=60.0)  # waits for four items
+        >>> actor.join()
+        >>> batch.data.shape, int(holder.read(lambda buffer: buffer.size))
+        ((4,), 6)
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._turn = threading.Condition()
+        self._stopped = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether ``stop`` was called."""
+        return self._stopped
+
+    def apply(
+        self,
+        function: Callable[[State], tuple[State, Result]],
+        *,
+        when: Callable[[State], Any] | None = None,
+        timeout: float | None = None,
+    ) -> Result:
+        """Change the state: ``state, result = function(state)``.
+
+        Args:
+            function: Gives the new state and a result. If it raises, the state stays as it was; if
+                it donates the old one, it must not raise after that.
+            when: What must be true of the state first; asked after every change.
+            timeout: Seconds to wait at most for that; by default there is no limit.
+
+        Returns:
+            The result.
+
+        Raises:
+            TimeoutError: If the condition was not met in time.
+            Stopped: If the holder was stopped, before or meanwhile.
+        """
+        with self._turn:
+            self._wait(when, timeout)
+            self._state, result = function(self._state)
+            self._turn.notify_all()
+            return result
+
+    def read(
+        self,
+        function: Callable[[State], Result],
+        *,
+        when: Callable[[State], Any] | None = None,
+        timeout: float | None = None,
+    ) -> Result:
+        """What ``function`` says of the state, which does not change; also after ``stop``.
+
+        The result must not be the state, or a part of it: the next change consumes that. Copy it.
+
+        Args:
+            function: What to ask.
+            when: As for ``apply``.
+            timeout: As for ``apply``.
+
+        Raises:
+            TimeoutError: If the condition was not met in time.
+            Stopped: If there is a condition and the holder was stopped, before or meanwhile.
+        """
+        with self._turn:
+            if when is not None:
+                self._wait(when, timeout)
+            return function(self._state)
+
+    def add(
+        self,
+        items: PyTree[Array],
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> None:
+        """``jaxbuf.add`` to the buffer that is held; to a ``Queue`` as soon as all rows fit.
+
+        Args:
+            items: What to add.
+            mask: Which rows to take; those masked out must fit as well.
+            timeout: As for ``apply``.
+            **options: ``priority``, ``score`` and ``version``, as for ``jaxbuf.add``.
+
+        Raises:
+            ValueError: If there are more rows than a ``Queue`` can hold.
+            TimeoutError: If they did not fit in time.
+            Stopped: If the holder was stopped, before or meanwhile.
+        """
+        when = None
+        if hasattr(self._state, "can_add"):
+            rows = jax.tree.leaves(items)[0].shape[0]
+            self._check_room("items", rows)
+            when = functools.partial(_CAN_ADD, rows=rows)
+
+        def change(state: Any) -> tuple[Any, None]:
+            return ops.add(state, items, mask=mask, **options), None
+
+        self.apply(change, when=when, timeout=timeout)
+
+    def sample(
+        self,
+        key: PRNGKeyArray,
+        batch_size: int,
+        *,
+        least: int | None = None,
+        timeout: float | None = None,
+    ) -> Sample:
+        """``jaxbuf.sample`` from the buffer that is held, as soon as there is enough in it.
+
+        Args:
+            key: A PRNG key.
+            batch_size: Rows ``B``.
+            least: How much there must be, for ``can_sample``; by default ``batch_size``.
+            timeout: As for ``apply``.
+
+        Raises:
+            ValueError: If the buffer can never hold that much.
+            TimeoutError: If there was not enough in time.
+            Stopped: If the holder was stopped, before or meanwhile.
+        """
+        enough = common.check_count("least", batch_size if least is None else least)
+        self._check_room("least", enough)
+
+        def draw(state: Any) -> Sample:
+            return ops.sample(state, key, batch_size)
+
+        return self.read(draw, when=functools.partial(_CAN_SAMPLE, rows=enough), timeout=timeout)
+
+    def take(self, batch_size: int, *, timeout: float | None = None) -> Sample:
+        """The oldest items of the ``Queue`` that is held, as soon as there are enough.
+
+        Args:
+            batch_size: Rows ``B``.
+            timeout: As for ``apply``.
+
+        Raises:
+            ValueError: If the queue can never hold that much.
+            TimeoutError: If there was not enough in time.
+            Stopped: If the holder was stopped, before or meanwhile.
+        """
+        rows = common.check_batch_size(batch_size)
+        self._check_room("batch_size", rows)
+
+        def change(state: Any) -> tuple[Any, Sample]:
+            return _TAKE(state, rows)
+
+        return self.apply(change, when=functools.partial(_CAN_SAMPLE, rows=rows), timeout=timeout)
+
+    def stop(self) -> None:
+        """Refuse whatever waits and all further changes with ``Stopped``; ``read`` still works."""
+        with self._turn:
+            self._stopped = True
+            self._turn.notify_all()
+
+    def _wait(self, when: Callable[[State], Any] | None, timeout: float | None) -> None:
+        """Wait for a condition; the turn is ours before and after."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._stopped:
+            if when is None or bool(when(self._state)):
+                return
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"the state did not get there within {timeout} s")
+            self._turn.wait(left)
+        raise Stopped("the holder was stopped")
+
+    def _check_room(self, name: str, rows: int) -> None:
+        """Refuse to wait for what cannot come."""
+        # Of the configuration, so that nobody has to wait for their turn to be told.
+        capacity = getattr(self._state, "capacity", rows)
+        if rows > capacity:
+            raise ValueError(
+                f"{name} asks for {rows} rows at a time, but the capacity is {capacity}; this "
+                "would wait for ever"
+            )
+
+
+_CAN_ADD = jax.jit(lambda queue, rows: queue.can_add(rows))
+_CAN_SAMPLE = jax.jit(lambda buffer, rows: buffer.can_sample(rows))
+_TAKE = jax.jit(lambda queue, rows: queue.take(rows), static_argnums=1, donate_argnums=0)

@@ -1,0 +1,220 @@
+"""`Holder`: threads that wait for each other, and nothing lost between them."""
+
+import concurrent.futures
+import itertools
+import re
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf import Holder, Stopped
+
+# Long enough for a busy machine; nothing that passes waits for it.
+LIMIT = 60.0
+# Long enough for a thread that could go on to do so.
+MOMENT = 0.2
+
+
+@pytest.fixture
+def threads():
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def queue(capacity):
+    return Holder(jaxbuf.Queue.create(jnp.int32(0), capacity))
+
+
+def items(capacity):
+    return Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), capacity, sampler=jaxbuf.Uniform(False)))
+
+
+def integers(*values):
+    return jnp.array(values, jnp.int32)
+
+
+def still_waits(future):
+    with pytest.raises(concurrent.futures.TimeoutError):
+        future.result(timeout=MOMENT)
+    return True
+
+
+def test_a_waiter_wakes_exactly_at_the_fourth_fragment(threads):
+    """MineStudio: fetch of 4 fragments, in chunks of 2."""
+    accumulator = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 1, 2)
+    buffer = jaxbuf.ItemBuffer.create(accumulator.example, 2, sampler=jaxbuf.Uniform(False))
+    holder = Holder((accumulator, buffer))
+
+    @jax.jit
+    def receive(state, fragment):
+        accumulator, buffer = state
+        accumulator, chunks, done = accumulator.add(fragment, jnp.zeros_like(fragment), fragment)
+        return accumulator, buffer.add(chunks, mask=done)
+
+    draw = jax.jit(lambda state: state[1].sample(jax.random.key(0), 2))
+    waiter = threads.submit(
+        holder.read, draw, when=lambda state: state[1].can_sample(2), timeout=LIMIT
+    )
+    for fragment in range(4):
+        assert still_waits(waiter)
+        holder.apply(lambda state, fragment=fragment: (receive(state, integers(fragment)), None))
+    batch = waiter.result(timeout=LIMIT)
+    assert sorted(batch.data.fragments.tolist()) == [[0, 1], [2, 3]]
+
+
+def test_producers_and_consumers_lose_nothing(threads):
+    holder = queue(4)
+
+    def produce(start):
+        for first in range(start, start + 40, 2):
+            holder.add(integers(first, first + 1), timeout=LIMIT)
+
+    def consume(batch_size):
+        found = []
+        for _ in range(40 // batch_size):
+            batch = holder.take(batch_size, timeout=LIMIT)
+            assert batch.valid.all()
+            found += batch.data.tolist()
+        return found
+
+    producers = [threads.submit(produce, 100 * number) for number in range(3)]
+    consumers = [threads.submit(consume, batch_size) for batch_size in (1, 2, 4)]
+    for producer in producers:
+        producer.result(timeout=LIMIT)
+    found = [consumer.result(timeout=LIMIT) for consumer in consumers]
+    assert sorted(itertools.chain(*found)) == [100 * n + i for n in range(3) for i in range(40)]
+    # Each consumer sees the items of each producer in their order.
+    for values in found:
+        for number in range(3):
+            own = [value for value in values if value // 100 == number]
+            assert own == sorted(own)
+    assert holder.read(lambda queue: int(queue.metrics()["rejected"])) == 0
+
+
+def test_sampling_waits_until_there_is_enough(threads):
+    holder = items(8)
+    waiter = threads.submit(holder.sample, jax.random.key(0), 3, timeout=LIMIT)
+    holder.add(integers(1, 2))
+    assert still_waits(waiter)
+    holder.add(integers(3, 4), mask=jnp.array([False, True]))
+    assert sorted(waiter.result(timeout=LIMIT).data.tolist()) == [1, 2, 4]
+    batch = holder.sample(jax.random.key(0), 8, least=3)
+    assert batch.valid.sum() == 3
+
+
+def test_adding_to_a_full_queue_waits_for_room(threads):
+    holder = queue(3)
+    holder.add(integers(1, 2))
+    waiter = threads.submit(holder.add, integers(3, 4), timeout=LIMIT)
+    assert still_waits(waiter)
+    assert holder.take(1).data.tolist() == [1]
+    waiter.result(timeout=LIMIT)
+    assert holder.take(3).data.tolist() == [2, 3, 4]
+
+
+def test_a_limiter_beside_the_buffer(threads):
+    """Reverb: ratio 1.5, range −1 to 3; the third insert waits for a second sample."""
+    limiter = jaxbuf.RateLimiter.create(1.5, 2, (-1.0, 3.0))
+    holder = Holder((jaxbuf.ItemBuffer.create(jnp.int32(0), 8), limiter))
+
+    def insert(value):
+        holder.apply(
+            lambda state: ((state[0].add(integers(value)), state[1].inserted()), None),
+            when=lambda state: state[1].can_insert(state[0].size),
+            timeout=LIMIT,
+        )
+
+    def sample():
+        holder.apply(
+            lambda state: ((state[0], state[1].sampled()), None),
+            when=lambda state: state[1].can_sample(state[0].size),
+            timeout=LIMIT,
+        )
+
+    insert(0)
+    insert(1)
+    sample()
+    third = threads.submit(insert, 2)
+    assert still_waits(third)
+    sample()
+    third.result(timeout=LIMIT)
+    assert holder.read(lambda state: int(state[0].size)) == 3
+
+
+def test_timeout():
+    holder = items(4)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=re.escape("did not get there within 0.1 s")):
+        holder.sample(jax.random.key(0), 1, timeout=0.1)
+    assert time.monotonic() - start >= 0.1
+    with pytest.raises(TimeoutError):
+        holder.sample(jax.random.key(0), 1, timeout=0)
+    holder.add(integers(1))
+    assert holder.sample(jax.random.key(0), 1, timeout=0).valid.all()
+
+
+def test_stop_wakes_everybody(threads):
+    holder = queue(2)
+    consumers = [threads.submit(holder.take, 1) for _ in range(3)]
+    assert all(still_waits(consumer) for consumer in consumers)
+    assert not holder.stopped
+    holder.stop()
+    assert holder.stopped
+    for consumer in consumers:
+        with pytest.raises(Stopped):
+            consumer.result(timeout=LIMIT)
+    with pytest.raises(Stopped):
+        holder.add(integers(1))
+    with pytest.raises(Stopped):
+        holder.take(1)
+    assert holder.read(lambda queue: int(queue.size)) == 0
+
+
+def test_an_error_leaves_the_state_as_it_was():
+    holder = items(4)
+    holder.add(integers(1))
+
+    def fails(buffer):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        holder.apply(fails)
+    with pytest.raises(ValueError, match=re.escape("items has dtype float32")):
+        holder.add(jnp.zeros(1))
+    holder.add(integers(2))
+    assert holder.read(lambda buffer: int(buffer.size)) == 2
+
+
+def test_changes_happen_one_at_a_time(threads):
+    holder = Holder(np.zeros((), np.int64))
+    inside = threading.Semaphore(1)
+
+    def change(state):
+        assert inside.acquire(blocking=False)
+        time.sleep(0.001)
+        inside.release()
+        return state + 1, int(state)
+
+    futures = [threads.submit(lambda: [holder.apply(change) for _ in range(10)]) for _ in range(8)]
+    seen = itertools.chain(*(future.result(timeout=LIMIT) for future in futures))
+    assert sorted(seen) == list(range(80))
+
+
+BAD = [
+    (lambda: queue(2).add(integers(1, 2, 3)), "items asks for 3 rows at a time, but the capacity"),
+    (lambda: queue(2).take(3), "batch_size asks for 3 rows at a time, but the capacity is 2"),
+    (lambda: queue(2).take(0), "batch_size is 0; expected at least 1"),
+    (lambda: items(2).sample(jax.random.key(0), 3), "least asks for 3 rows at a time"),
+    (lambda: items(2).sample(jax.random.key(0), 3, least=0), "least is 0; expected at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
