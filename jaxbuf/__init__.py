@@ -18,6 +18,7 @@ from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 from jaxbuf.strategies.softmax import Softmax
+from jaxbuf.views.frames import FrameStack, stack_frames
 from jaxbuf.views.hindsight import hindsight
 from jaxbuf.views.n_step import NStep, n_step
 from jaxbuf.views.terminal import terminal_states
@@ -28,6 +29,7 @@ __all__ = [
     "Episode",
     "EpisodeAccumulator",
     "Episodes",
+    "FrameStack",
     "Groups",
     "Holder",
     "ItemBuffer",
@@ -56,6 +58,7 @@ __all__ = [
     "sample",
     "sample_groups",
     "save",
+    "stack_frames",
     "terminal_states",
     "terminating_states",
     "update_priority",

@@ -1,0 +1,127 @@
+"""`stack_frames`: against one loop per stack, and with ALF's own numbers."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+
+
+def window(obs, terminated, truncated=None):
+    fields = {"obs": jnp.asarray(obs), "terminated": jnp.asarray(terminated, bool)}
+    return fields if truncated is None else {**fields, "truncated": jnp.asarray(truncated, bool)}
+
+
+def stack(obs, ends, t, n):
+    """The frames an agent had at step ``t``, and whether all of them are in the window."""
+    frames, missing = [obs[t]], False
+    while len(frames) < n:
+        at_start = t == 0 or ends[t - 1]
+        missing |= t == 0
+        t -= not at_start
+        frames.insert(0, obs[t])
+    return np.stack(frames), not missing
+
+
+@pytest.mark.parametrize("n", [1, 3, 6])
+@pytest.mark.parametrize("cut", [True, False])
+def test_agrees_with_one_loop_per_stack(n, cut):
+    random = np.random.default_rng(n)
+    obs = random.integers(0, 255, (12, 6, 2), np.uint8)
+    terminated, truncated = random.random((2, 12, 6)) < 0.2
+    ends = terminated | truncated if cut else terminated
+    first = random.random(12) < 0.3
+    given = window(obs, terminated, truncated if cut else None)
+    stacks = jax.jit(lambda w, first: jaxbuf.stack_frames(w, n, first=first))(given, first)
+    assert stacks.frames.shape == (12, 6, 2, n)
+    assert (stacks.frames.dtype, stacks.complete.dtype) == (jnp.uint8, jnp.bool_)
+    for row in range(12):
+        for t in range(6):
+            expected, complete = stack(obs[row], ends[row], t, n)
+            np.testing.assert_array_equal(stacks.frames[row, t], expected.T)
+            assert stacks.complete[row, t] == (complete or first[row])
+
+
+def test_alfs_own_numbers():
+    """Episodes of 17 and of 22 steps, stacks of three at a step and at the next one."""
+    step = {"obs": jnp.int32(0), "terminated": jnp.bool_(False)}
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        step,
+        2,
+        40,
+        sequence_length=4,
+        sampler=jaxbuf.Uniform(replacement=False),
+        episodes=jaxbuf.Episodes(),
+    )
+    t = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (2, 24))
+    ends = t % jnp.array([[17], [22]], jnp.int32) == jnp.array([[16], [21]], jnp.int32)
+    buffer = jaxbuf.add(buffer, {"obs": t, "terminated": ends})
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 42)
+    first = buffer.is_episode_first(sample.slots)
+    stacks = jaxbuf.stack_frames(sample.data, 3, first=first)
+    env, start = buffer.locate(sample.slots)
+    row = {pair: i for i, pair in enumerate(zip(env.tolist(), start.tolist(), strict=True))}
+
+    def at(env, start, t):
+        i = row[env, start]
+        assert stacks.complete[i, t - start]
+        assert stacks.complete[i, t + 1 - start]
+        return stacks.frames[i, t - start : t - start + 2].tolist()
+
+    assert at(0, 0, 0) == [[0, 0, 0], [0, 0, 1]]
+    assert at(1, 0, 1) == [[0, 0, 1], [0, 1, 2]]
+    assert at(0, 16, 18) == at(0, 17, 18) == [[17, 17, 18], [17, 18, 19]]
+    assert not stacks.complete[row[0, 16], 0]
+    assert at(1, 20, 22) == [[22, 22, 22], [22, 22, 23]]
+
+
+def test_nested_frames_and_the_axis_of_the_stack():
+    obs = {"eye": np.arange(48.0).reshape(2, 4, 2, 3), "ear": np.arange(8).reshape(2, 4)}
+    given = {"inner": obs, "last": np.zeros((2, 4), bool)}
+    axes = {
+        axis: jaxbuf.stack_frames(given, 2, "inner.eye", last="last", axis=axis).frames
+        for axis in (0, 1, 2, -1, -2)
+    }
+    assert axes[0].shape == (2, 4, 2, 2, 3)
+    np.testing.assert_array_equal(axes[0][:, 1:, 1], obs["eye"][:, 1:])
+    np.testing.assert_array_equal(axes[0][:, 1:, 0], obs["eye"][:, :-1])
+    np.testing.assert_array_equal(axes[1], jnp.moveaxis(axes[0], 2, 3))
+    np.testing.assert_array_equal(axes[-1], jnp.moveaxis(axes[0], 2, 4))
+    np.testing.assert_array_equal(axes[-1], axes[2])
+    np.testing.assert_array_equal(axes[-2], axes[1])
+    ear = {"inner": {"ear": obs["ear"]}, "last": given["last"]}
+    both = jaxbuf.stack_frames(ear, 2, "inner", last="last").frames
+    assert both["ear"][0].tolist() == [[0, 0], [0, 1], [1, 2], [2, 3]]
+
+
+def test_a_lost_life_ends_no_stack_where_the_last_step_is_given():
+    given = window([[1, 2, 3, 4]], [[False, True, False, False]])
+    given["last"] = jnp.array([[False, False, True, False]])
+    stacks = jaxbuf.stack_frames(given, 2, last="last")
+    assert stacks.frames[0].tolist() == [[1, 1], [1, 2], [2, 3], [4, 4]]
+
+
+BAD = [
+    (lambda w: w, {"n": 0}, "n is 0 and windows have 4 steps; expected 1 <= n <= 4"),
+    (lambda w: w, {"n": 5}, "n is 5 and windows have 4 steps"),
+    (lambda w: w, {"n": 1.5}, "n is 1.5; expected a whole number"),
+    (lambda w: w, {"field": "eye"}, "field is 'eye', but the window has no such field"),
+    (lambda w: {"obs": w["obs"]}, {}, "terminated is 'terminated', but the window has no"),
+    (lambda w: w, {"last": "over"}, "last is 'over', but the window has no such field"),
+    (lambda w: w, {"last": "obs"}, "last has dtype float32; expected bool"),
+    (lambda w: {**w, "truncated": jnp.ones((2, 3), bool)}, {}, "truncated has shape (2, 3)"),
+    (lambda w: {**w, "terminated": jnp.ones(2, bool)}, {}, "terminated has shape (2,)"),
+    (lambda w: {**w, "obs": jnp.ones((2, 3))}, {}, "field 'obs' has shape (2, 3); expected (2, 4)"),
+    (lambda w: w, {"first": jnp.ones(3, bool)}, "first has shape (3,); expected (2,)"),
+    (lambda w: w, {"axis": 2}, "axis is 2; a stack of frames of shape (1,) has 2 axes"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "message"), BAD)
+def test_bad_input(change, options, message):
+    given = change(window(jnp.ones((2, 4, 1)), jnp.zeros((2, 4), bool)))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.stack_frames(given, **{"n": 2, **options})
