@@ -5,7 +5,11 @@ from jaxbuf.buffers.groups import Groups, sample_groups
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.ops import add, sample, update_priority
-from jaxbuf.buffers.presets import reward_prioritized, terminating_states
+from jaxbuf.buffers.presets import (
+    diverse_reward_prioritized,
+    reward_prioritized,
+    terminating_states,
+)
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
@@ -13,6 +17,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.io.holder import Holder, Stopped
 from jaxbuf.strategies.episodes import Episodes
+from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
@@ -26,6 +31,7 @@ from jaxbuf.views.terminal import terminal_states
 __all__ = [
     "Chunk",
     "ChunkAccumulator",
+    "Diversity",
     "Episode",
     "EpisodeAccumulator",
     "Episodes",
@@ -50,6 +56,7 @@ __all__ = [
     "TrajectoryBuffer",
     "Uniform",
     "add",
+    "diverse_reward_prioritized",
     "hindsight",
     "importance_weights",
     "load",

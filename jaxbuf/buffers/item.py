@@ -12,6 +12,7 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import storage
 from jaxbuf.core.slots import Slots
+from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Evictor, Oldest
 from jaxbuf.strategies.samplers import Draw, Sampler, Support, Uniform
 
@@ -30,6 +31,8 @@ class ItemBuffer(struct.PyTreeNode):
         counters: Items added and rows rejected so far, ``[2]`` uint32; they wrap.
         sampler: How items are drawn.
         evictor: What makes room for new ones.
+        diversity_state: What the diversity filter keeps; nothing without one.
+        diversity: Which new items are different enough to enter; None takes all.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -46,6 +49,8 @@ class ItemBuffer(struct.PyTreeNode):
     counters: UInt[Array, " 2"]
     sampler: Sampler = struct.field(pytree_node=False)
     evictor: Evictor = struct.field(pytree_node=False)
+    diversity_state: Any = ()
+    diversity: Diversity | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
     def create(
@@ -55,6 +60,7 @@ class ItemBuffer(struct.PyTreeNode):
         *,
         sampler: Sampler = Uniform(),
         evictor: Evictor = Oldest(),
+        diversity: Diversity | None = None,
     ) -> Self:
         """An empty buffer.
 
@@ -64,10 +70,11 @@ class ItemBuffer(struct.PyTreeNode):
             capacity: Most items held at a time.
             sampler: How items are drawn.
             evictor: What makes room for new ones.
+            diversity: Refuses new items that are too close to others; None refuses none.
 
         Raises:
-            ValueError: If ``capacity`` is no whole number from 1 to 2**30, or ``example`` holds
-                anything but arrays.
+            ValueError: If ``capacity`` is no whole number from 1 to 2**30, ``example`` holds
+                anything but arrays, or ``diversity`` compares a part that items do not have.
         """
         if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer):
             raise ValueError(f"capacity is {capacity!r}; expected a whole number")
@@ -80,6 +87,10 @@ class ItemBuffer(struct.PyTreeNode):
                     f"{name} is {strategy!r}; expected a strategy such as "
                     f"{Uniform() if name == 'sampler' else Oldest()}"
                 )
+        if diversity is not None and not isinstance(diversity, Diversity):
+            raise ValueError(
+                f"diversity is {diversity!r}; expected None or jaxbuf.Diversity(cutoff, ...)"
+            )
         occupancy = evictor.init(capacity)
         if getattr(sampler, "uses_age", False):
             common.needs_order(occupancy, f"{sampler}")
@@ -90,6 +101,8 @@ class ItemBuffer(struct.PyTreeNode):
             counters=jnp.zeros((2,), jnp.uint32),
             sampler=sampler,
             evictor=evictor,
+            diversity_state=() if diversity is None else diversity.init(example, capacity),
+            diversity=diversity,
         )
 
     @property
@@ -121,8 +134,8 @@ class ItemBuffer(struct.PyTreeNode):
             priority: Of each item, ``[B]``; finite and not negative. A row with another is refused
                 and counted in ``metrics()["rejected"]``. Without, new items get the larger of the
                 sampler's ``initial_priority`` and the largest priority in the buffer.
-            score: Of each item, ``[B]``, for an evictor or a sampler that goes by it; any number,
-                infinities included. A row with NaN is refused and counted.
+            score: Of each item, ``[B]``, for whatever here goes by it; any number, infinities
+                included. A row with NaN is refused and counted.
             mask: Which rows to take, ``[B]``; the others cost no slot.
 
         Raises:
@@ -133,7 +146,7 @@ class ItemBuffer(struct.PyTreeNode):
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
         row_shape = (rows,)
         value = None
-        taken = None
+        taken: Any = None
         rejected = jnp.uint32(0)
         if mask is not None:
             taken = storage.check_rows(mask, "mask", row_shape, np.bool_, "(B,)")
@@ -148,13 +161,25 @@ class ItemBuffer(struct.PyTreeNode):
             legal = known if legal is None else legal & known
             if self.sampler.uses_score:
                 value = score
+        points: Any = None
+        if self.diversity is not None:
+            points = self.diversity.points(items)
+            comparable = self.diversity.accepts(points)
+            legal = comparable if legal is None else legal & comparable
         if legal is not None:
             offered = jnp.ones(row_shape, bool) if taken is None else taken
             rejected = jnp.sum(offered & ~legal, dtype=jnp.uint32)
             taken = offered & legal
         if rows == 0:
             return self
+        diversity_state = self.diversity_state
+        if self.diversity is not None and score is not None:
+            diversity_state, taken = self.diversity.admit(
+                diversity_state, points, score, taken, self.occupancy
+            )
         occupancy, index = self.occupancy.place(rows, taken, score)
+        if self.diversity is not None:
+            diversity_state = self.diversity.added(diversity_state, index, points)
         added = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
             data=storage.write(self.data, items, index),
@@ -166,6 +191,7 @@ class ItemBuffer(struct.PyTreeNode):
                 contiguous=taken is None and rows <= self.capacity,
             ),
             counters=self.counters + jnp.stack([added, rejected]),
+            diversity_state=diversity_state,
         )
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -283,6 +309,7 @@ class ItemBuffer(struct.PyTreeNode):
             occupancy=self.occupancy.clear(),
             sampler_state=self.sampler.cleared(self.sampler_state),
             counters=self.counters.copy(),
+            diversity_state=jax.tree.map(jnp.copy, self.diversity_state),
         )
 
     def support(self) -> Support:
@@ -296,15 +323,18 @@ class ItemBuffer(struct.PyTreeNode):
             ``size``; ``adds`` and ``rejected``, counted since creation and wrapping at 2**32;
             ``effective_sample_size`` (of the distribution drawn from, ``1 / Σ P²``); with
             priorities ``priority_min``, ``priority_max`` and ``priority_mean`` of the live items,
-            as their masses tell them; and with scores ``score_min``, ``score_max`` and
-            ``score_mean``.
+            as their masses tell them; with scores ``score_min``, ``score_max`` and
+            ``score_mean``; and with a diversity filter how many rows it refused,
+            ``refused_low_score``, ``refused_within_batch`` and ``refused_near_buffer``.
         """
+        diverse = self.diversity.metrics(self.diversity_state) if self.diversity else {}
         return {
             "size": self.size,
             "adds": self.counters[..., 0],
             "rejected": self.counters[..., 1],
             **self.occupancy.metrics(),
             **self.sampler.metrics(self.sampler_state, self.occupancy),
+            **diverse,
         }
 
     def _gather(self, draw: Draw) -> Sample:
@@ -317,9 +347,10 @@ class ItemBuffer(struct.PyTreeNode):
             valid=draw.valid,
         )
 
-    def _check_score(self, score: Any, row_shape: tuple[int, ...]) -> Array | None:
+    def _check_score(self, score: Any, row_shape: tuple[int, ...]) -> Any:
         """``score`` as an array, if it is given exactly where something goes by it."""
-        users = [part for part in (self.sampler, self.evictor) if part.uses_score]
+        parts = (self.sampler, self.evictor, self.diversity)
+        users = [part for part in parts if part is not None and part.uses_score]
         if score is None:
             if users:
                 raise ValueError(f"{users[0]} goes by the score of items; pass score=[B] to add")

@@ -3,6 +3,7 @@
 from jaxtyping import PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.strategies.diversity import Diversity, Key
 from jaxbuf.strategies.evictors import Lowest
 from jaxbuf.strategies.samplers import Uniform
 from jaxbuf.strategies.softmax import Softmax
@@ -26,10 +27,49 @@ def reward_prioritized(
         >>> int(buffer.size), float(buffer.metrics()["score_min"])
         (3, 2.0)
     """
-    sampler = Uniform(replacement=False)
-    if temperature is not None:
-        sampler = Softmax(temperature, replacement=False)
-    return ItemBuffer.create(example, capacity, sampler=sampler, evictor=Lowest())
+    return ItemBuffer.create(example, capacity, sampler=_by_score(temperature), evictor=Lowest())
+
+
+def diverse_reward_prioritized(
+    example: PyTree,
+    capacity: int,
+    *,
+    cutoff: float = 0.0,
+    p: float = 1.0,
+    key: Key | tuple[Key, ...] | None = None,
+    temperature: float | None = None,
+) -> ItemBuffer:
+    """``reward_prioritized``, but what enters once it is full must also be new.
+
+    It fills with whatever comes. Then a row must score at least as much as the lowest item, and be
+    farther than ``cutoff`` from every row of its batch that scores higher and from every item.
+
+    Args:
+        example: One unbatched item.
+        capacity: Most items held at a time.
+        cutoff: The largest distance at which two items are the same.
+        p: Norm of the distance.
+        key: What of an item is compared; see ``Diversity``. None compares all of it.
+        temperature: Draw by the softmax of scores, at this temperature; None draws uniformly. Both
+            without replacement.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> item = {"state": jnp.zeros(2), "log_reward": jnp.float32(0)}
+        >>> buffer = jaxbuf.diverse_reward_prioritized(item, 2, cutoff=0.5, key="state")
+        >>> states = jnp.array([[0.0, 0.0], [0.0, 1.0]])
+        >>> for score in (jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])):
+        ...     buffer = buffer.add({"state": states, "log_reward": score}, score=score)
+        >>> buffer.data["log_reward"].tolist(), int(buffer.metrics()["refused_near_buffer"])
+        ([2.0, 1.0], 2)
+    """
+    return ItemBuffer.create(
+        example,
+        capacity,
+        sampler=_by_score(temperature),
+        evictor=Lowest(),
+        diversity=Diversity(cutoff, p, key, within_batch="suppress", active="full"),
+    )
 
 
 def terminating_states(example: PyTree, capacity: int) -> ItemBuffer:
@@ -51,3 +91,9 @@ def terminating_states(example: PyTree, capacity: int) -> ItemBuffer:
         (1, 2)
     """
     return ItemBuffer.create(example, capacity, sampler=Uniform(replacement=False))
+
+
+def _by_score(temperature: float | None) -> Uniform | Softmax:
+    if temperature is None:
+        return Uniform(replacement=False)
+    return Softmax(temperature, replacement=False)

@@ -1,0 +1,279 @@
+"""Which new items are different enough to enter.
+
+References:
+    Lahlou et al., torchgfn: A PyTorch GFlowNet library, 2023, https://arxiv.org/abs/2305.14594
+    (its norm-based diverse replay buffer).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, cast, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+
+from jaxbuf.core import fields
+from jaxbuf.core.points import Ball, Points, finite, pairwise, tile_rows
+from jaxbuf.core.slots import Occupancy
+
+WithinBatch = Literal["suppress", "greedy"]
+Active = Literal["always", "full"]
+Key = str | Callable[[Any], Any]
+
+
+class DiversityState(struct.PyTreeNode):
+    """What ``Diversity`` keeps.
+
+    Attributes:
+        points: The part of each item that is compared, as float32.
+        refused: Rows that ranked too low, were too close within the batch, and too close to the
+            buffer; ``[3]`` uint32, wrapping.
+    """
+
+    points: Points
+    refused: UInt[Array, " 3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Diversity:
+    """An arriving item enters only if it is farther than ``cutoff`` from what is kept.
+
+    New rows are ranked by score; of equal scores the earlier row ranks higher. While the filter is
+    active, a row is refused if it
+
+    1. ranks below everything in a full buffer whose evictor goes by score;
+    2. is within the cutoff of a row of its batch that ranks higher; or
+    3. is within the cutoff of an item in the buffer, as the buffer was before the add.
+
+    Each row is counted under the first reason that holds. A row whose compared part has a NaN is
+    refused and counted in ``metrics()["rejected"]``, whether the filter is active or not.
+
+    The compared part is kept a second time, as float32 and laid out for comparing. An add compares
+    all pairs of new rows and items, eight coordinates at a time; it goes on to the next eight only
+    where one of the pairs in a tile may still be within the cutoff. Memory beside the buffer does
+    not grow with the number of pairs.
+
+    Attributes:
+        cutoff: The largest distance at which two items are the same; a row at exactly this distance
+            is refused. At 0 only duplicates are; below 0 nothing is for its distance. Otherwise
+            from 2**-40 to 2**40.
+        p: Norm of the distance, from 1 on; ``inf`` for the largest difference of a coordinate.
+        key: What is compared: a field such as ``"state"`` or ``"obs.position"``, a function of one
+            item, or several of these, whose values are concatenated (a state and its condition);
+            None compares all of the item. Whatever arrays it gives are compared coordinate by
+            coordinate. A function is part of the configuration: pass the same one each time.
+        within_batch: ``"suppress"`` compares a row with every higher one, whether that enters or
+            not; ``"greedy"`` only with those that enter (so that reason 3 comes before reason 2).
+        active: ``"always"``, or ``"full"`` to let everything in until the buffer is full.
+
+    Raises:
+        ValueError: If ``cutoff`` or ``p`` is out of its range, or another choice is unknown.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> diversity = jaxbuf.Diversity(cutoff=1.0, within_batch="greedy")
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 5, diversity=diversity)
+        >>> buffer = buffer.add(jnp.array([0.0, 1.0, 2.0]), score=jnp.array([3.0, 2.0, 1.0]))
+        >>> int(buffer.size), int(buffer.metrics()["refused_within_batch"])
+        (2, 1)
+    """
+
+    cutoff: float = 0.0
+    p: float = 1.0
+    key: Key | tuple[Key, ...] | None = None
+    within_batch: WithinBatch = "suppress"
+    active: Active = "always"
+
+    uses_score = True
+
+    def __post_init__(self) -> None:
+        # NumPy scalars compare unequal to the same Python number, and would retrace.
+        object.__setattr__(self, "cutoff", float(self.cutoff))
+        object.__setattr__(self, "p", float(self.p))
+        if not (self.cutoff <= 0 or 2.0**-40 <= self.cutoff <= 2.0**40):
+            raise ValueError(
+                f"cutoff is {self.cutoff}; expected a distance: 0, or from 2**-40 to 2**40 (scale "
+                "the numbers with a key function)"
+            )
+        if not self.p >= 1:
+            raise ValueError(f"p is {self.p}; expected a norm: 1, 2, inf, or any number from 1 on")
+        if isinstance(self.key, list):
+            object.__setattr__(self, "key", tuple(cast("list[Key]", self.key)))
+        for part in _parts(self.key):
+            if not (isinstance(part, str) or callable(part)):
+                raise ValueError(
+                    f"key is {self.key!r}; expected a field such as 'obs.position', a function of "
+                    "one item, or a tuple of these"
+                )
+        for name, known in (("within_batch", WithinBatch), ("active", Active)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; choose from {get_args(known)}"
+                )
+
+    def init(self, example: PyTree, capacity: int) -> DiversityState:
+        """No points, of as many coordinates as ``example`` (one item) has.
+
+        Raises:
+            ValueError: If the item has nothing of the name that ``key`` gives, or only complex
+                numbers or none.
+        """
+        width = jax.eval_shape(self._point, example).shape[0]
+        if width == 0:
+            raise ValueError(f"key {self.key!r} gives no numbers; there is nothing to compare")
+        return DiversityState(Points.create(capacity, width), jnp.zeros((3,), jnp.uint32))
+
+    def points(self, items: PyTree[Array]) -> Float[Array, "B D"]:
+        """What is compared of each item."""
+        return jax.vmap(self._point)(items)
+
+    def accepts(self, points: Float[Array, "B D"]) -> Bool[Array, " B"]:
+        """Which rows can be compared at all: those without NaN."""
+        return ~jnp.any(jnp.isnan(points), axis=1)
+
+    def admit(
+        self,
+        state: DiversityState,
+        points: Float[Array, "B D"],
+        score: Float[Array, " B"],
+        offered: Bool[Array, " B"],
+        occupancy: Occupancy,
+    ) -> tuple[DiversityState, Bool[Array, " B"]]:
+        """Which of the offered rows enter; the others are counted."""
+        rows = points.shape[0]
+        active = jnp.bool_(True)
+        if self.active == "full":
+            active = occupancy.size == state.points.capacity
+        low = offered & active & occupancy.refuses(score)
+        # The rows that are compared come first, best first. What follows goes by the sorted rows: a
+        # sort is never fused into what comes after it, so that the buffer's lowest score is read
+        # before the add changes it, or XLA copies what holds it.
+        row = jnp.arange(rows, dtype=jnp.int32)
+        falling = jnp.where(score == 0, jnp.float32(0), -score)
+        gone, _, order, low = lax.sort((~offered | low, falling, row, low), num_keys=2)
+        left = ~gone
+        count = jnp.where(active, jnp.sum(left, dtype=jnp.int32), jnp.int32(0))
+        if self.cutoff < 0:
+            count = jnp.int32(0)
+        ball = Ball(max(self.cutoff, 0.0), self.p)
+        ranked = finite(points)[order]
+
+        old = state.points.near(ranked, count, ball, lambda _, slot: occupancy.live(slot))
+        if self.within_batch == "suppress":
+            batch = Points.of(ranked).near(
+                ranked, count, ball, lambda row, other: (other < row) & (other < count)
+            )
+            old &= ~batch
+        else:
+            batch = _crowded(ranked, ~old, count, ball)
+        enters = left & ~batch & ~old
+        enters = jnp.zeros_like(left).at[order].set(enters, unique_indices=True)
+        refused = jnp.stack([jnp.sum(why, dtype=jnp.uint32) for why in (low, batch, old)])
+        return state.replace(refused=state.refused + refused), enters
+
+    def added(
+        self, state: DiversityState, index: Int[Array, " B"], points: Float[Array, "B D"]
+    ) -> DiversityState:
+        """New items have been written to ``index``."""
+        return state.replace(points=state.points.set(index, finite(points)))
+
+    def metrics(self, state: DiversityState) -> dict[str, Array]:
+        """How many rows were refused, by reason."""
+        return {
+            "refused_low_score": state.refused[..., 0],
+            "refused_within_batch": state.refused[..., 1],
+            "refused_near_buffer": state.refused[..., 2],
+        }
+
+    def _point(self, item: PyTree) -> Float[Array, " D"]:
+        """The compared part of one item, flat."""
+        values = [_get(item, part) for part in _parts(self.key)] if self.key is not None else [item]
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(values)]
+        for leaf in leaves:
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                raise ValueError(
+                    f"key {self.key!r} gives {leaf.dtype}; choose a part of the item with real "
+                    "numbers, or a function that makes them"
+                )
+        flat = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves]
+        return jnp.concatenate([jnp.zeros((0,), jnp.float32), *flat])
+
+
+def _crowded(
+    ranked: Float[Array, "B D"], entering: Bool[Array, " B"], count: Int[Array, ""], ball: Ball
+) -> Bool[Array, " B"]:
+    """Of the rows that would enter, best first, which are near a higher one that enters."""
+    rows = ranked.shape[0]
+    tiles = tile_rows(ranked)
+    groups, height = tiles.shape[1], tiles.shape[-1]
+    everyone = Points.of(ranked)
+    limit = jnp.float32(ball.limit)
+    padding = tiles.shape[0] * height - rows
+    entering = jnp.pad(entering & (jnp.arange(rows, dtype=jnp.int32) < count), (0, padding))
+    padded = jnp.pad(ranked, ((0, padding), (0, 0)))
+
+    def tile(k: Array, crowded: Bool[Array, " P"]) -> Bool[Array, " P"]:
+        first = k * height
+        enters = entering & ~crowded
+        # Those of earlier tiles are settled; within the tile one row settles after the other.
+        ours = lax.dynamic_slice(padded, (first, 0), (height, ranked.shape[1]))
+        before = everyone.near(
+            ours,
+            jnp.int32(height),
+            ball,
+            lambda _, other: (other < first) & enters[jnp.minimum(other, rows - 1)],
+        )
+        block = lax.dynamic_index_in_dim(tiles, k, keepdims=False)
+        number = jnp.arange(height, dtype=jnp.int32)
+        near = limit >= pairwise(
+            block,
+            lambda group: lax.dynamic_index_in_dim(block, group, keepdims=False),
+            groups,
+            number[None] < number[:, None],
+            ball,
+        )
+        offered = lax.dynamic_slice(entering, (first,), (height,))
+
+        def settle(i: Array, out: Bool[Array, " R"]) -> Bool[Array, " R"]:
+            beside = lax.dynamic_index_in_dim(near, i, keepdims=False) & offered & ~out
+            return lax.dynamic_update_slice(out, (out[i] | jnp.any(beside))[None], (i,))
+
+        settled = lax.fori_loop(0, height, settle, before) & offered
+        return lax.dynamic_update_slice(crowded, settled, (first,))
+
+    steps = -(-count // height)
+    return lax.fori_loop(0, steps, tile, jnp.zeros_like(entering))[:rows]
+
+
+def _parts(key: Any) -> tuple[Any, ...]:
+    if key is None:
+        return ()
+    return cast("tuple[Any, ...]", key) if isinstance(key, tuple) else (key,)
+
+
+def _get(item: Any, part: Key) -> Any:
+    """The field of an item at a dotted path, or what a function makes of it.
+
+    Raises:
+        ValueError: If there is no such field.
+    """
+    if isinstance(part, str):
+        found = fields.find(item, part)
+        if found is None:
+            paths = jax.tree_util.tree_leaves_with_path(item)
+            names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+            raise ValueError(
+                f"key is {part!r}, but items have no such field; "
+                + (f"they have {', '.join(names)}" if any(names) else "they are arrays, not trees")
+            )
+        return found
+    try:
+        return part(item)
+    except (KeyError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"key {part!r} fails on an item with {type(error).__name__}: {error}; it gets one item "
+            "like the example"
+        ) from error

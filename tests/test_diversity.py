@@ -1,0 +1,379 @@
+"""The diversity filter: which rows enter, against a model that measures one pair at a time."""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf.core.points import Ball, Points
+from tests import reference_diversity
+
+INF = math.inf
+
+
+LOWEST = jaxbuf.Lowest()
+
+
+def create(diversity, capacity, width=1, evictor=LOWEST):
+    """A buffer of points, each with its number."""
+    example = {"point": jnp.zeros(width), "number": jnp.int32(0)}
+    diversity = dataclasses.replace(diversity, key=diversity.key or "point")
+    return jaxbuf.ItemBuffer.create(example, capacity, evictor=evictor, diversity=diversity)
+
+
+def rows(points, first=0):
+    points = jnp.asarray(points, jnp.float32)
+    points = points[:, None] if points.ndim == 1 else points
+    return {"point": points, "number": first + jnp.arange(points.shape[0], dtype=jnp.int32)}
+
+
+def scores(*values):
+    return jnp.array(values, jnp.float32)
+
+
+def numbers(buffer):
+    """Which items are held, sorted."""
+    live = buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
+    return sorted(np.asarray(buffer.data["number"])[np.asarray(live)].tolist())
+
+
+def refused(buffer):
+    metrics = buffer.metrics()
+    names = ("low_score", "within_batch", "near_buffer")
+    return {name: int(metrics[f"refused_{name}"]) for name in names}
+
+
+@pytest.mark.parametrize("score", [(3.0, 2.0, 1.0), (1.0, 1.0, 1.0)])
+@pytest.mark.parametrize(("within_batch", "expected"), [("suppress", [0]), ("greedy", [0, 2])])
+def test_a_row_is_compared_with_all_higher_ones_or_with_those_that_enter(
+    within_batch, expected, score
+):
+    diversity = jaxbuf.Diversity(1.0, within_batch=within_batch, active="full")
+    buffer = jaxbuf.add(create(diversity, 3), rows([50, 60, 70], 10), score=scores(-1, -1, -1))
+    buffer = jaxbuf.add(buffer, rows([0, 1, 2]), score=scores(*score))
+    assert [number for number in numbers(buffer) if number < 10] == expected
+    assert refused(buffer)["within_batch"] == 3 - len(expected)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def near(one, others, ball):
+    """Whether one point is near any of the others."""
+    some = Points.of(others).near(one[None], jnp.int32(1), ball, lambda _, slot: slot >= 0)
+    return some[0]
+
+
+def test_a_distance_of_exactly_the_cutoff_is_refused():
+    for cutoff, size in ((1.0, 1), (0.99, 2)):
+        buffer = create(jaxbuf.Diversity(cutoff), 4)
+        for position in (0, 1):
+            buffer = jaxbuf.add(buffer, rows([position]), score=scores(1))
+        assert buffer.size == size
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 100.0, INF])
+def test_the_boundary_belongs_to_the_ball(p):
+    point = jnp.array([0.0, 5.0, 0.0])
+    for cutoff, size, expected in ((1.0, 1.0, True), (0.99, 1.0, False), (1.1, 1.1, True)):
+        other = point.at[2].set(size)[None]
+        assert near(point, other, Ball(cutoff, p)) == expected
+
+
+def test_the_published_example_of_duplicates():
+    diversity = jaxbuf.Diversity(1.0, 2.0, active="full")
+    buffer = create(diversity, 10, width=2)
+    distinct = [[3.0, 3.0], [5.0, 0.0], [0.0, 5.0], [5.0, 5.0], [-4.0, -4.0]]
+    buffer = jaxbuf.add(buffer, rows([[1.0, 1.0]] * 5 + distinct), score=jnp.full(10, 10.0))
+    assert buffer.size == 10
+    buffer = jaxbuf.add(buffer, rows([[1.0, 1.0]] * 3, 10), score=jnp.full(3, 20.0))
+    assert np.sum(np.all(np.asarray(buffer.data["point"]) == 1, axis=1)) <= 5
+    buffer = jaxbuf.add(buffer, rows([[0.0, 0.0]], 13), score=scores(20))
+    assert 13 in numbers(buffer)
+
+
+def test_conditions_are_part_of_the_distance():
+    example = {"state": jnp.zeros(2), "condition": jnp.float32(0)}
+    for key, size in ((("state", "condition"), 2), ("state", 1)):
+        diversity = jaxbuf.Diversity(0.5, 2.0, key=key)
+        buffer = jaxbuf.ItemBuffer.create(example, 4, diversity=diversity)
+        for condition in (0.0, 1.0, 1.0):
+            item = {"state": jnp.ones((1, 2)), "condition": scores(condition)}
+            buffer = jaxbuf.add(buffer, item, score=scores(0))
+        assert buffer.size == size
+
+
+def test_nothing_is_filtered_until_the_buffer_is_full_not_even_what_makes_it_so():
+    buffer = create(jaxbuf.Diversity(1.0, active="full"), 4)
+    buffer = jaxbuf.add(buffer, rows([0, 0, 0]), score=scores(1, 1, 1))
+    buffer = jaxbuf.add(buffer, rows([0, 0, 0, 0], 3), score=scores(2, 2, 2, 0))
+    assert numbers(buffer) == [2, 3, 4, 5]
+    assert sum(refused(buffer).values()) == 0
+    buffer = jaxbuf.add(buffer, rows([0, 9, 8, 20], 7), score=scores(5, 4, 3, 0))
+    assert numbers(buffer) == [3, 4, 5, 8]
+    assert refused(buffer) == {"low_score": 1, "within_batch": 1, "near_buffer": 1}
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
+def test_no_norm_loses_a_distance(p):
+    # |x|² - 2xy + |y|² has no digit left of this difference.
+    point = jnp.full((9,), 4096.0)
+    zero = Ball(0.0, p)
+    assert near(point, point[None], zero)
+    assert not near(point, point[None] + jnp.float32(2**-11), zero)
+    assert not near(jnp.zeros(9), jnp.full((1, 9), 1e-30), zero)
+    for scale in (1e-12, 1e12):
+        axis = jnp.float32(scale) * jnp.eye(9, dtype=jnp.float32)[0]
+        ball = Ball(scale, p)
+        assert near(axis, jnp.zeros((1, 9)), ball)
+        assert not near(axis * jnp.float32(1.01), jnp.zeros((1, 9)), ball)
+
+
+def test_infinities_are_near_their_like_and_far_from_the_rest():
+    buffer = create(jaxbuf.Diversity(1e12), 9)
+    buffer = jaxbuf.add(buffer, rows([0, INF, INF, -INF, -INF, 1e38]), score=jnp.zeros(6))
+    assert numbers(buffer) == [0, 1, 3, 5]
+
+
+@pytest.mark.parametrize("active", ["always", "full"])
+def test_a_point_with_nan_is_refused_alone(active):
+    buffer = create(jaxbuf.Diversity(1.0, active=active), 3)
+    buffer = jaxbuf.add(buffer, rows([0, np.nan, 5, 9, 20]), score=scores(1, 9, 1, np.nan, 2))
+    assert numbers(buffer) == [0, 2, 4]
+    assert buffer.metrics()["rejected"] == 2
+    buffer = jaxbuf.add(buffer, rows([np.nan, 30], 5), score=scores(5, 5))
+    assert 6 in numbers(buffer)
+
+
+def test_below_zero_no_distance_counts():
+    buffer = create(jaxbuf.Diversity(-1.0, active="full"), 2)
+    buffer = jaxbuf.add(buffer, rows([0, 0]), score=scores(1, 2))
+    buffer = jaxbuf.add(buffer, rows([0, 0, 0], 2), score=scores(0, 3, 3))
+    assert numbers(buffer) == [3, 4]
+    assert refused(buffer) == {"low_score": 1, "within_batch": 0, "near_buffer": 0}
+
+
+def test_oldest_is_no_judge_of_scores():
+    buffer = create(jaxbuf.Diversity(0.5), 2, evictor=jaxbuf.Oldest())
+    for i, score in enumerate((5, 4, 3)):
+        buffer = jaxbuf.add(buffer, rows([i, i], 2 * i), score=scores(score, score))
+    assert numbers(buffer) == [2, 4]
+    assert refused(buffer) == {"low_score": 0, "within_batch": 3, "near_buffer": 0}
+
+
+# Capacity, rows and width; norm and cutoff; and the choices.
+CASES = [
+    ((1, 1, 3), (1.0, 0.5), ("suppress", "always", "lowest")),
+    ((7, 5, 1), (2.0, 0.7), ("suppress", "full", "lowest")),
+    ((7, 5, 1), (1.0, 0.75), ("greedy", "always", "oldest")),
+    ((20, 30, 2), (INF, 0.25), ("greedy", "full", "lowest")),
+    ((300, 150, 9), (3.0, 0.6), ("suppress", "full", "lowest")),
+    ((300, 150, 9), (2.0, 0.5), ("greedy", "always", "lowest")),
+]
+
+
+def random_batches(count, width, steps, seed):
+    """Points on a coarse grid, so that many pairs are near, equal, or exactly at a cutoff."""
+    rng = np.random.default_rng(seed)
+    span = {1: 40, 2: 6, 9: 1}.get(width, 2)
+    for i in range(steps):
+        points = rng.integers(0, span * 4, (count, width)) / 4
+        score = rng.integers(0, 30, count) + i / 2
+        bad = rng.random((2, count)) < 0.02
+        points[bad[0], 0] = np.nan
+        score[bad[1]] = rng.choice([np.nan, -INF], bad[1].sum())
+        if i in (100, 200):
+            # Few, for they stay.
+            score[0] = INF
+        yield points.astype(np.float32), score.astype(np.float32), rng.random(count) < 0.8
+
+
+@pytest.mark.parametrize(("shape", "norm", "choices"), CASES)
+def test_random_adds_against_the_model(shape, norm, choices):
+    capacity, count, width = shape
+    p, cutoff = norm
+    within_batch, active, evictor = choices
+    diversity = jaxbuf.Diversity(cutoff, p, within_batch=within_batch, active=active)
+    chosen = jaxbuf.Oldest() if evictor == "oldest" else jaxbuf.Lowest()
+    buffer = create(diversity, capacity, width, chosen)
+    twin = reference_diversity.Diverse(
+        capacity, cutoff, p, within_batch=within_batch, active=active, evictor=evictor
+    )
+    steps = {7: 500, 300: 6}.get(capacity, 100)
+    for i, (points, score, mask) in enumerate(random_batches(count, width, steps, capacity)):
+        buffer = jaxbuf.add(buffer, rows(points, i * count), score=score, mask=mask)
+        twin.add(points, score, mask)
+        assert numbers(buffer) == twin.numbers
+        assert refused(buffer) == twin.refused
+        assert buffer.metrics()["rejected"] == twin.rejected
+    assert bool(twin.refused["within_batch"] and twin.refused["near_buffer"]) == (count > 1)
+
+
+@pytest.mark.parametrize(("p", "radius"), [(1.0, 9.0), (2.0, 2.5), (INF, 0.9), (2.5, 2.0)])
+def test_near_is_what_all_distances_say(p, radius):
+    rng = np.random.default_rng(0)
+    stored = rng.normal(size=(1100, 13)).astype(np.float32)
+    points = rng.normal(size=(150, 13)).astype(np.float32)
+    size = np.abs(points[:, None].astype(np.float64) - stored)
+    all_pairs = size.max(-1) if math.isinf(p) else (size**p).sum(-1) ** (1 / p)
+    all_pairs[:, 1000:] = INF
+    found = Points.of(jnp.asarray(stored)).near(
+        jnp.asarray(points), jnp.int32(140), Ball(radius, p), lambda _, slot: slot < 1000
+    )
+    expected = (all_pairs.min(1) <= radius) & (np.arange(150) < 140)
+    assert 0 < expected.sum() < 140
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_jit_vmap_scan_and_donation_agree():
+    diversity = jaxbuf.Diversity(0.5, 2.0, within_batch="greedy", active="full")
+    empty = create(diversity, 6, 2)
+    steps = [
+        (rows(points, 5 * i), jnp.asarray(score), jnp.asarray(mask))
+        for i, (points, score, mask) in enumerate(random_batches(5, 2, 8, 1))
+    ]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *steps)
+
+    def step(buffer, inputs):
+        items, score, mask = inputs
+        return buffer.add(items, score=score, mask=mask), None
+
+    scan = jax.jit(lambda buffer, inputs: jax.lax.scan(step, buffer, inputs)[0])
+    jitted, donated = empty, jax.tree.map(jnp.copy, empty)
+    for items, score, mask in steps:
+        jitted = jaxbuf.add(jitted, items, score=score, mask=mask, donate=False)
+        donated = jaxbuf.add(donated, items, score=score, mask=mask)
+    # Two buffers that fill at different times, side by side.
+    later = jax.tree.map(lambda leaf: leaf.at[:2].set(leaf[2:4]), stacked)
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), stacked, later)
+    mapped = jax.jit(jax.vmap(scan, in_axes=(None, 0)))(empty, both)
+    for other in (donated, scan(empty, stacked), jax.tree.map(lambda leaf: leaf[0], mapped)):
+        jax.tree.map(np.testing.assert_array_equal, jitted, other)
+    other = jax.tree.map(lambda leaf: leaf[1], mapped)
+    jax.tree.map(np.testing.assert_array_equal, scan(empty, later), other)
+
+
+def test_eager_is_the_same():
+    empty = create(jaxbuf.Diversity(0.5, within_batch="greedy"), 3)
+    items, score = rows([0, 1, 1]), scores(1, 2, 3)
+    eager = empty.add(items, score=score)
+    assert numbers(eager) == [0, 2]
+    jax.tree.map(np.testing.assert_array_equal, eager, jaxbuf.add(empty, items, score=score))
+
+
+def test_a_cleared_buffer_remembers_no_point():
+    buffer = create(jaxbuf.Diversity(1.0), 4)
+    buffer = jaxbuf.add(buffer, rows([0, 9]), score=scores(1, 1))
+    cleared = buffer.clear()
+    jaxbuf.add(buffer, rows([0, 1]), score=scores(1, 1))
+    cleared = jaxbuf.add(cleared, rows([0, 20], 2), score=scores(1, 1))
+    assert numbers(cleared) == [2, 3]
+
+
+def test_without_a_filter_a_buffer_has_no_more_leaves():
+    plain = jaxbuf.ItemBuffer.create(jnp.zeros(3), 4)
+    assert len(jax.tree.leaves(plain)) == 3
+    assert "refused_near_buffer" not in plain.metrics()
+
+
+class Pair(NamedTuple):
+    left: jax.Array
+    right: dict[str, jax.Array]
+
+
+def test_keys_name_fields_of_any_container_and_functions_take_one_item():
+    example = {
+        "pair": Pair(jnp.zeros(2), {"n": jnp.int32(0), "m": jnp.uint8(0)}),
+        "a": jnp.zeros(3),
+    }
+    items = jax.tree.map(lambda leaf: jnp.ones((4, *leaf.shape), leaf.dtype), example)
+    for key, width in (
+        (None, 7),
+        ("pair", 4),
+        ("pair.right.n", 1),
+        (["a", "pair.left"], 5),
+        (lambda item: item["a"][:2] * item["pair"].left, 2),
+        ((lambda item: {"sum": jnp.sum(item["a"])}, "pair.right"), 3),
+    ):
+        diversity = jaxbuf.Diversity(0.0, key=key)
+        assert hash(diversity) == hash(dataclasses.replace(diversity))
+        assert diversity.points(items).shape == (4, width)
+        buffer = jaxbuf.ItemBuffer.create(example, 3, diversity=diversity)
+        assert buffer.diversity_state.points.blocks.size == 8 * 3
+
+
+def test_bad_keys_name_what_there_is():
+    example = {"obs": {"x": jnp.zeros(2)}, "wave": jnp.zeros(1, jnp.complex64)}
+    for key, message in (
+        ("obs.y", "key is 'obs.y', but items have no such field; they have obs.x, wave"),
+        ("obs.x.0", "key is 'obs.x.0', but items have no such field"),
+        (lambda item: item["nothing"], "KeyError: 'nothing'; it gets one item"),
+        ("wave", "real numbers"),
+        (lambda item: item["obs"]["x"][:0], "nothing to compare"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jaxbuf.ItemBuffer.create(example, 3, diversity=jaxbuf.Diversity(1.0, key=key))
+    with pytest.raises(ValueError, match="they are arrays, not trees"):
+        jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity(1.0, key="state"))
+    with pytest.raises(ValueError, match=r"a field such as 'obs.position'"):
+        jaxbuf.Diversity(1.0, key=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cutoff": np.nan}, "cutoff is nan; expected a distance"),
+        ({"cutoff": INF}, "cutoff is inf"),
+        ({"cutoff": 1e-30}, "cutoff is 1e-30; expected a distance: 0, or from"),
+        ({"p": 0.5}, "p is 0.5; expected a norm"),
+        ({"p": np.nan}, "p is nan"),
+        ({"within_batch": "none"}, "within_batch is 'none'; choose from"),
+        ({"active": "never"}, "active is 'never'; choose from"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.Diversity(**{"cutoff": 1.0, **options})
+
+
+def test_bad_use():
+    with pytest.raises(ValueError, match=r"expected None or jaxbuf.Diversity\(cutoff"):
+        jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity)
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity(1.0))
+    with pytest.raises(ValueError, match=r"Diversity.* goes by the score of items; pass score"):
+        buffer.add(jnp.zeros((1, 2)))
+    assert jaxbuf.Diversity(np.float32(1), np.int32(2)) == jaxbuf.Diversity(1.0, 2.0)
+
+
+def test_an_add_copies_neither_points_nor_storage():
+    buffer = create(jaxbuf.Diversity(1.0, within_batch="greedy"), 5000, 11)
+
+    def many(buffer, points, score):
+        def step(buffer, inputs):
+            return buffer.add(rows(inputs[0]), score=inputs[1]), None
+
+        return jax.lax.scan(step, buffer, (points, score))[0]
+
+    inputs = jnp.zeros((3, 16, 11)), jnp.zeros((3, 16))
+    text = jax.jit(many, donate_argnums=0).lower(buffer, *inputs).compile().as_text()
+    big = [leaf.shape for leaf in jax.tree.leaves(buffer) if leaf.size >= 5000]
+    shapes = ["[" + ",".join(map(str, shape)) + "]" for shape in big]
+    assert len(shapes) == 4
+    lines = [line for line in text.splitlines() if " copy(" in line]
+    assert [line for line in lines if any(shape in line for shape in shapes)] == []
+
+
+def test_the_preset_is_the_filter_of_a_full_buffer():
+    buffer = jaxbuf.diverse_reward_prioritized(jnp.zeros(1), 3, cutoff=1.0)
+    buffer = jaxbuf.add(buffer, jnp.zeros((3, 1)), score=scores(1, 2, 3))
+    assert buffer.size == 3
+    buffer = jaxbuf.add(buffer, jnp.array([[5.0], [6.0], [9.0], [1.0]]), score=scores(9, 8, 0, 7))
+    assert sorted(buffer.data[:, 0].tolist()) == [0, 0, 5]
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 3)
+    assert sorted(sample.data[:, 0].tolist()) == [0, 0, 5]
+    drawn = jaxbuf.diverse_reward_prioritized(jnp.zeros(1), 3, temperature=1.0)
+    assert drawn.sampler == jaxbuf.Softmax(1.0, replacement=False)
