@@ -1,6 +1,11 @@
 """Replay memory for JAX: every buffer an immutable pytree, every operation a pure function."""
 
-from jaxbuf.buffers.accumulator import Chunk, ChunkAccumulator, Episode, EpisodeAccumulator
+from jaxbuf.buffers.accumulator import (
+    Chunk,
+    ChunkAccumulator,
+    EpisodeAccumulator,
+    PaddedEpisode,
+)
 from jaxbuf.buffers.groups import Groups, sample_groups
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.mixture import Mixture
@@ -32,7 +37,6 @@ __all__ = [
     "Chunk",
     "ChunkAccumulator",
     "Diversity",
-    "Episode",
     "EpisodeAccumulator",
     "Episodes",
     "FrameStack",
@@ -43,6 +47,7 @@ __all__ = [
     "Mixture",
     "NStep",
     "Oldest",
+    "PaddedEpisode",
     "Prioritized",
     "Queue",
     "RateLimiter",

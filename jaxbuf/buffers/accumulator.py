@@ -13,7 +13,7 @@ from jaxbuf.core import fields, storage
 from jaxbuf.core.lanes import Lanes
 
 
-class Episode(struct.PyTreeNode):
+class PaddedEpisode(struct.PyTreeNode):
     """An episode as one item, padded to a fixed length; or a batch of them.
 
     Attributes:
@@ -154,10 +154,10 @@ class EpisodeAccumulator(struct.PyTreeNode):
         return self.lanes.length
 
     @property
-    def example(self) -> Episode:
+    def example(self) -> PaddedEpisode:
         """One episode as ``ItemBuffer.create`` and ``Queue.create`` want it, of shapes only."""
         length: Any = jax.ShapeDtypeStruct((), jnp.int32)
-        return Episode(steps=_shapes(self.data), length=length)
+        return PaddedEpisode(steps=_shapes(self.data), length=length)
 
     @property
     def filled(self) -> Int[Array, " E"]:
@@ -171,7 +171,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
 
     def add(
         self, steps: PyTree[Array], *, mask: Bool[Array, "..."] | None = None
-    ) -> tuple[Self, Episode, Bool[Array, " K"]]:
+    ) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
         """Append one step, or ``T`` of them, to each environment; hand out what is complete.
 
         Args:
@@ -197,10 +197,10 @@ class EpisodeAccumulator(struct.PyTreeNode):
         lanes, target = self.lanes.place(taken, ends)
         return self.replace(data=_write(self.data, steps, target), lanes=lanes).take()
 
-    def take(self) -> tuple[Self, Episode, Bool[Array, " K"]]:
+    def take(self) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
         """Hand out up to ``per_add`` of the episodes that wait, as ``add`` does."""
         lanes, lane, length, done = self.lanes.take(self.per_add)
-        episodes = Episode(steps=storage.read(self.data, lane), length=length)
+        episodes = PaddedEpisode(steps=storage.read(self.data, lane), length=length)
         real = episodes.mask
         padded = jax.tree.map(
             lambda leaf: jnp.where(
