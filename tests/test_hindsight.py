@@ -245,6 +245,53 @@ def test_a_window_has_one_goal_and_goals_can_be_looked_up_elsewhere():
     assert jaxbuf.n_step(batch, 2, 0.9).reward.shape == (64, 1)
 
 
+@pytest.mark.parametrize("strategy", ["future", "episode"])
+def test_goals_of_a_ring_that_has_wrapped(strategy):
+    """Episodes of 5 steps whose oldest has lost its beginning, and whose newest goes on."""
+    example = {
+        "achieved_goal": jnp.int32(0),
+        "goal": jnp.int32(0),
+        "reward": jnp.float32(0),
+        "terminated": jnp.bool_(False),
+    }
+    buffer = jaxbuf.TrajectoryBuffer.create(example, 2, 20, episodes=jaxbuf.Episodes())
+    step = jnp.broadcast_to(jnp.arange(28, dtype=jnp.int32), (2, 28))
+    steps = {"achieved_goal": step, "goal": -step, "reward": step.astype(jnp.float32)}
+    buffer = buffer.add({**steps, "terminated": step % 5 == 4})
+
+    @jax.jit
+    def relabel(key):
+        sample = buffer.sample(key, 2048)
+        env, position = buffer.locate(sample.slots)
+        # As far back as the episode goes, or the ring.
+        begin = buffer.episode_begin_position(sample.slots)
+        back = jnp.minimum(position - begin, position - buffer.earliest_position[env])
+        t = back.astype(jnp.int32)
+        batch, relabeled = jaxbuf.hindsight(
+            key,
+            jax.tree.map(lambda leaf: leaf[:, 0], sample.data),
+            lambda row, step: buffer.get_field(
+                "achieved_goal", env[row], (position - back)[row] + step.astype(jnp.uint32)
+            ),
+            t,
+            t + buffer.steps_to_episode_end(sample.slots) + 1,
+            strategy=strategy,
+            fraction=1.0,
+            reward_fn=reward_fn,
+        )
+        return batch, relabeled
+
+    batch, relabeled = relabel(jax.random.key(0))
+    assert relabeled.all()
+    found = {}
+    for now, goal in zip(batch["achieved_goal"].tolist(), batch["goal"].tolist(), strict=True):
+        found.setdefault(now, set()).add(goal)
+    assert sorted(found) == list(range(8, 28))
+    for now, goals in found.items():
+        first = now if strategy == "future" else max(now - now % 5, 8)
+        assert goals == set(range(first, min(now - now % 5 + 5, 28)))
+
+
 def test_a_window_can_be_all_that_is_known_of_its_episode():
     sample = ring_of_episodes().sample(jax.random.key(0), 64)
     ends = sample.data["terminated"]

@@ -91,6 +91,36 @@ def hindsight(
         >>> batch["goal"].tolist(), batch["reward"].tolist(), relabeled.tolist()
         ([3, 6], [-1.0, 0.0], [True, True])
 
+        Windows of a ``TrajectoryBuffer`` with ``Episodes``, whose goals are looked up from their
+        first steps on:
+
+        >>> steps = {
+        ...     "achieved_goal": jnp.arange(8)[None],
+        ...     "goal": jnp.full((1, 8), 9),
+        ...     "reward": jnp.full((1, 8), -1.0),
+        ...     "terminated": jnp.arange(8)[None] == 5,
+        ... }
+        >>> buffer = jaxbuf.TrajectoryBuffer.create(
+        ...     jax.tree.map(lambda leaf: leaf[0, 0], steps), num_envs=1, length=100,
+        ...     sequence_length=2, episodes=jaxbuf.Episodes(),
+        ... )
+        >>> buffer = buffer.add(steps)
+        >>> sample = buffer.sample(jax.random.key(0), 4)
+        >>> env, position = buffer.locate(sample.slots)
+        >>> batch, relabeled = jaxbuf.hindsight(
+        ...     jax.random.key(0),
+        ...     sample.data,
+        ...     lambda row, step: buffer.get_field(
+        ...         "achieved_goal", env[row], position[row] + step.astype(jnp.uint32)
+        ...     ),
+        ...     t=jnp.zeros(4, jnp.int32),
+        ...     length=buffer.steps_to_episode_end(sample.slots) + 1,
+        ...     strategy="final", fraction=1.0,
+        ...     reward_fn=lambda achieved, goal: jnp.where(achieved == goal, 0.0, -1.0),
+        ... )
+        >>> position.tolist(), batch["goal"].tolist()
+        ([6, 1, 4, 2], [[7, 7], [5, 5], [5, 5], [5, 5]])
+
     References:
         Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3.3 and 4.5;
         ``"random"`` draws from the batch, which stands for the whole training there.
