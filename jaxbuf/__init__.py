@@ -21,6 +21,7 @@ from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.io.holder import Holder, Stopped
+from jaxbuf.io.store import Store, StoreBatch
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Lowest, Oldest
@@ -57,6 +58,8 @@ __all__ = [
     "Softmax",
     "Steps",
     "Stopped",
+    "Store",
+    "StoreBatch",
     "ThroughputLimiter",
     "TrajectoryBuffer",
     "Uniform",

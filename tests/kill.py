@@ -86,3 +86,32 @@ def checkpoint_writer(path: Path, sender: Connection) -> None:
         k += 1
         jaxbuf.save(path, state(k))
         sender.send(k)
+
+
+STORE_ITEM = {"obs": jax.ShapeDtypeStruct((3,), np.float32)}
+STORE_ITEM["id"] = jax.ShapeDtypeStruct((), np.int32)
+_ROWS = 100
+
+
+def check_store(store: jaxbuf.Store) -> None:
+    """Every row is there once, with its own number, but for the first half, which is deleted."""
+    live = np.arange(len(store) - store.live, len(store))
+    read = store.read(live)
+    np.testing.assert_array_equal(read["id"], live)
+    np.testing.assert_array_equal(read["obs"], np.repeat(live[:, None], 3, axis=1))
+
+
+def store_writer(path: Path, sender: Connection) -> None:
+    """Append one block of rows after the other, and delete some of the old ones."""
+    with jaxbuf.Store(path, STORE_ITEM, chunk=64) as store:
+        check_store(store)
+        k = len(store) // _ROWS
+        assert k * _ROWS == len(store), "part of an append is there"
+        sender.send(k)
+        while True:
+            ids = np.arange(k * _ROWS, (k + 1) * _ROWS, dtype=np.int32)
+            obs = np.repeat(ids[:, None], 3, axis=1).astype(np.float32)
+            store.append({"obs": obs, "id": ids})
+            k += 1
+            sender.send(k)
+            store.delete(range(max(0, k - 20) * _ROWS // 2))

@@ -1,0 +1,342 @@
+"""`Store`: every append that returned is there, once, whatever happens next."""
+
+import itertools
+import re
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf.io.ranges import Ranges
+from tests import kill
+from tests.reference_store import ReferenceStore
+
+ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
+
+
+def items(ids):
+    ids = np.asarray(ids, np.int32)
+    return {"obs": np.repeat(ids[:, None], 3, axis=1).astype(np.float32), "id": ids}
+
+
+def check(read, ids):
+    expected = items(ids)
+    for name, leaf in expected.items():
+        assert read[name].dtype == leaf.dtype
+        np.testing.assert_array_equal(read[name], leaf)
+
+
+def disk_chunks(path):
+    return sorted(int(entry.name) for entry in (path / "leaves" / "0").glob("[0-9]*"))
+
+
+def test_random_operations_agree_with_a_list(tmp_path):
+    random = np.random.default_rng(0)
+    twin, clock = ReferenceStore(), 0
+    store = jaxbuf.Store(tmp_path / "store", ITEM, chunk=8)
+    for _ in range(120):
+        action = random.choice(["append", "append", "again", "delete", "reopen", "read"])
+        if action == "append":
+            new = range(clock, clock + int(random.integers(0, 20)))
+            clock += len(new)
+            assert store.append(items(new)) == new
+            twin.append(new)
+        elif action == "again":
+            start = int(random.integers(max(clock - 10, 0), clock + 1))
+            new = range(start, start + int(random.integers(0, 15)))
+            clock = max(clock, new.stop)
+            assert store.append(items(new), start=start) == new
+            twin.append(new, start)
+        elif action == "delete" and clock:
+            begin = int(random.integers(clock))
+            rows = np.arange(begin, min(begin + int(random.integers(1, 30)), clock))
+            store.delete(rows)
+            twin.delete(rows.tolist())
+        elif action == "reopen":
+            store.close()
+            store = jaxbuf.Store(tmp_path / "store", ITEM)
+        live = twin.live
+        assert (len(store), store.live) == (len(twin.rows), len(live))
+        if len(live):
+            rows = random.choice(live, size=10)
+            check(store.read(rows), np.asarray(twin.rows)[rows])
+    check(store.read(live), np.asarray(twin.rows)[live])
+    store.close()
+    # Chunks without live rows are gone, all others there.
+    chunks = {row // 8 for row in range(clock) if row in set(live.tolist())}
+    chunks |= {clock // 8} if clock % 8 else set()
+    assert set(disk_chunks(tmp_path / "store")) - {clock // 8} == chunks - {clock // 8}
+
+
+def test_ranges_agree_with_sets():
+    random = np.random.default_rng(0)
+    ranges, twin = Ranges.of([]), set()
+    for _ in range(60):
+        begin = int(random.integers(60))
+        rows = random.integers(begin, begin + 6, size=int(random.integers(4)))
+        ranges |= Ranges.of(rows)
+        twin |= set(rows.tolist())
+        everything = np.arange(-2, 80)
+        assert len(ranges) == len(twin)
+        assert everything[ranges.contains(everything)].tolist() == sorted(twin)
+        runs = ranges.tolist()
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(runs))
+        others = [i for i in range(80) if i not in twin]
+        assert ranges.without(np.arange(len(others))).tolist() == others
+        assert ranges.covers(begin, begin + 3) == ({begin, begin + 1, begin + 2} <= twin)
+
+
+def test_every_dtype_comes_back(tmp_path):
+    item = {
+        "pixels": jax.ShapeDtypeStruct((4, 4), jnp.uint8),
+        "half": jnp.bfloat16(0),
+        "flag": jnp.bool_(False),
+        "nested": (jnp.int8(0), [jnp.zeros((2,), jnp.float16)]),
+    }
+    random = np.random.default_rng(0)
+    rows = jax.tree.map(
+        lambda x: jnp.asarray(random.integers(0, 2, size=(5, *x.shape)), x.dtype), item
+    )
+    with jaxbuf.Store(tmp_path, item) as store:
+        store.append(rows, mask=np.asarray([True, False, True, True, False]))
+        read = store.read(slice(None))
+    assert jax.tree.structure(read) == jax.tree.structure(item)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b[np.asarray([0, 2, 3])]), read, rows
+    )
+
+
+def test_batches_are_uniform_over_live_rows_and_repeatable(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(20)))
+        store.delete(range(3, 9))
+        counts = np.zeros(20)
+        drawn = []
+        for batch in store.batches(64, seed=1, steps=100):
+            assert isinstance(batch.data["obs"], jax.Array)
+            check(batch.data, batch.rows)
+            counts += np.bincount(batch.rows, minlength=20)
+            drawn.append(batch.rows)
+        live = np.asarray([*range(3), *range(9, 20)])
+        assert counts[3:9].sum() == 0
+        expected = 6400 / len(live)
+        # 13 degrees of freedom: exceeded with probability 1e-3.
+        assert np.sum((counts[live] - expected) ** 2 / expected) < 34.5
+        again = [batch.rows for batch in store.batches(64, seed=1, start=60, steps=40, prefetch=5)]
+        np.testing.assert_array_equal(again, drawn[60:])
+        assert not np.array_equal(next(store.batches(64, seed=2)).rows, drawn[0])
+
+
+def test_reading_overlaps_with_computing(tmp_path, monkeypatch):
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        store.append(items(range(10)))
+        main, read, readers = threading.get_ident(), store._read, []
+        two_ahead = threading.Semaphore(0)
+
+        def watched(rows):
+            readers.append(threading.get_ident())
+            two_ahead.release()
+            return read(rows)
+
+        monkeypatch.setattr(store, "_read", watched)
+        batches = store.batches(4, prefetch=2)
+        next(batches)
+        # Nothing more is asked for, yet two more batches are read.
+        for _ in range(3):
+            assert two_ahead.acquire(timeout=30)
+        assert main not in readers
+        batches.close()
+        assert not store._pins
+
+
+def test_an_error_while_reading_reaches_the_loop(tmp_path, monkeypatch):
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        store.append(items(range(10)))
+        monkeypatch.setattr(store, "_arrays", [])
+        with pytest.raises(ValueError, match="Too few leaves"):
+            next(store.batches(4))
+        assert not store._pins
+
+
+def test_deleted_rows_stay_until_their_batch_was_read(tmp_path, monkeypatch):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=5) as store:
+        store.append(items(range(12)))
+        go, read = threading.Event(), store._read
+        monkeypatch.setattr(store, "_read", lambda rows: go.wait(30) and read(rows))
+        batches = store.batches(50, steps=1)
+        first = []
+        consumer = threading.Thread(target=lambda: first.append(next(batches)))
+        consumer.start()
+        while not store._pins:
+            time.sleep(0.01)
+        store.delete(range(10))
+        assert disk_chunks(tmp_path) == [0, 1, 2]
+        go.set()
+        consumer.join()
+        check(first[0].data, first[0].rows)
+        batches.close()
+        assert disk_chunks(tmp_path) == [2]
+        assert set(next(store.batches(50)).rows.tolist()) == {10, 11}
+
+
+def test_pinned_rows_can_be_read_after_they_were_deleted(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(12)))
+        rows = np.asarray([1, 6])
+        with store.pin(rows):
+            with store.pin(rows):
+                store.delete(range(8))
+            check(store.read(rows), rows)
+            assert disk_chunks(tmp_path) == [0, 1, 2]
+        assert disk_chunks(tmp_path) == [2]
+        with pytest.raises(IndexError, match="row 6 was deleted"):
+            store.read(rows[1:])
+        with pytest.raises(IndexError, match="row 1 was deleted"), store.pin(rows):
+            pass
+
+
+def test_space_that_was_pinned_at_the_end_is_freed_by_the_next_process(tmp_path):
+    store = jaxbuf.Store(tmp_path, ITEM, chunk=4)
+    store.append(items(range(8)))
+    pin = store.pin(np.asarray([0]))
+    pin.__enter__()
+    store.delete(range(4))
+    store.close()
+    assert disk_chunks(tmp_path) == [0, 1]
+    jaxbuf.Store(tmp_path, ITEM).close()
+    assert disk_chunks(tmp_path) == [1]
+
+
+def test_one_process_writes_and_others_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no store in"):
+        jaxbuf.Store(tmp_path / "store", ITEM, mode="r")
+    with jaxbuf.Store(tmp_path / "store", ITEM) as store:
+        store.append(items(range(5)))
+        with pytest.raises(ValueError, match="is open for writing elsewhere"):
+            jaxbuf.Store(tmp_path / "store", ITEM)
+        with jaxbuf.Store(tmp_path / "store", ITEM, mode="r") as reader:
+            store.append(items(range(5, 9)))
+            check(reader.read(slice(None)), range(5))
+            with pytest.raises(ValueError, match="open for reading only; open it with mode='a'"):
+                reader.append(items([1]))
+            with pytest.raises(ValueError, match="open for reading only"):
+                reader.delete(range(1))
+    with pytest.raises(ValueError, match="is closed"):
+        store.append(items([1]))
+
+
+def test_threads_may_append_and_draw_at_once(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=16) as store:
+        store.append(items([0] * 10))
+
+        def produce(ids):
+            for i in ids:
+                store.append(items([i] * 10))
+
+        threads = [threading.Thread(target=produce, args=(range(k, 20, 3),)) for k in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for batch in store.batches(16, steps=30):
+            np.testing.assert_array_equal(batch.data["obs"][:, 0], batch.data["id"])
+        for thread in threads:
+            thread.join()
+        ids = store.read(slice(None))["id"].reshape(20, 10)
+        assert np.all(ids == ids[:, :1])
+        assert sorted(ids[:, 0].tolist()) == list(range(20))
+
+
+BAD = {
+    "shape": ({"obs": np.zeros((2, 4), np.float32), "id": np.zeros(2, np.int32)}, "items['obs']"),
+    "dtype": ({"obs": np.zeros((2, 3), np.int32), "id": np.zeros(2, np.float32)}, "items['id']"),
+    "structure": ({"obs": np.zeros((2, 3), np.float32)}, "items['id'] is missing"),
+}
+
+
+def test_bad_input_is_refused_and_changes_nothing(tmp_path):
+    with jaxbuf.Store(tmp_path / "store", ITEM) as store:
+        with pytest.raises(ValueError, match="the store is empty; append to it first"):
+            next(store.batches(4))
+        store.append(items(range(3)))
+        for rows, message in BAD.values():
+            with pytest.raises(ValueError, match=re.escape(message)):
+                store.append(rows)
+        with pytest.raises(ValueError, match="start is 4, but the store has 3 rows"):
+            store.append(items([1]), start=4)
+        for bad in ([3], [-1]):
+            with pytest.raises(IndexError, match=r"there is no row -?\d; the store has 3"):
+                store.read(np.asarray(bad))
+            with pytest.raises(IndexError, match="there is no row"):
+                store.delete(np.asarray(bad))
+        for name in ("batch_size", "prefetch"):
+            with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
+                store.batches(**{"batch_size": 1, name: 0})
+        check(store.read(slice(None)), range(3))
+    others = (
+        ({**ITEM, "more": jnp.zeros(2)}, "example['more'] is not in the store"),
+        ({"id": jnp.int32(0)}, "example['obs'] is missing"),
+        ({**ITEM, "obs": jnp.zeros(4)}, "example['obs'] has shape [4], but the store has [3]"),
+        ({**ITEM, "id": jnp.int8(0)}, "example['id'] has dtype int8, but the store has int32"),
+    )
+    for other, message in others:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jaxbuf.Store(tmp_path / "store", other)
+    with pytest.raises(ValueError, match="mode is 'w'; expected 'a' or 'r'"):
+        jaxbuf.Store(tmp_path / "store", ITEM, mode="w")
+    with pytest.raises(ValueError, match="chunk is 0; expected at least 1"):
+        jaxbuf.Store(tmp_path / "new", ITEM, chunk=0)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=re.escape("holds other files (notes.txt")):
+        jaxbuf.Store(tmp_path / "mine", ITEM)
+    (tmp_path / "store" / "rows.json").write_text("{")
+    with pytest.raises(ValueError, match=r"is damaged: rows\.json"):
+        jaxbuf.Store(tmp_path / "store", ITEM)
+
+
+def test_any_range_goes_into_an_item_buffer(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(30)))
+        store.delete(range(5, 9))
+        buffer = jaxbuf.ItemBuffer.create(ITEM, 16, sampler=jaxbuf.Prioritized(alpha=1.0))
+        buffer = store.load_into(
+            buffer, 2, 20, priority=lambda x: x["id"].astype(np.float32), rows_at_a_time=8
+        )
+        expected = [2, 3, 4, *range(9, 20)]
+        assert np.asarray(buffer.data["id"])[:14].tolist() == expected
+        assert np.asarray(buffer.sampler_state.leaves)[:14].tolist() == expected
+        assert int(buffer.size) == 14
+        with pytest.raises(IndexError, match="there is no row 30"):
+            store.load_into(buffer, 20, 31)
+        # And back, oldest first.
+        assert store.append_buffer(buffer) == range(30, 44)
+        check(store.read(np.arange(30, 44)), expected)
+
+
+def test_steps_of_all_environments_go_into_a_trajectory_buffer(tmp_path):
+    step = jax.tree.map(lambda x: jnp.zeros((2, *x.shape), x.dtype), ITEM)
+    ids = np.arange(20).reshape(10, 2).astype(np.int32)
+    rollout = {"obs": np.zeros((10, 2, 3), np.float32), "id": ids}
+    with jaxbuf.Store(tmp_path, step) as store:
+        store.append(rollout)
+        buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 6, sequence_length=2)
+        buffer = store.load_into(buffer, 1, rows_at_a_time=4)
+        assert int(buffer.size) == 12
+        assert store.append_buffer(buffer) == range(10, 16)
+        np.testing.assert_array_equal(store.read(np.arange(10, 16))["id"], ids[4:])
+        one = jaxbuf.add(buffer, jax.tree.map(jnp.asarray, step), mask=jnp.asarray([True, False]))
+        assert store.append_buffer(one) == range(16, 22)
+        few = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 6)
+        few = few.add(step, mask=jnp.asarray([True, False]))
+        with pytest.raises(ValueError, match="environments have from 0 to 1 steps"):
+            store.append_buffer(few)
+
+
+def test_a_killed_append_loses_and_repeats_nothing(tmp_path):
+    written = kill.kill_repeatedly(kill.store_writer, tmp_path / "store", longest=0.1)
+    assert written > 0
+    with jaxbuf.Store(tmp_path / "store", ITEM) as store:
+        kill.check_store(store)
