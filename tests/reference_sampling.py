@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from tests import reference
+
 
 def age_range(items, start, stop):
     """A slice of a list of items from the earliest to the newest."""
@@ -35,3 +37,19 @@ def shares(ratios, rows):
     for i in by_remainder[: rows - sum(counts)]:
         counts[i] += 1
     return counts
+
+
+class RecentItemBuffer(reference.ItemBuffer):
+    """The twin of an ``ItemBuffer`` of which a part of every batch is recent."""
+
+    def __init__(self, capacity, ratio, steps, **options):
+        super().__init__(capacity, **options)
+        self.ratio = ratio
+        self.steps = steps
+
+    def probabilities(self):
+        by_age = sorted(
+            self.live, key=lambda item: (self.position - 1 - item.index) % self.capacity
+        )[::-1]
+        base = super().probabilities()
+        return recent_probabilities([by_age], base, self.ratio, self.steps) if by_age else base

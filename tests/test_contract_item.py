@@ -14,6 +14,7 @@ import pytest
 
 import jaxbuf
 from tests import reference
+from tests.reference_sampling import RecentItemBuffer
 
 STEPS = 18
 EAGER_STEPS = 3
@@ -40,7 +41,11 @@ OPTIONS = {
     },
     "prioritized-without-replacement": {"alpha": 0.6, "replacement": False},
     "mix-without-replacement": {"alpha": 1.0, "uniform_mix": 0.25, "replacement": False},
+    "recent": {"alpha": 1.0},
 }
+# A part of a batch from the newest items: the ratio, and how many are new. Products with a half are
+# exact, so that a fused multiply and add rounds as two steps do.
+RECENT = {"recent": (0.5, 2)}
 
 every_sampler = pytest.mark.parametrize("name", list(OPTIONS))
 
@@ -52,6 +57,8 @@ def capacity_of(name):
 def make(name):
     """A sampler of jaxbuf and the options of its twin."""
     options = OPTIONS[name] or {}
+    if name in RECENT:
+        return jaxbuf.Recent(*RECENT[name], jaxbuf.Prioritized(**options)), options
     if "alpha" in options:
         return jaxbuf.Prioritized(**options), options
     return jaxbuf.Uniform(**options), options
@@ -264,7 +271,10 @@ class Replay:
         self.prioritized = is_prioritized(name)
         _, options = make(name)
         self.capacity = capacity_of(name)
-        self.twin = reference.ItemBuffer(self.capacity, **options)
+        if name in RECENT:
+            self.twin = RecentItemBuffer(self.capacity, *RECENT[name], **options)
+        else:
+            self.twin = reference.ItemBuffer(self.capacity, **options)
         self.items = {}
         self.generations = {}
         self.offset = 0
@@ -329,7 +339,7 @@ class Replay:
                 ("mean", masses.mean()),
             ):
                 np.testing.assert_allclose(metrics[f"priority_{name}"], value, rtol=1e-5)
-        if twin.uniform_mix == 0.0 and masses.any():
+        if twin.uniform_mix == 0.0 and masses.any() and self.name not in RECENT:
             np.testing.assert_allclose(
                 metrics["effective_sample_size"], reference.effective_sample_size(masses), rtol=1e-4
             )

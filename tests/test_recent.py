@@ -282,6 +282,16 @@ def lowest():
             ),
             "goes by the age of items, but this buffer's Ranking does not keep their order",
         ),
+        (
+            lambda: jaxbuf.TrajectoryBuffer.create(
+                {"terminated": jnp.bool_(False)},
+                2,
+                4,
+                sampler=jaxbuf.Recent(0.5, 3),
+                episodes=jaxbuf.Episodes(boundary="avoid"),
+            ),
+            "goes by the age of items, but this buffer's Subset does not keep their order",
+        ),
         (lambda: lowest().latest(2), "latest goes by the age of items"),
         (lambda: lowest().sample_range(jax.random.key(0), 2), "sample_range goes by the age"),
         (lambda: jaxbuf.ItemBuffer.create(ITEM, 4).latest(5), "n is 5, but there is room for 4"),

@@ -134,9 +134,12 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
         slots = num_envs * (length // period)
         avoids = episodes is not None and episodes.boundary == "avoid"
+        occupancy = Subset.create(rings, slots) if avoids else rings
+        if getattr(sampler, "uses_age", False):
+            common.needs_order(occupancy, f"{sampler}")
         return cls(
             data=data,
-            occupancy=Subset.create(rings, slots) if avoids else rings,
+            occupancy=occupancy,
             sampler_state=sampler.init(slots),
             counters=jnp.zeros((2,), jnp.uint32),
             episode_index=None if episodes is None else episodes.init(data),
