@@ -21,6 +21,7 @@ from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.io.holder import Holder, Stopped
+from jaxbuf.io.minari_dataset import from_minari, to_minari
 from jaxbuf.io.store import Store, StoreBatch
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.diversity import Diversity
@@ -65,6 +66,7 @@ __all__ = [
     "Uniform",
     "add",
     "diverse_reward_prioritized",
+    "from_minari",
     "hindsight",
     "importance_weights",
     "load",
@@ -76,5 +78,6 @@ __all__ = [
     "stack_frames",
     "terminal_states",
     "terminating_states",
+    "to_minari",
     "update_priority",
 ]

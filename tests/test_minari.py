@@ -1,0 +1,152 @@
+"""Minari's datasets come in and go out unchanged."""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+
+STEP = {
+    "obs": jnp.zeros(2),
+    "action": jnp.int32(0),
+    "reward": jnp.float32(0),
+    "terminated": jnp.bool_(False),
+    "truncated": jnp.bool_(False),
+}
+TRANSITION = {**STEP, "next_obs": jnp.zeros(2)}
+
+
+@dataclasses.dataclass
+class Episode:
+    """What Minari's ``EpisodeData`` and ``EpisodeBuffer`` have in common."""
+
+    id: int
+    observations: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    terminations: np.ndarray
+    truncations: np.ndarray
+
+
+def episode(number, length, ending="terminated"):
+    ids = 100 * number + np.arange(length + 1)
+    last = np.arange(length) == length - 1
+    return Episode(
+        id=number,
+        observations=np.stack([ids, -ids], axis=1).astype(np.float64),
+        actions=ids[:-1].astype(np.int64),
+        rewards=ids[:-1] / 2,
+        terminations=last & (ending == "terminated"),
+        truncations=last & (ending == "truncated"),
+    )
+
+
+EPISODES = [episode(1, 5), episode(2, 3, "truncated"), episode(3, 7), episode(4, 2, "open")]
+
+
+def same(a, b):
+    for name in ("observations", "actions", "rewards", "terminations", "truncations"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+def test_an_item_buffer_gets_every_transition():
+    buffer = jaxbuf.ItemBuffer.create(TRANSITION, 32)
+    buffer = jaxbuf.from_minari(EPISODES, buffer, rows_at_a_time=4)
+    assert int(buffer.size) == 17
+    data = {name: np.asarray(leaf)[:17] for name, leaf in buffer.data.items()}
+    ids = np.concatenate([e.actions for e in EPISODES])
+    np.testing.assert_array_equal(data["action"], ids)
+    np.testing.assert_array_equal(data["obs"], np.stack([ids, -ids], axis=1))
+    np.testing.assert_array_equal(data["next_obs"], np.stack([ids + 1, -ids - 1], axis=1))
+    np.testing.assert_array_equal(data["reward"], ids / 2)
+    assert ids[data["terminated"]].tolist() == [104, 306]
+    # Data that end without an end are cut off there.
+    assert ids[data["truncated"]].tolist() == [202, 401]
+
+
+def test_a_trajectory_buffer_gets_whole_episodes():
+    buffer = jaxbuf.TrajectoryBuffer.create(STEP, 2, 16, sequence_length=2)
+    buffer = jaxbuf.from_minari(EPISODES, buffer, rows_at_a_time=4)
+    assert np.asarray(buffer.occupancy.counters)[:, 2].tolist() == [7, 10]
+    actions = np.asarray(buffer.data["action"])
+    assert actions[0, :7].tolist() == [*range(100, 105), 400, 401]
+    assert actions[1, :10].tolist() == [*range(200, 203), *range(300, 307)]
+
+
+def test_items_of_another_kind_are_refused():
+    for example in (jnp.zeros(2), {"observation": jnp.zeros(2)}):
+        buffer = jaxbuf.ItemBuffer.create(example, 4)
+        with pytest.raises(ValueError, match="expected a dict with any of obs, action"):
+            jaxbuf.from_minari(EPISODES, buffer)
+    buffer = jaxbuf.ItemBuffer.create({"obs": jnp.zeros(3)}, 4)
+    with pytest.raises(ValueError, match=r"episode\['obs'\] has shape \(5, 2\)"):
+        jaxbuf.from_minari(EPISODES, buffer)
+
+
+def test_without_minari_writing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "minari", None)
+    steps = jax.tree.map(lambda leaf: np.zeros((3, *leaf.shape), leaf.dtype), STEP)
+    with pytest.raises(ImportError, match=r"pip install 'jaxbuf\[minari\]'"):
+        jaxbuf.to_minari("test-v0", steps)
+    with pytest.raises(ValueError, match="source has no 'reward'"):
+        jaxbuf.to_minari("test-v0", {"obs": np.zeros(3), "action": np.zeros(3)})
+    with pytest.raises(ValueError, match="source holds no steps"):
+        jaxbuf.to_minari("test-v0", jax.tree.map(lambda leaf: leaf[:0], steps))
+
+
+@pytest.fixture
+def minari(tmp_path, monkeypatch):
+    minari = pytest.importorskip("minari")
+    pytest.importorskip("h5py")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    return minari
+
+
+def spaces():
+    import gymnasium
+
+    return {
+        "observation_space": gymnasium.spaces.Box(-1e4, 1e4, (2,), np.float64),
+        "action_space": gymnasium.spaces.Discrete(1000),
+    }
+
+
+# Minari warns of metadata that a test has no use for.
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["items", "trajectories"])
+def test_what_was_written_is_read_back(minari, kind):
+    if kind == "items":
+        buffer = jaxbuf.ItemBuffer.create(TRANSITION, 64)
+    else:
+        buffer = jaxbuf.TrajectoryBuffer.create(TRANSITION, 1, 64)
+    buffer = jaxbuf.from_minari(EPISODES, buffer)
+    written = jaxbuf.to_minari("jaxbuf/test-v0", buffer, **spaces())
+    assert (written.total_episodes, written.total_steps) == (4, 17)
+    read = minari.load_dataset("jaxbuf/test-v0")
+    for have, want in zip(read.iterate_episodes(), EPISODES[:3], strict=False):
+        same(have, want)
+    # The last one is cut off now, as the buffer said.
+    assert read[3].truncations.tolist() == [False, True]
+    again = jaxbuf.from_minari(read, buffer.clear())
+    jax.tree.map(np.testing.assert_array_equal, again.data, buffer.data)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_without_next_observations_the_last_row_of_an_episode_is_one(minari):
+    steps = {
+        "obs": np.arange(7.0)[:, None] * [1, 1],
+        "action": np.arange(7),
+        "reward": np.arange(7.0),
+        "terminated": np.arange(7) == 2,
+    }
+    written = jaxbuf.to_minari("jaxbuf/test-v1", steps, **spaces())
+    first, second = written.iterate_episodes()
+    assert first.observations[:, 0].tolist() == [0, 1, 2, 2]
+    assert first.terminations.tolist() == [False, False, True]
+    assert second.observations[:, 0].tolist() == [3, 4, 5, 6]
+    assert second.actions.tolist() == [3, 4, 5]
+    assert second.truncations.tolist() == [False, False, True]
