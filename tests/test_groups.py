@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 import jaxbuf
+from jaxbuf.buffers import groups
 
 ITEM = {"group": jnp.int32(0), "info": {"time": jnp.int32(0)}}
 
@@ -131,6 +132,15 @@ def test_windows_of_a_group_are_equally_likely():
     starts = collections.Counter(batch.data["info"]["time"][:, 0, 0].tolist())
     assert set(starts) == {0, 1, 2, 3}
     assert stats.chisquare(list(starts.values())).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("num_groups", [5, 2**16])
+def test_sorting_by_group(num_groups):
+    """With and without room for a name and a place in one word."""
+    name = np.random.default_rng(0).integers(0, num_groups + 1, 2**16).astype(np.int32)
+    place, bound = jax.jit(groups._by_group, static_argnums=1)(name, num_groups)
+    np.testing.assert_array_equal(place, np.argsort(name, kind="stable"))
+    np.testing.assert_array_equal(bound, np.searchsorted(np.sort(name), np.arange(num_groups + 1)))
 
 
 def test_alone_in_jit_and_under_vmap_agree():

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import fields, storage
-from jaxbuf.core.slots import Slots, random_words, scale_word
+from jaxbuf.core.slots import Ring, Slots, random_words, scale_word
 
 Order = Literal["age", "random"]
 
@@ -144,20 +144,16 @@ def _sample(
     random: bool,
     replacement: bool,
 ) -> Groups:
-    draw_key, start_key, order_key = jax.random.split(key, 3)
+    draw_key, order_key = jax.random.split(key)
     slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
     live = buffer.occupancy.live(slot)
     ids = fields.find(buffer.data, field)
     inside = (ids >= 0) & (ids < num_groups)
     name = jnp.where(live & inside, ids.astype(jnp.int32), num_groups)
-    if random:
-        rank = random_words(order_key, slot.shape)
-    else:
-        # Of two generations the later is larger, unless they have wrapped in between.
-        generation = buffer.occupancy.generation(slot)
-        rank = (generation - generation[jnp.argmax(live)]).astype(jnp.int32)
-    name, _, slot = lax.sort((name, rank, slot), num_keys=2)
-    bound = jnp.searchsorted(name, jnp.arange(num_groups + 1, dtype=jnp.int32)).astype(jnp.int32)
+    if not random:
+        slot = _by_age(buffer.occupancy, slot, live)
+        name = name[slot]
+    place, bound = _by_group(name, num_groups)
     first, members = bound[:-1], jnp.diff(bound)
     if chosen is None:
         group, there = _draw_groups(draw_key, members > 0, count, replacement)
@@ -165,14 +161,16 @@ def _sample(
         there = (chosen >= 0) & (chosen < num_groups)
         group = jnp.where(there, chosen, 0)
     held = jnp.where(there, members[group], 0)
-    # Any item of a group may be the first of a random order; enough must follow it in order of age.
-    starts = held if random else jnp.maximum(held - size, 0) + 1
-    start = scale_word(random_words(start_key, (count,)), starts.astype(jnp.uint32))
-    place = jnp.arange(size, dtype=jnp.int32)[None]
-    valid = place < held[:, None]
-    place = (start.astype(jnp.int32)[:, None] + place) % jnp.maximum(held, 1)[:, None]
-    index = slot.at[first[group][:, None] + place].get(mode="clip")
-    index = jnp.where(valid, index, buffer.capacity)
+    row = jnp.arange(size, dtype=jnp.int32)[None]
+    if random:
+        rank = _shuffled(random_words(order_key, (count, size)), held)
+    else:
+        starts = jnp.maximum(held - size, 0) + 1
+        start = scale_word(random_words(order_key, (count,)), starts.astype(jnp.uint32))
+        rank = start.astype(jnp.int32)[:, None] + row
+    valid = row < held[:, None]
+    at = place.at[first[group][:, None] + rank].get(mode="clip")
+    index = jnp.where(valid, slot[at], buffer.capacity)
     rows = storage.read(buffer.data, index.reshape(-1))
     return Groups(
         data=jax.tree.map(lambda leaf: leaf.reshape(count, size, *leaf.shape[1:]), rows),
@@ -198,3 +196,59 @@ def _draw_groups(
     _, _, group = lax.sort((~there, lot, group), num_keys=2)
     row = jnp.arange(count, dtype=jnp.int32)
     return group.at[row].get(mode="clip"), row < total
+
+
+def _by_age(occupancy: Any, slot: Int[Array, " N"], live: Bool[Array, " N"]) -> Int[Array, " N"]:
+    """The slots, those of earlier items first."""
+    if isinstance(occupancy, Ring):
+        return (occupancy.position + slot) % occupancy.capacity
+    # Of two generations the later is larger, unless they have wrapped in between.
+    generation = occupancy.generation(slot)
+    age = (generation - generation[jnp.argmax(live)]).astype(jnp.int32)
+    return lax.sort((age, slot), num_keys=1)[1]
+
+
+def _by_group(name: Int[Array, " N"], num_groups: int) -> tuple[Int[Array, " N"], Int[Array, " M"]]:
+    """The places of all names, sorted by name and then by place, and where each group begins."""
+    place = jnp.arange(name.size, dtype=jnp.uint32)
+    group = jnp.arange(num_groups + 1, dtype=jnp.uint32)
+    bits = (name.size - 1).bit_length()
+    if (num_groups + 1) << bits <= 2**32:
+        # Names and places in one word are sorted several times as fast as pairs.
+        shift = jnp.uint32(bits)
+        key = lax.sort((name.astype(jnp.uint32) << shift) | place)
+        place = key & jnp.uint32(2**bits - 1)
+        bound = jnp.searchsorted(key, group << shift)
+    else:
+        key, place = lax.sort((name.astype(jnp.uint32), place), num_keys=1)
+        bound = jnp.searchsorted(key, group)
+    return place.astype(jnp.int32), bound.astype(jnp.int32)
+
+
+def _shuffled(words: UInt[Array, "B K"], held: Int[Array, " B"]) -> Int[Array, "B K"]:
+    """The first ``K`` cards of shuffled decks of ``held`` cards; arbitrary past their end.
+
+    Fisher and Yates without the deck: of each swap only the card that was put back is kept.
+    """
+    none = jnp.full(words.shape, -1, jnp.int32)
+
+    def swap(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        spots, cards, drawn = carry
+
+        def look(spot: Int[Array, " B"]) -> Int[Array, " B"]:
+            """The card at a spot: what was put there last, or its own."""
+            turn = jnp.arange(words.shape[1], dtype=jnp.int32)[None]
+            last = jnp.max(jnp.where(spots == spot[:, None], turn, -1), axis=1, keepdims=True)
+            card = jnp.take_along_axis(cards, jnp.maximum(last, 0), axis=1)
+            return jnp.where(last < 0, spot[:, None], card)[:, 0]
+
+        left = jnp.maximum(held - j, 1).astype(jnp.uint32)
+        spot = j + scale_word(words[:, j], left).astype(jnp.int32)
+        swapped = look(jnp.full_like(spot, j))
+        return (
+            spots.at[:, j].set(spot),
+            cards.at[:, j].set(swapped),
+            drawn.at[:, j].set(look(spot)),
+        )
+
+    return lax.fori_loop(0, words.shape[1], swap, (none, none, none))[2]
