@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+import jaxbuf
 from jaxbuf.examples import _network, _report, dqn
 from jaxbuf.examples._environment import MINATAR, NAMES, Environments
 from jaxbuf.examples._run_folder import RunFolder
@@ -134,8 +135,9 @@ def test_progress_shows_return_and_speed(finished):
     assert "100%" in finished.err
 
 
-def test_uniform_replay_of_images(tmp_path, capsys):
+def test_uniform_replay_of_stacked_images(tmp_path, capsys):
     changed = {"steps": "800", "env": "Breakout-MinAtar", "sampler": "uniform", "seed": "7"}
+    changed |= {"frame_stack": "2", "n_step": "3"}
     assert dqn.main(words(tmp_path / "run", **changed)) == 0
     check_table(capsys.readouterr().out, seeds=["7", "8"], steps="1,600")
 
@@ -171,8 +173,14 @@ def error_of(argv, capsys):
         (["--env", "Pendulum-v1"], "'Pendulum-v1' is unknown; "),
         (["--sampler", "priority"], "choose one of prioritized, uniform"),
         (["--capacity", "63", "--batch-size", "64"], "make the capacity at least as large"),
-        (["--capacity", "64", "--num-envs", "65"], "make the capacity at least as large"),
-        (["--warmup", "10"], "make the warm-up at least as long"),
+        (["--capacity", "64", "--num-envs", "65"], "make it at least 130"),
+        (["--n-step", "9", "--warmup", "79"], "--warmup 79 is less than 10 steps (--n-step, "),
+        (["--n-step", "0"], "'0' is not a whole number of at least 1"),
+        (
+            ["--frame-stack", "4"],
+            "is for images and CartPole-v1 has none; leave it out or choose a",
+        ),
+        (["--warmup", "20"], "make the warm-up at least as long"),
         (["--steps", "2000"], "ask for more steps or a shorter warm-up"),
         (["--steps", "many"], "'many' is not a whole number of at least 1"),
         (["--batch-size", "0"], "'0' is not a whole number of at least 1"),
@@ -282,28 +290,84 @@ def agent(**changed):
     return dqn.Agent(dqn.Config.make(**{"hidden": 16, "num_envs": 2, **changed}))
 
 
-def test_td_error_bootstraps_from_the_target_network_unless_terminated():
-    learner = agent(discount=0.9)
-    obs, next_obs = jax.random.normal(jax.random.key(0), (2, 6, 4))
-    params, target_params = (learner.network.init(jax.random.key(i), obs) for i in (1, 2))
-    data = {
-        "obs": obs,
-        "next_obs": next_obs,
-        "action": jnp.arange(6, dtype=jnp.int32) % 2,
-        "reward": jnp.arange(6.0),
-        "terminated": jnp.arange(6) >= 4,
+def windows(learner, rows):
+    """Random steps with random ends of episodes, and where the last step of each return is."""
+    random = np.random.default_rng(0)
+    shape, obs = (rows, learner.config.window), learner.envs.obs_example
+    terminated = random.random(shape) < 0.25
+    window = {
+        "obs": random.random((*shape, *obs.shape)) < 0.5,
+        "next_obs": random.random((*shape, *obs.shape)) < 0.5,
+        "action": random.integers(learner.envs.num_actions, size=shape, dtype=np.int32),
+        "reward": random.normal(size=shape).astype(np.float32),
+        "terminated": terminated,
+        "truncated": ~terminated & (random.random(shape) < 0.25),
     }
-    q, q_next, q_target = (
-        np.asarray(learner.values(p, o), np.float64)
-        for p, o in ((params, obs), (params, next_obs), (target_params, next_obs))
-    )
-    expected = [
-        q[i, i % 2] - (i + 0.9 * (i < 4) * q_target[i, np.argmax(q_next[i])]) for i in range(6)
-    ]
-    error = learner.td_error(params, target_params, data)
-    np.testing.assert_allclose(error, expected, rtol=1e-4, atol=1e-5)
-    slope = jax.grad(lambda p: learner.td_error(params, p, data).sum())(target_params)
+    return {k: v.astype(obs.dtype) if "obs" in k else v for k, v in window.items()}
+
+
+@pytest.mark.parametrize(
+    ("n", "stack", "env"),
+    [(1, 1, "CartPole-v1"), (2, 3, "Breakout-MinAtar")],
+)
+def test_td_error_is_that_of_one_loop_per_window(n, stack, env):
+    learner = agent(env=env, n_step=n, frame_stack=stack, discount=0.9, hidden=16)
+    window, rows = windows(learner, 24), []
+    for row in range(24):
+        at = lambda name, row=row: window[name][row]  # noqa: E731
+        ends = at("terminated") | at("truncated")
+
+        def frames(t, at=at, ends=ends):
+            """The last frames up to step ``t``, the first of the episode repeated."""
+            begin = max([s + 1 for s in range(t) if ends[s]], default=0)
+            return [at("obs")[max(s, begin)] for s in range(t + 1 - stack, t + 1)]
+
+        now = last = stack - 1
+        total, weight = at("reward")[now], 0.9
+        while last + 1 < now + n and not ends[last]:
+            last += 1
+            total, weight = total + weight * at("reward")[last], weight * 0.9
+        weight = 0.0 if at("terminated")[last] else weight
+        after = [*frames(last)[1:], at("next_obs")[last]]
+        rows.append(
+            (np.stack(frames(now), -1), np.stack(after, -1), at("action")[now], total, weight)
+        )
+    before, after, action, total, weight = map(np.stack, zip(*rows, strict=True))
+    assert (weight == 0).any()
+    assert len(np.unique(weight)) == n + 1
+    seen = jnp.zeros((1, *before.shape[1:-2], before.shape[-2] * stack))
+    params, other = (learner.network.init(jax.random.key(i), seen) for i in (1, 2))
+    values = jax.jit(learner.values)
+    every, best = np.arange(24), np.argmax(values(params, after), axis=-1)
+    expected = values(params, before)[every, action]
+    expected -= total + weight * values(other, after)[every, best]
+    error, slope = jax.jit(
+        lambda params, other, window: (
+            learner.td_error(params, other, window),
+            jax.grad(lambda p: learner.td_error(params, p, window).sum())(other),
+        )
+    )(params, other, window)
+    np.testing.assert_allclose(error, expected, rtol=1e-4, atol=1e-4)
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(slope))
+
+
+def test_the_agent_sees_the_frames_that_it_learns_from():
+    learner = agent(env="Breakout-MinAtar", frame_stack=3, warmup=64, capacity=160, batch_size=8)
+
+    def step(state, _):
+        return learner.interact(state, 1.0)[0], state.frames
+
+    @jax.jit
+    def play(key):
+        return jax.lax.scan(step, learner.init(key), length=48)
+
+    state, seen = play(jax.random.key(0))
+    # After 32 random steps in each environment.
+    steps = jax.tree.map(lambda leaf: leaf[:, 32:], state.buffer.data)
+    assert steps["terminated"].any()
+    stacks = jaxbuf.stack_frames(steps, 3)
+    seen, complete = np.moveaxis(np.asarray(seen), 0, 1), np.asarray(stacks.complete)
+    np.testing.assert_array_equal(seen[complete], np.asarray(stacks.frames)[complete])
 
 
 def test_learning_updates_the_priorities_of_what_it_sampled():
@@ -341,8 +405,9 @@ def test_share_of_random_actions(epsilon, low, high):
     learner = agent()
     obs = jnp.ones((2000, 4))
     params = learner.network.init(jax.random.key(0), obs)
-    best = int(jnp.argmax(learner.values(params, obs[:1])))
-    action = learner.act(params, obs, epsilon, jax.random.key(1))
+    frames = learner.first_frames(obs)
+    best = int(jnp.argmax(learner.values(params, frames[:1])))
+    action = learner.act(params, frames, epsilon, jax.random.key(1))
     # Half of the random actions are the best one.
     assert low <= int((action != best).sum()) <= high
 

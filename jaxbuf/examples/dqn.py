@@ -5,7 +5,7 @@ samples, updates, annealing and the target network all happen inside one ``lax.s
 ``vmap`` runs for every seed; Python only calls it, a hundredth of the run at a time, to show
 progress and to save.
 
-The agent is double DQN (van Hasselt, Guez and Silver, 2016) with one-step targets and
+The agent is double DQN (van Hasselt, Guez and Silver, 2016) with n-step targets and
 proportional prioritized replay (Schaul et al., 2016).
 """
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 import jaxbuf
 from jaxbuf.examples import _cli, _environment, _runner
@@ -34,6 +34,8 @@ a minute on two CPU cores; the MinAtar games take hours there, or a GPU.
 
   --env Breakout-MinAtar          another environment
   --sampler uniform               the same agent without priorities
+  --n-step 3                      targets of three rewards instead of one
+  --frame-stack 4                 the last four frames of a MinAtar game
   --resume --steps 500_000        train a finished run for longer"""
 MAX_GRADIENT = 10.0
 # Keeps what the network already predicts exactly from never being drawn again.
@@ -44,6 +46,7 @@ MINATAR_DEFAULTS: dict[str, Any] = {
     "capacity": 100_000,
     "warmup": 5_000,
     "lr": 5e-4,
+    "final_lr": 1e-4,
     "hidden": 128,
 }
 
@@ -66,12 +69,14 @@ class Config:
     num_envs: int = _cli.option(8, _cli.integer(1), "environments side by side in each seed")
     updates: int = _cli.option(1, _cli.integer(1), "learner updates after each of their steps")
     batch_size: int = _cli.option(64, _cli.integer(1), "transitions in an update")
+    n_step: int = _cli.option(1, _cli.integer(1), "rewards in a target before it bootstraps")
+    frame_stack: int = _cli.option(1, _cli.integer(1), "last frames that the agent sees (MinAtar)")
     capacity: int = _cli.option(50_000, _cli.integer(1, 2**30), "transitions in each seed's buffer")
     warmup: int = _cli.option(2_000, _cli.integer(1), "random steps before learning begins")
     alpha: float = _cli.option(0.6, _cli.number(0), "priority exponent; 0 is uniform")
     beta: float = _cli.option(0.4, _cli.number(0, 1), "importance exponent at first; ends at 1")
     lr: float = _cli.option(1e-3, _cli.number(0, above=True), "learning rate, annealed linearly")
-    final_lr: float = _cli.option(1e-4, _cli.number(0), "and its value at the end")
+    final_lr: float = _cli.option(1e-5, _cli.number(0), "and its value at the end")
     discount: float = _cli.option(0.99, _cli.number(0, 1), "discount per step")
     epsilon: float = _cli.option(0.05, _cli.number(0, 1), "share of random actions after exploring")
     exploration: float = _cli.option(
@@ -100,11 +105,18 @@ class Config:
                 f"a buffer of --capacity {self.capacity} never holds a batch of --batch-size "
                 f"{self.batch_size}; make the capacity at least as large"
             )
-        if self.capacity < self.num_envs:
+        if self.frame_stack > 1 and self.env not in _environment.MINATAR:
             raise ValueError(
-                f"--capacity {self.capacity} is less than one step of --num-envs {self.num_envs}; "
-                "make the capacity at least as large"
+                f"--frame-stack {self.frame_stack} is for images and {self.env} has none; leave it "
+                "out or choose a MinAtar --env"
             )
+        for name, steps in (("capacity", self.capacity), ("warmup", self.warmup)):
+            if steps < self.window * self.num_envs:
+                raise ValueError(
+                    f"--{name} {steps} is less than {self.window} steps (--n-step, --frame-stack) "
+                    f"of each of --num-envs {self.num_envs}; make it at least "
+                    f"{self.window * self.num_envs}"
+                )
         if self.warmup < self.batch_size:
             raise ValueError(
                 f"--warmup {self.warmup} does not fill a batch of --batch-size {self.batch_size}; "
@@ -116,6 +128,11 @@ class Config:
                 "ask for more steps or a shorter warm-up"
             )
 
+    @property
+    def window(self) -> int:
+        """Steps that one transition is made of: older frames, its rewards, and one to end at."""
+        return self.frame_stack + self.n_step
+
 
 class TrainState(struct.PyTreeNode):
     """Everything that training changes; all of it goes into a checkpoint.
@@ -126,6 +143,7 @@ class TrainState(struct.PyTreeNode):
         opt_state: State of the optimizer.
         buffer: The replay buffer.
         envs: Where the running episodes stand.
+        frames: The last frames of each, ``[E, *obs, frame_stack]``.
         key: Source of all later randomness.
         step: Environment steps so far, scalar.
     """
@@ -133,8 +151,9 @@ class TrainState(struct.PyTreeNode):
     params: Any
     target_params: Any
     opt_state: optax.OptState
-    buffer: jaxbuf.ItemBuffer
+    buffer: jaxbuf.TrajectoryBuffer
     envs: _environment.EnvStates
+    frames: Shaped[Array, "E ... K"]
     key: PRNGKeyArray
     step: Int[Array, ""]
 
@@ -177,11 +196,12 @@ class Agent:
         config = self.config
         key, params_key, envs_key = jax.random.split(key, 3)
         obs = self.envs.obs_example
-        transition = {
+        step = {
             "obs": obs,
             "action": jnp.int32(0),
             "reward": jnp.float32(0),
             "terminated": jnp.bool_(False),
+            "truncated": jnp.bool_(False),
             "next_obs": obs,
         }
         sampler = (
@@ -189,13 +209,22 @@ class Agent:
             if config.sampler == "prioritized"
             else jaxbuf.Uniform()
         )
-        params = self.network.init(params_key, jnp.zeros((1, *obs.shape), obs.dtype))
+        envs = self.envs.reset(envs_key)
+        frames = self.first_frames(envs.obs)
+        params = self.network.init(params_key, _merge(frames))
         state = TrainState(
             params=params,
             target_params=jax.tree.map(jnp.copy, params),
             opt_state=self.optimizer.init(params),
-            buffer=jaxbuf.ItemBuffer.create(transition, config.capacity, sampler=sampler),
-            envs=self.envs.reset(envs_key),
+            buffer=jaxbuf.TrajectoryBuffer.create(
+                step,
+                config.num_envs,
+                config.capacity // config.num_envs,
+                sequence_length=config.window,
+                sampler=sampler,
+            ),
+            envs=envs,
+            frames=frames,
             key=key,
             step=jnp.int32(0),
         )
@@ -226,35 +255,37 @@ class Agent:
     ) -> tuple[TrainState, _runner.EpisodeLog]:
         """One ε-greedy step in every environment, added to the buffer."""
         key, action_key, step_key = jax.random.split(state.key, 3)
-        action = self.act(state.params, state.envs.obs, epsilon, action_key)
+        action = self.act(state.params, state.frames, epsilon, action_key)
         envs, outcome = self.envs.step(step_key, state.envs, action)
         buffer = state.buffer.add(
             {
                 "obs": state.envs.obs,
                 "action": action,
                 "reward": outcome.reward,
-                # Not where the time limit struck: the value of next_obs counts there.
                 "terminated": outcome.terminated,
+                "truncated": outcome.truncated,
+                # Where the time limit struck, the obs of the next step is of another episode.
                 "next_obs": outcome.next_obs,
             }
         )
         ended = outcome.terminated | outcome.truncated
+        frames = self.next_frames(state.frames, envs.obs, ended)
         log = _runner.EpisodeLog(
             episodes=jnp.sum(ended, dtype=jnp.int32),
             total_return=jnp.sum(jnp.where(ended, outcome.episode_return, 0.0)),
         )
         step = state.step + self.config.num_envs
-        return state.replace(buffer=buffer, envs=envs, key=key, step=step), log
+        return state.replace(buffer=buffer, envs=envs, frames=frames, key=key, step=step), log
 
     def act(
         self,
         params: Any,
-        obs: Shaped[Array, "E ..."],
+        frames: Shaped[Array, "E ... K"],
         epsilon: float | Float[Array, ""],
         key: PRNGKeyArray,
     ) -> Int[Array, " E"]:
         """The best action in each environment, or with probability ``epsilon`` a random one."""
-        greedy = jnp.argmax(self.values(params, obs), axis=-1).astype(jnp.int32)
+        greedy = jnp.argmax(self.values(params, frames), axis=-1).astype(jnp.int32)
         explore_key, action_key = jax.random.split(key)
         explore = jax.random.uniform(explore_key, greedy.shape) < epsilon
         anything = jax.random.randint(action_key, greedy.shape, 0, self.envs.num_actions)
@@ -287,20 +318,40 @@ class Agent:
             key=key,
         )
 
-    def values(self, params: Any, obs: Shaped[Array, "B ..."]) -> Float[Array, "B A"]:
-        """Of every action, for B observations."""
-        values: Any = self.network.apply(params, obs)
+    def values(self, params: Any, frames: Shaped[Array, "B ... K"]) -> Float[Array, "B A"]:
+        """Of every action, for the last frames of B episodes."""
+        values: Any = self.network.apply(params, _merge(frames))
         return values
 
-    def td_error(self, params: Any, target_params: Any, data: Any) -> Float[Array, " B"]:
-        """Value minus one-step target, the next action chosen by ``params`` (double DQN)."""
-        value = _pick(self.values(params, data["obs"]), data["action"])
-        best = jnp.argmax(self.values(params, data["next_obs"]), axis=-1)
-        next_value = _pick(self.values(target_params, data["next_obs"]), best)
-        target = data["reward"] + self.config.discount * jnp.where(
-            data["terminated"], 0.0, next_value
-        )
+    def td_error(self, params: Any, target_params: Any, window: Any) -> Float[Array, " B"]:
+        """Value minus n-step target, the next action chosen by ``params`` (double DQN)."""
+        config = self.config
+        # The step to learn from; those before it are there for their frames.
+        now = config.frame_stack - 1
+        returns = jaxbuf.n_step(window, config.n_step, config.discount)
+        last = returns.bootstrap_index[:, now] - 1
+        row = jnp.arange(last.size)
+        frames = jaxbuf.stack_frames(window, config.frame_stack).frames
+        next_frames = _append(frames[row, last], window["next_obs"][row, last])
+        value = _pick(self.values(params, frames[:, now]), window["action"][:, now])
+        best = jnp.argmax(self.values(params, next_frames), axis=-1)
+        next_value = _pick(self.values(target_params, next_frames), best)
+        target = returns.reward[:, now] + returns.discount[:, now] * next_value
         return value - jax.lax.stop_gradient(target)
+
+    def first_frames(self, obs: Shaped[Array, "E ..."]) -> Shaped[Array, "E ... K"]:
+        """What an agent sees at the beginning of an episode: its first frame, repeated."""
+        return jnp.repeat(obs[..., None], self.config.frame_stack, axis=-1)
+
+    def next_frames(
+        self,
+        frames: Shaped[Array, "E ... K"],
+        obs: Shaped[Array, "E ..."],
+        ended: Bool[Array, " E"],
+    ) -> Shaped[Array, "E ... K"]:
+        """What it sees after a step, or at the beginning of the next episode."""
+        begins = jnp.broadcast_to(ended.reshape(-1, *(1,) * obs.ndim), frames.shape)
+        return jnp.where(begins, self.first_frames(obs), _append(frames, obs))
 
     def epsilon(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Share of random actions: from 1 to ``config.epsilon``, then constant."""
@@ -321,22 +372,34 @@ class Agent:
         envs = _environment.Environments(self.config.env, self.config.eval_episodes)
 
         def iteration(carry: Any, key: PRNGKeyArray) -> tuple[Any, None]:
-            states, returns, running = carry
-            action = jnp.argmax(self.values(state.params, states.obs), axis=-1)
+            states, frames, returns, running = carry
+            action = jnp.argmax(self.values(state.params, frames), axis=-1)
             states, outcome = envs.step(key, states, action.astype(jnp.int32))
             returns = jnp.where(running, outcome.episode_return, returns)
-            running = running & ~(outcome.terminated | outcome.truncated)
-            return (states, returns, running), None
+            ended = outcome.terminated | outcome.truncated
+            frames = self.next_frames(frames, states.obs, ended)
+            return (states, frames, returns, running & ~ended), None
 
         reset_key, step_key = jax.random.split(key)
         states = envs.reset(reset_key)
-        start = (states, states.episode_return, jnp.ones(envs.num_envs, jnp.bool_))
+        running = jnp.ones(envs.num_envs, jnp.bool_)
+        start = (states, self.first_frames(states.obs), states.episode_return, running)
         keys = jax.random.split(step_key, envs.max_episode_steps)
-        return jax.lax.scan(iteration, start, keys)[0][1]
+        return jax.lax.scan(iteration, start, keys)[0][2]
 
 
 def _pick(values: Float[Array, "B A"], action: Int[Array, " B"]) -> Float[Array, " B"]:
     return jnp.take_along_axis(values, action[:, None], axis=-1)[:, 0]
+
+
+def _append(frames: Shaped[Array, "B ... K"], frame: Shaped[Array, "B ..."]) -> Array:
+    """The last frames when another has come."""
+    return jnp.concatenate([frames[..., 1:], frame[..., None]], axis=-1)
+
+
+def _merge(frames: Shaped[Array, "B ... K"]) -> Shaped[Array, "B ..."]:
+    """Frames as the channels of one image."""
+    return frames.reshape(*frames.shape[:-2], -1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
