@@ -57,8 +57,9 @@ def still_held(old, new):
 
 def windows_of(buffer):
     """The windows in a buffer, and in which slots they are."""
-    slots = jnp.arange(buffer.num_envs * buffer.occupancy.starts, dtype=jnp.int32)
-    live, window = jax.jit(lambda rings: (rings.live(slots), rings.window(slots)))(buffer.occupancy)
+    slots = jnp.arange(buffer.rings.capacity, dtype=jnp.int32)
+    live = jax.jit(lambda occupancy: occupancy.live(slots))(buffer.occupancy)
+    window = jax.jit(lambda rings: rings.window(slots))(buffer.rings)
     at = np.flatnonzero(live)
     ids = np.asarray(buffer.data["id"]).reshape(-1)[np.asarray(window)[at]]
     return [tuple(row) for row in ids.tolist()], at
@@ -438,6 +439,54 @@ def test_another_length_keeps_the_newest_steps(tmp_path, length, period):
     more = {"obs": jnp.zeros((2, 2, 3)), "id": jnp.asarray([[113, 114], [205, 206]], jnp.int32)}
     found, _ = windows_of(jaxbuf.add(new, more))
     assert np.all(np.diff(np.asarray(found), axis=1) == 1)
+
+
+@pytest.mark.parametrize("length", [4, 12])
+def test_another_length_keeps_what_is_known_of_episodes(tmp_path, length):
+    step = {"id": jnp.int32(0), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+    episodes = jaxbuf.Episodes(record_return=True, discount=1.0, boundary="avoid")
+
+    def create(length):
+        options = {"sequence_length": 2, "num_earliest_ignored": 1, "episodes": episodes}
+        sampler = jaxbuf.Prioritized()
+        return jaxbuf.TrajectoryBuffer.create(step, 1, length, sampler=sampler, **options)
+
+    ids = np.arange(13, dtype=np.int32)[None]
+    ends = np.isin(ids, [2, 7, 10])
+    rows = {"id": ids, "reward": np.ones((1, 13), np.float32), "terminated": ends}
+    old = jaxbuf.add(create(8), rows)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, create(length), resize=True)
+    # What a buffer holds that was as short from the beginning, or what the old one held.
+    twin = jaxbuf.add(create(4), rows) if length == 4 else old
+    kept = int(twin.size)
+    zero = jnp.zeros((kept,), jnp.int32)
+    for buffer, first in ((new, new.earliest_position[0]), (twin, twin.earliest_position[0])):
+        at = first + jnp.arange(kept, dtype=jnp.uint32)
+        found = (
+            buffer.get_field("id", zero, at),
+            buffer.episode_begin_position(zero, at) - first,
+            buffer.steps_to_episode_end(zero, at),
+            buffer.episode_return(zero, at),
+        )
+        expected = found if buffer is new else expected
+    for have, want in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(have, want)
+    assert sorted(windows_of(new)[0]) == sorted(windows_of(twin)[0])
+    mass = np.asarray(new.sampler_state.leaves)
+    assert np.flatnonzero(mass).tolist() == windows_of(new)[1].tolist()
+
+
+def test_another_capacity_keeps_what_is_known_of_points(tmp_path):
+    def create(capacity):
+        return item_buffer(capacity, diversity=jaxbuf.Diversity(cutoff=0.5, key="obs"))
+
+    old = jaxbuf.add(create(6), items(1, 1, 2, 3, 4, 5), score=jnp.zeros(6))
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, create(4), resize=True)
+    assert live_ids(new) == [2, 3, 4, 5]
+    new = jaxbuf.add(new, items(5, 3, 9), score=jnp.zeros(3))
+    assert live_ids(new) == [3, 4, 5, 9]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,7 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
             or a ``Queue``) or the ``length`` (of a ``TrajectoryBuffer``) differs. Of more items
             than fit the evictor's choice stays: the newest or those with the highest scores, of a
             queue those that came first, of trajectories the newest steps. Slots sampled before are
-            stale then.
+            stale then, and positions of steps are counted anew.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.

@@ -173,7 +173,7 @@ def _pad(x: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
 def _in_order(source: Any) -> list[dict[str, Any]]:
     """The steps of each environment, oldest first, leaves ``[T, ...]``."""
     if isinstance(source, TrajectoryBuffer):
-        counters = np.asarray(source.occupancy.counters).astype(np.int64)
+        counters = np.asarray(source.rings.counters).astype(np.int64)
         data = jax.tree.map(np.asarray, source.data)
         out: list[dict[str, Any]] = []
         for env, (position, _, held) in enumerate(counters):

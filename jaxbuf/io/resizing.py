@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 from typing import Any, TypeVar, cast
 
 import jax
@@ -13,9 +14,11 @@ from jaxtyping import Array, Bool, Int, PyTree
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.core.points import Points
 from jaxbuf.core.ranking import Ranking
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Ring
+from jaxbuf.core.subset import Subset
 
 Tree = TypeVar("Tree")
 Buffer = ItemBuffer | Queue | TrajectoryBuffer
@@ -37,7 +40,8 @@ def as_saved(like: PyTree, configuration: dict[str, Any]) -> PyTree:
     def rebuild(path: tuple[Any, ...], node: Any) -> Any:
         if not isinstance(node, _BUFFERS):
             return node
-        place = f"{jax.tree_util.keystr(path)}.occupancy.{_size_name(node)}"
+        inner = ".inner" if isinstance(node.occupancy, Subset) else ""
+        place = f"{jax.tree_util.keystr(path)}.occupancy{inner}.{_size_name(node)}"
         size = configuration.get(place)
         if not isinstance(size, int) or size == _size(node):
             return node
@@ -78,6 +82,9 @@ def in_order(occupancy: Any) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
     Raises:
         ValueError: If the occupancy does not tell the age of its items.
     """
+    if isinstance(occupancy, Subset):
+        order, _ = in_order(occupancy.inner)
+        return order, occupancy.live(order)
     if isinstance(occupancy, Ring):
         slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
         order = (occupancy.position + slot) % jnp.int32(occupancy.capacity)
@@ -111,41 +118,50 @@ def _resize(old: Any, size: int) -> Any:
         kept = live & (jnp.cumsum(live, dtype=jnp.int32) <= size)
         refused = jnp.sum(live & ~kept, dtype=jnp.uint32)
         live, counters = kept, counters + jnp.stack([jnp.uint32(0), refused, jnp.uint32(0)])
-    occupancy: Any = old.occupancy
-    score = occupancy.score[order] if isinstance(occupancy, Ranking) else None
-    empty = new.occupancy.replace(counters=occupancy.clear().counters)
+    inner = _inner(old.occupancy)
+    score = inner.score[order] if isinstance(inner, Ranking) else None
+    empty = _inner(new.occupancy).replace(counters=inner.clear().counters)
+    empty = _with_inner(new.occupancy, empty)
     placed, index = empty.place(order.shape[0], live, score)
 
     def move(blank: Any, full: Any) -> Any:
         if isinstance(blank, SegmentTree):
             return blank.set(index, full.leaves[order])
+        if isinstance(blank, Points):
+            rows = jnp.transpose(full.blocks, (0, 3, 1, 2))
+            return blank.set(index, rows.reshape(-1, math.prod(rows.shape[2:]))[order])
         if blank.shape == full.shape:
             return full
         _check_slots(blank, new.capacity, full, old.capacity)
         return blank.at[index].set(full[order], mode="drop", unique_indices=True)
 
+    if getattr(old, "freshness_state", ()):
+        # Versions are kept by blocks of slots, whose oldest must be known.
+        new = new.replace(freshness_state=_move_freshness(new, old, order, index))
+        old = old.replace(freshness_state=new.freshness_state)
     moved = _move_fields(new, old, move)
     return moved.replace(occupancy=placed, counters=counters)
 
 
 def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuffer:
     """The newest steps of each ring, so placed that windows start where they started."""
-    before, blank = old.occupancy, new.occupancy
+    before = old.rings
     position, held = (before.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
     rank = jnp.arange(before.length, dtype=jnp.int32)[None]
     oldest = (position - held) % jnp.int32(before.length)
     order = (oldest + rank) % jnp.int32(before.length)
     start = (oldest % jnp.int32(before.period)).astype(jnp.uint32)
     counters = jnp.concatenate([start, before.clear().counters[:, 1:]], axis=1)
-    placed, target, _, _ = blank.replace(counters=counters).place(before.length, rank < held)
+    empty = new.rings.replace(counters=counters)
+    placed, target, _, _ = empty.place(before.length, rank < held)
 
-    # A window moves with its first step, and none starts where a step is not kept.
+    # A window moves with its first step, and none starts where a step is not kept or too early.
     env = jnp.arange(before.num_envs, dtype=jnp.int32)[:, None]
     first = before.starts * env + order // jnp.int32(before.period)
     kept = (order % jnp.int32(before.period) == 0) & (target < new.capacity)
-    kept &= before.live(first.reshape(-1)).reshape(first.shape)
-    index = jnp.where(kept, target // jnp.int32(before.period), new.capacity).reshape(-1)
-    window = first.reshape(-1)
+    window, index = first.reshape(-1), (target // jnp.int32(before.period)).reshape(-1)
+    kept = kept.reshape(-1) & before.live(window) & placed.live(index)
+    index = jnp.where(kept, index, new.capacity)
 
     def move(blank: Any, full: Any) -> Any:
         if isinstance(blank, SegmentTree):
@@ -160,7 +176,10 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
         _check_slots(blank, new.num_envs * placed.starts, full, window.shape[0])
         return blank.at[index].set(full[window], mode="drop")
 
-    return _move_fields(new, old, move).replace(occupancy=placed, counters=old.counters)
+    occupancy: Any = _with_inner(new.occupancy, placed)
+    if isinstance(occupancy, Subset):
+        occupancy = occupancy.replace(members=move(occupancy.members, old.occupancy.members))
+    return _move_fields(new, old, move).replace(occupancy=occupancy, counters=old.counters)
 
 
 def _move_fields(new: Any, old: Any, move: Any) -> Any:
@@ -169,7 +188,7 @@ def _move_fields(new: Any, old: Any, move: Any) -> Any:
             move,
             getattr(new, field.name),
             getattr(old, field.name),
-            is_leaf=lambda node: isinstance(node, SegmentTree),
+            is_leaf=lambda node: isinstance(node, SegmentTree | Points),
         )
         for field in dataclasses.fields(new)
         if field.metadata.get("pytree_node", True) and field.name not in ("occupancy", "counters")
@@ -188,6 +207,25 @@ def _check_slots(blank: Array, new: int, full: Array, old: int) -> None:
         raise ValueError(f"{full.shape} cannot become {blank.shape}: they do not go by slots")
 
 
+def _move_freshness(new: Any, old: Any, order: Int[Array, " N"], index: Int[Array, " N"]) -> Any:
+    before, blank = old.freshness_state, new.freshness_state
+    at = jnp.where(index < new.capacity, index, blank.uses.shape[0])
+    state = new.freshness.added(blank, at, before.versions[order])
+    return state.replace(
+        uses=state.uses.at[at].set(before.uses[order], mode="drop"),
+        learner=before.learner,
+        counters=before.counters,
+    )
+
+
+def _inner(occupancy: Any) -> Any:
+    return occupancy.inner if isinstance(occupancy, Subset) else occupancy
+
+
+def _with_inner(occupancy: Any, inner: Any) -> Any:
+    return occupancy.replace(inner=inner) if isinstance(occupancy, Subset) else inner
+
+
 def _is_buffer(node: Any) -> bool:
     return isinstance(node, _BUFFERS)
 
@@ -197,7 +235,7 @@ def _size_name(buffer: Any) -> str:
 
 
 def _size(buffer: Any) -> int:
-    return cast("int", getattr(buffer.occupancy, _size_name(buffer)))
+    return cast("int", getattr(_inner(buffer.occupancy), _size_name(buffer)))
 
 
 def _sizes(buffer: Any, size: int) -> tuple[int, ...]:
@@ -207,7 +245,12 @@ def _sizes(buffer: Any, size: int) -> tuple[int, ...]:
 def _options(buffer: Any) -> dict[str, Any]:
     """What ``create`` was called with besides the example and the sizes."""
     names = inspect.signature(type(buffer).create).parameters.values()
-    return {p.name: getattr(buffer, p.name) for p in names if p.kind is p.KEYWORD_ONLY}
+    options = [p.name for p in names if p.kind is p.KEYWORD_ONLY]
+    if "episodes" not in options:
+        return {name: getattr(buffer, name) for name in options}
+    index = buffer.episode_index
+    episodes = {"episodes": None if index is None else index.episodes}
+    return {name: getattr(buffer, name) for name in options if name != "episodes"} | episodes
 
 
 def _example(buffer: Any) -> PyTree:

@@ -216,7 +216,7 @@ class Store:
         if not isinstance(buffer, TrajectoryBuffer):
             order, live = (np.asarray(x) for x in resizing.in_order(buffer.occupancy))
             return self.append(jax.tree.map(lambda leaf: leaf[order[live]], buffer.data))
-        counters = np.asarray(buffer.occupancy.counters).astype(np.int64)
+        counters = np.asarray(buffer.rings.counters).astype(np.int64)
         position, held = counters[:, 0], counters[:, 2]
         if np.any(held != held[0]):
             raise ValueError(
