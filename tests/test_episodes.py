@@ -1,11 +1,16 @@
 """`Episodes`: where they begin and end, what they returned, and windows that stay within one."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 import jaxbuf
+from jaxbuf.strategies import episodes as module
 from tests import reference_episodes as reference
 
 DISTINCT = jaxbuf.Uniform(replacement=False)
@@ -198,3 +203,297 @@ def test_random_adds_agree_with_the_twin_after_every_step(configuration):
             buffer = jaxbuf.update_priority(buffer, slots, value)
             twin.update_priority(starts, value)
             assert_same(buffer, twin)
+
+
+def ask(buffer, num_envs, t):
+    """Everything about steps ``t`` of every ring, ``[num_envs, len(t)]``."""
+    env = jnp.arange(num_envs, dtype=jnp.int32)[:, None]
+    return jax.device_get(look(buffer, env, jnp.asarray(t, jnp.int32)[None]))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_alfs_own_returns(rows):
+    """Two rows terminate in the middle of an episode, as they do where a life is lost."""
+    kinds = np.array([list("FMLFMMLF"), list("FLFMMLFM")])
+    reward = np.array([[0, -1, -1, -1, -1, 0, -1, -1], [-1, -1, -1, 0, -1, -1, -1, -1]])
+    last = kinds == "L"
+    terminated = last.copy()
+    terminated[0, 5] = terminated[1, 3] = True
+    buffer = create(2, 8, last="end.last", record_return=True, discount=0.99, recurrence="alf")
+    for start in range(0, 8, rows):
+        now = np.s_[:, start : start + rows]
+        buffer = jaxbuf.add(
+            buffer,
+            steps(reward[now], terminated[now], reward=reward[now], last=last[now]),
+        )
+    expected = [
+        [-1.99, -1, -1000, -1, 0, 0, -1000, -1000],
+        [-1, -1000, 0, -0.99, -1, -1000, -1000, -1000],
+    ]
+    np.testing.assert_allclose(ask(buffer, 2, range(8))["return"], expected, rtol=1e-6)
+
+
+def test_returns_by_the_plain_recurrence():
+    buffer = create(2, 8, discount=0.5, record_return=True, default_return=-9, reward_clip=(0, 0.5))
+    for letters in (("...", "T.."), (".T.", "C.."), ("..", ".T")):
+        buffer = jaxbuf.add(buffer, rows_of(*letters))
+    np.testing.assert_allclose(
+        ask(buffer, 2, range(8))["return"],
+        [
+            [0.96875, 0.9375, 0.875, 0.75, 0.5, -9, -9, -9],
+            [0.5, -9, -9, -9, 0.9375, 0.875, 0.75, 0.5],
+        ],
+    )
+
+
+@pytest.mark.parametrize("recurrence", ["plain", "alf"])
+def test_the_vector_form_fills_in_what_the_loop_does(recurrence):
+    random = np.random.default_rng(1)
+    rings, length = 5, 150
+    returns = jnp.asarray(random.normal(size=(rings, length)), jnp.float32)
+    arguments = (
+        returns,
+        jnp.array([0, 149, 7, 80, 3], jnp.int32),
+        jnp.array([150, 0, 64, 65, 12], jnp.int32),
+        jnp.array([149, -1, 63, -1, -1] if recurrence == "alf" else [-1] * 5, jnp.int32),
+        jnp.array([1, 0, 1, 1, 2], jnp.int32),
+        *jnp.asarray(random.normal(size=(2, rings)), jnp.float32),
+    )
+    episodes = jaxbuf.Episodes(recurrence=recurrence, discount=0.95, default_return=-3.0)
+    loop = jax.jit(functools.partial(module._fill_loop, episodes))(*arguments)
+    vector = jax.jit(functools.partial(module._fill_vector, episodes))(*arguments)
+    np.testing.assert_allclose(vector, loop, rtol=1e-5, atol=1e-5)
+    assert np.sum(np.asarray(loop != returns)) == 150 + 64 + 65 + 12
+
+
+def test_a_long_episode_loses_its_head():
+    buffer = create(1, 4, **RETURNS)
+    buffer = jaxbuf.add(buffer, rows_of("T....."))
+    said = ask(buffer, 1, range(6))
+    assert said["begin"].tolist() == [[0, 1, 1, 1, 1, 1]]
+    assert said["remaining"].tolist() == [[-1, -1, 3, 2, 1, 0]]
+    buffer = jaxbuf.add(buffer, rows_of("T."))
+    said = ask(buffer, 1, range(8))
+    assert said["begin"].tolist()[0][4:] == [1, 1, 1, 7]
+    assert said["remaining"].tolist()[0][4:] == [2, 1, 0, 0]
+    assert said["last"].tolist()[0][4:] == [False, False, True, False]
+    np.testing.assert_allclose(said["return"][0, 3:], [-50, 2.71, 1.9, 1, -50], rtol=1e-6)
+
+
+def test_clearing_and_dequeuing():
+    buffer = create(2, 6, 2, boundary="avoid", sampler=DISTINCT_PRIORITIES, **RETURNS)
+    buffer = jaxbuf.add(buffer, rows_of("..T...", ".T...."))
+    assert sorted(windows(buffer)) == [0, 1, 3, 4, 6, 8, 9, 10]
+    buffer, _ = jax.jit(lambda b: b.dequeue(2))(buffer)
+    assert sorted(windows(buffer)) == [3, 4, 8, 9, 10]
+    assert buffer.metrics()["windows"] == 5
+    assert ask(buffer, 2, range(6))["remaining"].tolist() == [
+        [-1, -1, 0, 2, 1, 0],
+        [-1, -1, 3, 2, 1, 0],
+    ]
+    buffer = jax.jit(lambda b: b.clear(jnp.array([0])))(buffer)
+    assert sorted(windows(buffer)) == [8, 9, 10]
+    buffer = jaxbuf.add(buffer, rows_of("T.", "T."))
+    # The first of these steps begins an episode in the one ring and ends one in the other.
+    end = buffer.end_position
+    env = jnp.arange(2, dtype=jnp.int32)
+    begin = buffer.episode_begin_position(env, end - jnp.uint32(2))
+    assert (end - begin).tolist() == [2, 6]
+    np.testing.assert_allclose(buffer.episode_return(env, end - jnp.uint32(2)), [1.0, 1.0])
+    assert [row[0] for row in windows(buffer).values()] != []
+    cleared = buffer.clear()
+    assert not cleared.can_sample()
+    cleared = jaxbuf.add(cleared, rows_of("..", ".."))
+    assert sorted(windows(cleared)) == [0, 6]
+    assert (
+        cleared.episode_begin_position(env, cleared.end_position - jnp.uint32(1)).tolist()
+        == (cleared.end_position - jnp.uint32(2)).tolist()
+    )
+
+
+def test_past_2_to_the_32_steps():
+    length = 2**10
+    buffer = create(1, length, 2, boundary="avoid", **RETURNS)
+    counters = jnp.array([[length - 2, 2**32 // length, 0]], jnp.uint32)
+    rings = buffer.rings.replace(counters=counters)
+    buffer = buffer.replace(occupancy=buffer.occupancy.replace(inner=rings))
+    first = int(buffer.end_position[0])
+    assert first == 2**32 - 2
+    buffer = jaxbuf.add(buffer, rows_of("...T."))
+    position = (first + np.arange(5)) % 2**32
+    said = jax.device_get(look(buffer, jnp.zeros(5, jnp.int32), jnp.asarray(position, jnp.uint32)))
+    assert said["begin"].tolist() == [*[first] * 4, 2]
+    assert said["remaining"].tolist() == [3, 2, 1, 0, 0]
+    np.testing.assert_allclose(said["return"], [3.439, 2.71, 1.9, 1.0, -50.0], rtol=1e-6)
+    assert sorted(windows(buffer)) == [0, length - 2, length - 1]
+
+
+def test_an_episode_that_never_ends():
+    """Distances stop growing before they would overflow, and the steps stay together."""
+    buffer = create(1, 4, **RETURNS)
+    buffer = jaxbuf.add(buffer, rows_of("...."))
+    index = buffer.episode_index
+    far = index.replace(
+        behind=jnp.full_like(index.behind, 2**30), counters=jnp.array([[2**30, 2**30, 0]])
+    )
+    buffer = jaxbuf.add(buffer.replace(episode_index=far), rows_of(".."))
+    assert ask(buffer, 1, range(2, 6))["remaining"].tolist() == [[3, 2, 1, 0]]
+    buffer = jaxbuf.add(buffer, rows_of("T."))
+    said = ask(buffer, 1, range(4, 8))
+    assert said["remaining"].tolist() == [[2, 1, 0, 0]]
+    np.testing.assert_allclose(said["return"], [[2.71, 1.9, 1.0, -50.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [jaxbuf.Uniform(), jaxbuf.Prioritized(alpha=1.0), jaxbuf.Prioritized(uniform_mix=1.0)],
+    ids=["uniform", "prioritized", "mixed"],
+)
+def test_frequencies_of_the_windows_that_are_left(sampler):
+    """Chi-square at the 0.1 % level; a window that crosses is given no mass by an update."""
+    buffer = create(2, 8, 3, boundary="avoid", sampler=sampler)
+    buffer = jaxbuf.add(buffer, rows_of("...T....", "..T.T..."))
+    starts = np.array([0, 1, 4, 5, 8, 13])
+    if sampler.uses_priority:
+        every = jaxbuf.Slots(
+            index=jnp.arange(16), generation=buffer.occupancy.generation(jnp.arange(16))
+        )
+        buffer = jaxbuf.update_priority(buffer, every, jnp.full(16, 2.0))
+    keys = jax.random.split(jax.random.key(5), 100)
+    sample = jax.jit(jax.vmap(lambda key: buffer.sample(key, 60)))(keys)
+    drawn = np.asarray(sample.slots.index).ravel()
+    counts = np.bincount(drawn, minlength=16)
+    assert counts[starts].sum() == drawn.size
+    assert stats.chisquare(counts[starts]).pvalue > 1e-3
+    np.testing.assert_allclose(sample.probability, 1 / 6, rtol=1e-6)
+    assert (bool(buffer.can_sample(6)), bool(buffer.can_sample(7))) == (True, False)
+    weights = jaxbuf.importance_weights(buffer, jaxbuf.sample(buffer, keys[0], 4), 1.0, None)
+    np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
+
+
+def train(buffer, key):
+    flags = jax.random.bernoulli(key, 0.2, (2, 3, 2))
+    take = jax.random.bernoulli(key, 0.7, (3, 2))
+    given = {
+        "t": jax.random.randint(key, (3, 2), 0, 1000, jnp.int32),
+        "reward": jax.random.normal(key, (3, 2)),
+        "end": {"terminated": flags[0], "truncated": flags[1], "last": flags[0]},
+    }
+    buffer = buffer.add(given, mask=take)
+    sample = buffer.sample(key, 8)
+    buffer = buffer.update_priority(sample.slots, jnp.abs(sample.data["reward"][:, 0]))
+    told = look(buffer, *buffer.locate(sample.slots)), buffer.episode_mask(sample.slots)
+    return buffer, (sample, told)
+
+
+def test_eager_jit_scan_vmap_and_donated_agree():
+    keys = jax.random.split(jax.random.key(3), (2, 4))
+    start = create(3, 5, 2, boundary="avoid", sampler=jaxbuf.Prioritized(), **RETURNS)
+
+    def run(one, keys):
+        buffer, told = start, []
+        for key in keys:
+            buffer, result = one(jax.tree.map(jnp.copy, buffer), key)
+            told.append(result)
+        return buffer, jax.tree.map(lambda *leaves: jnp.stack(leaves), *told)
+
+    def agree(one, other):
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            if jnp.issubdtype(a.dtype, jnp.floating):
+                np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+            else:
+                np.testing.assert_array_equal(a, b)
+
+    compiled = run(jax.jit(train), keys[0])
+    agree(compiled, run(train, keys[0]))
+    agree(compiled, run(jax.jit(train, donate_argnums=0), keys[0]))
+    scan = jax.jit(lambda buffer, keys: jax.lax.scan(train, buffer, keys))
+    agree(compiled, scan(start, keys[0]))
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
+    both = jax.jit(jax.vmap(lambda buffer, keys: jax.lax.scan(train, buffer, keys)))(stacked, keys)
+    agree(compiled, jax.tree.map(lambda leaf: leaf[0], both))
+    agree(scan(start, keys[1]), jax.tree.map(lambda leaf: leaf[1], both))
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_a_scanned_cycle_copies_nothing(rows):
+    """Not the index, nor the returns that are filled in, nor the tree of the windows left."""
+    num_envs, length = 8, 4096
+    buffer = create(num_envs, length, 4, boundary="avoid", sampler=jaxbuf.Prioritized(), **RETURNS)
+
+    def cycle(buffer, key):
+        t = jnp.zeros((num_envs, rows), jnp.int32)
+        ends = jax.random.bernoulli(key, 0.1, t.shape)
+        given = {
+            "t": t,
+            "reward": jnp.ones(t.shape),
+            "end": {"terminated": ends, "truncated": ends, "last": ends},
+        }
+        buffer = buffer.add(given, mask=jax.random.bernoulli(key, 0.5, t.shape))
+        sample = buffer.sample(key, 16)
+        told = look(buffer, *buffer.locate(sample.slots))
+        return buffer.update_priority(sample.slots, told["return"]), told
+
+    run = jax.jit(lambda buffer, keys: jax.lax.scan(cycle, buffer, keys), donate_argnums=0)
+    program = run.lower(buffer, jax.random.split(jax.random.key(0), 3)).compile()
+    found = re.findall(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(.*", program.as_text())
+    sizes = [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in found]
+    assert [size for size in sizes if size >= length] == []
+
+
+def test_without_episodes_nothing_is_kept():
+    buffer = jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 4)
+    assert buffer.episode_index is None
+    slots = jaxbuf.Slots(index=jnp.zeros(2, jnp.int32), generation=jnp.zeros(2, jnp.uint32))
+    with pytest.raises(ValueError, match=re.escape("episodes is None; create the buffer with")):
+        buffer.steps_to_episode_end(slots)
+    with pytest.raises(ValueError, match="record_return is False; create the buffer with"):
+        create(2, 4).episode_return(slots)
+    with pytest.raises(ValueError, match='boundary is "cross", whose windows'):
+        create(2, 4).episode_mask(slots)
+    with pytest.raises(ValueError, match="positions is None; give env_ids and positions"):
+        create(2, 4).is_episode_first(jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="positions were given with slots"):
+        create(2, 4).is_episode_first(slots, jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="positions has dtype float32; expected whole numbers"):
+        create(2, 4).is_episode_last(jnp.zeros(2, jnp.int32), jnp.zeros(2))
+
+
+BAD = [
+    ({"terminated": "done"}, "episodes.terminated is 'done', but the example has no such field"),
+    ({"terminated": "reward"}, "episodes.terminated is 'reward', of dtype float32; expected bool"),
+    ({"terminated": "end"}, "episodes.terminated is 'end', which is no single array"),
+    ({"truncated": "end.cut"}, "episodes.truncated is 'end.cut', but the example has no such"),
+    ({"last": "t"}, "episodes.last is 't', of dtype int32; expected bool"),
+    (
+        {"record_return": True, "reward": "t"},
+        "episodes.reward is 't', of dtype int32; expected a floating dtype",
+    ),
+    ({"boundary": "stop"}, "boundary is 'stop'; choose one of ('cross', 'mask', 'avoid')"),
+    ({"recurrence": "td"}, "recurrence is 'td'; choose one of ('plain', 'alf')"),
+    ({"discount": 1.5}, "discount is 1.5; expected a factor in [0, 1]"),
+    ({"default_return": np.nan}, "default_return is nan"),
+    ({"reward_clip": (1, -1)}, "reward_clip is (1, -1); expected (low, high)"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_configuration(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        create(2, 4, **options)
+
+
+def test_a_flag_must_be_one_number_a_step():
+    step = {"terminated": jnp.zeros(3, bool)}
+    message = "episodes.terminated is 'terminated', of shape (3,); expected one number a step"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.TrajectoryBuffer.create(step, 2, 4, episodes=jaxbuf.Episodes())
+
+
+def test_numpy_numbers_do_not_retrace():
+    plain = jaxbuf.Episodes(discount=0.5, default_return=-1, reward_clip=(-1, 1))
+    numpy = jaxbuf.Episodes(
+        discount=np.float32(0.5), default_return=np.int64(-1), reward_clip=[np.int8(-1), 1]
+    )
+    assert plain == numpy
+    assert hash(plain) == hash(numpy)

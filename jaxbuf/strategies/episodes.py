@@ -424,32 +424,34 @@ def _fill_loop(
     first: Array,
     *tail: Array,
 ) -> Array:
-    rings, length = returns.shape
-    no = jnp.bool_(False)
+    length = returns.shape[1]
+    # Rings with nothing to fill in come last, where the loop does not get.
+    order = jnp.argsort(steps == 0, stable=True).astype(jnp.int32)
+    state = tail[0]
 
-    def unfinished(carry: tuple[Array, ...]) -> Array:
-        return carry[1] < rings
-
-    def back(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        flat, ring, count, place, after = carry
-        active = count < steps[ring]
-        place = jnp.where(place > 0, place, length) - 1
-        at = ring * length + place
+    def back(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        flat, known, turn, count = carry
+        ring = order[turn]
+        place = position[ring] - 1 - count
+        at = ring * length + jnp.where(place < 0, place + length, place)
         old = lax.dynamic_slice(flat, (at,), (1,))[0]
-        value, before = _step_back(episodes, after, old, count == first[ring], no)
-        flat = lax.dynamic_update_slice(flat, jnp.where(active, value, old)[None], (at,))
-        following = jnp.minimum(ring + 1, rings - 1)
-        here = (ring, count + 1, place, before)
-        there = (ring + 1, jnp.int32(0), position[following], _at(tail, following))
-        return (flat, *jax.tree.map(functools.partial(jnp.where, active), here, there))
+        after = _Tail(state[ring], known[ring, 0], known[ring, 1])
+        first_one, no = count == first[ring], jnp.bool_(False)
+        value, before = _step_back(episodes, after, old, first_one, no)
+        known = lax.dynamic_update_slice(known, jnp.stack([value, before.reward])[None], (ring, 0))
+        # XLA copies all returns unless every read of them leads to the next write: hence a value
+        # and a place that depend on what was noted.
+        noted = lax.dynamic_slice(known, (ring, 0), (1, 2))[0]
+        held = lax.bitcast_convert_type(noted[1], jnp.int32)
+        at = jnp.maximum(at, jnp.minimum(held, at))
+        flat = lax.dynamic_update_slice(flat, noted[:1], (at,))
+        done = count + 1 == steps[ring]
+        return flat, known, turn + done.astype(jnp.int32), jnp.where(done, 0, count + 1)
 
     start = jnp.int32(0)
-    carry = (returns.reshape(-1), start, start, position[0], _at(tail, start))
-    return lax.while_loop(unfinished, back, carry)[0].reshape(returns.shape)
-
-
-def _at(tail: tuple[Array, ...], ring: Array) -> _Tail:
-    return _Tail(*(part[ring] for part in tail))
+    carry = (returns.reshape(-1), jnp.stack(tail[1:], axis=1), start, start)
+    total = jnp.sum(steps, dtype=jnp.int32)
+    return lax.fori_loop(start, total, back, carry)[0].reshape(returns.shape)
 
 
 def _fill_vector(
