@@ -382,7 +382,7 @@ def train(buffer, key):
     buffer = buffer.add(given, mask=take)
     sample = buffer.sample(key, 8)
     buffer = buffer.update_priority(sample.slots, jnp.abs(sample.data["reward"][:, 0]))
-    told = look(buffer, *buffer.locate(sample.slots)), buffer.episode_mask(sample.slots)
+    told = buffer.episode_return(sample.slots), buffer.steps_to_episode_end(sample.slots)
     return buffer, (sample, told)
 
 

@@ -425,8 +425,11 @@ def _fill_loop(
     *tail: Array,
 ) -> Array:
     length = returns.shape[1]
-    # Rings with nothing to fill in come last, where the loop does not get.
-    order = jnp.argsort(steps == 0, stable=True).astype(jnp.int32)
+    # The rings with something to fill in, one after the other.
+    wanted = steps > 0
+    turns = jnp.where(wanted, jnp.cumsum(wanted, dtype=jnp.int32) - 1, steps.size)
+    ring = jnp.arange(steps.size, dtype=jnp.int32)
+    order = jnp.zeros_like(ring).at[turns].set(ring, mode="drop", unique_indices=True)
     state = tail[0]
 
     def back(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
