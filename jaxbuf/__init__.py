@@ -26,6 +26,7 @@ from jaxbuf.io.store import Store, StoreBatch
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Lowest, Oldest
+from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized, Uniform
@@ -42,6 +43,7 @@ __all__ = [
     "EpisodeAccumulator",
     "Episodes",
     "FrameStack",
+    "Freshness",
     "Groups",
     "Holder",
     "ItemBuffer",

@@ -9,11 +9,14 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.retire import can_retire, retire
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import storage
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Evictor, Oldest
+from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.samplers import Draw, Sampler, Support, Uniform
 
 
@@ -33,6 +36,8 @@ class ItemBuffer(struct.PyTreeNode):
         evictor: What makes room for new ones.
         diversity_state: What the diversity filter keeps; nothing without one.
         diversity: Which new items are different enough to enter; None takes all.
+        freshness_state: What is known of uses and versions; nothing without limits on them.
+        freshness: When items retire; None never.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -51,6 +56,8 @@ class ItemBuffer(struct.PyTreeNode):
     evictor: Evictor = struct.field(pytree_node=False)
     diversity_state: Any = ()
     diversity: Diversity | None = struct.field(pytree_node=False, default=None)
+    freshness_state: Any = ()
+    freshness: Freshness | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
     def create(
@@ -60,6 +67,7 @@ class ItemBuffer(struct.PyTreeNode):
         *,
         sampler: Sampler = Uniform(),
         evictor: Evictor = Oldest(),
+        freshness: Freshness | None = None,
         diversity: Diversity | None = None,
     ) -> Self:
         """An empty buffer.
@@ -70,6 +78,7 @@ class ItemBuffer(struct.PyTreeNode):
             capacity: Most items held at a time.
             sampler: How items are drawn.
             evictor: What makes room for new ones.
+            freshness: Retires items that were used enough or are too stale; None retires none.
             diversity: Refuses new items that are too close to others; None refuses none.
 
         Raises:
@@ -87,11 +96,22 @@ class ItemBuffer(struct.PyTreeNode):
                     f"{name} is {strategy!r}; expected a strategy such as "
                     f"{Uniform() if name == 'sampler' else Oldest()}"
                 )
+        if freshness is not None and not isinstance(freshness, Freshness):
+            raise ValueError(
+                f"freshness is {freshness!r}; expected None or jaxbuf.Freshness(max_use, ...)"
+            )
         if diversity is not None and not isinstance(diversity, Diversity):
             raise ValueError(
                 f"diversity is {diversity!r}; expected None or jaxbuf.Diversity(cutoff, ...)"
             )
         occupancy = evictor.init(capacity)
+        if freshness is not None:
+            if not can_retire(sampler):
+                raise ValueError(
+                    f"{sampler} cannot be told that an item retires; give it a method slid (see "
+                    "WindowSampler), or leave out freshness"
+                )
+            occupancy = Subset.create(occupancy, capacity)
         if getattr(sampler, "uses_age", False):
             common.needs_order(occupancy, f"{sampler}")
         return cls(
@@ -103,12 +123,15 @@ class ItemBuffer(struct.PyTreeNode):
             evictor=evictor,
             diversity_state=() if diversity is None else diversity.init(example, capacity),
             diversity=diversity,
+            freshness_state=() if freshness is None else freshness.init(capacity),
+            freshness=freshness,
         )
 
     @property
     def capacity(self) -> int:
         """Most items held at a time."""
-        return self.occupancy.capacity
+        inner = self.occupancy.inner if self.freshness else self.occupancy
+        return inner.capacity
 
     @property
     def size(self) -> Int[Array, ""]:
@@ -125,6 +148,7 @@ class ItemBuffer(struct.PyTreeNode):
         *,
         priority: Float[Array, " B"] | None = None,
         score: Float[Array, " B"] | None = None,
+        version: Int[Array, " B"] | None = None,
         mask: Bool[Array, " B"] | None = None,
     ) -> Self:
         """Add a batch of items; of more than ``capacity``, the last ones stay.
@@ -136,12 +160,15 @@ class ItemBuffer(struct.PyTreeNode):
                 sampler's ``initial_priority`` and the largest priority in the buffer.
             score: Of each item, ``[B]``, for whatever here goes by it; any number, infinities
                 included. A row with NaN is refused and counted.
+            version: Of the policy that made each item, ``[B]`` int32, for ``Freshness``; without,
+                the learner's own. A row that is too stale already is refused, evicts nothing, and
+                is counted in ``metrics()["refused_stale"]``.
             mask: Which rows to take, ``[B]``; the others cost no slot.
 
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example, if
-                ``priority`` or ``score`` is given and nothing here uses it, or if ``score`` is
-                missing.
+                ``priority``, ``score`` or ``version`` is given and nothing here uses it, or if
+                ``score`` is missing.
         """
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
         row_shape = (rows,)
@@ -170,6 +197,7 @@ class ItemBuffer(struct.PyTreeNode):
             offered = jnp.ones(row_shape, bool) if taken is None else taken
             rejected = jnp.sum(offered & ~legal, dtype=jnp.uint32)
             taken = offered & legal
+        version, taken, refused = self._check_version(version, row_shape, taken)
         if rows == 0:
             return self
         diversity_state = self.diversity_state
@@ -180,6 +208,10 @@ class ItemBuffer(struct.PyTreeNode):
         occupancy, index = self.occupancy.place(rows, taken, score)
         if self.diversity is not None:
             diversity_state = self.diversity.added(diversity_state, index, points)
+        freshness_state = self.freshness_state
+        if self.freshness is not None and version is not None:
+            freshness_state = self.freshness.added(freshness_state, index, version)
+            freshness_state = freshness_state.replace(counters=freshness_state.counters + refused)
         added = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
             data=storage.write(self.data, items, index),
@@ -192,6 +224,7 @@ class ItemBuffer(struct.PyTreeNode):
             ),
             counters=self.counters + jnp.stack([added, rejected]),
             diversity_state=diversity_state,
+            freshness_state=freshness_state,
         )
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -299,6 +332,84 @@ class ItemBuffer(struct.PyTreeNode):
             counters=self.counters + jnp.stack([jnp.uint32(0), rejected]),
         )
 
+    def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
+        """Count a use of each sampled item; those used ``max_use`` times retire.
+
+        Args:
+            slots: Which items: ``sample.slots``, ``[B]``. One that is there twice was used twice.
+                Rows whose item has been overwritten or has retired since are dropped.
+            mask: Which rows to take, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
+        """
+        freshness = self._needs_freshness("mark_used")
+        taken = common.holds(self.occupancy, slots)
+        if mask is not None:
+            taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
+        index = jnp.where(taken, slots.index, self.freshness_state.uses.shape[0])
+        state, enough = freshness.used(self.freshness_state, index)
+        used = self.replace(freshness_state=state)
+        return used if freshness.max_use is None else used._retire(index, enough, 1)
+
+    def set_version(
+        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
+    ) -> Self:
+        """The learner is at this version now: what has become too stale retires.
+
+        Args:
+            version: Its version, a whole number; usually one more than before.
+            session: Which run of the learner this is, if that matters: when it is another one than
+                before, versions start over, and everything that is here retires.
+
+        Raises:
+            ValueError: When traced, if the buffer has no ``Freshness``, or one of the two is no
+                whole number.
+        """
+        freshness = self._needs_freshness("set_version")
+        before = self.freshness_state.learner
+        now = storage.check_rows(version, "version", (), np.int32, "a number")
+        run = before[1]
+        if session is not None:
+            run = storage.check_rows(session, "session", (), np.int32, "a number")
+        state = self.freshness_state.replace(learner=jnp.stack([now, run]))
+        floor = jnp.where(run == before[1], freshness.floor(state), 2**31 - 1)
+
+        def retire_block(buffer: Self) -> Self:
+            state, slots, stale = freshness.stale_block(
+                buffer.freshness_state, floor, buffer.occupancy.live
+            )
+            return buffer.replace(freshness_state=state)._retire(slots, stale, 2)
+
+        def some_left(buffer: Self) -> Bool[Array, ""]:
+            return jnp.min(buffer.freshness_state.oldest) < floor
+
+        # The items themselves stay out of the loop.
+        slots_only = self.replace(data=(), diversity_state=(), freshness_state=state)
+        left = jax.lax.while_loop(some_left, retire_block, slots_only)
+        return left.replace(data=self.data, diversity_state=self.diversity_state)
+
+    def use_count(self, slots: Slots) -> Int[Array, " B"]:
+        """How often each sampled item was used so far, ``[B]``; 0 where it is not here any more.
+
+        Raises:
+            ValueError: If the buffer has no ``Freshness``.
+        """
+        self._needs_freshness("use_count")
+        uses = self.freshness_state.uses.at[slots.index].get(mode="clip")
+        return jnp.where(common.holds(self.occupancy, slots), uses, 0)
+
+    def staleness(self, slots: Slots) -> Int[Array, " B"]:
+        """How many versions each sampled item is behind, ``[B]``; 0 where it is not here any more.
+
+        Raises:
+            ValueError: If the buffer has no ``Freshness``.
+        """
+        self._needs_freshness("staleness")
+        versions = self.freshness_state.versions.at[slots.index].get(mode="clip")
+        behind = self.freshness_state.version - versions
+        return jnp.where(common.holds(self.occupancy, slots), behind, 0)
+
     def clear(self) -> Self:
         """The buffer without its items. Slots sampled before stay stale; counters go on.
 
@@ -310,6 +421,7 @@ class ItemBuffer(struct.PyTreeNode):
             sampler_state=self.sampler.cleared(self.sampler_state),
             counters=self.counters.copy(),
             diversity_state=jax.tree.map(jnp.copy, self.diversity_state),
+            freshness_state=self.freshness.cleared(self.freshness_state) if self.freshness else (),
         )
 
     def support(self) -> Support:
@@ -325,9 +437,16 @@ class ItemBuffer(struct.PyTreeNode):
             priorities ``priority_min``, ``priority_max`` and ``priority_mean`` of the live items,
             as their masses tell them; with scores ``score_min``, ``score_max`` and
             ``score_mean``; and with a diversity filter how many rows it refused,
-            ``refused_low_score``, ``refused_within_batch`` and ``refused_near_buffer``.
+            ``refused_low_score``, ``refused_within_batch`` and ``refused_near_buffer``. With limits
+            on freshness the learner's ``version``, how many rows were ``refused_stale`` and how
+            many items ``retired_used`` and ``retired_stale``, and of the live items ``use_max``,
+            ``use_mean``, ``staleness_max`` and ``staleness_mean``.
         """
         diverse = self.diversity.metrics(self.diversity_state) if self.diversity else {}
+        fresh = {}
+        if self.freshness is not None:
+            live = self.occupancy.live(jnp.arange(self.capacity, dtype=jnp.int32))
+            fresh = self.freshness.metrics(self.freshness_state, live)
         return {
             "size": self.size,
             "adds": self.counters[..., 0],
@@ -335,6 +454,7 @@ class ItemBuffer(struct.PyTreeNode):
             **self.occupancy.metrics(),
             **self.sampler.metrics(self.sampler_state, self.occupancy),
             **diverse,
+            **fresh,
         }
 
     def _gather(self, draw: Draw) -> Sample:
@@ -346,6 +466,47 @@ class ItemBuffer(struct.PyTreeNode):
             probability=jnp.where(draw.valid, draw.probability, 0.0),
             valid=draw.valid,
         )
+
+    def _needs_freshness(self, what: str) -> Freshness:
+        if self.freshness is None:
+            raise ValueError(
+                f"{what} was called, but nothing limits uses or staleness here; create the buffer "
+                "with freshness=jaxbuf.Freshness(...)"
+            )
+        return self.freshness
+
+    def _retire(self, index: Int[Array, " B"], gone: Bool[Array, " B"], counter: int) -> Self:
+        """The buffer without the items at ``index`` that are ``gone``, and those counted."""
+        state, occupancy = retire(
+            self.sampler, self.sampler_state, self.occupancy, index, gone, self.capacity
+        )
+        retired = (self.size - occupancy.size).astype(jnp.uint32)
+        counters = self.freshness_state.counters.at[counter].add(retired)
+        return self.replace(
+            sampler_state=state,
+            occupancy=occupancy,
+            freshness_state=self.freshness_state.replace(counters=counters),
+        )
+
+    def _check_version(
+        self, version: Any, row_shape: tuple[int, ...], taken: Any
+    ) -> tuple[Any, Any, Any]:
+        """The version of each row, which rows are still taken, and the refused ones as counters."""
+        if self.freshness is None:
+            if version is not None:
+                raise ValueError(
+                    "version was given, but nothing uses it; leave it out or create the buffer "
+                    "with freshness=jaxbuf.Freshness(...)"
+                )
+            return None, taken, None
+        zeros = jnp.zeros((3,), jnp.uint32)
+        if version is None:
+            return jnp.broadcast_to(self.freshness_state.version, row_shape), taken, zeros
+        version = storage.check_rows(version, "version", row_shape, np.int32, "(B,)")
+        offered = jnp.ones(row_shape, bool) if taken is None else taken
+        fresh = version >= self.freshness.floor(self.freshness_state)
+        refused = jnp.sum(offered & ~fresh, dtype=jnp.uint32)
+        return version, offered & fresh, zeros.at[0].set(refused)
 
     def _check_score(self, score: Any, row_shape: tuple[int, ...]) -> Any:
         """``score`` as an array, if it is given exactly where something goes by it."""

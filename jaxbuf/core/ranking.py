@@ -30,6 +30,8 @@ _FANOUT = 8
 _SHIFT = _FANOUT.bit_length() - 1
 # Ranks above every score: what a free slot holds, so that it is never the lowest.
 _FREE = np.uint32(0xFFFFFFFF)
+# Ranks below every score, -inf included.
+_DEMOTED = np.uint32(1)
 
 
 class Ranking(struct.PyTreeNode):
@@ -117,6 +119,13 @@ class Ranking(struct.PyTreeNode):
         """A live slot for each random word, all equally likely; arbitrary if there is none."""
         return scale_word(words, self.counters[1]).astype(jnp.int32)
 
+    def demote(self, index: Int[Array, " B"]) -> Self:
+        """The items at ``index`` rank below all others from now on, and go first."""
+        slot = jnp.where(self.live(index), index, self.capacity)
+        at = jnp.where(slot < self.capacity, _position(slot), _length(self.capacity))
+        nodes = self.nodes.at[at].set(_DEMOTED, mode="drop")[None]
+        return self.replace(nodes=_ascend(self.capacity, nodes, slot[None])[0])
+
     def clear(self) -> Self:
         """No items. The numbers go on, so that slots sampled before stay stale."""
         counters = jnp.stack([self.counters[0], jnp.uint32(0)])
@@ -125,7 +134,8 @@ class Ranking(struct.PyTreeNode):
     def metrics(self) -> dict[str, Array]:
         """Least, largest and mean score of the live items; 0 if there are none."""
         live = self.live(jnp.arange(self.capacity, dtype=jnp.int32))
-        return score_metrics(self.score, live)
+        # A demoted item has no score.
+        return score_metrics(self.score, live & ~jnp.isnan(self.score))
 
 
 def score_metrics(score: Float[Array, " N"], live: Bool[Array, " N"]) -> dict[str, Array]:
@@ -345,6 +355,13 @@ def _place_vector(
     at = jnp.where(enters, _position(slot), _length(capacity))
     nodes = nodes.at[tree, at].set(rank, mode="drop")
     nodes = nodes.at[tree, jnp.where(enters, at + _FANOUT, at)].set(arrival, mode="drop")
+    return _ascend(capacity, nodes, slot), slot
+
+
+def _ascend(capacity: int, nodes: jax.Array, slot: jax.Array) -> jax.Array:
+    """The trees ``[S, P]`` after the leaves at ``slot [S, B]`` have changed."""
+    tree = jnp.arange(nodes.shape[0], dtype=jnp.int32)[:, None]
+    starts = _starts(capacity)
     node = slot
     both = jnp.arange(2 * _FANOUT, dtype=jnp.int32)[None, None]
     for below, start in itertools.pairwise(starts):
@@ -355,4 +372,4 @@ def _place_vector(
         lowest, first = _lowest(children[:_FANOUT], children[_FANOUT:])
         at = start + _position(node)
         nodes = nodes.at[tree, at].set(lowest).at[tree, at + _FANOUT].set(first)
-    return nodes, slot
+    return nodes

@@ -1,0 +1,322 @@
+"""Items that retire: by use, by staleness, by session, wherever they lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf.core.slots import Slots
+from tests import reference_freshness
+
+KEY = jax.random.key(0)
+UNIFORM = jaxbuf.Uniform()
+
+
+def create(freshness, capacity=8, sampler=UNIFORM, **options):
+    return jaxbuf.ItemBuffer.create(
+        jnp.int32(0), capacity, sampler=sampler, freshness=freshness, **options
+    )
+
+
+def integers(*values):
+    return jnp.array(values, jnp.int32)
+
+
+def held(buffer):
+    """The live items, sorted."""
+    live = buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
+    return sorted(np.asarray(buffer.data)[np.asarray(live)].tolist())
+
+
+def names(buffer, items):
+    """Names of the slots in which these items lie, live or not; they must be different."""
+    where = [int(np.flatnonzero(np.asarray(buffer.data) == item)[0]) for item in items]
+    index = integers(*where)
+    return Slots(index=index, generation=buffer.occupancy.generation(index))
+
+
+mark = jax.jit(lambda buffer, slots: buffer.mark_used(slots))
+advance = jax.jit(lambda buffer, version: buffer.set_version(version))
+in_session = jax.jit(lambda buffer, version, session: buffer.set_version(version, session=session))
+
+
+def test_the_published_counts_with_an_inclusive_limit():
+    buffer = create(jaxbuf.Freshness(max_staleness=10))
+    buffer = jaxbuf.add(buffer, integers(0, 1, 2), version=integers(0, 0, 5))
+    assert [int(advance(buffer, version).size) for version in (9, 10, 14, 15)] == [3, 1, 1, 0]
+
+
+def test_the_published_counts_with_an_exclusive_limit():
+    buffer = create(jaxbuf.Freshness(max_staleness=10, comparison=">"))
+    buffer = jaxbuf.add(buffer, integers(0), version=integers(0))
+    assert [int(advance(buffer, version).size) for version in (9, 10, 11)] == [1, 1, 0]
+
+
+def test_the_published_counts_of_a_buffer_that_overflows():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=9), 4), jnp.arange(10, dtype=jnp.int32))
+    assert buffer.data.tolist() == [8, 9, 6, 7]
+    buffer = create(jaxbuf.Freshness(max_use=9), 64)
+    buffer = jaxbuf.add(buffer, jnp.arange(100, dtype=jnp.int32))
+    assert (int(buffer.size), int(buffer.occupancy.inner.position)) == (64, 36)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_batches_until_refused_use_up_what_is_missing_and_weigh_one(replacement):
+    sampler = jaxbuf.Prioritized(replacement=replacement)
+    buffer = create(jaxbuf.Freshness(max_use=2), 64, sampler)
+    buffer = jaxbuf.add(buffer, jnp.arange(64, dtype=jnp.int32))
+    uses, batches = np.zeros(64, int), 0
+    while buffer.can_sample(32):
+        batch = jaxbuf.sample(buffer, jax.random.key(batches), 32)
+        weights = jaxbuf.importance_weights(buffer, batch, 0.4)
+        np.testing.assert_allclose(weights, np.ones(32), rtol=1e-6)
+        assert bool(jnp.all(batch.valid))
+        np.add.at(uses, np.asarray(batch.data), 1)
+        buffer = mark(buffer, batch.slots)
+        assert held(buffer) == np.flatnonzero(uses < 2).tolist()
+        batches += 1
+    assert buffer.metrics()["retired_used"] == 64 - int(buffer.size) == (uses >= 2).sum()
+    assert batches >= 3
+
+
+def test_uses_of_duplicates_count_each():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=3)), integers(5, 6))
+    slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, 2), names(buffer, [5]))
+    buffer = mark(buffer, slots)
+    assert buffer.use_count(names(buffer, [5, 6])).tolist() == [2, 0]
+    buffer = mark(buffer, slots)
+    assert held(buffer) == [6]
+    assert buffer.metrics()["retired_used"] == 1
+    # What is gone is used no more, and what takes its place starts anew.
+    buffer = mark(buffer, slots)
+    buffer = jaxbuf.add(buffer, jnp.arange(10, 18, dtype=jnp.int32))
+    assert buffer.use_count(names(buffer, [10, 17])).tolist() == [0, 0]
+    assert buffer.use_count(slots).tolist() == [0, 0]
+
+
+def test_a_refused_stale_item_evicts_nothing():
+    buffer = create(jaxbuf.Freshness(max_staleness=3), 2)
+    buffer = jaxbuf.add(advance(buffer, 5), integers(1, 2), version=integers(5, 5))
+    buffer = jaxbuf.add(buffer, integers(3, 4), version=integers(2, 0))
+    assert held(buffer) == [1, 2]
+    assert buffer.metrics()["refused_stale"] == 2
+    buffer = jaxbuf.add(buffer, integers(5, 6, 7), version=integers(3, 2, 9))
+    assert held(buffer) == [5, 7]
+    assert buffer.staleness(names(buffer, [5, 7])).tolist() == [2, -4]
+
+
+def test_stale_items_expire_wherever_they_lie():
+    buffer = create(jaxbuf.Freshness(max_staleness=3), 5)
+    buffer = jaxbuf.add(buffer, integers(0, 1, 2, 3), version=integers(9, 0, 7, 1))
+    assert held(advance(buffer, 4)) == [0, 2]
+    assert held(advance(buffer, 10)) == [0]
+
+
+def test_another_session_retires_everything():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_staleness=5)), integers(0, 1))
+    buffer = in_session(buffer, 2, 0)
+    assert int(buffer.size) == 2
+    buffer = in_session(buffer, 0, 1)
+    assert int(buffer.size) == 0
+    buffer = jaxbuf.add(buffer, integers(2), version=integers(0))
+    assert held(in_session(buffer, 1, 1)) == [2]
+    assert not bool(jnp.any(jaxbuf.sample(in_session(buffer, 1, 2), KEY, 3).valid))
+
+
+def test_a_chunk_is_reused_as_often_as_published():
+    """Two chunks of two fragments, each used twice: the third chunk evicts the first."""
+    buffer = create(jaxbuf.Freshness(max_use=2), 2, jaxbuf.Uniform(replacement=False))
+    for chunk in (0, 2, 10):
+        buffer = jaxbuf.add(buffer, integers(chunk))
+    assert held(buffer) == [2, 10]
+    buffer = mark(buffer, names(buffer, [2]))
+    buffer = mark(buffer, names(buffer, [2, 10]))
+    assert held(buffer) == [10]
+    assert buffer.use_count(names(buffer, [10])).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        jaxbuf.Prioritized(epsilon=0.5, uniform_mix=0.3),
+        jaxbuf.Softmax(),
+        jaxbuf.Softmax(replacement=False),
+    ],
+)
+def test_no_sampler_draws_what_has_retired(sampler):
+    buffer = create(jaxbuf.Freshness(max_use=1, max_staleness=5), 8, sampler)
+    items = jnp.arange(8, dtype=jnp.int32)
+    by_score = {"score": items.astype(jnp.float32)} if sampler.uses_score else {}
+    buffer = jaxbuf.add(buffer, items, version=items, **by_score)
+    buffer = advance(mark(buffer, names(buffer, [7, 4])), 7)
+    assert held(buffer) == [3, 5, 6]
+    batch = jaxbuf.sample(buffer, KEY, 200)
+    drawn = np.asarray(batch.data)[np.asarray(batch.valid)]
+    assert set(drawn.tolist()) == {3, 5, 6}
+    if sampler.uses_priority:
+        # Nor what is given a priority afterwards.
+        slots = names(buffer, [7, 3])
+        buffer = jaxbuf.update_priority(buffer, slots, jnp.array([100.0, 0.0]))
+        drawn = np.asarray(jaxbuf.sample(buffer, KEY, 200).data)
+        assert 7 not in drawn.tolist()
+
+
+def test_under_lowest_retired_items_go_first():
+    buffer = create(jaxbuf.Freshness(max_use=1), 3, evictor=jaxbuf.Lowest())
+    buffer = jaxbuf.add(buffer, integers(1, 2, 3), score=jnp.array([1.0, 2.0, 3.0]))
+    buffer = mark(buffer, names(buffer, [3, 2]))
+    assert held(buffer) == [1]
+    assert buffer.metrics()["score_max"] == 1
+    buffer = jaxbuf.add(buffer, integers(4, 5, 6), score=jnp.array([-jnp.inf, 0.0, -3.0]))
+    assert held(buffer) == [1, 5, 6]
+
+
+CASES = [(7, 2, 3, ">="), (13, None, 4, ">"), (200, 3, 6, ">="), (5, 1, None, ">=")]
+
+
+@pytest.mark.parametrize(("capacity", "max_use", "max_staleness", "comparison"), CASES)
+def test_random_operations_against_the_model(capacity, max_use, max_staleness, comparison):
+    rng = np.random.default_rng(capacity)
+    freshness = jaxbuf.Freshness(max_use, max_staleness, comparison)
+    buffer = create(freshness, capacity, jaxbuf.Prioritized())
+    twin = reference_freshness.Fresh(capacity, max_use, max_staleness, comparison)
+    count, version, session = max(capacity // 4, 2), 0, 0
+    for step in range(60):
+        numbers = twin.offered + np.arange(count, dtype=np.int32)
+        versions = (version - rng.integers(-1, 6, count)).astype(np.int32)
+        mask = rng.random(count) < 0.8
+        buffer = jaxbuf.add(buffer, jnp.asarray(numbers), version=versions, mask=mask)
+        twin.add(versions, mask)
+        batch = jaxbuf.sample(buffer, jax.random.key(step), 16)
+        drawn = np.asarray(batch.data)[np.asarray(batch.valid)].tolist()
+        assert all(twin.holds(number) for number in drawn)
+        found = [twin.holds(number) for number in drawn]
+        count_of = np.asarray(buffer.use_count(batch.slots))[np.asarray(batch.valid)]
+        assert count_of.tolist() == [item.uses for item in found]
+        behind = np.asarray(buffer.staleness(batch.slots))[np.asarray(batch.valid)]
+        assert behind.tolist() == [version - item.version for item in found]
+        buffer = mark(buffer, batch.slots)
+        twin.mark_used(drawn)
+        assert held(buffer) == sorted(item.number for item in twin.live)
+        session += rng.random() < 0.05
+        version += int(rng.integers(0, 2))
+        buffer = in_session(buffer, version, session)
+        twin.set_version(version, session)
+        assert held(buffer) == sorted(item.number for item in twin.live)
+        metrics = buffer.metrics()
+        for name in ("refused_stale", "retired_used", "retired_stale"):
+            assert metrics[name] == getattr(twin, name)
+        assert metrics["use_max"] == max([item.uses for item in twin.live], default=0)
+        assert metrics["size"] == len(twin.live)
+
+
+def test_eager_jit_vmap_scan_and_donation_agree():
+    empty = create(jaxbuf.Freshness(max_use=2, max_staleness=3), 6, jaxbuf.Prioritized())
+
+    def step(buffer, inputs):
+        key, version = inputs
+        buffer = buffer.set_version(version)
+        buffer = buffer.add(10 * version + jnp.arange(2, dtype=jnp.int32))
+        batch = buffer.sample(key, 3)
+        return buffer.mark_used(batch.slots), batch.data
+
+    keys = jax.random.split(KEY, 2 * 6).reshape(2, 6)
+    versions = jnp.stack([jnp.arange(6), jnp.arange(0, 12, 2)]).astype(jnp.int32)
+    scan = jax.jit(lambda buffer, inputs: jax.lax.scan(step, buffer, inputs))
+    once = jax.jit(step, donate_argnums=0)
+    first = jax.tree.map(lambda leaf: leaf[0], (keys, versions))
+    jitted, data = jax.tree.map(jnp.copy, empty), []
+    for inputs in zip(*first, strict=True):
+        jitted, drawn = once(jitted, inputs)
+        data.append(drawn)
+    mapped = jax.jit(jax.vmap(scan, in_axes=(None, 0)))(empty, (keys, versions))
+    scanned = scan(empty, first)
+    jax.tree.map(np.testing.assert_array_equal, scanned, (jitted, jnp.stack(data)))
+    jax.tree.map(np.testing.assert_array_equal, scanned, jax.tree.map(lambda x: x[0], mapped))
+    second = scan(empty, jax.tree.map(lambda leaf: leaf[1], (keys, versions)))
+    jax.tree.map(np.testing.assert_array_equal, second, jax.tree.map(lambda x: x[1], mapped))
+    eager = empty.add(integers(1, 2)).set_version(1)
+    eager = eager.mark_used(names(eager, [2])).mark_used(names(eager, [2])).set_version(3)
+    assert (held(eager), int(eager.metrics()["retired_used"])) == ([], 1)
+
+
+def test_a_cleared_buffer_keeps_the_version_and_forgets_the_uses():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=2, max_staleness=4)), integers(1, 2))
+    slots = names(buffer, [1, 2])
+    buffer = mark(advance(buffer, 3), slots)
+    cleared = buffer.clear()
+    assert (int(cleared.size), int(cleared.metrics()["version"])) == (0, 3)
+    cleared = mark(jaxbuf.add(cleared, integers(3, 4)), slots)
+    assert held(cleared) == [3, 4]
+    assert held(advance(cleared, 6)) == [3, 4]
+
+
+def test_without_limits_a_buffer_has_no_more_leaves():
+    plain = jaxbuf.ItemBuffer.create(jnp.zeros(3), 4)
+    assert len(jax.tree.leaves(plain)) == 3
+    assert "version" not in plain.metrics()
+
+
+def test_a_scanned_cycle_copies_nothing():
+    capacity = 2**14
+    buffer = create(jaxbuf.Freshness(4, 100), capacity, jaxbuf.Prioritized())
+
+    def step(buffer, inputs):
+        key, version = inputs
+        buffer = buffer.set_version(version).add(jnp.zeros(64, jnp.int32))
+        batch = buffer.sample(key, 256)
+        buffer = buffer.mark_used(batch.slots)
+        return buffer.update_priority(batch.slots, 1 + batch.probability), None
+
+    inputs = jax.random.split(KEY, 3), jnp.arange(3, dtype=jnp.int32)
+    scan = jax.jit(lambda buffer, inputs: jax.lax.scan(step, buffer, inputs), donate_argnums=0)
+    text = scan.lower(buffer, inputs).compile().as_text()
+    copies = [line for line in text.splitlines() if " copy(" in line]
+    sizes = {str(leaf.shape[0]) for leaf in jax.tree.leaves(buffer) if leaf.size >= capacity}
+    assert [line for line in copies if any(f"[{size}]" in line for size in sizes)] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_use": 0}, "max_use is 0; expected None or a whole number from 1"),
+        ({"max_use": 1.5}, "max_use is 1.5; expected"),
+        ({"max_staleness": 0}, "max_staleness is 0; expected None or a whole number from 1"),
+        ({"max_staleness": -1, "comparison": ">"}, "max_staleness is -1; .* from 0"),
+        ({"max_staleness": 3, "comparison": "<"}, "comparison is '<'; choose from"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.Freshness(**options)
+
+
+def test_bad_use():
+    plain = jaxbuf.ItemBuffer.create(jnp.int32(0), 3)
+    batch = plain.sample(KEY, 2)
+    for call in (
+        lambda: plain.add(integers(1), version=integers(1)),
+        lambda: plain.mark_used(batch.slots),
+        lambda: plain.set_version(1),
+        lambda: plain.use_count(batch.slots),
+        lambda: plain.staleness(batch.slots),
+    ):
+        with pytest.raises(ValueError, match=r"freshness=jaxbuf.Freshness\(...\)"):
+            call()
+    buffer = create(jaxbuf.Freshness(max_use=1), 3)
+    with pytest.raises(ValueError, match=r"version has shape \(1,\); expected \(2,\)"):
+        buffer.add(integers(1, 2), version=integers(1))
+    with pytest.raises(ValueError, match="version has dtype float32; expected int32"):
+        buffer.set_version(jnp.float32(1))
+    with pytest.raises(ValueError, match=r"expected None or jaxbuf.Freshness\(max_use"):
+        jaxbuf.ItemBuffer.create(jnp.int32(0), 3, freshness=3)
+    assert jaxbuf.Freshness(np.int32(3)) == jaxbuf.Freshness(3)
+
+
+def test_a_sampler_that_cannot_let_go_is_refused():
+    class Stubborn(jaxbuf.Prioritized):
+        slid = property()
+
+    with pytest.raises(ValueError, match="cannot be told that an item retires; give it a method"):
+        create(jaxbuf.Freshness(max_use=1), 3, Stubborn())
