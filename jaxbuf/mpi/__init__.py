@@ -1,0 +1,24 @@
+"""Manager and workers over MPI: who does what, what is exchanged, and which scores come back.
+
+Importing this package does not start MPI: what communicates does so when it is called.
+"""
+
+import importlib.util
+
+_MISSING = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
+if _MISSING:
+    raise ImportError(
+        f"jaxbuf.mpi needs {' and '.join(_MISSING)}: pip install 'jaxbuf[mpi]' (where there is no "
+        "MPI yet, pip install mpich first: mpi4jax is built against it)"
+    )
+
+from jaxbuf.mpi.layout import (  # noqa: E402
+    Communicators,
+    Group,
+    Layout,
+    Role,
+    make_communicators,
+    node_names,
+)
+
+__all__ = ["Communicators", "Group", "Layout", "Role", "make_communicators", "node_names"]

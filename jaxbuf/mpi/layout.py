@@ -1,0 +1,236 @@
+"""Which rank does what: a plan that is the same on every rank, computed without communication.
+
+References:
+    Lahlou et al., torchgfn: A PyTorch GFlowNet library, 2023, https://arxiv.org/abs/2305.14594
+    (its distributed replay buffers).
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Group(NamedTuple):
+    """A manager and the workers it serves, by their ranks.
+
+    Attributes:
+        workers: In rising order; at least one.
+        manager: Not one of them.
+    """
+
+    workers: tuple[int, ...]
+    manager: int
+
+
+class Role(NamedTuple):
+    """What a rank does.
+
+    Attributes:
+        kind: ``"worker"``, ``"manager"`` or ``"coordinator"``.
+        group: The number of its group; None for the coordinator.
+    """
+
+    kind: Literal["worker", "manager", "coordinator"]
+    group: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Splits ``world_size`` ranks into groups of one manager and the workers it serves.
+
+    The ranks of a group follow each other, and the last one is its manager. Groups are of the same
+    size, or the first of them larger by one. With a coordinator, that is the last rank of all.
+
+    With ``nodes``, no group spans two nodes if there are at least as many managers as nodes, and on
+    every node at least two ranks for each of its managers: then nodes get managers in proportion to
+    their ranks, and the ranks of each node are split as above. Otherwise groups are of even size,
+    and their ranks still follow each other node by node.
+
+    Attributes:
+        world_size: Number of ranks.
+        num_managers: Number of groups.
+        coordinator: Whether one rank stays out of all groups.
+        nodes: The name of the node of each rank; None if it does not matter. See ``node_names``.
+
+    Raises:
+        ValueError: If a group would have no worker, or there are not as many nodes as ranks.
+
+    Example:
+        >>> from jaxbuf.mpi import Layout
+        >>> layout = Layout(8, 2)
+        >>> layout.groups
+        (Group(workers=(0, 1, 2), manager=3), Group(workers=(4, 5, 6), manager=7))
+        >>> layout.role(3)
+        Role(kind='manager', group=0)
+        >>> Layout(6, 2, nodes=("a", "b") * 3).groups
+        (Group(workers=(0, 2), manager=4), Group(workers=(1, 3), manager=5))
+    """
+
+    world_size: int
+    num_managers: int = 1
+    coordinator: bool = False
+    nodes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "num_managers"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise ValueError(f"{name} is {value!r}; expected a whole number")
+            object.__setattr__(self, name, int(value))
+        object.__setattr__(self, "coordinator", bool(self.coordinator))
+        if self.num_managers < 1:
+            raise ValueError(f"num_managers is {self.num_managers}; expected at least 1")
+        needed = 2 * self.num_managers + self.coordinator
+        if self.world_size < needed:
+            raise ValueError(
+                f"world_size is {self.world_size}; {self.num_managers} managers with a worker each"
+                f"{' and a coordinator' if self.coordinator else ''} need at least {needed} ranks: "
+                "start more, or lower num_managers"
+            )
+        if self.nodes is not None:
+            object.__setattr__(self, "nodes", tuple(str(node) for node in self.nodes))
+            if len(self.nodes) != self.world_size:
+                raise ValueError(
+                    f"nodes has {len(self.nodes)} names; expected one for each of the "
+                    f"{self.world_size} ranks"
+                )
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups, in the order of their first ranks."""
+        nodes = self._ranks_of_nodes()
+        managers = _share(self.num_managers, [len(ranks) for ranks in nodes])
+        if managers is None:
+            nodes, managers = [list(itertools.chain(*nodes))], [self.num_managers]
+        chunks = [
+            sorted(int(rank) for rank in chunk)
+            for ranks, count in zip(nodes, managers, strict=True)
+            for chunk in np.array_split(np.asarray(ranks), count)
+        ]
+        return tuple(Group(tuple(chunk[:-1]), chunk[-1]) for chunk in sorted(chunks))
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks that train, in rising order."""
+        return tuple(sorted(rank for group in self.groups for rank in group.workers))
+
+    @property
+    def managers(self) -> tuple[int, ...]:
+        """The ranks that keep a buffer, in the order of groups."""
+        return tuple(group.manager for group in self.groups)
+
+    @property
+    def coordinator_rank(self) -> int | None:
+        """The rank outside all groups, if there is one."""
+        return self.world_size - 1 if self.coordinator else None
+
+    @property
+    def is_node_local(self) -> bool:
+        """Whether no group spans two nodes; True if nodes are not known."""
+        nodes = self.nodes
+        if nodes is None:
+            return True
+        return all(len({nodes[rank] for rank in (*w, manager)}) == 1 for w, manager in self.groups)
+
+    def role(self, rank: int) -> Role:
+        """What ``rank`` does.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank is {rank}; expected from 0 to {self.world_size - 1}")
+        for number, group in enumerate(self.groups):
+            if rank == group.manager:
+                return Role("manager", number)
+            if rank in group.workers:
+                return Role("worker", number)
+        return Role("coordinator", None)
+
+    def _ranks_of_nodes(self) -> list[list[int]]:
+        """The ranks that are in groups, node by node, in the order of their first ranks."""
+        grouped = range(self.world_size - self.coordinator)
+        if self.nodes is None:
+            return [list(grouped)]
+        ranks: dict[str, list[int]] = {}
+        for rank in grouped:
+            ranks.setdefault(self.nodes[rank], []).append(rank)
+        return list(ranks.values())
+
+
+class Communicators(NamedTuple):
+    """What a rank talks through; None for what it does not belong to.
+
+    Attributes:
+        group: Its manager and the other workers of that; the manager has the last rank.
+        training: All workers.
+        managers: All managers.
+        agents: The workers of its group.
+    """
+
+    group: "MPI.Intracomm | None"
+    training: "MPI.Intracomm | None"
+    managers: "MPI.Intracomm | None"
+    agents: "MPI.Intracomm | None"
+
+
+def make_communicators(layout: Layout, world: "MPI.Intracomm | None" = None) -> Communicators:
+    """The communicators of a layout. Every rank of ``world`` calls this, with the same layout.
+
+    Args:
+        layout: Who does what.
+        world: All ranks; by default those that the launcher has started.
+
+    Raises:
+        ValueError: If the layout is for another number of ranks.
+    """
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD if world is None else world
+    if world.Get_size() != layout.world_size:
+        raise ValueError(
+            f"world_size is {layout.world_size}, but {world.Get_size()} ranks are here; start "
+            "as many (mpiexec -n), or make the layout for world.Get_size()"
+        )
+    rank = world.Get_rank()
+    kind, group = layout.role(rank)
+
+    def split(number: int | None) -> Any:
+        made = world.Split(MPI.UNDEFINED if number is None else number, key=rank)
+        return None if made == MPI.COMM_NULL else made
+
+    # Every rank takes part in every split, in the same order. Managers are the last of their group.
+    return Communicators(
+        group=split(group),
+        training=split(0 if kind == "worker" else None),
+        managers=split(0 if kind == "manager" else None),
+        agents=split(group if kind == "worker" else None),
+    )
+
+
+def node_names(world: "MPI.Intracomm | None" = None) -> tuple[str, ...]:
+    """The name of the node of each rank. Every rank of ``world`` calls this."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD if world is None else world
+    return tuple(world.allgather(MPI.Get_processor_name()))
+
+
+def _share(managers: int, ranks: Sequence[int]) -> list[int] | None:
+    """Managers for each node, in proportion to its ranks; None if some group must span nodes."""
+    if managers < len(ranks):
+        return None
+    shares = [1] * len(ranks)
+    for _ in range(managers - len(ranks)):
+        # The node whose groups would stay the largest gets one more.
+        sizes = [count / (share + 1) for count, share in zip(ranks, shares, strict=True)]
+        shares[int(np.argmax(sizes))] += 1
+    enough = all(count >= 2 * share for count, share in zip(ranks, shares, strict=True))
+    return shares if enough else None
