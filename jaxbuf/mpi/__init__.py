@@ -12,6 +12,16 @@ if _MISSING:
         "MPI yet, pip install mpich first: mpi4jax is built against it)"
     )
 
+from jaxbuf.mpi.baseline import (  # noqa: E402
+    EMA,
+    Baseline,
+    BaselineFilter,
+    Min,
+    Percentile,
+    baseline_value,
+    combine,
+    update_average,
+)
 from jaxbuf.mpi.layout import (  # noqa: E402
     Communicators,
     Group,
@@ -21,4 +31,19 @@ from jaxbuf.mpi.layout import (  # noqa: E402
     node_names,
 )
 
-__all__ = ["Communicators", "Group", "Layout", "Role", "make_communicators", "node_names"]
+__all__ = [
+    "EMA",
+    "Baseline",
+    "BaselineFilter",
+    "Communicators",
+    "Group",
+    "Layout",
+    "Min",
+    "Percentile",
+    "Role",
+    "baseline_value",
+    "combine",
+    "make_communicators",
+    "node_names",
+    "update_average",
+]

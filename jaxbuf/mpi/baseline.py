@@ -1,0 +1,328 @@
+"""From which score on an item is worth sending: what managers tell workers, and what these do.
+
+A baseline is a number, and −inf where there is none. Managers follow the batches that they get by a
+moving average, an array ``[]`` that starts at −inf, and look at the scores in their buffer.
+
+References:
+    Lahlou et al., torchgfn: A PyTorch GFlowNet library, 2023, https://arxiv.org/abs/2305.14594
+    (the baselines of its replay buffer manager).
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal, Protocol, Self, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxbuf.core import storage
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Agreement = Literal["min", "mean", "max"]
+
+
+class Baseline(Protocol):
+    """Chooses the score from which on an item is worth sending: a frozen, hashable dataclass."""
+
+    @property
+    def alpha(self) -> float:
+        """The weight of the newest batch in the moving average."""
+        ...
+
+    @property
+    def uses_buffer(self) -> bool:
+        """Whether it goes by the scores in a buffer, once that is full."""
+        ...
+
+    def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
+        """The baseline of a full buffer with these scores; −inf if none of them is finite."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class EMA:
+    """An exponential moving average of the smallest finite score of each batch.
+
+    It starts at that of the first batch that has one; a batch without leaves it as it is.
+
+    Attributes:
+        alpha: The weight of the newest batch, above 0 and at most 1.
+
+    Raises:
+        ValueError: If ``alpha`` is out of its range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxbuf.mpi import EMA, baseline_value, update_average
+        >>> baseline, average = EMA(alpha=0.5), jnp.float32(-jnp.inf)
+        >>> for scores in ([-jnp.inf, 1.0, 2.0], [3.0, 4.0, 5.0]):
+        ...     average = update_average(baseline, average, jnp.array(scores))
+        ...     print(float(baseline_value(baseline, average)))
+        1.0
+        2.0
+    """
+
+    alpha: float = 0.1
+
+    uses_buffer = False
+
+    def __post_init__(self) -> None:
+        _check_alpha(self)
+
+    def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
+        """None: the buffer does not matter."""
+        del score
+        return jnp.float32(-jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Min:
+    """The smallest finite score in the buffer once it is full; until then, as ``EMA``.
+
+    Attributes:
+        alpha: The weight of the newest batch until then, above 0 and at most 1.
+
+    Raises:
+        ValueError: If ``alpha`` is out of its range.
+    """
+
+    alpha: float = 0.1
+
+    uses_buffer = True
+
+    def __post_init__(self) -> None:
+        _check_alpha(self)
+
+    def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
+        """The smallest finite score, or −inf."""
+        least = _least_finite(score)
+        return jnp.where(jnp.isfinite(least), least, jnp.float32(-jnp.inf))
+
+
+@dataclasses.dataclass(frozen=True)
+class Percentile:
+    """A percentile of the finite scores in the buffer once it is full; until then, as ``EMA``.
+
+    Between two scores it interpolates linearly. It sorts all scores of the buffer each time.
+
+    Attributes:
+        q: From 0, the smallest score, to 1, the largest.
+        alpha: The weight of the newest batch until then, above 0 and at most 1.
+
+    Raises:
+        ValueError: If ``q`` or ``alpha`` is out of its range.
+    """
+
+    q: float = 0.1
+    alpha: float = 0.1
+
+    uses_buffer = True
+
+    def __post_init__(self) -> None:
+        _check_alpha(self)
+        object.__setattr__(self, "q", float(self.q))
+        if not 0 <= self.q <= 1:
+            raise ValueError(f"q is {self.q}; expected from 0, the smallest score, to 1")
+
+    def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
+        """The percentile of the finite scores, or −inf if there is none."""
+        finite = jnp.isfinite(score)
+        rising = jnp.sort(jnp.where(finite, score, jnp.float32(jnp.inf)))
+        count = jnp.sum(finite, dtype=jnp.int32)
+        last = jnp.maximum(count - 1, 0)
+        place = jnp.float32(self.q) * last.astype(jnp.float32)
+        low = jnp.minimum(place.astype(jnp.int32), last)
+        below, above = rising[low], rising[jnp.minimum(low + 1, last)]
+        between = place - low.astype(jnp.float32)
+        value = below + between * (above - below)
+        return jnp.where(count > 0, value, jnp.float32(-jnp.inf))
+
+
+def update_average(
+    baseline: Baseline,
+    average: Float[Array, ""],
+    score: Float[Array, " B"],
+    mask: Bool[Array, " B"] | None = None,
+) -> Float[Array, ""]:
+    """The moving average after a batch.
+
+    Args:
+        baseline: Knows the weight of a batch.
+        average: The one before; −inf before the first batch.
+        score: Of each row, ``[B]``; those that are not finite do not count.
+        mask: Which rows count, ``[B]``.
+    """
+    least = _least_finite(score if mask is None else jnp.where(mask, score, jnp.float32(jnp.inf)))
+    before = jnp.where(average == -jnp.inf, least, average)
+    alpha = jnp.float32(baseline.alpha)
+    after = alpha * least + (jnp.float32(1) - alpha) * before
+    return jnp.where(jnp.isfinite(least), after, average)
+
+
+def baseline_value(
+    baseline: Baseline,
+    average: Float[Array, ""],
+    score: Float[Array, " N"] | None = None,
+    full: bool | Bool[Array, ""] = False,
+) -> Float[Array, ""]:
+    """The baseline now.
+
+    Args:
+        baseline: How it is chosen.
+        average: The moving average, the newest batch included.
+        score: Of each slot of the buffer, ``[N]``, the newest batch stored; not finite where there
+            is no item.
+        full: Whether the buffer is full.
+    """
+    if score is None or not baseline.uses_buffer:
+        return average
+    value = lax.cond(full, baseline.of_buffer, lambda _: jnp.float32(-jnp.inf), score)
+    return jnp.where(jnp.isfinite(value), value, average)
+
+
+def combine(
+    baseline: Float[Array, ""], comm: "MPI.Intracomm", by: Agreement = "min"
+) -> Float[Array, ""]:
+    """The baseline on which several managers agree. All of them call this, also inside jit.
+
+    Args:
+        baseline: One's own.
+        comm: The communicator of managers.
+        by: ``"min"`` keeps nothing away that one of the managers would store, so that all is sent
+            while one has no baseline; ``"mean"`` and ``"max"`` are over those that have one.
+
+    Returns:
+        The same number on every manager; −inf if there is none.
+
+    Raises:
+        ValueError: If ``by`` is none of these.
+    """
+    import mpi4jax
+    from mpi4py import MPI
+
+    if by not in get_args(Agreement):
+        raise ValueError(f"by is {by!r}; choose from {get_args(Agreement)}")
+    if by == "min":
+        return mpi4jax.allreduce(baseline, op=MPI.MIN, comm=comm)
+    if by == "max":
+        return mpi4jax.allreduce(baseline, op=MPI.MAX, comm=comm)
+    known = jnp.isfinite(baseline)
+    mine = jnp.stack([jnp.where(known, baseline, jnp.float32(0)), known.astype(jnp.float32)])
+    total, count = mpi4jax.allreduce(mine, op=MPI.SUM, comm=comm)
+    return jnp.where(count > 0, total / jnp.maximum(count, 1.0), jnp.float32(-jnp.inf))
+
+
+class BaselineFilter(struct.PyTreeNode):
+    """Decides in a worker which items to send, and counts what it did. An immutable pytree.
+
+    Items that score at least the baseline are sent. Of a batch in which none does, nothing is; but
+    of ``refresh_after`` such batches in a row the last is sent whole, so that a worker whose items
+    have become worse still hears from its manager.
+
+    Attributes:
+        counters: Rows that were offered, that scored enough and that were sent, and batches of
+            which none was; ``[4]`` uint32, wrapping.
+        filtered: Batches in a row in which nothing scored enough, ``[]`` int32.
+        refresh_after: After how many of them one is sent whole; None never.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxbuf.mpi import BaselineFilter
+        >>> worker = BaselineFilter.create()
+        >>> worker, sends = worker.select(jnp.arange(5.0), baseline=2.0)
+        >>> sends.tolist()
+        [False, False, True, True, True]
+    """
+
+    counters: UInt[Array, " 4"]
+    filtered: Int[Array, ""]
+    refresh_after: int | None = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(cls, refresh_after: int | None = 10) -> Self:
+        """A filter that has seen nothing.
+
+        Raises:
+            ValueError: If ``refresh_after`` is no whole number from 1 on.
+        """
+        if refresh_after is not None:
+            whole = isinstance(refresh_after, int | np.integer)
+            if isinstance(refresh_after, bool) or not whole or refresh_after < 1:
+                raise ValueError(
+                    f"refresh_after is {refresh_after!r}; expected a whole number from 1 on, or "
+                    "None for never"
+                )
+            refresh_after = int(refresh_after)
+        return cls(
+            counters=jnp.zeros((4,), jnp.uint32),
+            filtered=jnp.int32(0),
+            refresh_after=refresh_after,
+        )
+
+    def select(
+        self,
+        score: Float[Array, " B"],
+        baseline: float | Float[Array, ""],
+        mask: Bool[Array, " B"] | None = None,
+    ) -> tuple[Self, Bool[Array, " B"]]:
+        """Which rows of a batch to send.
+
+        Args:
+            score: Of each row, ``[B]``; NaN is sent only while there is no baseline.
+            baseline: The last one heard of; −inf if none.
+            mask: Which rows there are, ``[B]``. A batch without any changes nothing.
+
+        Returns:
+            The filter that goes on, and the rows to send ``[B]``: none if the batch is skipped.
+
+        Raises:
+            ValueError: When traced, if a shape or dtype differs.
+        """
+        score = jnp.asarray(score)
+        rows = score.shape[:1]
+        score = storage.check_rows(score, "score", rows, np.float32, "(B,)")
+        offered = jnp.ones(rows, bool)
+        if mask is not None:
+            offered = storage.check_rows(mask, "mask", rows, np.bool_, "(B,)")
+        least = storage.check_rows(baseline, "baseline", (), np.float32, "a number")
+        kept = offered & ((score >= least) | (least == -jnp.inf))
+        nothing = jnp.any(offered) & ~jnp.any(kept)
+        filtered = jnp.where(jnp.any(kept), 0, self.filtered + nothing.astype(jnp.int32))
+        whole = jnp.bool_(False)
+        if self.refresh_after is not None:
+            whole = nothing & (filtered >= self.refresh_after)
+        sent = kept | (offered & whole)
+        counts = [jnp.sum(rows, dtype=jnp.uint32) for rows in (offered, kept, sent)]
+        skipped = (nothing & ~whole).astype(jnp.uint32)
+        after = self.replace(
+            counters=self.counters + jnp.stack([*counts, skipped]),
+            filtered=jnp.where(whole, 0, filtered),
+        )
+        return after, sent
+
+    def metrics(self) -> dict[str, Array]:
+        """Numbers worth watching, all scalars, counted since creation and wrapping at 2**32.
+
+        Returns:
+            Rows: ``offered``, ``kept`` (that scored at least the baseline) and ``sent`` (these, and
+            those of batches that went out whole). Batches: ``skipped``, of which nothing was sent.
+        """
+        names = ("offered", "kept", "sent", "skipped")
+        return {name: self.counters[..., k] for k, name in enumerate(names)}
+
+
+def _least_finite(score: Float[Array, " N"]) -> Float[Array, ""]:
+    """The smallest finite score; +inf if there is none."""
+    infinity = jnp.float32(jnp.inf)
+    return jnp.min(jnp.where(jnp.isfinite(score), score, infinity), initial=infinity)
+
+
+def _check_alpha(baseline: Baseline) -> None:
+    # NumPy scalars compare unequal to the same Python number, and would retrace.
+    object.__setattr__(baseline, "alpha", float(baseline.alpha))
+    if not 0 < baseline.alpha <= 1:
+        raise ValueError(f"alpha is {baseline.alpha}; expected above 0 and at most 1")
