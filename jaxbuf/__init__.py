@@ -22,6 +22,14 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.io.holder import Holder, Stopped
 from jaxbuf.io.minari_dataset import from_minari, to_minari
+from jaxbuf.io.monitor import (
+    CsvWriter,
+    Monitor,
+    TensorBoardWriter,
+    TerminalWriter,
+    WandbWriter,
+    Writer,
+)
 from jaxbuf.io.store import Store, StoreBatch
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.diversity import Diversity
@@ -39,6 +47,7 @@ from jaxbuf.views.terminal import terminal_states
 __all__ = [
     "Chunk",
     "ChunkAccumulator",
+    "CsvWriter",
     "Diversity",
     "EpisodeAccumulator",
     "Episodes",
@@ -49,6 +58,7 @@ __all__ = [
     "ItemBuffer",
     "Lowest",
     "Mixture",
+    "Monitor",
     "NStep",
     "Oldest",
     "PaddedEpisode",
@@ -63,9 +73,13 @@ __all__ = [
     "Stopped",
     "Store",
     "StoreBatch",
+    "TensorBoardWriter",
+    "TerminalWriter",
     "ThroughputLimiter",
     "TrajectoryBuffer",
     "Uniform",
+    "WandbWriter",
+    "Writer",
     "add",
     "diverse_reward_prioritized",
     "from_minari",

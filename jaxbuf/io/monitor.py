@@ -1,0 +1,431 @@
+"""Writes numbers of a run where people look: a CSV, TensorBoard, Weights & Biases, the terminal."""
+
+import csv
+import io
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Int, PyTree
+
+
+class Writer(Protocol):
+    """Where a ``Monitor`` writes to. Any object with these methods will do."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the numbers of one step, by name; steps grow."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Forget what an earlier run wrote after ``step``, for the run goes on from there."""
+        ...
+
+    def flush(self) -> None:
+        """See to it that what was taken outlives this process."""
+        ...
+
+    def close(self) -> None:
+        """Flush, and let go of files."""
+        ...
+
+
+class Monitor:
+    """Writes metrics every so many steps, or seconds, to all its writers.
+
+    ``write`` is for Python loops, ``callback`` for code that is traced. What they are given between
+    two writes is dropped. Metrics are any pytree of numbers: names are joined with ``/``, and the
+    elements of an array, such as one number for each seed, are numbered: ``loss/0``, ``loss/1``.
+
+    Args:
+        writers: Where to write.
+        every_steps: Write the first step, and then the first one at or after each multiple of this.
+        every_seconds: Write the first step, and then the first one after so many seconds. With
+            neither of the two every step is written.
+        resume_at: The step of the checkpoint that an interrupted run goes on from: the same log
+            goes on, without what was written after that step.
+        clock: Tells the time in seconds.
+
+    Raises:
+        ValueError: If a period is not positive, or both are given.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> monitor = jaxbuf.Monitor([jaxbuf.TerminalWriter()], every_steps=2)
+        >>> @jax.jit
+        ... def train(loss):
+        ...     def step(loss, i):
+        ...         loss = loss * 0.5
+        ...         monitor.callback(i, {"loss": loss})
+        ...         return loss, None
+        ...     return jax.lax.scan(step, loss, jnp.arange(5))[0]
+        >>> with monitor:
+        ...     final = jax.vmap(train)(jnp.array([1.0, 3.0]))
+        step 0  loss/0 0.5  loss/1 1.5
+        step 2  loss/0 0.125  loss/1 0.375
+        step 4  loss/0 0.03125  loss/1 0.09375
+    """
+
+    def __init__(
+        self,
+        writers: Sequence[Writer],
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        resume_at: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if every_steps is not None and every_seconds is not None:
+            raise ValueError(
+                f"every_steps is {every_steps} and every_seconds is {every_seconds}; choose one"
+            )
+        if every_steps is not None and (every_steps < 1 or int(every_steps) != every_steps):
+            raise ValueError(f"every_steps is {every_steps}; expected a whole number from 1 on")
+        if every_seconds is not None and not 0 < every_seconds < math.inf:
+            raise ValueError(f"every_seconds is {every_seconds}; expected a number above 0")
+        self._writers = tuple(writers)
+        self._every_steps = every_steps
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self._last_step = resume_at
+        self._last_time: float | None = None
+        # Callbacks come from threads of JAX.
+        self._turn = threading.Lock()
+        if resume_at is not None:
+            for writer in self._writers:
+                writer.rewind(int(resume_at))
+
+    def write(self, step: int | Int[Array, ""], metrics: PyTree) -> bool:
+        """Write the metrics of a step if it is time.
+
+        Args:
+            step: A number that grows. An array is fine if all its elements are equal.
+            metrics: Numbers and arrays of numbers, by name.
+
+        Returns:
+            Whether they were written.
+
+        Raises:
+            ValueError: If ``step`` holds different numbers.
+        """
+        steps = np.asarray(step).reshape(-1)
+        if steps.size == 0 or (steps != steps[0]).any():
+            raise ValueError(f"step is {steps.tolist()}; expected one number, the same in all rows")
+        with self._turn:
+            now = int(steps[0])
+            if not self._due(now):
+                return False
+            row = dict(_flatten(metrics))
+            for writer in self._writers:
+                writer.write(now, row)
+            return True
+
+    def callback(
+        self, step: int | Int[Array, ""], metrics: PyTree[Array], *, ordered: bool = True
+    ) -> None:
+        """``write``, from inside ``jit``, ``scan`` and ``vmap``.
+
+        What is mapped over arrives together, as arrays. Delivery is asynchronous: call ``flush``
+        before you look at what was written. Every call hands its numbers to Python, also those that
+        are dropped then, so in a tight loop call it once in many steps.
+
+        Args:
+            step: As for ``write``.
+            metrics: As for ``write``.
+            ordered: Whether calls arrive in the order in which they are made. JAX offers that on
+                one device only; with several, pass False.
+        """
+        step, metrics = jax.tree.map(jnp.asarray, (step, metrics))
+        self._send(ordered)(step, jax.lax.stop_gradient(metrics))
+
+    def flush(self) -> None:
+        """Wait for callbacks that are under way, and see to it that all is written."""
+        jax.effects_barrier()
+        with self._turn:
+            for writer in self._writers:
+                writer.flush()
+
+    def close(self) -> None:
+        """Flush, and close the writers."""
+        self.flush()
+        for writer in self._writers:
+            writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _due(self, step: int) -> bool:
+        last, self._last_step = self._last_step, step
+        if self._every_seconds is not None:
+            now = self._clock()
+            due = self._last_time is None or now - self._last_time >= self._every_seconds
+            if due:
+                self._last_time = now
+            return due
+        if self._every_steps is None or last is None:
+            return True
+        return step // self._every_steps > last // self._every_steps
+
+    def _receive(self, step: Any, metrics: Any) -> None:
+        self.write(step, metrics)
+
+    def _send(self, ordered: bool) -> Callable[[Any, Any], None]:
+        # Under vmap an ordered callback is an error, and another one is called for each row.
+        @custom_vmap
+        def send(step: Any, metrics: Any) -> None:
+            jax.debug.callback(self._receive, step, metrics, ordered=ordered)
+
+        @send.def_vmap
+        def _together(size: int, mapped: Any, step: Any, metrics: Any) -> tuple[None, None]:
+            send(step, metrics)
+            return None, None
+
+        return send
+
+
+class CsvWriter:
+    """A table in a file, one row for each step, the step in its first column.
+
+    Each row is appended in one piece, so that a killed process leaves whole rows, and at most one
+    broken one, which is dropped when the file is opened again. Columns may appear later: then the
+    file is written anew, beside the old one until it is complete. A file that is there goes on.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If the file is there and is no such table.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "log.csv"
+        >>> writer = CsvWriter(path)
+        >>> writer.write(1, {"loss": 0.5})
+        >>> writer.write(2, {"loss": 0.25, "return": 9.0})
+        >>> writer.close()
+        >>> path.read_text().split()
+        ['step,loss,return', '1,0.5,', '2,0.25,9.0']
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns, rows, whole = _read_table(self._path)
+        if not whole:
+            self._replace(rows)
+        self._file = self._open()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a row; numbers that are missing leave their cell empty."""
+        new = [name for name in metrics if name not in self._columns]
+        if new:
+            rows = _read_table(self._path)[1]
+            self._columns += new
+            self._replace(rows)
+        cells = [step, *(metrics.get(name, "") for name in self._columns[1:])]
+        self._file.write(_line(cells))
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of later steps."""
+        rows = _read_table(self._path)[1]
+        kept = [row for row in rows if int(row[0]) <= step]
+        if len(kept) < len(rows):
+            self._replace(kept)
+
+    def flush(self) -> None:
+        """Have the rows on disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Have the rows on disk, and close the file."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def _open(self) -> Any:
+        # Unbuffered: a row is one call of the operating system, which a killed process has made or
+        # has not.
+        return open(self._path, "ab", buffering=0)
+
+    def _replace(self, rows: list[list[str]]) -> None:
+        """Write the file anew."""
+        width = len(self._columns)
+        lines = [self._columns, *(row + [""] * (width - len(row)) for row in rows)]
+        beside = self._path.with_name(self._path.name + ".new")
+        with open(beside, "wb") as file:
+            file.writelines(map(_line, lines))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self._path)
+        if hasattr(self, "_file"):
+            self._file.close()
+            self._file = self._open()
+
+
+class TerminalWriter:
+    """One line for each step.
+
+    Args:
+        file: Where to print; None takes ``sys.stdout`` as it is at each step.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print a line."""
+        numbers = "".join(f"  {name} {value:.6g}" for name, value in metrics.items())
+        print(f"step {step}{numbers}", file=self._file or sys.stdout)
+
+    def rewind(self, step: int) -> None:
+        """What was printed stays."""
+
+    def flush(self) -> None:
+        """Have the lines shown."""
+        (self._file or sys.stdout).flush()
+
+    def close(self) -> None:
+        """Have the lines shown."""
+        self.flush()
+
+
+class TensorBoardWriter:
+    """Scalars for TensorBoard, through tensorboardX (extra ``logging``).
+
+    Args:
+        folder: Where to put the event files. TensorBoard reads those of interrupted runs, in the
+            same folder, as one run.
+
+    Raises:
+        ImportError: If tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from tensorboardX import summary
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoardWriter needs tensorboardX; install it with "
+                "`pip install 'jaxbuf[logging]'`"
+            ) from error
+        protocol: Any = event_pb2
+        self._scalar: Any = summary.scalar
+        self._event: Any = protocol.Event
+        self._restart: Any = protocol.SessionLog(status=protocol.SessionLog.START)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        # Its SummaryWriter would leave the writing to a thread, whose queue is lost with the
+        # process. A file is named after the second, and two of one name overwrite each other.
+        self._file: Any = EventsWriter(
+            os.path.join(folder, "events"), f".{time.time_ns()}.{os.getpid()}"
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add a point to each curve."""
+        for name, value in metrics.items():
+            self._add(step, summary=self._scalar(name, value))
+        self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Have TensorBoard hide the points of later steps."""
+        self._add(step + 1, session_log=self._restart)
+        self._file.flush()
+
+    def flush(self) -> None:
+        """Have the points on disk."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Have the points on disk, and close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._file.write_event(self._event(wall_time=time.time(), step=step, **content))
+
+
+class WandbWriter:
+    """A run of Weights & Biases (``pip install wandb``).
+
+    Args:
+        settings: For ``wandb.init``, such as ``project``, ``name``, or ``mode="offline"``, which
+            needs neither network nor account. To go on with an interrupted run pass its ``id``
+            and ``resume="allow"``.
+
+    Raises:
+        ImportError: If wandb is not installed.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError(
+                "WandbWriter needs Weights & Biases; install it with `pip install wandb`"
+            ) from error
+        self._run: Any = wandb.init(**settings)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the numbers."""
+        self._run.log(dict(metrics), step=step)
+
+    def rewind(self, step: int) -> None:
+        """What the service has stays."""
+
+    def flush(self) -> None:
+        """Nothing to do: a process of its own has the numbers already."""
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def _flatten(metrics: PyTree) -> list[tuple[str, float]]:
+    flat: list[tuple[str, float]] = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        values = np.asarray(leaf)
+        for place in np.ndindex(values.shape):
+            parts = [part for part in (name, *map(str, place)) if part]
+            flat.append(("/".join(parts), float(values[place])))
+    return flat
+
+
+def _line(cells: Sequence[Any]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()
+
+
+def _read_table(path: Path) -> tuple[list[str], list[list[str]], bool]:
+    """The columns, the complete rows, and whether there is nothing but these."""
+    content = path.read_bytes() if path.exists() else b""
+    end = content.rfind(b"\n") + 1
+    lines = list(csv.reader(io.StringIO(content[:end].decode(errors="replace"))))
+    if not lines and not content:
+        return ["step"], [], False
+    columns, *rows = lines or [[]]
+    if columns[:1] != ["step"] or not all(row and row[0].lstrip("-").isdigit() for row in rows):
+        raise ValueError(
+            f"{path} is no log of steps; move it away, or choose another path for the CsvWriter"
+        )
+    return columns, rows, end == len(content)
