@@ -31,8 +31,8 @@ from jaxbuf.io.monitor import (
     Writer,
 )
 from jaxbuf.io.store import Store, StoreBatch
-from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.diversity import Diversity
+from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter

@@ -20,6 +20,13 @@ hypothesis.settings.register_profile("jaxbuf", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("jaxbuf")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Compiled programs of all modules together would take gigabytes in each process."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_mpi()

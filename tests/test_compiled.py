@@ -64,6 +64,23 @@ def test_updates_that_ignore_the_probabilities_copy_nothing():
     assert not copies(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)
 
 
+def operations(function, *args):
+    """What XLA takes for the number of operations of the compiled ``function``."""
+    return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
+
+
+def test_small_programs_are_short_enough_to_run_at_once():
+    # Beyond 1,000 operations XLA:CPU hands a program to a thread, and waits for it.
+    buffer = jaxbuf.ItemBuffer.create(EXAMPLE, 2**20, sampler=PRIORITIZED)
+    key, slots = jax.random.key(0), buffer.sample(jax.random.key(0), 256).slots
+    assert operations(lambda buffer: buffer.add(items(64)), buffer) < 1000
+    assert operations(lambda buffer, key: buffer.sample(key, 128), buffer, key) < 1000
+    update = operations(
+        lambda buffer, slots: buffer.update_priority(slots, jnp.ones(256)), buffer, slots
+    )
+    assert update < 1000
+
+
 def test_the_check_sees_a_copy():
     buffer = jaxbuf.ItemBuffer.create(EXAMPLE, CAPACITY, sampler=PRIORITIZED)
 

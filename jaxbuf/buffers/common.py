@@ -1,14 +1,16 @@
 """What buffers check and do alike, whatever a slot of theirs holds."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt
 
-from jaxbuf.core import storage
+from jaxbuf.core import rowwise, storage
 from jaxbuf.core.ages import AgeRange, Bound, spread
 from jaxbuf.core.slots import Occupancy, Slots, random_words
+from jaxbuf.core.tree_kernels import LOOP_QUERIES
 from jaxbuf.strategies.samplers import Draw, Sampler
 
 
@@ -110,7 +112,13 @@ def newest(occupancy: Any, n: int) -> Draw:
 
 def holds(occupancy: Occupancy, slots: Slots) -> Bool[Array, " B"]:
     """Which slots still hold what they name."""
-    return occupancy.live(slots.index) & (occupancy.generation(slots.index) == slots.generation)
+    return occupancy.holds(slots)
+
+
+def name(occupancy: Occupancy, draw: Draw, capacity: int) -> tuple[Slots, Float[Array, " B"]]:
+    """The slots of a draw and their probabilities: ``capacity`` and 0 where it is not valid."""
+    row = (draw.index, draw.probability, draw.valid)
+    return rowwise.each(_name, row, occupancy, (capacity,), most=LOOP_QUERIES)
 
 
 def set_priority(
@@ -133,10 +141,24 @@ def set_priority(
     needs_priority(sampler, "update_priority was called")
     shape = slots.index.shape
     value = storage.check_rows(priority, "priority", shape, np.float32, "that of slots")
-    taken = holds(occupancy, slots)
+    taken = [holds(occupancy, slots)]
     if mask is not None:
-        taken &= storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
+        taken.append(storage.check_rows(mask, "mask", shape, np.bool_, "that of slots"))
+    row = (slots.index, value, taken)
+    index, refused = rowwise.each(_aim, row, static=(sampler, capacity))
+    return sampler.updated(state, index, value), jnp.sum(refused, dtype=jnp.uint32)
+
+
+def _name(row: Any, occupancy: Occupancy, capacity: int) -> tuple[Slots, Array]:
+    index, probability, valid = row
+    index = jnp.where(valid, index, capacity)
+    slots = Slots(index=index, generation=occupancy.generation(index))
+    return slots, jnp.where(valid, probability, 0.0)
+
+
+def _aim(row: Any, _: Any, sampler: Sampler, capacity: int) -> tuple[Array, Array]:
+    """Where a priority goes, and whether it is refused."""
+    index, value, taken = row
+    taken = functools.reduce(jnp.logical_and, taken)
     legal = sampler.accepts(value)
-    index = jnp.where(taken & legal, slots.index, capacity)
-    rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
-    return sampler.updated(state, index, value), rejected
+    return jnp.where(taken & legal, index, capacity), (taken & ~legal).astype(jnp.uint32)

@@ -459,11 +459,11 @@ class ItemBuffer(struct.PyTreeNode):
 
     def _gather(self, draw: Draw) -> Sample:
         """The items that were drawn."""
-        index = jnp.where(draw.valid, draw.index, self.capacity)
+        slots, probability = common.name(self.occupancy, draw, self.capacity)
         return Sample(
-            data=storage.read(self.data, index),
-            slots=Slots(index=index, generation=self.occupancy.generation(index)),
-            probability=jnp.where(draw.valid, draw.probability, 0.0),
+            data=storage.read(self.data, slots.index),
+            slots=slots,
+            probability=probability,
             valid=draw.valid,
         )
 

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, PyTree
 
+from jaxbuf.core import rowwise
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.tree_kernels import LOOP_QUERIES
 from jaxbuf.strategies.samplers import Support
 
 Normalize = Literal["batch", "buffer", "mean"]
@@ -86,16 +88,26 @@ def importance_weights(
 @functools.partial(jax.jit, static_argnames="normalize")
 def _weights(buffer: Any, sample: Sample, beta: Any, *, normalize: str | None) -> Array:
     exponent = -jnp.asarray(beta, jnp.float32)
-    probability = jnp.where(sample.valid, sample.probability, 1.0)
+    row = (sample.probability, sample.valid)
     if normalize == "batch":
-        least = jnp.min(probability)
-        ratio = probability / least
-    else:
-        support = buffer.support()
+        shared = (jnp.min(sample.probability, where=sample.valid, initial=1.0), exponent)
+        return rowwise.each(_relative_weight, row, shared, most=LOOP_QUERIES)
+    support = buffer.support()
+    if normalize == "buffer":
         least = support.least_probability
-        if normalize == "buffer":
-            ratio = probability / jnp.where(least > 0, least, 1.0)
-        else:
-            count = support.count if normalize == "mean" else buffer.occupancy.size
-            ratio = probability * count.astype(jnp.float32)
-    return jnp.where(sample.valid, ratio**exponent, 0.0)
+        shared = (jnp.where(least > 0, least, 1.0), exponent)
+        return rowwise.each(_relative_weight, row, shared, most=LOOP_QUERIES)
+    count = support.count if normalize == "mean" else buffer.occupancy.size
+    return rowwise.each(_weight, row, (count.astype(jnp.float32), exponent), most=LOOP_QUERIES)
+
+
+def _relative_weight(row: Any, shared: Any) -> Array:
+    probability, valid = row
+    least, exponent = shared
+    return jnp.where(valid, (jnp.where(valid, probability, 1.0) / least) ** exponent, 0.0)
+
+
+def _weight(row: Any, shared: Any) -> Array:
+    probability, valid = row
+    count, exponent = shared
+    return jnp.where(valid, (jnp.where(valid, probability, 1.0) * count) ** exponent, 0.0)

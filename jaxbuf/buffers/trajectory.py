@@ -569,11 +569,11 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
 
     def _gather(self, draw: Draw) -> Sample:
         """The windows that were drawn."""
-        index = jnp.where(draw.valid, draw.index, self.capacity)
+        slots, probability = common.name(self.occupancy, draw, self.capacity)
         return Sample(
-            data=self._read(index),
-            slots=Slots(index=index, generation=self.occupancy.generation(index)),
-            probability=jnp.where(draw.valid, draw.probability, 0.0),
+            data=self._read(slots.index),
+            slots=slots,
+            probability=probability,
             valid=draw.valid,
         )
 

@@ -23,7 +23,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core.slots import scale_word
+from jaxbuf.core import rowwise
+from jaxbuf.core.slots import Slots, same_item, scale_word
 
 # Scores and sequence numbers of one block of siblings fill one cache line.
 _FANOUT = 8
@@ -109,6 +110,10 @@ class Ranking(struct.PyTreeNode):
         """Whether there is an item at ``index``."""
         # Slots are filled in order and never become free.
         return (index >= 0) & (index < self.size)
+
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Whether the items that these names mean are still there."""
+        return rowwise.each(same_item, slots, self)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The number of the item at ``index``."""

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, UInt
 
+from jaxbuf.core import rowwise
 from jaxbuf.core.ages import AgeRange
-from jaxbuf.core.slots import scale_word
+from jaxbuf.core.slots import Slots, same_item, scale_word
 
 
 class Rings(struct.PyTreeNode):
@@ -141,6 +142,10 @@ class Rings(struct.PyTreeNode):
         inside = (index >= 0) & (index < self.num_envs * self.starts)
         inside &= behind < held - self.ignored
         return inside & (behind >= self.sequence_length - 1)
+
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Whether the windows that these names mean are still there."""
+        return rowwise.each(same_item, slots, self)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The lap in which the first step of the window at ``index`` was written."""

@@ -4,12 +4,17 @@ A slot is named by its index and its generation, which is another one each time 
 A name kept from an earlier sample therefore tells whether the item it meant is still there.
 """
 
+import math
 from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxbuf.core import rowwise
+from jaxbuf.core.tree_kernels import LOOP_QUERIES
 
 
 class Slots(struct.PyTreeNode):
@@ -50,6 +55,10 @@ class Occupancy(Protocol):
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is an item at ``index``."""
+        ...
+
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Whether the items that these names mean are still there."""
         ...
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
@@ -107,19 +116,17 @@ class Ring(struct.PyTreeNode):
         position, lap, size = self.counters[0], self.counters[1], self.counters[2]
         capacity = jnp.uint32(self.capacity)
         if mask is None:
-            rank = jnp.arange(rows, dtype=jnp.uint32)
-            count = jnp.uint32(rows)
-            stays = rank >= max(rows - self.capacity, 0)
+            until = jnp.arange(1, rows + 1, dtype=jnp.uint32)
+            taken, count = jnp.ones((rows,), bool), jnp.uint32(rows)
         else:
-            rank = jnp.cumsum(mask, dtype=jnp.uint32) - 1
-            count = jnp.sum(mask, dtype=jnp.uint32)
-            stays = mask & (rank + capacity >= count)
-        index = jnp.where(stays, (position + rank) % capacity, capacity)
+            until = jnp.cumsum(mask, dtype=jnp.uint32)
+            taken, count = mask, until[-1]
+        index = rowwise.each(_next_slot, (until, taken), (position, count, capacity))
         end = position + count
         counters = jnp.stack(
             [end % capacity, lap + end // capacity, jnp.minimum(size + count, capacity)]
         )
-        return self.replace(counters=counters), index.astype(jnp.int32)
+        return self.replace(counters=counters), index
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
         """None: scores do not matter here."""
@@ -130,6 +137,10 @@ class Ring(struct.PyTreeNode):
         behind = (self.position - 1 - index) % self.capacity
         return (index >= 0) & (index < self.capacity) & (behind < self.size)
 
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Whether the items that these names mean are still there."""
+        return rowwise.each(same_item, slots, self)
+
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The lap in which ``index`` was written."""
         lap = self.counters[..., 1]
@@ -138,7 +149,7 @@ class Ring(struct.PyTreeNode):
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """A live slot for each random word, all equally likely; arbitrary if there is none."""
         # Until the ring is full its items are the first ones, afterwards they are all of them.
-        return scale_word(words, self.counters[2]).astype(jnp.int32)
+        return rowwise.each(_scale, words, self.counters[2], most=LOOP_QUERIES)
 
     def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
         """The slot of the earliest item, and how many items follow from there."""
@@ -171,6 +182,42 @@ def scale_word(word: UInt[Array, " B"], below: UInt[Array, ""]) -> UInt[Array, "
     return word_high * below_high + (middle >> half) + (carry >> half)
 
 
+def _scale(word: UInt[Array, " B"], below: UInt[Array, ""]) -> Int[Array, " B"]:
+    return scale_word(word, below).astype(jnp.int32)
+
+
+def same_item(slots: Slots, occupancy: Occupancy) -> Bool[Array, " B"]:
+    """Whether an item is live and of the generation that its name says."""
+    live = occupancy.live(slots.index)
+    return live & (occupancy.generation(slots.index) == slots.generation)
+
+
 def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
     """Uniform 32-bit words."""
-    return jax.random.bits(key, shape, jnp.uint32)
+    count = math.prod(shape)
+    if str(jax.random.key_impl(key)) != "threefry2x32" or count == 0:
+        return jax.random.bits(key, shape, jnp.uint32)
+    half = -(-count // 2)
+    rows = jnp.arange(half, dtype=jnp.uint32)
+    pairs = rowwise.each(_two_words, rows, jax.random.key_data(key), (half,), most=LOOP_QUERIES)
+    return jnp.concatenate(pairs)[:count].reshape(shape)
+
+
+def _two_words(
+    row: UInt[Array, " H"], key: UInt[Array, " 2"], half: int
+) -> tuple[UInt[Array, " H"], UInt[Array, " H"]]:
+    """What threefry makes of the numbers ``row`` and ``row + half``."""
+    first, second = threefry_2x32(key, jnp.stack([row, row + jnp.uint32(half)]))
+    return first, second
+
+
+def _next_slot(
+    row: tuple[UInt[Array, " B"], Bool[Array, " B"]],
+    ring: tuple[UInt[Array, ""], UInt[Array, ""], UInt[Array, ""]],
+) -> Int[Array, " B"]:
+    """Where a row goes, of which ``until`` rows up to and with itself are taken."""
+    until, taken = row
+    position, count, capacity = ring
+    stays = taken & (until + capacity > count)
+    slot = (position + until - jnp.uint32(1)) % capacity
+    return jnp.where(stays, slot, capacity).astype(jnp.int32)

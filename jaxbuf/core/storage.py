@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int, PyTree
+
+from jaxbuf.core import rowwise
 
 _KINDS = "biufc"
 
@@ -118,7 +119,9 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
     The rows that are written must have different indices.
     """
     return jax.tree.map(
-        lambda slots, rows: slots.at[index].set(rows, mode="drop", unique_indices=True),
+        lambda slots, rows: slots.at[index].set(
+            rows, mode="drop", unique_indices=True, wrap_negative_indices=False
+        ),
         storage,
         items,
     )
@@ -126,23 +129,17 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
 
 def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
-    index = lax.platform_dependent(index, cpu=_settle, default=lambda index: index)
-    return jax.tree.map(lambda slots: slots.at[index].get(mode="clip"), storage)
-
-
-@jax.jit
-def _settle(index: Int[Array, " B"]) -> Int[Array, " B"]:
-    """The same numbers, out of a loop: XLA:CPU does not fuse through one.
-
-    It would otherwise compute an index anew for every element of the row that it selects.
-    """
-    rows = index.shape[0]
-    return lax.fori_loop(
-        0,
-        rows,
-        lambda i, out: lax.dynamic_update_slice(out, lax.dynamic_slice(index, (i,), (1,)), (i,)),
-        jnp.zeros_like(index),
+    # Out of a loop, so that XLA:CPU does not compute it anew for every element that it selects.
+    last = jax.tree.leaves(storage)[0].shape[0] - 1
+    index = rowwise.each(_clip, index, static=(last,), most=index.shape[0])
+    return jax.tree.map(
+        lambda slots: slots.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False),
+        storage,
     )
+
+
+def _clip(index: Int[Array, " B"], _: Any, last: int) -> Int[Array, " B"]:
+    return jnp.clip(index, 0, last)
 
 
 def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:

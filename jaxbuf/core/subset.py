@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.slots import scale_word
+from jaxbuf.core.slots import Slots, scale_word
 from jaxbuf.core.tree_kernels import FANOUT, choose
 
 # The level of the tree whose nodes stand for 2**24 slots: as far as a float32 counts.
@@ -96,6 +96,10 @@ class Subset(struct.PyTreeNode):
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is a member at ``index``."""
         return self.inner.live(index) & (self.members.get(index) > 0)
+
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Whether the items that these names mean are still there, as members."""
+        return self.inner.holds(slots) & (self.members.get(slots.index) > 0)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The generation of what is at ``index``, member or not."""

@@ -23,12 +23,14 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from jaxbuf.core import rowwise
+
 FANOUT = 16
 _SHIFT = FANOUT.bit_length() - 1
 # The largest float32 below x is x * _BELOW, for every normal x.
 _BELOW = 1.0 - 2.0**-24
 # Up to this many rows the loop form's descent wins over one kernel per level.
-_LOOP_QUERIES = 128
+LOOP_QUERIES = 128
 
 Op = Literal["sum", "min", "max", "min_positive"]
 OPS: tuple[Op, ...] = ("sum", "min", "max", "min_positive")
@@ -266,7 +268,7 @@ def _finder(layout: Layout, refined: bool) -> Callable[..., Any]:
     @custom_vmap
     def call(nodes: jax.Array, prefix: jax.Array, refine: jax.Array) -> Any:
         rows = prefix.size
-        on_cpu = _find_loop if rows <= _LOOP_QUERIES else _find_levels
+        on_cpu = _find_loop if rows <= LOOP_QUERIES else _find_levels
         return lax.platform_dependent(
             nodes,
             prefix,
@@ -367,68 +369,99 @@ def _set_loop(
     start = jnp.zeros((trees,), jnp.int32)
     flat, gained, last = lax.fori_loop(0, trees * rows, write, (flat, start, start))
 
-    def parent(level: int, tree: jax.Array, step: jax.Array, steps: int, dense: bool) -> jax.Array:
-        """The node of ``level + 1`` that the ``step``-th step of ``steps`` is to recompute."""
-        if dense:
-            return step
-        row = jnp.minimum(step * FANOUT ** (level + 1) if contiguous else step, rows - 1)
-        leaf = index[tree * rows + row]
-        leaf = jnp.where((leaf >= 0) & (leaf < layout.capacity), leaf, zero)
+    flat = _refresh_loop(layout, contiguous, flat, index.reshape(trees, rows), last)
+    roots = _read_loop(layout, flat.reshape(nodes.shape), _roots(layout, trees), whole=True)
+    return flat.reshape(nodes.shape), roots, gained
+
+
+def _roots(layout: Layout, trees: int) -> jax.Array:
+    """Where each tree has its roots, ``[S, len(ops)]``."""
+    offsets = [layout.offset(op, layout.depth) for op in layout.ops]
+    return jnp.broadcast_to(jnp.asarray(offsets, jnp.int32), (trees, len(offsets)))
+
+
+def _refresh_loop(
+    layout: Layout, contiguous: bool, flat: jax.Array, index: jax.Array, last: jax.Array
+) -> jax.Array:
+    """Recompute what lies above the leaves ``index``, level by level and node by node."""
+    trees, rows = index.shape
+    index = index.reshape(-1)
+    plans = [_plan(layout, contiguous, rows, level) for level in range(layout.depth)]
+
+    def recompute(flat: jax.Array, plan: Any, i: jax.Array, *, shared: bool) -> jax.Array:
+        steps, dense, stride, shift, source, goal = plan
+        tree = i // steps if trees > 1 else jnp.int32(0)
+        step = i - tree * steps
+        leaf = index[tree * rows + jnp.minimum(step * stride, rows - 1)]
+        leaf = jnp.where((leaf >= 0) & (leaf < layout.capacity), leaf, 0)
         if contiguous:
             # One row in so many starts a new parent; the last row and both ends of the ring may
             # lie under others.
             leaf = jnp.where(step == steps - 3, last[tree], leaf)
-            leaf = jnp.where(step == steps - 2, zero, leaf)
+            leaf = jnp.where(step == steps - 2, 0, leaf)
             leaf = jnp.where(step == steps - 1, layout.capacity - 1, leaf)
-        return lax.shift_right_logical(leaf, _SHIFT * (level + 1))
-
-    roots = jnp.zeros((trees * len(layout.ops),), jnp.float32)
-    for level in range(layout.depth):
-        steps = -(-rows // FANOUT ** (level + 1)) + 3 if contiguous else rows
-        count = layout.counts[level + 1]
-        # Rebuilding the whole level may take fewer steps than visiting the parents. The root is
-        # visited twice: XLA unrolls a loop of one step, and then copies the tree.
-        dense = 1 < count <= steps
-        steps = count if dense else 2 if count == 1 else steps
-        node = functools.partial(parent, level, dense=dense)
-        flat, roots = _refresh_loop(layout, flat, roots, level, trees, steps, node)
-    return flat.reshape(nodes.shape), roots.reshape(trees, -1), gained
-
-
-def _refresh_loop(
-    layout: Layout,
-    flat: jax.Array,
-    roots: jax.Array,
-    level: int,
-    trees: int,
-    steps: int,
-    parent: Callable[..., jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """Recompute nodes of ``level + 1`` from their children, ``steps`` in each tree, one by one.
-
-    The roots are noted as they are computed: reading them from the tree later would be one more
-    read for XLA to copy it for.
-    """
-    first = layout.ops[0]
-    at_root = level == layout.depth - 1
-
-    def recompute(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        flat, roots = carry
-        tree = i // steps if trees > 1 else jnp.int32(0)
-        node = parent(tree, i - tree * steps, steps)
-        source = tree * layout.size + layout.offset(first, level) + node * FANOUT
-        goal = tree * layout.size + layout.offset(first, level + 1) + node
-        children = _block(flat, source)
+        node = jnp.where(dense > 0, step, lax.shift_right_logical(leaf, shift))
+        base = tree * layout.size
+        children = _block(flat, base + source + node * FANOUT)
         for k, op in enumerate(layout.ops):
-            if level > 0 and k > 0:
-                children = _block(flat, source + k * layout.upper)
-            value = combine(op, children)[None]
-            if at_root:
-                roots = lax.dynamic_update_slice(roots, value, (tree * len(layout.ops) + k,))
-            flat = lax.dynamic_update_slice(flat, value, (goal + k * layout.upper,))
-        return flat, roots
+            if k > 0 and not shared:
+                children = _block(flat, base + source + k * layout.upper + node * FANOUT)
+            target = base + goal + k * layout.upper + node
+            flat = lax.dynamic_update_slice(flat, combine(op, children)[None], (target,))
+        return flat
 
-    return lax.fori_loop(0, trees * steps, recompute, (flat, roots))
+    def whole_level(flat: jax.Array, level: int) -> jax.Array:
+        steps = trees * plans[level][0]
+        plan = tuple(jnp.int32(number) for number in plans[level])
+
+        def step(i: jax.Array, flat: jax.Array) -> jax.Array:
+            return recompute(flat, plan, jnp.minimum(i, steps - 1), shared=level == 0)
+
+        # XLA unrolls a loop of one step, and then copies the tree.
+        return lax.fori_loop(0, max(steps, 2), step, flat)
+
+    apart = min(layout.depth, 2 if trees * rows <= rowwise.SHORT else layout.depth)
+    for level in range(apart):
+        flat = whole_level(flat, level)
+    if apart == layout.depth:
+        return flat
+    # The levels further up, of few nodes, share one loop: that keeps the program short enough, see
+    # ``rowwise``, to be run without handing it to a thread.
+    table = jnp.asarray(np.asarray(plans[apart:], np.int32))
+
+    def advance(_: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        flat, level, i = carry
+        row = lax.dynamic_slice(table, (level, jnp.int32(0)), (1, table.shape[1]))[0]
+        plan = tuple(row[k] for k in range(table.shape[1]))
+        flat = recompute(flat, plan, i, shared=False)
+        done = i + 1 == trees * plan[0]
+        return flat, jnp.where(done, level + 1, level), jnp.where(done, 0, i + 1)
+
+    total = max(trees * sum(plan[0] for plan in plans[apart:]), 2)
+    return lax.fori_loop(0, total, advance, (flat, jnp.int32(0), jnp.int32(0)))[0]
+
+
+def _plan(layout: Layout, contiguous: bool, rows: int, level: int) -> tuple[int, ...]:
+    """How ``level + 1`` is recomputed from ``level``.
+
+    Returns:
+        Steps; whether these are the nodes of the whole level, one by one; else the row that a step
+        starts from, per step, and the shift that leads from its leaf to the node; and where the
+        children and the nodes of the first operation begin.
+    """
+    stride = FANOUT ** (level + 1) if contiguous else 1
+    steps = -(-rows // stride) + 3 if contiguous else rows
+    count = layout.counts[level + 1]
+    # Rebuilding the whole level may take fewer steps than visiting the parents.
+    dense = count <= steps
+    return (
+        count if dense else steps,
+        int(dense),
+        min(stride, rows),
+        _SHIFT * (level + 1),
+        layout.offset(layout.ops[0], level),
+        layout.offset(layout.ops[0], level + 1),
+    )
 
 
 def _set_vector(
@@ -549,13 +582,17 @@ def _find_levels(
 _find_vector = functools.partial(_find_levels, unroll=True)
 
 
-def _read_loop(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
+def _read_loop(
+    layout: Layout, nodes: jax.Array, index: jax.Array, *, whole: bool = False
+) -> jax.Array:
+    """The leaves at ``index``; with ``whole`` any nodes."""
     trees, rows = index.shape
     flat, index = nodes.reshape(-1), index.reshape(-1)
+    last = (layout.size if whole else layout.capacity) - 1
 
     def one(i: jax.Array, values: jax.Array) -> jax.Array:
         base = i // rows * layout.size if trees > 1 else jnp.int32(0)
-        at = base + jnp.clip(index[i], 0, layout.capacity - 1)
+        at = base + jnp.clip(index[i], 0, last)
         return lax.dynamic_update_slice(values, lax.dynamic_slice(flat, (at,), (1,)), (i,))
 
     values = lax.fori_loop(0, trees * rows, one, jnp.zeros((trees * rows,), jnp.float32))

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
+from jaxbuf.core import rowwise
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Occupancy, random_words
+from jaxbuf.core.tree_kernels import LOOP_QUERIES
 
 # Masses lie in between, so that finite priorities cannot overflow a sum of 2**27 of them.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
@@ -316,14 +318,14 @@ class Prioritized:
             first = self.mass(jnp.float32(self.initial_priority))
             mass = jnp.broadcast_to(jnp.maximum(first, state.root("max")), index.shape)
         else:
-            mass = self.mass(value)
+            mass = rowwise.each(_mass, value, static=(self,))
         return state.set(index, mass, contiguous=contiguous)
 
     def updated(
         self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
     ) -> SegmentTree:
         """Set the masses of items that are there."""
-        return state.set(index, self.mass(value))
+        return state.set(index, rowwise.each(_mass, value, static=(self,)))
 
     def slid(
         self,
@@ -374,10 +376,12 @@ class Prioritized:
                 lambda scratch, taken: scratch.set(taken, jnp.zeros(taken.shape, jnp.float32)),
             )
         mass = state.get(index)
-        # Never false; but a caller who sets priorities without having looked at probabilities must
-        # still wait for this read of the tree, or XLA copies the tree to be able to do both.
-        index = jnp.where(mass >= 0, index, -1)
-        return Draw(index, self._probability(state, mass, occupancy), valid)
+        row = (index, mass)
+        shared = (state.root("sum"), _share(occupancy.size))
+        index, probability = rowwise.each(
+            _weigh, row, shared, (self.uniform_mix,), most=LOOP_QUERIES
+        )
+        return Draw(index, probability, valid)
 
     def probability(
         self, state: SegmentTree, index: Int[Array, " B"], occupancy: Occupancy
@@ -434,11 +438,8 @@ class Prioritized:
         self, state: SegmentTree, mass: Float[Array, "..."], occupancy: Occupancy
     ) -> Float[Array, "..."]:
         """The probability with which a draw gives an item of this mass."""
-        total, uniform = state.root("sum"), _share(occupancy.size)
-        share = mass / jnp.where(total > 0, total, 1.0)
-        if self.uniform_mix > 0:
-            share = (1.0 - self.uniform_mix) * share + self.uniform_mix * uniform
-        return jnp.where(total > 0, share, uniform)
+        shared = (state.root("sum"), _share(occupancy.size))
+        return _probability(mass, shared, self.uniform_mix)
 
     def _propose(
         self,
@@ -460,7 +461,48 @@ class Prioritized:
         if self.uniform_mix > 0:
             coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
             by_mass, spare = by_mass & (coin >= mix), random[-2]
-        return jnp.where(by_mass, index, occupancy.draw(spare))
+        by_mass = jnp.broadcast_to(by_mass, index.shape)
+
+        def draw_spare(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            row = (by_mass, carry[1], occupancy.draw(spare))
+            return jnp.ones((), bool), rowwise.each(_either, row, most=LOOP_QUERIES)
+
+        # Runs once or not at all: usually no row needs it.
+        return lax.while_loop(lambda carry: ~carry[0], draw_spare, (jnp.all(by_mass), index))[1]
+
+
+def _mass(priority: Float[Array, " B"], _: Any, sampler: Prioritized) -> Float[Array, " B"]:
+    return sampler.mass(priority)
+
+
+def _either(row: tuple[Bool[Array, " B"], Array, Array], _: Any) -> Array:
+    return jnp.where(*row)
+
+
+def _weigh(
+    row: tuple[Int[Array, " B"], Float[Array, " B"]],
+    shared: tuple[Float[Array, ""], Float[Array, ""]],
+    uniform_mix: float,
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """A slot and its probability, from its mass."""
+    index, mass = row
+    # Never false; but a caller who sets priorities without having looked at probabilities must
+    # still wait for this read of the tree, or XLA copies the tree to be able to do both.
+    index = jnp.where(mass >= 0, index, -1)
+    return index, _probability(mass, shared, uniform_mix)
+
+
+def _probability(
+    mass: Float[Array, "..."],
+    shared: tuple[Float[Array, ""], Float[Array, ""]],
+    uniform_mix: float,
+) -> Float[Array, "..."]:
+    """The probability with which a draw gives an item, from the total mass and a uniform share."""
+    total, uniform = shared
+    share = mass / jnp.where(total > 0, total, 1.0)
+    if uniform_mix > 0:
+        share = (1.0 - uniform_mix) * share + uniform_mix * uniform
+    return jnp.where(total > 0, share, uniform)
 
 
 def _points(
@@ -476,14 +518,24 @@ def _points(
     result, which ``SegmentTree.query`` adds half way down: so more slots can be told apart than a
     float32 has values.
     """
-    rows = word.shape[0] if stratified else 1
-    bits = max(24 - (rows - 1).bit_length(), 1)
+    strata = word.shape[0] if stratified else 1
+    stratum = jnp.arange(word.shape[0], dtype=jnp.uint32)
+    return rowwise.each(_point, (word, low, stratum), total, (strata,), most=LOOP_QUERIES)
+
+
+def _point(
+    row: tuple[UInt[Array, " B"], UInt[Array, " B"] | None, UInt[Array, " B"]],
+    total: Float[Array, ""],
+    strata: int,
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    word, low, stratum = row
+    bits = max(24 - (strata - 1).bit_length(), 1)
     high = word >> jnp.uint32(32 - bits)
-    if stratified:
-        high = high | (jnp.arange(rows, dtype=jnp.uint32) << jnp.uint32(bits))
+    if strata > 1:
+        high = high | (stratum << jnp.uint32(bits))
     # The bound keeps points below the total. It also keeps XLA from scaling the total by the size
     # of a cell first, which underflows where all masses are tiny.
-    cell, below = jnp.float32(1.0 / (rows * 2**bits)), jnp.float32(1.0 - 2.0**-24)
+    cell, below = jnp.float32(1.0 / (strata * 2**bits)), jnp.float32(1.0 - 2.0**-24)
     if low is None:
         low = word << jnp.uint32(bits)
     fraction = (low >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
