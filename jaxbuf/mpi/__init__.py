@@ -22,6 +22,7 @@ from jaxbuf.mpi.baseline import (  # noqa: E402
     combine,
     update_average,
 )
+from jaxbuf.mpi.exchange import LockStep, Reply  # noqa: E402
 from jaxbuf.mpi.layout import (  # noqa: E402
     Communicators,
     Group,
@@ -30,19 +31,26 @@ from jaxbuf.mpi.layout import (  # noqa: E402
     make_communicators,
     node_names,
 )
+from jaxbuf.mpi.manager import Batch, Manager, ScoreFunction, default_score  # noqa: E402
 
 __all__ = [
     "EMA",
     "Baseline",
     "BaselineFilter",
+    "Batch",
     "Communicators",
     "Group",
     "Layout",
+    "LockStep",
+    "Manager",
     "Min",
     "Percentile",
+    "Reply",
     "Role",
+    "ScoreFunction",
     "baseline_value",
     "combine",
+    "default_score",
     "make_communicators",
     "node_names",
     "update_average",
