@@ -1,8 +1,11 @@
-"""Checks that a prioritized buffer does the work of its row, so that nobody wins by doing less.
+"""Checks that a buffer does the work of its row, so that nobody wins by doing less.
 
 A NumPy model of a ring with priorities follows every operation; what a library samples must agree
 with it. Libraries sample with their own random numbers, so values are compared row by row (a
 sampled row names itself by its serial number) and frequencies by a chi-square bound.
+
+Step t of environment e has the serial number t · E + e. So one ring of serial numbers models the
+rings of all environments, and a window is known by that of its first step.
 """
 
 import dataclasses
@@ -26,7 +29,7 @@ class CheckedSample:
     """A sampled batch, as NumPy arrays.
 
     Attributes:
-        data: Leaves [B, ...].
+        data: Leaves [B, ...], or [B, sequence_length, ...] of windows.
         slots: Whatever the library wants back in an update.
         probability: [B] probability of each row in a single draw; None if the library hides it.
         weights: [B] importance weights relative to the largest of the whole buffer; or None.
@@ -39,12 +42,13 @@ class CheckedSample:
 
 
 class RingModel:
-    """What a prioritized ring must contain. Serial s lies in slot s mod capacity.
+    """What a ring must contain. Serial s lies in slot s mod capacity.
 
     Attributes:
         workload: The job.
         serial: [N] serial number of the item in each slot, -1 where there is none.
-        mass: [N] priority of each slot, raised to alpha.
+        mass: [N] priority of the item, or of the window that starts, in each slot, raised to alpha;
+            0 where there is none.
         next_serial: Serial number of the next new item.
     """
 
@@ -59,9 +63,16 @@ class RingModel:
         """Adds the next `count` items, with the default priority 1, and returns them."""
         serials = np.arange(self.next_serial, self.next_serial + count)
         self.serial[serials % self.workload.capacity] = serials
-        self.mass[serials % self.workload.capacity] = 1.0
+        self.overwrite(serials)
         self.next_serial += count
         return self.workload.transitions.items(serials)
+
+    def overwrite(self, serials: np.ndarray) -> None:
+        """Ends what started in the slots of these new steps, and begins what they complete."""
+        self.mass[serials % self.workload.capacity] = 0.0
+        complete = serials - self.workload.behind
+        held = complete >= max(0, serials[-1] + 1 - self.workload.capacity)
+        self.mass[complete[held] % self.workload.capacity] = 1.0
 
     def update(self, serials: np.ndarray, priority: np.ndarray) -> None:
         """Sets priorities; of several rows with one serial the last wins, as NumPy assigns."""
@@ -75,18 +86,20 @@ class RingModel:
             sample: What the library returned.
 
         Returns:
-            The serial numbers of the sampled rows [B].
+            The serial numbers of the sampled rows, or of the first steps of the windows [B].
 
         Raises:
             UnequalWork: If anything differs.
         """
-        serials = check_data(sample.data, self.workload.transitions)
+        serials = self._first(check_data(sample.data, self.workload.transitions))
         if len(serials) != self.workload.sample_size:
             raise UnequalWork(f"sampled {len(serials)} rows instead of {self.workload.sample_size}")
         slots = serials % self.workload.capacity
         if not np.array_equal(self.serial[slots], serials):
             raise UnequalWork("sampled an item that had been overwritten")
-        live = self.mass[self.serial >= 0]
+        if not np.all(self.mass[slots]):
+            raise UnequalWork("sampled a window that crosses the place of the next write")
+        live = self.mass[self.mass > 0]
         if sample.probability is not None:
             _check_close("probability", sample.probability, self.mass[slots] / live.sum())
         if sample.weights is not None:
@@ -94,14 +107,23 @@ class RingModel:
             _check_close("importance weights", sample.weights, expected)
         return serials
 
+    def _first(self, serials: np.ndarray) -> np.ndarray:
+        """The first serial number of every window. [B] or [B, sequence_length] -> [B]."""
+        windows = serials.reshape(len(serials), -1)
+        if windows.shape[1] != self.workload.sequence_length:
+            raise UnequalWork(f"sampled windows of {windows.shape[1]} steps")
+        if np.any(np.diff(windows, axis=1) != self.workload.num_envs):
+            raise UnequalWork("sampled a window that is not contiguous")
+        return windows[:, 0]
+
 
 class Subject(Protocol):
-    """A prioritized buffer under test, and the model of what it contains."""
+    """A buffer under test, and the model of what it contains."""
 
     model: RingModel
 
     def add(self, items: Items) -> None:
-        """Adds leaves [B, ...], evicting the oldest."""
+        """Adds leaves [B, ...], in the order of their serial numbers, evicting the oldest."""
         ...
 
     def sample(self, seed: int) -> CheckedSample:
@@ -114,11 +136,12 @@ class Subject(Protocol):
 
 
 def check_data(data: Items, transitions: Transitions) -> np.ndarray:
-    """Compares sampled data with what their rewards say was stored; returns serials [B]."""
+    """Compares sampled data with what their rewards say was stored; returns serials [B, ...]."""
     if set(data) != set(transitions.leaves):
         raise UnequalWork(f"sampled leaves {sorted(data)}")
     serials = transitions.serials(data)
-    for name, expected in transitions.items(serials).items():
+    for name, flat in transitions.items(serials.reshape(-1)).items():
+        expected = flat.reshape(*serials.shape, *flat.shape[1:])
         if data[name].dtype != expected.dtype or data[name].shape != expected.shape:
             raise UnequalWork(f"{name} came back as {data[name].dtype}{list(data[name].shape)}")
         if not np.array_equal(data[name], expected):
@@ -141,12 +164,13 @@ def fill(subject: Subject) -> None:
     """Fills a subject, and its model with it, to capacity."""
     workload = subject.model.workload
     chunk = max(workload.add_size, FILL_BYTES // workload.transitions.num_bytes)
+    chunk -= chunk % workload.num_envs
     while (missing := workload.capacity - subject.model.next_serial) > 0:
         subject.add(subject.model.new_items(min(chunk, missing)))
 
 
 def check_calls(subject: Subject, *, rounds: int, add: bool) -> None:
-    """Adds, samples and updates, comparing every sample with the model.
+    """Adds, samples and, with priorities, updates, comparing every sample with the model.
 
     Args:
         subject: A full buffer.
@@ -162,13 +186,14 @@ def check_calls(subject: Subject, *, rounds: int, add: bool) -> None:
             subject.add(model.new_items(model.workload.add_size))
         sample = subject.sample(turn)
         serials = model.check(sample)
-        priority = priorities_of(serials, turn)
-        subject.update(sample.slots, priority)
-        model.update(serials, priority)
+        if model.workload.prioritized:
+            priority = priorities_of(serials, turn)
+            subject.update(sample.slots, priority)
+            model.update(serials, priority)
 
 
 def check_draws(subject: Subject) -> None:
-    """Gives a small full buffer various priorities, and counts how often each slot is drawn.
+    """Gives a small full buffer its priorities, and counts how often each slot is drawn.
 
     Stratified draws vary less than independent ones, so the chi-square statistic is only bounded
     from above, at about five standard deviations.
@@ -184,9 +209,10 @@ def check_draws(subject: Subject) -> None:
     for draw in range(draws):
         serials = model.check(subject.sample(10_000 + draw))
         np.add.at(counts, serials % capacity, 1.0)
-    expected = draws * batch * model.mass / model.mass.sum()
-    statistic = float(np.sum((counts - expected) ** 2 / expected))
-    freedom = capacity - 1
+    drawn = model.mass > 0
+    expected = draws * batch * model.mass[drawn] / model.mass.sum()
+    statistic = float(np.sum((counts[drawn] - expected) ** 2 / expected))
+    freedom = len(expected) - 1
     if statistic > freedom + 5.0 * np.sqrt(2.0 * freedom) + 25.0:
         raise UnequalWork(
             f"items are not drawn by priority (chi-square {statistic:.0f} for {freedom} degrees)"

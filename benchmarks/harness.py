@@ -2,15 +2,16 @@
 
 import dataclasses
 import gc
+import importlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 REFERENCE = "jaxbuf"
-"""The library to which the others are compared."""
+"""The library to which the others are compared, unless a row names another contestant."""
 
 
 class Unavailable(Exception):
@@ -19,6 +20,14 @@ class Unavailable(Exception):
 
 class UnequalWork(Exception):
     """A library did less than, or other than, the work of its row."""
+
+
+def import_library(name: str) -> Any:
+    """A library, or `Unavailable` with the reason."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Unavailable(f"cannot be imported ({error}); install {name}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,19 +108,32 @@ class Row:
         title: One line of prose for the table.
         operations: The names of the operations, in the order in which they are timed.
         builders: Makes each library's contestant; may raise `Unavailable`.
+        reference: The contestant to whose times those of the others are compared.
     """
 
     name: str
     title: str
     operations: Sequence[str]
     builders: Mapping[str, Callable[[], Contestant]]
+    reference: str = REFERENCE
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The times of one operation: per library, microseconds per operation in each turn [R]."""
+    """The times of one operation.
+
+    Attributes:
+        microseconds: Per library, microseconds per operation in each turn [R].
+        reference: The library to whose times those of the others are compared.
+    """
 
     microseconds: Mapping[str, np.ndarray]
+    reference: str = REFERENCE
+
+    @property
+    def compared(self) -> bool:
+        """Whether there is a time to compare the others with."""
+        return self.reference in self.microseconds
 
     def median(self, library: str) -> float:
         """Median time of one operation in microseconds."""
@@ -119,7 +141,7 @@ class Timing:
 
     def ratio(self, peer: str) -> tuple[float, float, float]:
         """Lower quartile, median and upper quartile of peer time over reference time."""
-        ratios = self.microseconds[peer] / self.microseconds[REFERENCE]
+        ratios = self.microseconds[peer] / self.microseconds[self.reference]
         low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
         return float(low), float(middle), float(high)
 
@@ -160,13 +182,14 @@ def _calls_per_block(operation: Operation, options: Options) -> int:
 
 
 def time_operation(
-    operations: Mapping[str, Operation], options: Options
+    operations: Mapping[str, Operation], options: Options, reference: str = REFERENCE
 ) -> Iterator[Timing | None]:
     """Times one operation of several libraries in turns.
 
     Args:
         operations: The operation as each library does it.
         options: How long and how often.
+        reference: The library to compare the others with.
 
     Yields:
         None after every turn, and in the end the timing.
@@ -185,7 +208,8 @@ def time_operation(
             seconds[library].append(operation.run(calls[library]) / done)
         order.reverse()
         yield None
-    yield Timing({library: np.array(times) * 1e6 for library, times in seconds.items()})
+    microseconds = {library: np.array(times) * 1e6 for library, times in seconds.items()}
+    yield Timing(microseconds, reference)
 
 
 def run_row(row: Row, options: Options, progress: Callable[[str, int], None]) -> RowResult:
@@ -220,7 +244,7 @@ def run_row(row: Row, options: Options, progress: Callable[[str, int], None]) ->
             continue
         progress(f"{row.name}: {name}", 0)
         competing = {library: known[name] for library, known in offered.items() if name in known}
-        for timing in time_operation(competing, options):
+        for timing in time_operation(competing, options, row.reference):
             if timing is None:
                 progress(f"{row.name}: {name}", 1)
             elif timing.microseconds:

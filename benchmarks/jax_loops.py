@@ -1,17 +1,18 @@
-"""The loops around a prioritized buffer of a JAX library: the same for every library.
+"""The loops around a buffer of a JAX library: the same for every library.
 
 From Python, a call is timed until its result is there (`--wait call`), or a block of calls until
 the last result is there (`--wait block`). Inside `lax.scan` the buffer is the carry and donated;
 the sampled batch is a carry too, so that every iteration has to write it out in full, as for a
-learner, and cannot be optimized away. A cycle adds, then samples, then updates the sampled rows.
+learner, and cannot be optimized away. A cycle adds, then samples, then updates the sampled rows
+where they have priorities.
 """
 
 import dataclasses
 import itertools
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,34 +32,41 @@ NUM_ARGUMENTS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """A JAX library's prioritized buffer, as its users call it.
+    """A JAX library's buffer, as its users call it.
 
     Attributes:
         create: Makes an empty state.
         add: `(state, items) -> state`, pure, for use inside a scan.
         sample: `(state, key) -> sample`, pure.
-        update: `(state, slots, priority) -> state`, pure.
         call_add: The same from Python; donates the state.
         call_sample: The same from Python.
+        data: Picks the leaves [B, ...] of the items out of a sample.
+        update: `(state, slots, priority) -> state`, pure; None without priorities.
         call_update: The same from Python; donates the state.
         call_weights: `(state, sample) -> [B]` importance weights from Python, the largest of the
-            batch being 1.
-        data: Picks the leaves [B, ...] of the items out of a sample.
+            batch being 1; None to leave them out.
         slots: Picks what `update` wants out of a sample.
-        probability: Picks the probabilities [B] out of a sample.
+        probability: Picks the probabilities [B] out of a sample; None if the library has none.
+        arguments: What to hand to `add` for new items, leaves [B, ...]: one after the other, if
+            they are several.
     """
 
     create: Callable[[], State]
     add: Callable[[State, Any], State]
     sample: Callable[[State, jax.Array], Sample]
-    update: Callable[[State, Any, jax.Array], State]
     call_add: Callable[[State, Any], State]
     call_sample: Callable[[State, jax.Array], Sample]
-    call_update: Callable[[State, Any, jax.Array], State]
-    call_weights: Callable[[State, Sample], jax.Array]
     data: Callable[[Sample], dict[str, jax.Array]]
-    slots: Callable[[Sample], Any]
-    probability: Callable[[Sample], jax.Array]
+    update: Callable[[State, Any, jax.Array], State] | None = None
+    call_update: Callable[[State, Any, jax.Array], State] | None = None
+    call_weights: Callable[[State, Sample], jax.Array] | None = None
+    slots: Callable[[Sample], Any] = lambda sample: None
+    probability: Callable[[Sample], jax.Array] | None = None
+    arguments: Callable[[Items], Sequence[Any]] = lambda items: (items,)
+
+    def result(self, sample: Sample) -> jax.Array:
+        """One array of a sample to wait for: all outputs of a program are ready at once."""
+        return self.probability(sample) if self.probability else self.data(sample)["reward"]
 
 
 def compiler_options(options: Options) -> dict[str, str] | None:
@@ -85,7 +93,8 @@ class JaxSubject:
 
     def add(self, items: Items) -> None:
         """See `equality.Subject`."""
-        self.state = self.binding.call_add(self.state, jax.device_put(items))
+        for argument in self.binding.arguments(items):
+            self.state = self.binding.call_add(self.state, jax.device_put(argument))
 
     def sample(self, seed: int) -> equality.CheckedSample:
         """See `equality.Subject`."""
@@ -96,16 +105,94 @@ class JaxSubject:
         return equality.CheckedSample(
             data={name: np.asarray(leaf) for name, leaf in self.binding.data(sample).items()},
             slots=self.binding.slots(sample),
-            probability=np.asarray(self.binding.probability(sample)),
+            probability=self.binding.probability and np.asarray(self.binding.probability(sample)),
         )
 
     def update(self, slots: Any, priority: np.ndarray) -> None:
         """See `equality.Subject`."""
+        assert self.binding.call_update is not None
         self.state = self.binding.call_update(self.state, slots, jnp.asarray(priority))
 
 
-class PrioritizedContestant:
-    """A JAX library on a prioritized replay job; a `benchmarks.harness.Contestant`."""
+def compiled(function: Callable[..., Any], options: Options, state: State, *arguments: Any) -> Any:
+    """A program that takes the state first, donates it, and returns it first, ready to run."""
+    jitted = jax.jit(function, donate_argnums=0, compiler_options=compiler_options(options))
+    return jitted.lower(state, *arguments).compile()
+
+
+class Holder(Protocol):
+    """Whoever holds the state that the timed calls go through."""
+
+    state: State
+
+
+def repeat_in_place(
+    holder: Holder,
+    step: Callable[[State], State],
+    options: Options,
+    calls: int,
+    finish: Callable[[], object] = lambda: None,
+) -> float:
+    """Seconds that `calls` steps of the state take, each a call from Python, and `finish`."""
+    ready, wait_each = _ready(holder.state), options.wait == "call"
+
+    def call() -> None:
+        holder.state = step(holder.state)
+        if wait_each:
+            ready(holder.state).block_until_ready()
+
+    return repeat_calls(call, calls, lambda: (jax.block_until_ready(holder.state), finish()))
+
+
+def scanned(
+    holder: Holder, program: Callable[..., Any], arguments: Callable[[], tuple[Any, ...]]
+) -> Callable[[int], float]:
+    """Times a compiled scan, which takes and returns the state first, with arguments per call."""
+
+    def run(calls: int) -> float:
+        seconds = 0.0
+        for _ in range(calls):
+            rest = arguments()
+            start = time.perf_counter()
+            holder.state, output = jax.block_until_ready(program(holder.state, *rest))
+            seconds += time.perf_counter() - start
+            del output
+        return seconds
+
+    return run
+
+
+def scan_add(add: Callable[[State, Any], State], length: int) -> Callable[..., Any]:
+    """Adds the same items `length` times."""
+
+    def program(state: State, items: Any) -> tuple[State, None]:
+        def body(state: State, _: None) -> tuple[State, None]:
+            return add(state, items), None
+
+        return jax.lax.scan(body, state, None, length=length)
+
+    return program
+
+
+def scan_sample(sample: Callable[[State, jax.Array], Sample]) -> Callable[..., Any]:
+    """Samples once with each key; returns the last sample."""
+
+    def program(state: State, keys: jax.Array) -> tuple[State, Sample]:
+        def body(carry: tuple[State, Sample], key: jax.Array) -> Any:
+            return (carry[0], sample(carry[0], key)), None
+
+        return jax.lax.scan(body, (state, _empty(sample, state, keys[0])), keys)[0]
+
+    return program
+
+
+def _empty(sample: Callable[[State, jax.Array], Sample], state: State, key: jax.Array) -> Sample:
+    shapes = jax.eval_shape(sample, state, key)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+class ReplayContestant:
+    """A JAX library on a replay job; a `benchmarks.harness.Contestant`."""
 
     def __init__(self, bind: Callable[[Workload], Binding], workload: Workload, options: Options):
         """Fills a buffer to capacity.
@@ -117,12 +204,13 @@ class PrioritizedContestant:
         """
         self._bind = bind
         self._workload = workload
-        self._wait_each = options.wait == "call"
+        self._options = options
         self._subject = JaxSubject(bind(workload), workload)
         self._binding = self._subject.binding
         keys = jax.random.split(jax.random.key(0), workload.scan_length)
         serials = np.arange(workload.add_size)
-        self._items = jax.device_put(workload.transitions.items(serials))
+        items = workload.transitions.items(serials)
+        self._items = jax.device_put(self._binding.arguments(items)[0])
         self._scanned_keys = keys
         self._scanned_priorities = jax.random.uniform(
             jax.random.key(1), (workload.scan_length, workload.sample_size), minval=0.05
@@ -135,32 +223,16 @@ class PrioritizedContestant:
         )
         self._slots: list[Any] = []
         self._scanned_slots: Any = None
-        self._ready = _ready(self._subject.state)
-        self._compile(compiler_options(options))
+        self._compile()
 
-    def _compile(self, xla_options: dict[str, str] | None) -> None:
-        binding, length = self._binding, self._workload.scan_length
-
-        def empty(state: State, key: jax.Array) -> Sample:
-            shapes = jax.eval_shape(binding.sample, state, key)
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    def _compile(self) -> None:
+        binding = self._binding
 
         def learn(drawn: Sample, priority: jax.Array) -> jax.Array:
             """As after a learner's step, the priorities come after what was sampled."""
-            seen = binding.data(drawn)["reward"] + binding.probability(drawn)
+            rewards = binding.data(drawn)["reward"]
+            seen = rewards.reshape(len(rewards), -1)[:, 0] + binding.result(drawn)
             return jnp.where(seen < -1.0, 1.0, priority)
-
-        def add(state: State, items: Any) -> tuple[State, None]:
-            def body(state: State, _: None) -> tuple[State, None]:
-                return binding.add(state, items), None
-
-            return jax.lax.scan(body, state, None, length=length)
-
-        def sample(state: State, keys: jax.Array) -> tuple[State, Sample]:
-            def body(carry: tuple[State, Sample], key: jax.Array) -> Any:
-                return (carry[0], binding.sample(carry[0], key)), None
-
-            return jax.lax.scan(body, (state, empty(state, keys[0])), keys)[0]
 
         def slots(state: State, keys: jax.Array) -> tuple[State, Any]:
             def body(state: State, key: jax.Array) -> tuple[State, Any]:
@@ -171,6 +243,7 @@ class PrioritizedContestant:
 
         def update(state: State, slots: Any, priorities: jax.Array) -> tuple[State, None]:
             def body(state: State, row: tuple[Any, jax.Array]) -> tuple[State, None]:
+                assert binding.update is not None
                 return binding.update(state, *row), None
 
             return jax.lax.scan(body, state, (slots, priorities))
@@ -182,30 +255,31 @@ class PrioritizedContestant:
                 key, priority = row
                 state = binding.add(carry[0], items)
                 drawn = binding.sample(state, key)
-                priority = learn(drawn, priority)
-                return (binding.update(state, binding.slots(drawn), priority), drawn), None
+                if binding.update is not None:
+                    state = binding.update(state, binding.slots(drawn), learn(drawn, priority))
+                return (state, drawn), None
 
-            carry = (state, empty(state, keys[0]))
+            carry = (state, _empty(binding.sample, state, keys[0]))
             return jax.lax.scan(body, carry, (keys, priorities))[0]
 
-        def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-            jitted = jax.jit(function, donate_argnums=0, compiler_options=xla_options)
-            return jitted.lower(self._subject.state, *arguments).compile()
+        def ready(function: Callable[..., Any], *arguments: Any) -> Any:
+            return compiled(function, self._options, self._subject.state, *arguments)
 
         keys, priorities = self._scanned_keys, self._scanned_priorities
-        self._scan_add = compiled(add, self._items)
-        self._scan_sample = compiled(sample, keys)
-        self._scan_slots = compiled(slots, keys)
-        self._scan_cycle = compiled(cycle, self._items, keys, priorities)
-        self._draw_slots()
-        self._scan_update = compiled(update, self._scanned_slots, priorities)
+        self._scan_add = ready(scan_add(binding.add, self._workload.scan_length), self._items)
+        self._scan_sample = ready(scan_sample(binding.sample), keys)
+        self._scan_cycle = ready(cycle, self._items, keys, priorities)
+        if binding.update is not None:
+            self._scan_slots = ready(slots, keys)
+            self._draw_slots()
+            self._scan_update = ready(update, self._scanned_slots, priorities)
 
     def _draw_slots(self) -> np.ndarray:
-        """Draws fresh slots for the scanned update; returns their serial numbers [L, B]."""
+        """Draws fresh slots for the scanned update; returns their first serial numbers [L, B]."""
         subject = self._subject
         subject.state, drawn = self._scan_slots(subject.state, self._scanned_keys)
         self._scanned_slots, rewards = drawn
-        return np.asarray(rewards).astype(np.int64)
+        return np.asarray(rewards).reshape(*rewards.shape[:2], -1)[..., 0].astype(np.int64)
 
     def _draw_slot_list(self) -> None:
         """Draws fresh slots for the updates from Python."""
@@ -223,19 +297,21 @@ class PrioritizedContestant:
         workload, subject, model = self._workload, self._subject, self._subject.model
         equality.check_draws(JaxSubject(self._bind(workload.small()), workload.small()))
         equality.check_calls(subject, rounds=4, add=True)
-        drawn = subject.binding.call_sample(subject.state, jax.random.key(99))
-        weights = np.asarray(subject.binding.call_weights(subject.state, drawn))
-        probability = np.asarray(subject.binding.probability(drawn))
-        expected = (probability / probability.min()) ** -workload.beta
-        if not np.allclose(weights, expected, rtol=equality.RELATIVE_TOLERANCE):
-            raise UnequalWork("importance weights do not follow from the probabilities")
+        if self._binding.call_weights is not None:
+            drawn = self._binding.call_sample(subject.state, jax.random.key(99))
+            weights = np.asarray(self._binding.call_weights(subject.state, drawn))
+            probability = np.asarray(self._binding.result(drawn))
+            expected = (probability / probability.min()) ** -workload.beta
+            if not np.allclose(weights, expected, rtol=equality.RELATIVE_TOLERANCE):
+                raise UnequalWork("importance weights do not follow from the probabilities")
 
-        serials = self._draw_slots()
-        subject.state, _ = self._scan_update(
-            subject.state, self._scanned_slots, self._scanned_priorities
-        )
-        for row, priority in zip(serials, np.asarray(self._scanned_priorities), strict=True):
-            model.update(row, priority)
+        if self._binding.update is not None:
+            serials = self._draw_slots()
+            subject.state, _ = self._scan_update(
+                subject.state, self._scanned_slots, self._scanned_priorities
+            )
+            for row, priority in zip(serials, np.asarray(self._scanned_priorities), strict=True):
+                model.update(row, priority)
         subject.state, drawn = self._scan_sample(subject.state, self._scanned_keys)
         model.check(subject.checked(drawn))
 
@@ -250,47 +326,54 @@ class PrioritizedContestant:
         workload, subject, model = self._workload, self._subject, self._subject.model
         subject.state, _ = self._scan_add(subject.state, self._items)
         added = min(workload.add_size * workload.scan_length, workload.capacity)
-        model.mass[(model.next_serial + np.arange(added)) % workload.capacity] = 1.0
-        expected = added / model.mass.sum()
+        model.overwrite(model.next_serial + np.arange(added))
+        expected = min(added, workload.capacity - workload.behind) / model.mass.sum()
         batches = -(-16_384 // workload.sample_size)
         fresh: list[np.ndarray] = []
         for seed in range(batches):
             data = subject.sample(20_000 + seed).data
-            fresh.append(equality.check_data(data, workload.transitions) < workload.add_size)
+            serials = equality.check_data(data, workload.transitions)
+            fresh.append(serials.reshape(len(serials), -1)[:, -1] < workload.add_size)
         share = float(np.mean(np.concatenate(fresh)))
         deviation = np.sqrt(expected * (1.0 - expected) / (batches * workload.sample_size))
         if abs(share - expected) > 5.0 * deviation + 1e-3:
             raise UnequalWork(f"{share:.2%} of the mass is new after adding, not {expected:.2%}")
 
     def operations(self) -> Mapping[str, Operation]:
-        """The operations of a prioritized row."""
-        length = self._workload.scan_length
-        return {
+        """The operations of a row of items or windows, as far as the binding has them."""
+        operations = {
             "python add": Operation(self._python_add),
             "python sample": Operation(self._python_sample),
-            "python sample+weights": Operation(self._python_weights),
-            "python update": Operation(self._python_update, prepare=self._draw_slot_list),
             "python cycle": Operation(self._python_cycle),
-            "python cycle+weights": Operation(self._python_weighted_cycle),
-            "scan add": Operation(self._scanned(self._scan_add, lambda: (self._items,)), length),
-            "scan sample": Operation(
-                self._scanned(self._scan_sample, lambda: (self._scanned_keys,)), length
-            ),
-            "scan update": Operation(
-                self._scanned(
-                    self._scan_update, lambda: (self._scanned_slots, self._scanned_priorities)
-                ),
-                length,
-                prepare=self._draw_slots,
-            ),
-            "scan cycle": Operation(
-                self._scanned(
-                    self._scan_cycle,
-                    lambda: (self._items, self._scanned_keys, self._scanned_priorities),
-                ),
-                length,
+            "scan add": self._scanned(self._scan_add, lambda: (self._items,)),
+            "scan sample": self._scanned(self._scan_sample, lambda: (self._scanned_keys,)),
+            "scan cycle": self._scanned(
+                self._scan_cycle,
+                lambda: (self._items, self._scanned_keys, self._scanned_priorities),
             ),
         }
+        if self._binding.update is not None:
+            operations["python update"] = Operation(
+                self._python_update, prepare=self._draw_slot_list
+            )
+            operations["scan update"] = self._scanned(
+                self._scan_update,
+                lambda: (self._scanned_slots, self._scanned_priorities),
+                self._draw_slots,
+            )
+        if self._binding.call_weights is not None:
+            operations["python sample+weights"] = Operation(self._python_weights)
+            operations["python cycle+weights"] = Operation(self._python_weighted_cycle)
+        return operations
+
+    def _scanned(
+        self,
+        program: Callable[..., Any],
+        arguments: Callable[[], tuple[Any, ...]],
+        prepare: Callable[[], object] = lambda: None,
+    ) -> Operation:
+        run = scanned(self._subject, program, arguments)
+        return Operation(run, self._workload.scan_length, prepare)
 
     def facts(self) -> Mapping[str, str]:
         """Bytes of state beyond the data, and memory a scanned cycle needs beyond the state."""
@@ -298,76 +381,94 @@ class PrioritizedContestant:
         data_bytes = self._workload.capacity * self._workload.transitions.num_bytes
         memory = self._scan_cycle.memory_analysis()
         extra = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        unit = "step" if self._workload.num_envs > 1 else "item"
         return {
-            "state beyond the data, bytes per item": (
+            f"state beyond the data, bytes per {unit}": (
                 f"{(state_bytes - data_bytes) / self._workload.capacity:.2f}"
             ),
             "scanned cycle beyond the state, sampled batch included, MiB": f"{extra / 2**20:.2f}",
         }
 
     def _python_add(self, calls: int) -> float:
-        call, ready, items = self._binding.call_add, self._ready, self._items
+        call, items = self._binding.call_add, self._items
 
         def step(state: State) -> State:
             return call(state, items)
 
-        return self._repeat_in_place(step, ready, calls)
+        return self._repeat_in_place(step, calls)
 
     def _python_update(self, calls: int) -> float:
-        call, ready = self._binding.call_update, self._ready
+        call = self._binding.call_update
+        assert call is not None
         arguments = itertools.cycle(list(zip(self._slots, self._priorities, strict=True)))
 
         def step(state: State) -> State:
             slots, priority = next(arguments)
             return call(state, slots, priority)
 
-        return self._repeat_in_place(step, ready, calls)
+        return self._repeat_in_place(step, calls)
 
     def _python_cycle(self, calls: int) -> float:
         binding, items, arguments = self._binding, self._items, self._cycle_arguments()
+        wait_each = self._options.wait == "call"
+        result: jax.Array | None = None
 
         def step(state: State) -> State:
+            nonlocal result
             key, priority = next(arguments)
             state = binding.call_add(state, items)
             sample = binding.call_sample(state, key)
-            return binding.call_update(state, binding.slots(sample), priority)
+            if binding.call_update is not None:
+                return binding.call_update(state, binding.slots(sample), priority)
+            result = binding.result(sample)
+            if wait_each:
+                result.block_until_ready()
+            return state
 
-        return self._repeat_in_place(step, self._ready, calls)
+        return repeat_in_place(
+            self._subject, step, self._options, calls, lambda: jax.block_until_ready(result)
+        )
 
     def _python_weighted_cycle(self, calls: int) -> float:
         binding, items, arguments = self._binding, self._items, self._cycle_arguments()
-        wait_each = self._wait_each
+        call_weights, call_update = binding.call_weights, binding.call_update
+        assert call_weights is not None
+        assert call_update is not None
+        wait_each = self._options.wait == "call"
 
         def step(state: State) -> State:
             key, priority = next(arguments)
             state = binding.call_add(state, items)
             sample = binding.call_sample(state, key)
-            weights = binding.call_weights(state, sample)
+            weights = call_weights(state, sample)
             if wait_each:
                 weights.block_until_ready()
-            return binding.call_update(state, binding.slots(sample), priority)
+            return call_update(state, binding.slots(sample), priority)
 
-        return self._repeat_in_place(step, self._ready, calls)
+        return self._repeat_in_place(step, calls)
 
     def _cycle_arguments(self) -> Iterator[tuple[jax.Array, jax.Array]]:
         return itertools.cycle(list(zip(self._keys, self._priorities, strict=True)))
 
     def _python_sample(self, calls: int) -> float:
-        call, probability, state = (
+        call, result, state = (
             self._binding.call_sample,
-            self._binding.probability,
+            self._binding.result,
             self._subject.state,
         )
-        return self._repeat(lambda key: probability(call(state, key)), calls)
+        return self._repeat(lambda key: result(call(state, key)), calls)
 
     def _python_weights(self, calls: int) -> float:
-        binding, state = self._binding, self._subject.state
-        return self._repeat(
-            lambda key: binding.call_weights(state, binding.call_sample(state, key)), calls
+        call_weights, call, state = (
+            self._binding.call_weights,
+            self._binding.call_sample,
+            self._subject.state,
         )
+        assert call_weights is not None
+        return self._repeat(lambda key: call_weights(state, call(state, key)), calls)
 
     def _repeat(self, draw: Callable[[jax.Array], jax.Array], calls: int) -> float:
-        keys, wait_each = itertools.cycle(self._keys), self._wait_each
+        keys, wait_each = itertools.cycle(self._keys), self._options.wait == "call"
         last: jax.Array | None = None
 
         def call() -> None:
@@ -378,35 +479,8 @@ class PrioritizedContestant:
 
         return repeat_calls(call, calls, lambda: jax.block_until_ready(last))
 
-    def _repeat_in_place(
-        self, step: Callable[[State], State], ready: Callable[[State], jax.Array], calls: int
-    ) -> float:
-        subject, wait_each = self._subject, self._wait_each
-
-        def call() -> None:
-            subject.state = step(subject.state)
-            if wait_each:
-                ready(subject.state).block_until_ready()
-
-        return repeat_calls(call, calls, lambda: jax.block_until_ready(subject.state))
-
-    def _scanned(
-        self, program: Callable[..., Any], arguments: Callable[[], tuple[Any, ...]]
-    ) -> Callable[[int], float]:
-        """Times a compiled scan, which takes and returns the state first."""
-        subject = self._subject
-
-        def run(calls: int) -> float:
-            rest = arguments()
-            seconds = 0.0
-            for _ in range(calls):
-                start = time.perf_counter()
-                subject.state, output = jax.block_until_ready(program(subject.state, *rest))
-                seconds += time.perf_counter() - start
-                del output
-            return seconds
-
-        return run
+    def _repeat_in_place(self, step: Callable[[State], State], calls: int) -> float:
+        return repeat_in_place(self._subject, step, self._options, calls)
 
 
 def _ready(state: State) -> Callable[[State], jax.Array]:

@@ -51,9 +51,9 @@ def _timing_cells(timing: Timing, libraries: Sequence[str]) -> list[str]:
     for library in libraries:
         timed = library in timing.microseconds
         cells.append(_microseconds(timing.median(library)) if timed else "–")
-        if library == REFERENCE:
+        if library == timing.reference:
             continue
-        if timed and REFERENCE in timing.microseconds:
+        if timed and timing.compared:
             low, middle, high = timing.ratio(library)
             cells.append(f"**{middle:.2f}** ({low:.2f}–{high:.2f})")
         else:
@@ -83,8 +83,8 @@ def row_markdown(result: RowResult) -> str:
         header = ["operation"]
         for library in libraries:
             header.append(f"{library}, µs")
-            if library != REFERENCE:
-                header.append(f"{library} / {REFERENCE}")
+            if library != result.row.reference:
+                header.append(f"{library} / {result.row.reference}")
         lines = [
             [operation, *_timing_cells(timing, libraries)]
             for operation, timing in result.timings.items()
@@ -96,7 +96,7 @@ def row_markdown(result: RowResult) -> str:
             [name, *(result.facts[library].get(name, "–") for library in libraries)]
             for name in names
         ]
-        parts.append(_table(["memory", *libraries], lines))
+        parts.append(_table(["besides", *libraries], lines))
     for library, reason in result.skipped.items():
         parts.append(f"{library} is left out: {reason}.")
     for library, reason in result.unequal.items():
@@ -123,10 +123,10 @@ def markdown(
     return f"""# Benchmark results
 
 Times are microseconds per operation, medians over {options.turns} interleaved turns. A ratio
-above 1 means that {REFERENCE} is faster; it is the median of the ratios within a turn, with
-quartiles. "python" is a call from Python, timed until its result is there; "scan" is one iteration
-inside a compiled `lax.scan`.{scheduler} What exactly is compared is said in the docstrings of
-`benchmarks/rows`.
+above 1 means that what it divides by, {REFERENCE} in most rows, is faster; it is the median of the
+ratios within a turn, with quartiles. "python" is a call from Python, timed until its result is
+there; "scan" is one iteration inside a compiled `lax.scan`.{scheduler} What exactly is compared is
+said in the docstrings of `benchmarks/rows`.
 
 Repeat with `{command}`.
 
@@ -162,11 +162,10 @@ def _row_json(result: RowResult) -> dict[str, Any]:
 
 
 def _timing_json(timing: Timing) -> Mapping[str, Any]:
-    peers = [name for name in timing.microseconds if name != REFERENCE]
-    compared = REFERENCE in timing.microseconds
+    peers = [name for name in timing.microseconds if name != timing.reference]
     return {
         "microseconds": {name: list(times) for name, times in timing.microseconds.items()},
         "fastest": {name: float(times.min()) for name, times in timing.microseconds.items()},
         "median": {name: timing.median(name) for name in timing.microseconds},
-        "ratio": {peer: timing.ratio(peer) for peer in peers} if compared else {},
+        "ratio": {peer: timing.ratio(peer) for peer in peers} if timing.compared else {},
     }

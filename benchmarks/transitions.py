@@ -60,7 +60,7 @@ class Transitions:
         }
 
     def serials(self, items: Items) -> np.ndarray:
-        """The serial numbers of transitions, read from their rewards. -> [B] int64."""
+        """The serial numbers of transitions, read from their rewards. -> [B, ...] int64."""
         return items["reward"].astype(np.int64)
 
     @staticmethod
@@ -92,6 +92,11 @@ MUJOCO = Transitions(
     }
 )
 """HalfCheetah's transition: 165 bytes."""
+
+MUJOCO_STEP = Transitions(
+    {name: leaf for name, leaf in MUJOCO.leaves.items() if name != "next_obs"}
+)
+"""HalfCheetah's step, as stored where the next observation is in the next step: 97 bytes."""
 
 MINATAR = Transitions(
     {

@@ -23,7 +23,6 @@ beta 0.4, and every one returns the data and the probabilities (or weights).
 
 import dataclasses
 import functools
-import importlib
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,11 +31,11 @@ import jax
 import numpy as np
 
 from benchmarks import equality
-from benchmarks.harness import Contestant, Operation, Options, Row, Unavailable, repeat_calls
+from benchmarks.harness import Contestant, Operation, Options, Row, import_library, repeat_calls
 from benchmarks.jax_loops import (
     NUM_ARGUMENTS,
     Binding,
-    PrioritizedContestant,
+    ReplayContestant,
     compiler_options,
 )
 from benchmarks.transitions import ATARI, MINATAR, MUJOCO, Items
@@ -82,7 +81,7 @@ def _sized(name: str, workload: Workload, quick_capacity: int, options: Options)
 
 def _row(name: str, kind: str, workload: Workload, options: Options) -> Row:
     def contestant(bind: Callable[[Workload, Options], Binding]) -> Callable[[], Contestant]:
-        return lambda: PrioritizedContestant(lambda job: bind(job, options), workload, options)
+        return lambda: ReplayContestant(lambda job: bind(job, options), workload, options)
 
     title = (
         f"{kind} transitions of {workload.transitions.num_bytes:,} bytes, "
@@ -97,16 +96,9 @@ def _row(name: str, kind: str, workload: Workload, options: Options) -> Row:
     return Row(name, title, OPERATIONS, builders)
 
 
-def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise Unavailable(f"cannot be imported ({error}); install {module}") from error
-
-
 def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
     """The `ItemBuffer` of jaxbuf, with prioritized sampling."""
-    jaxbuf = _import("jaxbuf")
+    jaxbuf = import_library("jaxbuf")
     size, beta = workload.sample_size, workload.beta
     return Binding(
         create=lambda: jaxbuf.ItemBuffer.create(
@@ -129,7 +121,7 @@ def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
 
 def bind_flashbax(workload: Workload, options: Options) -> Binding:
     """The prioritized item buffer of flashbax; see the module's docstring."""
-    flashbax = _import("flashbax")
+    flashbax = import_library("flashbax")
     buffer = flashbax.make_prioritised_item_buffer(
         max_length=workload.capacity,
         min_length=1,
@@ -172,7 +164,7 @@ class CpprbSubject:
 
     def __init__(self, workload: Workload):
         """Creates the buffer, and fills it with transitions 0, 1, ..."""
-        cpprb = _import("cpprb")
+        cpprb = import_library("cpprb")
         self._workload = workload
         fields = {
             name: {"shape": leaf.shape or 1, "dtype": leaf.dtype.type}

@@ -1,0 +1,282 @@
+"""Windows of consecutive steps: add, sample, update and the cycle, uniform and prioritized.
+
+64 environments of 16,384 steps each, full; one step of every environment is added at a time, and
+256 windows of 8 steps are drawn. What is compared, and why it is equal work:
+
+* **jaxbuf**: `TrajectoryBuffer` with `Uniform()` or `Prioritized(alpha=0.6)`, stratified. From
+  Python through `jaxbuf.add`, `jaxbuf.sample` and `jaxbuf.update_priority`, which are jitted and
+  donate; inside a scan through the methods.
+* **flashbax**: `make_trajectory_buffer` and `make_prioritised_trajectory_buffer` with period 1,
+  the latter told its device; its functions are jitted, and the ones that change the state donate
+  it.
+
+Both store the same bytes and return windows of the same bytes, each contiguous and none across the
+place of the next write; with priorities both return the probabilities too. (jaxbuf returns them
+without priorities as well, and for every window a slot that is known to be stale once the window
+is gone.) New windows get priority 1, the largest ever set here.
+
+`windows-half` compares jaxbuf with itself: an add to every other environment, the others masked
+out, with an add to all.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import equality
+from benchmarks.harness import Contestant, Operation, Options, Row, import_library
+from benchmarks.jax_loops import (
+    Binding,
+    JaxSubject,
+    ReplayContestant,
+    compiled,
+    compiler_options,
+    repeat_in_place,
+    scan_add,
+    scanned,
+)
+from benchmarks.transitions import MUJOCO_STEP, Items
+from benchmarks.workload import Workload
+
+UNIFORM = (
+    "python add",
+    "python sample",
+    "python cycle",
+    "scan add",
+    "scan sample",
+    "scan cycle",
+)
+PRIORITIZED = (
+    "python add",
+    "python sample",
+    "python update",
+    "python cycle",
+    "scan add",
+    "scan sample",
+    "scan update",
+    "scan cycle",
+)
+ADD = ("python add", "scan add")
+
+WORKLOAD = Workload(
+    transitions=MUJOCO_STEP,
+    capacity=64 * 16_384,
+    add_size=64,
+    sample_size=256,
+    scan_length=200,
+    num_envs=64,
+    sequence_length=8,
+)
+QUICK_LENGTH = 1024
+
+
+def rows(options: Options) -> list[Row]:
+    """The rows of windows."""
+    if not any(
+        options.wants(name, operation)
+        for name in ("windows-uniform", "windows-prioritized", "windows-half")
+        for operation in PRIORITIZED
+    ):
+        return []
+    prioritized = _sized(options)
+    uniform = dataclasses.replace(prioritized, prioritized=False)
+    size = (
+        f"{prioritized.num_envs} environments × {prioritized.length:,} steps of "
+        f"{prioritized.transitions.num_bytes} bytes, full; add {prioritized.add_size}"
+    )
+    sampled = f"{prioritized.sample_size} windows of {prioritized.sequence_length}"
+
+    def replay(workload: Workload) -> dict[str, Callable[[], Contestant]]:
+        def contestant(bind: Callable[[Workload, Options], Binding]) -> Callable[[], Contestant]:
+            return lambda: ReplayContestant(lambda job: bind(job, options), workload, options)
+
+        return {"jaxbuf": contestant(bind_jaxbuf), "flashbax": contestant(bind_flashbax)}
+
+    return [
+        Row("windows-uniform", f"{size}, sample {sampled}", UNIFORM, replay(uniform)),
+        Row(
+            "windows-prioritized",
+            f"{size}, sample and update {sampled}",
+            PRIORITIZED,
+            replay(prioritized),
+        ),
+        Row(
+            "windows-half",
+            f"{size} or, masked, half of them; with priorities",
+            ADD,
+            {
+                "jaxbuf-all": lambda: AddContestant(prioritized, options, parts=1),
+                "jaxbuf-half": lambda: AddContestant(prioritized, options, parts=2),
+            },
+            reference="jaxbuf-all",
+        ),
+    ]
+
+
+def _sized(options: Options) -> Workload:
+    capacity = WORKLOAD.num_envs * QUICK_LENGTH if options.quick else WORKLOAD.capacity
+    capacity = options.capacity or capacity
+    smallest = 4 * WORKLOAD.num_envs * WORKLOAD.sequence_length
+    if capacity < smallest or capacity % WORKLOAD.num_envs:
+        raise ValueError(
+            f"capacity {capacity} does not suit the windows; use a multiple of "
+            f"{WORKLOAD.num_envs} from {smallest} on"
+        )
+    return dataclasses.replace(WORKLOAD, capacity=capacity)
+
+
+def steps(items: Items, num_envs: int) -> Items:
+    """Items in the order of their serial numbers, leaves [B, ...], as leaves [E, T, ...]."""
+    return {
+        name: np.ascontiguousarray(
+            leaf.reshape(-1, num_envs, *leaf.shape[1:]).swapaxes(0, 1),
+        )
+        for name, leaf in items.items()
+    }
+
+
+def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
+    """The `TrajectoryBuffer` of jaxbuf."""
+    del options
+    jaxbuf = import_library("jaxbuf")
+    size = workload.sample_size
+    sampler = jaxbuf.Prioritized(alpha=workload.alpha) if workload.prioritized else jaxbuf.Uniform()
+    binding = Binding(
+        create=lambda: jaxbuf.TrajectoryBuffer.create(
+            workload.transitions.example,
+            workload.num_envs,
+            workload.length,
+            sequence_length=workload.sequence_length,
+            sampler=sampler,
+        ),
+        add=lambda buffer, items: buffer.add(items),
+        sample=lambda buffer, key: buffer.sample(key, size),
+        call_add=jaxbuf.add,
+        call_sample=lambda buffer, key: jaxbuf.sample(buffer, key, size),
+        data=lambda sample: sample.data,
+        slots=lambda sample: sample.slots,
+        probability=lambda sample: sample.probability,
+        arguments=lambda items: (steps(items, workload.num_envs),),
+    )
+    if not workload.prioritized:
+        return binding
+    return dataclasses.replace(
+        binding,
+        update=lambda buffer, slots, priority: buffer.update_priority(slots, priority),
+        call_update=jaxbuf.update_priority,
+    )
+
+
+def bind_flashbax(workload: Workload, options: Options) -> Binding:
+    """The trajectory buffers of flashbax; see the module's docstring."""
+    flashbax = import_library("flashbax")
+    common = {
+        "add_batch_size": workload.num_envs,
+        "sample_batch_size": workload.sample_size,
+        "sample_sequence_length": workload.sequence_length,
+        "period": 1,
+        "min_length_time_axis": workload.sequence_length,
+        "max_length_time_axis": workload.length,
+    }
+    if workload.prioritized:
+        buffer = flashbax.make_prioritised_trajectory_buffer(
+            **common, priority_exponent=workload.alpha, device=jax.default_backend()
+        )
+    else:
+        buffer = flashbax.make_trajectory_buffer(**common)
+    xla_options = compiler_options(options)
+    in_place = functools.partial(jax.jit, donate_argnums=0, compiler_options=xla_options)
+
+    def create() -> Any:
+        example = {
+            name: jax.numpy.zeros(leaf.shape, leaf.dtype)
+            for name, leaf in workload.transitions.example.items()
+        }
+        return buffer.init(example)
+
+    binding = Binding(
+        create=create,
+        add=buffer.add,
+        sample=buffer.sample,
+        call_add=in_place(buffer.add),
+        call_sample=jax.jit(buffer.sample, compiler_options=xla_options),
+        data=lambda sample: sample.experience,
+        arguments=lambda items: (steps(items, workload.num_envs),),
+    )
+    if not workload.prioritized:
+        return binding
+    return dataclasses.replace(
+        binding,
+        update=buffer.set_priorities,
+        call_update=in_place(buffer.set_priorities),
+        slots=lambda sample: sample.indices,
+        probability=lambda sample: sample.probabilities,
+    )
+
+
+def bind_parts(workload: Workload, options: Options, parts: int) -> Binding:
+    """Jaxbuf's buffer, filled by masked adds to every `parts`-th environment in turn."""
+    binding = bind_jaxbuf(workload, options)
+    if parts == 1:
+        return binding
+    jaxbuf = import_library("jaxbuf")
+    env = np.arange(workload.num_envs)
+
+    def arguments(items: Items) -> list[tuple[Items, np.ndarray]]:
+        laid_out = steps(items, workload.num_envs)
+        return [(laid_out, env % parts == part) for part in range(parts)]
+
+    return dataclasses.replace(
+        binding,
+        add=lambda buffer, given: buffer.add(given[0], mask=given[1]),
+        call_add=lambda buffer, given: jaxbuf.add(buffer, given[0], mask=given[1]),
+        arguments=arguments,
+    )
+
+
+class AddContestant:
+    """jaxbuf's prioritized windows when steps of some environments are added at a time."""
+
+    def __init__(self, workload: Workload, options: Options, parts: int):
+        """Fills a buffer to capacity.
+
+        Args:
+            workload: The job.
+            options: How to compile and wait.
+            parts: Every how many-th environment takes part in an add.
+        """
+        binding = bind_parts(workload, options, parts)
+        self._options = options
+        self._length = workload.scan_length
+        self._subject = JaxSubject(binding, workload)
+        items = workload.transitions.items(np.arange(workload.add_size))
+        self._items = jax.device_put(binding.arguments(items)[0])
+        self._program = compiled(
+            scan_add(binding.add, workload.scan_length), options, self._subject.state, self._items
+        )
+
+    def verify(self) -> None:
+        """Checks that the adds to all parts together are an add to all environments."""
+        equality.check_calls(self._subject, rounds=4, add=True)
+
+    def operations(self) -> Mapping[str, Operation]:
+        """The adds."""
+        subject, items = self._subject, self._items
+
+        def python_add(calls: int) -> float:
+            call = subject.binding.call_add
+            return repeat_in_place(subject, lambda state: call(state, items), self._options, calls)
+
+        scan = scanned(subject, self._program, lambda: (items,))
+        return {
+            "python add": Operation(python_add),
+            "scan add": Operation(scan, self._length),
+        }
+
+    def facts(self) -> Mapping[str, str]:
+        """None."""
+        return {}
