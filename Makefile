@@ -3,11 +3,16 @@
 PYTHON ?= python3
 JOBS ?= 2
 MPI ?= 1
+TORCH ?= 1
 ARGS ?=
 
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-input
+
+# torchgfn needs another NumPy than jaxbuf, so it lives in an environment of its own.
+TORCH_VENV := .venv-torch
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # One empty file per finished installation, all of them gone when .venv is made anew.
 STAMPS := $(VENV)/.stamps
@@ -31,11 +36,11 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format benchmark clean
+.PHONY: help demo test lint format benchmark benchmark-torch clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo  ## train DQN with prioritized replay on CartPole (ARGS: its options, e.g. --help)
 	@$(RUN) -m jaxbuf.examples.dqn $(ARGS)
@@ -52,11 +57,16 @@ format: $(STAMPS)/lint  ## rewrite the code in the project's style
 	@$(RUN) -m ruff check --fix-only .
 	@$(RUN) -m ruff format .
 
-benchmark: $(STAMPS)/benchmark  ## time jaxbuf side by side with its peers (ARGS: its options)
+benchmark: $(STAMPS)/benchmark  ## time jaxbuf side by side with its peers (ARGS: its options; TORCH=0: without torchgfn)
+ifneq ($(TORCH),0)
+	@$(MAKE) --no-print-directory benchmark-torch || echo "going on without torchgfn: see the messages above"
+endif
 	@$(RUN) -m benchmarks $(ARGS)
 
+benchmark-torch: $(TORCH_VENV)/.installed  ## install torchgfn in an environment of its own (TORCH_INDEX: where torch is)
+
 clean:  ## remove .venv and all that was built or cached
-	rm -rf $(VENV) build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TORCH_VENV) build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installing
@@ -91,6 +101,13 @@ $(STAMPS)/lint: pyproject.toml $(BASE)
 $(STAMPS)/benchmark: pyproject.toml $(BASE)
 	@echo "installing jaxbuf and the libraries it is measured against"
 	@$(INSTALL) --editable . --group benchmark
+	@touch $@
+
+$(TORCH_VENV)/.installed: $(BASE)
+	@echo "installing torchgfn and torch (CPU) into $(TORCH_VENV)"
+	@$(PYTHON) -m venv $(TORCH_VENV)
+	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	  --extra-index-url $(TORCH_INDEX) torch==2.13.0 'torchgfn>=2.4'
 	@touch $@
 
 WITHOUT_MPI := "To go on without MPI: make test MPI=0 (the MPI tests are then skipped)."

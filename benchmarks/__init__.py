@@ -2,9 +2,12 @@
 
 How it measures:
 
-* Every library of a row lives in one process and takes its turn in short blocks, A B C, C B A,
-  A B C, ..., so that a noisy machine disturbs all of them alike. A time is the median over the
-  blocks; a ratio is the median of the ratios *within* a turn, with its quartiles.
+* The libraries of a row take turns in short blocks, A B C, C B A, A B C, ..., so that a noisy
+  machine disturbs all of them alike. A time is the median over the blocks; a ratio is the median of
+  the ratios *within* a turn, with its quartiles.
+* They live in one process, but for peers that need an environment of their own
+  ([`benchmarks.peer_process`][]): these wait in a process of theirs, and measure themselves when it
+  is their turn.
 * Before a row is timed, each library has to show that it does the work
   ([`benchmarks.equality`][]): the data read back are the data stored, the probabilities and
   weights are those of the priorities set, the oldest items are the ones evicted.

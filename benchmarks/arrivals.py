@@ -1,0 +1,129 @@
+"""What a GFlowNet adds to its buffer: rows that get better, and some that came before.
+
+NumPy only, so that a peer in another environment makes the same rows.
+"""
+
+import dataclasses
+
+import numpy as np
+
+NUM_BATCHES = 16
+"""How many batches are drawn once and used in turn, moved each time."""
+
+REPEATED = 4
+"""One row in so many comes again with every pass over the batches: a mode found once more."""
+
+FRESH = 0.4
+"""Drift of the log rewards, in standard deviations per full turnover of the buffer. With it half of
+all rows rank high enough to enter, at any capacity: the positive part of a standard normal variable
+has mean 0.4."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrivals:
+    """The rows that reach a full buffer, batch after batch.
+
+    A log reward is normal around a mean that rises a little with every batch, so that a buffer of
+    the best rows always has something to take in. A state is uniform, elsewhere in every pass.
+
+    Attributes:
+        capacity: Rows the buffer holds, N.
+        batch: Rows per add, B.
+        width: Numbers in a state, D.
+    """
+
+    capacity: int
+    batch: int = 256
+    width: int = 64
+
+    @property
+    def drift(self) -> np.float32:
+        """How much the mean log reward rises from one batch to the next."""
+        return np.float32(FRESH * self.batch / self.capacity)
+
+    @property
+    def moves(self) -> np.ndarray:
+        """Which rows of a batch have new states in every pass, [B] bool."""
+        return np.arange(self.batch) % REPEATED != 0
+
+    def initial(self) -> tuple[np.ndarray, np.ndarray]:
+        """What a buffer of the best holds that saw such rows long enough: [N, D] and [N]."""
+        rng = np.random.default_rng(0)
+        # What is older lies four standard deviations lower: next to nothing of it is left.
+        seen = 10 * self.capacity
+        age = np.arange(seen, 0, -1, dtype=np.float32) / self.batch
+        scores = rng.standard_normal(seen, np.float32) - age * self.drift
+        best = np.sort(np.argpartition(scores, seen - self.capacity)[-self.capacity :])
+        return rng.random((self.capacity, self.width), np.float32), scores[best]
+
+    def pool(self) -> tuple[np.ndarray, np.ndarray]:
+        """The states [K, B, D] and the log rewards [K, B] of the batches before they move."""
+        rng = np.random.default_rng(1)
+        states = rng.random((NUM_BATCHES, self.batch, self.width), np.float32)
+        return states, rng.standard_normal((NUM_BATCHES, self.batch), np.float32)
+
+
+class Source:
+    """Hands out the batches of some arrivals, one after the other.
+
+    Attributes:
+        turn: The number of the next batch.
+    """
+
+    def __init__(self, arrivals: Arrivals):
+        """Begins with batch 0."""
+        self._arrivals = arrivals
+        self._states, self._scores = arrivals.pool()
+        self.turn = 0
+
+    def next(self) -> tuple[np.ndarray, np.ndarray]:
+        """The states [B, D] and the log rewards [B] of the next batch."""
+        passes, at = divmod(self.turn, NUM_BATCHES)
+        moved = self._arrivals.moves.astype(np.float32) * np.float32(passes)
+        scores = self._scores[at] + np.float32(self.turn) * self._arrivals.drift
+        self.turn += 1
+        return self._states[at] + moved[:, None], scores
+
+
+class BestModel:
+    """The rows that a buffer of the best must hold, by sorting all of them at every add.
+
+    Attributes:
+        states: [N, D].
+        scores: [N].
+    """
+
+    def __init__(self, arrivals: Arrivals, cutoff: float | None = None):
+        """Full of the initial rows.
+
+        Args:
+            arrivals: The rows.
+            cutoff: Distance (p = 1) within which a row is refused; None compares none.
+        """
+        self.states, self.scores = arrivals.initial()
+        self._cutoff = cutoff
+
+    def add(self, states: np.ndarray, scores: np.ndarray) -> None:
+        """Takes [B, D] states with their [B] log rewards."""
+        if self._cutoff is not None:
+            order = np.argsort(-scores, kind="stable")
+            order = order[scores[order] >= self.scores.min()]
+            states, scores = states[order], scores[order]
+            near = _distances(states, states) <= self._cutoff
+            alone = ~np.any(np.tril(near, -1), axis=1)
+            states, scores = states[alone], scores[alone]
+            far = np.all(_distances(states, self.states) > self._cutoff, axis=1)
+            states, scores = states[far], scores[far]
+        capacity = len(self.scores)
+        states = np.concatenate([self.states, states])
+        scores = np.concatenate([self.scores, scores])
+        best = np.argsort(scores, kind="stable")[-capacity:]
+        self.states, self.scores = states[best], scores[best]
+
+
+def _distances(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Distances with p = 1. [M, D], [N, D] -> [M, N]."""
+    total = np.zeros((len(some), len(others)), np.float32)
+    for one, other in zip(some.T, others.T, strict=True):
+        total += np.abs(one[:, None] - other[None])
+    return total
