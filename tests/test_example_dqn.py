@@ -1,10 +1,15 @@
 """The DQN example: it learns, resumes as if nothing had happened, and says what is wrong."""
 
 import contextlib
+import csv
+import importlib.util
 import io
 import itertools
 import json
 import math
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +24,7 @@ import jaxbuf
 from jaxbuf.examples import _network, _report, dqn
 from jaxbuf.examples._environment import MINATAR, NAMES, Environments
 from jaxbuf.examples._run_folder import RunFolder
+from tests.tensorboard import events_of
 
 QUICK = {
     "--steps": "12_000",
@@ -60,7 +66,7 @@ def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "whole"
     printed, shown = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(shown):
-        assert dqn.main(words(out)) == 0
+        assert dqn.main(words(out, "--log")) == 0
     return Finished(out, printed.getvalue(), shown.getvalue())
 
 
@@ -99,15 +105,75 @@ def test_an_interrupted_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch,
     out = tmp_path / "interrupted"
     with monkeypatch.context() as patch:
         patch.setattr(_report, "Progress", Interrupted)
-        assert dqn.main(words(out)) == 130
+        assert dqn.main(words(out, "--log")) == 130
     assert "step 3880 with --resume" in capsys.readouterr().err
     assert dqn.main(["--out", str(out), "--resume"]) == 0
-    expected, expected_record = final_state(finished.folder)
+    check_same_end(out, finished.folder)
+
+
+@pytest.mark.xdist_group("dqn")
+def test_a_killed_run_goes_on_bit_for_bit(finished, tmp_path):
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "jaxbuf.examples.dqn", *words(out, "--log")]
+    table = out / "log.csv"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        # Within a tenth of the run, at whose end it is saved: what was logged since is lost.
+        while not (table.exists() and table.read_text().count("\n") > 35):
+            assert process.poll() is None, "the run ended by itself"
+            time.sleep(0.002)
+        process.kill()
+    assert process.returncode == -9
+    step = RunFolder(out, "dqn").load_record()["step"]
+    assert 516 < step < 12_000
+    logged = int(table.read_text().splitlines()[-1].split(",")[0])
+    assert logged > step
+    assert dqn.main(["--out", str(out), "--resume"]) == 0
+    check_same_end(out, finished.folder)
+
+
+def check_same_end(out, whole):
+    """A run that was interrupted left the same state and the same log as one that was not."""
+    expected, expected_record = final_state(whole)
     actual, record = final_state(out)
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_equal(record, expected_record)
+    assert (out / "log.csv").read_text() == (whole / "log.csv").read_text()
+    expected, actual = events_of(whole / "tensorboard"), events_of(out / "tensorboard")
+    np.testing.assert_equal(actual, expected)
+
+
+@pytest.mark.xdist_group("dqn")
+def test_the_log_tells_how_training_went(finished):
+    with (finished.folder / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    _, record = final_state(finished.folder)
+    assert [int(row["step"]) for row in rows] == record["curve"]["steps"]
+    returns = [[float(row[f"return/{seed}"]) for seed in range(2)] for row in rows]
+    np.testing.assert_array_equal(returns, record["curve"]["returns"])
+    for row in rows:
+        assert float(row["loss/1"]) > 0
+        assert float(row["buffer/size/0"]) == min(int(row["step"]), 4000)
+        assert float(row["buffer/priority_min/0"]) < float(row["buffer/priority_max/0"])
+    curves = events_of(finished.folder / "tensorboard")
+    assert set(curves) == set(rows[0]) - {"step"}
+    for name, points in curves.items():
+        assert [step for step, _ in points] == record["curve"]["steps"]
+        values = [float(row[name]) for row in rows]
+        np.testing.assert_allclose([value for _, value in points], values, rtol=1e-6)
+    assert f"log             {finished.folder / 'log.csv'}" in finished.out
+
+
+def test_logging_says_what_it_needs(tmp_path, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else find(name)
+        )
+        message = error_of(["--out", str(tmp_path / "run"), "--log"], capsys)
+    assert "--log needs tensorboardX; install it with `pip install 'jaxbuf[examples]'`" in message
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.xdist_group("dqn")
@@ -375,7 +441,8 @@ def test_learning_updates_the_priorities_of_what_it_sampled():
     state = jax.jit(learner.init)(jax.random.key(0))
     assert int(state.step) == 64
     assert int(state.buffer.size) == 64
-    learned = jax.jit(learner.learn)(state)
+    learned, loss = jax.jit(learner.learn)(state)
+    assert loss > 0
     before, after = state.buffer.metrics(), learned.buffer.metrics()
     # All transitions came in with the same priority, and errors differ.
     assert before["priority_min"] == before["priority_max"]

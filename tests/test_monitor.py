@@ -2,7 +2,6 @@
 
 import io
 import math
-import struct
 import sys
 import types
 
@@ -13,6 +12,7 @@ import pytest
 
 import jaxbuf
 from tests.kill import kill_repeatedly
+from tests.tensorboard import events_of
 
 
 class Rows:
@@ -36,25 +36,6 @@ class Rows:
     @property
     def steps(self):
         return [step for step, _ in self.rows]
-
-
-def events_of(folder):
-    """Points per name as TensorBoard shows them: a restart hides what comes after its step."""
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-    curves = {}
-    for path in sorted(folder.iterdir()):
-        content = path.read_bytes()
-        while content:
-            (length,) = struct.unpack("<Q", content[:8])
-            event = Event.FromString(content[12 : 12 + length])
-            content = content[16 + length :]
-            if event.session_log.status == SessionLog.START:
-                for points in curves.values():
-                    points[:] = [point for point in points if point[0] < event.step]
-            for value in event.summary.value:
-                curves.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return curves
 
 
 def test_every_so_many_steps_whatever_the_stride():

@@ -36,6 +36,16 @@ class RunFolder:
         """The folder of the newest checkpoint."""
         return self.path.resolve() / "checkpoint"
 
+    @property
+    def log_table(self) -> Path:
+        """The metrics of a run that logs them, as a CSV."""
+        return self.path / "log.csv"
+
+    @property
+    def log_events(self) -> Path:
+        """The same for TensorBoard, a folder."""
+        return self.path / "tensorboard"
+
     def begin(self) -> None:
         """Make the folder, and empty it of an earlier run of this example.
 
@@ -44,7 +54,9 @@ class RunFolder:
         """
         self._check_ours()
         try:
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
+            for folder in (self.checkpoints, self.log_events):
+                shutil.rmtree(folder, ignore_errors=True)
+            self.log_table.unlink(missing_ok=True)
             self.path.mkdir(parents=True, exist_ok=True)
             self._marker.write_text(json.dumps({"example": self.example}) + "\n")
         except OSError as error:

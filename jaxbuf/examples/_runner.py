@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import math
 import sys
 import time
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
 
+import jaxbuf
 from jaxbuf.examples import _cli, _report
 from jaxbuf.examples._run_folder import RunError, RunFolder
 
@@ -80,8 +82,8 @@ class Agent(Protocol):
         """The state after the warm-up."""
         ...
 
-    def train(self, state: Any, iterations: int) -> tuple[Any, EpisodeLog]:
-        """Go on for ``iterations`` steps of all environments."""
+    def train(self, state: Any, iterations: int) -> tuple[Any, EpisodeLog, dict[str, Any]]:
+        """Go on for ``iterations`` steps of all environments; returns metrics as well."""
         ...
 
     def evaluate(self, state: Any, key: PRNGKeyArray) -> Float[Array, " episodes"]:
@@ -156,8 +158,13 @@ def main(
     given = vars(parser.parse_args(argv))
     folder = RunFolder(given.pop("out"), example)
     resume: bool = given.pop("resume")
+    log: bool = given.pop("log")
     curve = Curve()
     try:
+        if log and importlib.util.find_spec("tensorboardX") is None:
+            raise RunError(
+                "--log needs tensorboardX; install it with `pip install 'jaxbuf[examples]'`"
+            )
         if resume:
             record = folder.load_record()
             config = make_config(**{**record["config"], **_allowed(given, record, folder)})
@@ -165,11 +172,14 @@ def main(
         else:
             config = make_config(**given)
             folder.begin()
+        log = log or folder.log_table.exists()
+        writers = _log_writers(folder) if log else []
     except (RunError, ValueError) as error:
         parser.error(str(error))
     agent = make_agent(config)
     try:
-        outcome = _train(agent, config, folder, curve, resume=resume)
+        with jaxbuf.Monitor(writers, resume_at=curve.steps[-1] if resume else None) as monitor:
+            outcome = _train(agent, config, folder, curve, monitor, resume=resume)
     except KeyboardInterrupt:
         print(f"\ninterrupted; {folder.how_to_go_on()}", file=sys.stderr)
         return 130
@@ -179,6 +189,8 @@ def main(
     )
     print(_table(outcome, config))
     print(f"learning curve  {picture}\ncheckpoint      {folder.checkpoints}")
+    if log:
+        print(f"log             {folder.log_table}, {folder.log_events}")
     return 0
 
 
@@ -187,6 +199,8 @@ def _parser(example: str, description: str, options: type[Any]) -> _cli.Parser:
   learning_curve.png  return of every seed while training
   checkpoint/         the whole training state, {SAVES} times in a run, the latest kept
   run.json            which example this folder belongs to
+  log.csv             with --log, {CHUNKS} times in a run: returns, losses, metrics of the buffer
+  tensorboard/        the same, for TensorBoard
 A run that is there already is replaced, unless --resume is given."""
     parser = _cli.Parser(f"python -m jaxbuf.examples.{example}", description, epilog)
     _cli.add_options(parser, options)
@@ -201,6 +215,11 @@ A run that is there already is replaced, unless --resume is given."""
         "--resume",
         action="store_true",
         help="go on from the checkpoint in --out, with its options; --steps may ask for more",
+    )
+    parser.add_argument(
+        "--log",
+        action="store_true",
+        help="log while training; a run that is resumed goes on with its log in any case",
     )
     return parser
 
@@ -223,7 +242,13 @@ def _allowed(given: dict[str, Any], record: dict[str, Any], folder: RunFolder) -
 
 
 def _train(
-    agent: Agent, config: Config, folder: RunFolder, curve: Curve, *, resume: bool
+    agent: Agent,
+    config: Config,
+    folder: RunFolder,
+    curve: Curve,
+    monitor: jaxbuf.Monitor,
+    *,
+    resume: bool,
 ) -> Outcome:
     begin = time.perf_counter()
     keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
@@ -244,7 +269,7 @@ def _train(
         seconds: list[float] = []
         for i in range(chunks):
             started = time.perf_counter()
-            states, log = chunk(states)
+            states, log, metrics = chunk(states)
             returns = _mean_returns(log)
             seconds.append(time.perf_counter() - started)
             progress.phase("training")
@@ -252,12 +277,15 @@ def _train(
             step += length * config.num_envs
             curve.steps.append(step)
             curve.returns.append(returns.tolist())
+            monitor.write(step, {"return": returns, **metrics})
             if (i + 1) % max(chunks // SAVES, 1) == 0 or i + 1 == chunks:
                 record = {
                     "step": step,
                     "config": dataclasses.asdict(config),
                     "curve": dataclasses.asdict(curve),
                 }
+                # First: what comes after a checkpoint is written again when it is resumed.
+                monitor.flush()
                 folder.save(step, states, record)
         progress.phase("evaluating")
         greedy = np.asarray(evaluate(states, keys)).mean(axis=1)
@@ -273,6 +301,10 @@ def _train(
     )
 
 
+def _log_writers(folder: RunFolder) -> list[jaxbuf.Writer]:
+    return [jaxbuf.TensorBoardWriter(folder.log_events), jaxbuf.CsvWriter(folder.log_table)]
+
+
 def _iterations(steps: int, config: Config, parts: int) -> int:
     """How many steps of all environments make one of ``parts`` parts, rounded up."""
     return math.ceil(math.ceil(steps / config.num_envs) / parts)
@@ -285,8 +317,8 @@ def _over_seeds(agent: Agent) -> tuple[Callable[[Any], Any], Callable[[Any, Any]
 
 
 @functools.cache
-def _chunk(agent: Agent, length: int) -> Callable[[Any], tuple[Any, EpisodeLog]]:
-    def chunk(states: Any) -> tuple[Any, EpisodeLog]:
+def _chunk(agent: Agent, length: int) -> Callable[[Any], tuple[Any, EpisodeLog, dict[str, Any]]]:
+    def chunk(states: Any) -> tuple[Any, EpisodeLog, dict[str, Any]]:
         return jax.vmap(lambda state: agent.train(state, length))(states)
 
     # Donated, so that the buffers are updated where they are.

@@ -36,6 +36,7 @@ a minute on two CPU cores; the MinAtar games take hours there, or a GPU.
   --sampler uniform               the same agent without priorities
   --n-step 3                      targets of three rewards instead of one
   --frame-stack 4                 the last four frames of a MinAtar game
+  --log                           losses and more in a CSV and for TensorBoard
   --resume --steps 500_000        train a finished run for longer"""
 MAX_GRADIENT = 10.0
 # Keeps what the network already predicts exactly from never being drawn again.
@@ -233,22 +234,30 @@ class Agent:
             lambda state, _: self.interact(state, epsilon=1.0), state, length=iterations
         )[0]
 
-    def train(self, state: TrainState, iterations: int) -> tuple[TrainState, _runner.EpisodeLog]:
+    def train(
+        self, state: TrainState, iterations: int
+    ) -> tuple[TrainState, _runner.EpisodeLog, dict[str, Any]]:
         """Alternate interaction and learning, all in one ``lax.scan``.
 
         Returns:
-            The new state, and the episodes that ended on the way.
+            The new state, the episodes that ended on the way, and metrics: the mean loss, and those
+            of the buffer at the end.
         """
 
-        def iteration(state: TrainState, _: None) -> tuple[TrainState, _runner.EpisodeLog]:
+        def iteration(
+            state: TrainState, _: None
+        ) -> tuple[TrainState, tuple[_runner.EpisodeLog, Float[Array, ""]]]:
             # In this order: a buffer that is sampled before it is added to gets copied.
             state, log = self.interact(state, self.epsilon(state.step))
+            total = jnp.float32(0)
             for _update in range(self.config.updates):
-                state = self.learn(state)
-            return state, log
+                state, loss = self.learn(state)
+                total += loss
+            return state, (log, total / self.config.updates)
 
-        state, logs = jax.lax.scan(iteration, state, length=iterations)
-        return state, jax.tree.map(lambda leaf: jnp.sum(leaf, dtype=leaf.dtype), logs)
+        state, (logs, losses) = jax.lax.scan(iteration, state, length=iterations)
+        log = jax.tree.map(lambda leaf: jnp.sum(leaf, dtype=leaf.dtype), logs)
+        return state, log, {"loss": jnp.mean(losses), "buffer": state.buffer.metrics()}
 
     def interact(
         self, state: TrainState, epsilon: float | Float[Array, ""]
@@ -291,8 +300,8 @@ class Agent:
         anything = jax.random.randint(action_key, greedy.shape, 0, self.envs.num_actions)
         return jnp.where(explore, anything, greedy)
 
-    def learn(self, state: TrainState) -> TrainState:
-        """One update of the network, of its target and of the priorities."""
+    def learn(self, state: TrainState) -> tuple[TrainState, Float[Array, ""]]:
+        """One update of the network, of its target and of the priorities; and the loss."""
         config = self.config
         key, sample_key = jax.random.split(state.key)
         batch = state.buffer.sample(sample_key, config.batch_size)
@@ -302,7 +311,7 @@ class Agent:
             error = self.td_error(params, state.target_params, batch.data)
             return 0.5 * jnp.mean(weights * error**2), error
 
-        grads, error = jax.grad(loss_fn, has_aux=True)(state.params)
+        (loss, error), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         with lenient_promotion():
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -310,13 +319,14 @@ class Agent:
         buffer = state.buffer
         if config.sampler == "prioritized":
             buffer = buffer.update_priority(batch.slots, jnp.abs(error))
-        return state.replace(
+        learned = state.replace(
             params=params,
             target_params=target_params,
             opt_state=opt_state,
             buffer=buffer,
             key=key,
         )
+        return learned, loss
 
     def values(self, params: Any, frames: Shaped[Array, "B ... K"]) -> Float[Array, "B A"]:
         """Of every action, for the last frames of B episodes."""
