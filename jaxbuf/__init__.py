@@ -42,6 +42,7 @@ from jaxbuf.strategies.softmax import Softmax
 from jaxbuf.views.frames import FrameStack, stack_frames
 from jaxbuf.views.hindsight import hindsight
 from jaxbuf.views.n_step import NStep, n_step
+from jaxbuf.views.statistics import Statistics
 from jaxbuf.views.terminal import terminal_states
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "Sample",
     "Slots",
     "Softmax",
+    "Statistics",
     "Steps",
     "Stopped",
     "Store",

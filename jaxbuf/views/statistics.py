@@ -1,0 +1,186 @@
+"""Running statistics of what is sampled from a buffer, and of what goes through it.
+
+References:
+    DI-engine, advanced buffer: ``SampledDataAttrMonitor`` and ``PeriodicThruputMonitor``,
+    https://github.com/opendilab/DI-engine
+"""
+
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxbuf.buffers import common
+from jaxbuf.buffers.sample import Sample
+from jaxbuf.core import storage
+
+_COLUMNS = (
+    "use_mean",
+    "use_max",
+    "staleness_mean",
+    "staleness_max",
+    "priority_mean",
+    "priority_max",
+    "priority_min",
+)
+
+
+class Statistics(struct.PyTreeNode):
+    """Statistics of the last samples from a buffer, and of the items that pass through it.
+
+    A pytree of its own, beside the buffer in the training state, so that it is saved with it and
+    goes on bit for bit. Updates cost a look at each sampled row; nothing goes over all slots.
+
+    Attributes:
+        records: Of each of the last ``K`` samples the mean and extreme use counts, staleness and
+            priorities, ``[K, 7]``; NaN where nothing is known.
+        cursor: The record that is written next.
+        counters: Rows sampled in this period, and the buffer's size and its items added so far
+            when it began; ``[3]`` uint32, they wrap.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> freshness = jaxbuf.Freshness(max_staleness=10)
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, freshness=freshness)
+        >>> statistics = jaxbuf.Statistics.create(buffer, window=100)
+        >>> buffer = buffer.add(jnp.arange(6.0)).set_version(3)
+        >>> batch = buffer.sample(jax.random.key(0), 8)
+        >>> statistics, batch = statistics.sampled(buffer, batch)
+        >>> metrics = statistics.metrics(buffer)
+        >>> [int(metrics[name]) for name in ("pushed", "removed", "sampled", "current")]
+        [6, 2, 8, 4]
+        >>> float(metrics["staleness_mean"])
+        3.0
+    """
+
+    records: Float[Array, "K 7"]
+    cursor: Int[Array, ""]
+    counters: UInt[Array, " 3"]
+
+    @classmethod
+    def create(cls, buffer: Any, window: int = 100) -> Self:
+        """Nothing sampled yet; the first period begins.
+
+        Args:
+            buffer: The buffer to watch, as it is now.
+            window: Samples ``K`` that are looked back on.
+
+        Raises:
+            ValueError: If ``window`` is no whole number from 1 on.
+        """
+        window = common.check_count("window", window)
+        return cls(
+            records=jnp.full((window, len(_COLUMNS)), jnp.nan, jnp.float32),
+            cursor=jnp.int32(0),
+            counters=_begin(buffer),
+        )
+
+    def sampled(
+        self,
+        buffer: Any,
+        batch: Sample,
+        *,
+        priority: Float[Array, " B"] | None = None,
+    ) -> tuple[Self, Sample]:
+        """Record a sample: of its valid rows, if there are any.
+
+        Args:
+            buffer: The buffer it is from, before the rows are marked as used. With ``Freshness``
+                use counts and staleness are recorded.
+            batch: What was sampled, ``[B]`` rows.
+            priority: Of each row, ``[B]``: that which ``update_priority`` is about to set. Without,
+                nothing is recorded of priorities.
+
+        Returns:
+            The statistics and the batch. Pass the slots of this one to ``mark_used`` and
+            ``update_priority``: then it is certain that use counts are read before they are
+            changed, and XLA need not copy them.
+
+        Raises:
+            ValueError: When traced, if ``priority`` is given and the buffer has none, or its shape
+                differs.
+        """
+        valid, index = batch.valid, batch.slots.index
+        unknown = jnp.full(valid.shape, jnp.nan, jnp.float32)
+        values = {"use": unknown, "staleness": unknown, "priority": unknown}
+        if getattr(buffer, "freshness", None) is not None:
+            use, staleness = buffer.use_count(batch.slots), buffer.staleness(batch.slots)
+            values["use"] = use.astype(jnp.float32)
+            values["staleness"] = staleness.astype(jnp.float32)
+            # Never false, but XLA does not know that: what changes these slots waits for the read.
+            index = jnp.where((use >= 0) & (staleness > -(2**31)), index, -1)
+        if priority is not None:
+            common.needs_priority(buffer.sampler, "priority was given")
+            values["priority"] = storage.check_rows(
+                priority, "priority", valid.shape, np.float32, "(B,)"
+            )
+        count = jnp.sum(valid, dtype=jnp.int32)
+        some = count > 0
+        record = jnp.stack([_over_rows(name, values, valid) for name in _COLUMNS])
+        place = jnp.where(some, self.cursor, self.records.shape[0])
+        recorded = self.replace(
+            records=self.records.at[place].set(record, mode="drop"),
+            cursor=(self.cursor + some.astype(jnp.int32)) % jnp.int32(self.records.shape[0]),
+            counters=self.counters.at[0].add(count.astype(jnp.uint32)),
+        )
+        return recorded, batch.replace(slots=batch.slots.replace(index=index))
+
+    def metrics(self, buffer: Any) -> dict[str, Array]:
+        """Of the last ``K`` samples, and of the period until now.
+
+        Args:
+            buffer: The buffer as it is now.
+
+        Returns:
+            ``pushed``, ``sampled`` and ``removed``: items added, rows sampled and items that left
+            since the period began (whatever removed them: another item, their use or staleness,
+            or you), and ``current``, those held now. With ``Freshness`` ``use_mean``, ``use_max``,
+            ``staleness_mean`` and ``staleness_max``, with priorities ``priority_mean``,
+            ``priority_max`` and ``priority_min``: the mean of the means of the last samples, the
+            largest of their maxima, the least of their minima; 0 before the first.
+        """
+        sampled, size, adds = (self.counters[..., i] for i in range(3))
+        now = buffer.size.astype(jnp.uint32)
+        pushed = buffer.counters[..., 0] - adds
+        metrics = {
+            "pushed": pushed,
+            "sampled": sampled,
+            "removed": size + pushed - now,
+            "current": buffer.size,
+        }
+        watched = ["use", "staleness"] if getattr(buffer, "freshness", None) is not None else []
+        watched += ["priority"] if buffer.sampler.uses_priority else []
+        for column, name in enumerate(_COLUMNS):
+            if name.split("_")[0] in watched:
+                records = self.records[..., column]
+                known = ~jnp.isnan(records)
+                metrics[name] = jnp.where(jnp.any(known), _reduce(name, records, known), 0.0)
+        return metrics
+
+    def next_period(self, buffer: Any) -> Self:
+        """Begin a new period; the last samples are still looked back on.
+
+        Args:
+            buffer: The buffer as it is now.
+        """
+        return self.replace(counters=_begin(buffer))
+
+
+def _begin(buffer: Any) -> UInt[Array, " 3"]:
+    return jnp.stack([jnp.uint32(0), buffer.size.astype(jnp.uint32), buffer.counters[..., 0]])
+
+
+def _over_rows(name: str, values: dict[str, Array], valid: Bool[Array, " B"]) -> Array:
+    return _reduce(name, values[name.split("_")[0]], valid)
+
+
+def _reduce(name: str, values: Float[Array, " N"], known: Bool[Array, " N"]) -> Array:
+    """The mean, maximum or minimum of what is known."""
+    if name.endswith("_max"):
+        return jnp.max(values, where=known, initial=-jnp.inf)
+    if name.endswith("_min"):
+        return jnp.min(values, where=known, initial=jnp.inf)
+    count = jnp.maximum(jnp.sum(known, dtype=jnp.int32), 1).astype(jnp.float32)
+    return jnp.sum(jnp.where(known, values / count, 0.0))

@@ -1,0 +1,158 @@
+"""Statistics against a twin that keeps lists."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+
+WINDOW, CAPACITY, ROWS, BATCH = 4, 8, 3, 5
+
+
+class Naive:
+    """The last samples as lists of rows, and the counts of a period."""
+
+    def __init__(self):
+        self.samples, self.pushed, self.drawn, self.size = [], 0, 0, 0
+
+    def sampled(self, use, staleness, priority):
+        if len(use):
+            self.samples = [*self.samples, (use, staleness, priority)][-WINDOW:]
+        self.drawn += len(use)
+
+    def metrics(self, size):
+        metrics = {"pushed": self.pushed, "sampled": self.drawn, "current": size}
+        metrics["removed"] = self.size + self.pushed - size
+        for i, name in enumerate(("use", "staleness", "priority")):
+            rows = [sample[i] for sample in self.samples]
+            metrics[f"{name}_mean"] = np.mean([r.mean() for r in rows]) if rows else 0
+            metrics[f"{name}_max"] = max((r.max() for r in rows), default=0)
+            if name == "priority":
+                metrics["priority_min"] = min((r.min() for r in rows), default=0)
+        return metrics
+
+
+def create():
+    return jaxbuf.ItemBuffer.create(
+        jnp.float32(0),
+        CAPACITY,
+        sampler=jaxbuf.Prioritized(),
+        freshness=jaxbuf.Freshness(max_use=3, max_staleness=4),
+    )
+
+
+def step(carry, inputs):
+    """One of everything; also what a twin has to know."""
+    buffer, statistics = carry
+    key, mask, version, priority = inputs
+    buffer = buffer.add(jnp.zeros(ROWS), mask=mask).set_version(version)
+    batch = buffer.sample(key, BATCH)
+    seen = buffer.use_count(batch.slots), buffer.staleness(batch.slots), batch.valid, priority
+    statistics, batch = statistics.sampled(buffer, batch, priority=priority)
+    buffer = buffer.mark_used(batch.slots).update_priority(batch.slots, priority)
+    return (buffer, statistics), (seen, statistics.metrics(buffer))
+
+
+def inputs(steps, seed=0):
+    random = np.random.default_rng(seed)
+    return (
+        jax.random.split(jax.random.key(seed), steps),
+        jnp.asarray(random.random((steps, ROWS)) < 0.4),
+        jnp.asarray(np.cumsum(random.integers(0, 3, steps)), jnp.int32),
+        jnp.asarray(random.random((steps, BATCH)), jnp.float32),
+    )
+
+
+def start():
+    buffer = create()
+    return buffer, jaxbuf.Statistics.create(buffer, window=WINDOW)
+
+
+def test_as_lists_would_have_it():
+    run, naive, carry = jax.jit(step), Naive(), start()
+    masks = inputs(40)[1]
+    refused = 0
+    for i, given in enumerate(zip(*inputs(40), strict=True)):
+        carry, ((use, staleness, valid, priority), metrics) = run(carry, given)
+        valid = np.asarray(valid)
+        naive.pushed += int(masks[i].sum())
+        naive.sampled(*(np.asarray(x)[valid] for x in (use, staleness, priority)))
+        refused += not valid.any()
+        expected = naive.metrics(int(carry[0].size))
+        assert set(metrics) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(metrics[name], value, rtol=1e-6, err_msg=name)
+        if i % 9 == 8:
+            buffer, statistics = carry
+            carry = buffer, statistics.next_period(buffer)
+            naive.pushed, naive.drawn, naive.size = 0, 0, int(buffer.size)
+    assert 0 < refused < 20
+
+
+def test_scanned_and_mapped_as_one_by_one():
+    seeds = [jax.tree.map(lambda x: x, inputs(12, seed)) for seed in (1, 2)]
+    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seeds)
+    scan = jax.jit(jax.vmap(lambda given: jax.lax.scan(step, start(), given)))
+    (_, statistics), (_, metrics) = scan(together)
+    for seed, given in enumerate(seeds):
+        carry = start()
+        for i in range(12):
+            carry, (_, expected) = jax.jit(step)(carry, jax.tree.map(lambda x, i=i: x[i], given))
+            for name, value in expected.items():
+                np.testing.assert_allclose(metrics[name][seed, i], value, rtol=1e-6)
+        np.testing.assert_allclose(statistics.records[seed], carry[1].records, rtol=1e-6)
+
+
+def test_trajectories_and_counters_that_wrap():
+    buffer = jaxbuf.TrajectoryBuffer.create(jnp.float32(0), num_envs=2, length=4)
+    buffer = buffer.replace(counters=jnp.array([2**32 - 3, 0], jnp.uint32))
+    statistics = jaxbuf.Statistics.create(buffer)
+    buffer = buffer.add(jnp.zeros((2, 3))).add(jnp.zeros((2, 3)))
+    statistics, batch = statistics.sampled(buffer, buffer.sample(jax.random.key(0), 6))
+    assert batch.data.shape == (6, 1)
+    metrics = {name: int(value) for name, value in statistics.metrics(buffer).items()}
+    assert metrics == {"pushed": 12, "sampled": 6, "removed": 4, "current": 8}
+    cleared = statistics.next_period(buffer).metrics(buffer.clear())
+    assert (int(cleared["pushed"]), int(cleared["removed"])) == (0, 8)
+
+
+def test_reading_copies_nothing():
+    capacity = 2**16
+    buffer = jaxbuf.ItemBuffer.create(
+        jnp.zeros(2),
+        capacity,
+        sampler=jaxbuf.Prioritized(),
+        freshness=jaxbuf.Freshness(max_use=3, max_staleness=4),
+    )
+
+    def step(carry, key):
+        buffer, statistics = carry
+        buffer = buffer.add(jnp.zeros((8, 2)))
+        batch = buffer.sample(key, 64)
+        priority = batch.data[:, 0] + 1.0
+        statistics, batch = statistics.sampled(buffer, batch, priority=priority)
+        buffer = buffer.mark_used(batch.slots).update_priority(batch.slots, priority)
+        return (buffer, statistics), None
+
+    carry = (buffer, jaxbuf.Statistics.create(buffer))
+    keys = jax.random.split(jax.random.key(0), 4)
+    compiled = jax.jit(lambda c, k: jax.lax.scan(step, c, k)[0], donate_argnums=0)
+    text = compiled.lower(carry, keys).compile().as_text()
+    copies = [line for line in text.splitlines() if " copy(" in line]
+    big = [
+        line for line in copies if any(size in line for size in (f"[{capacity}", f"{capacity},"))
+    ]
+    assert not big
+
+
+def test_bad_arguments():
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4).add(jnp.zeros(4))
+    with pytest.raises(ValueError, match="window is 0; expected at least 1"):
+        jaxbuf.Statistics.create(buffer, window=0)
+    statistics, batch = jaxbuf.Statistics.create(buffer), buffer.sample(jax.random.key(0), 3)
+    with pytest.raises(ValueError, match="priority was given, but Uniform"):
+        statistics.sampled(buffer, batch, priority=jnp.ones(3))
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=jaxbuf.Prioritized())
+    with pytest.raises(ValueError, match=r"priority has shape \(2,\); expected \(3,\), which is"):
+        statistics.sampled(buffer, batch, priority=jnp.ones(2))
