@@ -31,9 +31,21 @@ from jaxbuf.mpi.layout import (  # noqa: E402
     make_communicators,
     node_names,
 )
-from jaxbuf.mpi.manager import Batch, Manager, ScoreFunction, default_score  # noqa: E402
+from jaxbuf.mpi.manager import Manager  # noqa: E402
+from jaxbuf.mpi.scores import (  # noqa: E402
+    DEFAULT,
+    Batch,
+    NewModes,
+    Novelty,
+    Retained,
+    RewardSum,
+    ScoreFunction,
+    StatefulScore,
+    WeightedSum,
+)
 
 __all__ = [
+    "DEFAULT",
     "EMA",
     "Baseline",
     "BaselineFilter",
@@ -44,13 +56,18 @@ __all__ = [
     "LockStep",
     "Manager",
     "Min",
+    "NewModes",
+    "Novelty",
     "Percentile",
     "Reply",
+    "Retained",
+    "RewardSum",
     "Role",
     "ScoreFunction",
+    "StatefulScore",
+    "WeightedSum",
     "baseline_value",
     "combine",
-    "default_score",
     "make_communicators",
     "node_names",
     "update_average",

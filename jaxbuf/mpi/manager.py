@@ -1,7 +1,6 @@
 """What a manager keeps and does with a batch: store it, score it, and say what is worth sending."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,36 +13,8 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import storage
 from jaxbuf.core.ranking import Ranking
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
+from jaxbuf.mpi.scores import DEFAULT, Batch, ScoreFunction, StatefulScore, uses_score
 from jaxbuf.strategies.softmax import Softmax
-
-
-class Batch(NamedTuple):
-    """What a worker sends.
-
-    Attributes:
-        items: Leaves ``[B, ...]``.
-        score: Of each item, such as its log reward, ``[B]``; NaN where there is none.
-    """
-
-    items: PyTree[Array]
-    score: Float[Array, " B"]
-
-
-ScoreFunction = Callable[[Any, Batch, Bool[Array, " B"], Int[Array, ""]], dict[str, Array]]
-
-
-def default_score(
-    buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
-) -> dict[str, Array]:
-    """The score of every batch if there is no other score function: +inf.
-
-    Example:
-        >>> from jaxbuf.mpi import default_score
-        >>> float(default_score(None, None, None, 0)["score"])
-        inf
-    """
-    del buffer, batch, mask, sender
-    return {"score": jnp.float32(jnp.inf)}
 
 
 class Manager(struct.PyTreeNode):
@@ -53,6 +24,7 @@ class Manager(struct.PyTreeNode):
         buffer: What workers have sent.
         average: The moving average of ``update_average``, ``[]``.
         counters: Batches and rows of each worker so far, ``[W, 2]`` uint32; they wrap.
+        score_state: What the score function remembers; nothing if it is a plain function.
         baseline: How the baseline is chosen.
         scores: The score function.
         store: Whether batches are stored, or only scored.
@@ -71,8 +43,9 @@ class Manager(struct.PyTreeNode):
     buffer: ItemBuffer
     average: Float[Array, ""]
     counters: UInt[Array, "W 2"]
+    score_state: Any
     baseline: Baseline = struct.field(pytree_node=False)
-    scores: ScoreFunction = struct.field(pytree_node=False)
+    scores: ScoreFunction | StatefulScore = struct.field(pytree_node=False)
     store: bool = struct.field(pytree_node=False)
 
     @classmethod
@@ -82,7 +55,7 @@ class Manager(struct.PyTreeNode):
         num_workers: int,
         *,
         baseline: Baseline = EMA(),  # noqa: B008
-        scores: ScoreFunction = default_score,
+        scores: ScoreFunction | StatefulScore = DEFAULT,
         store: bool = True,
     ) -> Self:
         """A manager that has received nothing.
@@ -93,7 +66,8 @@ class Manager(struct.PyTreeNode):
             baseline: From which score on an item is worth sending.
             scores: Scores a batch, given the buffer before the batch is stored, the batch, which of
                 its rows are there ``[B]``, and the number of the worker ``[]``: a pure function
-                that returns a dict of arrays. It is configuration: pass the same one each time.
+                that returns a dict of arrays; or a ``StatefulScore``. It is configuration: pass the
+                same one each time.
             store: Whether batches are stored, or only scored.
 
         Raises:
@@ -112,6 +86,7 @@ class Manager(struct.PyTreeNode):
             buffer=buffer,
             average=jnp.float32(-jnp.inf),
             counters=jnp.zeros((num_workers, 2), jnp.uint32),
+            score_state=scores.init(num_workers) if isinstance(scores, StatefulScore) else (),
             baseline=baseline,
             scores=scores,
             store=bool(store),
@@ -144,7 +119,11 @@ class Manager(struct.PyTreeNode):
         items, (rows,) = storage.check(self.buffer.data, items, "items", ("B",))
         there, score = check_rows(self.buffer, rows, score, mask)
         sender = jnp.asarray(sender, jnp.int32)
-        scores = self.scores(self.buffer, Batch(items, score), there, sender)
+        batch, state = Batch(items, score), self.score_state
+        if isinstance(self.scores, StatefulScore):
+            state, scores = self.scores.update(state, self.buffer, batch, there, sender)
+        else:
+            scores = self.scores(self.buffer, batch, there, sender)
         if not isinstance(scores, dict):
             raise ValueError(
                 f"scores returned a {type(scores).__name__}; expected a dict of arrays, such as "
@@ -152,13 +131,16 @@ class Manager(struct.PyTreeNode):
             )
         buffer = self.buffer
         if self.store:
-            given = score if _uses_score(buffer) else None
+            given = score if uses_score(buffer) else None
             buffer = buffer.add(items, score=given, mask=there)
         average = update_average(self.baseline, self.average, score, there)
         count = jnp.sum(there, dtype=jnp.uint32)
         received = jnp.stack([(count > 0).astype(jnp.uint32), count])
         manager = self.replace(
-            buffer=buffer, average=average, counters=self.counters.at[sender].add(received)
+            buffer=buffer,
+            average=average,
+            counters=self.counters.at[sender].add(received),
+            score_state=state,
         )
         return manager, jax.tree.map(jnp.asarray, scores)
 
@@ -187,14 +169,9 @@ def check_rows(
         there = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
     if score is not None:
         return there, storage.check_rows(score, "score", (rows,), np.float32, "(B,)")
-    if _uses_score(buffer):
+    if uses_score(buffer):
         raise ValueError("the manager's buffer goes by the score of items; pass score=[B]")
     return there, jnp.full((rows,), jnp.nan, jnp.float32)
-
-
-def _uses_score(buffer: ItemBuffer) -> bool:
-    parts = (buffer.sampler, buffer.evictor, buffer.diversity)
-    return any(part is not None and part.uses_score for part in parts)
 
 
 def _kept_scores(buffer: ItemBuffer) -> Float[Array, " N"] | None:
