@@ -14,16 +14,26 @@ class Naive:
     """The last samples as lists of rows, and the counts of a period."""
 
     def __init__(self):
-        self.samples, self.pushed, self.drawn, self.size = [], 0, 0, 0
+        self.samples, self.pushed, self.drawn, self.size, self.gone = [], 0, 0, 0, []
+        self.uses = {}
 
     def sampled(self, use, staleness, priority):
         if len(use):
             self.samples = [*self.samples, (use, staleness, priority)][-WINDOW:]
         self.drawn += len(use)
 
+    def marked(self, drawn, live):
+        """Uses by item, where ``drawn`` and ``live`` name items by a number each of its own."""
+        for item in drawn:
+            self.uses[item] += 1
+        for item in set(self.uses) - set(live):
+            self.gone.append(self.uses.pop(item))
+
     def metrics(self, size):
         metrics = {"pushed": self.pushed, "sampled": self.drawn, "current": size}
         metrics["removed"] = self.size + self.pushed - size
+        assert metrics["removed"] == len(self.gone)
+        metrics["reuse_mean"] = np.mean(self.gone) if self.gone else 0
         for i, name in enumerate(("use", "staleness", "priority")):
             rows = [sample[i] for sample in self.samples]
             metrics[f"{name}_mean"] = np.mean([r.mean() for r in rows]) if rows else 0
@@ -45,13 +55,15 @@ def create():
 def step(carry, inputs):
     """One of everything; also what a twin has to know."""
     buffer, statistics = carry
-    key, mask, version, priority = inputs
-    buffer = buffer.add(jnp.zeros(ROWS), mask=mask).set_version(version)
+    key, mask, version, priority, names = inputs
+    buffer = buffer.add(names, mask=mask).set_version(version)
     batch = buffer.sample(key, BATCH)
     seen = buffer.use_count(batch.slots), buffer.staleness(batch.slots), batch.valid, priority
     statistics, batch = statistics.sampled(buffer, batch, priority=priority)
     buffer = buffer.mark_used(batch.slots).update_priority(batch.slots, priority)
-    return (buffer, statistics), (seen, statistics.metrics(buffer))
+    live = buffer.occupancy.live(jnp.arange(CAPACITY))
+    named = batch.data, buffer.data, live
+    return (buffer, statistics), (seen, named, statistics.metrics(buffer))
 
 
 def inputs(steps, seed=0):
@@ -61,6 +73,7 @@ def inputs(steps, seed=0):
         jnp.asarray(random.random((steps, ROWS)) < 0.4),
         jnp.asarray(np.cumsum(random.integers(0, 3, steps)), jnp.int32),
         jnp.asarray(random.random((steps, BATCH)), jnp.float32),
+        jnp.arange(steps * ROWS, dtype=jnp.float32).reshape(steps, ROWS),
     )
 
 
@@ -71,12 +84,16 @@ def start():
 
 def test_as_lists_would_have_it():
     run, naive, carry = jax.jit(step), Naive(), start()
-    masks = inputs(40)[1]
+    _, masks, _, _, names = inputs(40)
     refused = 0
     for i, given in enumerate(zip(*inputs(40), strict=True)):
-        carry, ((use, staleness, valid, priority), metrics) = run(carry, given)
+        carry, (seen, (drawn, data, live), metrics) = run(carry, given)
+        use, staleness, valid, priority = seen
         valid = np.asarray(valid)
         naive.pushed += int(masks[i].sum())
+        naive.uses |= dict.fromkeys(np.asarray(names[i])[masks[i]].tolist(), 0)
+        held = np.asarray(data)[np.asarray(live)].tolist()
+        naive.marked(np.asarray(drawn)[valid].tolist(), held)
         naive.sampled(*(np.asarray(x)[valid] for x in (use, staleness, priority)))
         refused += not valid.any()
         expected = naive.metrics(int(carry[0].size))
@@ -86,7 +103,7 @@ def test_as_lists_would_have_it():
         if i % 9 == 8:
             buffer, statistics = carry
             carry = buffer, statistics.next_period(buffer)
-            naive.pushed, naive.drawn, naive.size = 0, 0, int(buffer.size)
+            naive.pushed, naive.drawn, naive.size, naive.gone = 0, 0, int(buffer.size), []
     assert 0 < refused < 20
 
 
@@ -94,11 +111,11 @@ def test_scanned_and_mapped_as_one_by_one():
     seeds = [jax.tree.map(lambda x: x, inputs(12, seed)) for seed in (1, 2)]
     together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seeds)
     scan = jax.jit(jax.vmap(lambda given: jax.lax.scan(step, start(), given)))
-    (_, statistics), (_, metrics) = scan(together)
+    (_, statistics), (_, _, metrics) = scan(together)
     for seed, given in enumerate(seeds):
         carry = start()
         for i in range(12):
-            carry, (_, expected) = jax.jit(step)(carry, jax.tree.map(lambda x, i=i: x[i], given))
+            carry, (_, _, expected) = jax.jit(step)(carry, jax.tree.map(lambda x, i=i: x[i], given))
             for name, value in expected.items():
                 np.testing.assert_allclose(metrics[name][seed, i], value, rtol=1e-6)
         np.testing.assert_allclose(statistics.records[seed], carry[1].records, rtol=1e-6)

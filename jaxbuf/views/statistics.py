@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import storage
 
@@ -37,8 +38,8 @@ class Statistics(struct.PyTreeNode):
         records: Of each of the last ``K`` samples the mean and extreme use counts, staleness and
             priorities, ``[K, 7]``; NaN where nothing is known.
         cursor: The record that is written next.
-        counters: Rows sampled in this period, and the buffer's size and its items added so far
-            when it began; ``[3]`` uint32, they wrap.
+        counters: Rows sampled in this period; the buffer's size, its items added so far and the
+            uses of those in it when it began; ``[4]`` uint32, they wrap.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -57,7 +58,7 @@ class Statistics(struct.PyTreeNode):
 
     records: Float[Array, "K 7"]
     cursor: Int[Array, ""]
-    counters: UInt[Array, " 3"]
+    counters: UInt[Array, " 4"]
 
     @classmethod
     def create(cls, buffer: Any, window: int = 100) -> Self:
@@ -136,20 +137,28 @@ class Statistics(struct.PyTreeNode):
         Returns:
             ``pushed``, ``sampled`` and ``removed``: items added, rows sampled and items that left
             since the period began (whatever removed them: another item, their use or staleness,
-            or you), and ``current``, those held now. With ``Freshness`` ``use_mean``, ``use_max``,
+            or you), and ``current``, those held now. For an ``ItemBuffer`` with ``Freshness``
+            ``reuse_mean``, how often those that left had been used, from one pass over the slots;
+            it takes for granted that every sampled row has been marked as used by now. With
+            ``Freshness`` ``use_mean``, ``use_max``,
             ``staleness_mean`` and ``staleness_max``, with priorities ``priority_mean``,
             ``priority_max`` and ``priority_min``: the mean of the means of the last samples, the
             largest of their maxima, the least of their minima; 0 before the first.
         """
-        sampled, size, adds = (self.counters[..., i] for i in range(3))
+        sampled, size, adds, uses = (self.counters[..., i] for i in range(4))
         now = buffer.size.astype(jnp.uint32)
         pushed = buffer.counters[..., 0] - adds
+        removed = size + pushed - now
         metrics = {
             "pushed": pushed,
             "sampled": sampled,
-            "removed": size + pushed - now,
+            "removed": removed,
             "current": buffer.size,
         }
+        if _counts_uses(buffer):
+            # No use is lost: what is not with those here has gone with those that went.
+            gone = (uses + sampled - _uses(buffer)).astype(jnp.float32)
+            metrics["reuse_mean"] = gone / jnp.maximum(removed, jnp.uint32(1)).astype(jnp.float32)
         watched = ["use", "staleness"] if getattr(buffer, "freshness", None) is not None else []
         watched += ["priority"] if buffer.sampler.uses_priority else []
         for column, name in enumerate(_COLUMNS):
@@ -168,8 +177,22 @@ class Statistics(struct.PyTreeNode):
         return self.replace(counters=_begin(buffer))
 
 
-def _begin(buffer: Any) -> UInt[Array, " 3"]:
-    return jnp.stack([jnp.uint32(0), buffer.size.astype(jnp.uint32), buffer.counters[..., 0]])
+def _begin(buffer: Any) -> UInt[Array, " 4"]:
+    size = buffer.size.astype(jnp.uint32)
+    uses = _uses(buffer) if _counts_uses(buffer) else jnp.uint32(0)
+    return jnp.stack([jnp.uint32(0), size, buffer.counters[..., 0], uses])
+
+
+def _counts_uses(buffer: Any) -> bool:
+    return isinstance(buffer, ItemBuffer) and buffer.freshness is not None
+
+
+def _uses(buffer: Any) -> UInt[Array, ""]:
+    """Of all items that are here now."""
+    slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    uses = buffer.freshness_state.uses[: buffer.capacity].astype(jnp.uint32)
+    live = buffer.occupancy.live(slot)
+    return jnp.sum(jnp.where(live, uses, jnp.uint32(0)), dtype=jnp.uint32)
 
 
 def _over_rows(name: str, values: dict[str, Array], valid: Bool[Array, " B"]) -> Array:
