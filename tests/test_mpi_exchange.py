@@ -186,6 +186,18 @@ def test_a_rank_outside_of_groups_cannot_exchange():
         LockStep.create(Communicators(None, None, None, None), _plain)
 
 
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"agreement": "median"}, "agreement is 'median'; choose None or from"),
+        ({"filter": 10}, "filter is 10; expected None or jaxbuf.mpi.BaselineFilter.create"),
+    ],
+)
+def test_unknown_choices_say_why(choice, message):
+    with pytest.raises(ValueError, match=message):
+        LockStep.create(Communicators(object(), None, None, None), _plain, **choice)
+
+
 def test_what_a_manager_refuses():
     plain = jaxbuf.ItemBuffer.create(jnp.float32(0), 4)
     with pytest.raises(ValueError, match=r"Min\(alpha=0.1\) goes by the scores in the buffer"):

@@ -130,8 +130,8 @@ class LockStep(struct.PyTreeNode):
                 exchange equally often. None: each manager has its own.
 
         Raises:
-            ValueError: If this rank is in no group, ``manager`` makes none, or ``agreement`` is
-                unknown.
+            ValueError: If this rank is in no group, ``manager`` makes none, ``filter`` is no
+                ``BaselineFilter``, or ``agreement`` is unknown.
         """
         group = communicators.group
         if group is None:
@@ -139,6 +139,10 @@ class LockStep(struct.PyTreeNode):
         if agreement is not None and agreement not in get_args(Agreement):
             raise ValueError(
                 f"agreement is {agreement!r}; choose None or from {get_args(Agreement)}"
+            )
+        if filter is not None and not isinstance(filter, BaselineFilter):
+            raise ValueError(
+                f"filter is {filter!r}; expected None or jaxbuf.mpi.BaselineFilter.create(...)"
             )
         link = _Link(group, communicators.managers)
         made = jax.eval_shape(lambda: manager(link.manager))
@@ -150,7 +154,8 @@ class LockStep(struct.PyTreeNode):
         is_manager = link.rank == link.manager
         return cls(
             manager=manager(link.manager) if is_manager else None,
-            filter=None if is_manager else filter,
+            # A copy, so that the caller keeps its own when this end is donated.
+            filter=None if is_manager else jax.tree.map(jnp.copy, filter),
             baseline=jnp.float32(-jnp.inf),
             agreement=agreement,
             link=link,
