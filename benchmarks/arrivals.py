@@ -30,11 +30,13 @@ class Arrivals:
         capacity: Rows the buffer holds, N.
         batch: Rows per add, B.
         width: Numbers in a state, D.
+        shared: How many of them, from the first on, are the same in all states.
     """
 
     capacity: int
     batch: int = 256
     width: int = 64
+    shared: int = 0
 
     @property
     def drift(self) -> np.float32:
@@ -43,8 +45,9 @@ class Arrivals:
 
     @property
     def moves(self) -> np.ndarray:
-        """Which rows of a batch have new states in every pass, [B] bool."""
-        return np.arange(self.batch) % REPEATED != 0
+        """How far a batch of states moves from one pass to the next, [B, D] float32."""
+        rows = np.arange(self.batch)[:, None] % REPEATED != 0
+        return (rows & (np.arange(self.width) >= self.shared)).astype(np.float32)
 
     def initial(self) -> tuple[np.ndarray, np.ndarray]:
         """What a buffer of the best holds that saw such rows long enough: [N, D] and [N]."""
@@ -54,13 +57,18 @@ class Arrivals:
         age = np.arange(seen, 0, -1, dtype=np.float32) / self.batch
         scores = rng.standard_normal(seen, np.float32) - age * self.drift
         best = np.sort(np.argpartition(scores, seen - self.capacity)[-self.capacity :])
-        return rng.random((self.capacity, self.width), np.float32), scores[best]
+        return self._states(rng, self.capacity), scores[best]
 
     def pool(self) -> tuple[np.ndarray, np.ndarray]:
         """The states [K, B, D] and the log rewards [K, B] of the batches before they move."""
         rng = np.random.default_rng(1)
-        states = rng.random((NUM_BATCHES, self.batch, self.width), np.float32)
+        states = self._states(rng, NUM_BATCHES, self.batch)
         return states, rng.standard_normal((NUM_BATCHES, self.batch), np.float32)
+
+    def _states(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
+        states = rng.random((*shape, self.width), np.float32)
+        states[..., : self.shared] = 0.0
+        return states
 
 
 class Source:
@@ -74,15 +82,15 @@ class Source:
         """Begins with batch 0."""
         self._arrivals = arrivals
         self._states, self._scores = arrivals.pool()
+        self._moves = arrivals.moves
         self.turn = 0
 
     def next(self) -> tuple[np.ndarray, np.ndarray]:
         """The states [B, D] and the log rewards [B] of the next batch."""
         passes, at = divmod(self.turn, NUM_BATCHES)
-        moved = self._arrivals.moves.astype(np.float32) * np.float32(passes)
         scores = self._scores[at] + np.float32(self.turn) * self._arrivals.drift
         self.turn += 1
-        return self._states[at] + moved[:, None], scores
+        return self._states[at] + self._moves * np.float32(passes), scores
 
 
 class BestModel:

@@ -42,17 +42,16 @@ class _Points(Env):
 class Torchgfn:
     """One buffer of torchgfn."""
 
-    def build(self, capacity: int, batch: int, width: int, cutoff: float | None) -> None:
+    def build(self, cutoff: float | None, **arrivals: int) -> None:
         """Makes a buffer of the best rows, full of the initial ones.
 
         Args:
-            capacity: Rows it holds.
-            batch: Rows per add.
-            width: Numbers in a state.
             cutoff: Distance (p = 1) up to which rows are too close; None for no such filter.
+            **arrivals: The fields of `Arrivals`.
         """
-        arrivals = Arrivals(capacity, batch, width)
-        self._env = _Points(width)
+        rows = Arrivals(**arrivals)
+        capacity = rows.capacity
+        self._env = _Points(rows.width)
         if cutoff is None:
             self._buffer = ReplayBuffer(
                 self._env, capacity, prioritized_capacity=True, prioritized_sampling=True
@@ -61,8 +60,8 @@ class Torchgfn:
             self._buffer = NormBasedDiversePrioritizedReplayBuffer(
                 self._env, capacity, cutoff_distance=cutoff, p_norm_distance=1.0
             )
-        self._buffer.add(self._container(*arrivals.initial()))
-        self._source = Source(arrivals)
+        self._buffer.add(self._container(*rows.initial()))
+        self._source = Source(rows)
 
     def add(self, count: int) -> None:
         """Adds the next batches."""

@@ -15,6 +15,10 @@ why it is equal work:
 Both are given the same batches and must hold the same rows after each; both draw 256 different rows
 by the softmax of their log rewards, and return states and log rewards.
 
+torchgfn always sums all 64 differences of a pair of states; jaxbuf stops once all pairs of a tile
+are farther apart than the cutoff, which for independent states is soon. So there is a row,
+`gflownet-diverse-shared-N`, in which only the last eighth of a state differs.
+
 `gflownet-growth` compares jaxbuf with itself at 10, and 100, times the capacity. torchgfn can put
 off the sorting that each of its adds does until several have come (`lazy_sort`, in versions after
 2.4); this row shows what there is to gain by that here.
@@ -73,6 +77,7 @@ def rows(options: Options) -> list[Row]:
     found = [
         *(_peer_row(capacity, None, options) for capacity in _sizes(options, 10_000, 100_000)),
         *(_peer_row(capacity, CUTOFF, options) for capacity in _sizes(options, 1000, 10_000)),
+        *(_peer_row(capacity, CUTOFF, options, 56) for capacity in _sizes(options, 10_000)),
         _growth_row(options),
     ]
     wanted = [row for row in found if any(options.wants(row.name, name) for name in row.operations)]
@@ -93,17 +98,24 @@ def _sizes(options: Options, *sizes: int) -> tuple[int, ...]:
 def _title(arrivals: Arrivals) -> str:
     return (
         f"States of {arrivals.width} floats with log rewards, full; the highest stay; "
-        f"add {arrivals.batch}, sample {SAMPLE_SIZE}"
+        f"add {arrivals.batch}"
     )
 
 
-def _peer_row(capacity: int, cutoff: float | None, options: Options) -> Row:
-    arrivals = Arrivals(capacity)
+def _peer_row(capacity: int, cutoff: float | None, options: Options, shared: int = 0) -> Row:
+    arrivals = Arrivals(capacity, shared=shared)
     diverse = cutoff is not None
+    name = ["gflownet", *["diverse"] * diverse, *["shared"] * (shared > 0), str(capacity)]
+    title = f"{_title(arrivals)}; {capacity:,} slots"
+    if diverse:
+        title += f"; rows within {cutoff} (p = 1) of better ones are refused"
+    else:
+        title += f"; sample {SAMPLE_SIZE}"
+    if shared:
+        title += f"; the first {shared} floats are the same in all states"
     return Row(
-        f"gflownet-{'diverse-' if diverse else ''}{capacity}",
-        f"{_title(arrivals)}; {capacity:,} slots"
-        + (f"; rows within {cutoff} (p = 1) of better ones are refused" if diverse else ""),
+        "-".join(name),
+        title,
         ADD if diverse else SAMPLE,
         {
             "jaxbuf": lambda: JaxbufContestant(arrivals, preset(cutoff), options, cutoff),
@@ -120,7 +132,7 @@ def _growth_row(options: Options) -> Row:
         name: lambda capacity=capacity: GrowthContestant(Arrivals(capacity), options)
         for name, capacity in zip(names, capacities, strict=True)
     }
-    title = _title(Arrivals(start)) + ". The numbers are slots: what does a larger buffer cost"
+    title = f"{_title(Arrivals(start))}, sample {SAMPLE_SIZE}. The numbers in the names are slots"
     return Row("gflownet-growth", title, GROWTH, builders, reference=names[0])
 
 
@@ -312,7 +324,7 @@ class JaxbufContestant:
                 number = turn + step
                 states, scores = jax.tree.map(lambda leaf: leaf[number % NUM_BATCHES], pool)
                 passes = (number // NUM_BATCHES).astype(np.float32)
-                states += (moves * passes)[:, None]
+                states += moves * passes
                 scores += number.astype(np.float32) * drift
                 items = {"state": states, "log_reward": scores}
                 return buffer.add(items, score=scores), None
