@@ -7,8 +7,9 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jaxbuf.core import rowwise
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.slots import Slots, scale_word
+from jaxbuf.core.slots import Ring, Slots, scale_word
 from jaxbuf.core.tree_kernels import FANOUT, choose
 
 # The level of the tree whose nodes stand for 2**24 slots: as far as a float32 counts.
@@ -87,7 +88,15 @@ class Subset(struct.PyTreeNode):
     ) -> tuple[Self, Int[Array, " B"]]:
         """Slots of the inner occupancy for new items, which become members."""
         inner, index = self.inner.place(rows, mask, score)
-        return self.replace(inner=inner).include(index), index
+        placed = self.replace(inner=inner)
+        if not isinstance(self.inner, Ring) or rows > self.inner.capacity:
+            return placed.include(index), index
+        # The slots that a ring gives follow each other, which spares most of their paths.
+        count = jnp.int32(rows) if mask is None else jnp.sum(mask, dtype=jnp.int32)
+        row = jnp.arange(rows, dtype=jnp.int32)
+        written = rowwise.each(_next, row, (self.inner.position, count), (self.inner.capacity,))
+        ones = jnp.ones((rows,), jnp.float32)
+        return placed.replace(members=self.members.set(written, ones, contiguous=True)), index
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
         """Which rows the inner occupancy would not keep."""
@@ -110,10 +119,17 @@ class Subset(struct.PyTreeNode):
 
         It is the ``k``-th member for the number ``k`` that the word scales to.
         """
-        rank = scale_word(words, self.size.astype(jnp.uint32))
-        if self.members.layout.depth <= _EXACT_LEVEL:
-            return self.members.query(rank.astype(jnp.float32))
-        return self._find(rank.astype(jnp.int32))
+        if not isinstance(self.inner, Ring):
+            return self._member(words)
+        # Without holes these are the members, without a look at the tree.
+        whole = self.size == self.inner.size
+        found = self.inner.draw(words)
+
+        def look(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            return jnp.ones_like(carry[0]), self._member(words)
+
+        # Runs once or not at all; a conditional would do both under ``vmap``.
+        return lax.while_loop(lambda carry: ~carry[0], look, (whole, found))[1]
 
     def clear(self) -> Self:
         """Nothing of the cleared inner occupancy. Shares no array with the original."""
@@ -122,6 +138,13 @@ class Subset(struct.PyTreeNode):
     def metrics(self) -> dict[str, Array]:
         """Those of the inner occupancy."""
         return self.inner.metrics()
+
+    def _member(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
+        """The members in the order of their slots to which these words scale."""
+        rank = scale_word(words, self.size.astype(jnp.uint32))
+        if self.members.layout.depth <= _EXACT_LEVEL:
+            return self.members.query(rank.astype(jnp.float32))
+        return self._find(rank.astype(jnp.int32))
 
     def _find(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
         """The member of this rank, in a tree too large for a float32 to tell all ranks apart."""
@@ -143,3 +166,11 @@ class Subset(struct.PyTreeNode):
 
         carry = (node, (rank - before).astype(jnp.float32))
         return lax.fori_loop(0, _EXACT_LEVEL, descend, carry)[0]
+
+
+def _next(
+    row: Int[Array, " B"], ring: tuple[Int[Array, ""], Int[Array, ""]], capacity: int
+) -> Int[Array, " B"]:
+    """The slot of a row, of which the first ``count`` are written from ``position`` on."""
+    position, count = ring
+    return jnp.where(row < count, (position + row) % capacity, capacity)

@@ -16,6 +16,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
+from jaxbuf.core import rowwise
+
 Comparison = Literal[">=", ">"]
 
 # Slots in a block, of which only the oldest version is looked at as long as that is fresh.
@@ -156,7 +158,9 @@ class Freshness:
         width = self._block(state)
         block = jnp.argmin(state.oldest).astype(jnp.int32)
         slot = block * width + jnp.arange(width, dtype=jnp.int32)
-        version = _settle(lax.dynamic_slice(state.versions, (block * width,), (width,)))
+        # Out of a loop, with which nothing that follows is fused.
+        version = lax.dynamic_slice(state.versions, (block * width,), (width,))
+        version = rowwise.each(_same, version)
         here = live(slot)
         stale = here & (version < floor)
         left = jnp.min(jnp.where(here & ~stale, version, _NEVER))
@@ -199,11 +203,5 @@ class Freshness:
         return state.uses.shape[0] // state.oldest.shape[0]
 
 
-def _settle(values: Int[Array, " L"]) -> Int[Array, " L"]:
-    """The same numbers, read for good: out of a loop, with which nothing that follows is fused."""
-    return lax.fori_loop(
-        0,
-        values.shape[0],
-        lambda i, out: lax.dynamic_update_slice(out, lax.dynamic_slice(values, (i,), (1,)), (i,)),
-        jnp.zeros_like(values),
-    )
+def _same(version: Int[Array, " L"], _: Any) -> Int[Array, " L"]:
+    return version
