@@ -378,9 +378,9 @@ class Prioritized:
         mass = state.get(index)
         row = (index, mass)
         shared = (state.root("sum"), _share(occupancy.size))
-        index, probability = rowwise.each(
-            _weigh, row, shared, (self.uniform_mix,), most=LOOP_QUERIES
-        )
+        # Sums of products come out an ulp apart in a loop and in a vector; a mix has some.
+        most = LOOP_QUERIES if self.uniform_mix == 0 else 0
+        index, probability = rowwise.each(_weigh, row, shared, (self.uniform_mix,), most=most)
         return Draw(index, probability, valid)
 
     def probability(
