@@ -86,3 +86,59 @@ class Fresh:
             if other or self.is_stale(item.version):
                 item.gone = True
                 self.retired_stale += 1
+
+
+class FreshWindows:
+    """Rings of steps whose windows retire, each as stale as its first step.
+
+    Args:
+        num_envs: Rings.
+        length: Steps that a ring holds.
+        sequence_length: Steps in a window.
+        limits: ``max_use``, ``max_staleness`` and ``comparison``, as for ``Fresh``.
+    """
+
+    def __init__(self, num_envs: int, length: int, sequence_length: int, *limits):
+        self.rings: list[list[Item]] = [[] for _ in range(num_envs)]
+        self.length, self.sequence_length = length, sequence_length
+        self.rule = Fresh(0, *limits)
+        self.session = 0
+        self.refused_stale = self.retired_used = self.retired_stale = 0
+
+    def add(self, numbers, versions, mask) -> None:
+        for ring, *rows in zip(self.rings, numbers, versions, mask, strict=True):
+            for number, version, take in zip(*rows, strict=True):
+                if not take:
+                    continue
+                # Where an item of the other model has its slot, a step has its session.
+                ring.append(Item(int(number), self.session, int(version)))
+                if len(ring) >= self.sequence_length:
+                    first = ring[-self.sequence_length]
+                    first.gone = self.is_old(first)
+                    self.refused_stale += first.gone
+            del ring[: -self.length]
+
+    def is_old(self, first: Item) -> bool:
+        return first.slot != self.session or self.rule.is_stale(first.version)
+
+    @property
+    def live(self) -> dict[int, Item]:
+        """The first steps of windows that can be drawn, by number."""
+        windows = [ring[: max(len(ring) - self.sequence_length + 1, 0)] for ring in self.rings]
+        return {first.number: first for ring in windows for first in ring if not first.gone}
+
+    def mark_used(self, numbers: Sequence[int]) -> None:
+        live = self.live
+        for number in numbers:
+            live[number].uses += 1
+        for first in live.values():
+            if self.rule.max_use is not None and first.uses >= self.rule.max_use:
+                first.gone = True
+                self.retired_used += 1
+
+    def set_version(self, version: int, session: int) -> None:
+        self.rule.version, self.session = version, session
+        for first in self.live.values():
+            if self.is_old(first):
+                first.gone = True
+                self.retired_stale += 1

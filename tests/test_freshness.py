@@ -80,6 +80,25 @@ def test_batches_until_refused_use_up_what_is_missing_and_weigh_one(replacement)
     assert batches >= 3
 
 
+def test_beta_anneals_as_published_without_a_new_trace():
+    optax = pytest.importorskip("optax")
+    beta = optax.linear_schedule(0.4, 1.0, 100_000)
+    np.testing.assert_allclose([beta(1), beta(2)], [0.400006, 0.400012], rtol=1e-6)
+    buffer = create(jaxbuf.Freshness(max_use=9), 4, jaxbuf.Prioritized(alpha=1.0))
+    buffer = jaxbuf.add(buffer, integers(0, 1), priority=jnp.array([1.0, 4.0]))
+    batch = jaxbuf.sample(buffer, KEY, 32)
+    traces = []
+
+    @jax.jit
+    def least_weight(beta):
+        traces.append(beta)
+        return jaxbuf.importance_weights(buffer, batch, beta).min()
+
+    weights = [least_weight(jnp.float32(beta(step))) for step in (1, 2)]
+    np.testing.assert_allclose(weights, [4**-0.400006, 4**-0.400012], rtol=1e-6)
+    assert len(traces) == 1
+
+
 def test_uses_of_duplicates_count_each():
     buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=3)), integers(5, 6))
     slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, 2), names(buffer, [5]))
@@ -134,6 +153,79 @@ def test_a_chunk_is_reused_as_often_as_published():
     buffer = mark(buffer, names(buffer, [2, 10]))
     assert held(buffer) == [10]
     assert buffer.use_count(names(buffer, [10])).tolist() == [1]
+
+
+def chunks_of(accumulator, fragments, number, version):
+    """The next fragments of the only worker."""
+    worker = jnp.zeros(len(fragments), jnp.int32)
+    return accumulator.add(
+        integers(*fragments), worker, integers(*number), version=integers(*version)
+    )
+
+
+def collected(buffer, accumulator, *pairs):
+    """Two fragments at a time, each chunk added as soon as it is complete."""
+    for pair in pairs:
+        accumulator, chunks, done = chunks_of(accumulator, *pair)
+        buffer = jaxbuf.add(buffer, chunks, version=chunks.version, mask=done)
+    return buffer, accumulator
+
+
+def chunk_buffer(freshness):
+    accumulator = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 1, 2)
+    buffer = jaxbuf.ItemBuffer.create(
+        accumulator.example, 2, freshness=freshness, sampler=jaxbuf.Uniform(replacement=False)
+    )
+    return buffer, accumulator
+
+
+def chunks_held(buffer):
+    live = np.asarray(buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32)))
+    return sorted(np.asarray(buffer.data.fragments)[live].tolist())
+
+
+def test_fetched_chunks_retire_as_published():
+    """At most two chunks of two fragments, each used twice; fetch two fragments, then four."""
+    pairs = [((0, 1), (0, 1), (0, 0)), ((2, 3), (2, 3), (0, 0)), ((10, 11), (0, 1), (0, 0))]
+    buffer, _ = collected(*chunk_buffer(jaxbuf.Freshness(max_use=2)), *pairs)
+    assert chunks_held(buffer) == [[2, 3], [10, 11]]
+    for seed in range(16):
+        first = jaxbuf.sample(buffer, jax.random.key(seed), 1)
+        if first.data.fragments.tolist() == [[2, 3]]:
+            break
+    buffer = mark(buffer, first.slots)
+    second = jaxbuf.sample(buffer, KEY, 2)
+    assert sorted(second.data.fragments.tolist()) == [[2, 3], [10, 11]]
+    buffer = mark(buffer, second.slots)
+    assert chunks_held(buffer) == [[10, 11]]
+    left = jaxbuf.sample(buffer, KEY, 2)
+    assert left.valid.tolist() == [True, False]
+    assert buffer.use_count(left.slots).tolist() == [1, 0]
+    assert not bool(buffer.can_sample(2))
+
+
+def test_a_chunk_is_as_stale_as_its_first_fragment_and_refused_it_evicts_nothing():
+    buffer, accumulator = chunk_buffer(jaxbuf.Freshness(max_staleness=3))
+    pairs = [((0, 1), (0, 1), (4, 5)), ((2, 3), (2, 3), (5, 5)), ((4, 5), (4, 5), (2, 5))]
+    buffer, _ = collected(advance(buffer, 5), accumulator, *pairs)
+    assert chunks_held(buffer) == [[0, 1], [2, 3]]
+    assert buffer.metrics()["refused_stale"] == 1
+    assert chunks_held(advance(buffer, 7)) == [[2, 3]]
+
+
+def test_holes_close_as_the_ring_comes_round():
+    """Draws look for members only while there are holes, and go on being even."""
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=1), 4), integers(0, 1, 2, 3))
+    buffer = mark(buffer, names(buffer, [1]))
+    drawn = np.bincount(jaxbuf.sample(buffer, KEY, 3000).data, minlength=4)
+    assert drawn[1] == 0
+    assert abs(drawn[[0, 2, 3]] - 1000).max() < 120
+    buffer = jaxbuf.add(buffer, integers(4, 5), mask=jnp.array([False, True]))
+    assert held(buffer) == [2, 3, 5]
+    buffer = jaxbuf.add(buffer, integers(6, 7))
+    assert held(buffer) == [3, 5, 6, 7]
+    drawn = np.bincount(jaxbuf.sample(buffer, KEY, 4000).data, minlength=8)
+    assert np.flatnonzero(drawn).tolist() == held(buffer)
 
 
 @pytest.mark.parametrize(

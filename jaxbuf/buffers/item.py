@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.retire import can_retire, retire
+from jaxbuf.buffers.retire import Retiring, can_retire
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import storage
 from jaxbuf.core.slots import Slots
@@ -20,7 +20,7 @@ from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.samplers import Draw, Sampler, Support, Uniform
 
 
-class ItemBuffer(struct.PyTreeNode):
+class ItemBuffer(Retiring, struct.PyTreeNode):
     """Up to ``capacity`` independent items: transitions, whole padded trajectories, states.
 
     The buffer is one immutable pytree, its configuration static: it goes through ``jit``, ``scan``,
@@ -332,84 +332,6 @@ class ItemBuffer(struct.PyTreeNode):
             counters=self.counters + jnp.stack([jnp.uint32(0), rejected]),
         )
 
-    def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
-        """Count a use of each sampled item; those used ``max_use`` times retire.
-
-        Args:
-            slots: Which items: ``sample.slots``, ``[B]``. One that is there twice was used twice.
-                Rows whose item has been overwritten or has retired since are dropped.
-            mask: Which rows to take, ``[B]``.
-
-        Raises:
-            ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
-        """
-        freshness = self._needs_freshness("mark_used")
-        taken = common.holds(self.occupancy, slots)
-        if mask is not None:
-            taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
-        index = jnp.where(taken, slots.index, self.freshness_state.uses.shape[0])
-        state, enough = freshness.used(self.freshness_state, index)
-        used = self.replace(freshness_state=state)
-        return used if freshness.max_use is None else used._retire(index, enough, 1)
-
-    def set_version(
-        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
-    ) -> Self:
-        """The learner is at this version now: what has become too stale retires.
-
-        Args:
-            version: Its version, a whole number; usually one more than before.
-            session: Which run of the learner this is, if that matters: when it is another one than
-                before, versions start over, and everything that is here retires.
-
-        Raises:
-            ValueError: When traced, if the buffer has no ``Freshness``, or one of the two is no
-                whole number.
-        """
-        freshness = self._needs_freshness("set_version")
-        before = self.freshness_state.learner
-        now = storage.check_rows(version, "version", (), np.int32, "a number")
-        run = before[1]
-        if session is not None:
-            run = storage.check_rows(session, "session", (), np.int32, "a number")
-        state = self.freshness_state.replace(learner=jnp.stack([now, run]))
-        floor = jnp.where(run == before[1], freshness.floor(state), 2**31 - 1)
-
-        def retire_block(buffer: Self) -> Self:
-            state, slots, stale = freshness.stale_block(
-                buffer.freshness_state, floor, buffer.occupancy.live
-            )
-            return buffer.replace(freshness_state=state)._retire(slots, stale, 2)
-
-        def some_left(buffer: Self) -> Bool[Array, ""]:
-            return jnp.min(buffer.freshness_state.oldest) < floor
-
-        # The items themselves stay out of the loop.
-        slots_only = self.replace(data=(), diversity_state=(), freshness_state=state)
-        left = jax.lax.while_loop(some_left, retire_block, slots_only)
-        return left.replace(data=self.data, diversity_state=self.diversity_state)
-
-    def use_count(self, slots: Slots) -> Int[Array, " B"]:
-        """How often each sampled item was used so far, ``[B]``; 0 where it is not here any more.
-
-        Raises:
-            ValueError: If the buffer has no ``Freshness``.
-        """
-        self._needs_freshness("use_count")
-        uses = self.freshness_state.uses.at[slots.index].get(mode="clip")
-        return jnp.where(common.holds(self.occupancy, slots), uses, 0)
-
-    def staleness(self, slots: Slots) -> Int[Array, " B"]:
-        """How many versions each sampled item is behind, ``[B]``; 0 where it is not here any more.
-
-        Raises:
-            ValueError: If the buffer has no ``Freshness``.
-        """
-        self._needs_freshness("staleness")
-        versions = self.freshness_state.versions.at[slots.index].get(mode="clip")
-        behind = self.freshness_state.version - versions
-        return jnp.where(common.holds(self.occupancy, slots), behind, 0)
-
     def clear(self) -> Self:
         """The buffer without its items. Slots sampled before stay stale; counters go on.
 
@@ -467,27 +389,6 @@ class ItemBuffer(struct.PyTreeNode):
             valid=draw.valid,
         )
 
-    def _needs_freshness(self, what: str) -> Freshness:
-        if self.freshness is None:
-            raise ValueError(
-                f"{what} was called, but nothing limits uses or staleness here; create the buffer "
-                "with freshness=jaxbuf.Freshness(...)"
-            )
-        return self.freshness
-
-    def _retire(self, index: Int[Array, " B"], gone: Bool[Array, " B"], counter: int) -> Self:
-        """The buffer without the items at ``index`` that are ``gone``, and those counted."""
-        state, occupancy = retire(
-            self.sampler, self.sampler_state, self.occupancy, index, gone, self.capacity
-        )
-        retired = (self.size - occupancy.size).astype(jnp.uint32)
-        counters = self.freshness_state.counters.at[counter].add(retired)
-        return self.replace(
-            sampler_state=state,
-            occupancy=occupancy,
-            freshness_state=self.freshness_state.replace(counters=counters),
-        )
-
     def _check_version(
         self, version: Any, row_shape: tuple[int, ...], taken: Any
     ) -> tuple[Any, Any, Any]:
@@ -503,6 +404,8 @@ class ItemBuffer(struct.PyTreeNode):
         if version is None:
             return jnp.broadcast_to(self.freshness_state.version, row_shape), taken, zeros
         version = storage.check_rows(version, "version", row_shape, np.int32, "(B,)")
+        if self.freshness.max_staleness is None:
+            return version, taken, zeros
         offered = jnp.ones(row_shape, bool) if taken is None else taken
         fresh = version >= self.freshness.floor(self.freshness_state)
         refused = jnp.sum(offered & ~fresh, dtype=jnp.uint32)

@@ -1,16 +1,162 @@
 """Taking items out of the middle of a buffer."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxbuf.buffers import common
+from jaxbuf.core import storage
+from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
+from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.samplers import Sampler
 
 # Usually few of the rows that are looked at retire, and each costs a path of every tree.
 _ROWS = 16
+
+# The sampler's state, which items there are, and what is known of their uses and versions.
+_Parts: TypeAlias = tuple[Any, Subset, FreshnessState]
+
+
+class Retiring:
+    """A buffer whose items, or windows, may retire before they are overwritten.
+
+    Attributes:
+        occupancy: Which slots are live; a ``Subset`` with ``Freshness``.
+        sampler_state: What the sampler keeps.
+        sampler: How items are drawn.
+        freshness_state: What is known of uses and versions; nothing without limits on them.
+        freshness: When items retire; None never.
+    """
+
+    occupancy: Any
+    sampler_state: Any
+    sampler: Any
+    freshness_state: Any
+    freshness: Freshness | None
+
+    if TYPE_CHECKING:
+        # The buffers are flax dataclasses; these are theirs.
+        replace: Any
+
+        @property
+        def capacity(self) -> int:
+            """Most items, or steps, held at a time."""
+            ...
+
+    def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
+        """Count a use of each sampled item, or window; those used ``max_use`` times retire.
+
+        Args:
+            slots: Which items: ``sample.slots``, ``[B]``. One that is there twice was used twice.
+                Rows whose item has been overwritten or has retired since are dropped.
+            mask: Which rows to take, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
+        """
+        freshness = self._needs_freshness("mark_used")
+        taken = common.holds(self.occupancy, slots)
+        if mask is not None:
+            taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
+        index = jnp.where(taken, slots.index, self.freshness_state.uses.shape[0])
+        state, enough = freshness.used(self.freshness_state, index)
+        parts = (self.sampler_state, self.occupancy, state)
+        if freshness.max_use is not None:
+            parts = self._retire(parts, index, enough, 1)
+        return self._with(parts)
+
+    def set_version(
+        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
+    ) -> Self:
+        """The learner is at this version now: what has become too stale retires.
+
+        Args:
+            version: Its version, a whole number; usually one more than before.
+            session: Which run of the learner this is, if that matters: when it is another one than
+                before, versions start over, and everything that is here retires.
+
+        Raises:
+            ValueError: When traced, if the buffer has no ``Freshness``, or one of the two is no
+                whole number.
+        """
+        freshness = self._needs_freshness("set_version")
+        before = self.freshness_state.learner
+        now = storage.check_rows(version, "version", (), np.int32, "a number")
+        run = before[1]
+        state = self.freshness_state
+        if session is not None:
+            run = storage.check_rows(session, "session", (), np.int32, "a number")
+            unborn = self._incomplete(run != before[1])
+            if unborn is not None:
+                state = freshness.abandoned(state, unborn)
+        state = state.replace(learner=jnp.stack([now, run]))
+        floor = jnp.where(run == before[1], freshness.floor(state), 2**31 - 1)
+
+        def retire_block(parts: _Parts) -> _Parts:
+            sampler_state, occupancy, state = parts
+            state, slots, stale = freshness.stale_block(state, floor, occupancy.live)
+            return self._retire((sampler_state, occupancy, state), slots, stale, 2)
+
+        def some_left(parts: _Parts) -> Bool[Array, ""]:
+            return jnp.min(parts[2].oldest) < floor
+
+        # The items themselves stay out of the loop.
+        parts = (self.sampler_state, self.occupancy, state)
+        return self._with(lax.while_loop(some_left, retire_block, parts))
+
+    def use_count(self, slots: Slots) -> Int[Array, " B"]:
+        """How often each sampled item was used so far, ``[B]``; 0 where it is not here any more.
+
+        Raises:
+            ValueError: If the buffer has no ``Freshness``.
+        """
+        self._needs_freshness("use_count")
+        uses = self.freshness_state.uses.at[slots.index].get(mode="clip")
+        return jnp.where(common.holds(self.occupancy, slots), uses, 0)
+
+    def staleness(self, slots: Slots) -> Int[Array, " B"]:
+        """How many versions each sampled item is behind, ``[B]``; 0 where it is not here any more.
+
+        Raises:
+            ValueError: If the buffer has no ``Freshness``.
+        """
+        self._needs_freshness("staleness")
+        versions = self.freshness_state.versions.at[slots.index].get(mode="clip")
+        behind = self.freshness_state.version - versions
+        return jnp.where(common.holds(self.occupancy, slots), behind, 0)
+
+    def _needs_freshness(self, what: str) -> Freshness:
+        if self.freshness is None:
+            raise ValueError(
+                f"{what} was called, but nothing limits uses or staleness here; create the buffer "
+                "with freshness=jaxbuf.Freshness(...)"
+            )
+        return self.freshness
+
+    def _incomplete(self, wanted: Bool[Array, ""]) -> Int[Array, " B"] | None:
+        """Slots whose item is not complete yet, if they are ``wanted``; None where none can be."""
+        del wanted
+        return None
+
+    def _with(self, parts: _Parts) -> Self:
+        sampler_state, occupancy, state = parts
+        return self.replace(sampler_state=sampler_state, occupancy=occupancy, freshness_state=state)
+
+    def _retire(
+        self, parts: _Parts, index: Int[Array, " B"], gone: Bool[Array, " B"], counter: int
+    ) -> _Parts:
+        """What is kept without the items at ``index`` that are ``gone``, and those counted."""
+        sampler_state, before, freshness_state = parts
+        sampler_state, occupancy = retire(
+            self.sampler, sampler_state, before, index, gone, self.capacity
+        )
+        retired = (before.size - occupancy.size).astype(jnp.uint32)
+        counters = freshness_state.counters.at[counter].add(retired)
+        return sampler_state, occupancy, freshness_state.replace(counters=counters)
 
 
 def can_retire(sampler: Any) -> bool:

@@ -10,12 +10,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.lookups import EpisodeLookups, broadcast_steps
+from jaxbuf.buffers.retire import Retiring
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import fields, storage
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
+from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.samplers import Draw, Support, Uniform, WindowSampler
 
 
@@ -33,7 +35,7 @@ class Steps(struct.PyTreeNode):
     valid: Bool[Array, "E T"]
 
 
-class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
+class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
     """The last ``length`` steps of each of ``num_envs`` environments.
 
     Every environment has a ring of its own with its own write position, so that any of them may be
@@ -50,6 +52,9 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
         counters: Steps added and priorities rejected so far, ``[2]`` uint32; they wrap.
         episode_index: Where episodes begin and end; None without ``Episodes``.
         sampler: How windows are drawn.
+        freshness_state: What is known of uses and versions of windows; nothing without limits on
+            them.
+        freshness: When windows retire; None never.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -67,6 +72,8 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
     counters: UInt[Array, " 2"]
     episode_index: EpisodeIndex | None
     sampler: WindowSampler = struct.field(pytree_node=False)
+    freshness_state: Any = ()
+    freshness: Freshness | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
     def create(
@@ -80,6 +87,7 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
         num_earliest_ignored: int = 0,
         sampler: WindowSampler = Uniform(),
         episodes: Episodes | None = None,
+        freshness: Freshness | None = None,
     ) -> Self:
         """An empty buffer.
 
@@ -96,6 +104,8 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
                 such as a stack of frames, finds them.
             sampler: How windows are drawn.
             episodes: Keep an index of episodes, by the flags among the steps.
+            freshness: Retires windows that were used enough or are too stale; None retires none. A
+                window is as stale as its first step. Steps stay, so ``size`` counts them as before.
 
         Raises:
             ValueError: If a number is no whole number from 1 on, a window is longer than a ring,
@@ -134,7 +144,12 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
         slots = num_envs * (length // period)
         avoids = episodes is not None and episodes.boundary == "avoid"
-        occupancy = Subset.create(rings, slots) if avoids else rings
+        if freshness is not None and not isinstance(freshness, Freshness):
+            raise ValueError(
+                f"freshness is {freshness!r}; expected None or jaxbuf.Freshness(max_use, ...)"
+            )
+        picks = avoids or freshness is not None
+        occupancy = Subset.create(rings, slots) if picks else rings
         if getattr(sampler, "uses_age", False):
             common.needs_order(occupancy, f"{sampler}")
         return cls(
@@ -144,6 +159,8 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
             counters=jnp.zeros((2,), jnp.uint32),
             episode_index=None if episodes is None else episodes.init(data),
             sampler=sampler,
+            freshness_state=() if freshness is None else freshness.init(slots),
+            freshness=freshness,
         )
 
     @property
@@ -190,6 +207,7 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
         steps: PyTree[Array],
         *,
         priority: Float[Array, "..."] | None = None,
+        version: Int[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | None = None,
     ) -> Self:
         """Append one step, or ``T`` of them, to each environment.
@@ -202,12 +220,16 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
                 ``metrics()["rejected"]``; the step stays. The default, also without priorities, is
                 the larger of the sampler's ``initial_priority`` and the largest priority in the
                 buffer.
+            version: Of the policy that made the steps, ``[num_envs]`` or ``[num_envs, T]`` int32,
+                for ``Freshness``; without, the learner's own. Steps that are too stale already are
+                kept, for without them others would become neighbors in time that are not; but no
+                window starts at them: those are counted in ``metrics()["refused_stale"]``.
             mask: Which steps to take, ``[num_envs]`` or ``[num_envs, T]``; those of a row keep
                 their order, and the others cost no place and move no write position.
 
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example, or if
-                ``priority`` is given and the sampler does not use it.
+                ``priority`` or ``version`` is given and nothing here uses it.
         """
         steps, batch = self._check(steps)
         rows = batch[1] if len(batch) > 1 else 1
@@ -227,6 +249,7 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
             if taken is not None:
                 refused &= taken
             rejected = jnp.sum(refused, dtype=jnp.uint32)
+        made_by: Any = self._check_version(version, batch, axes)
         if rows == 0:
             return self
         rings, target, broken, completed = self.rings.place(rows, taken)
@@ -239,6 +262,9 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
                 crossing = jnp.where(crosses, completed, nowhere)
                 completed = jnp.where(crosses, nowhere, completed)
                 broken = jnp.concatenate([broken, crossing], axis=1)
+        freshness_state = self.freshness_state
+        if self.freshness is not None:
+            freshness_state, completed, broken = self._age(made_by, target, completed, broken)
         added = jnp.uint32(rows * self.num_envs)
         if taken is not None:
             added = jnp.sum(taken, dtype=jnp.uint32)
@@ -253,6 +279,7 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
             ),
             counters=self.counters + jnp.stack([added, rejected]),
             episode_index=index,
+            freshness_state=freshness_state,
         )
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -382,6 +409,9 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
                 sampler_state=self.sampler.cleared(self.sampler_state),
                 counters=self.counters.copy(),
                 episode_index=None if self.episode_index is None else self.episode_index.clear(),
+                freshness_state=self.freshness.cleared(self.freshness_state)
+                if self.freshness
+                else (),
             )
         mask = self._check_envs(envs)
         starts = self.length // self.period
@@ -514,14 +544,22 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
             ``size`` in steps and ``windows`` that can be drawn; ``adds`` (steps) and ``rejected``,
             counted since creation and wrapping at 2**32; ``effective_sample_size`` (of the
             distribution drawn from, ``1 / Σ P²``); and with priorities ``priority_min``,
-            ``priority_max`` and ``priority_mean`` of the windows, as their masses tell them.
+            ``priority_max`` and ``priority_mean`` of the windows, as their masses tell them. With
+            limits on freshness the learner's ``version``, how many windows were ``refused_stale``,
+            ``retired_used`` and ``retired_stale``, and of those that can be drawn ``use_max``,
+            ``use_mean``, ``staleness_max`` and ``staleness_mean``.
         """
+        fresh = {}
+        if self.freshness is not None:
+            live = self.occupancy.live(jnp.arange(self.rings.capacity, dtype=jnp.int32))
+            fresh = self.freshness.metrics(self.freshness_state, live)
         return {
             "size": self.size,
             "windows": self.occupancy.size,
             "adds": self.counters[..., 0],
             "rejected": self.counters[..., 1],
             **self.sampler.metrics(self.sampler_state, self.occupancy),
+            **fresh,
         }
 
     def _earliest(self, count: int, skip: int) -> Steps:
@@ -554,6 +592,52 @@ class TrajectoryBuffer(EpisodeLookups, struct.PyTreeNode):
         come, gone = completed.reshape(-1), broken.reshape(-1)
         member = jnp.concatenate([jnp.ones(come.shape, bool), jnp.zeros(gone.shape, bool)])
         return self.occupancy.replace(inner=rings).mark(jnp.concatenate([come, gone]), member)
+
+    def _check_version(self, version: Any, batch: tuple[int, ...], axes: str) -> Any:
+        """The version of each step, ``[num_envs, T]``; None if nothing uses it."""
+        if self.freshness is None:
+            if version is not None:
+                raise ValueError(
+                    "version was given, but nothing uses it; leave it out or create the buffer "
+                    "with freshness=jaxbuf.Freshness(...)"
+                )
+            return None
+        grid = (self.num_envs, batch[1] if len(batch) > 1 else 1)
+        if version is None:
+            return jnp.broadcast_to(self.freshness_state.version, grid)
+        shape = batch[:1] if jnp.ndim(version) == 1 else batch
+        version = storage.check_rows(version, "version", shape, np.int32, axes)
+        return jnp.broadcast_to(version.reshape(self.num_envs, -1), grid)
+
+    def _age(
+        self,
+        version: Int[Array, "E T"],
+        target: Int[Array, "E T"],
+        completed: Int[Array, "E T"],
+        broken: Int[Array, "E R"],
+    ) -> tuple[FreshnessState, Int[Array, "E T"], Int[Array, "E Q"]]:
+        """Windows begin at new steps, and those that are complete but too stale become broken."""
+        freshness, state = self._needs_freshness("add"), self.freshness_state
+        slots, nowhere = self.rings.capacity, state.uses.shape[0]
+        begins = (target < self.capacity) & (target % self.period == 0)
+        state = freshness.begun(state, jnp.where(begins, target // self.period, nowhere), version)
+        there = jnp.where(completed < slots, completed, nowhere)
+        state, stale = freshness.completed(state, there)
+        refused = jnp.where(stale, completed, slots)
+        kept = jnp.where(stale, slots, completed)
+        return state, kept, jnp.concatenate([broken, refused], axis=1)
+
+    def _incomplete(self, wanted: Bool[Array, ""]) -> Int[Array, " B"] | None:
+        """Slots of windows of which only the first steps are there, if they are ``wanted``."""
+        if self.sequence_length == 1:
+            return None
+        rings, nowhere = self.rings, self.freshness_state.uses.shape[0]
+        position, held = (rings.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
+        back = jnp.arange(self.sequence_length - 1, dtype=jnp.int32)[None]
+        place = (position - 1 - back) % self.length
+        env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
+        wanted &= (back < held) & (place % self.period == 0)
+        return jnp.where(wanted, env * rings.starts + place // self.period, nowhere).reshape(-1)
 
     def _check_envs(self, envs: Any) -> Bool[Array, " E"]:
         """``envs`` as a mask."""

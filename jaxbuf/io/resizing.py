@@ -160,8 +160,9 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
     first = before.starts * env + order // jnp.int32(before.period)
     kept = (order % jnp.int32(before.period) == 0) & (target < new.capacity)
     window, index = first.reshape(-1), (target // jnp.int32(before.period)).reshape(-1)
-    kept = kept.reshape(-1) & before.live(window) & placed.live(index)
-    index = jnp.where(kept, index, new.capacity)
+    kept = kept.reshape(-1)
+    begun = jnp.where(kept, index, new.capacity)
+    index = jnp.where(kept & before.live(window) & placed.live(index), index, new.capacity)
 
     def move(blank: Any, full: Any) -> Any:
         if isinstance(blank, SegmentTree):
@@ -175,6 +176,11 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
             return flat.reshape(blank.shape)
         _check_slots(blank, new.num_envs * placed.starts, full, window.shape[0])
         return blank.at[index].set(full[window], mode="drop")
+
+    if new.freshness is not None:
+        # Also of windows that are not complete yet: their first steps are here.
+        new = new.replace(freshness_state=_move_freshness(new, old, window, begun))
+        old = old.replace(freshness_state=new.freshness_state)
 
     occupancy: Any = _with_inner(new.occupancy, placed)
     if isinstance(occupancy, Subset):

@@ -126,14 +126,41 @@ class Freshness:
         self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
     ) -> FreshnessState:
         """New items, not too stale, have been written to ``index``."""
-        blocks = state.oldest.shape[0]
-        block = jnp.where(index < state.uses.shape[0], index // self._block(state), blocks)
+        return self._watch(self.begun(state, index, version), index, version)
+
+    def begun(
+        self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
+    ) -> FreshnessState:
+        """The first steps of windows have been written, whose slots are ``index``."""
         return state.replace(
             uses=state.uses.at[index].set(0, mode="drop"),
             versions=state.versions.at[index].set(version, mode="drop"),
-            # What was overwritten may have been the oldest; the next look into the block finds out.
-            oldest=state.oldest.at[block].min(version, mode="drop"),
         )
+
+    def completed(
+        self, state: FreshnessState, index: Int[Array, " B"]
+    ) -> tuple[FreshnessState, Bool[Array, " B"]]:
+        """The windows at ``index`` are complete; says which of them are too stale already.
+
+        Those are counted as refused, and must be refused.
+        """
+        version = state.versions.at[index].get(mode="fill", fill_value=_NEVER)
+        stale = version < self.floor(state)
+        refused = jnp.sum(stale, dtype=jnp.uint32)
+        state = self._watch(state, jnp.where(stale, state.uses.shape[0], index), version)
+        return state.replace(counters=state.counters.at[0].add(refused)), stale
+
+    def _watch(
+        self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
+    ) -> FreshnessState:
+        blocks = state.oldest.shape[0]
+        block = jnp.where(index < state.uses.shape[0], index // self._block(state), blocks)
+        # What was overwritten may have been the oldest; the next look into the block finds out.
+        return state.replace(oldest=state.oldest.at[block].min(version, mode="drop"))
+
+    def abandoned(self, state: FreshnessState, index: Int[Array, " B"]) -> FreshnessState:
+        """The windows at ``index`` are of another session and too stale once they are complete."""
+        return state.replace(versions=state.versions.at[index].set(-_NEVER - 1, mode="drop"))
 
     def used(
         self, state: FreshnessState, index: Int[Array, " B"]
