@@ -212,7 +212,7 @@ class Uniform:
         if self.replacement:
             index = occupancy.draw(random_words(key, (batch_size,)))
             return Draw(index, probability, jnp.broadcast_to(size > 0, (batch_size,)))
-        index, valid = _distinct(
+        index, valid = distinct(
             key,
             batch_size,
             jnp.minimum(batch_size, size),
@@ -367,7 +367,7 @@ class Prioritized:
                 share = jnp.where(mix > 0, mix / (left + mix), 0.0)
                 return self._propose(scratch, key, batch_size, occupancy, share)
 
-            index, valid = _distinct(
+            index, valid = distinct(
                 key,
                 batch_size,
                 jnp.minimum(batch_size, self.support(state, occupancy).count),
@@ -545,7 +545,7 @@ def _point(
     )
 
 
-def _distinct(
+def distinct(
     key: PRNGKeyArray,
     batch_size: int,
     count: Int[Array, ""],

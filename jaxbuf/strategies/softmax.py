@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxbuf.core.ranking import score_metrics
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Occupancy, random_words
-from jaxbuf.strategies.samplers import Draw, Support
+from jaxbuf.strategies.samplers import Draw, Support, distinct
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 # How far, in units of the temperature, the largest score may move from the reference of the masses
@@ -47,7 +47,9 @@ class Softmax:
     A sum tree holds the masses, so a draw with replacement costs ``O(log capacity)`` and an add
     only the touched paths: recomputing a log-sum-exp over all slots for each batch would cost a
     pass over the buffer. Only when the largest score has moved far are all masses computed anew.
-    Without replacement the largest scores after adding Gumbel noise are taken, which costs a pass.
+    Without replacement items are drawn by their masses and then taken out. Those that are too light
+    to have one, less than e**-67 of the heaviest, are drawn only when the others are too few for a
+    batch: then the largest scores after adding Gumbel noise are taken, which costs a pass.
 
     Attributes:
         temperature: Above 0; the lower, the more the highest scores are preferred.
@@ -155,7 +157,7 @@ class Softmax:
         """Draw ``batch_size`` of the items whose score is above −inf."""
         del occupancy
         total = state.masses.root("sum")
-        repeated = self._with_replacement(state, key, batch_size)
+        repeated = self._with_replacement(state.masses, key, batch_size)
         some = jnp.broadcast_to(total > 0, (batch_size,))
         index, valid = repeated, some
         if not self.replacement:
@@ -201,16 +203,34 @@ class Softmax:
         return jnp.where(finite, mass, equal.astype(jnp.float32))
 
     def _with_replacement(
-        self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
+        self, masses: SegmentTree, key: PRNGKeyArray, batch_size: int
     ) -> Int[Array, " B"]:
         words = random_words(key, (2, batch_size)) >> jnp.uint32(8)
         cell = jnp.float32(2.0**-24)
-        total = state.masses.root("sum")
+        total = masses.root("sum")
         point = words.astype(jnp.float32) * cell
         # The second word fills in the bits that a float32 between zero and one lacks.
-        return state.masses.query(point[0] * total, point[1] * cell * total)
+        return masses.query(point[0] * total, point[1] * cell * total)
 
     def _without_replacement(
+        self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
+    ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+        enough = state.masses.nnz >= batch_size
+
+        def by_mass() -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+            return distinct(
+                key,
+                batch_size,
+                # Under vmap this runs in any case, and could not end if items were too few.
+                jnp.where(enough, batch_size, 0),
+                state.masses,
+                lambda key, masses: self._with_replacement(masses, key, batch_size),
+                lambda masses, taken: masses.set(taken, jnp.zeros(taken.shape, jnp.float32)),
+            )
+
+        return lax.cond(enough, by_mass, lambda: self._by_noise(state, key, batch_size))
+
+    def _by_noise(
         self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
         score = state.scores.leaves
