@@ -95,7 +95,7 @@ class Rings(struct.PyTreeNode):
             not yet complete again; and the slot of the window that each row completes. Where there
             is none a slot is past the end. No place and no slot is given twice.
         """
-        position, lap, size = (self.counters[:, i].astype(jnp.int32)[:, None] for i in range(3))
+        position, size = (self.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         if mask is None:
             rank = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (self.num_envs, rows))
@@ -105,8 +105,10 @@ class Rings(struct.PyTreeNode):
             rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
             count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)
             taken = mask
-        target = env * self.length + (position + rank) % self.length
-        target = jnp.where(taken & (rank + self.length >= count), target, env.size * self.length)
+        target = env * self.length + _modulo(position + rank, self.length)
+        if mask is not None or rows > self.length:
+            stays = taken & (rank + self.length >= count)
+            target = jnp.where(stays, target, env.size * self.length)
 
         # Steps are numbered from the first new one. A window ends at each of them; its start must
         # be there and still be there once all steps are written.
@@ -124,20 +126,23 @@ class Rings(struct.PyTreeNode):
             passed = (start >= self.ignored - size) & (start <= count - self.sequence_length)
             broken = jnp.concatenate([broken, self._slot(env, position + start, passed)], axis=1)
 
-        end = position + count
-        counters = jnp.concatenate([end % self.length, lap + end // self.length, held], axis=1)
-        return self.replace(counters=counters.astype(jnp.uint32)), target, broken, completed
+        end, length = (position + count).astype(jnp.uint32), jnp.uint32(self.length)
+        counters = jnp.concatenate(
+            [end % length, self.counters[:, 1:2] + end // length, held.astype(jnp.uint32)], axis=1
+        )
+        return self.replace(counters=counters), target, broken, completed
 
     def window(self, index: Int[Array, " B"]) -> Int[Array, "B S"]:
         """Where the steps of the windows at ``index`` lie, as ``place`` counts."""
-        env, start = index // self.starts, index % self.starts * self.period
+        env, start = self._split(index)
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)
-        return env[:, None] * self.length + (start[:, None] + offset[None]) % self.length
+        return env[:, None] * self.length + _modulo(start[:, None] + offset[None], self.length)
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is a complete window at ``index``."""
         ring, start = self._ring_of(index)
-        behind = (ring[..., 0].astype(jnp.int32) - 1 - start) % self.length
+        written = ring[..., 0].astype(jnp.int32) + self.length
+        behind = _modulo(written - 1 - start, self.length)
         held = ring[..., 2].astype(jnp.int32)
         inside = (index >= 0) & (index < self.num_envs * self.starts)
         inside &= behind < held - self.ignored
@@ -182,7 +187,7 @@ class Rings(struct.PyTreeNode):
         self, index: Int[Array, " B"], generation: UInt[Array, " B"]
     ) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """The ring of each window, and the position of its first step."""
-        env, start = index // self.starts, index % self.starts * self.period
+        env, start = self._split(index)
         lap = (generation - jnp.uint32(1)) * jnp.uint32(self.length)
         return env, lap + start.astype(jnp.uint32)
 
@@ -229,13 +234,25 @@ class Rings(struct.PyTreeNode):
     def _slot(
         self, env: Int[Array, "E 1"], place: Int[Array, "E T"], wanted: Bool[Array, "E T"]
     ) -> Int[Array, "E T"]:
-        """The slots of windows that start at ``place``, any number of laps off."""
-        start = place % self.length
-        wanted &= start % self.period == 0
-        slot = env * self.starts + start // self.period
-        return jnp.where(wanted, slot, self.num_envs * self.starts)
+        """The slots of windows that start at ``place``, no more than a lap before the first."""
+        start = _modulo(place + self.length, self.length)
+        if self.period > 1:
+            wanted &= _modulo(start, self.period) == 0
+            start = start // self.period
+        return jnp.where(wanted, env * self.starts + start, self.num_envs * self.starts)
+
+    def _split(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """The ring of each window, and the place there of its first step."""
+        number, starts = index.astype(jnp.uint32), jnp.uint32(self.starts)
+        start = number % starts * jnp.uint32(self.period)
+        return (number // starts).astype(jnp.int32), start.astype(jnp.int32)
 
     def _ring_of(self, index: Int[Array, " B"]) -> tuple[UInt[Array, "B 3"], Int[Array, " B"]]:
         """The counters of the ring that holds each window, and its place there."""
-        ring = self.counters.at[index // self.starts].get(mode="clip")
-        return ring, index % self.starts * self.period
+        env, start = self._split(index)
+        return self.counters.at[env].get(mode="clip"), start
+
+
+def _modulo(number: Int[Array, "..."], length: int) -> Int[Array, "..."]:
+    """The remainder of a number that is not negative: without a sign it is a single operation."""
+    return (number.astype(jnp.uint32) % jnp.uint32(length)).astype(jnp.int32)
