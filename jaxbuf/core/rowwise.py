@@ -1,10 +1,10 @@
 """Arithmetic on the rows of a batch.
 
-XLA:CPU estimates what a program costs from its text: an operation on ``[B]`` counts ``B`` times,
-the body of a loop once. A program of more than 1,000 operations is handed to a thread, which takes
-longer than most of what happens to a batch here; and what is fused into a gather is computed for
-every element that is gathered. A loop over the rows escapes both. It is one native function, slower
-than the vectorized form by a few nanoseconds per row.
+XLA:CPU runs a program in the thread that calls it only if it is short: it counts operations, one on
+``[B]`` ``B`` times and the body of a loop once, and looks at the sizes of arrays. Any other is
+handed to threads, which takes longer than most of what happens to a batch here; and what is fused
+into a gather is computed for every element that is gathered. A loop over the rows escapes both. It
+is one native function, slower than the vectorized form by a few nanoseconds per row.
 """
 
 import functools
@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, UInt
 
-# Up to this many rows a whole update is that short, and loops pay.
-SHORT = 256
+# Up to how many rows an update of any slots, and an add to consecutive ones, is short: measured.
+SHORT = 64
+SHORT_RUN = 256
 
 
 @functools.partial(jax.jit, static_argnames=("function", "static", "most"))
@@ -63,6 +64,33 @@ def each(
         return out, jax.tree.map(lambda _: True, out)
 
     return call(rows, shared)
+
+
+@jax.jit
+def total(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
+    """The sum over the rows of a batch; of whole numbers, whose order does not matter."""
+
+    def plain(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
+        return jnp.sum(counts, dtype=counts.dtype)
+
+    def loop(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
+        return lax.fori_loop(
+            0, counts.shape[0], lambda i, so_far: so_far + counts[i], jnp.zeros((), counts.dtype)
+        )
+
+    if counts.shape[0] > SHORT:
+        return plain(counts)
+
+    @custom_vmap
+    def call(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
+        return lax.platform_dependent(counts, cpu=loop, default=plain)
+
+    @call.def_vmap
+    def _(axis_size: int, batched: list[Any], counts: UInt[Array, "S B"]) -> Any:
+        del axis_size, batched
+        return jnp.sum(counts, axis=1, dtype=counts.dtype), True
+
+    return call(counts)
 
 
 def _loop(

@@ -121,7 +121,12 @@ class Ring(struct.PyTreeNode):
         else:
             until = jnp.cumsum(mask, dtype=jnp.uint32)
             taken, count = mask, until[-1]
-        index = rowwise.each(_next_slot, (until, taken), (position, count, capacity))
+        index = rowwise.each(
+            _next_slot,
+            (until, taken),
+            (position, count, capacity),
+            most=rowwise.SHORT_RUN,
+        )
         end = position + count
         counters = jnp.stack(
             [end % capacity, lap + end // capacity, jnp.minimum(size + count, capacity)]

@@ -420,7 +420,8 @@ def _refresh_loop(
         # XLA unrolls a loop of one step, and then copies the tree.
         return lax.fori_loop(0, max(steps, 2), step, flat)
 
-    apart = min(layout.depth, 2 if trees * rows <= rowwise.SHORT else layout.depth)
+    short = trees * rows <= (rowwise.SHORT_RUN if contiguous else rowwise.SHORT)
+    apart = min(layout.depth, 2 if short else layout.depth)
     for level in range(apart):
         flat = whole_level(flat, level)
     if apart == layout.depth:
