@@ -187,7 +187,7 @@ class Freshness:
         slot = block * width + jnp.arange(width, dtype=jnp.int32)
         # Out of a loop, with which nothing that follows is fused.
         version = lax.dynamic_slice(state.versions, (block * width,), (width,))
-        version = rowwise.each(_same, version)
+        version = rowwise.each(_same, version, most=width)
         here = live(slot)
         stale = here & (version < floor)
         left = jnp.min(jnp.where(here & ~stale, version, _NEVER))
