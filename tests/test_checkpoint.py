@@ -17,7 +17,6 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jaxbuf
-from jaxbuf.buffers.common import holds
 from tests import kill
 
 ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
@@ -52,7 +51,7 @@ def still_held(old, new):
     """Which names of things in the old buffer still mean something in the new one."""
     slots = jnp.arange(max(old.capacity, new.capacity), dtype=jnp.int32)
     names = jaxbuf.Slots(index=slots, generation=old.occupancy.generation(slots))
-    return old.occupancy.live(slots) & holds(new.occupancy, names)
+    return old.occupancy.live(slots) & new.occupancy.holds(names)
 
 
 def windows_of(buffer):

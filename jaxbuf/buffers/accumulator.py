@@ -243,24 +243,8 @@ class EpisodeAccumulator(struct.PyTreeNode):
 
     def _check(self, steps: PyTree[Array], mask: Any) -> tuple[PyTree[Array], Bool[Array, "E T"]]:
         """The steps as arrays ``[num_envs, T, *shape]``, and which of them to take."""
-        stored, given = jax.tree.leaves(self.data)[0], jax.tree.leaves(steps)
-        one = bool(given) and jnp.ndim(given[0]) == stored.ndim - 1
-        axes = (self.num_envs,) if one else (self.num_envs, "T")
-        steps, batch = storage.check(self.data, steps, "steps", axes, skip=2)
-        if one:
-            steps = jax.tree.map(lambda leaf: leaf[:, None], steps)
-        grid = (self.num_envs, 1 if one else batch[1])
-        if mask is None:
-            return steps, jnp.ones(grid, bool)
-        whole_rows = jnp.ndim(mask) == 1
-        taken = storage.check_rows(
-            mask,
-            "mask",
-            grid[:1] if whole_rows else batch,
-            np.bool_,
-            "(num_envs,)" if one else "(num_envs, T)",
-        )
-        return steps, jnp.broadcast_to(taken[:, None] if whole_rows else taken, grid)
+        steps, batch = common.check_steps(self.data, steps, self.num_envs)
+        return steps, common.check_step_mask(jnp.ones(batch, bool) if mask is None else mask, batch)
 
 
 class ChunkAccumulator(struct.PyTreeNode):

@@ -1,12 +1,15 @@
 """What buffers check and do alike, whatever a slot of theirs holds."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
+from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import rowwise, storage
 from jaxbuf.core.ages import AgeRange, Bound, spread
 from jaxbuf.core.slots import Occupancy, Slots, random_words
@@ -110,15 +113,58 @@ def newest(occupancy: Any, n: int) -> Draw:
     return Draw(index.reshape(-1), jnp.broadcast_to(share, (index.size,)), valid.reshape(-1))
 
 
-def holds(occupancy: Occupancy, slots: Slots) -> Bool[Array, " B"]:
-    """Which slots still hold what they name."""
-    return occupancy.holds(slots)
+def gather(
+    occupancy: Occupancy,
+    draw: Draw,
+    capacity: int,
+    read: Callable[[Int[Array, " B"]], PyTree[Array]],
+) -> Sample:
+    """What was drawn; rows that are not valid have index ``capacity`` and probability 0.
 
-
-def name(occupancy: Occupancy, draw: Draw, capacity: int) -> tuple[Slots, Float[Array, " B"]]:
-    """The slots of a draw and their probabilities: ``capacity`` and 0 where it is not valid."""
+    Args:
+        occupancy: Where it was drawn from.
+        draw: The draw.
+        capacity: Of the buffer.
+        read: The data at the indices.
+    """
     row = (draw.index, draw.probability, draw.valid)
-    return rowwise.each(_name, row, occupancy, (capacity,), most=LOOP_QUERIES)
+    slots, probability = rowwise.each(_name, row, occupancy, (capacity,), most=LOOP_QUERIES)
+    return Sample(data=read(slots.index), slots=slots, probability=probability, valid=draw.valid)
+
+
+def check_steps(
+    data: PyTree[Array], steps: PyTree[Array], num_envs: int
+) -> tuple[PyTree[Array], tuple[int, ...]]:
+    """The steps as arrays ``[num_envs, T, *shape]``, and the leading axes they came with.
+
+    Args:
+        data: Leaves ``[:, :, *shape]`` that are to hold them.
+        steps: One step, or ``T`` of them, of each environment.
+        num_envs: How many there are.
+
+    Raises:
+        ValueError: If a structure, shape or dtype differs.
+    """
+    stored, given = jax.tree.leaves(data)[0], jax.tree.leaves(steps)
+    one = bool(given) and jnp.ndim(given[0]) == stored.ndim - 1
+    axes = (num_envs,) if one else (num_envs, "T")
+    steps, batch = storage.check(data, steps, "steps", axes, skip=2)
+    if one:
+        steps = jax.tree.map(lambda leaf: leaf[:, None], steps)
+    return steps, batch
+
+
+def check_step_mask(mask: Any, batch: tuple[int, ...]) -> Bool[Array, "E T"]:
+    """A mask of steps with the leading axes ``batch``, one number or ``T`` for each environment.
+
+    Raises:
+        ValueError: If it has another shape, or is no mask.
+    """
+    num_envs, *steps = batch
+    axes = "(num_envs, T)" if steps else "(num_envs,)"
+    shape = (num_envs,) if jnp.ndim(mask) == 1 else batch
+    taken = storage.check_rows(mask, "mask", shape, np.bool_, axes)
+    return jnp.broadcast_to(taken.reshape(num_envs, -1), (num_envs, *(steps or (1,))))
 
 
 def set_priority(
@@ -141,7 +187,7 @@ def set_priority(
     needs_priority(sampler, "update_priority was called")
     shape = slots.index.shape
     value = storage.check_rows(priority, "priority", shape, np.float32, "that of slots")
-    taken = [holds(occupancy, slots)]
+    taken = [occupancy.holds(slots)]
     if mask is not None:
         taken.append(storage.check_rows(mask, "mask", shape, np.bool_, "that of slots"))
     row = (slots.index, value, taken)

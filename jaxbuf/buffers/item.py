@@ -1,5 +1,6 @@
 """A set of independent items in slots."""
 
+import functools
 from typing import Any, Self
 
 import jax
@@ -381,24 +382,15 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
 
     def _gather(self, draw: Draw) -> Sample:
         """The items that were drawn."""
-        slots, probability = common.name(self.occupancy, draw, self.capacity)
-        return Sample(
-            data=storage.read(self.data, slots.index),
-            slots=slots,
-            probability=probability,
-            valid=draw.valid,
-        )
+        read = functools.partial(storage.read, self.data)
+        return common.gather(self.occupancy, draw, self.capacity, read)
 
     def _check_version(
         self, version: Any, row_shape: tuple[int, ...], taken: Any
     ) -> tuple[Any, Any, Any]:
         """The version of each row, which rows are still taken, and the refused ones as counters."""
         if self.freshness is None:
-            if version is not None:
-                raise ValueError(
-                    "version was given, but nothing uses it; leave it out or create the buffer "
-                    "with freshness=jaxbuf.Freshness(...)"
-                )
+            self._refuse_version(version)
             return None, taken, None
         zeros = jnp.zeros((3,), jnp.uint32)
         if version is None:

@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.buffers import common
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
@@ -155,7 +154,7 @@ class EpisodeLookups:
                 'episodes=jaxbuf.Episodes(boundary="mask")'
             )
         mask = index.together(self.rings, slots.index)
-        return mask & common.holds(self.occupancy, slots)[:, None]
+        return mask & self.occupancy.holds(slots)[:, None]
 
     def _index(self) -> EpisodeIndex:
         if self.episode_index is None:

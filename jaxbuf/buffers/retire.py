@@ -7,7 +7,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxbuf.buffers import common
 from jaxbuf.core import storage
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
@@ -59,7 +58,7 @@ class Retiring:
             ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
         """
         freshness = self._needs_freshness("mark_used")
-        taken = common.holds(self.occupancy, slots)
+        taken = self.occupancy.holds(slots)
         if mask is not None:
             taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
         index = jnp.where(taken, slots.index, self.freshness_state.uses.shape[0])
@@ -116,7 +115,7 @@ class Retiring:
         """
         self._needs_freshness("use_count")
         uses = self.freshness_state.uses.at[slots.index].get(mode="clip")
-        return jnp.where(common.holds(self.occupancy, slots), uses, 0)
+        return jnp.where(self.occupancy.holds(slots), uses, 0)
 
     def staleness(self, slots: Slots) -> Int[Array, " B"]:
         """How many versions each sampled item is behind, ``[B]``; 0 where it is not here any more.
@@ -127,7 +126,15 @@ class Retiring:
         self._needs_freshness("staleness")
         versions = self.freshness_state.versions.at[slots.index].get(mode="clip")
         behind = self.freshness_state.version - versions
-        return jnp.where(common.holds(self.occupancy, slots), behind, 0)
+        return jnp.where(self.occupancy.holds(slots), behind, 0)
+
+    def _refuse_version(self, version: Any) -> None:
+        """Refuse a version where none is kept."""
+        if version is not None:
+            raise ValueError(
+                "version was given, but nothing uses it; leave it out or create the buffer with "
+                "freshness=jaxbuf.Freshness(...)"
+            )
 
     def _needs_freshness(self, what: str) -> Freshness:
         if self.freshness is None:

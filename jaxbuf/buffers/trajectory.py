@@ -231,17 +231,14 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             ValueError: When traced, if a structure, shape or dtype differs from the example, or if
                 ``priority`` or ``version`` is given and nothing here uses it.
         """
-        steps, batch = self._check(steps)
+        steps, batch = common.check_steps(self.data, steps, self.num_envs)
         rows = batch[1] if len(batch) > 1 else 1
         axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
         grid = (self.num_envs, rows)
         value, taken = None, None
         rejected = jnp.uint32(0)
         if mask is not None:
-            whole_rows = len(batch) > 1 and jnp.ndim(mask) == 1
-            shape = batch[:1] if whole_rows else batch
-            taken = storage.check_rows(mask, "mask", shape, np.bool_, axes)
-            taken = jnp.broadcast_to(taken.reshape(self.num_envs, -1), grid)
+            taken = common.check_step_mask(mask, batch)
         if priority is not None:
             common.needs_priority(self.sampler, "priority was given")
             value = storage.check_rows(priority, "priority", batch, np.float32, axes).reshape(grid)
@@ -596,12 +593,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
     def _check_version(self, version: Any, batch: tuple[int, ...], axes: str) -> Any:
         """The version of each step, ``[num_envs, T]``; None if nothing uses it."""
         if self.freshness is None:
-            if version is not None:
-                raise ValueError(
-                    "version was given, but nothing uses it; leave it out or create the buffer "
-                    "with freshness=jaxbuf.Freshness(...)"
-                )
-            return None
+            return self._refuse_version(version)
         grid = (self.num_envs, batch[1] if len(batch) > 1 else 1)
         if version is None:
             return jnp.broadcast_to(self.freshness_state.version, grid)
@@ -653,29 +645,13 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
 
     def _gather(self, draw: Draw) -> Sample:
         """The windows that were drawn."""
-        slots, probability = common.name(self.occupancy, draw, self.capacity)
-        return Sample(
-            data=self._read(slots.index),
-            slots=slots,
-            probability=probability,
-            valid=draw.valid,
-        )
+        return common.gather(self.occupancy, draw, self.capacity, self._read)
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """The windows at ``index``, leaves ``[B, sequence_length, ...]``."""
         rows = storage.read(_fold(self.data), self.rings.window(index).reshape(-1))
         leading = (index.shape[0], self.sequence_length)
         return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[1:]), rows)
-
-    def _check(self, steps: PyTree[Array]) -> tuple[PyTree[Array], tuple[int, ...]]:
-        """The steps as arrays ``[num_envs, T, *shape]``, and the leading axes they came with."""
-        stored, given = jax.tree.leaves(self.data)[0], jax.tree.leaves(steps)
-        one = bool(given) and jnp.ndim(given[0]) == stored.ndim - 1
-        axes = (self.num_envs,) if one else (self.num_envs, "T")
-        steps, batch = storage.check(self.data, steps, "steps", axes, skip=2)
-        if one:
-            steps = jax.tree.map(lambda leaf: leaf[:, None], steps)
-        return steps, batch
 
 
 def _whole(name: str, value: Any) -> Array:

@@ -461,11 +461,9 @@ class Prioritized:
         if self.uniform_mix > 0:
             coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
             by_mass, spare = by_mass & (coin >= mix), random[-2]
-        by_mass = jnp.broadcast_to(by_mass, index.shape)
 
         def draw_spare(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            row = (by_mass, carry[1], occupancy.draw(spare))
-            return jnp.ones((), bool), rowwise.each(_either, row, most=LOOP_QUERIES)
+            return jnp.ones((), bool), jnp.where(by_mass, carry[1], occupancy.draw(spare))
 
         # Runs once or not at all: usually no row needs it.
         return lax.while_loop(lambda carry: ~carry[0], draw_spare, (jnp.all(by_mass), index))[1]
@@ -473,10 +471,6 @@ class Prioritized:
 
 def _mass(priority: Float[Array, " B"], _: Any, sampler: Prioritized) -> Float[Array, " B"]:
     return sampler.mass(priority)
-
-
-def _either(row: tuple[Bool[Array, " B"], Array, Array], _: Any) -> Array:
-    return jnp.where(*row)
 
 
 def _weigh(
