@@ -1,17 +1,13 @@
 """The DQN example: it learns, resumes as if nothing had happened, and says what is wrong."""
 
-import contextlib
 import csv
 import importlib.util
-import io
 import itertools
 import json
 import math
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import NamedTuple
 
 import gymnax
 import jax
@@ -24,6 +20,7 @@ import jaxbuf
 from jaxbuf.examples import _network, _report, dqn
 from jaxbuf.examples._environment import MINATAR, NAMES, Environments
 from jaxbuf.examples._run_folder import RunFolder
+from tests.run_example import error_of, finish
 from tests.tensorboard import events_of
 
 QUICK = {
@@ -54,20 +51,11 @@ def final_state(out):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)], record
 
 
-class Finished(NamedTuple):
-    folder: Path
-    out: str
-    err: str
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run from start to end."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    printed, shown = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(shown):
-        assert dqn.main(words(out, "--log")) == 0
-    return Finished(out, printed.getvalue(), shown.getvalue())
+    return finish(dqn.main, words(out, "--log"), out)
 
 
 @pytest.mark.xdist_group("dqn")
@@ -171,21 +159,21 @@ def test_logging_says_what_it_needs(tmp_path, monkeypatch, capsys):
         patch.setattr(
             importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else find(name)
         )
-        message = error_of(["--out", str(tmp_path / "run"), "--log"], capsys)
+        message = error_of(dqn, ["--out", str(tmp_path / "run"), "--log"], capsys)
     assert "--log needs tensorboardX; install it with `pip install 'jaxbuf[examples]'`" in message
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.xdist_group("dqn")
 def test_a_finished_run_says_how_to_train_on(finished, capsys):
-    assert error_of(["--out", str(finished.folder), "--resume"], capsys).endswith(
+    assert error_of(dqn, ["--out", str(finished.folder), "--resume"], capsys).endswith(
         "has done its 12000 steps; ask for more with --steps\n"
     )
 
 
 @pytest.mark.xdist_group("dqn")
 def test_resume_refuses_another_configuration(finished, capsys):
-    message = error_of(["--out", str(finished.folder), "--resume", "--alpha", "0.9"], capsys)
+    message = error_of(dqn, ["--out", str(finished.folder), "--resume", "--alpha", "0.9"], capsys)
     assert "has --alpha 0.6, not 0.9" in message
 
 
@@ -218,18 +206,6 @@ def check_table(printed, seeds, steps):
     assert cells[-1][3] == steps
     assert float(cells[-1][4].replace(",", "")) > 0
     assert float(cells[-1][5]) > 0
-
-
-def error_of(argv, capsys):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        dqn.main(argv)
-    printed = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert printed.err.startswith("python -m jaxbuf.examples.dqn: error: ")
-    return printed.err
 
 
 @pytest.mark.parametrize(
@@ -266,7 +242,7 @@ def error_of(argv, capsys):
 )
 def test_a_wrong_argument_gets_one_line(argv, advice, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert advice in error_of(argv, capsys)
+    assert advice in error_of(dqn, argv, capsys)
     assert not any(tmp_path.iterdir())
 
 
@@ -274,11 +250,11 @@ def test_files_of_somebody_else_are_left_alone(tmp_path, capsys):
     notes = tmp_path / "checkpoint" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("mine")
-    assert "choose another --out" in error_of(["--out", str(tmp_path)], capsys)
+    assert "choose another --out" in error_of(dqn, ["--out", str(tmp_path)], capsys)
     (tmp_path / "run.json").write_text(json.dumps({"example": "sac"}))
-    assert "choose another --out" in error_of(["--out", str(tmp_path)], capsys)
+    assert "choose another --out" in error_of(dqn, ["--out", str(tmp_path)], capsys)
     assert notes.read_text() == "mine"
-    assert "is a file; choose another --out" in error_of(["--out", str(notes)], capsys)
+    assert "is a file; choose another --out" in error_of(dqn, ["--out", str(notes)], capsys)
 
 
 def test_help_says_where_it_writes(capsys):

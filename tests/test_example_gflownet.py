@@ -1,13 +1,10 @@
 """The GFlowNet example: its grid is exact, its loss vanishes where it should, and it learns."""
 
-import contextlib
 import dataclasses
-import io
 import itertools
 import json
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ import scipy.stats
 
 from jaxbuf.examples import _report, gflownet
 from jaxbuf.examples._hypergrid import HyperGrid, pick
+from tests.run_example import error_of, finish
 
 SMALL = HyperGrid(2, 8, background=0.1)
 QUICK = {
@@ -37,20 +35,11 @@ def words(out, *more):
     return [*itertools.chain.from_iterable(QUICK.items()), "--out", str(out), *more]
 
 
-class Finished(NamedTuple):
-    folder: Path
-    out: str
-    err: str
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run from start to end, with every buffer."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    printed, shown = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(shown):
-        assert gflownet.main(words(out)) == 0
-    return Finished(out, printed.getvalue(), shown.getvalue())
+    return finish(gflownet.main, words(out), out)
 
 
 @pytest.mark.parametrize(("dims", "height"), [(1, 7), (3, 8), (2, 21)])
@@ -272,17 +261,6 @@ def test_an_interrupted_run_says_so(finished, tmp_path, monkeypatch, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-def error_of(argv, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        gflownet.main(argv)
-    printed = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert printed.err.startswith("python -m jaxbuf.examples.gflownet: error: ")
-    return printed.err
-
-
 @pytest.mark.parametrize(
     ("argv", "advice"),
     [
@@ -304,13 +282,13 @@ def error_of(argv, capsys):
 )
 def test_a_wrong_argument_gets_one_line(argv, advice, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert advice in error_of(argv, capsys)
+    assert advice in error_of(gflownet, argv, capsys)
     assert not any(tmp_path.iterdir())
 
 
 def test_files_of_somebody_else_are_left_alone(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
-    assert "choose another --out" in error_of(["--out", str(tmp_path)], capsys)
+    assert "choose another --out" in error_of(gflownet, ["--out", str(tmp_path)], capsys)
 
 
 def test_help_says_what_it_does_and_where_it_writes(capsys):

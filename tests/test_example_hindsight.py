@@ -1,11 +1,7 @@
 """The hindsight example: it learns what it cannot learn without, and says what is wrong."""
 
-import contextlib
 import functools
-import io
 import json
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.examples import _report, hindsight
+from tests.run_example import error_of, finish
 
 QUICK = [
     *("--bits", "8", "--seeds", "2", "--episodes", "1200", "--num-envs", "4", "--hidden", "64"),
@@ -20,20 +17,11 @@ QUICK = [
 ]
 
 
-class Finished(NamedTuple):
-    folder: Path
-    out: str
-    err: str
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run from start to end."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    printed, shown = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(shown):
-        assert hindsight.main([*QUICK, "--out", str(out)]) == 0
-    return Finished(out, printed.getvalue(), shown.getvalue())
+    return finish(hindsight.main, [*QUICK, "--out", str(out)], out)
 
 
 @pytest.mark.xdist_group("hindsight")
@@ -159,14 +147,7 @@ def test_nothing_comes_after_a_goal_that_is_reached():
 def test_a_wrong_argument_gets_one_line(argv, advice, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(SystemExit) as stopped:
-        hindsight.main(argv)
-    printed = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert printed.err.startswith("python -m jaxbuf.examples.hindsight: error: ")
-    assert advice in printed.err
+    assert advice in error_of(hindsight, argv, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 

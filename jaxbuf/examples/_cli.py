@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 
@@ -54,6 +55,28 @@ def option(default: Any, kind: Kind, meaning: str) -> Any:
         meaning: A line for ``--help``.
     """
     return dataclasses.field(default=default, metadata={"kind": kind, "meaning": meaning})
+
+
+def example_parser(example: str, description: str, files: str, config: type[Any]) -> Parser:
+    """The parser of an example: its options, and ``--out``.
+
+    Args:
+        example: Its name, and that of its folder.
+        description: What it does.
+        files: What it writes there, a line for each file.
+        config: A dataclass of ``option`` fields.
+    """
+    epilog = f"files, in runs/{example} or where --out says:\n{files}"
+    parser = Parser(f"python -m jaxbuf.examples.{example}", description, epilog)
+    add_options(parser, config)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("runs") / example,
+        help="where to write (default: %(default)s)",
+    )
+    return parser
 
 
 def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:

@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -195,22 +194,14 @@ def main(
 
 
 def _parser(example: str, description: str, options: type[Any]) -> _cli.Parser:
-    epilog = f"""files, in runs/{example} or where --out says:
+    files = f"""\
   learning_curve.png  return of every seed while training
   checkpoint/         the whole training state, {SAVES} times in a run, the latest kept
   run.json            which example this folder belongs to
   log.csv             with --log, {CHUNKS} times in a run: returns, losses, metrics of the buffer
   tensorboard/        the same, for TensorBoard
 A run that is there already is replaced, unless --resume is given."""
-    parser = _cli.Parser(f"python -m jaxbuf.examples.{example}", description, epilog)
-    _cli.add_options(parser, options)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        default=Path("runs") / example,
-        help="where to write (default: %(default)s)",
-    )
+    parser = _cli.example_parser(example, description, files, options)
     parser.add_argument(
         "--resume",
         action="store_true",

@@ -382,21 +382,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> _cli.Parser:
-    epilog = f"""files, in runs/{EXAMPLE} or where --out says:
+    files = """\
   modes.png      modes found over fresh trajectories, of every seed with every buffer
   distance.png   L1 distance to the target over updates
   marginals.png  the first two coordinates where trajectories stop: the target and what was learned
   run.json       which example this folder belongs to"""
-    parser = _cli.Parser(f"python -m jaxbuf.examples.{EXAMPLE}", DESCRIPTION, epilog)
-    _cli.add_options(parser, Config)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        default=Path("runs") / EXAMPLE,
-        help="where to write (default: %(default)s)",
-    )
-    return parser
+    return _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config)
 
 
 def _train(config: Config) -> dict[str, Outcome]:

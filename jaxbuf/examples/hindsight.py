@@ -10,7 +10,6 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -332,19 +331,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> _cli.Parser:
-    epilog = f"""files, in runs/{EXAMPLE} or where --out says:
+    files = """\
   success.png  success rate of every seed, with hindsight and without
   run.json     which example this folder belongs to"""
-    parser = _cli.Parser(f"python -m jaxbuf.examples.{EXAMPLE}", DESCRIPTION, epilog)
-    _cli.add_options(parser, Config)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        default=Path("runs") / EXAMPLE,
-        help="where to write (default: %(default)s)",
-    )
-    return parser
+    return _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config)
 
 
 def _train(agent: Agent) -> Outcome:
