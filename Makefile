@@ -36,7 +36,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format benchmark benchmark-torch clean
+.PHONY: help demo test notebooks lint format benchmark benchmark-torch clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -47,6 +47,9 @@ demo: $(STAMPS)/demo  ## train DQN with prioritized replay on CartPole (ARGS: it
 
 test: $(TEST_NEEDS)  ## run all tests and doctests (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
 	@MPI=$(MPI) $(RUN) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+notebooks: $(TEST_NEEDS)  ## run the notebooks again and keep what they show (ARGS: only some, by name)
+	@$(RUN) -m notebooks $(ARGS)
 
 lint: $(STAMPS)/lint  ## check style, docstrings and types
 	@$(RUN) -m ruff check .

@@ -1,0 +1,349 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Quickstart
+#
+# A replay buffer that is one immutable pytree, and everything you do with it a pure function. This
+# notebook goes from the first `add` to a resumed training run, in the order in which questions
+# come up. It runs on a CPU in seconds.
+
+# %%
+try:
+    import jaxbuf
+except ImportError:  # as on Colab
+    # %pip install -q "jaxbuf[examples]"
+    import jaxbuf
+
+import functools
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+plt.rcParams["figure.dpi"] = 80
+
+# %% [markdown]
+# ## Create
+#
+# Describe **one item** by an example: any pytree of arrays. Only shapes and dtypes matter. The
+# buffer holds up to `capacity` of them; how it draws is the `sampler`.
+
+# %%
+transition = {
+    "obs": jnp.zeros(4),
+    "action": jnp.int32(0),
+    "reward": jnp.float32(0),
+    "terminated": jnp.bool_(False),
+    "next_obs": jnp.zeros(4),
+}
+buffer = jaxbuf.ItemBuffer.create(transition, capacity=1_000, sampler=jaxbuf.Prioritized(alpha=0.6))
+
+# %% [markdown]
+# ## Add
+#
+# Items come in batches: each leaf has one more axis in front. `jaxbuf.add` is compiled once for all
+# calls alike, and gives you the **new** buffer; always go on with the result.
+
+
+# %%
+def made_up(key, count):
+    """`count` transitions that mean nothing."""
+    keys = jax.random.split(key, 4)
+    obs, next_obs = jax.random.normal(keys[0], (2, count, 4))
+    return {
+        "obs": obs,
+        "action": jax.random.randint(keys[1], (count,), 0, 2),
+        "reward": jax.random.normal(keys[2], (count,)),
+        "terminated": jax.random.bernoulli(keys[3], 0.1, (count,)),
+        "next_obs": next_obs,
+    }
+
+
+for i in range(5):
+    buffer = jaxbuf.add(buffer, made_up(jax.random.key(i), 64))
+
+assert buffer.size == 5 * 64
+int(buffer.size), buffer.capacity
+
+# %% [markdown]
+# What does not fit the example is refused with the name of the leaf. Nothing is broadcast or cast
+# behind your back.
+
+# %%
+wrong = made_up(jax.random.key(0), 8) | {"obs": jnp.zeros((8, 3))}
+try:
+    jaxbuf.add(buffer, wrong)
+except ValueError as error:
+    print(error)
+    assert "items['obs'] has shape (8, 3); expected (B, 4)" in str(error)
+else:
+    raise AssertionError("it was not refused")
+
+# %% [markdown]
+# ## Sample
+#
+# Randomness comes from a key, as everywhere in JAX: the same key gives the same batch.
+
+# %%
+batch = jaxbuf.sample(buffer, jax.random.key(1), 32)
+again = jaxbuf.sample(buffer, jax.random.key(1), 32)
+assert jnp.array_equal(batch.slots.index, again.slots.index)
+
+jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), batch.data)
+
+# %% [markdown]
+# Beside `data`, a sample says where the rows lie (`slots`), with what probability each was drawn,
+# and whether it is `valid`. Shapes never depend on what the buffer holds: from an empty buffer all
+# rows come back invalid. Ask `can_sample` before you learn.
+
+# %%
+empty = jaxbuf.ItemBuffer.create(transition, capacity=1_000)
+nothing = jaxbuf.sample(empty, jax.random.key(0), 32)
+assert not nothing.valid.any()
+assert not empty.can_sample(32)
+assert buffer.can_sample(32)
+print(nothing.data["obs"].shape, nothing.valid.sum(), "valid")
+
+# %% [markdown]
+# ## Update priorities
+#
+# New items come with the largest priority there is. Once you know better, say so: `slots` lead to
+# the items, and if one of them has been overwritten in the meantime, its update is dropped instead
+# of hitting the item that took its place.
+
+# %%
+td_error = batch.data["reward"]
+weights = jaxbuf.importance_weights(buffer, batch, beta=0.4)
+buffer = jaxbuf.update_priority(buffer, batch.slots, jnp.abs(td_error))
+
+assert weights.max() == 1
+probability = jaxbuf.sample(buffer, jax.random.key(2), 256).probability
+print(f"probabilities now range from {probability.min():.5f} to {probability.max():.5f}")
+assert probability.max() > 2 * probability.min()
+
+# %% [markdown]
+# ## Look inside
+#
+# `metrics` gives numbers to log. The data are plain arrays, `buffer.data`.
+
+# %%
+{name: round(value.item(), 4) for name, value in buffer.metrics().items()}
+
+# %%
+plt.hist(np.asarray(probability), bins=20)
+plt.xlabel("probability of a draw")
+plt.ylabel("rows of a batch")
+plt.show()
+
+# %% [markdown]
+# ## Donation: why the old buffer is gone
+#
+# `jaxbuf.add` and `jaxbuf.update_priority` take over the memory of the buffer you pass in and
+# update it in place; that is what makes them fast. So the old name must not be used any more.
+
+# %%
+old = buffer
+buffer = jaxbuf.add(old, made_up(jax.random.key(5), 64))
+try:
+    np.asarray(old.data["obs"])
+except RuntimeError as error:
+    print(error)
+else:
+    raise AssertionError("the old buffer is still there")
+
+# %% [markdown]
+# With `donate=False` it stays, at the price of a copy of everything it holds.
+
+# %%
+before = int(buffer.size)
+longer = jaxbuf.add(buffer, made_up(jax.random.key(6), 64), donate=False)
+assert (buffer.size, longer.size) == (before, before + 64)
+
+# %% [markdown]
+# ## Your own jitted step
+#
+# Now a whole agent in one program. The task is the random walk of Sutton and Barto (2018, example
+# 6.2): five states in a row, a step to the left or to the right with equal chances, and a reward of
+# 1 for falling off the right end. The true values are 1/6, 2/6, ..., 5/6, so we can tell whether
+# what we learned is right.
+#
+# Inside your own `jit` use the methods `buffer.add`, `buffer.sample`, `buffer.update_priority`:
+# they are pure and leave compiling to you. Two rules:
+#
+# * **add before you sample**, else XLA copies the storage in every step to be safe;
+# * **donate** the argument that holds the buffer.
+
+# %%
+STATES, WALKERS, BATCH = 5, 8, 32
+optimizer = optax.sgd(optax.exponential_decay(0.5, 500, 0.3))
+
+
+def new_agent(key):
+    step = {
+        "state": jnp.int32(0),
+        "reward": jnp.float32(0),
+        "terminated": jnp.bool_(False),
+        "next_state": jnp.int32(0),
+    }
+    values = jnp.full(STATES, 0.5)
+    return {
+        "values": values,
+        "optimizer": optimizer.init(values),
+        "buffer": jaxbuf.ItemBuffer.create(step, 2_000, sampler=jaxbuf.Prioritized(epsilon=0.01)),
+        "walkers": jnp.full(WALKERS, STATES // 2),
+        "key": key,
+    }
+
+
+def walk(key, state):
+    """One step of every walker; those that fall off begin in the middle again."""
+    moved = state + jax.random.choice(key, jnp.array([-1, 1]), state.shape)
+    terminated = (moved < 0) | (moved >= STATES)
+    transitions = {
+        "state": state,
+        "reward": (moved >= STATES).astype(jnp.float32),
+        "terminated": terminated,
+        "next_state": jnp.clip(moved, 0, STATES - 1),
+    }
+    return jnp.where(terminated, STATES // 2, moved), transitions
+
+
+def step(agent, _):
+    key, walk_key, sample_key = jax.random.split(agent["key"], 3)
+    walkers, transitions = walk(walk_key, agent["walkers"])
+    buffer = agent["buffer"].add(transitions)
+    batch = buffer.sample(sample_key, BATCH)
+    weights = jaxbuf.importance_weights(buffer, batch, beta=1.0)
+
+    def loss(values):
+        data = batch.data
+        bootstrap = jnp.where(data["terminated"], 0.0, values[data["next_state"]])
+        target = jax.lax.stop_gradient(data["reward"] + bootstrap)
+        error = target - values[data["state"]]
+        return 0.5 * jnp.mean(weights * error**2), error
+
+    gradients, td_error = jax.grad(loss, has_aux=True)(agent["values"])
+    updates, optimizer_state = optimizer.update(gradients, agent["optimizer"])
+    return {
+        "values": optax.apply_updates(agent["values"], updates),
+        "optimizer": optimizer_state,
+        "buffer": buffer.update_priority(batch.slots, jnp.abs(td_error)),
+        "walkers": walkers,
+        "key": key,
+    }, jnp.mean(td_error**2)
+
+
+traces = []
+
+
+@functools.partial(jax.jit, static_argnames="steps", donate_argnums=0)
+def train(agent, steps):
+    traces.append(steps)  # Python code runs only while JAX traces
+    return jax.lax.scan(step, agent, length=steps)
+
+
+agent, losses = train(new_agent(jax.random.key(0)), steps=2_000)
+
+truth = np.arange(1, STATES + 1) / (STATES + 1)
+print("learned", np.round(np.asarray(agent["values"]), 2))
+print("true   ", np.round(truth, 2))
+assert np.abs(agent["values"] - truth).max() < 0.1
+assert agent["buffer"].size == 2_000
+
+# %% [markdown]
+# 2,000 steps of eight walkers, as many batches and as many priority updates were **one** call.
+# Called again with the same shapes, nothing is compiled anew: buffers built alike share one trace.
+
+# %%
+train(new_agent(jax.random.key(1)), steps=2_000)
+assert traces == [2_000]
+
+# %% [markdown]
+# ## Several seeds at once
+#
+# A buffer is a pytree, so `vmap` gives every seed its own, and all of them learn in one program.
+
+
+# %%
+@functools.partial(jax.jit, static_argnames="steps", donate_argnums=0)
+def train_all(agents, steps):
+    return jax.vmap(lambda agent: jax.lax.scan(step, agent, length=steps))(agents)
+
+
+seeds = jax.random.split(jax.random.key(0), 16)
+agents, _ = train_all(jax.vmap(new_agent)(seeds), steps=2_000)
+values = np.asarray(agents["values"])
+assert values.shape == (16, STATES)
+assert np.abs(values.mean(0) - truth).max() < 0.05
+
+plt.plot(values.T, color="tab:blue", alpha=0.3)
+plt.plot(truth, "ko--", label="true values")
+plt.xticks(range(STATES), "ABCDE")
+plt.xlabel("state")
+plt.ylabel("value")
+plt.title("Random walk, 16 seeds in one program")
+plt.legend()
+plt.show()
+
+# %% [markdown]
+# ## Save, and go on
+#
+# A checkpoint holds the whole training state: arrays, keys, and how the buffer was configured. What
+# is loaded goes on bit for bit as if nothing had happened.
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    jaxbuf.save(f"{folder}/run", agent)
+    resumed = jaxbuf.load(f"{folder}/run", like=new_agent(jax.random.key(0)))
+
+straight, _ = train(agent, steps=200)
+resumed, _ = train(resumed, steps=200)
+assert jnp.array_equal(straight["values"], resumed["values"])
+assert jnp.array_equal(straight["buffer"].data["state"], resumed["buffer"].data["state"])
+print(np.asarray(resumed["values"]))
+
+# %% [markdown]
+# A buffer that is configured in another way is refused: an `alpha` that differs would silently
+# change what you train.
+
+# %%
+other = new_agent(jax.random.key(0))
+other["buffer"] = jaxbuf.ItemBuffer.create(
+    {name: leaf[0] for name, leaf in resumed["buffer"].data.items()},
+    2_000,
+    sampler=jaxbuf.Prioritized(alpha=0.9, epsilon=0.01),
+)
+with tempfile.TemporaryDirectory() as folder:
+    jaxbuf.save(f"{folder}/run", resumed)
+    try:
+        jaxbuf.load(f"{folder}/run", like=other)
+    except ValueError as error:
+        refusal = str(error).replace(folder, "...")
+    else:
+        raise AssertionError("it was loaded")
+print(refusal)
+assert "alpha" in refusal
+
+# %% [markdown]
+# ## Where to go from here
+#
+# | you want | see |
+# | --- | --- |
+# | prioritized replay, measured against the paper | `prioritized_replay` |
+# | windows, n-step returns, episodes, stacked frames | `trajectories` |
+# | an ordinary Python loop around a Gymnasium environment | `gymnasium_loop` |
+# | a dataset on disk, offline and online data together | `offline` |
+# | goals: hindsight experience replay | `hindsight` |
+# | a GFlowNet with a diverse buffer | `gflownet` |
+# | one buffer for many processes | `manager_worker` |
