@@ -21,6 +21,7 @@ from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.io.holder import Holder, Stopped
+from jaxbuf.io.memory import MemoryReport, explain_memory
 from jaxbuf.io.minari_dataset import from_minari, to_minari
 from jaxbuf.io.monitor import (
     CsvWriter,
@@ -58,6 +59,7 @@ __all__ = [
     "Holder",
     "ItemBuffer",
     "Lowest",
+    "MemoryReport",
     "Mixture",
     "Monitor",
     "NStep",
@@ -84,6 +86,7 @@ __all__ = [
     "Writer",
     "add",
     "diverse_reward_prioritized",
+    "explain_memory",
     "from_minari",
     "hindsight",
     "importance_weights",
