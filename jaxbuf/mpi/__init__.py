@@ -32,6 +32,7 @@ from jaxbuf.mpi.layout import (  # noqa: E402
     node_names,
 )
 from jaxbuf.mpi.manager import Manager  # noqa: E402
+from jaxbuf.mpi.replacement import Choice, Population, ReplaceWorst  # noqa: E402
 from jaxbuf.mpi.scores import (  # noqa: E402
     DEFAULT,
     Batch,
@@ -50,6 +51,7 @@ __all__ = [
     "Baseline",
     "BaselineFilter",
     "Batch",
+    "Choice",
     "Communicators",
     "Group",
     "Layout",
@@ -59,6 +61,8 @@ __all__ = [
     "NewModes",
     "Novelty",
     "Percentile",
+    "Population",
+    "ReplaceWorst",
     "Reply",
     "Retained",
     "RewardSum",
