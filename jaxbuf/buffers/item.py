@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers import common, describe
 from jaxbuf.buffers.retire import Retiring, can_retire
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import storage
@@ -59,6 +59,9 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
     diversity: Diversity | None = struct.field(pytree_node=False, default=None)
     freshness_state: Any = ()
     freshness: Freshness | None = struct.field(pytree_node=False, default=None)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers import common, describe
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.samplers import Support
@@ -57,6 +57,9 @@ class Mixture(struct.PyTreeNode):
 
     parts: tuple[Any, ...]
     ratios: tuple[float, ...] = struct.field(pytree_node=False)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(cls, buffers: Sequence[Any], ratios: Sequence[float]) -> Self:

@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers import common, describe
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import storage
 from jaxbuf.core.slots import Ring, Slots
@@ -41,6 +41,9 @@ class Queue(struct.PyTreeNode):
     data: PyTree[Array]
     occupancy: Any
     counters: UInt[Array, " 3"]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(cls, example: PyTree, capacity: int) -> Self:

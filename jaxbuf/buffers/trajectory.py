@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers import common, describe
 from jaxbuf.buffers.lookups import EpisodeLookups, broadcast_steps
 from jaxbuf.buffers.retire import Retiring
 from jaxbuf.buffers.sample import Sample
@@ -74,6 +74,9 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
     sampler: WindowSampler = struct.field(pytree_node=False)
     freshness_state: Any = ()
     freshness: Freshness | None = struct.field(pytree_node=False, default=None)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(
