@@ -1,0 +1,304 @@
+"""A GFlowNet on a hypergrid, trained with a buffer of terminal states: what its examples share.
+
+The grid is that of Bengio et al. (2021), the loss trajectory balance (Malkin et al., "Trajectory
+balance: Improved credit assignment in GFlowNets", 2022) with a uniform backward policy. An update
+trains on fresh trajectories and on replayed ones: terminal states from a buffer, walked back to the
+origin.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import jaxbuf
+from jaxbuf.examples import _cli
+from jaxbuf.examples._hypergrid import HyperGrid, Trajectories, pick
+from jaxbuf.examples._lenient import lenient_promotion
+
+NEVER = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to train, and how.
+
+    Raises:
+        ValueError: When two values do not go together; the message says what to change.
+    """
+
+    dims: int = _cli.option(4, _cli.integer(1, 20), "dimensions of the grid")
+    height: int = _cli.option(8, _cli.integer(1, 2**20), "points along each")
+    background: float = _cli.option(
+        1e-3, _cli.number(0, above=True), "reward between the corners; less is harder"
+    )
+    seed: int = _cli.option(0, _cli.integer(0), "the first seed")
+    steps: int = _cli.option(2_000, _cli.integer(1, 10**6), "updates of each seed")
+    batch_size: int = _cli.option(16, _cli.integer(1, 1000), "trajectories in an update")
+    replay_ratio: float = _cli.option(
+        0.5, _cli.number(0, 1), "share of them that is replayed, if there is a buffer"
+    )
+    capacity: int = _cli.option(300, _cli.integer(1, 2**20), "terminal states in a buffer")
+    temperature: float = _cli.option(
+        1.0, _cli.number(0, above=True), "of drawing from the diverse buffer by log reward"
+    )
+    exploration: float = _cli.option(0.05, _cli.number(0, 1), "share of random actions")
+    lr: float = _cli.option(1e-3, _cli.number(0, above=True), "learning rate of the policy")
+    log_z_lr: float = _cli.option(
+        0.1, _cli.number(0, above=True), "learning rate of the log of the total reward"
+    )
+    hidden: int = _cli.option(64, _cli.integer(1), "width of both hidden layers")
+
+    def __post_init__(self) -> None:
+        _ = self.grid
+        if self.always_fresh:
+            return
+        if not 0 < self.replayed < self.batch_size:
+            raise ValueError(
+                f"of --batch-size {self.batch_size}, --replay-ratio {self.replay_ratio} leaves "
+                f"{self.replayed} to be replayed; choose a ratio that leaves at least one fresh "
+                "and one replayed, or --buffer none"
+            )
+        if self.capacity < self.replayed:
+            raise ValueError(
+                f"a buffer of --capacity {self.capacity} never holds the {self.replayed} that are "
+                "replayed in an update; make the capacity at least as large"
+            )
+
+    @property
+    def always_fresh(self) -> bool:
+        """Whether nothing is replayed."""
+        return False
+
+    @functools.cached_property
+    def grid(self) -> HyperGrid:
+        """What to learn."""
+        return HyperGrid(self.dims, self.height, self.background)
+
+    @property
+    def replayed(self) -> int:
+        """Trajectories of an update that are replayed."""
+        return round(self.batch_size * self.replay_ratio)
+
+
+class Policy(nn.Module):
+    """Logits of all actions, from the coordinates of a state.
+
+    Attributes:
+        height: H.
+        num_actions: A.
+        hidden: Width of both hidden layers.
+    """
+
+    height: int
+    num_actions: int
+    hidden: int
+
+    @nn.compact
+    def __call__(self, states: Int[Array, "... D"]) -> Float[Array, "... A"]:
+        """All the same at first."""
+        x = jax.nn.one_hot(states, self.height, dtype=jnp.float32)
+        x = x.reshape(*states.shape[:-1], -1)
+        x = nn.relu(nn.Dense(self.hidden)(x))
+        x = nn.relu(nn.Dense(self.hidden)(x))
+        return nn.Dense(self.num_actions, kernel_init=nn.initializers.zeros)(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class GFlowNet:
+    """A policy on a grid, and how far it is from stopping in proportion to reward.
+
+    Parameters are ``{"policy": those of the network, "log_z": the log of the total reward}``.
+
+    Args:
+        grid: Where it goes.
+        hidden: Width of both hidden layers.
+    """
+
+    grid: HyperGrid
+    hidden: int
+
+    @functools.cached_property
+    def network(self) -> Policy:
+        """The forward policy."""
+        return Policy(self.grid.height, self.grid.num_actions, self.hidden)
+
+    def init(self, key: PRNGKeyArray) -> Any:
+        """Parameters of a policy that takes each legal action with the same probability."""
+        origin = jnp.zeros(self.grid.dims, jnp.int32)
+        return {"policy": self.network.init(key, origin), "log_z": jnp.float32(0)}
+
+    def log_policy(self, params: Any, states: Int[Array, "... D"]) -> Float[Array, "... A"]:
+        """Log probability of each action; −inf where it is illegal."""
+        logits: Any = self.network.apply(params["policy"], states)
+        return jax.nn.log_softmax(jnp.where(self.grid.legal(states), logits, -jnp.inf))
+
+    def rollout(
+        self, params: Any, key: PRNGKeyArray, count: int, exploration: float
+    ) -> Trajectories:
+        """``count`` trajectories, padded, with a share ``exploration`` of random actions."""
+        grid = self.grid
+
+        def forward(carry: tuple[Array, Array], point: Array) -> tuple[tuple[Array, Array], Any]:
+            state, running = carry
+            mass = jnp.exp(self.log_policy(params, state))
+            legal = grid.legal(state).astype(jnp.float32)
+            anything = legal / jnp.sum(legal, axis=-1, keepdims=True)
+            action = pick(point, mass + exploration * (anything - mass))
+            action = jnp.where(running, action, grid.dims)
+            after = (grid.step(state, action), running & (action < grid.dims))
+            return after, (state, action, running)
+
+        start = (jnp.zeros((count, grid.dims), jnp.int32), jnp.ones(count, jnp.bool_))
+        points = jax.random.uniform(key, (grid.max_length, count))
+        _, (states, actions, running) = jax.lax.scan(forward, start, points)
+        lengths = jnp.sum(running, axis=0, dtype=jnp.int32)
+        return Trajectories(jnp.swapaxes(states, 0, 1), actions.T, lengths)
+
+    def imbalance(self, params: Any, trajectories: Trajectories) -> Float[Array, " B"]:
+        """By how much the log flow along each trajectory misses balance; its square is the loss."""
+        log_policy = self.log_policy(params, trajectories.states)
+        taken = jnp.take_along_axis(log_policy, trajectories.actions[..., None], axis=-1)[..., 0]
+        log_forward = jnp.sum(jnp.where(trajectories.mask, taken, 0.0), axis=1)
+        # The padding repeats the state in which a trajectory stopped.
+        log_reward = self.grid.log_reward(trajectories.states[:, -1])
+        log_backward = self.grid.log_backward(trajectories)
+        return params["log_z"] + log_forward - log_reward - log_backward
+
+    def stopping_distribution(self, params: Any) -> Float[Array, " N"]:
+        """Where the policy stops, exactly."""
+        return self.grid.stopping_distribution(self.log_policy(params, self.grid.states()))
+
+
+class TrainState(struct.PyTreeNode):
+    """Everything that training changes.
+
+    Attributes:
+        params: Parameters of the GFlowNet.
+        opt_state: State of the optimizer.
+        buffer: Terminal states, or None.
+        found: At which fresh trajectory each mode was first reached, ``[M]``; else ``NEVER``.
+        fresh: Fresh trajectories so far, scalar.
+        key: Source of all later randomness.
+    """
+
+    params: Any
+    opt_state: optax.OptState
+    buffer: jaxbuf.ItemBuffer | None
+    found: Int[Array, " M"]
+    fresh: Int[Array, ""]
+    key: PRNGKeyArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """Training with one kind of buffer: pure functions of a ``TrainState``.
+
+    Args:
+        config: All settings.
+        kind: Of buffer: none, fifo, reward or diverse.
+    """
+
+    config: Options
+    kind: str
+
+    @functools.cached_property
+    def gflownet(self) -> GFlowNet:
+        """What is trained."""
+        return GFlowNet(self.config.grid, self.config.hidden)
+
+    @property
+    def fresh(self) -> int:
+        """Fresh trajectories in an update."""
+        return self.config.batch_size - (0 if self.kind == "none" else self.config.replayed)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Adam, much faster for ``log_z`` than for the policy."""
+        rates = {"policy": self.config.lr, "log_z": self.config.log_z_lr}
+        return optax.multi_transform(
+            {name: optax.adam(rate) for name, rate in rates.items()}, {name: name for name in rates}
+        )
+
+    def init(self, key: PRNGKeyArray) -> TrainState:
+        """A new policy and an empty buffer."""
+        key, params_key = jax.random.split(key)
+        params = self.gflownet.init(params_key)
+        return TrainState(
+            params=params,
+            opt_state=self.optimizer.init(params),
+            buffer=self.new_buffer(),
+            found=jnp.full(self.config.grid.num_modes, NEVER, jnp.int32),
+            fresh=jnp.int32(0),
+            key=key,
+        )
+
+    def new_buffer(self) -> jaxbuf.ItemBuffer | None:
+        """An empty buffer of terminal states."""
+        capacity = self.config.capacity
+        state = jax.ShapeDtypeStruct((self.config.dims,), jnp.int32)
+        if self.kind == "fifo":
+            return jaxbuf.terminating_states(state, capacity)
+        if self.kind == "reward":
+            return jaxbuf.reward_prioritized(state, capacity)
+        if self.kind == "diverse":
+            return jaxbuf.diverse_reward_prioritized(
+                state, capacity, temperature=self.config.temperature
+            )
+        return None
+
+    def train(self, state: TrainState, iterations: int) -> TrainState:
+        """Update ``iterations`` times, all in one ``lax.scan``."""
+
+        def iteration(state: TrainState, _: None) -> tuple[TrainState, None]:
+            return self.update(state)[0], None
+
+        return jax.lax.scan(iteration, state, length=iterations)[0]
+
+    def update(self, state: TrainState) -> tuple[TrainState, Int[Array, "F D"]]:
+        """Roll out, remember, replay and learn; returns where fresh trajectories stopped, too."""
+        config, grid = self.config, self.config.grid
+        key, rollout_key, replay_key = jax.random.split(state.key, 3)
+        trajectories = self.gflownet.rollout(
+            state.params, rollout_key, self.fresh, config.exploration
+        )
+        last, valid = jaxbuf.terminal_states(trajectories.states, trajectories.lengths)
+        number = state.fresh + 1 + jnp.arange(self.fresh, dtype=jnp.int32)
+        found = state.found.at[grid.mode(last)].min(number, mode="drop")
+        buffer = state.buffer
+        if buffer is not None:
+            # In this order: a buffer that is sampled before it is added to gets copied.
+            score = None if self.kind == "fifo" else grid.log_reward(last)
+            buffer = buffer.add(last, score=score, mask=valid)
+            sample_key, backward_key = jax.random.split(replay_key)
+            batch = buffer.sample(sample_key, config.replayed)
+            trajectories = jax.tree.map(
+                lambda *leaves: jnp.concatenate(leaves),
+                trajectories,
+                grid.backward(backward_key, batch.data),
+            )
+            valid = jnp.concatenate([valid, batch.valid])
+
+        def loss_fn(params: Any) -> Float[Array, ""]:
+            loss = self.gflownet.imbalance(params, trajectories) ** 2
+            # Fresh trajectories are always valid: there is no mean of nothing.
+            return jnp.mean(loss, where=valid)
+
+        grads = jax.grad(loss_fn)(state.params)
+        with lenient_promotion():
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        after = state.replace(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            buffer=buffer,
+            found=found,
+            fresh=state.fresh + self.fresh,
+            key=key,
+        )
+        return after, last
