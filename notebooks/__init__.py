@@ -61,6 +61,7 @@ def execute(name: str, seconds: int) -> NotebookNode:
             km=kernel,
             timeout=seconds,
             record_timing=False,
+            coalesce_streams=True,
             resources={"metadata": {"path": str(Path(folder) / "empty")}},
         )
         # So that the kernel ends with the notebook.

@@ -48,6 +48,7 @@ transition = {
     "next_obs": jnp.zeros(4),
 }
 buffer = jaxbuf.ItemBuffer.create(transition, capacity=1_000, sampler=jaxbuf.Prioritized(alpha=0.6))
+buffer
 
 # %% [markdown]
 # ## Add
@@ -262,8 +263,39 @@ assert np.abs(agent["values"] - truth).max() < 0.1
 assert agent["buffer"].size == 2_000
 
 # %% [markdown]
-# 2,000 steps of eight walkers, as many batches and as many priority updates were **one** call.
-# Called again with the same shapes, nothing is compiled anew: buffers built alike share one trace.
+# Does each step really update the buffer in place? `jaxbuf.explain_memory` compiles a function and
+# tells what becomes of every array. The other order costs a copy of the storage in every step.
+
+
+# %%
+def add_first(buffer, key):
+    buffer = buffer.add(walk(key, jnp.full(WALKERS, 2))[1])
+    return buffer, buffer.sample(key, BATCH).data["reward"].sum()
+
+
+def sample_first(buffer, key):
+    reward = buffer.sample(key, BATCH).data["reward"].sum()
+    return buffer.add(walk(key, jnp.full(WALKERS, 2))[1]), reward
+
+
+def loop(body):
+    def all_steps(buffer, keys):
+        return jax.lax.scan(body, buffer, keys)
+
+    return all_steps
+
+
+keys = jax.random.split(jax.random.key(0), 100)
+good = jaxbuf.explain_memory(loop(add_first), agent["buffer"], keys)
+bad = jaxbuf.explain_memory(loop(sample_first), agent["buffer"], keys)
+assert not good.copied
+assert any(leaf.in_loop for leaf in bad.leaves)
+print(good, bad, sep="\n\n")
+
+# %% [markdown]
+# 2,000 steps of eight walkers, as many batches and as many priority updates were **one** call of
+# `train`. Called again with the same shapes, nothing is compiled anew: buffers built alike share
+# one trace.
 
 # %%
 train(new_agent(jax.random.key(1)), steps=2_000)
