@@ -31,6 +31,7 @@ from jaxbuf.io.monitor import (
     WandbWriter,
     Writer,
 )
+from jaxbuf.io.plot import plot
 from jaxbuf.io.store import Store, StoreBatch
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
@@ -92,6 +93,7 @@ __all__ = [
     "importance_weights",
     "load",
     "n_step",
+    "plot",
     "reward_prioritized",
     "sample",
     "sample_groups",

@@ -406,7 +406,7 @@ class Prioritized:
         live = occupancy.live(slot)
         size = occupancy.size
         mass = state.leaves
-        priority = self._priority(mass)
+        priority = self.priority(mass)
         count = jnp.maximum(size, 1).astype(jnp.float32)
         some = size > 0
         largest = jnp.max(mass)
@@ -427,7 +427,7 @@ class Prioritized:
             ),
         }
 
-    def _priority(self, mass: Float[Array, " N"]) -> Float[Array, " N"]:
+    def priority(self, mass: Float[Array, " N"]) -> Float[Array, " N"]:
         """The priority that has this mass; with alpha = 0, where all have the same, 1."""
         if self.alpha == 0.0:
             return jnp.where(mass > 0, 1.0, 0.0)

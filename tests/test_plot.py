@@ -1,0 +1,145 @@
+"""`plot` draws what is there, of any buffer, and says why it cannot where it cannot."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import jaxbuf
+
+KEY = jax.random.key(0)
+
+
+def drawn(figure):
+    """The axes by title, colorbars left out."""
+    return {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
+
+
+def counted(axes):
+    """How many values a histogram counts."""
+    return sum(int(patch.get_data().values.sum()) for patch in axes.patches)
+
+
+def lines(axes):
+    """The write positions in a map."""
+    return [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata())]
+
+
+def test_all_there_is_of_an_item_buffer():
+    buffer = jaxbuf.ItemBuffer.create(
+        jnp.float32(0),
+        50,
+        sampler=jaxbuf.Prioritized(alpha=0.5, epsilon=0.25),
+        freshness=jaxbuf.Freshness(max_use=2, max_staleness=9),
+    )
+    priority = jnp.concatenate([jnp.full(60, 0.5), jnp.full(10, 4.0)])
+    buffer = buffer.add(jnp.ones(70), priority=priority)
+    batch = buffer.sample(KEY, 60)
+    buffer = buffer.mark_used(batch.slots).set_version(3)
+    size = int(buffer.size)
+    assert 0 < size < 50
+    figure = jaxbuf.plot(buffer)
+    assert isinstance(figure, Figure)
+    axes = drawn(figure)
+    assert list(axes) == ["where items lie", "ages", "priorities", "use counts", "staleness"]
+    assert lines(axes["where items lie"]) == [20]
+    for title in list(axes)[1:]:
+        assert counted(axes[title]) == size
+    low, high = axes["priorities"].patches[0].get_data().edges[[0, -1]]
+    np.testing.assert_allclose([low, high], [0.5, 4.0], rtol=1e-5)
+    shown = axes["where items lie"].images[0].get_array()
+    live = np.asarray(buffer.occupancy.live(jnp.arange(50)))
+    np.testing.assert_array_equal(~np.ma.getmaskarray(shown)[0], live)
+    age = (19 - np.arange(50)) % 50
+    np.testing.assert_array_equal(np.asarray(shown[0])[live], age[live])
+
+
+def test_scores_and_arrivals():
+    buffer = jaxbuf.reward_prioritized(jnp.float32(0), 10)
+    score = jnp.arange(25.0)
+    axes = drawn(jaxbuf.plot(buffer.add(score, score=score)))
+    assert list(axes) == ["where items lie", "ages", "scores"]
+    assert counted(axes["scores"]) == 10
+    assert lines(axes["where items lie"]) == []
+    shown = np.asarray(axes["where items lie"].images[0].get_array())
+    assert sorted(shown[0].tolist()) == list(range(10))
+    softmax = jaxbuf.ItemBuffer.create(jnp.float32(0), 10, sampler=jaxbuf.Softmax())
+    score = jnp.array([1.0, -jnp.inf, 2.0])
+    axes = drawn(jaxbuf.plot(softmax.add(score, score=score)))
+    assert counted(axes["scores"]) == 2
+    assert counted(axes["ages"]) == 3
+
+
+def test_rings_and_their_write_positions():
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        {"obs": jnp.float32(0)}, 2, 10, sequence_length=3, sampler=jaxbuf.Prioritized()
+    )
+    mask = jnp.arange(14)[None] < jnp.array([[4], [14]])
+    buffer = buffer.add({"obs": jnp.ones((2, 14))}, mask=mask)
+    axes = drawn(jaxbuf.plot(buffer))
+    assert list(axes) == ["where steps lie", "ages", "priorities"]
+    assert lines(axes["where steps lie"]) == [4, 4]
+    assert counted(axes["ages"]) == 14
+    assert counted(axes["priorities"]) == 2 + 8
+    shown = axes["where steps lie"].images[0].get_array()
+    assert shown.filled(-1).astype(int).tolist() == [
+        [3, 2, 1, 0, -1, -1, -1, -1, -1, -1],
+        [3, 2, 1, 0, 9, 8, 7, 6, 5, 4],
+    ]
+
+
+def test_queues_and_mixtures():
+    queue, _ = jaxbuf.Queue.create(jnp.float32(0), 8).add(jnp.ones(6)).take(2)
+    axes = drawn(jaxbuf.plot(queue))
+    assert list(axes) == ["where items lie", "ages"]
+    assert counted(axes["ages"]) == 4
+    one, two = (jaxbuf.ItemBuffer.create(jnp.float32(0), n) for n in (3, 4))
+    recent = jaxbuf.Recent(0.5, 2, base=jaxbuf.Prioritized())
+    three = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=recent).add(jnp.ones(2))
+    mixture = jaxbuf.Mixture.create([jaxbuf.Mixture.create([one, two], [1, 1]), three], [1, 1])
+    figure = jaxbuf.plot(mixture)
+    titles = [part.get_suptitle() for part in figure.subfigs]
+    assert [title.partition(",")[0] for title in titles] == [
+        "ItemBuffer: 0 of 3 items",
+        "ItemBuffer: 0 of 4 items",
+        "ItemBuffer: 2 of 4 items",
+    ]
+    assert "priorities" in drawn(figure)
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_large_buffers_are_binned():
+    buffer = jaxbuf.ItemBuffer.create(jnp.int8(0), 2**20).add(jnp.zeros(2**19 + 2**10, jnp.int8))
+    axes = drawn(jaxbuf.plot(buffer))
+    shown = axes["where items lie"].images[0].get_array()
+    assert shown.shape == (1, 512)
+    assert (~np.ma.getmaskarray(shown)).sum() == 257
+    assert counted(axes["ages"]) == 2**19 + 2**10
+    assert len(axes["ages"].patches[0].get_data().values) <= 41
+    rings = jaxbuf.TrajectoryBuffer.create(jnp.int8(0), 100, 10)
+    axes = drawn(jaxbuf.plot(rings.add(jnp.zeros((100, 5), jnp.int8))))
+    assert axes["where steps lie"].images[0].get_array().shape == (64, 10)
+
+
+def test_what_cannot_be_drawn():
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4)
+    with pytest.raises(ValueError, match="traced, so it has no numbers yet; return it"):
+        jax.jit(jaxbuf.plot)(buffer)
+    with pytest.raises(ValueError, match=r"buffer is 3 stacked ones; plot one of them: jax\.tree"):
+        jaxbuf.plot(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), buffer))
+    with pytest.raises(ValueError, match="expected one with contents"):
+        jaxbuf.plot(jax.eval_shape(lambda: buffer))
+    with pytest.raises(ValueError, match="buffer is a dict; expected a buffer of jaxbuf"):
+        jaxbuf.plot({})
+    jaxbuf.add(buffer, jnp.ones(2))
+    with pytest.raises(ValueError, match="buffer was donated"):
+        jaxbuf.plot(buffer)
+
+
+def test_matplotlib_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="plot needs matplotlib; install it with `pip install"):
+        jaxbuf.plot(jaxbuf.ItemBuffer.create(jnp.float32(0), 4))
