@@ -44,15 +44,23 @@ from jaxbuf.mpi.scores import (  # noqa: E402
     StatefulScore,
     WeightedSum,
 )
+from jaxbuf.mpi.serve import Served, serve  # noqa: E402
+from jaxbuf.mpi.traffic import Traffic  # noqa: E402
+from jaxbuf.mpi.wire import ExchangeError  # noqa: E402
+from jaxbuf.mpi.worker import Answer, Drained, Worker  # noqa: E402
+from jaxbuf.mpi.worker_state import WorkerState  # noqa: E402
 
 __all__ = [
     "DEFAULT",
     "EMA",
+    "Answer",
     "Baseline",
     "BaselineFilter",
     "Batch",
     "Choice",
     "Communicators",
+    "Drained",
+    "ExchangeError",
     "Group",
     "Layout",
     "LockStep",
@@ -68,11 +76,16 @@ __all__ = [
     "RewardSum",
     "Role",
     "ScoreFunction",
+    "Served",
     "StatefulScore",
+    "Traffic",
     "WeightedSum",
+    "Worker",
+    "WorkerState",
     "baseline_value",
     "combine",
     "make_communicators",
     "node_names",
+    "serve",
     "update_average",
 ]

@@ -19,6 +19,7 @@ from jaxbuf.core import storage
 from jaxbuf.mpi.baseline import Agreement, BaselineFilter, combine
 from jaxbuf.mpi.layout import Communicators
 from jaxbuf.mpi.manager import Manager, check_rows
+from jaxbuf.mpi.scores import uses_score
 
 
 class Reply(struct.PyTreeNode):
@@ -196,7 +197,7 @@ class LockStep(struct.PyTreeNode):
         items, (rows,) = storage.check(abstract.buffer.data, items, "items", ("B",))
         if self.filter is not None and score is None:
             raise ValueError("the filter goes by the score of items; pass score=[B]")
-        there, score = check_rows(abstract.buffer, rows, score, mask)
+        there, score = check_rows(uses_score(abstract.buffer), rows, score, mask)
         end = self
         if self.is_manager:
             there = jnp.zeros_like(there)

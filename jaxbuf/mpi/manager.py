@@ -117,7 +117,7 @@ class Manager(struct.PyTreeNode):
                 is missing, or the score function returns no dict of arrays.
         """
         items, (rows,) = storage.check(self.buffer.data, items, "items", ("B",))
-        there, score = check_rows(self.buffer, rows, score, mask)
+        there, score = check_rows(uses_score(self.buffer), rows, score, mask)
         sender = jnp.asarray(sender, jnp.int32)
         batch, state = Batch(items, score), self.score_state
         if isinstance(self.scores, StatefulScore):
@@ -161,7 +161,7 @@ class Manager(struct.PyTreeNode):
 
 
 def check_rows(
-    buffer: ItemBuffer, rows: int, score: Any, mask: Any
+    needs_score: bool, rows: int, score: Any, mask: Any
 ) -> tuple[Bool[Array, " B"], Float[Array, " B"]]:
     """The mask and the score of a batch, made up where they are not given."""
     there = jnp.ones((rows,), bool)
@@ -169,7 +169,7 @@ def check_rows(
         there = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
     if score is not None:
         return there, storage.check_rows(score, "score", (rows,), np.float32, "(B,)")
-    if uses_score(buffer):
+    if needs_score:
         raise ValueError("the manager's buffer goes by the score of items; pass score=[B]")
     return there, jnp.full((rows,), jnp.nan, jnp.float32)
 

@@ -1,0 +1,377 @@
+"""The manager's end of the free-running exchange: it answers whoever comes, until all have left."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxbuf.buffers import common
+from jaxbuf.io import checkpoint
+from jaxbuf.mpi import wire
+from jaxbuf.mpi.layout import Communicators
+from jaxbuf.mpi.manager import Manager
+from jaxbuf.mpi.traffic import Traffic
+from jaxbuf.mpi.wire import Arrival, Form, Header, Kind, Message
+
+
+class Served(NamedTuple):
+    """What is left when all workers have left.
+
+    Attributes:
+        manager: The manager, with all that it was sent.
+        traffic: What went through it, and how long that took.
+        faults: What went wrong, in the order in which it did; each names a rank.
+    """
+
+    manager: Manager
+    traffic: Traffic
+    faults: tuple[str, ...]
+
+
+def serve(
+    communicators: Communicators,
+    manager: Manager,
+    *,
+    rows: int,
+    timeout: float | None = 600.0,
+    save_to: str | os.PathLike[str] | None = None,
+    save_every: float | None = None,
+    report: Callable[[str], None] | None = print,
+) -> Served:
+    """Answer the workers of a group until all of them have left; the manager's rank calls this.
+
+    Each batch is stored and scored in one program, which updates the buffer in place, and answered
+    before the next is looked at; batches come in any order of workers, but of one worker in the
+    order in which it sent them. A message that cannot be read is refused, and its sender told. A
+    worker that says nothing for longer than the timeout counts as lost, until it is heard of again,
+    and is not waited for. While this runs, messages to the manager through the group's
+    communicator are its own.
+
+    If something fails here, a score function for example, all workers are told, the manager is
+    saved as it was before that batch, and the error goes on. A process that is killed cannot save:
+    ``save_every`` limits what is lost.
+
+    Args:
+        communicators: Those of this rank.
+        manager: With as many workers as the group has. It is consumed, unless its score function
+            calls back into Python.
+        rows: The most rows of a batch: what workers have as ``rows``.
+        timeout: Seconds of silence after which a worker counts as lost, and which the last answers
+            may take to arrive; None waits forever.
+        save_to: A folder that the manager is saved to, with ``jaxbuf.save``: at the end, when a
+            worker is lost, and when something fails. ``jaxbuf.load`` gives a manager to go on with.
+        save_every: Save it also after so many seconds, again and again.
+        report: Called with what goes wrong as soon as it does, and in the end with a table of the
+            traffic. None stays silent.
+
+    Returns:
+        The manager, the traffic and all faults.
+
+    Raises:
+        ValueError: If this rank is not the manager of a group, the manager has another number of
+            workers, or an argument is out of its range.
+
+    Example:
+        Under ``mpiexec -n 2 python program.py``, a manager and a worker run this one program:
+
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> from jaxbuf.mpi import Layout, Manager, Worker, make_communicators, serve
+        >>> def manager(num_workers):
+        ...     buffer = jaxbuf.reward_prioritized(jnp.zeros(8, jnp.int32), 10_000)
+        ...     return Manager.create(buffer, num_workers)
+        >>> def program():
+        ...     communicators = make_communicators(Layout(2))
+        ...     if communicators.managers is not None:
+        ...         return serve(communicators, manager(1), rows=256).manager.buffer
+        ...     with Worker(communicators, manager, rows=256) as worker:
+        ...         return worker.add(jnp.zeros((256, 8), jnp.int32), score=jnp.zeros(256)).scores
+    """
+    group = communicators.group
+    if group is None or communicators.managers is None:
+        raise ValueError("this rank is no manager; only the manager of a group serves it")
+    if not isinstance(manager, Manager):
+        raise ValueError(f"manager is a {type(manager).__name__}; expected a jaxbuf.mpi.Manager")
+    workers = group.Get_size() - 1
+    if manager.counters.shape[0] != workers:
+        raise ValueError(
+            f"manager has {manager.counters.shape[0]} workers, but the group has {workers}; "
+            f"create it with num_workers={workers}"
+        )
+    rows = common.check_count("rows", rows)
+    check_seconds("timeout", timeout)
+    check_seconds("save_every", save_every)
+    if save_every is not None and save_to is None:
+        raise ValueError(f"save_every is {save_every}, but save_to is None; give it a folder")
+    channel = wire.Channel(group, timeout)
+    return _Server(channel, manager, rows, save_to, save_every, report).run()
+
+
+def forms(manager: Manager, rows: int) -> dict[Kind, Form]:
+    """How the messages of a manager and its workers look.
+
+    Args:
+        manager: Any that is like it; its numbers do not matter.
+        rows: The most rows of a batch.
+    """
+
+    def zeros(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
+    batch = {
+        "items": jax.tree.map(zeros, manager.buffer.data),
+        "score": jax.ShapeDtypeStruct((rows,), jnp.float32),
+        "mask": jax.ShapeDtypeStruct((rows,), jnp.bool_),
+    }
+    _, reply = jax.eval_shape(_take, manager, batch, jnp.int32(0))
+    out = {
+        Kind.BATCH: Form(Kind.BATCH, batch),
+        Kind.REPLY: Form(Kind.REPLY, reply),
+        Kind.METADATA_REQUEST: Form(Kind.METADATA_REQUEST, ()),
+        Kind.METADATA: Form(Kind.METADATA, jax.eval_shape(Manager.metrics, manager)),
+    }
+    notes = (Kind.EXIT, Kind.GOODBYE, Kind.REFUSAL, Kind.FAILURE)
+    return out | {kind: wire.note_form(kind) for kind in notes}
+
+
+def check_seconds(name: str, value: float | None) -> None:
+    """Raise if ``value`` is no length of time."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} is {value}; expected seconds, more than 0, or None")
+
+
+def _take(
+    manager: Manager, batch: dict[str, Any], sender: Int[Array, ""]
+) -> tuple[Manager, dict[str, Any]]:
+    """Store and score a batch: the manager that goes on, and what to answer."""
+    manager, scores = manager.receive(
+        batch["items"], score=batch["score"], mask=batch["mask"], sender=sender
+    )
+    return manager, {"scores": scores, "baseline": manager.baseline_value()}
+
+
+class _Server:
+    def __init__(
+        self,
+        channel: wire.Channel,
+        manager: Manager,
+        rows: int,
+        save_to: str | os.PathLike[str] | None,
+        save_every: float | None,
+        report: Callable[[str], None] | None,
+    ) -> None:
+        self._channel, self._manager, self._rows = channel, manager, rows
+        self._save_to, self._save_every, self._report = save_to, save_every, report
+        self._name = channel.names[channel.rank]
+        self._traffic = Traffic(channel.names[: channel.manager])
+        self._faults: list[str] = []
+        self._forms: dict[Kind, Form] = {}
+        self._sends: list[tuple[Any, Message, int]] = []
+        self._spare: dict[Kind, list[Message]] = {kind: [] for kind in Kind}
+        self._left: set[int] = set()
+        self._waiting: set[int] = set()
+        self._lost: set[int] = set()
+        self._heard = [time.monotonic()] * channel.manager
+        self._saved = time.monotonic()
+
+    def run(self) -> Served:
+        try:
+            self._prepare()
+            self._serve()
+            self._save()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        for worker in self._waiting:
+            self._send(worker, Kind.GOODBYE, {"note": wire.note("")})
+        for worker in self._lost:
+            text = f"{self._name}, the manager, took this rank for lost and has left"
+            self._send(worker, Kind.FAILURE, {"note": wire.note(text)})
+        self._finish_sends()
+        if self._report is not None:
+            self._report(f"{self._name}, manager:\n{self._traffic.table()}")
+        return Served(self._manager, self._traffic, tuple(self._faults))
+
+    def _prepare(self) -> None:
+        """Trace all programs, so that a score function that raises does so before any batch."""
+        self._forms = forms(self._manager, self._rows)
+        incoming = (Kind.BATCH, Kind.METADATA_REQUEST, Kind.EXIT)
+        self._memory = wire.aligned(max(self._forms[kind].size for kind in incoming))
+        self._incoming = {kind.tag: Message(self._forms[kind], self._memory) for kind in incoming}
+        self._senders = [np.int32(worker) for worker in range(self._channel.manager)]
+        batch = self._incoming[Kind.BATCH.tag].tree
+        traced = jax.jit(_take, donate_argnums=0).trace(self._manager, batch, self._senders[0])
+        # Whatever calls back into Python can fail halfway, and then nothing would be left to save.
+        if "callback" in str(traced.jaxpr):
+            traced = jax.jit(_take).trace(self._manager, batch, self._senders[0])
+        self._take = traced.lower().compile()
+        self._metrics = jax.jit(Manager.metrics)
+
+    def _serve(self) -> None:
+        wait = wire.Wait()
+        while len(self._left | self._lost) < self._channel.manager:
+            began = time.perf_counter()
+            arrival = self._channel.receive(None, None, self._memory)
+            if arrival is not None:
+                self._handle(arrival, time.perf_counter() - began)
+                wait.restart()
+                continue
+            self._look_around()
+            wait.pause()
+
+    def _look_around(self) -> None:
+        """What there is to do while nothing comes."""
+        now = time.monotonic()
+        if self._save_every is not None and now - self._saved > self._save_every:
+            self._save()
+        if self._channel.timeout is None:
+            return
+        for worker, heard in enumerate(self._heard):
+            silent = now - heard
+            if silent > self._channel.timeout and worker not in self._left | self._lost:
+                self._lost.add(worker)
+                batches = self._traffic.metrics()[f"{self._traffic.names[worker]}/batches"]
+                self._note(
+                    worker,
+                    f"is lost: it has said nothing for {silent:.1f} s, after {batches} batches, "
+                    "and has not left",
+                )
+                self._save()
+
+    def _handle(self, arrival: Arrival, seconds: float) -> None:
+        worker = arrival.source
+        if worker == self._channel.rank:
+            return
+        if worker in self._lost:
+            self._lost.remove(worker)
+            self._note(worker, "is back")
+        self._traffic.count(worker, bytes=arrival.size, receive=seconds)
+        message = self._incoming.get(arrival.tag)
+        fault = self._fault(arrival, message)
+        if fault is not None or message is None:
+            known = message is not None and arrival.fits and arrival.size >= _HEADER_BYTES
+            sequence = message.header.sequence if known and message is not None else 0
+            self._note(worker, f"sent a message that was refused: {fault}")
+            text = f"{self._name}, the manager, refused a message: {fault}"
+            # What is read from a message that is not to be trusted is at least a number.
+            self._send(worker, Kind.REFUSAL, {"note": wire.note(text)}, max(sequence, 0))
+        elif arrival.tag == Kind.BATCH.tag:
+            self._answer(worker, message)
+        elif arrival.tag == Kind.METADATA_REQUEST.tag:
+            self._traffic.count(worker, requests=1)
+            metrics = self._metrics(self._manager)
+            self._send(worker, Kind.METADATA, metrics, message.header.sequence)
+        elif worker not in self._left:
+            self._left.add(worker)
+            if message.header.flags & wire.WAITS:
+                self._waiting.add(worker)
+            if message.header.flags & wire.FAILED:
+                self._note(worker, f"left early: {wire.read_note(message.leaves[0])}")
+        self._heard[worker] = time.monotonic()
+
+    def _fault(self, arrival: Arrival, message: Message | None) -> str | None:
+        """Why a message cannot be taken; None if it can."""
+        if message is None:
+            return f"its tag is {arrival.tag}, which none of ours has"
+        if not arrival.fits or arrival.size < _HEADER_BYTES:
+            return f"it has {arrival.size} bytes; expected at most {self._memory.size}"
+        header: Header = message.header
+        kind = Kind(arrival.tag - wire.FIRST_TAG)
+        fault = self._forms[kind].fault(header, arrival.size, arrival.source, self._rows)
+        if fault is None and kind == Kind.BATCH:
+            marked = int(np.count_nonzero(message.tree["mask"]))
+            if marked != header.rows:
+                return f"it counts {header.rows} rows, but marks {marked}"
+            if arrival.source in self._left:
+                return "its sender had left; a worker may begin anew once all have left"
+        return fault
+
+    def _answer(self, worker: int, message: Message) -> None:
+        header = message.header
+        began = time.perf_counter()
+        manager, reply = self._take(self._manager, message.tree, self._senders[worker])
+        outgoing = self._outgoing(Kind.REPLY)
+        # This waits for the program, so that an error comes up here and the memory is free again.
+        outgoing.write(reply, sender=self._channel.rank, sequence=header.sequence, rows=header.rows)
+        self._manager = manager
+        handled = time.perf_counter()
+        self._begin(worker, outgoing)
+        self._traffic.count(
+            worker,
+            requests=1,
+            batches=1,
+            rows=header.rows,
+            handle=handled - began,
+            send=time.perf_counter() - handled,
+            answered=outgoing.memory.size,
+        )
+
+    def _send(self, worker: int, kind: Kind, tree: Any, sequence: int = 0) -> None:
+        message = self._outgoing(kind)
+        message.write(tree, sender=self._channel.rank, sequence=sequence)
+        self._begin(worker, message)
+        self._traffic.count(worker, answered=message.memory.size)
+
+    def _outgoing(self, kind: Kind) -> Message:
+        """A message that is not under way."""
+        if self._sends:
+            self._collect_sends()
+        spare = self._spare[kind]
+        return spare.pop() if spare else (self._forms.get(kind) or wire.note_form(kind)).new()
+
+    def _begin(self, worker: int, message: Message) -> None:
+        self._sends.append((self._channel.send(message, worker), message, worker))
+
+    def _collect_sends(self) -> None:
+        under_way = self._sends
+        self._sends = []
+        for request, message, worker in under_way:
+            if request.Test():
+                self._spare[Kind(message.header.kind)].append(message)
+            else:
+                self._sends.append((request, message, worker))
+
+    def _finish_sends(self) -> None:
+        """Wait for what is under way; the memory of what does not arrive is kept."""
+        wait = wire.Wait(self._channel.timeout)
+        self._collect_sends()
+        while self._sends and wait.pause():
+            self._collect_sends()
+        for _, message, worker in self._sends:
+            self._note(worker, f"did not take a message of kind {Kind(message.header.kind).name}")
+        wire.abandon(self._sends)
+
+    def _save(self) -> None:
+        if self._save_to is not None:
+            checkpoint.save(self._save_to, self._manager)
+            self._saved = time.monotonic()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the workers, and save what there is."""
+        text = f"{self._name}, the manager, failed: {type(error).__name__}: {error}"
+        if self._report is not None:
+            self._report(text)
+        for worker in set(range(self._channel.manager)) - (self._left - self._waiting):
+            self._send(worker, Kind.FAILURE, {"note": wire.note(text)})
+        leaves = jax.tree.leaves(self._manager)
+        if self._save_to is not None and not any(leaf.is_deleted() for leaf in leaves):
+            try:
+                self._save()
+                error.add_note(f"the manager was saved to {self._save_to}")
+            except Exception as second:
+                error.add_note(f"the manager could not be saved: {second}")
+        error.add_note(f"in {self._name}, the manager of {self._channel.manager} workers")
+        self._finish_sends()
+
+    def _note(self, worker: int, text: str) -> None:
+        fault = f"{self._channel.names[worker]} {text}"
+        self._faults.append(fault)
+        if self._report is not None:
+            self._report(fault)
+
+
+_HEADER_BYTES = wire.Form(Kind.METADATA_REQUEST, ()).size

@@ -1,0 +1,89 @@
+"""What went through a manager, and how long that took: for each worker, and in all."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_COUNTS = ("requests", "batches", "rows", "bytes")
+_PHASES = ("receive", "handle", "send")
+
+
+class Traffic:
+    """Counts requests, bytes and time by phase for each worker of a manager.
+
+    A batch is received, handled (stored and scored, in one program) and answered. A request is a
+    batch or a question for metadata. Bytes are those of whole messages in both directions.
+
+    Args:
+        names: What the workers are called.
+
+    Example:
+        >>> from jaxbuf.mpi import Traffic
+        >>> traffic = Traffic(["rank 0", "rank 1"])
+        >>> traffic.count(1, requests=1, batches=1, rows=256, bytes=10_000, receive=0.001)
+        >>> traffic.metrics()["rank 1/bandwidth"], traffic.metrics()["batches"]
+        (10000000.0, 1)
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._counts = np.zeros((len(self.names), len(_COUNTS)), np.int64)
+        self._seconds = np.zeros((len(self.names), len(_PHASES)))
+        self._received = np.zeros((len(self.names),), np.int64)
+
+    def count(self, worker: int, **amounts: float) -> None:
+        """Add to what is known of a worker.
+
+        Args:
+            worker: Its number.
+            **amounts: ``requests``, ``batches``, ``rows``, ``bytes`` (received) and ``answered``
+                (bytes sent), and the seconds of ``receive``, ``handle`` and ``send``.
+        """
+        for name, amount in amounts.items():
+            if name in _PHASES:
+                self._seconds[worker, _PHASES.index(name)] += amount
+            elif name == "answered":
+                self._counts[worker, _COUNTS.index("bytes")] += int(amount)
+            else:
+                self._counts[worker, _COUNTS.index(name)] += int(amount)
+                if name == "bytes":
+                    self._received[worker] += int(amount)
+
+    def metrics(self) -> dict[str, Any]:
+        """All numbers, as Python's own.
+
+        Returns:
+            ``requests``, ``batches``, ``rows``, ``bytes``, ``receive_seconds``, ``handle_seconds``,
+            ``send_seconds`` and ``bandwidth``, which is the bytes received for each second of
+            receiving (0 before anything was); and for each worker the same after its name, such as
+            ``rank 1/requests``.
+        """
+        out = _row(self._counts.sum(0), self._seconds.sum(0), self._received.sum())
+        for worker, name in enumerate(self.names):
+            of_worker = _row(self._counts[worker], self._seconds[worker], self._received[worker])
+            out |= {f"{name}/{key}": value for key, value in of_worker.items()}
+        return out
+
+    def table(self) -> str:
+        """All numbers, a line for each worker and one for all of them."""
+        header = ["", *_COUNTS, *(f"{phase} ms" for phase in _PHASES), "MB/s"]
+        metrics = self.metrics()
+        lines = [header]
+        for name, prefix in [*((name, f"{name}/") for name in self.names), ("all", "")]:
+            counts = [f"{metrics[prefix + key]:,}" for key in _COUNTS]
+            seconds = [f"{1e3 * metrics[f'{prefix}{phase}_seconds']:,.1f}" for phase in _PHASES]
+            bandwidth = f"{metrics[prefix + 'bandwidth'] / 1e6:,.1f}"
+            lines.append([name, *counts, *seconds, bandwidth])
+        widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
+        return "\n".join(
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+            for line in lines
+        )
+
+
+def _row(counts: Any, seconds: Any, received: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {name: int(n) for name, n in zip(_COUNTS, counts, strict=True)}
+    out |= {f"{phase}_seconds": float(s) for phase, s in zip(_PHASES, seconds, strict=True)}
+    spent = float(seconds[_PHASES.index("receive")])
+    return out | {"bandwidth": float(received) / spent if spent else 0.0}

@@ -1,0 +1,312 @@
+"""Messages between a manager and its workers: a header and arrays of known shapes, in one piece.
+
+Both sides know the shapes, so a message is as long as it always is and nothing is pickled. Each
+kind has a tag of its own. Who receives a message checks its header before looking at anything else.
+"""
+
+import enum
+import os
+import time
+import zlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+MAGIC = 0x6A786266
+VERSION = 1
+# Flags of an exit: it follows an error; whoever sent it waits for a goodbye.
+FAILED = 1
+WAITS = 2
+# Tags are of the whole group, which may have other messages.
+FIRST_TAG = 7100
+# Arrays begin at such addresses, and the header is as long.
+_ALIGNMENT = 64
+_NOTE_BYTES = 512
+# For so long whoever waits only gives way; after that it sleeps, and longer the longer it waits.
+_EAGER_SECONDS = 2e-4
+_LONGEST_SLEEP = 1e-3
+_ABANDONED: list[Any] = []
+
+
+class Kind(enum.IntEnum):
+    """What a message is."""
+
+    BATCH = 1
+    REPLY = 2
+    METADATA_REQUEST = 3
+    METADATA = 4
+    EXIT = 5
+    # The manager has left, too: it has stored all that it was sent.
+    GOODBYE = 6
+    # The manager could not read a message, or cannot go on; the note says why.
+    REFUSAL = 7
+    FAILURE = 8
+
+    @property
+    def tag(self) -> int:
+        """The tag under which it travels."""
+        return FIRST_TAG + self
+
+
+class ExchangeError(RuntimeError):
+    """The other end of an exchange refused a message, failed, or left something unanswered."""
+
+
+class Header(NamedTuple):
+    """What each message begins with, eight numbers of eight bytes.
+
+    Attributes:
+        magic: Tells that this is a message.
+        version: Of this format.
+        kind: A ``Kind``.
+        sender: The rank in the group that it comes from.
+        sequence: The number of the batch or request that it is, or answers; 0 if of none.
+        rows: How many rows are there.
+        flags: Of an exit: ``FAILED``, ``WAITS``.
+        form: A checksum of the shapes and dtypes that follow.
+    """
+
+    magic: int
+    version: int
+    kind: int
+    sender: int
+    sequence: int
+    rows: int
+    flags: int
+    form: int
+
+
+class Message:
+    """A header and arrays in one piece of memory, of which these are views.
+
+    Attributes:
+        memory: All of it, ``[size]`` uint8.
+        leaves: The arrays.
+    """
+
+    def __init__(self, form: "Form", memory: np.ndarray[Any, Any]) -> None:
+        self.memory = memory[: form.size]
+        self._form = form
+        self._header = self.memory[:_ALIGNMENT].view(np.int64)
+        self.leaves = [
+            self.memory[start : start + leaf.size * leaf.dtype.itemsize]
+            .view(leaf.dtype)
+            .reshape(leaf.shape)
+            for start, leaf in zip(form.starts, form.leaves, strict=True)
+        ]
+
+    @property
+    def header(self) -> Header:
+        """The header, as it lies there."""
+        return Header(*self._header.tolist())
+
+    @property
+    def tree(self) -> Any:
+        """The arrays as the pytree that they are."""
+        return jax.tree.unflatten(self._form.treedef, self.leaves)
+
+    def write(
+        self, tree: PyTree, *, sender: int, sequence: int = 0, rows: int = 0, flags: int = 0
+    ) -> None:
+        """Write a whole message: the arrays of ``tree``, which has the form of the message."""
+        form = self._form
+        self._header[:] = MAGIC, VERSION, form.kind, sender, sequence, rows, flags, form.checksum
+        for view, leaf in zip(self.leaves, jax.tree.leaves(tree), strict=True):
+            np.copyto(view, np.asarray(leaf))
+
+
+class Form:
+    """How messages of one kind look: the same on both sides, whatever the arrays hold.
+
+    Args:
+        kind: What they are.
+        tree: A pytree of arrays or ``jax.ShapeDtypeStruct``.
+
+    Attributes:
+        kind: What they are.
+        leaves: Shapes and dtypes.
+        treedef: Their structure.
+        starts: Where each array begins, in bytes.
+        size: Bytes of a message.
+        checksum: Of structure, shapes and dtypes.
+    """
+
+    def __init__(self, kind: Kind, tree: PyTree) -> None:
+        leaves, self.treedef = jax.tree.flatten(tree)
+        self.kind = kind
+        self.leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for x in leaves]
+        self.starts: list[int] = []
+        self.size = _ALIGNMENT
+        for leaf in self.leaves:
+            self.starts.append(self.size)
+            length = leaf.size * leaf.dtype.itemsize
+            self.size += -(-length // _ALIGNMENT) * _ALIGNMENT
+        names = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        described = [(leaf.shape, leaf.dtype.name) for leaf in self.leaves]
+        self.checksum = zlib.crc32(repr((names, described)).encode())
+
+    def new(self) -> Message:
+        """A message in memory of its own."""
+        return Message(self, aligned(self.size))
+
+    def fault(self, header: Header, size: int, sender: int, rows: int) -> str | None:
+        """What is wrong with a message that came as one of this kind; None if nothing is.
+
+        Args:
+            header: Its header.
+            size: Its length in bytes.
+            sender: The rank that it came from.
+            rows: The most rows that it can hold.
+        """
+        if header.magic != MAGIC:
+            return f"its magic number is {header.magic:#x}; expected {MAGIC:#x}"
+        if header.version != VERSION:
+            return f"its version is {header.version}; expected {VERSION}, of the same jaxbuf"
+        if header.kind != self.kind:
+            return f"its kind is {header.kind}; expected {int(self.kind)}, which its tag stands for"
+        if header.sender != sender:
+            return f"it says that it is from rank {header.sender} of the group, which it is not"
+        if header.sequence < 0:
+            return f"its number is {header.sequence}; expected 0 or more"
+        if not 0 <= header.rows <= rows:
+            return f"it counts {header.rows} rows; expected from 0 to {rows}"
+        if header.form != self.checksum or size != self.size:
+            return (
+                f"its arrays have other shapes or dtypes ({size} bytes; expected {self.size}): "
+                "rows and the example must be the same on both sides"
+            )
+        return None
+
+
+class Channel:
+    """The ends of a group's messages: its communicator, and what its ranks are called elsewhere.
+
+    Args:
+        group: The communicator of a manager, the last rank, and its workers.
+        timeout: Seconds after which whoever waits gives up; None never.
+    """
+
+    def __init__(self, group: "MPI.Intracomm", timeout: float | None) -> None:
+        from mpi4py import MPI
+
+        self.comm = group
+        self.rank = group.Get_rank()
+        self.manager = group.Get_size() - 1
+        self.timeout = timeout
+        ranks = list(range(group.Get_size()))
+        ours, world = group.Get_group(), MPI.COMM_WORLD.Get_group()
+        # A rank is known by its number in the whole run, if it has one.
+        known = ours.Translate_ranks(ranks, world)
+        self.names = [f"rank {r if k == MPI.UNDEFINED else k}" for r, k in enumerate(known)]
+
+    def send(self, message: Message, to: int) -> "MPI.Request":
+        """Begin to send; the memory of the message must stay as it is until that is done."""
+        from mpi4py import MPI
+
+        kind = int(message.memory[:_ALIGNMENT].view(np.int64)[2])
+        return self.comm.Isend([message.memory, MPI.BYTE], dest=to, tag=FIRST_TAG + kind)
+
+    def receive(
+        self, source: int | None, tag: int | None, memory: np.ndarray[Any, Any]
+    ) -> "Arrival | None":
+        """Receive into ``memory`` what has come, if something has.
+
+        Args:
+            source: The rank from which; None any.
+            tag: The tag under which; None any.
+            memory: Room for it. Of a longer message only the size is told.
+        """
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        matched = self.comm.Improbe(
+            MPI.ANY_SOURCE if source is None else source,
+            MPI.ANY_TAG if tag is None else tag,
+            status,
+        )
+        if matched is None:
+            return None
+        size = status.Get_count(MPI.BYTE)
+        fits = 0 <= size <= memory.size
+        matched.Recv([memory if fits else np.empty(max(size, 0), np.uint8), MPI.BYTE])
+        return Arrival(status.Get_source(), status.Get_tag(), size, fits)
+
+
+class Arrival(NamedTuple):
+    """What is known of a message from outside.
+
+    Attributes:
+        source: The rank that it came from.
+        tag: The tag under which it came.
+        size: Its length in bytes.
+        fits: Whether it was received.
+    """
+
+    source: int
+    tag: int
+    size: int
+    fits: bool
+
+
+class Wait:
+    """Waits, a little longer each time, until a time limit.
+
+    Args:
+        timeout: Seconds from now; None has no limit.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self._began = time.monotonic()
+        self.timeout = timeout
+
+    def pause(self) -> bool:
+        """Wait a little; False, and at once, if the time is over."""
+        waited = time.monotonic() - self._began
+        if self.timeout is not None and waited >= self.timeout:
+            return False
+        if waited < _EAGER_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(min(waited / 10, _LONGEST_SLEEP))
+        return True
+
+    def restart(self) -> Self:
+        """Begin anew, with the same limit."""
+        self._began = time.monotonic()
+        return self
+
+
+def aligned(size: int) -> np.ndarray[Any, Any]:
+    """Memory ``[size]`` uint8 that begins where arrays of any dtype may."""
+    memory = np.zeros((size + _ALIGNMENT,), np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size]
+
+
+def abandon(requests: Iterable[Any]) -> None:
+    """Keep what is still under way, and its memory, for as long as the process runs."""
+    _ABANDONED.extend(requests)
+
+
+def note(text: str) -> np.ndarray[Any, Any]:
+    """A text as an array of fixed size, cut off if it is longer."""
+    data = np.zeros((_NOTE_BYTES,), np.uint8)
+    raw = np.frombuffer(text.encode()[:_NOTE_BYTES], np.uint8)
+    data[: raw.size] = raw
+    return data
+
+
+def read_note(data: np.ndarray[Any, Any]) -> str:
+    """The text that ``note`` made an array of."""
+    return bytes(data).rstrip(b"\0").decode(errors="replace")
+
+
+def note_form(kind: Kind) -> Form:
+    """How messages look that hold nothing but a text."""
+    return Form(kind, {"note": jax.ShapeDtypeStruct((_NOTE_BYTES,), np.uint8)})
