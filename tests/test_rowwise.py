@@ -71,3 +71,22 @@ def test_keys_of_other_kinds(key):
 def test_a_raw_key_draws_what_a_typed_one_draws():
     raw = random_words(jax.random.PRNGKey(7), (9,))
     np.testing.assert_array_equal(raw, random_words(jax.random.key(7), (9,)))
+
+
+def test_chosen_rows_are_packed_in_front():
+    rng = np.random.default_rng(5)
+    values = jnp.asarray(rng.integers(0, 100, (4, 17)), jnp.int32)
+    chosen = jnp.asarray(
+        np.stack([rng.random(17) < 0.3, rng.random(17) < 0.9, [True] * 17, [False] * 17])
+    )
+
+    def pack(values, chosen):
+        return rowwise.pack(values, chosen, 7, size=20)
+
+    together = jax.vmap(pack)(values, chosen)
+    for i in range(4):
+        kept = np.asarray(values[i])[np.asarray(chosen[i])]
+        packed, count = pack(values[i], chosen[i])
+        assert int(count) == len(kept)
+        np.testing.assert_array_equal(packed, [*kept, *[7] * (20 - len(kept))])
+        assert_same((together[0][i], together[1][i]), (packed, count))

@@ -17,7 +17,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Evictor, Oldest
-from jaxbuf.strategies.freshness import Freshness
+from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.samplers import Draw, Sampler, Support, Uniform
 
 
@@ -215,6 +215,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         freshness_state = self.freshness_state
         if self.freshness is not None and version is not None:
             freshness_state = self.freshness.added(freshness_state, index, version)
+            freshness_state = self.freshness.came(freshness_state, version, taken)
             freshness_state = freshness_state.replace(counters=freshness_state.counters + refused)
         added = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
@@ -395,7 +396,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         if self.freshness is None:
             self._refuse_version(version)
             return None, taken, None
-        zeros = jnp.zeros((3,), jnp.uint32)
+        zeros = jnp.zeros_like(self.freshness_state.counters)
         if version is None:
             return jnp.broadcast_to(self.freshness_state.version, row_shape), taken, zeros
         version = storage.check_rows(version, "version", row_shape, np.int32, "(B,)")
@@ -405,6 +406,12 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         fresh = version >= self.freshness.floor(self.freshness_state)
         refused = jnp.sum(offered & ~fresh, dtype=jnp.uint32)
         return version, offered & fresh, zeros.at[0].set(refused)
+
+    def _note_left(
+        self, state: FreshnessState, occupancy: Subset, version: Int[Array, ""]
+    ) -> FreshnessState:
+        gone = self.counters[0] - occupancy.size.astype(jnp.uint32)
+        return self._needs_freshness("set_version").left(state, gone, version)
 
     def _check_score(self, score: Any, row_shape: tuple[int, ...]) -> Any:
         """``score`` as an array, if it is given exactly where something goes by it."""

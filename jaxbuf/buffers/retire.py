@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxbuf.core import storage
+from jaxbuf.core import rowwise, storage
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
@@ -86,7 +86,7 @@ class Retiring:
         before = self.freshness_state.learner
         now = storage.check_rows(version, "version", (), np.int32, "a number")
         run = before[1]
-        state = self.freshness_state
+        state = self._note_left(self.freshness_state, self.occupancy, before[0])
         if session is not None:
             run = storage.check_rows(session, "session", (), np.int32, "a number")
             unborn = self._incomplete(run != before[1])
@@ -105,7 +105,9 @@ class Retiring:
 
         # The items themselves stay out of the loop.
         parts = (self.sampler_state, self.occupancy, state)
-        return self._with(lax.while_loop(some_left, retire_block, parts))
+        sampler_state, occupancy, state = lax.while_loop(some_left, retire_block, parts)
+        last = jnp.where(run == before[1], now, before[0])
+        return self._with((sampler_state, occupancy, self._note_left(state, occupancy, last)))
 
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
         """How often each sampled item was used so far, ``[B]``; 0 where it is not here any more.
@@ -149,6 +151,13 @@ class Retiring:
         del wanted
         return None
 
+    def _note_left(
+        self, state: FreshnessState, occupancy: Subset, version: Int[Array, ""]
+    ) -> FreshnessState:
+        """The state when all that have left by now had this version of the learner's."""
+        del occupancy, version
+        return state
+
     def _with(self, parts: _Parts) -> Self:
         sampler_state, occupancy, state = parts
         return self.replace(sampler_state=sampler_state, occupancy=occupancy, freshness_state=state)
@@ -183,11 +192,7 @@ def retire(
 
     The cost grows with the number of those, not with ``B``. A slot may be there twice.
     """
-    rows = index.shape[0]
-    count = jnp.sum(gone, dtype=jnp.int32)
-    size = -(-rows // _ROWS) * _ROWS
-    place = jnp.where(gone, jnp.cumsum(gone, dtype=jnp.int32) - 1, size)
-    slots = jnp.full((size,), capacity, jnp.int32).at[place].set(index, mode="drop")
+    slots, count = rowwise.pack(index, gone, capacity, size=-(-index.shape[0] // _ROWS) * _ROWS)
 
     def step(i: Array, carry: tuple[Any, Subset]) -> tuple[Any, Subset]:
         some = lax.dynamic_slice(slots, (i * _ROWS,), (_ROWS,))

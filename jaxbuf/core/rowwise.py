@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, PyTree, UInt
+from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 # Up to how many rows an update of any slots, and an add to consecutive ones, is short: measured.
 SHORT = 64
@@ -51,19 +51,7 @@ def each(
     if jax.tree.leaves(rows)[0].shape[0] > most:
         return plain(rows, shared)
 
-    @custom_vmap
-    def call(rows: PyTree[Array], shared: PyTree[Array]) -> PyTree[Array]:
-        loop = functools.partial(_loop, plain)
-        return lax.platform_dependent(rows, shared, cpu=loop, default=plain)
-
-    @call.def_vmap
-    def _(axis_size: int, batched: list[Any], *args: PyTree[Array]) -> Any:
-        # Many lanes make long vectors: for those the vectorized form is the faster one.
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
-        out = jax.vmap(plain, axes, axis_size=axis_size)(*args)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call(rows, shared)
+    return native(functools.partial(_loop, plain), plain, rows, shared)
 
 
 @jax.jit
@@ -81,16 +69,65 @@ def total(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
     if counts.shape[0] > SHORT:
         return plain(counts)
 
+    return native(loop, plain, counts)
+
+
+@functools.partial(jax.jit, static_argnames=("fill", "size"))
+def pack(
+    values: Int[Array, " B"], chosen: Bool[Array, " B"], fill: int, *, size: int
+) -> tuple[Int[Array, " S"], Int[Array, ""]]:
+    """The chosen values in front, in their order, and how many there are.
+
+    Args:
+        values: Of each row, ``[B]``.
+        chosen: Which rows.
+        fill: What comes after them.
+        size: Length of the result, at least ``B``.
+    """
+
+    def plain(
+        values: Int[Array, " B"], chosen: Bool[Array, " B"]
+    ) -> tuple[Int[Array, " S"], Int[Array, ""]]:
+        until = jnp.cumsum(chosen, dtype=jnp.int32)
+        place = jnp.where(chosen, until - 1, size)
+        packed = jnp.full((size,), fill, values.dtype).at[place].set(values, mode="drop")
+        return packed, jnp.sum(chosen, dtype=jnp.int32)
+
+    def loop(
+        values: Int[Array, " B"], chosen: Bool[Array, " B"]
+    ) -> tuple[Int[Array, " S"], Int[Array, ""]]:
+        # A cumulative sum is a dozen kernels.
+        def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            packed, count = carry
+            value = jnp.where(chosen[i], values[i], fill)
+            packed = lax.dynamic_update_slice(packed, value[None], (count,))
+            return packed, count + chosen[i].astype(jnp.int32)
+
+        start = (jnp.full((size,), fill, values.dtype), jnp.int32(0))
+        return lax.fori_loop(0, values.shape[0], step, start)
+
+    return native(loop, plain, values, chosen)
+
+
+def native(
+    loop: Callable[..., PyTree[Array]], plain: Callable[..., PyTree[Array]], *args: PyTree[Array]
+) -> PyTree[Array]:
+    """``loop(*args)`` on a CPU, and elsewhere and under ``vmap`` the same by ``plain(*args)``.
+
+    Many lanes make long vectors: for those the vectorized form is the faster one.
+    """
+
     @custom_vmap
-    def call(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
-        return lax.platform_dependent(counts, cpu=loop, default=plain)
+    def call(*args: PyTree[Array]) -> PyTree[Array]:
+        return lax.platform_dependent(*args, cpu=loop, default=plain)
 
     @call.def_vmap
-    def _(axis_size: int, batched: list[Any], counts: UInt[Array, "S B"]) -> Any:
-        del axis_size, batched
-        return jnp.sum(counts, axis=1, dtype=counts.dtype), True
+    def _(axis_size: int, batched: list[Any], *args: PyTree[Array]) -> Any:
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
+        out = jax.vmap(plain, axes, axis_size=axis_size)(*args)
+        return out, jax.tree.map(lambda _: True, out)
 
-    return call(counts)
+    return call(*args)
 
 
 def _loop(

@@ -34,14 +34,16 @@ class FreshnessState(struct.PyTreeNode):
             retired for it.
         oldest: No version in a block of ``L`` slots is below this, ``[C]``.
         learner: The learner's version and session, ``[2]`` int32.
-        counters: Rows refused as too stale, items retired by use and by staleness; ``[3]`` uint32.
+        counters: Rows refused as too stale, items retired by use and by staleness, and, where items
+            are counted when they leave, the sums of the versions of all that came and of the
+            learner's when they left, and how many the latter is of; ``[6]`` uint32, they wrap.
     """
 
     uses: Int[Array, " P"]
     versions: Int[Array, " P"]
     oldest: Int[Array, " C"]
     learner: Int[Array, " 2"]
-    counters: UInt[Array, " 3"]
+    counters: UInt[Array, " 6"]
 
     @property
     def version(self) -> Int[Array, ""]:
@@ -112,7 +114,7 @@ class Freshness:
             versions=jnp.zeros((blocks * block,), jnp.int32),
             oldest=jnp.full((blocks,), _NEVER, jnp.int32),
             learner=jnp.zeros((2,), jnp.int32),
-            counters=jnp.zeros((3,), jnp.uint32),
+            counters=jnp.zeros((6,), jnp.uint32),
         )
 
     def floor(self, state: FreshnessState) -> Int[Array, ""]:
@@ -127,6 +129,36 @@ class Freshness:
     ) -> FreshnessState:
         """New items, not too stale, have been written to ``index``."""
         return self._watch(self.begun(state, index, version), index, version)
+
+    def came(
+        self, state: FreshnessState, version: Int[Array, " B"], taken: Bool[Array, " B"] | None
+    ) -> FreshnessState:
+        """Items of these versions have been taken, whether or not they stayed."""
+        versions = version.astype(jnp.uint32)
+        kept = versions if taken is None else jnp.where(taken, versions, jnp.uint32(0))
+        return self._count(state, {3: rowwise.total(kept)})
+
+    def left(
+        self, state: FreshnessState, total: UInt[Array, ""], version: Int[Array, ""]
+    ) -> FreshnessState:
+        """``total`` items have left in all, those that were not counted yet at this version."""
+        more = total - state.counters[5]
+        return self._count(state, {4: version.astype(jnp.uint32) * more, 5: more})
+
+    def staleness_of_gone(
+        self, state: FreshnessState, total: UInt[Array, ""], here: Bool[Array, " N"]
+    ) -> UInt[Array, ""]:
+        """The sum of the staleness that all who left had when they left; it wraps.
+
+        Args:
+            state: The state.
+            total: How many have left in all.
+            here: Which slots hold an item.
+        """
+        counters = self.left(state, total, state.version).counters
+        versions = state.versions[: here.shape[0]].astype(jnp.uint32)
+        present = jnp.sum(jnp.where(here, versions, jnp.uint32(0)), dtype=jnp.uint32)
+        return counters[4] - (counters[3] - present)
 
     def begun(
         self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
@@ -148,7 +180,12 @@ class Freshness:
         stale = version < self.floor(state)
         refused = jnp.sum(stale, dtype=jnp.uint32)
         state = self._watch(state, jnp.where(stale, state.uses.shape[0], index), version)
-        return state.replace(counters=state.counters.at[0].add(refused)), stale
+        return self._count(state, {0: refused}), stale
+
+    def _count(self, state: FreshnessState, counts: dict[int, Array]) -> FreshnessState:
+        nothing: Array = jnp.uint32(0)
+        more = jnp.stack([counts.get(i, nothing) for i in range(state.counters.shape[-1])])
+        return state.replace(counters=state.counters + more)
 
     def _watch(
         self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]

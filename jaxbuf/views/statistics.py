@@ -10,12 +10,13 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import storage
+from jaxbuf.core import rowwise, storage
 
 _COLUMNS = (
     "use_mean",
@@ -38,8 +39,9 @@ class Statistics(struct.PyTreeNode):
         records: Of each of the last ``K`` samples the mean and extreme use counts, staleness and
             priorities, ``[K, 7]``; NaN where nothing is known.
         cursor: The record that is written next.
-        counters: Rows sampled in this period; the buffer's size, its items added so far and the
-            uses of those in it when it began; ``[4]`` uint32, they wrap.
+        counters: Rows sampled in this period; the buffer's size, its items added so far, the uses
+            of those in it and the staleness of those that had left when it began; ``[5]`` uint32,
+            they wrap.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -58,7 +60,7 @@ class Statistics(struct.PyTreeNode):
 
     records: Float[Array, "K 7"]
     cursor: Int[Array, ""]
-    counters: UInt[Array, " 4"]
+    counters: UInt[Array, " 5"]
 
     @classmethod
     def create(cls, buffer: Any, window: int = 100) -> Self:
@@ -104,8 +106,7 @@ class Statistics(struct.PyTreeNode):
                 differs.
         """
         valid, index = batch.valid, batch.slots.index
-        unknown = jnp.full(valid.shape, jnp.nan, jnp.float32)
-        values = {"use": unknown, "staleness": unknown, "priority": unknown}
+        values: dict[str, Array] = {}
         if getattr(buffer, "freshness", None) is not None:
             use, staleness = buffer.use_count(batch.slots), buffer.staleness(batch.slots)
             values["use"] = use.astype(jnp.float32)
@@ -117,9 +118,9 @@ class Statistics(struct.PyTreeNode):
             values["priority"] = storage.check_rows(
                 priority, "priority", valid.shape, np.float32, "(B,)"
             )
-        count = jnp.sum(valid, dtype=jnp.int32)
+        count, summary = rowwise.native(_summary_loop, _summary, valid, values)
         some = count > 0
-        record = jnp.stack([_over_rows(name, values, valid) for name in _COLUMNS])
+        record = jnp.stack([summary.get(name, jnp.float32(jnp.nan)) for name in _COLUMNS])
         place = jnp.where(some, self.cursor, self.records.shape[0])
         recorded = self.replace(
             records=self.records.at[place].set(record, mode="drop"),
@@ -138,14 +139,15 @@ class Statistics(struct.PyTreeNode):
             ``pushed``, ``sampled`` and ``removed``: items added, rows sampled and items that left
             since the period began (whatever removed them: another item, their use or staleness,
             or you), and ``current``, those held now. For an ``ItemBuffer`` with ``Freshness``
-            ``reuse_mean``, how often those that left had been used, from one pass over the slots;
-            it takes for granted that every sampled row has been marked as used by now. With
-            ``Freshness`` ``use_mean``, ``use_max``,
+            ``reuse_mean`` and ``gone_staleness_mean``: how often those that left had been used, and
+            how stale they were, from one pass over the slots; the former takes for granted that
+            every sampled row has been marked as used by now. With ``Freshness`` ``use_mean``,
+            ``use_max``,
             ``staleness_mean`` and ``staleness_max``, with priorities ``priority_mean``,
             ``priority_max`` and ``priority_min``: the mean of the means of the last samples, the
             largest of their maxima, the least of their minima; 0 before the first.
         """
-        sampled, size, adds, uses = (self.counters[..., i] for i in range(4))
+        sampled, size, adds, uses, stale = (self.counters[..., i] for i in range(5))
         now = buffer.size.astype(jnp.uint32)
         pushed = buffer.counters[..., 0] - adds
         removed = size + pushed - now
@@ -157,8 +159,11 @@ class Statistics(struct.PyTreeNode):
         }
         if _counts_uses(buffer):
             # No use is lost: what is not with those here has gone with those that went.
-            gone = (uses + sampled - _uses(buffer)).astype(jnp.float32)
-            metrics["reuse_mean"] = gone / jnp.maximum(removed, jnp.uint32(1)).astype(jnp.float32)
+            used, staleness = _totals(buffer)
+            number = jnp.maximum(removed, jnp.uint32(1)).astype(jnp.float32)
+            metrics["reuse_mean"] = (uses + sampled - used).astype(jnp.float32) / number
+            behind = (staleness - stale).astype(jnp.int32)
+            metrics["gone_staleness_mean"] = behind.astype(jnp.float32) / number
         watched = ["use", "staleness"] if getattr(buffer, "freshness", None) is not None else []
         watched += ["priority"] if buffer.sampler.uses_priority else []
         for column, name in enumerate(_COLUMNS):
@@ -177,26 +182,64 @@ class Statistics(struct.PyTreeNode):
         return self.replace(counters=_begin(buffer))
 
 
-def _begin(buffer: Any) -> UInt[Array, " 4"]:
+def _begin(buffer: Any) -> UInt[Array, " 5"]:
     size = buffer.size.astype(jnp.uint32)
-    uses = _uses(buffer) if _counts_uses(buffer) else jnp.uint32(0)
-    return jnp.stack([jnp.uint32(0), size, buffer.counters[..., 0], uses])
+    nothing = jnp.uint32(0)
+    totals = _totals(buffer) if _counts_uses(buffer) else (nothing, nothing)
+    return jnp.stack([nothing, size, buffer.counters[..., 0], *totals])
 
 
 def _counts_uses(buffer: Any) -> bool:
     return isinstance(buffer, ItemBuffer) and buffer.freshness is not None
 
 
-def _uses(buffer: Any) -> UInt[Array, ""]:
-    """Of all items that are here now."""
-    slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
-    uses = buffer.freshness_state.uses[: buffer.capacity].astype(jnp.uint32)
-    live = buffer.occupancy.live(slot)
-    return jnp.sum(jnp.where(live, uses, jnp.uint32(0)), dtype=jnp.uint32)
+def _totals(buffer: ItemBuffer) -> tuple[UInt[Array, ""], UInt[Array, ""]]:
+    """The uses of all items that are here, and the staleness of all that have left."""
+    live = buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
+    state, freshness = buffer.freshness_state, buffer.freshness
+    assert freshness is not None
+    uses = state.uses[: buffer.capacity].astype(jnp.uint32)
+    gone = buffer.counters[..., 0] - buffer.size.astype(jnp.uint32)
+    return (
+        jnp.sum(jnp.where(live, uses, jnp.uint32(0)), dtype=jnp.uint32),
+        freshness.staleness_of_gone(state, gone, live),
+    )
 
 
-def _over_rows(name: str, values: dict[str, Array], valid: Bool[Array, " B"]) -> Array:
-    return _reduce(name, values[name.split("_")[0]], valid)
+def _summary(
+    valid: Bool[Array, " B"], values: dict[str, Float[Array, " B"]]
+) -> tuple[Int[Array, ""], dict[str, Array]]:
+    """How many rows are valid, and means, maxima and minima of the values of those."""
+    count = jnp.sum(valid, dtype=jnp.int32)
+    names = [name for name in _COLUMNS if name.split("_")[0] in values]
+    return count, {name: _reduce(name, values[name.split("_")[0]], valid) for name in names}
+
+
+def _summary_loop(
+    valid: Bool[Array, " B"], values: dict[str, Float[Array, " B"]]
+) -> tuple[Int[Array, ""], dict[str, Array]]:
+    """The same in one pass."""
+    count = rowwise.total(valid.astype(jnp.uint32)).astype(jnp.int32)
+    number = jnp.maximum(count, 1).astype(jnp.float32)
+
+    def step(i: Array, carry: dict[str, Array]) -> dict[str, Array]:
+        out = dict(carry)
+        for name, value in values.items():
+            mean, most, least = (f"{name}_{what}" for what in ("mean", "max", "min"))
+            out[mean] += jnp.where(valid[i], value[i] / number, 0.0)
+            out[most] = jnp.where(valid[i], jnp.maximum(carry[most], value[i]), carry[most])
+            out[least] = jnp.where(valid[i], jnp.minimum(carry[least], value[i]), carry[least])
+        return out
+
+    start: dict[str, Array] = {}
+    for name in values:
+        start |= {
+            f"{name}_mean": jnp.float32(0),
+            f"{name}_max": jnp.float32(-jnp.inf),
+            f"{name}_min": jnp.float32(jnp.inf),
+        }
+    summary = lax.fori_loop(0, valid.shape[0], step, start)
+    return count, {name: summary[name] for name in _COLUMNS if name in summary}
 
 
 def _reduce(name: str, values: Float[Array, " N"], known: Bool[Array, " N"]) -> Array:
