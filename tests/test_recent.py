@@ -1,6 +1,7 @@
 """Draws by age: a recent part of every batch, ranges of ages, the newest items in order."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -184,20 +185,23 @@ def test_eager_jit_scan_and_vmap_agree(base):
         buffer = again
 
 
+@pytest.mark.parametrize("freshness", [None, jaxbuf.Freshness(max_use=3)], ids=["plain", "fresh"])
 @pytest.mark.parametrize("kind", ["items", "windows"])
-def test_a_scanned_cycle_copies_nothing(kind):
+def test_a_scanned_cycle_copies_nothing(kind, freshness):
     sampler = jaxbuf.Recent(ratio=0.25, steps=100, base=jaxbuf.Prioritized())
-    example = jnp.zeros(17)
+    example, how = jnp.zeros(17), {"sampler": sampler, "freshness": freshness}
     if kind == "items":
-        buffer = jaxbuf.ItemBuffer.create(example, 2**14, sampler=sampler)
+        buffer = jaxbuf.ItemBuffer.create(example, 2**14, **how)
     else:
-        buffer = jaxbuf.TrajectoryBuffer.create(example, 8, 2**11, sampler=sampler)
+        buffer = jaxbuf.TrajectoryBuffer.create(example, 8, 2**11, **how)
 
     def step(buffer, key):
         buffer = buffer.add(jnp.ones((8, 17)))
         sample = buffer.sample(key, 32)
         error = sample.data.reshape(32, -1).sum(1)
         weights = jaxbuf.importance_weights(buffer, sample, 0.4)
+        if freshness is not None:
+            buffer = buffer.mark_used(sample.slots)
         return buffer.update_priority(sample.slots, error), jnp.sum(weights * error)
 
     run = jax.jit(lambda b, keys: jax.lax.scan(step, b, keys), donate_argnums=0)
@@ -209,6 +213,11 @@ def test_a_scanned_cycle_copies_nothing(kind):
 @functools.partial(jax.jit, static_argnums=2)
 def drawn_from(buffer, key, rows, start, stop):
     return buffer.sample_range(key, rows, start, stop)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def latest(buffer, n):
+    return buffer.latest(n)
 
 
 def test_ranges_of_ages_agree_with_slices_of_a_list():
@@ -233,6 +242,86 @@ def test_ranges_of_ages_agree_with_slices_of_a_list():
         whole = drawn_from(buffer, key, 8, jnp.int32(start), jnp.int32(stop))
         assert np.asarray(whole.data)[np.asarray(whole.valid)].tolist() == expected
         assert np.asarray(whole.probability)[~np.asarray(whole.valid)].sum() == 0
+
+
+def test_ranges_of_ages_where_items_retire_in_between():
+    freshness = jaxbuf.Freshness(max_staleness=3, comparison=">")
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 6, freshness=freshness)
+
+    @jax.jit
+    def step(buffer, items, made_by, mask, version):
+        return buffer.add(items, version=made_by, mask=mask).set_version(version)
+
+    random, slots, version, holes = np.random.default_rng(1), [], 0, 0
+    for clock in range(0, 160, 4):
+        mask = random.random(4) < 0.4
+        made_by = (version - random.integers(0, 4, 4)).astype(np.int32)
+        version += int(random.random() < 0.4)
+        rows = clock + np.arange(4, dtype=np.int32)
+        buffer = step(buffer, rows, made_by, mask, jnp.int32(version))
+        slots = (slots + list(zip(rows[mask].tolist(), made_by[mask], strict=True)))[-6:]
+        held = [row for row, made in slots if version - made <= 3]
+        holes += 0 < len(held) < len(slots)
+        start, stop = random.integers(-8, 9, 2).tolist()
+        expected = reference.age_range(held, start, stop)
+        key = jax.random.key(clock)
+        whole = drawn_from(buffer, key, 8, jnp.int32(start), jnp.int32(stop))
+        assert np.asarray(whole.data)[np.asarray(whole.valid)].tolist() == expected
+        newest = latest(buffer, 3)
+        assert np.asarray(newest.data)[np.asarray(newest.valid)].tolist() == held[-3:]
+    assert holes > 10
+
+
+def test_the_recent_half_skips_what_has_retired():
+    sampler = jaxbuf.Recent(ratio=0.5, steps=4)
+    freshness = jaxbuf.Freshness(max_use=1)
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 16, sampler=sampler, freshness=freshness)
+    buffer = buffer.add(jnp.arange(21, dtype=jnp.int32))
+    used = buffer.latest(6)
+    buffer = buffer.mark_used(used.slots, mask=jnp.array([1, 0, 1, 1, 0, 1], bool))
+    recent, others = [13, 14, 16, 19], [5, 6, 7, 8, 9, 10, 11, 12]
+    sample = buffer.sample(jax.random.key(0), 8)
+    assert sample.data[:4].tolist() == recent
+    counts, told = frequencies(buffer, 8, 1000, 21)
+    np.testing.assert_allclose(told[others], 0.5 / 12, rtol=1e-6)
+    np.testing.assert_allclose(told[recent], 0.5 / 12 + 0.5 / 4, rtol=1e-6)
+    assert counts.sum() == counts[recent + others].sum()
+    assert stats.chisquare(counts[others]).pvalue > 1e-3
+
+
+def joined(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+def test_windows_that_avoid_episode_ends_by_age():
+    example = {"step": ITEM, "terminated": jax.ShapeDtypeStruct((), jnp.bool_)}
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        example,
+        3,
+        11,
+        sequence_length=3,
+        sampler=jaxbuf.Recent(ratio=1.0, steps=2),
+        episodes=jaxbuf.Episodes(boundary="avoid"),
+    )
+    step = jnp.arange(48, dtype=jnp.int32).reshape(3, 16)
+    ends = jnp.zeros((3, 16), bool).at[0, ints(7, 12)].set(True).at[2, ints(9, 10, 14)].set(True)
+    buffer = buffer.add({"step": step, "terminated": ends})
+    expected = [
+        [
+            first
+            for first in range(16 * env + 5, 16 * env + 14)
+            if not any(ends[env, t - 16 * env] for t in (first, first + 1))
+        ]
+        for env in range(3)
+    ]
+    every = buffer.sample_range(jax.random.key(0), 30)
+    assert every.data["step"][every.valid][:, 0].tolist() == joined(expected)
+    newest = buffer.latest(4)
+    assert newest.data["step"][newest.valid][:, 0].tolist() == joined(e[-4:] for e in expected)
+    recent = joined(e[-2:] for e in expected)
+    drawn = buffer.sample(jax.random.key(0), 6)
+    assert sorted(drawn.data["step"][:, 0].tolist()) == recent
+    np.testing.assert_allclose(drawn.probability, 1 / 6, rtol=1e-6)
 
 
 def test_the_last_ten_in_order_after_wrapping():
@@ -283,12 +372,12 @@ def lowest():
             "goes by the age of items, but this buffer's Ranking does not keep their order",
         ),
         (
-            lambda: jaxbuf.TrajectoryBuffer.create(
-                {"terminated": jnp.bool_(False)},
-                2,
+            lambda: jaxbuf.ItemBuffer.create(
+                ITEM,
                 4,
                 sampler=jaxbuf.Recent(0.5, 3),
-                episodes=jaxbuf.Episodes(boundary="avoid"),
+                evictor=jaxbuf.Lowest(),
+                freshness=jaxbuf.Freshness(max_use=2),
             ),
             "goes by the age of items, but this buffer's Subset does not keep their order",
         ),

@@ -49,6 +49,19 @@ def test_random_operations_agree_with_a_set():
     assert (int(cleared.size), int(subset.size)) == (0, len(members))
 
 
+def test_members_before_a_slot():
+    random, capacity = np.random.default_rng(4), 600
+    subset = Subset.create(Ring.create(capacity), capacity)
+    subset, _ = place(subset, jnp.ones(capacity, bool))
+    gone = random.permutation(capacity)[:250]
+    subset = exclude(subset, jnp.asarray(gone, jnp.int32))
+    members = np.ones(capacity, int)
+    members[gone] = 0
+    index = jnp.arange(capacity + 1, dtype=jnp.int32)
+    until = np.concatenate([[0], members.cumsum()])
+    np.testing.assert_array_equal(jax.jit(Subset.before)(subset, index), until)
+
+
 def test_every_member_is_the_rank_th_one():
     subset = Subset.create(Ring.create(CAPACITY), CAPACITY)
     subset, _ = place(subset, jnp.ones(CAPACITY, bool))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import rowwise, storage
-from jaxbuf.core.ages import AgeRange, Bound, spread
+from jaxbuf.core.ages import Bound, age_range, grid, keeps_order, spread
 from jaxbuf.core.slots import Occupancy, Slots, random_words
 from jaxbuf.core.tree_kernels import LOOP_QUERIES
 from jaxbuf.strategies.samplers import Draw, Sampler
@@ -64,11 +64,10 @@ def needs_order(occupancy: Any, what: str) -> None:
     Raises:
         ValueError: If the occupancy keeps no order of time.
     """
-    if not hasattr(occupancy, "span"):
+    if not keeps_order(occupancy):
         raise ValueError(
             f"{what} goes by the age of items, but this buffer's {type(occupancy).__name__} does "
-            "not keep their order; create it with evictor=jaxbuf.Oldest(), and nothing that takes "
-            "items out in between"
+            "not keep their order; create it with evictor=jaxbuf.Oldest()"
         )
 
 
@@ -87,7 +86,7 @@ def pick(
     """
     needs_order(occupancy, "sample_range")
     rows = check_batch_size(batch_size)
-    ages = AgeRange.of(occupancy, start, stop)
+    ages = age_range(occupancy, start, stop)
     words = random_words(key, (rows + 1,))
     row = jnp.arange(rows, dtype=jnp.int32)
     enough = ages.total >= rows
@@ -105,10 +104,10 @@ def newest(occupancy: Any, n: int) -> Draw:
     """
     needs_order(occupancy, "latest")
     n = check_count("n", n)
-    ages = AgeRange.of(occupancy, -n, None)
-    if n > ages.length:
-        raise ValueError(f"n is {n}, but there is room for {ages.length}")
-    index, valid = ages.grid(n)
+    ages = age_range(occupancy, -n, None)
+    if n > ages.most:
+        raise ValueError(f"n is {n}, but there is room for {ages.most}")
+    index, valid = grid(ages, n)
     share = 1.0 / jnp.maximum(ages.total, 1).astype(jnp.float32)
     return Draw(index.reshape(-1), jnp.broadcast_to(share, (index.size,)), valid.reshape(-1))
 

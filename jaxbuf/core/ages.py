@@ -27,11 +27,67 @@ class Ordered(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class AgeRange:
+class Ages(Protocol):
     """Those items of every ring whose age lies in a range.
 
     Their ranks go ring by ring, and in each ring from the earliest to the newest.
+    """
+
+    @property
+    def count(self) -> Int[Array, " E"]:
+        """How many there are in each ring."""
+        ...
+
+    @property
+    def most(self) -> int:
+        """How many there can be in each ring."""
+        ...
+
+    @property
+    def total(self) -> Int[Array, ""]:
+        """How many items there are."""
+        ...
+
+    def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The slots of the items with these ranks; arbitrary for ranks from ``total`` on."""
+        ...
+
+    def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Whether the items at these slots are among them."""
+        ...
+
+
+def keeps_order(occupancy: Any) -> bool:
+    """Whether an occupancy knows in which order its items came."""
+    return hasattr(occupancy, "span") or hasattr(getattr(occupancy, "inner", None), "span")
+
+
+def age_range(occupancy: Any, start: Bound, stop: Bound) -> Ages:
+    """The items ``start`` to ``stop - 1`` of each ring, counted like a slice of a list."""
+    if hasattr(occupancy, "span"):
+        return AgeRange.of(occupancy, start, stop)
+    return occupancy.age_range(start, stop)
+
+
+def clip(bound: int | Int[Array, ""], size: Int[Array, " E"]) -> Int[Array, " E"]:
+    """A bound of a slice as a number of items from the earliest on."""
+    given = jnp.asarray(bound, jnp.int32)
+    return jnp.clip(jnp.where(given < 0, size + given, given), 0, size)
+
+
+def ring_of(count: Int[Array, " E"], rank: Int[Array, " B"]) -> tuple[Array, Array]:
+    """The ring in which each rank lies, if they go ring by ring, and what has come before, [E]."""
+    until = jnp.cumsum(count, dtype=jnp.int32)
+    # Both end in a result that XLA:CPU stores, rather than computes anew for every element of the
+    # rows that it selects.
+    method = "compare_all" if until.shape[0] <= _FEW_RINGS else "scan"
+    env = jnp.searchsorted(until, rank, side="right", method=method).astype(jnp.int32)
+    return env, until - count
+
+
+@dataclasses.dataclass(frozen=True)
+class AgeRange:
+    """``Ages`` where the items of a ring follow each other, without holes.
 
     Attributes:
         first: The place in its ring of the earliest of them, ``[E]``.
@@ -48,9 +104,14 @@ class AgeRange:
         """The items ``start`` to ``stop - 1`` of each ring, counted like a slice of a list."""
         first, size = occupancy.span()
         length = occupancy.capacity // first.shape[0]
-        low = _clip(0 if start is None else start, size)
-        high = size if stop is None else _clip(stop, size)
+        low = clip(0 if start is None else start, size)
+        high = size if stop is None else clip(stop, size)
         return cls((first + low) % length, jnp.maximum(high - low, 0), length)
+
+    @property
+    def most(self) -> int:
+        """How many there can be in each ring."""
+        return self.length
 
     @property
     def total(self) -> Int[Array, ""]:
@@ -59,12 +120,8 @@ class AgeRange:
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
         """The slots of the items with these ranks; arbitrary for ranks from ``total`` on."""
-        until = jnp.cumsum(self.count, dtype=jnp.int32)
-        # Both end in a result that XLA:CPU stores, rather than computes anew for every element of
-        # the rows that it selects.
-        method = "compare_all" if until.shape[0] <= _FEW_RINGS else "scan"
-        env = jnp.searchsorted(until, rank, side="right", method=method).astype(jnp.int32)
-        ring = jnp.stack([self.first, until - self.count], axis=-1).at[env].get(mode="clip")
+        env, before = ring_of(self.count, rank)
+        ring = jnp.stack([self.first, before], axis=-1).at[env].get(mode="clip")
         return env * self.length + (ring[:, 0] + rank - ring[:, 1]) % self.length
 
     def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
@@ -75,12 +132,13 @@ class AgeRange:
         inside = (index >= 0) & (index < self.count.shape[0] * self.length)
         return inside & ((index % self.length - ring[:, 0]) % self.length < ring[:, 1])
 
-    def grid(self, count: int) -> tuple[Int[Array, "E n"], Bool[Array, "E n"]]:
-        """The slots of the first ``count`` items of each ring, and which rows hold one."""
-        offset = jnp.arange(count, dtype=jnp.int32)[None]
-        ring = jnp.arange(self.first.shape[0], dtype=jnp.int32)[:, None]
-        place = (self.first[:, None] + offset) % self.length
-        return ring * self.length + place, offset < self.count[:, None]
+
+def grid(ages: Ages, count: int) -> tuple[Int[Array, "E n"], Bool[Array, "E n"]]:
+    """The slots of the first ``count`` items of each ring, and which rows hold one."""
+    offset = jnp.arange(count, dtype=jnp.int32)[None]
+    before = jnp.cumsum(ages.count, dtype=jnp.int32) - ages.count
+    rank = before[:, None] + offset
+    return ages.at(rank.reshape(-1)).reshape(rank.shape), offset < ages.count[:, None]
 
 
 def spread(words: UInt[Array, " B"], turn: UInt[Array, ""], total: Int[Array, ""]) -> Any:
@@ -107,9 +165,3 @@ def spread(words: UInt[Array, " B"], turn: UInt[Array, ""], total: Int[Array, ""
     uneven = jnp.where(some >= rows, more, rows % some) > 0
     shift = scale_word(turn, some.astype(jnp.uint32)).astype(jnp.int32)
     return (rank + jnp.where(uneven, shift, 0)) % some
-
-
-def _clip(bound: int | Int[Array, ""], size: Int[Array, " E"]) -> Int[Array, " E"]:
-    """A bound of a slice as a number of items from the earliest on."""
-    given = jnp.asarray(bound, jnp.int32)
-    return jnp.clip(jnp.where(given < 0, size + given, given), 0, size)

@@ -1,13 +1,16 @@
 """A set of slots out of which any may be taken, wherever they lie."""
 
+import dataclasses
 from typing import Any, Self
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core import rowwise
+from jaxbuf.core.ages import Bound, clip, ring_of
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Ring, Slots, scale_word
 from jaxbuf.core.tree_kernels import FANOUT, choose
@@ -131,6 +134,59 @@ class Subset(struct.PyTreeNode):
         # Runs once or not at all; a conditional would do both under ``vmap``.
         return lax.while_loop(lambda carry: ~carry[0], look, (whole, found))[1]
 
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return self.members.capacity
+
+    def age_range(self, start: Bound, stop: Bound) -> "MemberAges":
+        """The members ``start`` to ``stop - 1`` of each ring of the inner occupancy, by age.
+
+        Counted like a slice of a list of them.
+        """
+        first, _ = self.inner.span()
+        rings, slots = first.shape[0], self.members.capacity
+        bounds = np.arange(rings + 1, dtype=np.int32) * (slots // rings)
+        edge, oldest = jnp.split(
+            self.before(jnp.concatenate([jnp.asarray(bounds), bounds[:-1] + first])), [rings + 1]
+        )
+        size = jnp.diff(edge)
+        low = clip(0 if start is None else start, size)
+        high = size if stop is None else clip(stop, size)
+        rank = oldest - edge[:-1] + low
+        return MemberAges(
+            subset=self,
+            edge=edge[:-1],
+            size=size,
+            first=rank % jnp.maximum(size, 1),
+            count=jnp.maximum(high - low, 0),
+        )
+
+    def before(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
+        """How many members have a smaller slot than ``index``."""
+        layout, nodes = self.members.layout, self.members.nodes
+        top = min(layout.depth, _EXACT_LEVEL)
+        lane = jnp.arange(FANOUT, dtype=jnp.int32)
+        node = jnp.clip(index, 0, self.capacity)
+        count = jnp.zeros(index.shape, jnp.int32)
+        for level in range(top):
+            block, rest = node // FANOUT, node % FANOUT
+            at = layout.offset("sum", level) + block[:, None] * FANOUT + lane[None]
+            children = nodes.at[at].get(mode="clip").astype(jnp.int32)
+            inside = lane[None] < rest[:, None]
+            count += jnp.sum(jnp.where(inside, children, 0), axis=1, dtype=jnp.int32)
+            node = block
+        offset, size = layout.offset("sum", top), layout.counts[top]
+        whole = nodes[offset : offset + size].astype(jnp.int32)
+        left = jnp.arange(size, dtype=jnp.int32)[None] < node[:, None]
+        return count + jnp.sum(jnp.where(left, whole[None], 0), axis=1, dtype=jnp.int32)
+
+    def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The members of these ranks in the order of their slots."""
+        if self.members.layout.depth <= _EXACT_LEVEL:
+            return self.members.query(rank.astype(jnp.float32))
+        return self._find(rank)
+
     def clear(self) -> Self:
         """Nothing of the cleared inner occupancy. Shares no array with the original."""
         return self.replace(inner=self.inner.clear(), members=self.members.clear())
@@ -142,9 +198,7 @@ class Subset(struct.PyTreeNode):
     def _member(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """The members in the order of their slots to which these words scale."""
         rank = scale_word(words, self.size.astype(jnp.uint32))
-        if self.members.layout.depth <= _EXACT_LEVEL:
-            return self.members.query(rank.astype(jnp.float32))
-        return self._find(rank.astype(jnp.int32))
+        return self.at(rank.astype(jnp.int32))
 
     def _find(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
         """The member of this rank, in a tree too large for a float32 to tell all ranks apart."""
@@ -166,6 +220,54 @@ class Subset(struct.PyTreeNode):
 
         carry = (node, (rank - before).astype(jnp.float32))
         return lax.fori_loop(0, _EXACT_LEVEL, descend, carry)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class MemberAges:
+    """Members of every ring whose age lies in a range: ``core.ages.Ages`` where there are holes.
+
+    Attributes:
+        subset: Whose members.
+        edge: How many members lie in the rings before, ``[E]``.
+        size: How many lie in each ring, ``[E]``.
+        first: How many of those lie before the earliest in the range, in the order of slots.
+        count: How many are in the range, ``[E]``.
+    """
+
+    subset: Subset
+    edge: Int[Array, " E"]
+    size: Int[Array, " E"]
+    first: Int[Array, " E"]
+    count: Int[Array, " E"]
+
+    @property
+    def most(self) -> int:
+        """How many there can be in each ring."""
+        return self.subset.capacity // self.count.shape[0]
+
+    @property
+    def total(self) -> Int[Array, ""]:
+        """How many items there are."""
+        return jnp.sum(self.count, dtype=jnp.int32)
+
+    def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The slots of the items with these ranks; arbitrary for ranks from ``total`` on."""
+        env, before = ring_of(self.count, rank)
+        ring = jnp.stack([self.first - before, self.edge, jnp.maximum(self.size, 1)], axis=-1)
+        shift, edge, size = (column[:, 0] for column in jnp.split(_rows(ring, env), 3, axis=1))
+        return self.subset.at(edge + (rank + shift) % size)
+
+    def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Whether the items at these slots are among them."""
+        ring = jnp.stack([self.first + self.edge, self.count, jnp.maximum(self.size, 1)], axis=-1)
+        first, count, size = (
+            column[:, 0] for column in jnp.split(_rows(ring, index // self.most), 3, axis=1)
+        )
+        return self.subset.live(index) & ((self.subset.before(index) - first) % size < count)
+
+
+def _rows(table: Int[Array, "E 3"], ring: Int[Array, " B"]) -> Int[Array, "B 3"]:
+    return table.at[ring].get(mode="clip")
 
 
 def _next(

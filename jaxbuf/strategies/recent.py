@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxbuf.core.ages import AgeRange, spread
+from jaxbuf.core.ages import Ages, age_range, spread
 from jaxbuf.core.slots import Occupancy, random_words
 from jaxbuf.strategies.samplers import Draw, KnownSampler, Support, Uniform
 
@@ -169,8 +169,8 @@ class Recent:
             "effective_sample_size": spread_over,
         }
 
-    def _recent(self, occupancy: Any) -> AgeRange:
-        return AgeRange.of(occupancy, -self.steps, None)
+    def _recent(self, occupancy: Any) -> Ages:
+        return age_range(occupancy, -self.steps, None)
 
     def _everywhere(self, state: Any, occupancy: Any) -> Float[Array, " N"]:
         """The probability of every slot."""
@@ -180,7 +180,7 @@ class Recent:
 
 
 def _mixed(
-    ratio: float, recent: AgeRange, index: Int[Array, " B"], known: Float[Array, " B"]
+    ratio: float, recent: Ages, index: Int[Array, " B"], known: Float[Array, " B"]
 ) -> Float[Array, " B"]:
     """Probabilities when ``ratio`` of the rows are recent and the others have those known."""
     share = jnp.float32(ratio) / jnp.maximum(recent.total, 1).astype(jnp.float32)
