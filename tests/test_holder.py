@@ -205,7 +205,26 @@ def test_changes_happen_one_at_a_time(threads):
     assert sorted(seen) == list(range(80))
 
 
+def test_time_alone_meets_a_condition():
+    limiter = jaxbuf.ThroughputLimiter.create((0.0, 2.0), window=0.05)
+    holder = Holder(limiter.inserted(10).sampled(2), recheck=0.02)
+    start = time.monotonic()
+
+    def insert(limiter):
+        return limiter.inserted(), None
+
+    # Once the counts have decayed, and nobody changes them meanwhile.
+    holder.apply(
+        insert,
+        when=lambda limiter: limiter.after(time.monotonic() - start).can_insert(1),
+        timeout=LIMIT,
+    )
+    assert time.monotonic() - start < LIMIT / 2
+    assert holder.read(lambda limiter: float(limiter.counts[0])) == 11
+
+
 BAD = [
+    (lambda: Holder(0, recheck=0.0), "recheck is 0.0; expected None or seconds, more than 0"),
     (lambda: queue(2).add(integers(1, 2, 3)), "items asks for 3 rows at a time, but the capacity"),
     (lambda: queue(2).take(3), "batch_size asks for 3 rows at a time, but the capacity is 2"),
     (lambda: queue(2).take(0), "batch_size is 0; expected at least 1"),

@@ -1,6 +1,7 @@
 """One buffer for several threads: they change it in turn, and wait for what they need."""
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,12 @@ class Holder(Generic[State]):
 
     Args:
         state: What to hold. It is consumed: do not use it again.
+        recheck: Seconds after which conditions are asked again though nothing has changed: for
+            those that look at a clock, such as one of a ``ThroughputLimiter``. By default only a
+            change wakes those who wait.
+
+    Raises:
+        ValueError: If ``recheck`` is no positive number.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf, threading
@@ -41,8 +48,11 @@ class Holder(Generic[State]):
         ((4,), 6)
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, *, recheck: float | None = None) -> None:
+        if recheck is not None and not 0.0 < recheck < math.inf:
+            raise ValueError(f"recheck is {recheck}; expected None or seconds, more than 0")
         self._state = state
+        self._recheck = recheck
         self._turn = threading.Condition()
         self._stopped = False
 
@@ -63,7 +73,8 @@ class Holder(Generic[State]):
         Args:
             function: Gives the new state and a result. If it raises, the state stays as it was; if
                 it donates the old one, it must not raise after that.
-            when: What must be true of the state first; asked after every change.
+            when: What must be true of the state first; asked after every change, and every
+                ``recheck`` seconds.
             timeout: Seconds to wait at most for that; by default there is no limit.
 
         Returns:
@@ -200,7 +211,8 @@ class Holder(Generic[State]):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError(f"the state did not get there within {timeout} s")
-            self._turn.wait(left)
+            pauses = [pause for pause in (left, self._recheck) if pause is not None]
+            self._turn.wait(min(pauses, default=None))
         raise Stopped("the holder was stopped")
 
     def _check_room(self, name: str, rows: int) -> None:
