@@ -1,0 +1,1 @@
+"""Other libraries' call signatures over jaxbuf's buffers."""

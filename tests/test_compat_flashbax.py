@@ -1,0 +1,373 @@
+"""Programs written for flashbax run on jaxbuf, and what they can rely on is the same."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf.compat.flashbax as facade
+
+STEP = {"obs": jnp.array([5, 4]), "reward": jnp.array(1.0)}
+KEY = jax.random.PRNGKey(0)
+
+
+@contextlib.contextmanager
+def lenient():
+    """With the promotion of dtypes and ranks that flashbax counts on."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def flashbax():
+    return pytest.importorskip("flashbax")
+
+
+def shapes(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), tree)
+
+
+def stacked(count, *more):
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *more, *leaf.shape)), STEP)
+
+
+def pair_shapes(experience):
+    assert experience._fields == ("first", "second")
+    return shapes(experience.first), shapes(experience.second)
+
+
+def readme(fbx):
+    """The quickstart of the README."""
+    buffer = fbx.make_flat_buffer(max_length=32, min_length=2, sample_batch_size=1)
+    state = buffer.init({"obs": jnp.array([0, 0]), "reward": jnp.array(0.0)})
+    able = []
+    for i in range(3):
+        row = {"obs": jnp.array([3 * i, 3 * i + 1]), "reward": jnp.array(3.0 * i)}
+        state = buffer.add(state, row)
+        able.append(bool(buffer.can_sample(state)))
+    batch = buffer.sample(state, KEY)
+    difference = batch.experience.second["obs"] - batch.experience.first["obs"]
+    return able, difference.tolist(), pair_shapes(batch.experience), shapes(state.experience)
+
+
+def flat_in_batches(fbx):
+    """The notebook on flat buffers."""
+    buffer = fbx.make_flat_buffer(32, 8, 4, False, 6)
+    state, able = buffer.init(STEP), []
+    for _ in range(2):
+        state = buffer.add(state, stacked(6))
+        able.append(bool(buffer.can_sample(state)))
+    batch = buffer.sample(state, KEY)
+    return able, pair_shapes(batch.experience), shapes(state.experience)
+
+
+def flat_on_devices(fbx):
+    """The same on several devices, as many as there are, and their states looked at together."""
+    count = jax.local_device_count()
+    buffer = fbx.make_flat_buffer(32, 8, 4, False, 8)
+    state = jax.pmap(buffer.init)(stacked(count))
+    for _ in range(2):
+        state = jax.pmap(buffer.add)(state, stacked(count, 8))
+    batch = jax.pmap(buffer.sample)(state, jax.random.split(KEY, count))
+    able = buffer.can_sample(state)
+    return able.tolist(), pair_shapes(batch.experience), shapes(state.experience)
+
+
+def trajectories(fbx):
+    """The notebook on trajectory buffers."""
+    buffer = fbx.make_trajectory_buffer(
+        max_length_time_axis=32,
+        min_length_time_axis=16,
+        sample_batch_size=4,
+        add_batch_size=6,
+        sample_sequence_length=8,
+        period=1,
+    )
+    state, able = buffer.init(STEP), []
+    for _ in range(2):
+        state = buffer.add(state, stacked(6, 10))
+        able.append(bool(buffer.can_sample(state)))
+    batch = buffer.sample(state, KEY)
+    return able, shapes(batch.experience), shapes(state.experience)
+
+
+def prioritised(fbx):
+    """The notebook on prioritised flat buffers."""
+    buffer = fbx.make_prioritised_flat_buffer(32, 8, 4, False, 6, 0.6)
+    state, able = buffer.init(STEP), []
+    for _ in range(2):
+        state = buffer.add(state, stacked(6))
+        able.append(bool(buffer.can_sample(state)))
+    batch = buffer.sample(state, KEY)
+    first = batch.probabilities.tolist()
+    state = buffer.set_priorities(state, batch.indices, jnp.full((4,), 10008.0))
+    batch = buffer.sample(state, jax.random.PRNGKey(1))
+    share = 10008.0**0.6 / state.sum_tree_state.nodes[0]
+    matches = bool(jnp.allclose(batch.probabilities, share, rtol=1e-4))
+    return able, first, matches, shapes(batch.indices), pair_shapes(batch.experience)
+
+
+def mixed(fbx):
+    """The notebook on mixers."""
+    buffers, states = [], []
+    for size, sign in ((4, 1.0), (16, -1.0)):
+        buffer = fbx.make_trajectory_buffer(
+            add_batch_size=1,
+            max_length_time_axis=1000,
+            min_length_time_axis=5,
+            sample_sequence_length=5,
+            period=1,
+            sample_batch_size=size,
+        )
+        state, add = buffer.init({"obs": jnp.ones(2)}), jax.jit(buffer.add, donate_argnums=0)
+        for i in range(10):
+            state = add(state, {"obs": jnp.full((1, 1, 2), sign * (i + 1))})
+        buffers, states = [*buffers, buffer], [*states, state]
+    mixer = fbx.make_mixer(buffers=buffers, sample_batch_size=8, proportions=[1, 3])
+    batch = jax.jit(mixer.sample)(states, KEY)
+    signs = np.sign(batch.experience["obs"][:, 0, 0]).tolist()
+    return bool(mixer.can_sample(states)), signs, shapes(batch.experience)
+
+
+def on_policy(fbx):
+    """The queue of the PPO example, in a scan."""
+    buffer = fbx.make_trajectory_queue(
+        max_length_time_axis=8, add_batch_size=2, add_sequence_length=4, sample_sequence_length=4
+    )
+
+    def update(state, i):
+        rollout = jax.tree.map(lambda leaf: leaf + i.astype(leaf.dtype), stacked(2, 4))
+        able = [buffer.can_add(state), buffer.can_sample(state)]
+        state = buffer.add(state, rollout)
+        able.append(buffer.can_sample(state))
+        state, batch = buffer.sample(state)
+        return state, (jnp.stack(able), batch.experience)
+
+    state, (able, seen) = jax.jit(lambda state: jax.lax.scan(update, state, jnp.arange(5)))(
+        buffer.init(STEP)
+    )
+    return able.tolist(), jax.tree.map(lambda leaf: leaf.tolist(), seen), int(state.read_index)
+
+
+def in_a_python_loop(fbx):
+    """The Gymnasium example: jitted functions replaced, the state donated."""
+    buffer = fbx.make_flat_buffer(max_length=50, min_length=5, sample_batch_size=3)
+    buffer = buffer.replace(
+        init=jax.jit(buffer.init),
+        add=jax.jit(buffer.add, donate_argnums=0),
+        sample=jax.jit(buffer.sample),
+        can_sample=jax.jit(buffer.can_sample),
+    )
+    state, able = buffer.init(STEP), []
+    for _ in range(8):
+        state = buffer.add(state, STEP)
+        able.append(bool(buffer.can_sample(state)))
+    return able, pair_shapes(buffer.sample(state, KEY).experience)
+
+
+def over_environments(fbx):
+    """The Anakin example: one buffer for each environment, learning under a condition."""
+    buffer = fbx.make_prioritised_flat_buffer(
+        max_length=20, min_length=4, sample_batch_size=2, add_sequences=True, priority_exponent=0.5
+    )
+
+    def learn(state, key):
+        batch = buffer.sample(state, key)
+        return buffer.set_priorities(
+            state, batch.indices, jnp.abs(batch.experience.first["reward"])
+        )
+
+    def step(state, key):
+        state = buffer.add(state, stacked(3))
+        able = buffer.can_sample(state)
+        return jax.lax.cond(able, learn, lambda state, _: state, state, key), able
+
+    states = jax.vmap(buffer.init)(stacked(4))
+    keys = jax.random.split(KEY, (3, 4))
+    _, able = jax.jit(lambda states: jax.lax.scan(jax.vmap(step), states, keys))(states)
+    return able.tolist()
+
+
+def independent_items(fbx):
+    """The item buffer of the matrix games example, and the other ways to add."""
+    found = []
+    for make in (fbx.make_item_buffer, fbx.make_prioritised_item_buffer):
+        buffer = make(max_length=10, min_length=5, sample_batch_size=4, add_batches=True)
+        state, able = buffer.init(STEP), []
+        for rows in (3, 1, 3):
+            state = buffer.add(state, stacked(rows))
+            able.append(bool(buffer.can_sample(state)))
+        found.append((able, shapes(buffer.sample(state, KEY).experience), int(state.current_index)))
+        for sequences, leading in ((False, ()), (True, (4,))):
+            buffer = make(10, 5, 4, add_sequences=sequences)
+            rows = stacked(*leading) if leading else STEP
+            found.append(int(buffer.add(buffer.init(STEP), rows).current_index))
+    return found
+
+
+PROGRAMS = [
+    readme,
+    flat_in_batches,
+    flat_on_devices,
+    trajectories,
+    prioritised,
+    mixed,
+    on_policy,
+    in_a_python_loop,
+    over_environments,
+    independent_items,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_documented_programs_do_the_same(program):
+    # With other keys, so that rows are not compared, but all that is determined is.
+    ours = program(facade)
+    fbx = flashbax()
+    with lenient():
+        assert program(fbx) == ours
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_contents_and_distribution_stay_the_same_around_the_ring(period):
+    fbx = flashbax()
+    options = {
+        "add_batch_size": 2,
+        "sample_batch_size": 8,
+        "sample_sequence_length": 3,
+        "period": period,
+        "min_length_time_axis": 5,
+        "max_length_time_axis": 8,
+        "priority_exponent": 0.5,
+    }
+    sides = [module.make_prioritised_trajectory_buffer(**options) for module in (fbx, facade)]
+    adds = [jax.jit(side.add) for side in sides]
+    states = [side.init(jnp.float32(0)) for side in sides]
+    random = np.random.default_rng(0)
+    clock = 0
+    for _ in range(12):
+        length = int(random.choice([1, 3]))
+        steps = jnp.arange(clock, clock + length, dtype=jnp.float32)[None] + jnp.array(
+            [[0.0], [99]]
+        )
+        clock += length
+        with lenient():
+            states[0] = adds[0](states[0], steps)
+        states[1] = adds[1](states[1], steps)
+        theirs, ours = states
+        np.testing.assert_array_equal(theirs.experience, ours.experience)
+        assert theirs.current_index == ours.current_index
+        assert theirs.running_index == ours.running_index
+        assert theirs.is_full == ours.is_full
+        assert sides[0].can_sample(theirs) == sides[1].can_sample(ours)
+        if not sides[1].can_sample(ours):
+            continue
+        tree = theirs.sum_tree_state
+        leaves = tree.nodes[-(2**tree.tree_depth) :][: 2 * 8 // period]
+        np.testing.assert_allclose(leaves, ours.buffer.sampler_state.leaves, rtol=1e-5)
+        batch = sides[1].sample(ours, jax.random.PRNGKey(clock))
+        assert batch.valid.all()
+        np.testing.assert_allclose(
+            batch.probabilities, leaves[batch.indices] / tree.nodes[0], rtol=1e-5
+        )
+        np.testing.assert_allclose(batch.priorities, leaves[batch.indices], rtol=1e-5)
+        np.testing.assert_array_equal(np.diff(batch.experience, axis=1), 1.0)
+        priorities = jnp.asarray(random.uniform(0.1, 1.0, 8), jnp.float32)
+        with lenient():
+            states[0] = sides[0].set_priorities(theirs, batch.indices, priorities)
+        states[1] = sides[1].set_priorities(ours, batch.indices, priorities)
+
+
+def make_rings(sample_batch_size=4, least=3, **more):
+    options = {"min_length_time_axis": least, "max_length_time_axis": 8, **more}
+    return facade.make_prioritised_trajectory_buffer(
+        add_batch_size=1,
+        sample_batch_size=sample_batch_size,
+        sample_sequence_length=2,
+        period=1,
+        **options,
+    )
+
+
+def test_stale_priorities_are_dropped_if_slots_are_passed():
+    buffer = make_rings()
+    state = buffer.add(buffer.init(jnp.float32(0)), jnp.zeros((1, 8)))
+    batch = buffer.sample(state, KEY)
+    state = buffer.add(state, jnp.ones((1, 8)))
+    assert buffer.set_priorities(state, batch.slots, jnp.full(4, 9.0)).sum_tree_state.nodes[0] == 7
+    assert buffer.set_priorities(state, batch.indices, jnp.full(4, 9.0)).sum_tree_state.nodes[0] > 7
+    # The window at the last step is not complete, so nothing may make it drawable.
+    last = jnp.array([7], jnp.int32)
+    assert buffer.set_priorities(state, last, jnp.ones(1)).sum_tree_state.nodes[0] == 7
+
+
+def test_sampling_too_early_says_so():
+    buffer = make_rings()
+    batch = buffer.sample(buffer.init(jnp.float32(0)), KEY)
+    assert not batch.valid.any()
+    assert batch.probabilities.tolist() == [0.0] * 4
+
+
+def test_a_queue_refuses_what_does_not_fit_and_keeps_what_is_short():
+    queue = facade.make_trajectory_queue(4, 1, add_sequence_length=2, sample_sequence_length=3)
+    state = queue.init(jnp.float32(0))
+    same, batch = queue.sample(queue.add(state, jnp.ones((1, 2))))
+    assert not batch.valid.any()
+    assert int(same.buffer.size) == 2
+    full = queue.add(same, 2 * jnp.ones((1, 2)))
+    assert bool(full.is_full)
+    assert not bool(queue.can_add(full))
+    after, batch = queue.sample(queue.add(full, 3 * jnp.ones((1, 2))))
+    assert batch.experience.tolist() == [[1.0, 1.0, 2.0]]
+    assert batch.valid.tolist() == [True]
+    assert (int(after.read_index), int(after.write_index)) == (3, 0)
+
+
+def test_the_state_is_a_buffer_of_jaxbuf_inside():
+    buffer = facade.make_item_buffer(10, 1, 2)
+    state = buffer.add(buffer.init(jnp.float32(0)), jnp.float32(1))
+    assert int(state.buffer.metrics()["size"]) == 1
+    with pytest.raises(AttributeError, match="no priorities, so it keeps no sum tree"):
+        _ = state.sum_tree_state
+
+
+def test_warnings():
+    with pytest.warns(UserWarning, match="max_size is 17, so rows have .* = 8 steps"):
+        facade.make_trajectory_buffer(2, 1, 2, 1, 2, max_size=17)
+    with pytest.warns(UserWarning, match="min_length_time_axis is 1, but windows have 3 steps"):
+        buffer = facade.make_trajectory_buffer(1, 1, 3, 1, 1, max_length_time_axis=8)
+    state = buffer.add(buffer.init(jnp.float32(0)), jnp.zeros((1, 2)))
+    assert not bool(buffer.can_sample(state))
+    with pytest.warns(UserWarning, match="so 2 of 4 steps are never sampled"):
+        facade.make_trajectory_buffer(1, 1, 2, 4, 2, max_length_time_axis=8)
+    with pytest.warns(UserWarning, match="they are shortened to 6, a multiple of it"):
+        buffer = facade.make_trajectory_buffer(1, 1, 3, 3, 3, max_length_time_axis=8)
+    assert buffer.init(jnp.float32(0)).experience.shape == (1, 6)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="give max_length_time_axis or max_size, one of the two"):
+        facade.make_trajectory_buffer(1, 1, 2, 1, 2)
+    with pytest.raises(ValueError, match="but a row has 4 steps; make rows longer"):
+        facade.make_trajectory_buffer(1, 1, 5, 1, 5, max_length_time_axis=4)
+    with pytest.raises(ValueError, match=r"priority_exponent is 1\.5; expected from 0 to 1"):
+        make_rings(priority_exponent=1.5)
+    with pytest.raises(ValueError, match="sample_batch_size is 9, but max_length only 8"):
+        facade.make_flat_buffer(8, 2, 9)
+    with pytest.raises(ValueError, match="min_length is 9, but max_length only 8"):
+        facade.make_item_buffer(8, 9, 2)
+    with pytest.raises(ValueError, match="so rows have 1 steps; they need 2 for a pair"):
+        facade.make_flat_buffer(8, 2, 2, add_batch_size=5)
+    with pytest.raises(ValueError, match="sample_sequence_length is 5, but a row has 4 steps"):
+        facade.make_trajectory_queue(4, 1, 1, 5)
+    buffer = make_rings()
+    with pytest.raises(ValueError, match="there are 1 buffers and 2 proportions"):
+        facade.make_mixer([buffer], 4, [1, 1])
+    with pytest.raises(ValueError, match="buffers are of different kinds"):
+        facade.make_mixer([buffer, facade.make_item_buffer(4, 1, 1)], 4, [1, 1])
+    with pytest.raises(ValueError, match="sample_batch_size is 0; expected at least 1"):
+        facade.make_mixer([buffer], 0, [1])
+    mixer = facade.make_mixer([buffer], 5, [1])
+    with pytest.raises(ValueError, match=r"buffers\[0\] samples 4 rows, but its share is 5"):
+        mixer.sample([buffer.init(jnp.float32(0))], KEY)
