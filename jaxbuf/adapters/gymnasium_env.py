@@ -1,0 +1,170 @@
+"""Gymnasium's vector environments, whose episodes end in one of three ways."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, PyTree, Shaped
+
+_MODES = ("NextStep", "SameStep", "Disabled")
+
+
+class VectorStep(NamedTuple):
+    """What one step of a vector environment is to a replay buffer.
+
+    Attributes:
+        transitions: A dict with ``obs``, ``action``, ``reward``, ``terminated``, ``truncated`` and
+            ``next_obs``, leaves ``[E, ...]``. ``next_obs`` is what the action led to: at the end of
+            an episode its last observation, never the first one of the next.
+        mask: Which rows are transitions, ``[E]``; the others are resets.
+        obs: What to act on next, leaves ``[E, ...]``.
+        ended: Which episodes have ended with this step, ``[E]``; for the next call.
+    """
+
+    transitions: dict[str, Any]
+    mask: Bool[np.ndarray, " E"]
+    obs: PyTree[np.ndarray[Any, Any]]
+    ended: Bool[np.ndarray, " E"]
+
+
+def gymnasium_transitions(
+    envs: Any,
+    obs: PyTree[Shaped[np.ndarray, "E ..."]],
+    action: PyTree[Shaped[np.ndarray, "E ..."]],
+    result: tuple[Any, Any, Any, Any, dict[str, Any]],
+    ended: Bool[np.ndarray, " E"] | None = None,
+) -> VectorStep:
+    """Turn a step of a vector environment into transitions.
+
+    When an episode ends, Gymnasium's vector environments do one of three things, as their metadata
+    say. In mode *next step*, the default, the observation is the last one of the episode, and the
+    next call of ``step`` ignores the action and resets: that row is no transition, and ``mask``
+    leaves it out. In mode *same step*, the observation is the first one of the next episode
+    already, and the last one is in the infos, from where ``next_obs`` takes it. If *disabled*, you
+    reset the episodes that have ended, with ``envs.reset(options={"reset_mask": step.ended})``, and
+    go on with what that returns.
+
+    Args:
+        envs: A ``gymnasium.vector.VectorEnv``, of Gymnasium 1.1 or newer.
+        obs: What the actions were chosen for, leaves ``[E, ...]``.
+        action: The actions, leaves ``[E, ...]``.
+        result: What ``envs.step(action)`` returned.
+        ended: ``VectorStep.ended`` of the step before; None after ``envs.reset``.
+
+    Raises:
+        ValueError: If the environment does not say how it resets, or in mode *same step* does not
+            give the last observations.
+
+    Example:
+        >>> import gymnasium, jaxbuf
+        >>> from jaxbuf.adapters import gymnasium_transitions, transition_like
+        >>> envs = gymnasium.make_vec("CartPole-v1", num_envs=4, vectorization_mode="sync")
+        >>> buffer = jaxbuf.ItemBuffer.create(transition_like(envs), capacity=1_000)
+        >>> obs, _ = envs.reset(seed=0)
+        >>> _ = envs.action_space.seed(0)
+        >>> ended = None
+        >>> for _ in range(50):
+        ...     action = envs.action_space.sample()
+        ...     step = gymnasium_transitions(envs, obs, action, envs.step(action), ended)
+        ...     buffer = jaxbuf.add(buffer, step.transitions, mask=step.mask)
+        ...     obs, ended = step.obs, step.ended
+        >>> resets = 4 * 50 - int(buffer.size)
+        >>> resets == int(buffer.data["terminated"].sum()) > 0
+        True
+
+    References:
+        https://farama.org/Vector-Autoreset-Mode
+    """
+    next_obs, reward, terminated, truncated, infos = result
+    mode = _mode(envs)
+    terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
+    now = terminated | truncated
+    mask = np.ones(now.shape, bool)
+    if mode == "NextStep" and ended is not None:
+        mask = ~np.asarray(ended, bool)
+    last = next_obs
+    if mode == "SameStep" and now.any():
+        last = _with_final(next_obs, infos, now)
+    transitions = {
+        "obs": obs,
+        "action": action,
+        "reward": np.asarray(reward, np.float32),
+        "terminated": terminated,
+        "truncated": truncated,
+        "next_obs": last,
+    }
+    return VectorStep(transitions, mask, next_obs, now)
+
+
+def transition_like(envs: Any) -> dict[str, Any]:
+    """The example of which to create a buffer for the transitions of an environment.
+
+    Args:
+        envs: An environment of Gymnasium, or a vector of them.
+
+    Returns:
+        A dict like ``VectorStep.transitions``, of ``jax.ShapeDtypeStruct`` for one environment.
+
+    Raises:
+        ValueError: If observations or actions have no fixed shape.
+
+    Example:
+        >>> import gymnasium
+        >>> example = transition_like(gymnasium.make("CartPole-v1"))
+        >>> example["obs"].shape, example["action"].dtype
+        ((4,), dtype('int32'))
+    """
+    spaces = [
+        getattr(envs, f"single_{name}_space", None) or getattr(envs, f"{name}_space")
+        for name in ("observation", "action")
+    ]
+    obs, action = (_like(space) for space in spaces)
+    flag = jax.ShapeDtypeStruct((), np.bool_)
+    return {
+        "obs": obs,
+        "action": action,
+        "reward": jax.ShapeDtypeStruct((), np.float32),
+        "terminated": flag,
+        "truncated": flag,
+        "next_obs": obs,
+    }
+
+
+def _mode(envs: Any) -> str:
+    mode = (envs.metadata or {}).get("autoreset_mode")
+    # An enum of Gymnasium, or its value.
+    value = getattr(mode, "value", mode)
+    if value not in _MODES:
+        raise ValueError(
+            f"envs.metadata['autoreset_mode'] is {mode!r}; expected a mode of "
+            "gymnasium.vector.AutoresetMode, which vector environments of Gymnasium 1.1 and newer "
+            "have there"
+        )
+    return str(value)
+
+
+def _with_final(obs: Any, infos: dict[str, Any], ended: Bool[np.ndarray, " E"]) -> Any:
+    """The observations, but for episodes that have ended their last ones."""
+    if "final_obs" not in infos:
+        raise ValueError(
+            "episodes have ended, but infos have no 'final_obs'; vector environments that reset in "
+            "the same step give it there"
+        )
+    leaves, treedef = jax.tree.flatten(obs)
+    leaves = [np.array(leaf) for leaf in leaves]
+    for env in np.flatnonzero(ended):
+        final = jax.tree.leaves(infos["final_obs"][env])
+        for leaf, value in zip(leaves, final, strict=True):
+            leaf[env] = value
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _like(space: Any) -> Any:
+    inner = getattr(space, "spaces", None)
+    if isinstance(inner, dict):
+        return {name: _like(part) for name, part in inner.items()}
+    if isinstance(inner, tuple | list) and space.shape is None:
+        return tuple(_like(part) for part in inner)
+    if space.shape is None or space.dtype is None:
+        raise ValueError(f"{space} has no fixed shape; a buffer holds arrays of one shape")
+    return jax.ShapeDtypeStruct(space.shape, jax.dtypes.canonicalize_dtype(space.dtype))

@@ -1,0 +1,46 @@
+"""Many steps of environments that run inside JAX."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+Carry = TypeVar("Carry")
+
+
+def rollout(
+    step: Callable[[Carry, PRNGKeyArray], tuple[Carry, PyTree[Array]]],
+    carry: Carry,
+    key: PRNGKeyArray,
+    num_steps: int,
+) -> tuple[Carry, PyTree[Array]]:
+    """Go ``num_steps`` steps, and give them as a ``TrajectoryBuffer`` takes them.
+
+    Args:
+        step: One step of E environments: from where they stand and a key to where they stand then
+            and what is to be stored, leaves ``[E, ...]``.
+        carry: Where the environments stand.
+        key: A PRNG key.
+        num_steps: Steps ``T``; static.
+
+    Returns:
+        Where they stand then, and what is to be stored, leaves ``[E, T, ...]``. For an
+        ``ItemBuffer`` fold both axes into one, ``leaf.reshape(-1, *leaf.shape[2:])``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> from jaxbuf.adapters import rollout
+        >>> def count(position, key):
+        ...     return position + 1, {"obs": position}
+        >>> position, steps = rollout(count, jnp.array([0, 10]), jax.random.key(0), num_steps=3)
+        >>> position.tolist(), steps["obs"].tolist()
+        ([3, 13], [[0, 1, 2], [10, 11, 12]])
+        >>> buffer = jaxbuf.TrajectoryBuffer.create({"obs": jnp.int32(0)}, num_envs=2, length=100)
+        >>> int(buffer.add(steps).size)
+        6
+    """
+    carry, steps = jax.lax.scan(step, carry, jax.random.split(key, num_steps))
+    stored: Any = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), steps)
+    return carry, stored

@@ -1,0 +1,335 @@
+"""Steps of real environments, compared with what each environment saw of itself."""
+
+import functools
+from typing import Any
+
+import flax.struct
+import gymnasium
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import jaxbuf
+from jaxbuf.adapters import (
+    FinalObs,
+    brax_transitions,
+    gymnasium_transitions,
+    gymnax_reset,
+    gymnax_step,
+    rollout,
+    transition_like,
+)
+from jaxbuf.examples._lenient import lenient_promotion
+
+FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
+NUM_ENVS, STEPS = 3, 40
+
+
+class Diary(gymnasium.Env):
+    """Episodes of 2 to 5 steps that end in turn by themselves and by a limit; it keeps a diary."""
+
+    action_space = gymnasium.spaces.Discrete(5)
+
+    def __init__(self, number, nested):
+        box = gymnasium.spaces.Box(-1e6, 1e6, (2,), np.float32)
+        self.nested, self.number = nested, number
+        self.observation_space = gymnasium.spaces.Dict({"a": box, "b": box}) if nested else box
+        self.episode, self.step_in_episode, self.diary = 0, 0, []
+
+    def look(self):
+        seen = np.array([100 * self.number + self.episode, self.step_in_episode], np.float32)
+        return {"a": seen, "b": -seen} if self.nested else seen
+
+    def reset(self, *, seed=None, options=None):
+        self.episode, self.step_in_episode = self.episode + 1, 0
+        return self.look(), {}
+
+    def step(self, action):
+        before = self.look()
+        self.step_in_episode += 1
+        ended = self.step_in_episode == 2 + (self.episode + self.number) % 4
+        terminated, truncated = ended and self.episode % 2 == 0, ended and self.episode % 2 == 1
+        reward = float(self.step_in_episode)
+        after = self.look()
+        self.diary.append((before, action, reward, terminated, truncated, after))
+        return after, reward, terminated, truncated, {"note": self.episode}
+
+
+def play(envs, steps):
+    """Random actions in a vector environment; yields what there is to store."""
+    rng = np.random.default_rng(0)
+    obs, _ = envs.reset()
+    ended = None
+    for _ in range(steps):
+        action = rng.integers(0, 2, envs.num_envs)
+        step = gymnasium_transitions(envs, obs, action, envs.step(action), ended)
+        yield step
+        obs, ended = step.obs, step.ended
+        if envs.metadata["autoreset_mode"] == AutoresetMode.DISABLED and ended.any():
+            obs, _ = envs.reset(options={"reset_mask": ended})
+
+
+def check_diaries(envs, rows):
+    """``rows[env]`` are transitions, each leaf ``[n, ...]``."""
+    for env, have in zip(envs.envs, rows, strict=True):
+        want = jax.tree.map(lambda *leaves: np.stack(leaves), *env.diary)
+        for name, value in zip(FIELDS, want, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, have[name], value)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["array", "dict"])
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.value)
+def test_a_buffer_holds_what_the_environments_went_through(mode, nested):
+    make = [functools.partial(Diary, number, nested) for number in range(NUM_ENVS)]
+    envs = SyncVectorEnv(make, autoreset_mode=mode)
+    buffer = jaxbuf.TrajectoryBuffer.create(transition_like(envs), NUM_ENVS, STEPS)
+    for step in play(envs, STEPS):
+        buffer = jaxbuf.add(buffer, step.transitions, mask=step.mask)
+    held = np.asarray(buffer.end_position)
+    assert held.tolist() == [len(env.diary) for env in envs.envs]
+    data = jax.tree.map(np.asarray, buffer.data)
+    check_diaries(
+        envs,
+        [
+            jax.tree.map(lambda leaf, env=env: leaf[env, : held[env]], data)
+            for env in range(NUM_ENVS)
+        ],
+    )
+    resets = NUM_ENVS * STEPS - held.sum()
+    assert (resets > 0) == (mode == AutoresetMode.NEXT_STEP)
+    assert data["truncated"].any()
+    assert data["terminated"].any()
+
+
+def test_what_is_handed_out_is_not_changed_later():
+    """Environments that return the same memory every step, as ``copy=False`` allows."""
+    make = [functools.partial(Diary, number, False) for number in range(NUM_ENVS)]
+    envs = SyncVectorEnv(make, autoreset_mode=AutoresetMode.SAME_STEP)
+    obs, _ = envs.reset()
+    for _ in range(8):
+        action = np.zeros(NUM_ENVS, np.int64)
+        result = envs.step(action)
+        given = result[0].copy()
+        step = gymnasium_transitions(envs, obs, action, result)
+        np.testing.assert_array_equal(result[0], given)
+        obs = step.obs
+        np.testing.assert_array_equal(obs, given)
+
+
+def test_a_native_vector_environment():
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=4, vectorization_mode="vector_entry_point")
+    steps = list(play(envs, 60))
+    assert any(step.ended.any() for step in steps)
+    before = None
+    for step in steps:
+        np.testing.assert_array_equal(step.transitions["next_obs"], step.obs)
+        if before is not None:
+            np.testing.assert_array_equal(step.mask, ~before.ended)
+            # Without a reset in between one transition begins where the other ended.
+            going_on = step.mask & before.mask
+            np.testing.assert_array_equal(
+                step.transitions["obs"][going_on], before.transitions["next_obs"][going_on]
+            )
+        before = step
+
+
+def test_examples_of_nested_spaces():
+    spaces = gymnasium.spaces
+    env = gymnasium.Env()
+    env.observation_space = spaces.Dict(
+        {
+            "image": spaces.Box(0, 255, (8, 8, 3), np.uint8),
+            "pair": spaces.Tuple([spaces.Discrete(3), spaces.MultiBinary(4)]),
+        }
+    )
+    env.action_space = spaces.Box(-1, 1, (2,), np.float64)
+    example = transition_like(env)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), example["next_obs"]) == {
+        "image": ((8, 8, 3), "uint8"),
+        "pair": (((), "int32"), ((4,), "int8")),
+    }
+    assert example["action"].dtype == jnp.float32
+    env.action_space = spaces.Text(5)
+    with pytest.raises(ValueError, match="no fixed shape; a buffer holds arrays of one shape"):
+        transition_like(env)
+
+
+def test_environments_that_do_not_say_how_they_reset_are_refused():
+    envs = SyncVectorEnv([functools.partial(Diary, 0, False)])
+    obs, _ = envs.reset()
+    result = (obs, np.ones(1), np.ones(1, bool), np.zeros(1, bool), {})
+    envs.metadata = {**envs.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
+    with pytest.raises(ValueError, match="infos have no 'final_obs'"):
+        gymnasium_transitions(envs, obs, np.zeros(1), result)
+    envs.metadata = {"autoreset_mode": "SameStep"}
+    with pytest.raises(ValueError, match="infos have no 'final_obs'"):
+        gymnasium_transitions(envs, obs, np.zeros(1), result)
+    envs.metadata = {}
+    with pytest.raises(ValueError, match=r"envs\.metadata\['autoreset_mode'\] is None; expected"):
+        gymnasium_transitions(envs, obs, np.zeros(1), result)
+
+
+def test_gymnax_steps_are_those_of_single_environments():
+    env, params = gymnax.make("CartPole-v1")
+    # Some episodes fall within the limit, and some meet it.
+    params = params.replace(max_steps_in_episode=10)
+    action = jax.random.randint(jax.random.key(2), (30, 4), 0, 2)
+
+    def step(carry, key):
+        state, t = carry
+        state, stored = gymnax_step(env, params, key, state, action[t])
+        return (state, t + 1), stored
+
+    traces = []
+
+    @jax.jit
+    def run(state, t, key):
+        traces.append(1)
+        return rollout(step, (state, t), key, 15)
+
+    with lenient_promotion():
+        state = gymnax_reset(env, params, jax.random.key(0), 4)
+        (state, t), first = run(state, jnp.int32(0), jax.random.key(1))
+        _, second = run(state, t, jax.random.key(3))
+    assert len(traces) == 1
+    steps = jax.tree.map(lambda a, b: np.concatenate([a, b], axis=1), first, second)
+    assert steps["obs"].shape == (4, 30, 4)
+    np.testing.assert_array_equal(steps["action"], action.T)
+    ended = steps["terminated"] | steps["truncated"]
+    assert steps["truncated"].any()
+    # Within an episode observations go on, and at its end they do not.
+    same = np.all(steps["next_obs"][:, :-1] == steps["obs"][:, 1:], axis=-1)
+    np.testing.assert_array_equal(same, ~ended[:, :-1])
+    with lenient_promotion():
+        keys = jax.random.split(jax.random.key(0), 4)
+        obs, inner = env.reset(keys[1], params)
+        keys = jax.random.split(jax.random.key(1), 15)
+        for t in range(15):
+            np.testing.assert_allclose(steps["obs"][1, t], obs, atol=1e-6)
+            key = jax.random.split(keys[t], 4)[1]
+            obs, inner, reward, terminated, truncated, info = env.step(
+                key, inner, action[t, 1], params
+            )
+            final = info["final_observation"]
+            np.testing.assert_allclose(steps["next_obs"][1, t], final, atol=1e-6)
+            got = [steps[name][1, t] for name in ("reward", "terminated", "truncated")]
+            assert got == [reward, terminated, truncated]
+    buffer = jaxbuf.TrajectoryBuffer.create(jax.tree.map(lambda x: x[0, 0], steps), 4, 40)
+    assert buffer.add(steps).size == 120
+
+
+@flax.struct.dataclass
+class State:
+    """What brax's states have in common with those of MuJoCo Playground."""
+
+    pipeline_state: Any
+    obs: jax.Array
+    reward: jax.Array
+    done: jax.Array
+    metrics: dict[str, Any]
+    info: dict[str, Any]
+
+
+class Count:
+    """Counts up to a limit; the states are those of brax's ``EpisodeWrapper``."""
+
+    limit, terminates = 5, 2
+    action_size = 1
+
+    def reset(self, rng):
+        zero = jnp.zeros(rng.shape[:1])
+        return State(zero, zero[:, None], zero, zero, {}, {"truncation": zero, "steps": zero})
+
+    def step(self, state, action):
+        number = state.pipeline_state + 1
+        steps = state.info["steps"] + 1
+        env = jnp.arange(number.size)
+        terminated = (env == 0) & (number >= self.terminates)
+        truncated = (steps >= self.limit) & ~terminated
+        info = {**state.info, "truncation": truncated.astype(jnp.float32), "steps": steps}
+        done = (terminated | truncated).astype(jnp.float32)
+        return state.replace(
+            pipeline_state=number, obs=number[:, None], reward=number, done=done, info=info
+        )
+
+
+class AutoReset:
+    """What brax's ``AutoResetWrapper`` does."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def reset(self, rng):
+        return self.env.reset(rng)
+
+    def step(self, state, action):
+        steps = jnp.where(state.done > 0, 0.0, state.info["steps"])
+        state = self.env.step(state.replace(info={**state.info, "steps": steps}), action)
+        done = state.done > 0
+        return state.replace(
+            pipeline_state=jnp.where(done, 0.0, state.pipeline_state),
+            obs=jnp.where(done[:, None], 0.0, state.obs),
+        )
+
+
+def play_brax(env, num_envs, steps):
+    # brax counts on keys of the old kind, which have an axis of their own.
+    state = jax.jit(env.reset)(jax.random.split(jax.random.PRNGKey(0), num_envs))
+
+    def step(state, _):
+        action = jnp.ones((num_envs, env.action_size))
+        after = env.step(state, action)
+        return after, brax_transitions(state, action, after)
+
+    return jax.jit(lambda state: rollout(step, state, jax.random.key(1), steps))(state)[1]
+
+
+def test_brax_steps_whose_last_observation_is_lost_are_masked():
+    env = AutoReset(Count())
+    env.action_size = 1
+    steps, mask = play_brax(env, 2, 11)
+    assert steps["obs"][:, :, 0].tolist() == [[0, 1] * 5 + [0], [0, 1, 2, 3, 4] * 2 + [0]]
+    np.testing.assert_array_equal(steps["terminated"][0], [False, True] * 5 + [False])
+    np.testing.assert_array_equal(steps["truncated"][1], ([False] * 4 + [True]) * 2 + [False])
+    assert not (steps["terminated"] & steps["truncated"]).any()
+    np.testing.assert_array_equal(mask, ~steps["truncated"])
+    buffer = jaxbuf.ItemBuffer.create(jax.tree.map(lambda x: x[0, 0], steps), 40)
+    fold = functools.partial(jax.tree.map, lambda x: x.reshape(-1, *x.shape[2:]))
+    assert buffer.add(fold(steps), mask=fold(mask)).size == 20
+
+
+def test_brax_keeps_last_observations_with_a_wrapper():
+    env = AutoReset(FinalObs(Count()))
+    env.action_size = env.env.action_size
+    steps, mask = play_brax(env, 2, 11)
+    assert mask.all()
+    np.testing.assert_array_equal(steps["next_obs"], steps["obs"] + 1)
+
+
+# brax and what it imports warn of their own future, and mujoco's bindings of SWIG.
+@pytest.mark.filterwarnings("ignore")
+def test_brax_itself():
+    try:
+        from brax import envs
+        from brax.envs.wrappers import training
+    except Exception as error:  # not only where it is missing: it does not follow every jax at once
+        pytest.skip(f"brax cannot be imported: {error}")
+    for wrapper in (FinalObs, lambda env: env):
+        env = training.VmapWrapper(envs.get_environment("fast"))
+        env = training.EpisodeWrapper(env, episode_length=5, action_repeat=1)
+        env = training.AutoResetWrapper(wrapper(env))
+        with lenient_promotion():
+            steps, mask = play_brax(env, 2, 12)
+        limit = np.arange(12) % 5 == 4
+        np.testing.assert_array_equal(steps["truncated"], np.broadcast_to(limit, (2, 12)))
+        assert not steps["terminated"].any()
+        same = np.all(steps["next_obs"][:, :-1] == steps["obs"][:, 1:], axis=-1)
+        if wrapper is FinalObs:
+            assert mask.all()
+            np.testing.assert_array_equal(same, ~np.broadcast_to(limit, (2, 12))[:, :-1])
+        else:
+            np.testing.assert_array_equal(mask, ~steps["truncated"])
+            assert same.all()
