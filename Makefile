@@ -3,6 +3,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 MPI ?= 1
+RANKS ?= 4
 TORCH ?= 1
 ARGS ?=
 
@@ -36,7 +37,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test notebooks lint format benchmark benchmark-torch clean
+.PHONY: help demo demo-mpi test notebooks lint format benchmark benchmark-torch clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -44,6 +45,12 @@ help:  ## list the targets
 
 demo: $(STAMPS)/demo  ## train DQN with prioritized replay on CartPole (ARGS: its options, e.g. --help)
 	@$(RUN) -m jaxbuf.examples.dqn $(ARGS)
+
+# Open MPI starts no more ranks than there are cores unless told to; MPICH does.
+demo-mpi: export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+demo-mpi: export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+demo-mpi: $(STAMPS)/demo $(MPI_STAMP)  ## train GFlowNets on several ranks with a shared buffer (RANKS: how many; ARGS)
+	@$(or $(MPIEXEC),$(VENV)/bin/mpiexec) -n $(RANKS) $(RUN) -m jaxbuf.examples.gflownet_mpi $(ARGS)
 
 test: $(TEST_NEEDS)  ## run all tests and doctests (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
 	@MPI=$(MPI) $(RUN) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)

@@ -22,6 +22,7 @@ from jaxbuf.examples import _cli
 from jaxbuf.examples._hypergrid import HyperGrid, Trajectories, pick
 from jaxbuf.examples._lenient import lenient_promotion
 
+BUFFERS = ("none", "fifo", "reward", "diverse")
 NEVER = 2**31 - 1
 
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from jaxbuf.examples import _cli, _report, _runner
-from jaxbuf.examples._gflownet import NEVER, Agent, GFlowNet, Options, TrainState
+from jaxbuf.examples._gflownet import BUFFERS, NEVER, Agent, GFlowNet, Options, TrainState
 from jaxbuf.examples._run_folder import RunError, RunFolder
 
 DESCRIPTION = """Train GFlowNets on a hypergrid with several replay buffers, to compare them.
@@ -38,7 +38,6 @@ two CPU cores.
   --buffer none,diverse           only some of the buffers
   --dims 2 --height 16            another grid"""
 EXAMPLE = "gflownet"
-BUFFERS = ("none", "fifo", "reward", "diverse")
 CHUNKS = 50
 
 
