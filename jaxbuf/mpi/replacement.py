@@ -338,11 +338,16 @@ def _compare(
     choice = rule.choose(choose_key, score, told[:, 1], told[:, 2])
 
     replaced = choice.replaced[ranks.rank]
-    averaged = _average(choice, leaves, ranks)
-    leaves = [
-        jnp.where(replaced, _mix(own, other, rule.momentum), own)
-        for own, other in zip(leaves, averaged, strict=True)
-    ]
+
+    def give_and_take(leaves: list[Array]) -> list[Array]:
+        averaged = _average(choice, leaves, ranks)
+        return [
+            jnp.where(replaced, _mix(own, other, rule.momentum), own)
+            for own, other in zip(leaves, averaged, strict=True)
+        ]
+
+    # All ranks know who is replaced. With nobody, nothing travels, and nothing is copied.
+    leaves = lax.cond(jnp.any(choice.replaced), give_and_take, list, leaves)
     counts = [replaced, jnp.sum(choice.replaced)]
     counts = jnp.stack([jnp.uint32(0), *(count.astype(jnp.uint32) for count in counts)])
     begins = {
@@ -391,7 +396,6 @@ def _average(choice: Choice, leaves: Sequence[Array], ranks: _Ranks) -> list[Arr
         mine = receiver == ranks.rank
         return [jnp.where(mine, x, old) for x, old in zip(sums, received, strict=True)]
 
-    # All ranks know how many there are. With none, nothing travels.
     count = jnp.sum(choice.replaced, dtype=jnp.int32)
     received = dict(zip(dtypes, lax.fori_loop(jnp.int32(0), count, give, packed), strict=True))
     out: list[Array] = []
