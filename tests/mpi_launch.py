@@ -7,6 +7,7 @@ own, so that ranks do not interleave under any launcher, and then runs the progr
 import contextlib
 import os
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -56,6 +57,7 @@ def run_ranks(
     *args: object,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
+    linger: str | os.PathLike[str] | None = None,
 ) -> list[RankOutput]:
     """Runs a program on `n` ranks, on the CPU, with strict promotion and warnings as errors.
 
@@ -67,6 +69,8 @@ def run_ranks(
         *args: the program's arguments, turned into strings.
         timeout: seconds after which all ranks are ended.
         env: environment variables on top of, or instead of, those of the tests.
+        linger: until this file is there, the launcher does not see that a rank was killed, and
+            does not end the others.
 
     Returns:
         The output of each rank, in the order of ranks.
@@ -81,6 +85,10 @@ def run_ranks(
         outputs = Path(folder)
         # mpi4py's runner aborts all ranks when one of them ends with an exception.
         as_rank = [sys.executable, "-m", "mpi4py", __file__, folder]
+        if linger is not None:
+            linger = shlex.quote(str(linger))
+            script = f'"$0" "$@" || until [ -e {linger} ]; do sleep 0.2; done'
+            as_rank = ["sh", "-c", script, *as_rank]
         with (outputs / "launcher").open("w") as log:
             launcher = subprocess.Popen(
                 [str(part) for part in (mpiexec, "-n", n, *as_rank, program, *args)],

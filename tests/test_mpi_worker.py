@@ -18,13 +18,17 @@ import jaxbuf
 from jaxbuf.mpi import (
     EMA,
     BaselineFilter,
+    Communicators,
     Layout,
     Manager,
     Min,
     Percentile,
+    Traffic,
     Worker,
+    WorkerState,
     make_communicators,
     serve,
+    wire,
 )
 
 _ADDS, _ROWS, _EVERY, _CAPACITY = 7, 4, 3, 16
@@ -188,6 +192,74 @@ def _check_managers(seen):
     assert seen["only scores"] == {"size": 0, "batches": 1}
     assert "rank 0" in seen["table"]
     assert "MB/s" in seen["table"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"mode": "async"}, "mode is 'async'; choose from"),
+        ({"filter": 10}, "filter is 10; expected None or jaxbuf.mpi.BaselineFilter.create"),
+        ({"rows": 0}, "rows is 0; expected at least 1"),
+        ({"every": 1.5}, "every is 1.5; expected a whole number"),
+        ({"in_flight": 0}, "in_flight is 0; expected at least 1"),
+        ({"timeout": 0}, "timeout is 0; expected seconds, more than 0, or None"),
+    ],
+)
+def test_what_a_worker_refuses(choice, message):
+    communicators = Communicators(object(), None, None, object())
+    with pytest.raises(ValueError, match=message):
+        Worker(communicators, _prioritized, **{"rows": 4, **choice})
+
+
+def test_who_can_neither_serve_nor_be_served():
+    with pytest.raises(ValueError, match="this rank is no worker"):
+        Worker(Communicators(None, None, None, None), _prioritized, rows=4)
+    with pytest.raises(ValueError, match="this rank is no manager"):
+        serve(Communicators(object(), None, None, object()), _prioritized(1), rows=4)
+
+
+def test_a_state_goes_on_where_it_was_saved(tmp_path):
+    chosen = BaselineFilter.create(refresh_after=2)
+    state = WorkerState.create(jnp.zeros(2), 6, chosen)
+    add, contact = jax.jit(WorkerState.add), jax.jit(WorkerState.contact)
+    ones, mask = jnp.ones((3, 2)), jnp.array([True, False, True])
+    state = add(state, ones, jnp.arange(3.0), mask)
+    jaxbuf.save(tmp_path, state)
+    like = WorkerState.create(jnp.zeros(2), 6, chosen)
+    loaded = add(jaxbuf.load(tmp_path, like=like), 2 * ones, jnp.arange(3.0), ~mask)
+    assert loaded.items[:, 0].tolist() == [1, 1, 1, 2, 2, 2]
+    assert {k: int(v) for k, v in loaded.metrics().items()} == {
+        "adds": 2, "offered": 3, "batches": 0, "sent": 0, "skipped": 0, "kept": 3,
+    }  # fmt: skip
+    # Nothing reaches this, so nothing is sent, and after that nothing is kept.
+    state, sent, count = contact(loaded.replace(baseline=jnp.float32(5)))
+    assert not sent.any()
+    assert int(count) == 0
+    assert int(state.metrics()["skipped"]) == 1
+    assert int(state.metrics()["kept"]) == 0
+    _, sent, count = contact(loaded)
+    assert sent.tolist() == [True, False, True, False, True, False]
+    assert int(count) == 3
+
+
+def test_traffic_counts_and_prints():
+    traffic = Traffic(["rank 4", "rank 5"])
+    traffic.count(0, requests=2, batches=1, rows=3, bytes=4000, answered=1000, receive=0.002)
+    traffic.count(1, requests=1, bytes=10, handle=0.5, send=0.25)
+    metrics = traffic.metrics()
+    assert metrics["rank 4/bandwidth"] == 2e6
+    assert metrics["rank 5/bandwidth"] == 0
+    assert metrics["bytes"] == 5010
+    assert metrics["handle_seconds"] == 0.5
+    lines = traffic.table().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["rank", "rank", "all"]
+    assert lines[1].split()[2:] == ["2", "1", "3", "5,000", "2.0", "0.0", "0.0", "2.0"]
+
+
+@pytest.mark.parametrize("text", ["", "short", "ä" * 300, "first" + "x" * 1000 + "last"])
+def test_a_note_keeps_both_ends_of_a_text(text):
+    read = wire.read_note(wire.note(text))
+    assert read == text or (read[:4], read[-3:]) == (text[:4], text[-3:])
 
 
 def _layout(ranks):

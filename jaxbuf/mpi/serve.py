@@ -18,6 +18,9 @@ from jaxbuf.mpi.manager import Manager
 from jaxbuf.mpi.traffic import Traffic
 from jaxbuf.mpi.wire import Arrival, Form, Header, Kind, Message
 
+# So often those who wait for the others to leave hear that the manager is there.
+_HOLD_SECONDS = 1.0
+
 
 class Served(NamedTuple):
     """What is left when all workers have left.
@@ -53,8 +56,11 @@ def serve(
     communicator are its own.
 
     If something fails here, a score function for example, all workers are told, the manager is
-    saved as it was before that batch, and the error goes on. A process that is killed cannot save:
-    ``save_every`` limits what is lost.
+    saved as it was before that batch, and the error goes on.
+
+    A launcher that sees a rank killed ends all others at once, so that nobody can save anything:
+    ``save_every`` limits what is lost. To give the others time to name the rank, save and end,
+    keep it from seeing that: ``mpiexec -n 4 sh -c 'python program.py || sleep 60'``.
 
     Args:
         communicators: Those of this rank.
@@ -134,6 +140,7 @@ def forms(manager: Manager, rows: int) -> dict[Kind, Form]:
         Kind.METADATA_REQUEST: Form(Kind.METADATA_REQUEST, ()),
         Kind.METADATA: Form(Kind.METADATA, jax.eval_shape(Manager.metrics, manager)),
     }
+    out[Kind.HOLD] = Form(Kind.HOLD, ())
     notes = (Kind.EXIT, Kind.GOODBYE, Kind.REFUSAL, Kind.FAILURE)
     return out | {kind: wire.note_form(kind) for kind in notes}
 
@@ -176,11 +183,12 @@ class _Server:
         self._waiting: set[int] = set()
         self._lost: set[int] = set()
         self._heard = [time.monotonic()] * channel.manager
-        self._saved = time.monotonic()
+        self._saved = self._held = time.monotonic()
 
     def run(self) -> Served:
         try:
             self._prepare()
+            self._heard = [time.monotonic()] * self._channel.manager
             self._serve()
             self._save()
         except BaseException as error:
@@ -219,17 +227,26 @@ class _Server:
             if arrival is not None:
                 self._handle(arrival, time.perf_counter() - began)
                 wait.restart()
-                continue
-            self._look_around()
-            wait.pause()
+            else:
+                self._look_for_silence()
+                wait.pause()
+            self._look_at_the_clock()
 
-    def _look_around(self) -> None:
-        """What there is to do while nothing comes."""
+    def _look_at_the_clock(self) -> None:
+        """Do what is to be done now and then."""
         now = time.monotonic()
         if self._save_every is not None and now - self._saved > self._save_every:
             self._save()
+        if self._waiting and now - self._held > _HOLD_SECONDS:
+            self._held = now
+            for worker in self._waiting:
+                self._send(worker, Kind.HOLD, ())
+
+    def _look_for_silence(self) -> None:
+        """Find out who is lost, while nothing comes."""
         if self._channel.timeout is None:
             return
+        now = time.monotonic()
         for worker, heard in enumerate(self._heard):
             silent = now - heard
             if silent > self._channel.timeout and worker not in self._left | self._lost:
@@ -246,19 +263,21 @@ class _Server:
         worker = arrival.source
         if worker == self._channel.rank:
             return
+        message = self._incoming.get(arrival.tag)
+        readable = message is not None and arrival.fits and arrival.size >= wire.HEADER_BYTES
+        header = message.header if message is not None and readable else None
+        if header is not None and self._channel.is_old(header):
+            return
         if worker in self._lost:
             self._lost.remove(worker)
             self._note(worker, "is back")
         self._traffic.count(worker, bytes=arrival.size, receive=seconds)
-        message = self._incoming.get(arrival.tag)
         fault = self._fault(arrival, message)
         if fault is not None or message is None:
-            known = message is not None and arrival.fits and arrival.size >= _HEADER_BYTES
-            sequence = message.header.sequence if known and message is not None else 0
             self._note(worker, f"sent a message that was refused: {fault}")
             text = f"{self._name}, the manager, refused a message: {fault}"
-            # What is read from a message that is not to be trusted is at least a number.
-            self._send(worker, Kind.REFUSAL, {"note": wire.note(text)}, max(sequence, 0))
+            sequence = 0 if header is None else max(header.sequence, 0)
+            self._send(worker, Kind.REFUSAL, {"note": wire.note(text)}, sequence)
         elif arrival.tag == Kind.BATCH.tag:
             self._answer(worker, message)
         elif arrival.tag == Kind.METADATA_REQUEST.tag:
@@ -277,29 +296,31 @@ class _Server:
         """Why a message cannot be taken; None if it can."""
         if message is None:
             return f"its tag is {arrival.tag}, which none of ours has"
-        if not arrival.fits or arrival.size < _HEADER_BYTES:
+        if not arrival.fits or arrival.size < wire.HEADER_BYTES:
             return f"it has {arrival.size} bytes; expected at most {self._memory.size}"
         header: Header = message.header
         kind = Kind(arrival.tag - wire.FIRST_TAG)
-        fault = self._forms[kind].fault(header, arrival.size, arrival.source, self._rows)
+        session = self._channel.session
+        form = self._forms[kind]
+        fault = form.fault(header, arrival.size, arrival.source, session, self._rows)
         if fault is None and kind == Kind.BATCH:
             marked = int(np.count_nonzero(message.tree["mask"]))
             if marked != header.rows:
                 return f"it counts {header.rows} rows, but marks {marked}"
             if arrival.source in self._left:
-                return "its sender had left; a worker may begin anew once all have left"
+                return "its sender had left"
         return fault
 
     def _answer(self, worker: int, message: Message) -> None:
         header = message.header
         began = time.perf_counter()
         manager, reply = self._take(self._manager, message.tree, self._senders[worker])
-        outgoing = self._outgoing(Kind.REPLY)
-        # This waits for the program, so that an error comes up here and the memory is free again.
-        outgoing.write(reply, sender=self._channel.rank, sequence=header.sequence, rows=header.rows)
+        # So that an error comes up before the manager goes on, and the memory is free again.
+        jax.block_until_ready(reply)
         self._manager = manager
         handled = time.perf_counter()
-        self._begin(worker, outgoing)
+        outgoing = self._outgoing(Kind.REPLY)
+        self._begin(worker, outgoing, reply, header.sequence, header.rows)
         self._traffic.count(
             worker,
             requests=1,
@@ -312,8 +333,7 @@ class _Server:
 
     def _send(self, worker: int, kind: Kind, tree: Any, sequence: int = 0) -> None:
         message = self._outgoing(kind)
-        message.write(tree, sender=self._channel.rank, sequence=sequence)
-        self._begin(worker, message)
+        self._begin(worker, message, tree, sequence)
         self._traffic.count(worker, answered=message.memory.size)
 
     def _outgoing(self, kind: Kind) -> Message:
@@ -323,15 +343,18 @@ class _Server:
         spare = self._spare[kind]
         return spare.pop() if spare else (self._forms.get(kind) or wire.note_form(kind)).new()
 
-    def _begin(self, worker: int, message: Message) -> None:
-        self._sends.append((self._channel.send(message, worker), message, worker))
+    def _begin(
+        self, worker: int, message: Message, tree: Any, sequence: int = 0, rows: int = 0
+    ) -> None:
+        request = self._channel.send(message, worker, tree, sequence=sequence, rows=rows)
+        self._sends.append((request, message, worker))
 
     def _collect_sends(self) -> None:
         under_way = self._sends
         self._sends = []
         for request, message, worker in under_way:
             if request.Test():
-                self._spare[Kind(message.header.kind)].append(message)
+                self._spare[message.kind].append(message)
             else:
                 self._sends.append((request, message, worker))
 
@@ -342,7 +365,7 @@ class _Server:
         while self._sends and wait.pause():
             self._collect_sends()
         for _, message, worker in self._sends:
-            self._note(worker, f"did not take a message of kind {Kind(message.header.kind).name}")
+            self._note(worker, f"did not take a message of kind {message.kind.name}")
         wire.abandon(self._sends)
 
     def _save(self) -> None:
@@ -372,6 +395,3 @@ class _Server:
         self._faults.append(fault)
         if self._report is not None:
             self._report(fault)
-
-
-_HEADER_BYTES = wire.Form(Kind.METADATA_REQUEST, ()).size

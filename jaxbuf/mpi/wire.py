@@ -18,20 +18,22 @@ from jaxtyping import PyTree
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MAGIC = 0x6A786266
-VERSION = 1
+# The last byte is the version of this format.
+MAGIC = 0x6A786266_01
 # Flags of an exit: it follows an error; whoever sent it waits for a goodbye.
 FAILED = 1
 WAITS = 2
 # Tags are of the whole group, which may have other messages.
 FIRST_TAG = 7100
-# Arrays begin at such addresses, and the header is as long.
-_ALIGNMENT = 64
+# The length of a header; arrays begin at multiples of it.
+HEADER_BYTES = 64
 _NOTE_BYTES = 512
 # For so long whoever waits only gives way; after that it sleeps, and longer the longer it waits.
 _EAGER_SECONDS = 2e-4
 _LONGEST_SLEEP = 1e-3
 _ABANDONED: list[Any] = []
+# What a communicator keeps its count of sessions under.
+_sessions: int | None = None
 
 
 class Kind(enum.IntEnum):
@@ -47,6 +49,8 @@ class Kind(enum.IntEnum):
     # The manager could not read a message, or cannot go on; the note says why.
     REFUSAL = 7
     FAILURE = 8
+    # The manager has nothing to say yet, but is there.
+    HOLD = 9
 
     @property
     def tag(self) -> int:
@@ -62,8 +66,9 @@ class Header(NamedTuple):
     """What each message begins with, eight numbers of eight bytes.
 
     Attributes:
-        magic: Tells that this is a message.
-        version: Of this format.
+        magic: Tells that this is a message, and of which version.
+        session: How often the group has been served, this time included: what is left over from
+            before is not looked at.
         kind: A ``Kind``.
         sender: The rank in the group that it comes from.
         sequence: The number of the batch or request that it is, or answers; 0 if of none.
@@ -73,7 +78,7 @@ class Header(NamedTuple):
     """
 
     magic: int
-    version: int
+    session: int
     kind: int
     sender: int
     sequence: int
@@ -93,13 +98,18 @@ class Message:
     def __init__(self, form: "Form", memory: np.ndarray[Any, Any]) -> None:
         self.memory = memory[: form.size]
         self._form = form
-        self._header = self.memory[:_ALIGNMENT].view(np.int64)
+        self._header = self.memory[:HEADER_BYTES].view(np.int64)
         self.leaves = [
             self.memory[start : start + leaf.size * leaf.dtype.itemsize]
             .view(leaf.dtype)
             .reshape(leaf.shape)
             for start, leaf in zip(form.starts, form.leaves, strict=True)
         ]
+
+    @property
+    def kind(self) -> Kind:
+        """What it is."""
+        return self._form.kind
 
     @property
     def header(self) -> Header:
@@ -112,11 +122,18 @@ class Message:
         return jax.tree.unflatten(self._form.treedef, self.leaves)
 
     def write(
-        self, tree: PyTree, *, sender: int, sequence: int = 0, rows: int = 0, flags: int = 0
+        self,
+        tree: PyTree,
+        *,
+        sender: int,
+        session: int,
+        sequence: int = 0,
+        rows: int = 0,
+        flags: int = 0,
     ) -> None:
         """Write a whole message: the arrays of ``tree``, which has the form of the message."""
-        form = self._form
-        self._header[:] = MAGIC, VERSION, form.kind, sender, sequence, rows, flags, form.checksum
+        kind, checksum = self._form.kind, self._form.checksum
+        self._header[:] = MAGIC, session, kind, sender, sequence, rows, flags, checksum
         for view, leaf in zip(self.leaves, jax.tree.leaves(tree), strict=True):
             np.copyto(view, np.asarray(leaf))
 
@@ -142,11 +159,11 @@ class Form:
         self.kind = kind
         self.leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for x in leaves]
         self.starts: list[int] = []
-        self.size = _ALIGNMENT
+        self.size = HEADER_BYTES
         for leaf in self.leaves:
             self.starts.append(self.size)
             length = leaf.size * leaf.dtype.itemsize
-            self.size += -(-length // _ALIGNMENT) * _ALIGNMENT
+            self.size += -(-length // HEADER_BYTES) * HEADER_BYTES
         names = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
         described = [(leaf.shape, leaf.dtype.name) for leaf in self.leaves]
         self.checksum = zlib.crc32(repr((names, described)).encode())
@@ -155,23 +172,31 @@ class Form:
         """A message in memory of its own."""
         return Message(self, aligned(self.size))
 
-    def fault(self, header: Header, size: int, sender: int, rows: int) -> str | None:
+    def fault(self, header: Header, size: int, sender: int, session: int, rows: int) -> str | None:
         """What is wrong with a message that came as one of this kind; None if nothing is.
 
         Args:
             header: Its header.
             size: Its length in bytes.
             sender: The rank that it came from.
+            session: The session of who received it.
             rows: The most rows that it can hold.
         """
         if header.magic != MAGIC:
-            return f"its magic number is {header.magic:#x}; expected {MAGIC:#x}"
-        if header.version != VERSION:
-            return f"its version is {header.version}; expected {VERSION}, of the same jaxbuf"
+            other = header.magic >> 8 == MAGIC >> 8
+            return (
+                f"its magic number is {header.magic:#x}; expected {MAGIC:#x}"
+                f"{', as this version of jaxbuf has it' if other else ''}"
+            )
         if header.kind != self.kind:
             return f"its kind is {header.kind}; expected {int(self.kind)}, which its tag stands for"
         if header.sender != sender:
             return f"it says that it is from rank {header.sender} of the group, which it is not"
+        if header.session != session:
+            return (
+                f"its session is {header.session}; expected {session}: who leaves may begin anew "
+                "once all have left"
+            )
         if header.sequence < 0:
             return f"its number is {header.sequence}; expected 0 or more"
         if not 0 <= header.rows <= rows:
@@ -199,18 +224,48 @@ class Channel:
         self.rank = group.Get_rank()
         self.manager = group.Get_size() - 1
         self.timeout = timeout
+        self.session = _next_session(group)
         ranks = list(range(group.Get_size()))
         ours, world = group.Get_group(), MPI.COMM_WORLD.Get_group()
         # A rank is known by its number in the whole run, if it has one.
         known = ours.Translate_ranks(ranks, world)
         self.names = [f"rank {r if k == MPI.UNDEFINED else k}" for r, k in enumerate(known)]
 
-    def send(self, message: Message, to: int) -> "MPI.Request":
-        """Begin to send; the memory of the message must stay as it is until that is done."""
+    def send(
+        self,
+        message: Message,
+        to: int,
+        tree: PyTree,
+        *,
+        sequence: int = 0,
+        rows: int = 0,
+        flags: int = 0,
+    ) -> "MPI.Request":
+        """Write a message and begin to send it; its memory must stay as it is until that is done.
+
+        Args:
+            message: Where to write.
+            to: The rank in the group that it goes to.
+            tree: Its arrays.
+            sequence: The number of the batch or request that it is, or answers.
+            rows: How many rows are there.
+            flags: Of an exit.
+        """
         from mpi4py import MPI
 
-        kind = int(message.memory[:_ALIGNMENT].view(np.int64)[2])
-        return self.comm.Isend([message.memory, MPI.BYTE], dest=to, tag=FIRST_TAG + kind)
+        message.write(
+            tree,
+            sender=self.rank,
+            session=self.session,
+            sequence=sequence,
+            rows=rows,
+            flags=flags,
+        )
+        return self.comm.Isend([message.memory, MPI.BYTE], dest=to, tag=message.kind.tag)
+
+    def is_old(self, header: Header) -> bool:
+        """Whether a message is left over from an earlier session."""
+        return header.magic == MAGIC and 0 < header.session < self.session
 
     def receive(
         self, source: int | None, tag: int | None, memory: np.ndarray[Any, Any]
@@ -284,8 +339,8 @@ class Wait:
 
 def aligned(size: int) -> np.ndarray[Any, Any]:
     """Memory ``[size]`` uint8 that begins where arrays of any dtype may."""
-    memory = np.zeros((size + _ALIGNMENT,), np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
+    memory = np.zeros((size + HEADER_BYTES,), np.uint8)
+    start = -memory.ctypes.data % HEADER_BYTES
     return memory[start : start + size]
 
 
@@ -295,10 +350,14 @@ def abandon(requests: Iterable[Any]) -> None:
 
 
 def note(text: str) -> np.ndarray[Any, Any]:
-    """A text as an array of fixed size, cut off if it is longer."""
+    """A text as an array of fixed size, without its middle if it is longer."""
+    raw = text.encode()
+    if len(raw) > _NOTE_BYTES:
+        # Errors say what they are at the beginning, or at the end of many lines.
+        half = _NOTE_BYTES // 2 - 2
+        raw = raw[:half] + b" .. " + raw[-half:]
     data = np.zeros((_NOTE_BYTES,), np.uint8)
-    raw = np.frombuffer(text.encode()[:_NOTE_BYTES], np.uint8)
-    data[: raw.size] = raw
+    data[: len(raw)] = np.frombuffer(raw, np.uint8)
     return data
 
 
@@ -310,3 +369,15 @@ def read_note(data: np.ndarray[Any, Any]) -> str:
 def note_form(kind: Kind) -> Form:
     """How messages look that hold nothing but a text."""
     return Form(kind, {"note": jax.ShapeDtypeStruct((_NOTE_BYTES,), np.uint8)})
+
+
+def _next_session(group: "MPI.Intracomm") -> int:
+    """The number of this session: how often this rank has come to the group's communicator."""
+    from mpi4py import MPI
+
+    global _sessions
+    if _sessions is None:
+        _sessions = MPI.Comm.Create_keyval()
+    session = (group.Get_attr(_sessions) or 0) + 1
+    group.Set_attr(_sessions, session)
+    return session

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import itertools
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -27,10 +26,7 @@ from jaxbuf.views.terminal import terminal_states
 
 Mode = Literal["sync", "deferred", "pipelined"]
 
-_INCOMING = (Kind.REPLY, Kind.METADATA, Kind.GOODBYE, Kind.REFUSAL, Kind.FAILURE)
-# Of all batches and questions of this process, so that an answer to a worker that is gone is never
-# taken for one to the next.
-_NUMBERS = itertools.count(1)
+_INCOMING = (Kind.REPLY, Kind.METADATA, Kind.GOODBYE, Kind.REFUSAL, Kind.FAILURE, Kind.HOLD)
 
 
 class Answer(NamedTuple):
@@ -39,7 +35,7 @@ class Answer(NamedTuple):
     Attributes:
         scores: The scores of the batch, NumPy arrays.
         baseline: From which score on an item is worth sending; −inf if there is none.
-        sequence: The number of the batch; those of later batches are larger.
+        sequence: The number of the batch among those of this worker, from 1.
     """
 
     scores: dict[str, np.ndarray[Any, Any]]
@@ -152,6 +148,8 @@ class Worker:
         # What the pure state knows, too, but does not tell without waiting for it.
         self._kept, self._adds = (int(x) for x in self._state.place)
         self._baseline = np.float32(self._state.baseline)
+        self._number = int(self._state.metrics()["batches"])
+        self._questions = 0
         self._waiting: collections.deque[int] = collections.deque()
         self._answers: collections.deque[Answer] = collections.deque()
         self._refused: list[tuple[int, str]] = []
@@ -159,7 +157,7 @@ class Worker:
         self._spare: list[Message] = []
         self._metadata: dict[int, dict[str, Any]] = {}
         self._failure = ""
-        self._has_left = self._released = False
+        self._has_left = self._released = self._held = False
         self._counts = dict.fromkeys(("answered", "refused", "given_up", "late"), 0)
         # Whoever forgets to leave does so when the worker, or the process, ends.
         text = "its worker or its process ended without leaving"
@@ -236,11 +234,9 @@ class Worker:
             ExchangeError: If the manager has failed.
         """
         self._check_open()
-        number = next(_NUMBERS)
-        message = self._forms[Kind.METADATA_REQUEST].new()
-        message.write((), sender=self._channel.rank, sequence=number)
-        self._begin(message)
+        self._questions = number = self._questions + 1
         self._metadata.clear()
+        self._begin(self._forms[Kind.METADATA_REQUEST].new(), (), number)
         wait = wire.Wait(self._channel.timeout)
         while number not in self._metadata:
             self._poll()
@@ -265,6 +261,8 @@ class Worker:
             in_time = wait.pause()
             self._poll()
         reasons = [self._failure] if self._failure else []
+        if self._kept and not self._has_left:
+            reasons.append(f"the rows of {self._adds} adds were not sent")
         if not in_time and self._waiting:
             reasons.append(self._silence(f"{len(self._waiting)} batches", wait))
         reasons += [text for _, text in self._refused]
@@ -279,7 +277,7 @@ class Worker:
         """Drain, and leave the manager; returns when all workers have, and it has saved its work.
 
         Args:
-            timeout: Seconds to wait at most, for the answers and again for the others to leave; by
+            timeout: Seconds to wait at most for answers, and then for any sign of the manager; by
                 default those of the worker.
 
         Returns:
@@ -292,8 +290,11 @@ class Worker:
         wait = wire.Wait(self._channel.timeout if timeout is None else timeout)
         while not self._released and not self._failure:
             self._poll()
+            if self._held:
+                self._held = False
+                wait.restart()
             if not self._released and not self._failure and not wait.pause():
-                reason = self._silence("a goodbye", wait)
+                reason = self._silence("the exit", wait)
                 return drained._replace(reason="; ".join(filter(None, [drained.reason, reason])))
         if self._failure and self._failure not in drained.reason:
             return drained._replace(reason=self._failure)
@@ -352,13 +353,14 @@ class Worker:
             return
         message = self._spare.pop() if self._spare else self._forms[Kind.BATCH].new()
         tree = {"items": self._state.items, "score": self._state.score, "mask": mask}
-        number = next(_NUMBERS)
-        message.write(tree, sender=self._channel.rank, sequence=number, rows=rows)
-        self._waiting.append(number)
-        self._begin(message)
+        self._number += 1
+        self._waiting.append(self._number)
+        self._begin(message, tree, self._number, rows)
 
-    def _begin(self, message: Message) -> None:
-        self._sends.append((self._channel.send(message, self._channel.manager), message))
+    def _begin(self, message: Message, tree: Any, number: int, rows: int = 0) -> None:
+        to = self._channel.manager
+        request = self._channel.send(message, to, tree, sequence=number, rows=rows)
+        self._sends.append((request, message))
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait until something is so, or the manager has failed.
@@ -386,21 +388,24 @@ class Worker:
             for request, message in under_way:
                 if not request.Test():
                     self._sends.append((request, message))
-                elif message.header.kind == Kind.BATCH:
+                elif message.kind == Kind.BATCH:
                     self._spare.append(message)
 
     def _take(self, arrival: Arrival) -> None:
         message = self._incoming.get(arrival.tag)
         if message is None or not arrival.fits:
-            self._failure = (
+            self._fail(
                 f"{self._manager_name} sent {arrival.size} bytes under tag {arrival.tag}, which "
                 "this worker does not expect: rows and the manager must be the same on both sides"
             )
             return
         header, kind = message.header, Kind(arrival.tag - wire.FIRST_TAG)
-        fault = self._forms[kind].fault(header, arrival.size, arrival.source, self._rows)
+        if self._channel.is_old(header):
+            return
+        session, form = self._channel.session, self._forms[kind]
+        fault = form.fault(header, arrival.size, arrival.source, session, self._rows)
         if fault is not None:
-            self._failure = f"{self._manager_name} sent a message that cannot be read: {fault}"
+            self._fail(f"{self._manager_name} sent a message that cannot be read: {fault}")
         elif kind == Kind.REPLY:
             self._baseline = np.float32(message.tree["baseline"])
             if header.sequence not in self._waiting:
@@ -414,6 +419,8 @@ class Worker:
             self._metadata[header.sequence] = jax.tree.map(np.copy, message.tree)
         elif kind == Kind.GOODBYE:
             self._released = True
+        elif kind == Kind.HOLD:
+            self._held = True
         elif kind == Kind.REFUSAL:
             # Of a message without a number, the oldest is what was refused: they keep their order.
             number = header.sequence
@@ -424,7 +431,11 @@ class Worker:
             self._counts["refused"] += 1
             self._refused.append((number, wire.read_note(message.leaves[0])))
         else:
-            self._failure = wire.read_note(message.leaves[0])
+            self._fail(wire.read_note(message.leaves[0]))
+
+    def _fail(self, text: str) -> None:
+        # What came first is the cause of what comes later.
+        self._failure = self._failure or text
 
     def _raise(self) -> None:
         self._raise_failure()
@@ -514,5 +525,5 @@ def _leave(channel: wire.Channel, form: Form, text: str, flags: int) -> None:
     if MPI.Is_finalized():
         return
     message = form.new()
-    message.write({"note": wire.note(text)}, sender=channel.rank, flags=flags)
-    wire.abandon([(channel.send(message, channel.manager), message)])
+    request = channel.send(message, channel.manager, {"note": wire.note(text)}, flags=flags)
+    wire.abandon([(request, message)])

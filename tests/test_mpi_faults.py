@@ -1,0 +1,353 @@
+"""What goes wrong between a manager and its workers: nobody waits for ever, and all is told.
+
+Run as a program, this file is what the ranks do: it prints what each of them saw.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.mpi_launch import RanksFailedError, run_ranks
+
+pytest.importorskip("mpi4jax")
+
+import jaxbuf
+from jaxbuf.mpi import (
+    ExchangeError,
+    Layout,
+    Manager,
+    Worker,
+    make_communicators,
+    serve,
+    wire,
+)
+from jaxbuf.mpi.wire import Kind
+
+_ROWS = 4
+# Long enough for a start under load, short enough to wait for.
+_SECONDS = 6.0
+_BAD = -5.0
+
+
+def _manager(workers):
+    return Manager.create(jaxbuf.reward_prioritized(jnp.zeros(2, jnp.int32), 1000), workers)
+
+
+def _raise_if_bad(score):
+    if (score == _BAD).any():
+        raise ValueError("this score is bad")
+    return np.float32(1)
+
+
+def _picky(buffer, batch, mask, sender):
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    return {"score": jax.pure_callback(_raise_if_bad, shape, batch.score)}
+
+
+def _end_if_bad(score):
+    if (score == _BAD).any():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return np.float32(1)
+
+
+def _ends_itself(buffer, batch, mask, sender):
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    return {"score": jax.pure_callback(_end_if_bad, shape, batch.score)}
+
+
+def _calls_back(workers):
+    buffer = jaxbuf.reward_prioritized(jnp.zeros(2, jnp.int32), 1000)
+    return Manager.create(buffer, workers, scores=_picky)
+
+
+def _batch(low):
+    score = jnp.arange(_ROWS, dtype=jnp.float32) + jnp.float32(low)
+    return jnp.zeros((_ROWS, 2), jnp.int32), score
+
+
+def _add(worker, low):
+    items, score = _batch(low)
+    return worker.add(items, score=score)
+
+
+def _run_killing(ranks, case, folder):
+    """What each rank printed, where one is killed: the launcher may think that all is well."""
+    try:
+        return run_ranks(ranks, __file__, case, folder, linger=folder / f"{case} is over")
+    except RanksFailedError as failure:
+        return failure.ranks
+
+
+@pytest.mark.mpi
+def test_faults_that_leave_everybody_alive(tmp_path):
+    printed = run_ranks(3, __file__, "alive", tmp_path)
+    manager, first, second = (json.loads(printed[rank].stdout) for rank in (2, 0, 1))
+
+    refused = [
+        "its tag is 7099, which none of ours has",
+        "it has 8 bytes",
+        "its magic number is 0x0; expected 0x6a78626601",
+        "its magic number is 0x6a78626602; expected 0x6a78626601, as this version of jaxbuf has it",
+        "its kind is 4; expected 1, which its tag stands for",
+        "it says that it is from rank 1 of the group, which it is not",
+        "it counts 99 rows; expected from 0 to 4",
+        "it counts 3 rows, but marks 4",
+        "its arrays have other shapes or dtypes (192 bytes; expected 256): rows and the example",
+    ]
+    faults = manager["malformed"]["faults"]
+    assert len(faults) == len(refused)
+    for fault, reason in zip(faults, refused, strict=True):
+        assert fault.startswith("rank 0 sent a message that was refused: ")
+        assert reason in fault
+        assert "rank 2, the manager, refused a message: " in first["refused"]
+        assert reason in first["refused"]
+    assert manager["malformed"]["batches"] == 5 + 1
+    assert second["answered"] == 5
+    assert first["answered after that"]
+
+    assert manager["early"]["faults"] == [
+        "rank 1 left early: ValueError: enough",
+        "rank 1 sent a message that was refused: its sender had left",
+    ]
+    assert manager["early"]["batches"] == 3
+
+    assert "its sender had left" in second["told"]
+    lost, back = manager["silent"]["faults"]
+    assert lost.startswith("rank 1 is lost: it has said nothing for ")
+    assert lost.endswith("after 1 batches, and has not left")
+    assert back == "rank 1 is back"
+    assert second["came back"]
+    assert first["waited with patience"]
+
+    failed = "rank 2, the manager, failed: "
+    assert "this score is bad" in manager["raised"]
+    assert any("was saved to" in note for note in manager["notes"])
+    for worker in (first, second):
+        assert failed in worker["failed"]
+        assert "this score is bad" in worker["failed"]
+    saved = jaxbuf.load(tmp_path / "raised", like=_calls_back(2))
+    assert saved.counters.sum() == manager["rows before"] + manager["batches before"]
+    assert int(saved.buffer.size) == manager["rows before"]
+
+
+@pytest.mark.mpi
+def test_a_killed_worker_is_named_and_the_others_go_on(tmp_path):
+    began = time.monotonic()
+    printed = _run_killing(3, "worker", tmp_path)
+    manager, first = (json.loads(printed[rank].stdout) for rank in (2, 0))
+    assert len(manager["faults"]) == 1
+    assert manager["faults"][0].startswith("rank 1 is lost: it has said nothing for ")
+    assert first == {"answered": 10}
+    assert manager["batches"] == 10 + 3
+    # The next run goes on from what was saved; then its manager is killed.
+    worker = json.loads(_run_killing(2, "manager", tmp_path)[0].stdout)
+    assert worker["batches"] == 10 + 3 + 1
+    assert (
+        f"rank 1, the manager, has not answered batch 2, 3 within {_SECONDS:g} s" in worker["error"]
+    )
+    assert worker["missing"] == [4]
+    assert worker["reason"].startswith("rank 1, the manager, has not answered 1 batches within 1 s")
+    assert time.monotonic() - began < 120
+
+
+@pytest.mark.mpi
+def test_a_run_that_the_launcher_ends_resumes_from_the_last_save(tmp_path):
+    with pytest.raises(RanksFailedError, match="mpiexec ended with status"):
+        run_ranks(2, __file__, "all", tmp_path, timeout=60)
+    saved = jaxbuf.load(tmp_path / "all", like=_manager(1))
+    assert int(saved.counters[0, 0]) > 0
+
+
+def _program(case, folder):
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    communicators = make_communicators(Layout(world.Get_size()))
+    out = _CASES[case](communicators, world.Get_rank(), folder)
+    print(json.dumps(out), flush=True)
+    if case != "alive":
+        # Who ends first takes the others along: all but the one that was killed wait for all.
+        Path(folder, f"{case}-{world.Get_rank()}").touch()
+        while len(list(Path(folder).glob(f"{case}-*"))) < world.Get_size() - 1:
+            time.sleep(0.05)
+        Path(folder, f"{case} is over").touch()
+        os._exit(0)
+
+
+def _serve(communicators, make=_manager, timeout=60.0, **choices):
+    manager = make(communicators.group.Get_size() - 1)
+    served = serve(
+        communicators, manager, rows=_ROWS, timeout=timeout, report=lambda _: None, **choices
+    )
+    metrics = served.manager.metrics()
+    return {"faults": served.faults, "batches": int(metrics["batches"])}
+
+
+def _run_alive(communicators, rank, folder):
+    out = {}
+    if communicators.managers is not None:
+        out["malformed"] = _serve(communicators)
+        out["early"] = _serve(communicators)
+        out["silent"] = _serve(communicators, timeout=_SECONDS / 2)
+        path = f"{folder}/raised"
+        try:
+            _serve(communicators, _calls_back, save_to=path)
+        except Exception as error:
+            out["raised"] = str(error)
+            out["notes"] = error.__notes__
+        like = jaxbuf.load(path, like=_calls_back(2))
+        out["batches before"], out["rows before"] = like.counters.sum(0).tolist()
+        return out
+
+    with Worker(communicators, _manager, rows=_ROWS, timeout=60) as end:
+        if rank == 0:
+            _send_malformed(end, communicators.group)
+            out["refused"] = end.drain().reason
+            out["answered after that"] = _add(end, 0) is not None
+        else:
+            out["answered"] = sum(_add(end, k) is not None for k in range(5))
+
+    if rank == 0:
+        with Worker(communicators, _manager, rows=_ROWS, timeout=60) as end:
+            time.sleep(1)
+            assert _add(end, 0)
+            assert _add(end, 1)
+    else:
+        with contextlib.suppress(ValueError), Worker(communicators, _manager, rows=_ROWS) as end:
+            _add(end, 0)
+            raise ValueError("enough")
+        # It leaves once more, and then sends what nobody waits for.
+        wire_end = end._channel
+        for kind, tree in ((Kind.EXIT, {"note": wire.note("")}), (Kind.BATCH, _raw(end))):
+            message = end._forms[kind].new()
+            wire_end.send(message, wire_end.manager, tree, sequence=9, rows=_ROWS).Wait()
+        out["told"] = ""
+        while not out["told"]:
+            time.sleep(0.05)
+            out["told"] = end.drain().reason
+
+    with Worker(communicators, _manager, rows=_ROWS, timeout=60) as end:
+        _add(end, 0)
+        if rank == 1:
+            time.sleep(_SECONDS)
+            out["came back"] = _add(end, 1) is not None
+            time.sleep(_SECONDS / 3)
+        else:
+            for k in range(12):
+                _add(end, k)
+                time.sleep(_SECONDS / 12)
+            # For longer than this, but the manager says all the while that it is there.
+            out["waited with patience"] = end.exit(timeout=1.5).reason == ""
+
+    try:
+        with Worker(communicators, _calls_back, rows=_ROWS, timeout=60) as end:
+            for k in range(1000):
+                _add(end, _BAD if rank == 0 and k == 3 else k)
+                time.sleep(0.01)
+    except ExchangeError as error:
+        out["failed"] = str(error)
+    return out
+
+
+def _raw(end):
+    items, score = _batch(0)
+    return {"items": items, "score": score, "mask": np.ones(_ROWS, bool)}
+
+
+def _send_malformed(end, group):
+    from mpi4py import MPI
+
+    manager = group.Get_size() - 1
+    tag = Kind.BATCH.tag
+    kept = []
+
+    def send(data, tag=tag):
+        kept.append((data, group.Isend([data, MPI.BYTE], manager, tag)))
+
+    send(np.zeros(64, np.uint8), 7099)
+    send(np.zeros(8, np.uint8))
+    form = end._forms[Kind.BATCH]
+    for place, value in ((0, 0), (0, wire.MAGIC + 1), (2, 4), (3, 1), (5, 99), (5, 3)):
+        message = form.new()
+        message.write(_raw(end), sender=0, session=1, sequence=77, rows=_ROWS)
+        message.memory[:64].view(np.int64)[place] = value
+        send(message.memory)
+    other = wire.Form(Kind.BATCH, {"items": jnp.zeros((2, 2)), "score": jnp.zeros(2)}).new()
+    other.write({"items": jnp.zeros((2, 2)), "score": jnp.zeros(2)}, sender=0, session=1, rows=2)
+    send(other.memory)
+    while end.metrics()["refused"] < len(kept):
+        end.request_metadata()
+    for _, request in kept:
+        request.Wait()
+
+
+def _run_worker(communicators, rank, folder):
+    if communicators.managers is not None:
+        return _serve(communicators, timeout=_SECONDS, save_to=f"{folder}/lost")
+    worker = Worker(communicators, _manager, rows=_ROWS, timeout=30)
+    with worker:
+        for k in range(3 if rank == 1 else 10):
+            assert _add(worker, k) is not None
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return {"answered": worker.metrics()["answered"]}
+
+
+def _run_manager(communicators, rank, folder):
+    def manager(workers):
+        return Manager.create(
+            jaxbuf.reward_prioritized(jnp.zeros(2, jnp.int32), 1000), workers, scores=_ends_itself
+        )
+
+    if communicators.managers is not None:
+        saved = jaxbuf.load(f"{folder}/lost", like=_manager(2))
+        assert int(saved.buffer.size) == 13 * _ROWS
+        # There is one worker less than before.
+        counters = saved.counters.sum(0, keepdims=True, dtype=jnp.uint32)
+        _serve(communicators, lambda _: saved.replace(counters=counters, scores=_ends_itself))
+    out = {}
+    worker = Worker(communicators, manager, rows=_ROWS, mode="pipelined", timeout=_SECONDS)
+    _add(worker, 0)
+    out["batches"] = int(worker.request_metadata()["batches"])
+    _add(worker, _BAD)
+    _add(worker, 0)
+    try:
+        _add(worker, 0)
+    except TimeoutError as error:
+        out["error"] = str(error)
+    drained = worker.drain(1.0)
+    return {**out, "missing": drained.missing, "reason": drained.reason}
+
+
+def _run_all(communicators, rank, folder):
+    if communicators.managers is not None:
+        return _serve(communicators, save_to=f"{folder}/all", save_every=0.2)
+    worker = Worker(communicators, _manager, rows=_ROWS, timeout=30)
+    for k in range(1000):
+        _add(worker, k)
+        time.sleep(0.01)
+        versions = os.listdir(f"{folder}/all") if os.path.isdir(f"{folder}/all") else []
+        if any(int(name) > 1 for name in versions if name.isdigit()):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+_CASES = {
+    "alive": _run_alive,
+    "worker": _run_worker,
+    "manager": _run_manager,
+    "all": _run_all,
+}
+
+
+if __name__ == "__main__":
+    _program(sys.argv[1], sys.argv[2])
