@@ -37,7 +37,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-mpi test notebooks lint format benchmark benchmark-torch clean
+.PHONY: help demo demo-mpi test notebooks docs lint format benchmark benchmark-torch clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -58,6 +58,11 @@ test: $(TEST_NEEDS)  ## run all tests and doctests (MPI=0: without MPI; JOBS: pr
 notebooks: $(TEST_NEEDS)  ## run the notebooks again and keep what they show (ARGS: only some, by name)
 	@$(RUN) -m notebooks $(ARGS)
 
+docs: $(STAMPS)/docs  ## build the site in site/ strictly, and look at its pages in a headless browser if there is one
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --site-dir site
+	@SITE=site $(RUN) -m pytest -q tests/test_site.py
+	@echo "open site/index.html, or serve it: $(RUN) -m http.server --directory site"
+
 lint: $(STAMPS)/lint  ## check style, docstrings and types
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
@@ -76,7 +81,7 @@ endif
 benchmark-torch: $(TORCH_VENV)/.installed  ## install torchgfn in an environment of its own (TORCH_INDEX: where torch is)
 
 clean:  ## remove .venv and all that was built or cached
-	rm -rf $(VENV) $(TORCH_VENV) build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TORCH_VENV) build dist docs/notebooks site .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installing
@@ -101,6 +106,11 @@ $(STAMPS)/demo: pyproject.toml $(BASE)
 $(STAMPS)/test: pyproject.toml $(BASE)
 	@echo "installing jaxbuf, its examples and the test tools"
 	@$(INSTALL) --editable '.[examples]' --group test
+	@touch $@
+
+$(STAMPS)/docs: pyproject.toml $(BASE)
+	@echo "installing jaxbuf and what its site is built with"
+	@$(INSTALL) --editable . --group docs
 	@touch $@
 
 $(STAMPS)/lint: pyproject.toml $(BASE)

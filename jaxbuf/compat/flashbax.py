@@ -1,6 +1,6 @@
 """flashbax's call signatures over jaxbuf's buffers.
 
-A program written for flashbax 0.1 runs after one change::
+A program written for flashbax 0.1 runs after one change:
 
     import jaxbuf.compat.flashbax as fbx  # was: import flashbax as fbx
 
