@@ -1,0 +1,191 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A GFlowNet with a diverse replay buffer
+#
+# A GFlowNet learns to build objects with probabilities **proportional to a reward**, rather than to
+# find the best one. When rewards are rare it helps to replay what was found, and then it matters
+# what a buffer keeps: the states of highest reward, but not the same one a hundred times. This
+# notebook builds such a buffer piece by piece, trains with it, and draws what was learned beside
+# the truth.
+
+# %%
+try:
+    import jaxbuf
+except ImportError:  # as on Colab
+    # %pip install -q "jaxbuf[examples]"
+    import jaxbuf
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from jaxbuf.examples.gflownet import Agent, Config
+
+plt.rcParams["figure.dpi"] = 80
+
+# %% [markdown]
+# ## The task
+#
+# The hypergrid of Bengio et al. (NeurIPS 2021): start at the origin, let one coordinate after the
+# other grow, stop anywhere. The reward is high near the four corners and next to nothing between
+# them, so whoever follows the reward stays in the first corner.
+
+# %%
+config = Config(dims=2, height=16, background=0.01, seeds=3, capacity=100, lr=2e-3, exploration=0.2)
+grid = config.grid
+target = np.asarray(grid.target()).reshape(16, 16)
+plt.figure(figsize=(3.6, 3))
+plt.imshow(target.T, origin="lower")
+plt.colorbar(label="probability")
+plt.title("what is to be learned")
+plt.show()
+
+# %% [markdown]
+# ## A buffer that keeps the best
+#
+# Two strategies make it: the lowest score makes room for a higher one, and draws go by the softmax
+# of scores. The score is the logarithm of the reward, so with temperature 1 states are drawn in
+# proportion to their rewards. `jaxbuf.reward_prioritized` is this combination, ready made.
+
+# %%
+state = jax.ShapeDtypeStruct((2,), jnp.int32)
+best = jaxbuf.ItemBuffer.create(
+    state, 100, sampler=jaxbuf.Softmax(temperature=1.0), evictor=jaxbuf.Lowest()
+)
+found = jax.random.randint(jax.random.key(0), (2_000, 2), 0, 16)
+score = grid.log_reward(found)
+best = jaxbuf.add(best, found, score=score)
+kept = np.asarray(best.data)
+print(f"100 of 2,000 kept, {len(np.unique(kept, axis=0))} of them different")
+assert np.isclose(np.asarray(grid.log_reward(best.data)).min(), np.sort(np.asarray(score))[-100])
+best
+
+# %% [markdown]
+# ## ... and only what is new
+#
+# Many of these are the same state. With a `Diversity` filter, what lies within a cutoff of a better
+# one is refused, be it in the same batch or in the buffer. (`jaxbuf.diverse_reward_prioritized` is
+# ready made; its filter begins once the buffer is full.)
+
+# %%
+diverse = jaxbuf.ItemBuffer.create(
+    state,
+    100,
+    sampler=jaxbuf.Softmax(temperature=1.0),
+    evictor=jaxbuf.Lowest(),
+    diversity=jaxbuf.Diversity(cutoff=0.0),
+)
+diverse = jaxbuf.add(diverse, found, score=score)
+kept_diverse = np.asarray(diverse.data)
+assert diverse.size == 100
+assert len(np.unique(kept_diverse, axis=0)) == 100
+print(f"refused in the batch: {int(diverse.metrics()['refused_within_batch']):,}")
+
+_, axes = plt.subplots(1, 2, figsize=(7, 3.2), sharey=True)
+for axis, states, name in zip(
+    axes, (kept, kept_diverse), ("best", "best and diverse"), strict=True
+):
+    where, times = np.unique(states, axis=0, return_counts=True)
+    axis.imshow(target.T, origin="lower", cmap="Greys", alpha=0.5)
+    axis.scatter(where[:, 0], where[:, 1], s=12 * times, color="tab:blue")
+    axis.set_title(f"{name}: {len(where)} states")
+plt.show()
+
+# %% [markdown]
+# ## Training with and without
+#
+# `Agent` is the one of `python -m jaxbuf.examples.gflownet`: trajectory balance (Malkin et al.,
+# 2022); an update trains on as many trajectories with a buffer as without, but with one half of
+# them are replayed: terminal states are drawn from the buffer and walked back to the origin. What
+# an agent does with its buffer inside its jitted step is
+#
+# ```python
+# buffer = buffer.add(last, score=grid.log_reward(last), mask=valid)
+# batch = buffer.sample(key, replayed)
+# ```
+
+# %%
+CHUNKS, UPDATES = 8, 800
+agents = {kind: Agent(config, kind) for kind in ("none", "diverse")}
+keys = jax.random.split(jax.random.key(0), config.seeds)
+distance, learned, states = {}, {}, {}
+for kind, agent in agents.items():
+
+    def chunk(states, agent=agent):
+        states = jax.vmap(lambda state: agent.train(state, UPDATES // CHUNKS))(states)
+        return states, jax.vmap(agent.gflownet.stopping_distribution)(states.params)
+
+    train = jax.jit(chunk, donate_argnums=0)
+    states[kind] = jax.jit(jax.vmap(agent.init))(keys)
+    rows = []
+    for _ in range(CHUNKS):
+        states[kind], stops = train(states[kind])
+        rows.append(np.abs(np.asarray(stops) - target.reshape(-1)).sum(axis=1))
+    distance[kind], learned[kind] = np.asarray(rows), np.asarray(stops)
+    print(f"{kind:<8} distance to the target {np.median(distance[kind][-1]):.2f}")
+
+# %%
+updates = UPDATES // CHUNKS * np.arange(1, CHUNKS + 1)
+for kind, color in {"none": "black", "diverse": "tab:blue"}.items():
+    plt.plot(updates, distance[kind], color=color, alpha=0.3)
+    plt.plot(updates, np.median(distance[kind], axis=1), "o-", color=color, label=kind)
+plt.xlabel("updates")
+plt.ylabel("sum of absolute differences")
+plt.title("distance to the target, from 0 to 2")
+plt.grid(alpha=0.3)
+plt.legend(title="buffer")
+plt.show()
+
+# %% [markdown]
+# ## What was learned, beside the truth
+#
+# Where the policies stop, computed exactly by passing flow through the grid.
+
+# %%
+panels = {"target": target}
+for kind in agents:
+    seed = int(np.argsort(distance[kind][-1])[config.seeds // 2])
+    panels[f"learned, buffer: {kind}"] = learned[kind][seed].reshape(16, 16)
+figure, axes = plt.subplots(1, 3, figsize=(9, 3), sharey=True, layout="constrained")
+for axis, (name, panel) in zip(axes, panels.items(), strict=True):
+    image = axis.imshow(panel.T, origin="lower", vmin=0, vmax=target.max())
+    axis.set_title(name)
+figure.colorbar(image, ax=axes, label="probability")
+plt.show()
+
+# %%
+corners = np.asarray(grid.mode(grid.states()))
+mass = {
+    name: [round(float(panel.reshape(-1)[corners == m].sum()), 2) for m in range(grid.num_modes)]
+    for name, panel in panels.items()
+}
+for name, masses in mass.items():
+    print(f"{name:<24} probability of the modes {masses}")
+
+# With the buffer all four corners are found about as often as they should be, and that from half as
+# many fresh trajectories.
+truth, with_buffer = mass["target"], mass["learned, buffer: diverse"]
+assert agents["diverse"].fresh == agents["none"].fresh // 2
+assert np.median(distance["diverse"][-1]) < 0.35
+assert np.median(distance["diverse"][-1]) < np.median(distance["none"][-1])
+assert np.allclose(with_buffer, truth, atol=0.03)
+
+# %% [markdown]
+# In the end the buffer holds every state of the four corners.
+
+# %%
+buffer = jax.tree.map(lambda leaf: leaf[0], states["diverse"].buffer)
+held = {tuple(state) for state in np.asarray(buffer.data).tolist()}
+high = grid.states()[grid.log_reward(grid.states()) > np.log(0.4)]
+print(f"{len(held)} different states in {int(buffer.size)} slots, {len(high)} of high reward")
+assert {tuple(state) for state in high.tolist()} <= held
