@@ -155,3 +155,77 @@ def test_a_program_of_one_result_and_sizes():
     assert [parameter.label for parameter in program.parameters] == ["x"]
     assert format_bytes(1023) == "1023 B"
     assert format_bytes(1024) == "1.0 KiB"
+
+
+# As compilers for accelerators write it: a copy that runs aside, one that is a kernel of its own,
+# one in a branch, one in a loop of unknown length, and one within a kernel, which stores nothing.
+ELSEWHERE = """\
+HloModule jit_f, is_scheduled=true, input_output_alias={ {1}: (1, {}, may-alias) }
+
+%wrapped_copy_computation (p: f32[64,64]) -> f32[64,64] {
+  %p = f32[64,64]{1,0} parameter(0)
+  ROOT %copy.1 = f32[64,64]{1,0} copy(%p)
+}
+
+%inner (q: f32[64,64]) -> f32[64] {
+  %q = f32[64,64]{1,0} parameter(0)
+  %copy.2 = f32[64,64]{0,1} copy(%q)
+  ROOT %reduce.1 = f32[64]{0} bitcast(%copy.2)
+}
+
+%branch (r: (f32[4096], s32[])) -> (f32[4096]) {
+  %r = (f32[4096]{0}, s32[]) parameter(0)
+  %gte.1 = f32[4096]{0} get-tuple-element(%r), index=0
+  %copy.3 = f32[4096]{0} copy(%gte.1)
+  ROOT %tuple.1 = (f32[4096]{0}) tuple(%copy.3)
+}
+
+%body (s: (s32[], f32[4096], /*index=2*/f32[8])) -> (s32[], f32[4096], f32[8]) {
+  %s = (s32[], f32[4096]{0}, /*index=2*/f32[8]{0}) parameter(0)
+  %gte.2 = s32[] get-tuple-element(%s), index=0
+  %gte.3 = f32[4096]{0} get-tuple-element(%s), index=1
+  %gte.4 = f32[8]{0} get-tuple-element(%s), index=2
+  %copy.4 = f32[4096]{0} copy(%gte.3)
+  ROOT %tuple.2 = (s32[], f32[4096]{0}, f32[8]{0}) tuple(%gte.2, %copy.4, %gte.4)
+}
+
+%condition (t: (s32[], f32[4096], f32[8])) -> pred[] {
+  %t = (s32[], f32[4096]{0}, f32[8]{0}) parameter(0)
+  ROOT %constant.1 = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[64,64], b: f32[4096], c: f32[8]) -> (f32[64,64], f32[4096]) {
+  %a = f32[64,64]{1,0} parameter(0), metadata={op_name="buffer.data[\\'obs\\']"}
+  %b = f32[4096]{0} parameter(1), metadata={op_name="buffer.nodes"}
+  %c = f32[8]{0} parameter(2)
+  %n = s32[] constant(0)
+  %copy-start.1 = (f32[64,64]{1,0}, f32[64,64]{1,0}, u32[]) copy-start(%a)
+  %copy-done.1 = f32[64,64]{1,0} copy-done(%copy-start.1)
+  %wrapped_copy = f32[64,64]{1,0} fusion(%copy-done.1), kind=kLoop, calls=%wrapped_copy_computation
+  %sums = f32[64]{0} fusion(%a), kind=kInput, calls=%inner
+  %tuple.3 = (f32[4096]{0}, s32[]) tuple(%b, %n)
+  %cond = (f32[4096]{0}) conditional(%n, %tuple.3, %tuple.3), branch_computations={%branch, %branch}
+  %gte.5 = f32[4096]{0} get-tuple-element(%cond), index=0
+  %tuple.4 = (s32[], f32[4096]{0}, f32[8]{0}) tuple(%n, %gte.5, %c)
+  %while.1 = (s32[], f32[4096]{0}, f32[8]{0}) while(%tuple.4), condition=%condition, body=%body
+  %gte.6 = f32[4096]{0} get-tuple-element(%while.1), index=1
+  ROOT %tuple.5 = (f32[64,64]{1,0}, f32[4096]{0}) tuple(%wrapped_copy, %gte.6)
+}
+"""
+
+
+def test_programs_for_other_backends_are_read():
+    program = Program(ELSEWHERE)
+    assert [parameter.label for parameter in program.parameters] == [
+        "buffer.data['obs']",
+        "buffer.nodes",
+        "",
+    ]
+    assert program.aliased == {1}
+    found = [(copy.parameter, copy.shape, copy.in_loop, copy.times) for copy in program.copies(64)]
+    assert sorted(found, key=str) == [
+        (0, (64, 64), False, 1),
+        (0, (64, 64), False, 1),
+        (1, (4096,), False, 1),
+        (1, (4096,), True, None),
+    ]
