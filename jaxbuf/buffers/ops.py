@@ -111,12 +111,20 @@ def _call(method: Callable[..., Any], donate: bool, *args: Any) -> Any:
 @functools.cache
 def _compiled(method: Callable[..., Any], donate: bool) -> Callable[..., Any]:
     """The one jitted form of a method, made when the backend is known."""
-    # These programs are many tiny kernels in a row: handing each to a thread pool, as XLA:CPU does
-    # by default, costs more than the kernels do.
-    sequential = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     return jax.jit(
         method,
         static_argnums=2 if method is _sample_method else None,
         donate_argnums=0 if donate else None,
-        compiler_options=sequential if jax.default_backend() == "cpu" else None,
+        compiler_options=compiler_options(),
     )
+
+
+def compiler_options() -> dict[str, str] | None:
+    """How to compile what buffers do, on the backend that there is.
+
+    These programs are many tiny kernels in a row: handing each to a thread pool, as XLA:CPU does by
+    default, costs more than the kernels do.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

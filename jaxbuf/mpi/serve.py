@@ -1,5 +1,6 @@
 """The manager's end of the free-running exchange: it answers whoever comes, until all have left."""
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers import common, ops
 from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.layout import Communicators
@@ -151,6 +152,16 @@ def check_seconds(name: str, value: float | None) -> None:
         raise ValueError(f"{name} is {value}; expected seconds, more than 0, or None")
 
 
+@functools.cache
+def _compiled(function: Callable[..., Any], donates: bool) -> Any:
+    """The one jitted form of a function, made when the backend is known."""
+    return jax.jit(
+        function,
+        donate_argnums=0 if donates else None,
+        compiler_options=ops.compiler_options(),
+    )
+
+
 def _take(
     manager: Manager, batch: dict[str, Any], sender: Int[Array, ""]
 ) -> tuple[Manager, dict[str, Any]]:
@@ -212,12 +223,12 @@ class _Server:
         self._incoming = {kind.tag: Message(self._forms[kind], self._memory) for kind in incoming}
         self._senders = [np.int32(worker) for worker in range(self._channel.manager)]
         batch = self._incoming[Kind.BATCH.tag].tree
-        traced = jax.jit(_take, donate_argnums=0).trace(self._manager, batch, self._senders[0])
+        self._take = _compiled(_take, donates=True)
+        traced = self._take.trace(self._manager, batch, self._senders[0])
         # Whatever calls back into Python can fail halfway, and then nothing would be left to save.
         if "callback" in str(traced.jaxpr):
-            traced = jax.jit(_take).trace(self._manager, batch, self._senders[0])
-        self._take = traced.lower().compile()
-        self._metrics = jax.jit(Manager.metrics)
+            self._take = _compiled(_take, donates=False)
+        self._metrics = _compiled(Manager.metrics, donates=False)
 
     def _serve(self) -> None:
         wait = wire.Wait()
