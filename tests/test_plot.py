@@ -36,9 +36,9 @@ def test_all_there_is_of_an_item_buffer():
         freshness=jaxbuf.Freshness(max_use=2, max_staleness=9),
     )
     priority = jnp.concatenate([jnp.full(60, 0.5), jnp.full(10, 4.0)])
-    buffer = buffer.add(jnp.ones(70), priority=priority)
-    batch = buffer.sample(KEY, 60)
-    buffer = buffer.mark_used(batch.slots).set_version(3)
+    buffer = jaxbuf.add(buffer, jnp.ones(70), priority=priority)
+    use = jax.jit(lambda buffer: buffer.mark_used(buffer.sample(KEY, 60).slots).set_version(3))
+    buffer = use(buffer)
     size = int(buffer.size)
     assert 0 < size < 50
     figure = jaxbuf.plot(buffer)
@@ -60,7 +60,7 @@ def test_all_there_is_of_an_item_buffer():
 def test_scores_and_arrivals():
     buffer = jaxbuf.reward_prioritized(jnp.float32(0), 10)
     score = jnp.arange(25.0)
-    axes = drawn(jaxbuf.plot(buffer.add(score, score=score)))
+    axes = drawn(jaxbuf.plot(jaxbuf.add(buffer, score, score=score)))
     assert list(axes) == ["where items lie", "ages", "scores"]
     assert counted(axes["scores"]) == 10
     assert lines(axes["where items lie"]) == []
@@ -68,7 +68,7 @@ def test_scores_and_arrivals():
     assert sorted(shown[0].tolist()) == list(range(10))
     softmax = jaxbuf.ItemBuffer.create(jnp.float32(0), 10, sampler=jaxbuf.Softmax())
     score = jnp.array([1.0, -jnp.inf, 2.0])
-    axes = drawn(jaxbuf.plot(softmax.add(score, score=score)))
+    axes = drawn(jaxbuf.plot(jaxbuf.add(softmax, score, score=score)))
     assert counted(axes["scores"]) == 2
     assert counted(axes["ages"]) == 3
 
@@ -78,7 +78,7 @@ def test_rings_and_their_write_positions():
         {"obs": jnp.float32(0)}, 2, 10, sequence_length=3, sampler=jaxbuf.Prioritized()
     )
     mask = jnp.arange(14)[None] < jnp.array([[4], [14]])
-    buffer = buffer.add({"obs": jnp.ones((2, 14))}, mask=mask)
+    buffer = jaxbuf.add(buffer, {"obs": jnp.ones((2, 14))}, mask=mask)
     axes = drawn(jaxbuf.plot(buffer))
     assert list(axes) == ["where steps lie", "ages", "priorities"]
     assert lines(axes["where steps lie"]) == [4, 4]
@@ -92,13 +92,15 @@ def test_rings_and_their_write_positions():
 
 
 def test_queues_and_mixtures():
-    queue, _ = jaxbuf.Queue.create(jnp.float32(0), 8).add(jnp.ones(6)).take(2)
+    queue = jaxbuf.add(jaxbuf.Queue.create(jnp.float32(0), 8), jnp.ones(6))
+    queue, _ = jax.jit(lambda queue: queue.take(2))(queue)
     axes = drawn(jaxbuf.plot(queue))
     assert list(axes) == ["where items lie", "ages"]
     assert counted(axes["ages"]) == 4
     one, two = (jaxbuf.ItemBuffer.create(jnp.float32(0), n) for n in (3, 4))
     recent = jaxbuf.Recent(0.5, 2, base=jaxbuf.Prioritized())
-    three = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=recent).add(jnp.ones(2))
+    three = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=recent)
+    three = jaxbuf.add(three, jnp.ones(2))
     mixture = jaxbuf.Mixture.create([jaxbuf.Mixture.create([one, two], [1, 1]), three], [1, 1])
     figure = jaxbuf.plot(mixture)
     titles = [part.get_suptitle() for part in figure.subfigs]
@@ -112,7 +114,8 @@ def test_queues_and_mixtures():
 
 
 def test_large_buffers_are_binned():
-    buffer = jaxbuf.ItemBuffer.create(jnp.int8(0), 2**20).add(jnp.zeros(2**19 + 2**10, jnp.int8))
+    buffer = jaxbuf.ItemBuffer.create(jnp.int8(0), 2**20)
+    buffer = jaxbuf.add(buffer, jnp.zeros(2**19 + 2**10, jnp.int8))
     axes = drawn(jaxbuf.plot(buffer))
     shown = axes["where items lie"].images[0].get_array()
     assert shown.shape == (1, 512)
@@ -120,7 +123,7 @@ def test_large_buffers_are_binned():
     assert counted(axes["ages"]) == 2**19 + 2**10
     assert len(axes["ages"].patches[0].get_data().values) <= 41
     rings = jaxbuf.TrajectoryBuffer.create(jnp.int8(0), 100, 10)
-    axes = drawn(jaxbuf.plot(rings.add(jnp.zeros((100, 5), jnp.int8))))
+    axes = drawn(jaxbuf.plot(jaxbuf.add(rings, jnp.zeros((100, 5), jnp.int8))))
     assert axes["where steps lie"].images[0].get_array().shape == (64, 10)
 
 

@@ -44,7 +44,7 @@ def batched(buffer, axis=3):
 def test_an_item_buffer():
     sampler = jaxbuf.Prioritized(alpha=0.7)
     freshness = jaxbuf.Freshness(max_use=3)
-    buffer = items(sampler=sampler, freshness=freshness).add(rows(7))
+    buffer = jaxbuf.add(items(sampler=sampler, freshness=freshness), rows(7))
     title, *lines = str(buffer).splitlines()
     memory = format_bytes(sum(leaf.nbytes for leaf in jax.tree.leaves(buffer)))
     assert title == f"ItemBuffer: 7 of 2,000 items, {memory}"
@@ -62,12 +62,13 @@ def test_an_item_buffer():
 
 
 def test_a_trajectory_buffer_and_a_queue():
-    buffer = trajectories().add(rows(4, STEP))
+    buffer = jaxbuf.add(trajectories(), rows(4, STEP))
     text = str(buffer)
     assert text.startswith("TrajectoryBuffer: 4 of 400 steps, ")
     assert "4 environments × 100 steps, windows of 8 every 2" in text
     assert "boundary='avoid'" in text
-    queue = jaxbuf.Queue.create(jnp.zeros((20, 3)), capacity=4).add(jnp.ones((3, 20, 3)))
+    queue = jaxbuf.Queue.create(jnp.zeros((20, 3)), capacity=4)
+    queue = jaxbuf.add(queue, jnp.ones((3, 20, 3)))
     assert str(queue).splitlines() == [
         "Queue: 3 of 4 items, 984 B",
         "  data  float32[20, 3]  960 B",
@@ -83,7 +84,8 @@ def test_a_mixture_shows_its_parts():
 
 def test_over_seeds():
     empty = items()
-    some = jax.tree.map(lambda one, two: jnp.stack([one, two]), empty, empty.add(rows(7)))
+    full = jaxbuf.add(empty, rows(7), donate=False)
+    some = jax.tree.map(lambda one, two: jnp.stack([one, two]), empty, full)
     assert str(some).startswith("2 × ItemBuffer: 0 to 7 of 2,000 items each, ")
     assert "uint8[2, 3]  23.4 KiB" in str(some)
     assert str(batched(trajectories())).startswith("3 × TrajectoryBuffer: 0 of 400 steps each, ")

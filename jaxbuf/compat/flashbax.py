@@ -37,6 +37,7 @@ over bit by bit.
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
@@ -48,6 +49,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import ops
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.trajectory import Steps
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.samplers import Prioritized, Uniform
@@ -607,8 +609,7 @@ def make_trajectory_queue(
         return state.replace(buffer=ops.add(state.buffer, batch, mask=mask, donate=False))
 
     def sample(state: TrajectoryQueueState) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
-        mask = jnp.broadcast_to(can_sample(state), (add_batch_size,))
-        buffer, steps = state.buffer.dequeue(sample_sequence_length, mask=mask)
+        buffer, steps = _dequeue(state.buffer, sample_sequence_length, can_sample(state))
         sample = TrajectoryQueueSample(experience=steps.data, valid=jnp.all(steps.valid, axis=1))
         return state.replace(buffer=buffer), sample
 
@@ -670,6 +671,11 @@ def make_mixer(
 def _add(state: TrajectoryBufferState, batch: PyTree[Array]) -> TrajectoryBufferState:
     """Append steps ``[add_batch_size, T, ...]``."""
     return state.replace(buffer=ops.add(state.buffer, batch, donate=False))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequeue(buffer: Rings, steps: int, wanted: Bool[Array, ""]) -> tuple[Rings, Steps]:
+    return buffer.dequeue(steps, mask=jnp.broadcast_to(wanted, (buffer.num_envs,)))
 
 
 def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..., Any]:
