@@ -219,6 +219,13 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
+# What the buffer holds in the end: the last transitions in the order in which they came, many of
+# them with small errors, few with large ones.
+
+# %%
+jaxbuf.plot(agent.buffer)
+
+# %% [markdown]
 # ## How fast, and why
 #
 # The same call in three ways. The buffer is large here, half a million transitions, since that is

@@ -136,16 +136,14 @@ assert probability.max() > 2 * probability.min()
 # %% [markdown]
 # ## Look inside
 #
-# `metrics` gives numbers to log. The data are plain arrays, `buffer.data`.
+# `metrics` gives numbers to log. The data are plain arrays, `buffer.data`. And `jaxbuf.plot` draws
+# what a buffer holds: where items lie and how old they are, and their priorities.
 
 # %%
 {name: round(value.item(), 4) for name, value in buffer.metrics().items()}
 
 # %%
-plt.hist(np.asarray(probability), bins=20)
-plt.xlabel("probability of a draw")
-plt.ylabel("rows of a batch")
-plt.show()
+jaxbuf.plot(buffer)
 
 # %% [markdown]
 # ## Donation: why the old buffer is gone

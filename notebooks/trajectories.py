@@ -112,6 +112,12 @@ assert buffer.earliest_position.tolist() == [5] * NUM_ENVS
 assert buffer.end_position.tolist() == [25] * NUM_ENVS
 
 # %% [markdown]
+# `jaxbuf.plot` draws any buffer, also one with millions of steps.
+
+# %%
+jaxbuf.plot(buffer)
+
+# %% [markdown]
 # ## Windows
 #
 # A sample's leaves are `[B, sequence_length, ...]`. Windows run across the end of the memory, but

@@ -24,6 +24,10 @@ def outputs(notebook):
     return [output for cell in notebook.cells for output in cell.get("outputs", ())]
 
 
+def test_each_script_has_its_notebook():
+    assert {path.stem for path in notebooks.FOLDER.glob("*.ipynb")} == set(notebooks.NAMES)
+
+
 @pytest.mark.parametrize("name", notebooks.NAMES)
 def test_what_is_kept_was_run_from_the_script(name):
     script, executed = notebooks.read_script(name), notebooks.read_executed(name)
