@@ -11,8 +11,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-input
 
-# torchgfn needs another NumPy than jaxbuf, so it lives in an environment of its own.
+# torchgfn needs another NumPy than jaxbuf, so it lives in an environment of its own, and torchrl with
+# it. Where torchrl's wheel does not fit this torch, TORCHRL can name a folder with its source.
 TORCH_VENV := .venv-torch
+TORCHRL ?= torchrl
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # One empty file per finished installation, all of them gone when .venv is made anew.
@@ -72,13 +74,13 @@ format: $(STAMPS)/lint  ## rewrite the code in the project's style
 	@$(RUN) -m ruff check --fix-only .
 	@$(RUN) -m ruff format .
 
-benchmark: $(STAMPS)/benchmark  ## time jaxbuf side by side with its peers (ARGS: its options; TORCH=0: without torchgfn)
+benchmark: $(STAMPS)/benchmark  ## time jaxbuf side by side with its peers (ARGS: its options; TORCH=0: without those that need torch)
 ifneq ($(TORCH),0)
-	@$(MAKE) --no-print-directory benchmark-torch || echo "going on without torchgfn: see the messages above"
+	@$(MAKE) --no-print-directory benchmark-torch || echo "going on without torchgfn and torchrl: see the messages above"
 endif
 	@$(RUN) -m benchmarks $(ARGS)
 
-benchmark-torch: $(TORCH_VENV)/.installed  ## install torchgfn in an environment of its own (TORCH_INDEX: where torch is)
+benchmark-torch: $(TORCH_VENV)/.installed  ## install torchgfn and torchrl in an environment of their own (TORCH_INDEX: where torch is)
 
 clean:  ## remove .venv and all that was built or cached
 	rm -rf $(VENV) $(TORCH_VENV) build dist docs/notebooks site .hypothesis .pytest_cache .ruff_cache
@@ -124,10 +126,15 @@ $(STAMPS)/benchmark: pyproject.toml $(BASE)
 	@touch $@
 
 $(TORCH_VENV)/.installed: $(BASE)
-	@echo "installing torchgfn and torch (CPU) into $(TORCH_VENV)"
+	@echo "installing torchgfn, torchrl and torch (CPU) into $(TORCH_VENV)"
 	@$(PYTHON) -m venv $(TORCH_VENV)
 	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
-	  --extra-index-url $(TORCH_INDEX) torch==2.13.0 'torchgfn>=2.4'
+	  --extra-index-url $(TORCH_INDEX) torch==2.13.0 'torchgfn>=2.4' \
+	  pybind11 setuptools wheel
+	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	  --no-build-isolation $(TORCHRL) && \
+	$(TORCH_VENV)/bin/python -c 'import torch, torchrl._torchrl' || \
+	  echo "torchrl does not run with this torch; its part of the benchmark is left out"
 	@touch $@
 
 WITHOUT_MPI := "To go on without MPI: make test MPI=0 (the MPI tests are then skipped)."

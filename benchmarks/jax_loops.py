@@ -134,12 +134,12 @@ def repeat_in_place(
     finish: Callable[[], object] = lambda: None,
 ) -> float:
     """Seconds that `calls` steps of the state take, each a call from Python, and `finish`."""
-    ready, wait_each = _ready(holder.state), options.wait == "call"
+    wait, wait_each = _waiter(holder.state), options.wait == "call"
 
     def call() -> None:
         holder.state = step(holder.state)
         if wait_each:
-            ready(holder.state).block_until_ready()
+            wait(holder.state)
 
     return repeat_calls(call, calls, lambda: (jax.block_until_ready(holder.state), finish()))
 
@@ -483,9 +483,10 @@ class ReplayContestant:
         return repeat_in_place(self._subject, step, self._options, calls)
 
 
-def _ready(state: State) -> Callable[[State], jax.Array]:
-    """Picks one array of a state to wait for: all outputs of a program are ready at once."""
-    for field in dataclasses.fields(state):
+def _waiter(state: State) -> Callable[[State], object]:
+    """Waits for a state, by one array of a buffer: all outputs of a program are ready at once."""
+    for field in dataclasses.fields(state) if dataclasses.is_dataclass(state) else ():
         if isinstance(getattr(state, field.name), jax.Array):
-            return operator.attrgetter(field.name)
-    return lambda state: jax.tree.leaves(state)[0]
+            pick = operator.attrgetter(field.name)
+            return lambda state: pick(state).block_until_ready()
+    return jax.block_until_ready

@@ -12,6 +12,7 @@ import json
 import subprocess
 import tempfile
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,10 @@ from benchmarks.harness import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 """The folder from which the benchmark is run, and beside which environments lie."""
+
+
+Launcher = Sequence[str]
+"""The beginning of a command line, before the interpreter."""
 
 
 class PeerError(Exception):
@@ -37,17 +42,19 @@ def environment(name: str) -> Path:
 class PeerProcess:
     """A started peer, to be asked by name for what its program offers."""
 
-    def __init__(self, python: Path | str, module: str):
+    def __init__(self, python: Path | str, module: str, *arguments: str, launcher: Launcher = ()):
         """Starts it.
 
         Args:
             python: The interpreter of its environment.
             module: Its program: a module that calls `benchmarks.peers.serving.serve`.
+            *arguments: Of that program.
+            launcher: What starts it, if it is more than one process: the first answers.
         """
         self._module = module
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by _stop)
         self._process = subprocess.Popen(
-            [str(python), "-m", module],
+            [*launcher, str(python), "-m", module, *arguments],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -82,6 +82,17 @@ def _leaf(*shape: int, dtype: type = np.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
 
+CARTPOLE = Transitions(
+    {
+        "obs": _leaf(4),
+        "action": _leaf(dtype=np.int32),
+        "reward": _leaf(),
+        "terminated": _leaf(dtype=np.bool_),
+        "next_obs": _leaf(4),
+    }
+)
+"""CartPole's transition: 41 bytes."""
+
 MUJOCO = Transitions(
     {
         "obs": _leaf(17),

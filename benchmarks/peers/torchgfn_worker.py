@@ -17,7 +17,7 @@ from benchmarks.harness import repeat_calls
 from benchmarks.peers.serving import serve
 
 
-class _Points(Env):
+class Points(Env):
     """An environment whose states are points: containers ask it for their shape and device."""
 
     def __init__(self, width: int):
@@ -30,12 +30,15 @@ class _Points(Env):
         )
 
     def step(self, states, actions):
+        """Not needed."""
         raise NotImplementedError
 
     def backward_step(self, states, actions):
+        """Not needed."""
         raise NotImplementedError
 
     def is_action_valid(self, states, actions, backward=False):
+        """Not needed."""
         raise NotImplementedError
 
 
@@ -51,7 +54,7 @@ class Torchgfn:
         """
         rows = Arrivals(**arrivals)
         capacity = rows.capacity
-        self._env = _Points(rows.width)
+        self._env = Points(rows.width)
         if cutoff is None:
             self._buffer = ReplayBuffer(
                 self._env, capacity, prioritized_capacity=True, prioritized_sampling=True

@@ -16,28 +16,43 @@ What is compared, and why it is equal work:
 * **cpprb**: `PrioritizedReplayBuffer` in C++, from Python only, with NumPy arrays. Its `sample`
   always computes importance weights, so it competes in the operations that do; its weights are
   relative to the largest of the buffer, those of the others to the largest of the batch.
+* **torchrl**: `ReplayBuffer` with `PrioritizedSampler`, whose trees are in C++, from Python only,
+  in a process of its own (see [`benchmarks.peers.torchrl_worker`][]) that takes its turns between
+  those of the others. Like cpprb's its `sample` always computes weights, relative to the largest of
+  the buffer. It alone draws independent points rather than one in each stratum: that is less work.
 
-All sample in strata, give new items priority 1 (the largest ever set here), use alpha 0.6 and
-beta 0.4, and every one returns the data and the probabilities (or weights).
+All others sample in strata. All give new items priority 1 (the largest ever set here), use alpha
+0.6 and beta 0.4, and return the data and the probabilities (or weights).
 """
 
 import dataclasses
 import functools
 import itertools
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks import equality
-from benchmarks.harness import Contestant, Operation, Options, Row, import_library, repeat_calls
+from benchmarks.harness import (
+    Contestant,
+    Operation,
+    Options,
+    Row,
+    Unavailable,
+    import_library,
+    repeat_calls,
+)
 from benchmarks.jax_loops import (
     NUM_ARGUMENTS,
     Binding,
     ReplayContestant,
     compiler_options,
 )
+from benchmarks.peer_process import PeerError, PeerProcess, environment
 from benchmarks.transitions import ATARI, MINATAR, MUJOCO, Items
 from benchmarks.workload import Workload
 
@@ -92,6 +107,7 @@ def _row(name: str, kind: str, workload: Workload, options: Options) -> Row:
         "jaxbuf": contestant(bind_jaxbuf),
         "flashbax": contestant(bind_flashbax),
         "cpprb": lambda: CpprbContestant(workload),
+        "torchrl": lambda: TorchrlContestant(workload),
     }
     return Row(name, title, OPERATIONS, builders)
 
@@ -246,3 +262,83 @@ class CpprbContestant:
     def facts(self) -> Mapping[str, str]:
         """None: cpprb's memory lies in C++, where it does not say how much it takes."""
         return {}
+
+
+class TorchrlSubject:
+    """A filled buffer of torchrl, in its own process, behind the interface of the checks."""
+
+    def __init__(self, process: PeerProcess, workload: Workload):
+        """Creates the buffer, and fills it with transitions 0, 1, ..."""
+        self._call, self._workload = process.call, workload
+        self._call(
+            "build",
+            capacity=workload.capacity,
+            sample_size=workload.sample_size,
+            alpha=workload.alpha,
+            beta=workload.beta,
+        )
+        self.model = equality.RingModel(workload)
+        equality.fill(self)
+
+    def add(self, items: Items) -> None:
+        """See `equality.Subject`."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "items.npz"
+            np.savez(path, **items)
+            self._call("add", path=str(path))
+
+    def sample(self, seed: int) -> equality.CheckedSample:
+        """See `equality.Subject`; torchrl keeps its own random numbers."""
+        del seed
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "sample.npz"
+            self._call("sample", path=str(path))
+            with np.load(path) as found:
+                data = {name: found[f"data.{name}"] for name in self._workload.transitions.leaves}
+                return equality.CheckedSample(data, found["slots"], weights=found["weights"])
+
+    def update(self, slots: Any, priority: np.ndarray) -> None:
+        """See `equality.Subject`."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "priorities.npz"
+            np.savez(path, slots=slots, priority=priority)
+            self._call("update", path=str(path))
+
+
+class TorchrlContestant:
+    """torchrl on a prioritized replay job, from Python."""
+
+    def __init__(self, workload: Workload):
+        """Fills a buffer to capacity."""
+        self._workload = workload
+        self._process = PeerProcess(environment("torch"), "benchmarks.peers.torchrl_worker")
+        try:
+            self._process.call("versions")
+            self._process.call("build", capacity=2, sample_size=1, alpha=0.6, beta=0.4)
+        except PeerError as error:
+            raise Unavailable(f"does not run here ({str(error).splitlines()[-1]})") from error
+
+    def verify(self) -> None:
+        """Checks every call against the NumPy model."""
+        equality.check_draws(TorchrlSubject(self._process, self._workload.small()))
+        subject = TorchrlSubject(self._process, self._workload)
+        equality.check_calls(subject, rounds=4, add=True)
+        # The last items are those that the timed adds repeat.
+        subject.add(self._workload.transitions.items(np.arange(self._workload.add_size)))
+
+    def operations(self) -> Mapping[str, Operation]:
+        """The operations in which torchrl does what the others do."""
+        call = self._process.call
+        return {
+            "python add": Operation(lambda calls: call("time_add", calls=calls)),
+            "python sample+weights": Operation(lambda calls: call("time_sample", calls=calls)),
+            "python update": Operation(
+                lambda calls: call("time_update", calls=calls),
+                prepare=lambda: call("draw_slots"),
+            ),
+            "python cycle+weights": Operation(lambda calls: call("time_cycle", calls=calls)),
+        }
+
+    def facts(self) -> Mapping[str, str]:
+        """Versions, which are not those of this environment."""
+        return {"versions": self._process.call("versions")}

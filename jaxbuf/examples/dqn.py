@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 import jaxbuf
 from jaxbuf.examples import _cli, _environment, _runner
@@ -205,11 +205,6 @@ class Agent:
             "truncated": jnp.bool_(False),
             "next_obs": obs,
         }
-        sampler = (
-            jaxbuf.Prioritized(alpha=config.alpha, epsilon=PRIORITY_EPSILON)
-            if config.sampler == "prioritized"
-            else jaxbuf.Uniform()
-        )
         envs = self.envs.reset(envs_key)
         frames = self.first_frames(envs.obs)
         params = self.network.init(params_key, _merge(frames))
@@ -217,13 +212,7 @@ class Agent:
             params=params,
             target_params=jax.tree.map(jnp.copy, params),
             opt_state=self.optimizer.init(params),
-            buffer=jaxbuf.TrajectoryBuffer.create(
-                step,
-                config.num_envs,
-                config.capacity // config.num_envs,
-                sequence_length=config.window,
-                sampler=sampler,
-            ),
+            buffer=self.create_buffer(step),
             envs=envs,
             frames=frames,
             key=key,
@@ -233,6 +222,22 @@ class Agent:
         return jax.lax.scan(
             lambda state, _: self.interact(state, epsilon=1.0), state, length=iterations
         )[0]
+
+    def create_buffer(self, step: PyTree) -> jaxbuf.TrajectoryBuffer:
+        """An empty buffer for steps like this one."""
+        config = self.config
+        sampler = (
+            jaxbuf.Prioritized(alpha=config.alpha, epsilon=PRIORITY_EPSILON)
+            if config.sampler == "prioritized"
+            else jaxbuf.Uniform()
+        )
+        return jaxbuf.TrajectoryBuffer.create(
+            step,
+            config.num_envs,
+            config.capacity // config.num_envs,
+            sequence_length=config.window,
+            sampler=sampler,
+        )
 
     def train(
         self, state: TrainState, iterations: int

@@ -1,0 +1,245 @@
+"""jaxbuf's manager and worker on two MPI ranks.
+
+Rank 0 is the worker and answers the benchmark; rank 1 is the manager.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import jaxbuf
+from benchmarks.harness import repeat_calls
+from benchmarks.peers.serving import serve as answer
+from jaxbuf.mpi import Layout, LockStep, Manager, Worker, make_communicators, serve
+
+ROWS, WIDTH, CAPACITY = 256, 8, 10_000
+LARGE_ROWS, LARGE_WIDTH = 2**14, 512
+SCAN_LENGTH = 100
+
+
+def batches(count: int = 16) -> list[tuple[np.ndarray, np.ndarray]]:
+    """States [ROWS, WIDTH] with their log rewards, the same for every library."""
+    rng = np.random.default_rng(0)
+    return [
+        (
+            rng.integers(0, 100, (ROWS, WIDTH)).astype(np.int32),
+            rng.normal(size=ROWS).astype(np.float32),
+        )
+        for _ in range(count)
+    ]
+
+
+def think(seconds_of_work: jax.Array, start: jax.Array) -> jax.Array:
+    """Arithmetic on one core, for as many rounds as `seconds_of_work` says."""
+
+    def step(_: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sin(x) + jnp.float32(0.1)
+
+    return jax.lax.fori_loop(0, seconds_of_work, step, start)
+
+
+def busy_score(rounds: int) -> Callable[..., dict[str, jax.Array]]:
+    """A score function that takes its time."""
+
+    def score(buffer: Any, batch: Any, mask: jax.Array, sender: jax.Array) -> dict[str, jax.Array]:
+        del buffer, mask, sender
+        return {"score": jnp.sum(think(jnp.int32(rounds), batch.score[:64]))}
+
+    return score
+
+
+class Exchange:
+    """A worker and what is timed.
+
+    Args:
+        mode: Of the worker.
+        rounds: How long the manager thinks about a batch.
+        large: Whether batches are large, and not stored.
+    """
+
+    def __init__(self, mode: str, rounds: int, large: bool):
+        self._links = make_communicators(Layout(2))
+        rows, width = (LARGE_ROWS, LARGE_WIDTH) if large else (ROWS, WIDTH)
+        self._rounds, self._large, self._rows = rounds, large, rows
+        example = jnp.zeros(width, jnp.float32 if large else jnp.int32)
+
+        def manager(num_workers: int) -> Manager:
+            scores = {"scores": busy_score(rounds)} if rounds else {}
+            if large:
+                buffer = jaxbuf.ItemBuffer.create(example, 1)
+                return Manager.create(buffer, num_workers, store=False, **scores)
+            buffer = jaxbuf.reward_prioritized(example, CAPACITY)
+            return Manager.create(buffer, num_workers, **scores)
+
+        if MPI.COMM_WORLD.rank == 1:
+            serve(self._links, manager(1), rows=rows, report=None)
+            sys.exit()
+        self._local = jaxbuf.reward_prioritized(jnp.zeros(WIDTH, jnp.int32), CAPACITY)
+        self._worker = Worker(self._links, manager, rows=rows, mode=mode)
+        self._batches = [jax.device_put(batch) for batch in batches()]
+        self._turn = 0
+        self._train = jax.jit(think)
+
+    def fill(self) -> None:
+        """Fills both buffers."""
+        for _ in range(-(-CAPACITY // ROWS)):
+            self._add()
+        self._worker.drain()
+
+    def kept(self) -> list[float]:
+        """The number of log rewards that the manager keeps, and their least."""
+        metrics = self._worker.request_metadata()
+        return [float(metrics["size"]), float(metrics["score_min"])]
+
+    def time_add(self, calls: int) -> float:
+        """Seconds for so many adds to the worker's own buffer and to the manager's, with scores."""
+        return repeat_calls(self._add, calls, self._finish)
+
+    def _add(self) -> None:
+        states, scores = self._batches[self._turn % len(self._batches)]
+        self._turn += 1
+        self._local = jaxbuf.add(self._local, states, score=scores)
+        self._worker.add(states, score=scores)
+
+    def _finish(self) -> None:
+        drained = self._worker.drain()
+        if drained.missing:
+            raise RuntimeError(drained.reason)
+
+    def time_large(self, calls: int) -> float:
+        """Seconds for so many large messages, each answered."""
+        items = jnp.ones((self._rows, LARGE_WIDTH))
+        items.block_until_ready()
+        return repeat_calls(lambda: self._worker.add(items), calls, self._finish)
+
+    def time_steps(self, calls: int, exchange: bool) -> float:
+        """Seconds for so many training steps, each with a batch for the manager or without."""
+        states, scores = self._batches[0]
+        rounds, start = jnp.int32(self._rounds), scores[:64]
+
+        def step() -> None:
+            self._train(rounds, start).block_until_ready()
+            if exchange:
+                self._worker.add(states, score=scores)
+
+        return repeat_calls(step, calls, self._finish)
+
+    def versions(self) -> str:
+        """What was measured."""
+        return MPI.Get_library_version().split("\n")[0].strip()
+
+    def close(self) -> None:
+        """Leaves the manager."""
+        self._worker.exit()
+
+
+class Locked:
+    """The lock-step exchange in a scan: all ranks run the same program, as often as rank 0 says."""
+
+    def __init__(self) -> None:
+        self._world = MPI.COMM_WORLD
+        links = make_communicators(Layout(2))
+
+        def manager(num_workers: int) -> Manager:
+            buffer = jaxbuf.reward_prioritized(jnp.zeros(WIDTH, jnp.int32), CAPACITY)
+            return Manager.create(buffer, num_workers)
+
+        def run(end: Any, local: Any, states: jax.Array, scores: jax.Array) -> Any:
+            def body(carry: Any, row: Any) -> Any:
+                end, local = carry
+                local = local.add(row[0], score=row[1])
+                end, _ = end.exchange(row[0], score=row[1])
+                return (end, local), None
+
+            return jax.lax.scan(body, (end, local), (states, scores))[0]
+
+        given = [np.stack(leaves) for leaves in zip(*batches(SCAN_LENGTH), strict=True)]
+        self._rows = jax.device_put(given)
+        self._end = LockStep.create(links, manager)
+        self._local = jaxbuf.reward_prioritized(jnp.zeros(WIDTH, jnp.int32), CAPACITY)
+        self._run = jax.jit(run, donate_argnums=(0, 1))
+        if self._world.rank == 1:
+            while calls := self._world.bcast(None):
+                for _ in range(calls):
+                    self._step()
+            sys.exit()
+
+    def _step(self) -> None:
+        self._end, self._local = jax.block_until_ready(
+            self._run(self._end, self._local, *self._rows)
+        )
+
+    def fill(self) -> None:
+        """Fills both buffers."""
+        self.time_add(1)
+
+    def time_add(self, calls: int) -> float:
+        """Seconds for so many scans of SCAN_LENGTH exchanges."""
+        self._world.bcast(calls)
+        return repeat_calls(self._step, calls)
+
+    def close(self) -> None:
+        """Ends the manager."""
+        self._world.bcast(0)
+
+
+class Plain:
+    """mpi4py alone: a large message there, a byte back."""
+
+    def __init__(self) -> None:
+        self._world = MPI.COMM_WORLD
+        self._data = np.ones((LARGE_ROWS, LARGE_WIDTH), np.float32)
+        self._byte = np.zeros(1, np.uint8)
+        while self._world.rank == 1:
+            status = MPI.Status()
+            self._world.Recv(self._data, source=0, status=status)
+            self._world.Send(self._byte, dest=0)
+            if status.Get_tag() == 1:
+                sys.exit()
+
+    def _send(self, tag: int) -> None:
+        self._world.Send(self._data, dest=1, tag=tag)
+        self._world.Recv(self._byte, source=1)
+
+    def time_large(self, calls: int) -> float:
+        """Seconds for so many messages, each answered."""
+        return repeat_calls(lambda: self._send(0), calls)
+
+    def close(self) -> None:
+        """Ends the other rank."""
+        self._send(1)
+
+
+def rounds_for(seconds: float) -> int:
+    """How many rounds of `think` take that long here."""
+    trial = 20_000
+    run = jax.jit(think)
+    start = jnp.ones(64)
+    run(jnp.int32(trial), start).block_until_ready()
+    begin = time.perf_counter()
+    run(jnp.int32(trial), start).block_until_ready()
+    return int(trial * seconds / (time.perf_counter() - begin))
+
+
+def main(kind: str) -> None:
+    """Serves one of the subjects of this module."""
+    if kind == "locked":
+        peer: Any = Locked()
+    elif kind == "plain":
+        peer = Plain()
+    else:
+        mode, work, size = kind.split("-")
+        rounds = MPI.COMM_WORLD.bcast(rounds_for(0.02)) if work == "busy" else 0
+        peer = Exchange(mode, rounds, size == "large")
+    answer(peer)
+    peer.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,173 @@
+"""A whole agent: the DQN of `jaxbuf.examples.dqn` on CartPole, with each library's buffer in it.
+
+Four seeds in one program, as the example trains them: per iteration eight environments take a step,
+and a batch of 64 is drawn, learned from and given new priorities. What is compared, and why it is
+equal work: network, optimizer, environments and all settings are those of the example's defaults;
+only the buffer differs.
+
+* **jaxbuf**: `TrajectoryBuffer` with `Prioritized(alpha=0.6)`.
+* **flashbax**: `make_prioritised_trajectory_buffer` with windows of the same length, behind the
+  same methods.
+
+Times are per step of all environments of all seeds, learning included. Both must have learned by
+the end of the check; what they reached is said below the table.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness import Operation, Options, Row, UnequalWork, import_library
+from benchmarks.jax_loops import compiled, scanned
+
+NAME = "agent"
+OPERATION = "scan iteration"
+SEEDS = 4
+CHUNK = 250
+"""Iterations in a timed program."""
+
+CHECKED_STEPS = 100_000
+"""Environment steps of each seed after which the agents must have learned."""
+
+LEARNED = 100.0
+"""Mean return that shows it: that of random actions is about 22, the largest 500."""
+
+
+def rows(options: Options) -> list[Row]:
+    """The row, if it is wanted."""
+    if not options.wants(NAME, OPERATION):
+        return []
+    title = f"DQN with prioritized replay on CartPole, {SEEDS} seeds, one iteration of all of them"
+    builders = {
+        "jaxbuf": lambda: AgentContestant(options, with_flashbax=False),
+        "flashbax": lambda: AgentContestant(options, with_flashbax=True),
+    }
+    return [Row(NAME, title, [OPERATION], builders)]
+
+
+class FlashbaxReplay(flax.struct.PyTreeNode):
+    """A prioritized trajectory buffer of flashbax behind the methods that the agent calls.
+
+    Attributes:
+        state: Its state.
+        functions: Its functions.
+    """
+
+    state: Any
+    functions: Any = flax.struct.field(pytree_node=False)
+
+    def add(self, steps: Any) -> "FlashbaxReplay":
+        """Adds a step of every environment."""
+        rows = jax.tree.map(lambda leaf: leaf[:, None], steps)
+        return self.replace(state=self.functions.add(self.state, rows))
+
+    def sample(self, key: jax.Array, batch_size: int) -> Any:
+        """Draws windows; `batch_size` is that of `functions`."""
+        jaxbuf = import_library("jaxbuf")
+        drawn = self.functions.sample(self.state, key)
+        generation = jnp.zeros((batch_size,), jnp.uint32)
+        return jaxbuf.Sample(
+            data=drawn.experience,
+            slots=jaxbuf.Slots(index=drawn.indices, generation=generation),
+            probability=drawn.probabilities,
+            valid=jnp.ones((batch_size,), bool),
+        )
+
+    def update_priority(self, slots: Any, priority: jax.Array) -> "FlashbaxReplay":
+        """Sets priorities; flashbax adds no epsilon of its own."""
+        dqn = import_library("jaxbuf.examples.dqn")
+        raised = priority + jnp.float32(dqn.PRIORITY_EPSILON)
+        return self.replace(state=self.functions.set_priorities(self.state, slots.index, raised))
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """None."""
+        return {}
+
+
+def make_agent(with_flashbax: bool) -> Any:
+    """The agent of the example, perhaps with the other buffer."""
+    dqn = import_library("jaxbuf.examples.dqn")
+    config = dqn.Config(seeds=SEEDS)
+    if not with_flashbax:
+        return dqn.Agent(config)
+    flashbax = import_library("flashbax")
+
+    @dataclasses.dataclass(frozen=True)
+    class FlashbaxAgent(dqn.Agent):
+        def create_buffer(self, step: Any) -> Any:
+            functions = flashbax.make_prioritised_trajectory_buffer(
+                add_batch_size=config.num_envs,
+                sample_batch_size=config.batch_size,
+                sample_sequence_length=config.window,
+                period=1,
+                min_length_time_axis=config.window,
+                max_length_time_axis=config.capacity // config.num_envs,
+                priority_exponent=config.alpha,
+                device=jax.default_backend(),
+            )
+            example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), step)
+            return FlashbaxReplay(functions.init(example), functions)
+
+    return FlashbaxAgent(config)
+
+
+class AgentContestant:
+    """The agent in training.
+
+    Attributes:
+        state: Of all seeds, leaves [SEEDS, ...].
+    """
+
+    def __init__(self, options: Options, with_flashbax: bool):
+        """Compiles it, and fills its buffers with random steps.
+
+        Args:
+            options: How to compile.
+            with_flashbax: Whether flashbax's buffer takes the place of jaxbuf's.
+        """
+        self._options, self._agent = options, make_agent(with_flashbax)
+        keys = jax.random.split(jax.random.key(0), SEEDS)
+        self.state: Any = jax.jit(jax.vmap(self._agent.init))(keys)
+        self._returns = 0.0
+        train = functools.partial(self._agent.train, iterations=CHUNK)
+
+        def program(state: Any) -> Any:
+            state, log, _ = jax.vmap(lambda one: train(one))(state)
+            return state, log
+
+        self._program = compiled(program, options, self.state)
+
+    def verify(self) -> None:
+        """Trains for a while.
+
+        Raises:
+            UnequalWork: If the agent has not learned then.
+        """
+        steps = CHECKED_STEPS // (10 if self._options.quick else 1)
+        chunks = steps // (CHUNK * self._agent.config.num_envs)
+        logs: list[Any] = []
+        for _ in range(chunks):
+            self.state, log = self._program(self.state)
+            logs.append(jax.device_get(log))
+        late = logs[-max(1, chunks // 10) :]
+        total = sum(np.sum(log.total_return) for log in late)
+        self._returns = float(total / max(1, sum(np.sum(log.episodes) for log in late)))
+        if not self._options.quick and self._returns < LEARNED:
+            raise UnequalWork(f"the mean return is {self._returns:.0f} after {steps:,} steps")
+
+    def operations(self) -> Mapping[str, Operation]:
+        """One iteration of all seeds."""
+        return {OPERATION: Operation(scanned(self, self._program, tuple), CHUNK)}
+
+    def facts(self) -> Mapping[str, str]:
+        """What was reached."""
+        return {
+            "environment steps in an iteration": str(SEEDS * self._agent.config.num_envs),
+            "mean return in the last tenth of the check": f"{self._returns:.0f}",
+        }

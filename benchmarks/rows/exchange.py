@@ -1,0 +1,172 @@
+"""Manager and worker: batches that are stored, scored and answered by another process.
+
+* `exchange`: 256 states of 8 integers with their log rewards, added to the worker's own buffer of
+  10,000 and to the manager's, which answers with a score. **jaxbuf** does it on two MPI ranks,
+  through `Worker.add(mode="sync")` and `serve`; **lock-step** is its `LockStep.exchange` in a
+  `lax.scan` of 100; **torchgfn** uses `ReplayBuffer(remote_manager_rank=1)` and
+  `ReplayBufferManager`, through torch.distributed. All keep the highest log rewards; after the same
+  batches the managers must keep the same number of them, with the same least one.
+* `exchange-large`: a message of 32 MiB, scored but not stored, and its answer, against a `Send` of
+  the same bytes and a `Recv` of one by mpi4py.
+* `exchange-overlap`: a training step of about 20 ms, and a manager that thinks as long about what
+  each step sends: the step alone, with the exchange in its way (`"sync"`), and beside it
+  (`"pipelined"`). Each rank computes on one core.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import Operation, Options, Row, Unavailable, UnequalWork, import_library
+from benchmarks.peer_process import PeerError, PeerProcess, environment
+
+ADD, LARGE, STEP = "add with score", "large message", "training step"
+SCAN_LENGTH = 100
+ROWS, WIDTH, CAPACITY, BATCHES = 256, 8, 10_000, 16
+
+
+def least_kept() -> float:
+    """The least log reward that a full manager keeps, by NumPy."""
+    rng = np.random.default_rng(0)
+    batches: list[np.ndarray] = []
+    for _ in range(BATCHES):
+        rng.integers(0, 100, (ROWS, WIDTH))
+        batches.append(rng.normal(size=ROWS).astype(np.float32))
+    sent = [batches[turn % BATCHES] for turn in range(-(-CAPACITY // ROWS))]
+    return float(np.sort(np.concatenate(sent))[-CAPACITY])
+
+
+def rows(options: Options) -> list[Row]:
+    """The rows of two processes."""
+    found = [
+        Row(
+            "exchange",
+            "256 states of 8 integers with log rewards to a manager that keeps 10,000, and back",
+            [ADD],
+            {
+                "jaxbuf": lambda: AddContestant(_ranks("sync-idle-small")),
+                "lock-step": lambda: AddContestant(_ranks("locked"), SCAN_LENGTH, tells=False),
+                "torchgfn": lambda: AddContestant(_torchgfn()),
+            },
+        ),
+        Row(
+            "exchange-large",
+            "A message of 32 MiB and its answer",
+            [LARGE],
+            {
+                "jaxbuf": lambda: TimedContestant(
+                    _ranks("sync-idle-large"), {LARGE: ("time_large", {})}
+                ),
+                "mpi4py": lambda: TimedContestant(_ranks("plain"), {LARGE: ("time_large", {})}),
+            },
+        ),
+        Row(
+            "exchange-overlap",
+            "A training step whose batch a manager scores for as long as the step takes",
+            [STEP],
+            {
+                "alone": lambda: _steps("sync", exchange=False),
+                "sync": lambda: _steps("sync", exchange=True),
+                "pipelined": lambda: _steps("pipelined", exchange=True),
+            },
+            reference="alone",
+        ),
+    ]
+    return [row for row in found if any(options.wants(row.name, name) for name in row.operations)]
+
+
+def _ranks(kind: str) -> PeerProcess:
+    """Two MPI ranks, each on one core."""
+    for library in ("mpi4py", "mpi4jax"):
+        import_library(library)
+    beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    mpiexec = os.environ.get("MPIEXEC") or beside or shutil.which("mpiexec")
+    if mpiexec is None:
+        raise Unavailable("there is no mpiexec; `make demo-mpi` installs one")
+    flags = os.environ.get("XLA_FLAGS", "")
+    one_core = ["env", f"XLA_FLAGS={flags} --xla_cpu_multi_thread_eigen=false"]
+    launcher = [mpiexec, "-n", "2", *one_core]
+    return PeerProcess(sys.executable, "benchmarks.peers.jaxbuf_mpi", kind, launcher=launcher)
+
+
+def _torchgfn() -> PeerProcess:
+    return PeerProcess(environment("torch"), "benchmarks.peers.torchgfn_mpi")
+
+
+def _steps(mode: str, exchange: bool) -> "TimedContestant":
+    process = _ranks(f"{mode}-busy-small")
+    return TimedContestant(process, {STEP: ("time_steps", {"exchange": exchange})})
+
+
+class TimedContestant:
+    """Processes that time themselves."""
+
+    def __init__(self, process: PeerProcess, calls: Mapping[str, tuple[str, Mapping[str, Any]]]):
+        """Around started processes.
+
+        Args:
+            process: The one that answers.
+            calls: For each operation what to ask for, with which arguments.
+        """
+        self._process, self._calls = process, calls
+
+    def verify(self) -> None:
+        """Runs everything once: an answer that is missing is an error."""
+        for name, arguments in self._calls.values():
+            self._process.call(name, calls=2, **arguments)
+
+    def operations(self) -> Mapping[str, Operation]:
+        """Those it was given."""
+
+        def operation(name: str, arguments: Mapping[str, Any]) -> Operation:
+            return Operation(lambda calls: self._process.call(name, calls=calls, **arguments))
+
+        return {what: operation(*asked) for what, asked in self._calls.items()}
+
+    def facts(self) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+
+class AddContestant:
+    """A worker that adds to its own buffer and to that of a manager."""
+
+    def __init__(self, process: PeerProcess, per_call: int = 1, tells: bool = True):
+        """Fills both.
+
+        Args:
+            process: The worker.
+            per_call: Exchanges in a timed call.
+            tells: Whether it can tell what the manager keeps.
+        """
+        self._process, self._per_call, self._tells = process, per_call, tells
+
+    def verify(self) -> None:
+        """Checks what the manager keeps once it is full.
+
+        Raises:
+            UnequalWork: If it keeps another number of rows, or other ones.
+        """
+        try:
+            self._process.call("fill")
+        except PeerError as error:
+            raise Unavailable(f"does not run here ({str(error).splitlines()[-1]})") from error
+        if not self._tells:
+            return
+        size, least = self._process.call("kept")
+        if size != CAPACITY or abs(least - least_kept()) > 1e-6:
+            raise UnequalWork(f"the manager keeps {size:.0f} rows, the least {least:.4f}")
+
+    def operations(self) -> Mapping[str, Operation]:
+        """One exchange."""
+        run = lambda calls: self._process.call("time_add", calls=calls)  # noqa: E731
+        return {ADD: Operation(run, self._per_call)}
+
+    def facts(self) -> Mapping[str, str]:
+        """Versions."""
+        return {"versions": self._process.call("versions")} if self._tells else {}
