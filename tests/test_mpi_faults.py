@@ -35,7 +35,8 @@ from jaxbuf.mpi.wire import Kind
 _ROWS = 4
 # Long enough for a start under load, short enough to wait for.
 _SECONDS = 6.0
-_BAD = -5.0
+# Scores that score functions of these tests fail at, or take long for.
+_BAD, _SLOW = -50.0, -70.0
 
 
 def _manager(workers):
@@ -43,6 +44,8 @@ def _manager(workers):
 
 
 def _raise_if_bad(score):
+    if (score == _SLOW).any():
+        time.sleep(_SECONDS / 2)
     if (score == _BAD).any():
         raise ValueError("this score is bad")
     return np.float32(1)
@@ -128,6 +131,13 @@ def test_faults_that_leave_everybody_alive(tmp_path):
     assert second["came back"]
     assert first["waited with patience"]
 
+    reason = "rank 1 left early: its worker or its process ended without leaving"
+    assert manager["forgotten"]["faults"] == [reason]
+    assert first["missing"]["missing"] == [1]
+    assert "has not answered 1 batches within 0.5 s" in first["missing"]["reason"]
+    assert first["later"] == 2
+    assert first["late"] == 1
+
     failed = "rank 2, the manager, failed: "
     assert "this score is bad" in manager["raised"]
     assert any("was saved to" in note for note in manager["notes"])
@@ -198,6 +208,7 @@ def _run_alive(communicators, rank, folder):
         out["malformed"] = _serve(communicators)
         out["early"] = _serve(communicators)
         out["silent"] = _serve(communicators, timeout=_SECONDS / 2)
+        out["forgotten"] = _serve(communicators)
         path = f"{folder}/raised"
         try:
             _serve(communicators, _calls_back, save_to=path)
@@ -248,8 +259,23 @@ def _run_alive(communicators, rank, folder):
             # For longer than this, but the manager says all the while that it is there.
             out["waited with patience"] = end.exit(timeout=1.5).reason == ""
 
+    end = Worker(communicators, _manager, rows=_ROWS, timeout=60)
+    _add(end, 0)
+    if rank == 1:
+        # It is gone without a word.
+        del end
+    else:
+        end.exit()
+
     try:
-        with Worker(communicators, _calls_back, rows=_ROWS, timeout=60) as end:
+        with Worker(communicators, _calls_back, rows=_ROWS, mode="pipelined", timeout=60) as end:
+            if rank == 0:
+                # Its answer comes when it is not waited for any more.
+                _add(end, _SLOW)
+                out["missing"] = end.drain(0.5)._asdict()
+                end.request_metadata()
+                out["later"] = [_add(end, 0), *end.drain().answers][-1].sequence
+                out["late"] = end.metrics()["late"]
             for k in range(1000):
                 _add(end, _BAD if rank == 0 and k == 3 else k)
                 time.sleep(0.01)

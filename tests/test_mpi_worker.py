@@ -211,6 +211,38 @@ def test_what_a_worker_refuses(choice, message):
         Worker(communicators, _prioritized, **{"rows": 4, **choice})
 
 
+class _Group:
+    def Get_size(self):
+        return 3
+
+
+def test_what_a_worker_refuses_of_its_manager_and_state():
+    communicators = Communicators(_Group(), None, None, object())
+    with pytest.raises(ValueError, match="expected a function that takes a number"):
+        Worker(communicators, lambda workers: workers, rows=4)
+    other = WorkerState.create(_ITEM, 5)
+    with pytest.raises(ValueError, match="state is of a worker with another example"):
+        Worker(communicators, _prioritized, rows=4, state=other)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"manager": 3}, "manager is a int; expected a jaxbuf.mpi.Manager"),
+        ({"manager": 1}, "manager has 1 workers, but the group has 2; create it with"),
+        ({"rows": 0}, "rows is 0; expected at least 1"),
+        ({"timeout": -1}, "timeout is -1; expected seconds, more than 0, or None"),
+        ({"save_every": 1.0}, "save_every is 1.0, but save_to is None; give it a folder"),
+    ],
+)
+def test_what_serving_refuses(choice, message):
+    communicators = Communicators(_Group(), None, object(), None)
+    workers = choice.pop("manager", 2)
+    manager = workers if workers == 3 else _prioritized(workers)
+    with pytest.raises(ValueError, match=message):
+        serve(communicators, manager, **{"rows": 4, **choice})
+
+
 def test_who_can_neither_serve_nor_be_served():
     with pytest.raises(ValueError, match="this rank is no worker"):
         Worker(Communicators(None, None, None, None), _prioritized, rows=4)
@@ -310,8 +342,21 @@ def _run_filter(communicators):
     return {"answered": answered, "metrics": metrics}
 
 
+def _check_refusals(end):
+    score = jnp.zeros(3)
+    with pytest.raises(ValueError, match="items have 3 rows, but a message has room for 2 more"):
+        end.add(score, score=score)
+    with pytest.raises(ValueError, match="goes by the score of items"):
+        end.add(score[:2])
+    with pytest.raises(ValueError, match=r"items has dtype int32; expected float32"):
+        end.add(score[:2].astype(jnp.int32), score=score[:2])
+    with pytest.raises(ValueError, match=r"items has shape \(\); expected \(B,\)"):
+        end.add(jnp.float32(0), score=score[:2])
+
+
 def _run_baselines(communicators, make):
     with Worker(communicators, make, rows=2, timeout=60) as end:
+        _check_refusals(end)
         batches = [jnp.array([i, i + 0.5], jnp.float32) for i in range(8)]
         return [end.add(batch, score=batch).baseline for batch in batches]
 

@@ -124,8 +124,7 @@ class Worker:
         self._in_flight = in_flight if mode == "pipelined" else 1
         check_seconds("timeout", timeout)
         self._mode: Mode = mode
-        self._channel = wire.Channel(group, timeout)
-        made = jax.eval_shape(lambda: manager(self._channel.manager))
+        made = jax.eval_shape(lambda: manager(group.Get_size() - 1))
         if not isinstance(made, Manager):
             raise ValueError(
                 f"manager makes a {type(made).__name__}; expected a function that takes a number "
@@ -139,6 +138,8 @@ class Worker:
         )
         empty = WorkerState.create(example, self._rows, filter)
         self._state = empty if state is None else _like(state, empty)
+        # From here on nothing is refused: who comes to the group twice is in its second session.
+        self._channel = wire.Channel(group, timeout)
         self._step = functools.partial(
             _step,
             needs_score=uses_score(made.buffer),
@@ -200,7 +201,9 @@ class Worker:
         self._check_open()
         if self._state.filter is not None and score is None:
             raise ValueError("the filter goes by the score of items; pass score=[B]")
-        rows = np.shape(jax.tree.leaves(items)[0])[0]
+        # What has no rows is refused when the step is traced.
+        rows = max((np.shape(leaf)[:1] for leaf in jax.tree.leaves(items)), default=())
+        rows = rows[0] if rows else 0
         if rows > self._rows - self._kept:
             raise ValueError(
                 f"items have {rows} rows, but a message has room for {self._rows - self._kept} "
