@@ -58,6 +58,12 @@ def test_a_donated_add_is_in_place():
     assert not buffer.data["obs"].is_deleted()
 
 
+def test_a_method_takes_its_buffer_along():
+    report = jaxbuf.explain_memory(create().add, items())
+    assert report.copied == ()
+    assert "self.data['obs']" in report.in_place
+
+
 def test_without_donation_everything_is_copied():
     report = jaxbuf.explain_memory(jaxbuf.add, create(), items(), donate_argnums=())
     assert set(LARGE) <= set(short(report.copied))

@@ -145,8 +145,9 @@ def explain_memory(
     ``jax.ShapeDtypeStruct`` instead of arrays (see ``jax.eval_shape``).
 
     Args:
-        fn: The function: a training step, or a method such as ``jaxbuf.ItemBuffer.add``. One that
-            ``jax.jit`` returned keeps its own donated and static arguments.
+        fn: The function: a training step, or a method such as ``jaxbuf.ItemBuffer.add`` or
+            ``buffer.add``, of which the buffer is the first argument. One that ``jax.jit`` returned
+            keeps its own donated and static arguments.
         *args: What it is called with.
         donate_argnums: Which arguments it may overwrite, as in ``jax.jit``; ``()`` for none.
         static_argnums: Which arguments are static, as in ``jax.jit``.
@@ -163,17 +164,20 @@ def explain_memory(
         >>> import jax.numpy as jnp, jaxbuf
         >>> buffer = jaxbuf.ItemBuffer.create({"obs": jnp.zeros(8)}, capacity=10_000)
         >>> items = {"obs": jnp.ones((32, 8))}
-        >>> print(jaxbuf.explain_memory(jaxbuf.ItemBuffer.add, buffer, items))
+        >>> print(jaxbuf.explain_memory(buffer.add, items))
         add: 0 B copied, 312.5 KiB updated in place
           self.data['obs']         312.5 KiB  in place
           self.occupancy.counters       12 B  in place
           self.counters                  8 B  in place
-        >>> kept = jaxbuf.explain_memory(jaxbuf.ItemBuffer.add, buffer, items, donate_argnums=())
+        >>> kept = jaxbuf.explain_memory(buffer.add, items, donate_argnums=())
         >>> kept.copied, kept.bytes_copied
         (("self.data['obs']", 'self.occupancy.counters', 'self.counters'), 320020)
     """
     if smallest < 1:
         raise ValueError(f"smallest is {smallest}; expected a number of bytes from 1 on")
+    owner = getattr(fn, "__self__", None)
+    if _is_buffer(owner):
+        fn, args = getattr(fn, "__func__", fn), (owner, *args)
     jitted: Any = fn
     if not hasattr(fn, "lower"):
         jitted = jax.jit(
