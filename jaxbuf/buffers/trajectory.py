@@ -652,9 +652,8 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """The windows at ``index``, leaves ``[B, sequence_length, ...]``."""
-        rows = storage.read(_fold(self.data), self.rings.window(index).reshape(-1))
-        leading = (index.shape[0], self.sequence_length)
-        return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[1:]), rows)
+        ring, start = self.rings.split(index)
+        return storage.read_runs(self.data, ring, start, self.sequence_length)
 
 
 def _whole(name: str, value: Any) -> Array:

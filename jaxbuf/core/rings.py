@@ -95,7 +95,10 @@ class Rings(struct.PyTreeNode):
             not yet complete again; and the slot of the window that each row completes. Where there
             is none a slot is past the end. No place and no slot is given twice.
         """
-        position, size = (self.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
+        # Without signs as far as that goes: every conversion is an operation for each ring.
+        cursor, lap, before = (self.counters[:, i : i + 1] for i in range(3))
+        position, size = cursor.astype(jnp.int32), before.astype(jnp.int32)
+        length = jnp.uint32(self.length)
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         if mask is None:
             rank = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (self.num_envs, rows))
@@ -105,7 +108,8 @@ class Rings(struct.PyTreeNode):
             rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
             count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)
             taken = mask
-        target = env * self.length + _modulo(position + rank, self.length)
+        place = (cursor + rank.astype(jnp.uint32)) % length
+        target = (env.astype(jnp.uint32) * length + place).astype(jnp.int32)
         if mask is not None or rows > self.length:
             stays = taken & (rank + self.length >= count)
             target = jnp.where(stays, target, env.size * self.length)
@@ -126,15 +130,16 @@ class Rings(struct.PyTreeNode):
             passed = (start >= self.ignored - size) & (start <= count - self.sequence_length)
             broken = jnp.concatenate([broken, self._slot(env, position + start, passed)], axis=1)
 
-        end, length = (position + count).astype(jnp.uint32), jnp.uint32(self.length)
+        more = count.astype(jnp.uint32)
+        end = cursor + more
         counters = jnp.concatenate(
-            [end % length, self.counters[:, 1:2] + end // length, held.astype(jnp.uint32)], axis=1
+            [end % length, lap + end // length, jnp.minimum(before + more, length)], axis=1
         )
         return self.replace(counters=counters), target, broken, completed
 
     def window(self, index: Int[Array, " B"]) -> Int[Array, "B S"]:
         """Where the steps of the windows at ``index`` lie, as ``place`` counts."""
-        env, start = self._split(index)
+        env, start = self.split(index)
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)
         return env[:, None] * self.length + _modulo(start[:, None] + offset[None], self.length)
 
@@ -187,7 +192,7 @@ class Rings(struct.PyTreeNode):
         self, index: Int[Array, " B"], generation: UInt[Array, " B"]
     ) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """The ring of each window, and the position of its first step."""
-        env, start = self._split(index)
+        env, start = self.split(index)
         lap = (generation - jnp.uint32(1)) * jnp.uint32(self.length)
         return env, lap + start.astype(jnp.uint32)
 
@@ -241,7 +246,7 @@ class Rings(struct.PyTreeNode):
             start = start // self.period
         return jnp.where(wanted, env * self.starts + start, self.num_envs * self.starts)
 
-    def _split(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    def split(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         """The ring of each window, and the place there of its first step."""
         number, starts = index.astype(jnp.uint32), jnp.uint32(self.starts)
         start = number % starts * jnp.uint32(self.period)
@@ -249,7 +254,7 @@ class Rings(struct.PyTreeNode):
 
     def _ring_of(self, index: Int[Array, " B"]) -> tuple[UInt[Array, "B 3"], Int[Array, " B"]]:
         """The counters of the ring that holds each window, and its place there."""
-        env, start = self._split(index)
+        env, start = self.split(index)
         return self.counters.at[env].get(mode="clip"), start
 
 

@@ -1,16 +1,21 @@
 """Pytrees of slots: allocate them, check what comes in, write rows and read rows."""
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import rowwise
 
 _KINDS = "biufc"
+# XLA:CPU makes a native function of a loop that moves up to 1 KB in a step, in and out together.
+_SMALL_ROW = 448
 
 
 def allocate(example: PyTree, leading: Sequence[int]) -> PyTree[Array]:
@@ -129,13 +134,99 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
 
 def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
-    # Out of a loop, so that XLA:CPU does not compute it anew for every element that it selects.
-    last = jax.tree.leaves(storage)[0].shape[0] - 1
-    index = rowwise.each(_clip, index, static=(last,), most=index.shape[0])
-    return jax.tree.map(
-        lambda slots: slots.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False),
-        storage,
-    )
+    leaves, rows = jax.tree.leaves(storage), index.shape[0]
+    last = leaves[0].shape[0] - 1
+
+    def plain(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
+        # Out of a loop, so that XLA:CPU does not compute it anew for every element that it selects.
+        index = rowwise.each(_clip, index, static=(last,), most=rows)
+        return jax.tree.map(
+            lambda slots: slots.at[index].get(
+                mode="promise_in_bounds", wrap_negative_indices=False
+            ),
+            storage,
+        )
+
+    def loop(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
+        def step(i: Array, out: PyTree[Array]) -> PyTree[Array]:
+            # A loop of one step would be unrolled, and copy.
+            row = jnp.minimum(i, rows - 1)
+            at = _clip(lax.dynamic_slice(index, (row,), (1,))[0], None, last)
+            return jax.tree.map(
+                lambda to, slots: lax.dynamic_update_slice_in_dim(
+                    to, lax.dynamic_slice_in_dim(slots, at, 1), row, 0
+                ),
+                out,
+                storage,
+            )
+
+        start = jax.tree.map(
+            lambda slots: jnp.zeros((rows, *slots.shape[1:]), slots.dtype), storage
+        )
+        return lax.fori_loop(0, max(rows, 2), step, start)
+
+    row_bytes = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
+    if 0 < rows <= rowwise.SHORT and row_bytes <= _SMALL_ROW:
+        return rowwise.native(loop, plain, storage, index)
+    return plain(storage, index)
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def read_runs(
+    storage: PyTree[Array], ring: Int[Array, " B"], start: Int[Array, " B"], length: int
+) -> PyTree[Array]:
+    """Consecutive rows of leaves ``[E, L, ...]``, from each ``start`` on, modulo ``L``.
+
+    Args:
+        storage: The leaves.
+        ring: Which rings, ``[B]``; one past the end reads as the last.
+        start: In ``[0, L)``, ``[B]``.
+        length: How many rows of each, at most ``L``.
+
+    Returns:
+        Leaves ``[B, length, ...]``.
+    """
+    num_rings, size = jax.tree.leaves(storage)[0].shape[:2]
+
+    def plain(
+        storage: PyTree[Array], ring: Int[Array, " B"], start: Int[Array, " B"]
+    ) -> PyTree[Array]:
+        offset = jnp.arange(length, dtype=jnp.int32)
+        place = ring[:, None] * size + (start[:, None] + offset[None]) % size
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), storage)
+        rows = read(flat, place.reshape(-1))
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, length, *leaf.shape[1:]), rows)
+
+    def runs(
+        storage: PyTree[Array], ring: Int[Array, " B"], start: Int[Array, " B"]
+    ) -> PyTree[Array]:
+        # XLA:CPU copies a run at a time, but no run goes around the end of a ring: those few that
+        # should are read again.
+        def run(leaf: Array) -> Array:
+            def one(ring: Int[Array, ""], start: Int[Array, ""]) -> Array:
+                inner = leaf.shape[2:]
+                at = (ring, start, *[jnp.int32(0)] * len(inner))
+                return lax.dynamic_slice(leaf, at, (1, length, *inner))[0]
+
+            return jax.vmap(one)(ring, start)
+
+        which, count = rowwise.pack(
+            jnp.arange(start.shape[0], dtype=jnp.int32),
+            start > size - length,
+            0,
+            size=start.shape[0],
+        )
+
+        def again(i: Array, out: PyTree[Array]) -> PyTree[Array]:
+            row = which[i]
+            whole = plain(storage, ring[row][None], start[row][None])
+            return jax.tree.map(
+                lambda to, run: lax.dynamic_update_slice_in_dim(to, run, row, 0), out, whole
+            )
+
+        return lax.fori_loop(0, count, again, jax.tree.map(run, storage))
+
+    return rowwise.native(runs, plain, storage, jnp.minimum(ring, num_rings - 1), start)
 
 
 def _clip(index: Int[Array, " B"], _: Any, last: int) -> Int[Array, " B"]:
