@@ -64,6 +64,14 @@ def test_a_method_takes_its_buffer_along():
     assert "self.data['obs']" in report.in_place
 
 
+def test_what_is_closed_over_is_told():
+    buffer = create()
+    report = jaxbuf.explain_memory(lambda rows: buffer.add(rows), items())
+    assert report.closed_over_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.data))
+    assert "pass a buffer as an argument" in report.advice
+    assert jaxbuf.explain_memory(jaxbuf.add, buffer, items()).closed_over_bytes == 0
+
+
 def test_without_donation_everything_is_copied():
     report = jaxbuf.explain_memory(jaxbuf.add, create(), items(), donate_argnums=())
     assert set(LARGE) <= set(short(report.copied))

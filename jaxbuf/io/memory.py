@@ -57,12 +57,15 @@ class MemoryReport:
         smallest: Copies of fewer bytes are ignored.
         temporary_bytes: What the program needs beside its arguments and results; None where the
             backend does not tell.
+        closed_over_bytes: Size of the arrays that the function takes from around it, not as
+            arguments: constants of the program, which cannot be donated.
     """
 
     name: str
     leaves: tuple[LeafMemory, ...]
     smallest: int
     temporary_bytes: int | None
+    closed_over_bytes: int
 
     @property
     def copied(self) -> tuple[str, ...]:
@@ -91,7 +94,7 @@ class MemoryReport:
 
     @property
     def advice(self) -> str:
-        """What to change, if anything is copied; empty otherwise."""
+        """What to change, if anything is copied or closed over; empty otherwise."""
         return " ".join(self._advice())
 
     def __str__(self) -> str:
@@ -114,6 +117,12 @@ class MemoryReport:
 
     def _advice(self) -> Iterator[str]:
         copied = [leaf for leaf in self.leaves if leaf.fate == "copied"]
+        if self.closed_over_bytes:
+            yield (
+                f"The function closes over {format_bytes(self.closed_over_bytes)} of arrays, which "
+                "are constants of the program and copied where they change: pass a buffer as an "
+                "argument."
+            )
         if any(not leaf.donated for leaf in copied):
             yield (
                 "What is not donated must stay as it was, so its new contents need memory of their "
@@ -179,14 +188,15 @@ def explain_memory(
     if _is_buffer(owner):
         fn, args = getattr(fn, "__func__", fn), (owner, *args)
     jitted: Any = fn
-    if not hasattr(fn, "lower"):
+    if not hasattr(fn, "trace"):
         jitted = jax.jit(
             fn, donate_argnums=donate_argnums, static_argnums=static_argnums, keep_unused=True
         )
     with warnings.catch_warnings():
         # What is donated in vain is in the report.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        lowered = jitted.lower(*args)
+        traced = jitted.trace(*args)
+        lowered = traced.lower()
         compiled = lowered.compile()
     program = Program(compiled.as_text())
     leaves = _leaves(lowered.args_info, lowered.out_info)
@@ -207,11 +217,13 @@ def explain_memory(
     if not any(watched):
         watched = [True] * len(leaves)
     memory = compiled.memory_analysis()
+    constants = [getattr(value, "nbytes", 0) for value in traced.jaxpr.consts]
     return MemoryReport(
         name=getattr(fn, "__name__", type(fn).__name__),
         leaves=tuple(leaf for leaf, wanted in zip(found, watched, strict=True) if wanted),
         smallest=smallest,
         temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
+        closed_over_bytes=sum(size for size in constants if size >= smallest),
     )
 
 
