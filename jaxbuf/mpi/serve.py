@@ -370,13 +370,14 @@ class _Server:
                 self._sends.append((request, message, worker))
 
     def _finish_sends(self) -> None:
-        """Wait for what is under way; the memory of what does not arrive is kept."""
+        """Wait for what is under way, but not to who is lost; the memory of the rest is kept."""
         wait = wire.Wait(self._channel.timeout)
         self._collect_sends()
-        while self._sends and wait.pause():
+        while not {worker for *_, worker in self._sends} <= self._lost and wait.pause():
             self._collect_sends()
         for _, message, worker in self._sends:
-            self._note(worker, f"did not take a message of kind {message.kind.name}")
+            if worker not in self._lost:
+                self._note(worker, f"did not take a message of kind {message.kind.name}")
         wire.abandon(self._sends)
 
     def _save(self) -> None:
