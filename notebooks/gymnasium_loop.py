@@ -309,44 +309,46 @@ int(resumed.step), int(resumed.buffer.size)
 # %% [markdown]
 # ## With flax nnx
 #
-# nnx modules are split into a static part and arrays; keep the buffer beside them. Nothing about it
-# changes.
+# An nnx module can hold the buffer in an `nnx.Variable`; `nnx.jit` and `nnx.Optimizer` do the rest.
+# Parameters are told from it by their kind, `nnx.Param`.
 
 
 # %%
 class Values(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, buffer, rngs):
         self.hidden = nnx.Linear(4, 64, rngs=rngs)
         self.out = nnx.Linear(64, num_actions, rngs=rngs)
+        self.buffer = nnx.Variable(buffer)
 
     def __call__(self, x):
         return self.out(nnx.relu(self.hidden(x)))
 
 
-graph, params = nnx.split(Values(nnx.Rngs(0)))
-adam = optax.adam(1e-3)
+traces = []
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def update(train, buffer, key):
-    params, state = train
+@nnx.jit
+def update(model, optimizer, key):
+    traces.append(1)
+    buffer = model.buffer.get_value()
     batch = buffer.sample(key, BATCH)
 
-    def loss(params):
-        values = nnx.merge(graph, params)(batch.data["obs"])
+    def loss(model):
+        values = model(batch.data["obs"])
         value = jnp.take_along_axis(values, batch.data["action"][:, None], axis=1)[:, 0]
         error = value - batch.data["reward"]
         return jnp.mean(error**2), error
 
-    (value, error), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-    updates, state = adam.update(gradients, state, params)
-    train = (optax.apply_updates(params, updates), state)
-    return train, buffer.update_priority(batch.slots, jnp.abs(error)), value
+    where = nnx.DiffState(0, nnx.Param)
+    (value, error), gradients = nnx.value_and_grad(loss, argnums=where, has_aux=True)(model)
+    optimizer.update(model, gradients)
+    model.buffer.set_value(buffer.update_priority(batch.slots, jnp.abs(error)))
+    return value
 
 
-train, buffer, losses = (params, adam.init(params)), resumed.buffer, []
-for key in jax.random.split(jax.random.key(0), 200):
-    train, buffer, loss = update(train, buffer, key)
-    losses.append(loss)
+model = Values(resumed.buffer, nnx.Rngs(0))
+adam = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+losses = [update(model, adam, key) for key in jax.random.split(jax.random.key(0), 200)]
 print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} in the end")
 assert losses[-1] < losses[0] / 4
+assert traces == [1]

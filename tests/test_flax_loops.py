@@ -1,0 +1,139 @@
+"""A buffer inside the states of flax: a TrainState, and an nnx module."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxbuf
+from jaxbuf.examples._lenient import lenient_promotion
+
+BATCH, ROWS, STEPS = 16, 8, 30
+EXAMPLE = {"obs": jnp.zeros(3), "target": jnp.float32(0)}
+WEIGHTS = jnp.array([1.0, -2.0, 0.5])
+
+
+class Learner(TrainState):
+    """flax's own, with a buffer and a key."""
+
+    buffer: jaxbuf.ItemBuffer
+    key: jax.Array
+
+
+def new_buffer():
+    return jaxbuf.ItemBuffer.create(EXAMPLE, 64, sampler=jaxbuf.Prioritized(epsilon=0.01))
+
+
+def data(i):
+    obs = jax.random.normal(jax.random.fold_in(jax.random.key(7), i), (ROWS, 3))
+    return {"obs": obs, "target": obs @ WEIGHTS}
+
+
+def learn(params, buffer, items, key):
+    """What the buffers of all kinds of states go through: gradients, priorities and the loss."""
+    buffer = buffer.add(items)
+    batch = buffer.sample(key, BATCH)
+
+    def loss(params: Any) -> Any:
+        error = batch.data["obs"] @ params["w"] - batch.data["target"]
+        return jnp.mean(error**2), error
+
+    (value, error), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    return gradients, buffer.update_priority(batch.slots, jnp.abs(error)), value
+
+
+def by_hand():
+    """The same with nothing but optax."""
+    params, buffer, key = {"w": jnp.zeros(3)}, new_buffer(), jax.random.key(0)
+    optimizer = optax.adam(0.1)
+    state = optimizer.init(params)
+    losses = []
+    step = jax.jit(learn)
+    for i in range(STEPS):
+        key, sample_key = jax.random.split(key)
+        gradients, buffer, loss = step(params, buffer, data(i), sample_key)
+        with lenient_promotion():
+            updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    return losses, buffer
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return by_hand()
+
+
+def test_a_train_state_is_donated_with_its_buffer(expected, tmp_path):
+    traces = []
+
+    def step(learner, items):
+        traces.append(1)
+        key, sample_key = jax.random.split(learner.key)
+        gradients, buffer, loss = learn(learner.params, learner.buffer, items, sample_key)
+        with lenient_promotion():
+            learner = learner.apply_gradients(grads=gradients)
+        return learner.replace(buffer=buffer, key=key), loss
+
+    def new_learner():
+        return Learner.create(
+            apply_fn=None,
+            params={"w": jnp.zeros(3)},
+            tx=optimizer,
+            buffer=new_buffer(),
+            key=jax.random.key(0),
+        )
+
+    optimizer = optax.adam(0.1)
+    jitted = jax.jit(step, donate_argnums=0)
+    learner, losses = new_learner(), []
+    for i in range(STEPS):
+        if i == STEPS // 2:
+            # Resumed half way: the optimizer and the buffer go on as if nothing had happened.
+            jaxbuf.save(tmp_path / "run", learner)
+            learner = jaxbuf.load(tmp_path / "run", like=new_learner())
+        before = learner.buffer
+        learner, loss = jitted(learner, data(i))
+        losses.append(float(loss))
+        assert before.data["obs"].is_deleted()
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-4)
+    np.testing.assert_array_equal(learner.buffer.data["obs"], expected[1].data["obs"])
+    assert losses[-1] < losses[0] / 10
+    # Arrays of a checkpoint lie on a device of their own choice: another trace at most.
+    assert len(traces) <= 2
+
+
+def test_an_nnx_module_holds_a_buffer_in_a_variable(expected):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.zeros(3))
+            self.buffer = nnx.Variable(new_buffer())
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    traces = []
+
+    @nnx.jit
+    def step(model, optimizer, items, key):
+        traces.append(1)
+        params = {"w": model.w.get_value()}
+        gradients, buffer, loss = learn(params, model.buffer.get_value(), items, key)
+        with lenient_promotion():
+            optimizer.update(model, nnx.State({"w": nnx.Param(gradients["w"])}))
+        model.buffer.set_value(buffer)
+        return loss
+
+    key, losses = jax.random.key(0), []
+    for i in range(STEPS):
+        key, sample_key = jax.random.split(key)
+        losses.append(float(step(model, optimizer, data(i), sample_key)))
+    assert traces == [1]
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-4)
+    held = model.buffer.get_value()
+    np.testing.assert_array_equal(held.data["obs"], expected[1].data["obs"])
+    assert held.metrics()["priority_max"] > held.metrics()["priority_min"]
