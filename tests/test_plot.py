@@ -70,6 +70,7 @@ def test_scores_and_arrivals():
     score = jnp.array([1.0, -jnp.inf, 2.0])
     axes = drawn(jaxbuf.plot(jaxbuf.add(softmax, score, score=score)))
     assert counted(axes["scores"]) == 2
+    assert axes["scores"].get_xlabel() == "score (1 infinite left out)"
     assert counted(axes["ages"]) == 3
 
 

@@ -178,7 +178,9 @@ def _panels(buffer: Any) -> list[_Panel]:
         score = state.scores.leaves
     if score is not None:
         known = np.asarray(score)[live]
-        found.append(_Panel("scores", "score", known[np.isfinite(known)]))
+        finite = np.isfinite(known)
+        others = f" ({known.size - finite.sum()} infinite left out)" if not finite.all() else ""
+        found.append(_Panel("scores", f"score{others}", known[finite]))
     if buffer.freshness is not None:
         uses = np.asarray(buffer.freshness_state.uses)[: live.size]
         found.append(_Panel("use counts", "times used", uses[live], whole=True))
@@ -265,15 +267,16 @@ def _draw_panel(axes: Any, panel: _Panel) -> None:
         axes.text(0.5, 0.5, "nothing here", ha="center", va="center", transform=axes.transAxes)
         return
     low, high = float(values.min()), float(values.max())
+    bins = min(_BINS, 2 * math.ceil(math.sqrt(values.size)))
     if panel.whole:
         width = max(1, math.ceil((high - low + 1) / _BINS))
         edges = np.arange(low - 0.5, high + 0.5 + width, width)
     elif low > 0 and high > 1000 * low:
-        edges = np.geomspace(low, high, _BINS + 1)
+        edges = np.geomspace(low, high, bins + 1)
         axes.set_xscale("log")
     else:
         edges = (
-            np.linspace(low, high, _BINS + 1) if high > low else np.asarray([low - 0.5, low + 0.5])
+            np.linspace(low, high, bins + 1) if high > low else np.asarray([low - 0.5, low + 0.5])
         )
     count, edges = np.histogram(values, edges)
     axes.stairs(count, edges, fill=True, alpha=0.8)
@@ -282,6 +285,9 @@ def _draw_panel(axes: Any, panel: _Panel) -> None:
     axes.axvline(mean, color="tab:red", lw=1, label=label)
     axes.legend(loc="best", fontsize="small")
     axes.set_ylim(bottom=0)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    if panel.whole:
+        axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _binned(age: NDArray[Any], live: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
