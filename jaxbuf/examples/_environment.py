@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import gymnax
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
+from jaxbuf.adapters import GymnaxState, gymnax_reset, gymnax_step
 from jaxbuf.examples._lenient import lenient_promotion
 
 MINATAR = (
@@ -20,8 +21,6 @@ MINATAR = (
     "SpaceInvaders-MinAtar",
 )
 NAMES = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", *MINATAR)
-
-Tree = TypeVar("Tree")
 
 
 class EnvStates(struct.PyTreeNode):
@@ -100,12 +99,10 @@ class Environments:
         """Begin an episode in each environment."""
         env, params = _make(self.name)
         with lenient_promotion():
-            obs, inner = jax.vmap(env.reset, in_axes=(0, None))(
-                jax.random.split(key, self.num_envs), params
-            )
+            state = gymnax_reset(env, params, key, self.num_envs)
         return EnvStates(
-            obs=self._compact(obs),
-            inner=_strongly_typed(inner),
+            obs=self._compact(state.obs),
+            inner=state.inner,
             episode_return=jnp.zeros(self.num_envs, jnp.float32),
         )
 
@@ -118,23 +115,22 @@ class Environments:
             The states from which to go on, and what the actions led to.
         """
         env, params = _make(self.name)
+        state = GymnaxState(obs=states.obs, inner=states.inner)
         with lenient_promotion():
-            obs, inner, reward, terminated, truncated, info = jax.vmap(
-                env.step, in_axes=(0, 0, 0, None)
-            )(jax.random.split(key, self.num_envs), states.inner, action, params)
-        reward = reward.astype(jnp.float32)
-        episode_return = states.episode_return + reward
+            state, step = gymnax_step(env, params, key, state, action)
+        episode_return = states.episode_return + step["reward"]
         outcome = Outcome(
-            next_obs=self._compact(info["final_observation"]),
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
+            next_obs=self._compact(step["next_obs"]),
+            reward=step["reward"],
+            terminated=step["terminated"],
+            truncated=step["truncated"],
             episode_return=episode_return,
         )
+        ended = step["terminated"] | step["truncated"]
         states = EnvStates(
-            obs=self._compact(obs),
-            inner=_strongly_typed(inner),
-            episode_return=jnp.where(terminated | truncated, 0.0, episode_return),
+            obs=self._compact(state.obs),
+            inner=state.inner,
+            episode_return=jnp.where(ended, 0.0, episode_return),
         )
         return states, outcome
 
@@ -147,9 +143,3 @@ def _make(name: str) -> tuple[Any, Any]:
     # Some environments hold arrays, which must not belong to a trace that happens to come first.
     with jax.ensure_compile_time_eval():
         return gymnax.make(name)
-
-
-def _strongly_typed(tree: Tree) -> Tree:
-    # Python numbers in a state trace as weak types, which a scan or a checkpoint turns into
-    # strong ones: another trace for the same program.
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=leaf.dtype), tree)
