@@ -183,10 +183,12 @@ def _panels(buffer: Any) -> list[_Panel]:
         found.append(_Panel("scores", f"score{others}", known[finite]))
     if buffer.freshness is not None:
         uses = np.asarray(buffer.freshness_state.uses)[: live.size]
-        found.append(_Panel("use counts", "times used", uses[live], whole=True))
+        if buffer.freshness.max_use is not None or uses[live].any():
+            found.append(_Panel("use counts", "times used", uses[live], whole=True))
         versions = np.asarray(buffer.freshness_state.versions)[: live.size].astype(np.int64)
         behind = int(buffer.freshness_state.version) - versions
-        found.append(_Panel("staleness", "versions behind", behind[live], whole=True))
+        if buffer.freshness.max_staleness is not None or behind[live].any():
+            found.append(_Panel("staleness", "versions behind", behind[live], whole=True))
     return found
 
 
@@ -287,6 +289,7 @@ def _draw_panel(axes: Any, panel: _Panel) -> None:
     axes.set_ylim(bottom=0)
     axes.yaxis.get_major_locator().set_params(integer=True)
     if panel.whole:
+        axes.set_xlim(edges[0] - 0.5, edges[-1] + 0.5)
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 
