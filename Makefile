@@ -83,7 +83,7 @@ endif
 benchmark-torch: $(TORCH_VENV)/.installed  ## install torchgfn and torchrl in an environment of their own (TORCH_INDEX: where torch is)
 
 clean:  ## remove .venv and all that was built or cached
-	rm -rf $(VENV) $(TORCH_VENV) build dist docs/notebooks site .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TORCH_VENV) build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installing
