@@ -240,7 +240,9 @@ def _run_alive(communicators, rank, folder):
         wire_end = end._channel
         for kind, tree in ((Kind.EXIT, {"note": wire.note("")}), (Kind.BATCH, _raw(end))):
             message = end._forms[kind].new()
-            wire_end.send(message, wire_end.manager, tree, sequence=9, rows=_ROWS).Wait()
+            sending = wire_end.send(message, wire_end.manager, tree, sequence=9, rows=_ROWS)
+            while not sending.done():
+                pass
         out["told"] = ""
         while not out["told"]:
             time.sleep(0.05)
@@ -251,9 +253,11 @@ def _run_alive(communicators, rank, folder):
         if rank == 1:
             time.sleep(_SECONDS)
             out["came back"] = _add(end, 1) is not None
-            time.sleep(_SECONDS / 3)
+            for k in range(2):
+                time.sleep(_SECONDS / 3)
+                _add(end, k)
         else:
-            for k in range(12):
+            for k in range(14):
                 _add(end, k)
                 time.sleep(_SECONDS / 12)
             # For longer than this, but the manager says all the while that it is there.

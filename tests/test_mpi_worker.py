@@ -32,6 +32,8 @@ from jaxbuf.mpi import (
 )
 
 _ADDS, _ROWS, _EVERY, _CAPACITY = 7, 4, 3, 16
+# Floats of an item so large that it does not travel with the rest of a message.
+_WIDTH = 40_000
 _MODES = ("sync", "deferred", "pipelined")
 _ITEM = {"state": jnp.zeros(3, jnp.int32), "half": jnp.bfloat16(0)}
 
@@ -57,6 +59,10 @@ def _diverse(workers):
 def _only_scores(workers):
     buffer = jaxbuf.reward_prioritized(jnp.zeros(2, jnp.int32), 8)
     return Manager.create(buffer, workers, scores=_scores, store=False)
+
+
+def _large(workers):
+    return Manager.create(jaxbuf.ItemBuffer.create(jnp.zeros(_WIDTH), 6), workers)
 
 
 def _numbers(baseline):
@@ -179,12 +185,14 @@ def _check_others(seen):
     expected = [0, 0.1, 0.29, 0.561, 0.9049, 1.31441, 1.782969, 2.3046721]
     np.testing.assert_allclose(seen["ema"], expected, rtol=1e-6)
     assert seen["only scores"] == [0.0, 6.0, 0.0]
+    assert seen["large"] == 4
 
 
 def _check_managers(seen):
     if "filter" not in seen:
         return
     assert seen["filter"] == {"rows": 13, "batches": 3}
+    assert sorted(seen["large"]) == [1, 1, 2, 2, 3, 4]
     states, mask, score = _trajectories()
     last, there = jaxbuf.terminal_states(states, mask=mask)
     buffer = _diverse(1).buffer.add(last, score=score, mask=there)
@@ -361,6 +369,19 @@ def _run_baselines(communicators, make):
         return [end.add(batch, score=batch).baseline for batch in batches]
 
 
+def _run_large(communicators):
+    with Worker(communicators, _large, rows=2, mode="pipelined", timeout=60) as end:
+        items = np.full((2, _WIDTH), 1, np.float32)
+        end.add(items)
+        # It was sent as it was then.
+        items[:] = 9
+        end.add(jnp.full((2, _WIDTH), 2.0))
+        end.add(jnp.full((1, _WIDTH), 3.0))
+        end.add(jnp.full((2, _WIDTH), 4.0), mask=jnp.array([False, True]))
+        assert len(end.drain().answers) <= 4
+        return end.metrics()["answered"]
+
+
 def _run_terminal(communicators, make):
     states, mask, score = _trajectories()
     with Worker(communicators, make, rows=_ROWS, scoring_only=True, timeout=60) as end:
@@ -399,6 +420,9 @@ def _program():
             out["filter"] = {name: int(metrics[name]) for name in ("rows", "batches")}
             for baseline in _BASELINES.values():
                 run(_numbers(baseline), 2)
+            items = run(_large, 2).manager.buffer.latest(6).data
+            assert (items == items[:, :1]).all()
+            out["large"] = items[:, 0].tolist()
             buffer = run(_diverse, _ROWS).manager.buffer
             out["diverse"] = _held(buffer)
             served = run(_only_scores, _ROWS)
@@ -409,6 +433,7 @@ def _program():
             out["filter"] = _run_filter(communicators)
             for name, baseline in _BASELINES.items():
                 out[name] = _run_baselines(communicators, _numbers(baseline))
+            out["large"] = _run_large(communicators)
             _run_terminal(communicators, _diverse)
             scores = _run_terminal(communicators, _only_scores).scores
             out["only scores"] = [float(scores["held"]), *scores["pair"].tolist()]

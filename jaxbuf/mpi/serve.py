@@ -17,7 +17,7 @@ from jaxbuf.mpi import wire
 from jaxbuf.mpi.layout import Communicators
 from jaxbuf.mpi.manager import Manager
 from jaxbuf.mpi.traffic import Traffic
-from jaxbuf.mpi.wire import Arrival, Form, Header, Kind, Message
+from jaxbuf.mpi.wire import Arrival, Form, Header, Kind, Message, Sending
 
 # So often those who wait for the others to leave hear that the manager is there.
 _HOLD_SECONDS = 1.0
@@ -188,7 +188,7 @@ class _Server:
         self._traffic = Traffic(channel.names[: channel.manager])
         self._faults: list[str] = []
         self._forms: dict[Kind, Form] = {}
-        self._sends: list[tuple[Any, Message, int]] = []
+        self._sends: list[tuple[Sending, int]] = []
         self._spare: dict[Kind, list[Message]] = {kind: [] for kind in Kind}
         self._left: set[int] = set()
         self._waiting: set[int] = set()
@@ -272,7 +272,8 @@ class _Server:
 
     def _handle(self, arrival: Arrival, seconds: float) -> None:
         worker = arrival.source
-        if worker == self._channel.rank:
+        if worker == self._channel.rank or wire.FIRST_PART <= arrival.tag <= wire.LAST_PART:
+            # A large array of a message that was refused.
             return
         message = self._incoming.get(arrival.tag)
         readable = message is not None and arrival.fits and arrival.size >= wire.HEADER_BYTES
@@ -282,8 +283,17 @@ class _Server:
         if worker in self._lost:
             self._lost.remove(worker)
             self._note(worker, "is back")
-        self._traffic.count(worker, bytes=arrival.size, receive=seconds)
-        fault = self._fault(arrival, message)
+        began = time.perf_counter()
+        fault, size = self._fault(arrival, message), arrival.size
+        if fault is None and message is not None and message.parts:
+            fault = self._channel.receive_parts(worker, message)
+            size += sum(part.size for part in message.parts)
+        seconds += time.perf_counter() - began
+        self._traffic.count(worker, bytes=size, receive=seconds)
+        if fault is None and message is not None and message.kind == Kind.BATCH:
+            marked = int(np.count_nonzero(message.tree["mask"]))
+            if marked != message.header.rows:
+                fault = f"it counts {message.header.rows} rows, but marks {marked}"
         if fault is not None or message is None:
             self._note(worker, f"sent a message that was refused: {fault}")
             text = f"{self._name}, the manager, refused a message: {fault}"
@@ -314,12 +324,8 @@ class _Server:
         session = self._channel.session
         form = self._forms[kind]
         fault = form.fault(header, arrival.size, arrival.source, session, self._rows)
-        if fault is None and kind == Kind.BATCH:
-            marked = int(np.count_nonzero(message.tree["mask"]))
-            if marked != header.rows:
-                return f"it counts {header.rows} rows, but marks {marked}"
-            if arrival.source in self._left:
-                return "its sender had left"
+        if fault is None and kind == Kind.BATCH and arrival.source in self._left:
+            return "its sender had left"
         return fault
 
     def _answer(self, worker: int, message: Message) -> None:
@@ -357,27 +363,27 @@ class _Server:
     def _begin(
         self, worker: int, message: Message, tree: Any, sequence: int = 0, rows: int = 0
     ) -> None:
-        request = self._channel.send(message, worker, tree, sequence=sequence, rows=rows)
-        self._sends.append((request, message, worker))
+        sending = self._channel.send(message, worker, tree, sequence=sequence, rows=rows)
+        self._sends.append((sending, worker))
 
     def _collect_sends(self) -> None:
         under_way = self._sends
         self._sends = []
-        for request, message, worker in under_way:
-            if request.Test():
-                self._spare[message.kind].append(message)
+        for sending, worker in under_way:
+            if sending.done():
+                self._spare[sending.message.kind].append(sending.message)
             else:
-                self._sends.append((request, message, worker))
+                self._sends.append((sending, worker))
 
     def _finish_sends(self) -> None:
         """Wait for what is under way, but not to who is lost; the memory of the rest is kept."""
         wait = wire.Wait(self._channel.timeout)
         self._collect_sends()
-        while not {worker for *_, worker in self._sends} <= self._lost and wait.pause():
+        while not {worker for _, worker in self._sends} <= self._lost and wait.pause():
             self._collect_sends()
-        for _, message, worker in self._sends:
+        for sending, worker in self._sends:
             if worker not in self._lost:
-                self._note(worker, f"did not take a message of kind {message.kind.name}")
+                self._note(worker, f"did not take a {sending.message.kind.name.lower()}")
         wire.abandon(self._sends)
 
     def _save(self) -> None:

@@ -1,7 +1,9 @@
-"""Messages between a manager and its workers: a header and arrays of known shapes, in one piece.
+"""Messages between a manager and its workers: a header and arrays of known shapes.
 
 Both sides know the shapes, so a message is as long as it always is and nothing is pickled. Each
 kind has a tag of its own. Who receives a message checks its header before looking at anything else.
+Header and small arrays travel in one piece; each large array of a batch follows on its own, from
+the memory that it lies in, so that it is not copied before.
 """
 
 import enum
@@ -25,6 +27,9 @@ FAILED = 1
 WAITS = 2
 # Tags are of the whole group, which may have other messages.
 FIRST_TAG = 7100
+# The tags of large arrays follow from here on, and arrays from so many bytes on are large.
+FIRST_PART, LAST_PART = FIRST_TAG + 100, FIRST_TAG + 1099
+_PART_BYTES = 2**18
 # The length of a header; arrays begin at multiples of it.
 HEADER_BYTES = 64
 _NOTE_BYTES = 512
@@ -88,23 +93,27 @@ class Header(NamedTuple):
 
 
 class Message:
-    """A header and arrays in one piece of memory, of which these are views.
+    """A header and arrays, all but the large ones in one piece of memory, of which they are views.
 
     Attributes:
-        memory: All of it, ``[size]`` uint8.
+        memory: That piece, ``[size]`` uint8.
         leaves: The arrays.
+        parts: The large ones, each as bytes.
     """
 
     def __init__(self, form: "Form", memory: np.ndarray[Any, Any]) -> None:
         self.memory = memory[: form.size]
         self._form = form
         self._header = self.memory[:HEADER_BYTES].view(np.int64)
-        self.leaves = [
-            self.memory[start : start + leaf.size * leaf.dtype.itemsize]
-            .view(leaf.dtype)
-            .reshape(leaf.shape)
-            for start, leaf in zip(form.starts, form.leaves, strict=True)
-        ]
+        self._own: list[np.ndarray[Any, Any]] = []
+        self.leaves: list[np.ndarray[Any, Any]] = []
+        for start, leaf in zip(form.starts, form.leaves, strict=True):
+            size = leaf.size * leaf.dtype.itemsize
+            if start is None:
+                self._own.append(aligned(size))
+            data = self._own[-1] if start is None else self.memory[start : start + size]
+            self.leaves.append(data.view(leaf.dtype).reshape(leaf.shape))
+        self.parts = list(self._own)
 
     @property
     def kind(self) -> Kind:
@@ -130,12 +139,33 @@ class Message:
         sequence: int = 0,
         rows: int = 0,
         flags: int = 0,
+        lends: bool = False,
     ) -> None:
-        """Write a whole message: the arrays of ``tree``, which has the form of the message."""
+        """Write a whole message; where ``tree`` has fewer rows than it, the others are zero.
+
+        If it ``lends`` its arrays, which then never change, the large ones are not copied.
+        """
         kind, checksum = self._form.kind, self._form.checksum
         self._header[:] = MAGIC, session, kind, sender, sequence, rows, flags, checksum
-        for view, leaf in zip(self.leaves, jax.tree.leaves(tree), strict=True):
-            np.copyto(view, np.asarray(leaf))
+        parts: list[np.ndarray[Any, Any]] = []
+        leaves = zip(self.leaves, self._form.starts, jax.tree.leaves(tree), strict=True)
+        for view, start, leaf in leaves:
+            array = np.asarray(leaf)
+            if start is None:
+                whole = array.shape == view.shape and array.flags.c_contiguous
+                if lends and whole:
+                    parts.append(array.reshape(-1).view(np.uint8))
+                    continue
+                parts.append(self._own[len(parts)])
+            if array.shape != view.shape:
+                view[len(array) :] = 0
+                view = view[: len(array)]
+            np.copyto(view, array)
+        self.parts = parts
+
+    def give_back(self) -> None:
+        """Forget the arrays that were lent."""
+        self.parts = list(self._own)
 
 
 class Form:
@@ -149,8 +179,8 @@ class Form:
         kind: What they are.
         leaves: Shapes and dtypes.
         treedef: Their structure.
-        starts: Where each array begins, in bytes.
-        size: Bytes of a message.
+        starts: Where each array begins, in bytes; None for large ones, which follow on their own.
+        size: Bytes of the piece that all but these are in.
         checksum: Of structure, shapes and dtypes.
     """
 
@@ -158,12 +188,13 @@ class Form:
         leaves, self.treedef = jax.tree.flatten(tree)
         self.kind = kind
         self.leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for x in leaves]
-        self.starts: list[int] = []
+        self.starts: list[int | None] = []
         self.size = HEADER_BYTES
         for leaf in self.leaves:
-            self.starts.append(self.size)
             length = leaf.size * leaf.dtype.itemsize
-            self.size += -(-length // HEADER_BYTES) * HEADER_BYTES
+            apart = kind == Kind.BATCH and length >= _PART_BYTES
+            self.starts.append(None if apart else self.size)
+            self.size += 0 if apart else -(-length // HEADER_BYTES) * HEADER_BYTES
         names = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
         described = [(leaf.shape, leaf.dtype.name) for leaf in self.leaves]
         self.checksum = zlib.crc32(repr((names, described)).encode())
@@ -240,7 +271,8 @@ class Channel:
         sequence: int = 0,
         rows: int = 0,
         flags: int = 0,
-    ) -> "MPI.Request":
+        lends: bool = False,
+    ) -> "Sending":
         """Write a message and begin to send it; its memory must stay as it is until that is done.
 
         Args:
@@ -250,6 +282,7 @@ class Channel:
             sequence: The number of the batch or request that it is, or answers.
             rows: How many rows are there.
             flags: Of an exit.
+            lends: Whether large arrays are sent from where they lie.
         """
         from mpi4py import MPI
 
@@ -260,8 +293,30 @@ class Channel:
             sequence=sequence,
             rows=rows,
             flags=flags,
+            lends=lends,
         )
-        return self.comm.Isend([message.memory, MPI.BYTE], dest=to, tag=message.kind.tag)
+        pieces = [(message.memory, message.kind.tag)]
+        pieces += [(part, FIRST_PART + k) for k, part in enumerate(message.parts)]
+        return Sending(
+            [self.comm.Isend([data, MPI.BYTE], dest=to, tag=tag) for data, tag in pieces], message
+        )
+
+    def receive_parts(self, source: int, message: Message) -> str | None:
+        """Receive the large arrays that follow a message; what is wrong with them, or None."""
+        from mpi4py import MPI
+
+        wait = Wait(self.timeout)
+        for k, part in enumerate(message.parts):
+            status = MPI.Status()
+            while (matched := self.comm.Improbe(source, FIRST_PART + k, status)) is None:
+                if not wait.pause():
+                    return f"its large arrays did not follow within {self.timeout} s"
+            size = status.Get_count(MPI.BYTE)
+            fits = size == part.size
+            matched.Recv([part if fits else np.empty(size, np.uint8), MPI.BYTE])
+            if not fits:
+                return f"a large array of it has {size} bytes; expected {part.size}"
+        return None
 
     def is_old(self, header: Header) -> bool:
         """Whether a message is left over from an earlier session."""
@@ -291,6 +346,23 @@ class Channel:
         fits = 0 <= size <= memory.size
         matched.Recv([memory if fits else np.empty(max(size, 0), np.uint8), MPI.BYTE])
         return Arrival(status.Get_source(), status.Get_tag(), size, fits)
+
+
+class Sending:
+    """A message under way.
+
+    Attributes:
+        message: What is sent.
+    """
+
+    def __init__(self, requests: "list[MPI.Request]", message: Message) -> None:
+        self._requests = requests
+        self.message = message
+
+    def done(self) -> bool:
+        """Whether its memory may change again."""
+        self._requests = [request for request in self._requests if not request.Test()]
+        return not self._requests
 
 
 class Arrival(NamedTuple):

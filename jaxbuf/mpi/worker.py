@@ -20,7 +20,7 @@ from jaxbuf.mpi.layout import Communicators
 from jaxbuf.mpi.manager import Manager, check_rows
 from jaxbuf.mpi.scores import uses_score
 from jaxbuf.mpi.serve import check_seconds, forms
-from jaxbuf.mpi.wire import Arrival, ExchangeError, Form, Kind, Message
+from jaxbuf.mpi.wire import Arrival, ExchangeError, Form, Kind, Message, Sending
 from jaxbuf.mpi.worker_state import WorkerState
 from jaxbuf.views.terminal import terminal_states
 
@@ -154,7 +154,7 @@ class Worker:
         self._waiting: collections.deque[int] = collections.deque()
         self._answers: collections.deque[Answer] = collections.deque()
         self._refused: list[tuple[int, str]] = []
-        self._sends: list[tuple[Any, Message]] = []
+        self._sends: list[Sending] = []
         self._spare: list[Message] = []
         self._metadata: dict[int, dict[str, Any]] = {}
         self._failure = ""
@@ -211,15 +211,19 @@ class Worker:
             )
         contacts = self._adds + 1 >= self._every
         problem = self._make_room() if contacts else None
-        self._state, sent, count = self._step(
-            self._state, self._baseline, items, score, mask, contacts=contacts
+        # What is sent at once needs not be kept before.
+        keeps = self._every > 1 or self._kept > 0
+        self._state, chosen = self._step(
+            self._state, self._baseline, items, score, mask, keeps=keeps, contacts=contacts
         )
         self._adds += 1
-        self._kept += rows
+        self._kept += rows if keeps else 0
         if not contacts:
             self._poll()
             return None
-        self._send(sent, count)
+        if not keeps and chosen.items is None:
+            chosen = chosen._replace(items=jax.tree.map(_immutable, self._state.items, items))
+        self._send(chosen)
         if problem is not None:
             raise problem
         if self._mode == "sync":
@@ -257,8 +261,8 @@ class Worker:
         wait = wire.Wait(self._channel.timeout if timeout is None else timeout)
         self._poll()
         if self._kept and not self._failure and not self._has_left:
-            self._state, sent, count = _flush(self._state, self._baseline)
-            self._send(sent, count)
+            self._state, chosen = _flush(self._state, self._baseline)
+            self._send(chosen)
         in_time = True
         while in_time and (self._waiting or self._sends) and not self._failure:
             in_time = wait.pause()
@@ -348,22 +352,31 @@ class Worker:
             return error
         return None
 
-    def _send(self, mask: Any, count: Any) -> None:
+    def _send(self, chosen: "_Chosen") -> None:
         """Begin to send what a contact has chosen, unless it is nothing."""
         self._adds = self._kept = 0
-        rows = int(count)
+        rows = int(chosen.count)
         if rows == 0:
             return
         message = self._spare.pop() if self._spare else self._forms[Kind.BATCH].new()
-        tree = {"items": self._state.items, "score": self._state.score, "mask": mask}
+        # The next add consumes what is kept, so that this is copied.
+        lends = chosen.items is not None
+        tree = {
+            "items": chosen.items if lends else self._state.items,
+            "score": chosen.score if lends else self._state.score,
+            "mask": chosen.mask,
+        }
         self._number += 1
         self._waiting.append(self._number)
-        self._begin(message, tree, self._number, rows)
+        self._begin(message, tree, self._number, rows, lends)
 
-    def _begin(self, message: Message, tree: Any, number: int, rows: int = 0) -> None:
+    def _begin(
+        self, message: Message, tree: Any, number: int, rows: int = 0, lends: bool = False
+    ) -> None:
         to = self._channel.manager
-        request = self._channel.send(message, to, tree, sequence=number, rows=rows)
-        self._sends.append((request, message))
+        self._sends.append(
+            self._channel.send(message, to, tree, sequence=number, rows=rows, lends=lends)
+        )
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait until something is so, or the manager has failed.
@@ -388,11 +401,12 @@ class Worker:
         if self._sends:
             under_way = self._sends
             self._sends = []
-            for request, message in under_way:
-                if not request.Test():
-                    self._sends.append((request, message))
-                elif message.kind == Kind.BATCH:
-                    self._spare.append(message)
+            for sending in under_way:
+                if not sending.done():
+                    self._sends.append(sending)
+                elif sending.message.kind == Kind.BATCH:
+                    sending.message.give_back()
+                    self._spare.append(sending.message)
 
     def _take(self, arrival: Arrival) -> None:
         message = self._incoming.get(arrival.tag)
@@ -470,9 +484,18 @@ class Worker:
         return f"{self._manager_name} has not answered {what} within {seconds:g} s"
 
 
+class _Chosen(NamedTuple):
+    """What to send: which rows, how many, and of what; None if of what was kept, or is at hand."""
+
+    mask: Any
+    count: Any
+    items: Any = None
+    score: Any = None
+
+
 @functools.partial(
     jax.jit,
-    static_argnames=("needs_score", "every", "scoring_only", "contacts"),
+    static_argnames=("needs_score", "every", "scoring_only", "keeps", "contacts"),
     donate_argnames="state",
 )
 def _step(
@@ -485,9 +508,10 @@ def _step(
     needs_score: bool,
     every: int,
     scoring_only: bool,
+    keeps: bool,
     contacts: bool,
-) -> tuple[WorkerState, Any, Any]:
-    """Keep a batch, and choose what to send of all that was kept if this is a contact."""
+) -> tuple[WorkerState, Any]:
+    """Take a batch, and choose what to send of all that was kept if this is a contact."""
     if scoring_only:
         if mask is None:
             raise ValueError("with scoring_only pass mask=[B, T], which steps there are")
@@ -500,13 +524,29 @@ def _step(
             f"is {room}: make it {rows * every} here and on the manager"
         )
     there, score = check_rows(needs_score, rows, score, mask)
-    state = state.replace(baseline=baseline).add(items, score, there)
-    return state.contact() if contacts else (state, None, None)
+    state = state.replace(baseline=baseline)
+    if not keeps:
+        state, sent, count = state.offer(there).choose(score, there)
+        return state, _Chosen(sent, count, items if scoring_only else None, score)
+    state = state.add(items, score, there)
+    return _contact(state) if contacts else (state, None)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _flush(state: WorkerState, baseline: Any) -> tuple[WorkerState, Any, Any]:
-    return state.replace(baseline=baseline).contact()
+def _flush(state: WorkerState, baseline: Any) -> tuple[WorkerState, _Chosen]:
+    return _contact(state.replace(baseline=baseline))
+
+
+def _contact(state: WorkerState) -> tuple[WorkerState, _Chosen]:
+    state, sent, count = state.contact()
+    return state, _Chosen(sent, count)
+
+
+def _immutable(like: Array, leaf: Any) -> Array:
+    """An array that nobody can change, of the dtype of another one."""
+    if isinstance(leaf, jax.Array) and leaf.dtype == like.dtype:
+        return leaf
+    return jnp.array(leaf, like.dtype)
 
 
 def _like(state: WorkerState, empty: WorkerState) -> WorkerState:
@@ -527,6 +567,5 @@ def _leave(channel: wire.Channel, form: Form, text: str, flags: int) -> None:
 
     if MPI.Is_finalized():
         return
-    message = form.new()
-    request = channel.send(message, channel.manager, {"note": wire.note(text)}, flags=flags)
-    wire.abandon([(request, message)])
+    note = {"note": wire.note(text)}
+    wire.abandon([channel.send(form.new(), channel.manager, note, flags=flags)])

@@ -71,36 +71,42 @@ class WorkerState(struct.PyTreeNode):
         def put(kept: Array, rows: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(kept, rows, start, axis=0)
 
-        offered = jnp.sum(mask, dtype=jnp.uint32)
-        zero = jnp.uint32(0)
-        return self.replace(
+        state = self.offer(mask)
+        return state.replace(
             items=jax.tree.map(put, self.items, items),
             score=put(self.score, score),
             mask=put(self.mask, mask),
             place=self.place + jnp.array([mask.shape[0], 1], jnp.int32),
-            counters=self.counters + jnp.stack([jnp.uint32(1), offered, zero, zero, zero]),
         )
+
+    def offer(self, mask: Bool[Array, " B"]) -> Self:
+        """Count a batch, without keeping it."""
+        offered = jnp.sum(mask, dtype=jnp.uint32)
+        return self.replace(counters=self.counters.at[:2].add(jnp.stack([jnp.uint32(1), offered])))
 
     def contact(self) -> tuple[Self, Bool[Array, " R"], Int[Array, ""]]:
         """Which of the rows kept to send, and how many those are; after that none are kept.
 
-        A contact without any row is none; one of which the filter keeps all rows is counted as
+        A contact without any row is none; one of which the filter lets no row pass is counted as
         skipped.
         """
-        state, sent = self, self.mask
+        state, sent, count = self.choose(self.score, self.mask)
+        state = state.replace(mask=jnp.zeros_like(self.mask), place=jnp.zeros_like(self.place))
+        return state, sent.copy(), count
+
+    def choose(
+        self, score: Float[Array, " B"], mask: Bool[Array, " B"]
+    ) -> tuple[Self, Bool[Array, " B"], Int[Array, ""]]:
+        """As ``contact``, of rows that are not kept."""
+        state, sent = self, mask
         if self.filter is not None:
-            chosen, sent = self.filter.select(self.score, self.baseline, self.mask)
+            chosen, sent = self.filter.select(score, self.baseline, mask)
             state = state.replace(filter=chosen)
         count = jnp.sum(sent, dtype=jnp.uint32)
         sends = (count > 0).astype(jnp.uint32)
-        skipped = jnp.any(self.mask).astype(jnp.uint32) - sends
-        zero = jnp.uint32(0)
-        state = state.replace(
-            mask=jnp.zeros_like(self.mask),
-            place=jnp.zeros_like(self.place),
-            counters=self.counters + jnp.stack([zero, zero, sends, count, skipped]),
-        )
-        return state, sent.copy(), count.astype(jnp.int32)
+        skipped = jnp.any(mask).astype(jnp.uint32) - sends
+        counters = state.counters.at[2:].add(jnp.stack([sends, count, skipped]))
+        return state.replace(counters=counters), sent, count.astype(jnp.int32)
 
     def metrics(self) -> dict[str, Array]:
         """Numbers worth watching, all scalars, counted since creation and wrapping at 2**32.
