@@ -17,7 +17,7 @@ class FinalObs:
 
         env = training.VmapWrapper(env)
         env = training.EpisodeWrapper(env, episode_length=1000, action_repeat=1)
-        env = training.AutoResetWrapper(jaxbuf.adapters.FinalObs(env))
+        env = training.AutoResetWrapper(FinalObs(env))
 
     Args:
         env: An environment of brax.
