@@ -34,7 +34,9 @@ _PART_BYTES = 2**18
 HEADER_BYTES = 64
 _NOTE_BYTES = 512
 # For so long whoever waits only gives way; after that it sleeps, and longer the longer it waits.
+# While a message of its own is under way it goes on for longer: MPI may need it for that.
 _EAGER_SECONDS = 2e-4
+_EAGER_SECONDS_SENDING = 0.5
 _LONGEST_SLEEP = 1e-3
 _ABANDONED: list[Any] = []
 # What a communicator keeps its count of sessions under.
@@ -309,7 +311,7 @@ class Channel:
         for k, part in enumerate(message.parts):
             status = MPI.Status()
             while (matched := self.comm.Improbe(source, FIRST_PART + k, status)) is None:
-                if not wait.pause():
+                if not wait.pause(sending=True):
                     return f"its large arrays did not follow within {self.timeout} s"
             size = status.Get_count(MPI.BYTE)
             fits = size == part.size
@@ -389,23 +391,27 @@ class Wait:
     """
 
     def __init__(self, timeout: float | None = None) -> None:
-        self._began = time.monotonic()
         self.timeout = timeout
+        self._began = self._idle_since = time.monotonic()
 
-    def pause(self) -> bool:
-        """Wait a little; False, and at once, if the time is over."""
-        waited = time.monotonic() - self._began
+    def pause(self, sending: bool = False) -> bool:
+        """Wait a little, less while ``sending``; False, and at once, if the time is over."""
+        now = time.monotonic()
+        waited = now - self._began
         if self.timeout is not None and waited >= self.timeout:
             return False
-        if waited < _EAGER_SECONDS:
+        if sending and waited < _EAGER_SECONDS_SENDING:
+            self._idle_since = now
+        idle = now - self._idle_since
+        if idle < _EAGER_SECONDS:
             os.sched_yield()
         else:
-            time.sleep(min(waited / 10, _LONGEST_SLEEP))
+            time.sleep(min(idle / 10, _LONGEST_SLEEP))
         return True
 
     def restart(self) -> Self:
         """Begin anew, with the same limit."""
-        self._began = time.monotonic()
+        self._began = self._idle_since = time.monotonic()
         return self
 
 

@@ -265,7 +265,7 @@ class Worker:
             self._send(chosen)
         in_time = True
         while in_time and (self._waiting or self._sends) and not self._failure:
-            in_time = wait.pause()
+            in_time = wait.pause(sending=bool(self._sends))
             self._poll()
         reasons = [self._failure] if self._failure else []
         if self._kept and not self._has_left:
@@ -388,7 +388,7 @@ class Worker:
         self._poll()
         while not until():
             self._raise_failure()
-            if not wait.pause():
+            if not wait.pause(sending=bool(self._sends)):
                 text = self._silence(f"batch {', '.join(map(str, self._waiting))}")
                 self._give_up()
                 raise TimeoutError(text)
