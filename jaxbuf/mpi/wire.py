@@ -35,7 +35,7 @@ HEADER_BYTES = 64
 _NOTE_BYTES = 512
 # For so long whoever waits only gives way; after that it sleeps, and longer the longer it waits.
 # While a message of its own is under way it goes on for longer: MPI may need it for that.
-_EAGER_SECONDS = 2e-4
+_EAGER_SECONDS = 1e-2
 _EAGER_SECONDS_SENDING = 0.5
 _LONGEST_SLEEP = 1e-3
 _ABANDONED: list[Any] = []
