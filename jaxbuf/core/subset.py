@@ -1,13 +1,14 @@
 """A set of slots out of which any may be taken, wherever they lie."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import rowwise
 from jaxbuf.core.ages import Bound, clip, ring_of
@@ -98,8 +99,8 @@ class Subset(struct.PyTreeNode):
         count = jnp.int32(rows) if mask is None else jnp.sum(mask, dtype=jnp.int32)
         row = jnp.arange(rows, dtype=jnp.int32)
         written = rowwise.each(_next, row, (self.inner.position, count), (self.inner.capacity,))
-        ones = jnp.ones((rows,), jnp.float32)
-        return placed.replace(members=self.members.set(written, ones, contiguous=True)), index
+        everything = self.size == self.inner.capacity
+        return placed.replace(members=_unless(everything, _enter, self.members, written)), index
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
         """Which rows the inner occupancy would not keep."""
@@ -107,11 +108,11 @@ class Subset(struct.PyTreeNode):
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is a member at ``index``."""
-        return self.inner.live(index) & (self.members.get(index) > 0)
+        return self.inner.live(index) & self._chosen(index)
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
         """Whether the items that these names mean are still there, as members."""
-        return self.inner.holds(slots) & (self.members.get(slots.index) > 0)
+        return self.inner.holds(slots) & self._chosen(slots.index)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The generation of what is at ``index``, member or not."""
@@ -195,6 +196,11 @@ class Subset(struct.PyTreeNode):
         """Those of the inner occupancy."""
         return self.inner.metrics()
 
+    def _chosen(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Whether live slots are members; without holes that is known without a look."""
+        whole = self.size == self.inner.size
+        return _unless(whole, _is_member, jnp.ones(index.shape, bool), self.members, index)
+
     def _member(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """The members in the order of their slots to which these words scale."""
         rank = scale_word(words, self.size.astype(jnp.uint32))
@@ -268,6 +274,44 @@ class MemberAges:
 
 def _rows(table: Int[Array, "E 3"], ring: Int[Array, " B"]) -> Int[Array, "B 3"]:
     return table.at[ring].get(mode="clip")
+
+
+def _unless(
+    condition: Bool[Array, ""],
+    function: Callable[..., PyTree[Array]],
+    value: PyTree[Array],
+    *args: PyTree[Array],
+) -> PyTree[Array]:
+    """``function(value, *args)``, which is nothing but ``value`` if the condition is true.
+
+    A CPU then skips it: that saves walks of the tree. Elsewhere it takes longer to wait for the
+    answer.
+    """
+
+    def loop(condition: Bool[Array, ""], value: PyTree[Array], *args: PyTree[Array]) -> Any:
+        def once(carry: tuple[Array, PyTree[Array]]) -> tuple[Array, PyTree[Array]]:
+            return jnp.ones_like(carry[0]), function(carry[1], *args)
+
+        # Runs once or not at all, and changes the value in place.
+        return lax.while_loop(lambda carry: ~carry[0], once, (condition, value))[1]
+
+    def plain(condition: Bool[Array, ""], value: PyTree[Array], *args: PyTree[Array]) -> Any:
+        del condition
+        return function(value, *args)
+
+    return rowwise.native(loop, plain, condition, value, *args)
+
+
+def _enter(members: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
+    """Consecutive slots become members."""
+    return members.set(index, jnp.ones(index.shape, jnp.float32), contiguous=True)
+
+
+def _is_member(
+    known: Bool[Array, " B"], members: SegmentTree, index: Int[Array, " B"]
+) -> Bool[Array, " B"]:
+    del known
+    return members.get(index) > 0
 
 
 def _next(
