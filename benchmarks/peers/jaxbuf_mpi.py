@@ -20,7 +20,10 @@ from jaxbuf.mpi import Layout, LockStep, Manager, Worker, make_communicators, se
 
 ROWS, WIDTH, CAPACITY = 256, 8, 10_000
 LARGE_ROWS, LARGE_WIDTH = 2**14, 512
+CALLS = 1
 SCAN_LENGTH = 100
+ROUNDS = 100_000
+"""How many rounds of `think` are a training step: about 20 ms."""
 
 
 def batches(count: int = 16) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -35,13 +38,20 @@ def batches(count: int = 16) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-def think(seconds_of_work: jax.Array, start: jax.Array) -> jax.Array:
-    """Arithmetic on one core, for as many rounds as `seconds_of_work` says."""
+def think(rounds: jax.Array, start: jax.Array) -> jax.Array:
+    """Arithmetic on one core."""
 
     def step(_: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sin(x) + jnp.float32(0.1)
 
-    return jax.lax.fori_loop(0, seconds_of_work, step, start)
+    return jax.lax.fori_loop(0, rounds, step, start)
+
+
+def wait_for_calls(world: MPI.Comm) -> int:
+    """The next number that rank 0 sends; MPI itself would keep a core busy meanwhile."""
+    while not world.Iprobe(source=0, tag=CALLS):
+        time.sleep(1e-3)
+    return world.recv(source=0, tag=CALLS)
 
 
 def busy_score(rounds: int) -> Callable[..., dict[str, jax.Array]]:
@@ -165,7 +175,7 @@ class Locked:
         self._local = jaxbuf.reward_prioritized(jnp.zeros(WIDTH, jnp.int32), CAPACITY)
         self._run = jax.jit(run, donate_argnums=(0, 1))
         if self._world.rank == 1:
-            while calls := self._world.bcast(None):
+            while calls := wait_for_calls(self._world):
                 for _ in range(calls):
                     self._step()
             sys.exit()
@@ -181,50 +191,42 @@ class Locked:
 
     def time_add(self, calls: int) -> float:
         """Seconds for so many scans of SCAN_LENGTH exchanges."""
-        self._world.bcast(calls)
+        self._world.send(calls, dest=1, tag=CALLS)
         return repeat_calls(self._step, calls)
 
     def close(self) -> None:
         """Ends the manager."""
-        self._world.bcast(0)
+        self._world.send(0, dest=1, tag=CALLS)
 
 
 class Plain:
-    """mpi4py alone: a large message there, a byte back."""
+    """mpi4py alone: the memory of a large array there, a byte back."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD
-        self._data = np.ones((LARGE_ROWS, LARGE_WIDTH), np.float32)
         self._byte = np.zeros(1, np.uint8)
-        while self._world.rank == 1:
-            status = MPI.Status()
-            self._world.Recv(self._data, source=0, status=status)
-            self._world.Send(self._byte, dest=0)
-            if status.Get_tag() == 1:
-                sys.exit()
+        if self._world.rank == 0:
+            self._data = np.asarray(jnp.ones((LARGE_ROWS, LARGE_WIDTH)))
+            return
+        data = np.empty((LARGE_ROWS, LARGE_WIDTH), np.float32)
+        while calls := wait_for_calls(self._world):
+            for _ in range(calls):
+                self._world.Recv(data, source=0, tag=0)
+                self._world.Send(self._byte, dest=0)
+        sys.exit()
 
-    def _send(self, tag: int) -> None:
-        self._world.Send(self._data, dest=1, tag=tag)
+    def _send(self) -> None:
+        self._world.Send(self._data, dest=1, tag=0)
         self._world.Recv(self._byte, source=1)
 
     def time_large(self, calls: int) -> float:
         """Seconds for so many messages, each answered."""
-        return repeat_calls(lambda: self._send(0), calls)
+        self._world.send(calls, dest=1, tag=CALLS)
+        return repeat_calls(self._send, calls)
 
     def close(self) -> None:
         """Ends the other rank."""
-        self._send(1)
-
-
-def rounds_for(seconds: float) -> int:
-    """How many rounds of `think` take that long here."""
-    trial = 20_000
-    run = jax.jit(think)
-    start = jnp.ones(64)
-    run(jnp.int32(trial), start).block_until_ready()
-    begin = time.perf_counter()
-    run(jnp.int32(trial), start).block_until_ready()
-    return int(trial * seconds / (time.perf_counter() - begin))
+        self._world.send(0, dest=1, tag=CALLS)
 
 
 def main(kind: str) -> None:
@@ -235,8 +237,7 @@ def main(kind: str) -> None:
         peer = Plain()
     else:
         mode, work, size = kind.split("-")
-        rounds = MPI.COMM_WORLD.bcast(rounds_for(0.02)) if work == "busy" else 0
-        peer = Exchange(mode, rounds, size == "large")
+        peer = Exchange(mode, ROUNDS if work == "busy" else 0, size == "large")
     answer(peer)
     peer.close()
 
