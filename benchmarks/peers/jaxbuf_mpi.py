@@ -22,8 +22,12 @@ ROWS, WIDTH, CAPACITY = 256, 8, 10_000
 LARGE_ROWS, LARGE_WIDTH = 2**14, 512
 CALLS = 1
 SCAN_LENGTH = 100
-ROUNDS = 100_000
-"""How many rounds of `think` are a training step: about 20 ms."""
+TRAINING_STEPS = 20
+ROUNDS, SCORE_ROUNDS = 100_000, 60_000
+"""How many rounds of `think` are a training step, about 15 ms, and a batch for the manager.
+
+Within the manager's program a round takes longer.
+"""
 
 
 def batches(count: int = 16) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -76,7 +80,7 @@ class Exchange:
     def __init__(self, mode: str, rounds: int, large: bool):
         self._links = make_communicators(Layout(2))
         rows, width = (LARGE_ROWS, LARGE_WIDTH) if large else (ROWS, WIDTH)
-        self._rounds, self._large, self._rows = rounds, large, rows
+        self._rows = rows
         example = jnp.zeros(width, jnp.float32 if large else jnp.int32)
 
         def manager(num_workers: int) -> Manager:
@@ -129,16 +133,24 @@ class Exchange:
         return repeat_calls(lambda: self._worker.add(items), calls, self._finish)
 
     def time_steps(self, calls: int, exchange: bool) -> float:
-        """Seconds for so many training steps, each with a batch for the manager or without."""
+        """Seconds for so many runs of TRAINING_STEPS, each with a batch for the manager or without.
+
+        A run ends when all batches are answered: what is sent last cannot be hidden.
+        """
         states, scores = self._batches[0]
-        rounds, start = jnp.int32(self._rounds), scores[:64]
+        rounds, start = jnp.int32(ROUNDS), scores[:64]
 
         def step() -> None:
             self._train(rounds, start).block_until_ready()
             if exchange:
                 self._worker.add(states, score=scores)
 
-        return repeat_calls(step, calls, self._finish)
+        def run() -> None:
+            for _ in range(TRAINING_STEPS):
+                step()
+            self._finish()
+
+        return repeat_calls(run, calls)
 
     def versions(self) -> str:
         """What was measured."""
@@ -237,7 +249,7 @@ def main(kind: str) -> None:
         peer = Plain()
     else:
         mode, work, size = kind.split("-")
-        peer = Exchange(mode, ROUNDS if work == "busy" else 0, size == "large")
+        peer = Exchange(mode, SCORE_ROUNDS if work == "busy" else 0, size == "large")
     answer(peer)
     peer.close()
 

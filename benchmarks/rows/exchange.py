@@ -8,9 +8,9 @@
   batches the managers must keep the same number of them, with the same least one.
 * `exchange-large`: a message of 32 MiB, scored but not stored, and its answer, against a `Send` of
   the same bytes and a `Recv` of one by mpi4py.
-* `exchange-overlap`: a training step of about 20 ms, and a manager that thinks as long about what
+* `exchange-overlap`: a training step of about 15 ms, and a manager that thinks as long about what
   each step sends: the step alone, with the exchange in its way (`"sync"`), and beside it
-  (`"pipelined"`). Each rank computes on one core.
+  (`"pipelined"`), in runs of 20 that end when all is answered. Each rank computes on one core.
 """
 
 import os
@@ -26,7 +26,7 @@ from benchmarks.harness import Operation, Options, Row, Unavailable, UnequalWork
 from benchmarks.peer_process import PeerError, PeerProcess, environment
 
 ADD, LARGE, STEP = "add with score", "large message", "training step"
-SCAN_LENGTH = 100
+SCAN_LENGTH, TRAINING_STEPS = 100, 20
 ROWS, WIDTH, CAPACITY, BATCHES = 256, 8, 10_000, 16
 
 
@@ -100,20 +100,28 @@ def _torchgfn() -> PeerProcess:
 
 def _steps(mode: str, exchange: bool) -> "TimedContestant":
     process = _ranks(f"{mode}-busy-small")
-    return TimedContestant(process, {STEP: ("time_steps", {"exchange": exchange})})
+    return TimedContestant(
+        process, {STEP: ("time_steps", {"exchange": exchange})}, per_call=TRAINING_STEPS
+    )
 
 
 class TimedContestant:
     """Processes that time themselves."""
 
-    def __init__(self, process: PeerProcess, calls: Mapping[str, tuple[str, Mapping[str, Any]]]):
+    def __init__(
+        self,
+        process: PeerProcess,
+        calls: Mapping[str, tuple[str, Mapping[str, Any]]],
+        per_call: int = 1,
+    ):
         """Around started processes.
 
         Args:
             process: The one that answers.
             calls: For each operation what to ask for, with which arguments.
+            per_call: Operations in a timed call.
         """
-        self._process, self._calls = process, calls
+        self._process, self._calls, self._per_call = process, calls, per_call
 
     def verify(self) -> None:
         """Runs everything once: an answer that is missing is an error."""
@@ -124,7 +132,9 @@ class TimedContestant:
         """Those it was given."""
 
         def operation(name: str, arguments: Mapping[str, Any]) -> Operation:
-            return Operation(lambda calls: self._process.call(name, calls=calls, **arguments))
+            return Operation(
+                lambda calls: self._process.call(name, calls=calls, **arguments), self._per_call
+            )
 
         return {what: operation(*asked) for what, asked in self._calls.items()}
 
