@@ -13,8 +13,9 @@ from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.samplers import Sampler
 
-# Usually few of the rows that are looked at retire, and each costs a path of every tree.
-_ROWS = 16
+# How many items retire at a time: each costs a path of every tree. Of rows that were used usually
+# few do, of a block of old items many.
+_FEW, _MANY = 16, 64
 
 # The sampler's state, which items there are, and what is known of their uses and versions.
 _Parts: TypeAlias = tuple[Any, Subset, FreshnessState]
@@ -65,7 +66,7 @@ class Retiring:
         state, enough = freshness.used(self.freshness_state, index)
         parts = (self.sampler_state, self.occupancy, state)
         if freshness.max_use is not None:
-            parts = self._retire(parts, index, enough, 1)
+            parts = self._retire(parts, index, enough, 1, _FEW)
         return self._with(parts)
 
     def set_version(
@@ -98,7 +99,7 @@ class Retiring:
         def retire_block(parts: _Parts) -> _Parts:
             sampler_state, occupancy, state = parts
             state, slots, stale = freshness.stale_block(state, floor, occupancy.live)
-            return self._retire((sampler_state, occupancy, state), slots, stale, 2)
+            return self._retire((sampler_state, occupancy, state), slots, stale, 2, _MANY)
 
         def some_left(parts: _Parts) -> Bool[Array, ""]:
             return jnp.min(parts[2].oldest) < floor
@@ -163,12 +164,17 @@ class Retiring:
         return self.replace(sampler_state=sampler_state, occupancy=occupancy, freshness_state=state)
 
     def _retire(
-        self, parts: _Parts, index: Int[Array, " B"], gone: Bool[Array, " B"], counter: int
+        self,
+        parts: _Parts,
+        index: Int[Array, " B"],
+        gone: Bool[Array, " B"],
+        counter: int,
+        at_once: int,
     ) -> _Parts:
         """What is kept without the items at ``index`` that are ``gone``, and those counted."""
         sampler_state, before, freshness_state = parts
         sampler_state, occupancy = retire(
-            self.sampler, sampler_state, before, index, gone, self.capacity
+            self.sampler, sampler_state, before, index, gone, self.capacity, at_once
         )
         retired = (before.size - occupancy.size).astype(jnp.uint32)
         counters = freshness_state.counters.at[counter].add(retired)
@@ -187,22 +193,24 @@ def retire(
     index: Int[Array, " B"],
     gone: Bool[Array, " B"],
     capacity: int,
+    at_once: int,
 ) -> tuple[Any, Subset]:
     """The sampler's state and the occupancy without the items at ``index`` that are ``gone``.
 
     The cost grows with the number of those, not with ``B``. A slot may be there twice.
     """
-    slots, count = rowwise.pack(index, gone, capacity, size=-(-index.shape[0] // _ROWS) * _ROWS)
+    size = -(-index.shape[0] // at_once) * at_once
+    slots, count = rowwise.pack(index, gone, capacity, size=size)
 
     def step(i: Array, carry: tuple[Any, Subset]) -> tuple[Any, Subset]:
-        some = lax.dynamic_slice(slots, (i * _ROWS,), (_ROWS,))
+        some = lax.dynamic_slice(slots, (i * at_once,), (at_once,))
         state, occupancy = carry
         occupancy = occupancy.exclude(some)
         if hasattr(occupancy.inner, "demote"):
             occupancy = occupancy.replace(inner=occupancy.inner.demote(some))
         return forget(sampler, state, some), occupancy
 
-    return lax.fori_loop(0, -(-count // _ROWS), step, (state, occupancy))
+    return lax.fori_loop(0, -(-count // at_once), step, (state, occupancy))
 
 
 def forget(sampler: Any, state: Any, index: Int[Array, " B"]) -> Any:
