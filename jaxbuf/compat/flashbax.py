@@ -40,7 +40,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.trajectory import Steps
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
 from jaxbuf.core.slots import Slots
-from jaxbuf.strategies.samplers import Prioritized, Uniform
+from jaxbuf.strategies.samplers import Prioritized, Uniform, WindowSampler
 
 __all__ = [
     "ExperiencePair",
@@ -76,6 +76,9 @@ __all__ = [
     "make_trajectory_buffer",
     "make_trajectory_queue",
 ]
+
+
+_Windows = TypeVar("_Windows", bound="TrajectoryBuffer")
 
 
 class SumTreeRoot(NamedTuple):
@@ -307,18 +310,7 @@ def make_trajectory_buffer(
         max_size,
         max_length_time_axis,
     )
-
-    def init(experience: PyTree) -> TrajectoryBufferState:
-        return TrajectoryBufferState(
-            Rings.create(
-                experience,
-                add_batch_size,
-                length,
-                sequence_length=sample_sequence_length,
-                period=period,
-                sampler=Uniform(),
-            )
-        )
+    init = _init(add_batch_size, length, sample_sequence_length, period, Uniform())
 
     def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
         drawn = ops.sample(state.buffer, rng_key, sample_batch_size)
@@ -365,18 +357,9 @@ def make_prioritised_trajectory_buffer(
         max_size,
         max_length_time_axis,
     )
-
-    def init(experience: PyTree) -> TrajectoryBufferState:
-        return TrajectoryBufferState(
-            Rings.create(
-                experience,
-                add_batch_size,
-                length,
-                sequence_length=sample_sequence_length,
-                period=period,
-                sampler=Prioritized(alpha=priority_exponent),
-            )
-        )
+    init = _init(
+        add_batch_size, length, sample_sequence_length, period, Prioritized(alpha=priority_exponent)
+    )
 
     def sample(
         state: TrajectoryBufferState, rng_key: PRNGKeyArray
@@ -427,14 +410,8 @@ def make_flat_buffer(
         >>> (pair.second["obs"] - pair.first["obs"]).tolist()
         [[1, 1]]
     """
-    rows = _check_flat(max_length, min_length, sample_batch_size, add_batch_size)
     buffer = make_trajectory_buffer(
-        add_batch_size=rows,
-        sample_batch_size=sample_batch_size,
-        sample_sequence_length=2,
-        period=1,
-        min_length_time_axis=min_length // rows + 1,
-        max_length_time_axis=max_length // rows,
+        **_of_pairs(max_length, min_length, sample_batch_size, add_batch_size)
     )
 
     def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TransitionSample:
@@ -467,14 +444,8 @@ def make_prioritised_flat_buffer(
     Raises:
         ValueError: If the lengths do not fit together, or the exponent is out of its range.
     """
-    rows = _check_flat(max_length, min_length, sample_batch_size, add_batch_size)
     buffer = make_prioritised_trajectory_buffer(
-        add_batch_size=rows,
-        sample_batch_size=sample_batch_size,
-        sample_sequence_length=2,
-        period=1,
-        min_length_time_axis=min_length // rows + 1,
-        max_length_time_axis=max_length // rows,
+        **_of_pairs(max_length, min_length, sample_batch_size, add_batch_size),
         priority_exponent=priority_exponent,
         device=device,
     )
@@ -505,22 +476,8 @@ def make_item_buffer(
     Raises:
         ValueError: If the lengths do not fit together.
     """
-    _check_items(max_length, min_length, sample_batch_size)
-    buffer = make_trajectory_buffer(
-        add_batch_size=1,
-        sample_batch_size=sample_batch_size,
-        sample_sequence_length=1,
-        period=1,
-        min_length_time_axis=min_length,
-        max_length_time_axis=max_length,
-    )
-
-    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
-        drawn = buffer.sample(state, rng_key)
-        return drawn.replace(experience=_step(drawn.experience, 0))
-
-    add = _adder(add_batches, add_sequences, flatten=True)
-    return buffer.replace(add=add, sample=sample)
+    buffer = make_trajectory_buffer(**_of_items(max_length, min_length, sample_batch_size))
+    return _without_time(buffer, add_batches, add_sequences)
 
 
 def make_prioritised_item_buffer(
@@ -546,24 +503,12 @@ def make_prioritised_item_buffer(
     Raises:
         ValueError: If the lengths do not fit together, or the exponent is out of its range.
     """
-    _check_items(max_length, min_length, sample_batch_size)
     buffer = make_prioritised_trajectory_buffer(
-        add_batch_size=1,
-        sample_batch_size=sample_batch_size,
-        sample_sequence_length=1,
-        period=1,
-        min_length_time_axis=min_length,
-        max_length_time_axis=max_length,
+        **_of_items(max_length, min_length, sample_batch_size),
         priority_exponent=priority_exponent,
         device=device,
     )
-
-    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
-        drawn = buffer.sample(state, rng_key)
-        return drawn.replace(experience=_step(drawn.experience, 0))
-
-    add = _adder(add_batches, add_sequences, flatten=True)
-    return buffer.replace(add=add, sample=sample)
+    return _without_time(buffer, add_batches, add_sequences)
 
 
 def make_trajectory_queue(
@@ -678,6 +623,24 @@ def _dequeue(buffer: Rings, steps: int, wanted: Bool[Array, ""]) -> tuple[Rings,
     return buffer.dequeue(steps, mask=jnp.broadcast_to(wanted, (buffer.num_envs,)))
 
 
+def _init(
+    rows: int, length: int, sequence_length: int, period: int, sampler: WindowSampler
+) -> Callable[[PyTree], TrajectoryBufferState]:
+    def init(experience: PyTree) -> TrajectoryBufferState:
+        return TrajectoryBufferState(
+            Rings.create(
+                experience,
+                rows,
+                length,
+                sequence_length=sequence_length,
+                period=period,
+                sampler=sampler,
+            )
+        )
+
+    return init
+
+
 def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..., Any]:
     """An ``add`` of what may lack an axis for the batch, or for time."""
 
@@ -693,6 +656,16 @@ def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..
         return _add(state, jax.tree.map(shaped, batch))
 
     return add
+
+
+def _without_time(buffer: _Windows, batches: bool, sequences: bool) -> _Windows:
+    """The same for items: windows of one step, without their axis of time."""
+
+    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
+        drawn = buffer.sample(state, rng_key)
+        return drawn.replace(experience=_step(drawn.experience, 0))
+
+    return buffer.replace(add=_adder(batches, sequences, flatten=True), sample=sample)
 
 
 def _can_sample(least: int) -> Callable[..., Any]:
@@ -787,18 +760,39 @@ def _lengths(
     return least, rows - rows % period
 
 
-def _check_flat(
+def _of_pairs(
     max_length: int, min_length: int, sample_batch_size: int, add_batch_size: int | None
-) -> int:
-    """The number of rows."""
+) -> dict[str, int]:
+    """The arguments of a buffer of windows that makes one of pairs."""
     rows = 1 if add_batch_size is None else add_batch_size
-    _check_items(max_length, min_length // rows + 1, sample_batch_size)
-    if max_length // rows < 2:
+    length, least = max_length // rows, min_length // rows + 1
+    _check_items(max_length, least, sample_batch_size)
+    if length < 2:
         raise ValueError(
             f"max_length is {max_length} and add_batch_size {rows}, so rows have "
-            f"{max_length // rows} steps; they need 2 for a pair"
+            f"{length} steps; they need 2 for a pair"
         )
-    return rows
+    return {
+        "add_batch_size": rows,
+        "sample_batch_size": sample_batch_size,
+        "sample_sequence_length": 2,
+        "period": 1,
+        "min_length_time_axis": least,
+        "max_length_time_axis": length,
+    }
+
+
+def _of_items(max_length: int, min_length: int, sample_batch_size: int) -> dict[str, int]:
+    """The arguments of a buffer of windows that makes one of items."""
+    _check_items(max_length, min_length, sample_batch_size)
+    return {
+        "add_batch_size": 1,
+        "sample_batch_size": sample_batch_size,
+        "sample_sequence_length": 1,
+        "period": 1,
+        "min_length_time_axis": min_length,
+        "max_length_time_axis": max_length,
+    }
 
 
 def _check_items(max_length: int, min_length: int, sample_batch_size: int) -> None:
