@@ -215,8 +215,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         freshness_state = self.freshness_state
         if self.freshness is not None and version is not None:
             freshness_state = self.freshness.added(freshness_state, index, version)
-            freshness_state = self.freshness.came(freshness_state, version, taken)
-            freshness_state = freshness_state.replace(counters=freshness_state.counters + refused)
+            freshness_state = self.freshness.came(freshness_state, version, taken, refused)
         added = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
             data=storage.write(self.data, items, index),
@@ -392,20 +391,20 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
     def _check_version(
         self, version: Any, row_shape: tuple[int, ...], taken: Any
     ) -> tuple[Any, Any, Any]:
-        """The version of each row, which rows are still taken, and the refused ones as counters."""
+        """The version of each row, which rows are still taken, and how many are refused."""
         if self.freshness is None:
             self._refuse_version(version)
             return None, taken, None
-        zeros = jnp.zeros_like(self.freshness_state.counters)
+        none = jnp.uint32(0)
         if version is None:
-            return jnp.broadcast_to(self.freshness_state.version, row_shape), taken, zeros
+            return jnp.broadcast_to(self.freshness_state.version, row_shape), taken, none
         version = storage.check_rows(version, "version", row_shape, np.int32, "(B,)")
         if self.freshness.max_staleness is None:
-            return version, taken, zeros
+            return version, taken, none
         offered = jnp.ones(row_shape, bool) if taken is None else taken
         fresh = version >= self.freshness.floor(self.freshness_state)
         refused = jnp.sum(offered & ~fresh, dtype=jnp.uint32)
-        return version, offered & fresh, zeros.at[0].set(refused)
+        return version, offered & fresh, refused
 
     def _note_left(
         self, state: FreshnessState, occupancy: Subset, version: Int[Array, ""]

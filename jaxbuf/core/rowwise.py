@@ -42,7 +42,7 @@ def each(
         most: Up to how many rows to loop, on a CPU.
 
     Returns:
-        What ``function`` returns, with leaves ``[B]``.
+        What ``function`` returns for all rows together, leaves ``[B, ...]``.
     """
 
     def plain(rows: PyTree[Array], shared: PyTree[Array]) -> PyTree[Array]:
@@ -141,7 +141,7 @@ def _loop(
         at = jnp.minimum(i, count - 1)
         row = jax.tree.map(lambda leaf: lax.dynamic_slice(leaf, (at,), (1,))[0], rows)
         return jax.tree.map(
-            lambda leaf, value: lax.dynamic_update_slice(leaf, value[None], (at,)),
+            lambda leaf, value: lax.dynamic_update_slice_in_dim(leaf, value[None], at, 0),
             out,
             function(row, shared),
         )

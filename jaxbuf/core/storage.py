@@ -136,39 +136,11 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
     leaves, rows = jax.tree.leaves(storage), index.shape[0]
     last = leaves[0].shape[0] - 1
-
-    def plain(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
-        # Out of a loop, so that XLA:CPU does not compute it anew for every element that it selects.
-        index = rowwise.each(_clip, index, static=(last,), most=rows)
-        return jax.tree.map(
-            lambda slots: slots.at[index].get(
-                mode="promise_in_bounds", wrap_negative_indices=False
-            ),
-            storage,
-        )
-
-    def loop(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
-        def step(i: Array, out: PyTree[Array]) -> PyTree[Array]:
-            # A loop of one step would be unrolled, and copy.
-            row = jnp.minimum(i, rows - 1)
-            at = _clip(lax.dynamic_slice(index, (row,), (1,))[0], None, last)
-            return jax.tree.map(
-                lambda to, slots: lax.dynamic_update_slice_in_dim(
-                    to, lax.dynamic_slice_in_dim(slots, at, 1), row, 0
-                ),
-                out,
-                storage,
-            )
-
-        start = jax.tree.map(
-            lambda slots: jnp.zeros((rows, *slots.shape[1:]), slots.dtype), storage
-        )
-        return lax.fori_loop(0, max(rows, 2), step, start)
-
     row_bytes = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
     if 0 < rows <= rowwise.SHORT and row_bytes <= _SMALL_ROW:
-        return rowwise.native(loop, plain, storage, index)
-    return plain(storage, index)
+        return rowwise.each(_take, index, storage, (last,))
+    # Out of a loop, so that XLA:CPU does not compute it anew for every element that it selects.
+    return _take(rowwise.each(_clip, index, static=(last,), most=rows), storage, last)
 
 
 @functools.partial(jax.jit, static_argnames="length")
@@ -231,6 +203,14 @@ def read_runs(
 
 def _clip(index: Int[Array, " B"], _: Any, last: int) -> Int[Array, " B"]:
     return jnp.clip(index, 0, last)
+
+
+def _take(index: Int[Array, " B"], storage: PyTree[Array], last: int) -> PyTree[Array]:
+    at = _clip(index, None, last)
+    return jax.tree.map(
+        lambda slots: slots.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False),
+        storage,
+    )
 
 
 def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:

@@ -129,11 +129,7 @@ class Subset(struct.PyTreeNode):
         whole = self.size == self.inner.size
         found = self.inner.draw(words)
 
-        def look(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            return jnp.ones_like(carry[0]), self._member(words)
-
-        # Runs once or not at all; a conditional would do both under ``vmap``.
-        return lax.while_loop(lambda carry: ~carry[0], look, (whole, found))[1]
+        return _once_unless(whole, lambda _: self._member(words), found)
 
     @property
     def capacity(self) -> int:
@@ -289,17 +285,29 @@ def _unless(
     """
 
     def loop(condition: Bool[Array, ""], value: PyTree[Array], *args: PyTree[Array]) -> Any:
-        def once(carry: tuple[Array, PyTree[Array]]) -> tuple[Array, PyTree[Array]]:
-            return jnp.ones_like(carry[0]), function(carry[1], *args)
-
-        # Runs once or not at all, and changes the value in place.
-        return lax.while_loop(lambda carry: ~carry[0], once, (condition, value))[1]
+        return _once_unless(condition, lambda value: function(value, *args), value)
 
     def plain(condition: Bool[Array, ""], value: PyTree[Array], *args: PyTree[Array]) -> Any:
         del condition
         return function(value, *args)
 
     return rowwise.native(loop, plain, condition, value, *args)
+
+
+def _once_unless(
+    condition: Bool[Array, ""],
+    function: Callable[[PyTree[Array]], PyTree[Array]],
+    value: PyTree[Array],
+) -> PyTree[Array]:
+    """``value`` if the condition is true, else ``function(value)``, in place.
+
+    A loop that runs once or not at all; a conditional would do both under ``vmap``.
+    """
+
+    def once(carry: tuple[Array, PyTree[Array]]) -> tuple[Array, PyTree[Array]]:
+        return jnp.ones_like(carry[0]), function(carry[1])
+
+    return lax.while_loop(lambda carry: ~carry[0], once, (condition, value))[1]
 
 
 def _enter(members: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:

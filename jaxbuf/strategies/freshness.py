@@ -131,12 +131,16 @@ class Freshness:
         return self._watch(self.begun(state, index, version), index, version)
 
     def came(
-        self, state: FreshnessState, version: Int[Array, " B"], taken: Bool[Array, " B"] | None
+        self,
+        state: FreshnessState,
+        version: Int[Array, " B"],
+        taken: Bool[Array, " B"] | None,
+        refused: UInt[Array, ""],
     ) -> FreshnessState:
-        """Items of these versions have been taken, whether or not they stayed."""
+        """Items of these versions were taken, whether or not they stayed, others refused."""
         versions = version.astype(jnp.uint32)
         kept = versions if taken is None else jnp.where(taken, versions, jnp.uint32(0))
-        return self._count(state, {3: rowwise.total(kept)})
+        return self._count(state, {0: refused, 3: rowwise.total(kept)})
 
     def left(
         self, state: FreshnessState, total: UInt[Array, ""], version: Int[Array, ""]
