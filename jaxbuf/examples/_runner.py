@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
 
 import jaxbuf
+from jaxbuf.buffers import ops
 from jaxbuf.examples import _cli, _report
 from jaxbuf.examples._run_folder import RunError, RunFolder
 
@@ -313,16 +314,7 @@ def _chunk(agent: Agent, length: int) -> Callable[[Any], tuple[Any, EpisodeLog, 
         return jax.vmap(lambda state: agent.train(state, length))(states)
 
     # Donated, so that the buffers are updated where they are.
-    return jax.jit(chunk, donate_argnums=0, compiler_options=compiler_options())
-
-
-def compiler_options() -> dict[str, str]:
-    """For ``jax.jit``, what suits programs of many small operations."""
-    # By default XLA:CPU hands the many small operations of a step to a pool of threads, which
-    # takes longer than to do them.
-    if jax.default_backend() != "cpu":
-        return {}
-    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return jax.jit(chunk, donate_argnums=0, compiler_options=ops.compiler_options())
 
 
 def _mean_returns(log: EpisodeLog) -> NDArray[np.float64]:
