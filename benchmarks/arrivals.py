@@ -135,3 +135,17 @@ def _distances(some: np.ndarray, others: np.ndarray) -> np.ndarray:
     for one, other in zip(some.T, others.T, strict=True):
         total += np.abs(one[:, None] - other[None])
     return total
+
+
+EXCHANGE_ROWS, EXCHANGE_WIDTH, EXCHANGE_CAPACITY = 256, 8, 10_000
+"""What a worker sends to a manager: so many states of so many integers; and what that keeps."""
+
+
+def exchange_batches(count: int = NUM_BATCHES) -> list[tuple[np.ndarray, np.ndarray]]:
+    """States [EXCHANGE_ROWS, EXCHANGE_WIDTH] int64 with their log rewards, for everyone alike."""
+    rng = np.random.default_rng(0)
+    shape = (EXCHANGE_ROWS, EXCHANGE_WIDTH)
+    return [
+        (rng.integers(0, 100, shape), rng.normal(size=EXCHANGE_ROWS).astype(np.float32))
+        for _ in range(count)
+    ]

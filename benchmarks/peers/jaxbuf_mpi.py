@@ -14,11 +14,14 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxbuf
+from benchmarks.arrivals import EXCHANGE_CAPACITY as CAPACITY
+from benchmarks.arrivals import EXCHANGE_ROWS as ROWS
+from benchmarks.arrivals import EXCHANGE_WIDTH as WIDTH
+from benchmarks.arrivals import exchange_batches
 from benchmarks.harness import repeat_calls
 from benchmarks.peers.serving import serve as answer
 from jaxbuf.mpi import Layout, LockStep, Manager, Worker, make_communicators, serve
 
-ROWS, WIDTH, CAPACITY = 256, 8, 10_000
 LARGE_ROWS, LARGE_WIDTH = 2**14, 512
 CALLS = 1
 SCAN_LENGTH = 100
@@ -28,18 +31,6 @@ ROUNDS, SCORE_ROUNDS = 100_000, 60_000
 
 Within the manager's program a round takes longer.
 """
-
-
-def batches(count: int = 16) -> list[tuple[np.ndarray, np.ndarray]]:
-    """States [ROWS, WIDTH] with their log rewards, the same for every library."""
-    rng = np.random.default_rng(0)
-    return [
-        (
-            rng.integers(0, 100, (ROWS, WIDTH)).astype(np.int32),
-            rng.normal(size=ROWS).astype(np.float32),
-        )
-        for _ in range(count)
-    ]
 
 
 def think(rounds: jax.Array, start: jax.Array) -> jax.Array:
@@ -96,7 +87,10 @@ class Exchange:
             sys.exit()
         self._local = jaxbuf.reward_prioritized(jnp.zeros(WIDTH, jnp.int32), CAPACITY)
         self._worker = Worker(self._links, manager, rows=rows, mode=mode)
-        self._batches = [jax.device_put(batch) for batch in batches()]
+        self._batches = [
+            jax.device_put((states.astype(np.int32), scores))
+            for states, scores in exchange_batches()
+        ]
         self._turn = 0
         self._train = jax.jit(think)
 
@@ -181,7 +175,8 @@ class Locked:
 
             return jax.lax.scan(body, (end, local), (states, scores))[0]
 
-        given = [np.stack(leaves) for leaves in zip(*batches(SCAN_LENGTH), strict=True)]
+        states, scores = zip(*exchange_batches(SCAN_LENGTH), strict=True)
+        given = [np.stack(states).astype(np.int32), np.stack(scores)]
         self._rows = jax.device_put(given)
         self._end = LockStep.create(links, manager)
         self._local = jaxbuf.reward_prioritized(jnp.zeros(WIDTH, jnp.int32), CAPACITY)

@@ -18,11 +18,12 @@ from gfn.containers import StatesContainer
 from gfn.containers.replay_buffer import ReplayBuffer
 from gfn.containers.replay_buffer_manager import ReplayBufferManager
 
+from benchmarks.arrivals import EXCHANGE_CAPACITY as CAPACITY
+from benchmarks.arrivals import EXCHANGE_ROWS, exchange_batches
+from benchmarks.arrivals import EXCHANGE_WIDTH as WIDTH
 from benchmarks.harness import repeat_calls
 from benchmarks.peers.serving import serve
 from benchmarks.peers.torchgfn_worker import Points
-
-ROWS, WIDTH, CAPACITY = 256, 8, 10_000
 
 
 class Manager(ReplayBufferManager):
@@ -45,23 +46,20 @@ class Worker:
             remote_manager_rank=1,
             remote_buffer_freq=1,
         )
-        rng = np.random.default_rng(0)
-        self._batches = [self._container(rng) for _ in range(16)]
+        self._batches = [self._container(*batch) for batch in exchange_batches()]
         self._turn = 0
 
-    def _container(self, rng: np.random.Generator) -> StatesContainer:
-        states = rng.integers(0, 100, (ROWS, WIDTH))
-        scores = rng.normal(size=ROWS).astype(np.float32)
+    def _container(self, states: np.ndarray, scores: np.ndarray) -> StatesContainer:
         return StatesContainer(
             self._env,
             self._env.states_from_tensor(torch.from_numpy(states)),
-            is_terminating=torch.ones(ROWS, dtype=torch.bool),
+            is_terminating=torch.ones(len(states), dtype=torch.bool),
             log_rewards=torch.from_numpy(scores),
         )
 
     def fill(self) -> None:
         """Fills both buffers."""
-        for _ in range(-(-CAPACITY // ROWS)):
+        for _ in range(-(-CAPACITY // EXCHANGE_ROWS)):
             self._add()
 
     def kept(self) -> list[float]:

@@ -22,22 +22,19 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arrivals import EXCHANGE_CAPACITY as CAPACITY
+from benchmarks.arrivals import EXCHANGE_ROWS, exchange_batches
 from benchmarks.harness import Operation, Options, Row, Unavailable, UnequalWork, import_library
 from benchmarks.peer_process import PeerError, PeerProcess, environment
 
 ADD, LARGE, STEP = "add with score", "large message", "training step"
 SCAN_LENGTH, TRAINING_STEPS = 100, 20
-ROWS, WIDTH, CAPACITY, BATCHES = 256, 8, 10_000, 16
 
 
 def least_kept() -> float:
     """The least log reward that a full manager keeps, by NumPy."""
-    rng = np.random.default_rng(0)
-    batches: list[np.ndarray] = []
-    for _ in range(BATCHES):
-        rng.integers(0, 100, (ROWS, WIDTH))
-        batches.append(rng.normal(size=ROWS).astype(np.float32))
-    sent = [batches[turn % BATCHES] for turn in range(-(-CAPACITY // ROWS))]
+    scores = [scores for _, scores in exchange_batches()]
+    sent = [scores[turn % len(scores)] for turn in range(-(-CAPACITY // EXCHANGE_ROWS))]
     return float(np.sort(np.concatenate(sent))[-CAPACITY])
 
 
