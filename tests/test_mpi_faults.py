@@ -117,10 +117,13 @@ def test_faults_that_leave_everybody_alive(tmp_path):
     assert second["answered"] == 5
     assert first["answered after that"]
 
+    anew = "its session is 3; expected 2: who leaves may begin anew once all have left"
     assert manager["early"]["faults"] == [
         "rank 1 left early: ValueError: enough",
         "rank 1 sent a message that was refused: its sender had left",
+        f"rank 1 sent a message that was refused: {anew}",
     ]
+    assert anew in second["too early"]
     assert manager["early"]["batches"] == 3
 
     assert "its sender had left" in second["told"]
@@ -229,13 +232,17 @@ def _run_alive(communicators, rank, folder):
 
     if rank == 0:
         with Worker(communicators, _manager, rows=_ROWS, timeout=60) as end:
-            time.sleep(1)
+            _wait_for(folder, "early")
             assert _add(end, 0)
             assert _add(end, 1)
+            # The manager is there for as long as this rank is, and refuses what the other sends.
+            _wait_for(folder, "told")
+        Path(folder, "all have left").touch()
     else:
         with contextlib.suppress(ValueError), Worker(communicators, _manager, rows=_ROWS) as end:
             _add(end, 0)
             raise ValueError("enough")
+        Path(folder, "early").touch()
         # It leaves once more, and then sends what nobody waits for.
         wire_end = end._channel
         for kind, tree in ((Kind.EXIT, {"note": wire.note("")}), (Kind.BATCH, _raw(end))):
@@ -247,21 +254,26 @@ def _run_alive(communicators, rank, folder):
         while not out["told"]:
             time.sleep(0.05)
             out["told"] = end.drain().reason
-
     with Worker(communicators, _manager, rows=_ROWS, timeout=60) as end:
+        if rank == 1:
+            try:
+                _add(end, 0)
+            except ExchangeError as error:
+                out["too early"] = str(error)
+            Path(folder, "told").touch()
+            _wait_for(folder, "all have left")
         _add(end, 0)
         if rank == 1:
             time.sleep(_SECONDS)
             out["came back"] = _add(end, 1) is not None
-            for k in range(2):
-                time.sleep(_SECONDS / 3)
+            Path(folder, "back").touch()
+            for k in range(12):
+                time.sleep(_SECONDS / 12)
                 _add(end, k)
         else:
-            for k in range(14):
-                _add(end, k)
-                time.sleep(_SECONDS / 12)
+            _wait_for(folder, "back", meanwhile=lambda: _add(end, 0))
             # For longer than this, but the manager says all the while that it is there.
-            out["waited with patience"] = end.exit(timeout=1.5).reason == ""
+            out["waited with patience"] = end.exit(timeout=_SECONDS / 2).reason == ""
 
     end = Worker(communicators, _manager, rows=_ROWS, timeout=60)
     _add(end, 0)
@@ -286,6 +298,13 @@ def _run_alive(communicators, rank, folder):
     except ExchangeError as error:
         out["failed"] = str(error)
     return out
+
+
+def _wait_for(folder, name, meanwhile=lambda: None):
+    """Wait until another rank has come to a place, without a word to the manager about it."""
+    while not Path(folder, name).exists():
+        meanwhile()
+        time.sleep(0.1)
 
 
 def _raw(end):

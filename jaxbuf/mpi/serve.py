@@ -297,8 +297,13 @@ class _Server:
         if fault is not None or message is None:
             self._note(worker, f"sent a message that was refused: {fault}")
             text = f"{self._name}, the manager, refused a message: {fault}"
-            sequence = 0 if header is None else max(header.sequence, 0)
-            self._send(worker, Kind.REFUSAL, {"note": wire.note(text)}, sequence)
+            sequence, session = 0, self._channel.session
+            if header is not None:
+                sequence = max(header.sequence, 0)
+                # Who has begun anew too early would take an answer of this session for an old one.
+                if header.magic == wire.MAGIC:
+                    session = max(header.session, session)
+            self._send(worker, Kind.REFUSAL, {"note": wire.note(text)}, sequence, session)
         elif arrival.tag == Kind.BATCH.tag:
             self._answer(worker, message)
         elif arrival.tag == Kind.METADATA_REQUEST.tag:
@@ -348,9 +353,11 @@ class _Server:
             answered=outgoing.memory.size,
         )
 
-    def _send(self, worker: int, kind: Kind, tree: Any, sequence: int = 0) -> None:
+    def _send(
+        self, worker: int, kind: Kind, tree: Any, sequence: int = 0, session: int | None = None
+    ) -> None:
         message = self._outgoing(kind)
-        self._begin(worker, message, tree, sequence)
+        self._begin(worker, message, tree, sequence, session=session)
         self._traffic.count(worker, answered=message.memory.size)
 
     def _outgoing(self, kind: Kind) -> Message:
@@ -361,9 +368,17 @@ class _Server:
         return spare.pop() if spare else (self._forms.get(kind) or wire.note_form(kind)).new()
 
     def _begin(
-        self, worker: int, message: Message, tree: Any, sequence: int = 0, rows: int = 0
+        self,
+        worker: int,
+        message: Message,
+        tree: Any,
+        sequence: int = 0,
+        rows: int = 0,
+        session: int | None = None,
     ) -> None:
-        sending = self._channel.send(message, worker, tree, sequence=sequence, rows=rows)
+        sending = self._channel.send(
+            message, worker, tree, sequence=sequence, rows=rows, session=session
+        )
         self._sends.append((sending, worker))
 
     def _collect_sends(self) -> None:

@@ -274,6 +274,7 @@ class Channel:
         rows: int = 0,
         flags: int = 0,
         lends: bool = False,
+        session: int | None = None,
     ) -> "Sending":
         """Write a message and begin to send it; its memory must stay as it is until that is done.
 
@@ -285,13 +286,14 @@ class Channel:
             rows: How many rows are there.
             flags: Of an exit.
             lends: Whether large arrays are sent from where they lie.
+            session: Of whom it is for; by default that of the sender, too.
         """
         from mpi4py import MPI
 
         message.write(
             tree,
             sender=self.rank,
-            session=self.session,
+            session=self.session if session is None else session,
             sequence=sequence,
             rows=rows,
             flags=flags,

@@ -72,6 +72,8 @@ class Worker:
 
     Each answer is returned once, in order. Leaving a ``with`` block sends the rest, collects the
     answers and leaves the manager; all workers leave together, once the last one does.
+    Who has left, after an error for example, may begin anew once all have; what it sends before
+    that is refused.
 
     Args:
         communicators: Those of this rank.
