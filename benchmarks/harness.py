@@ -43,6 +43,7 @@ class Options:
         only: Regular expression searched in `row/operation`.
         libraries: The libraries to run, or None for all.
         repeats: Number of turns; None for the default.
+        runs: How often everything is done, from filling the buffers on.
     """
 
     quick: bool = False
@@ -52,6 +53,7 @@ class Options:
     only: str = ""
     libraries: frozenset[str] | None = None
     repeats: int | None = None
+    runs: int = 1
 
     @property
     def turns(self) -> int:
@@ -76,11 +78,17 @@ class Operation:
         run: `run(n)` makes n calls, waits for their results, and returns the seconds they took.
         per_call: Operations done by one call (the length of a scan; 1 from Python).
         prepare: Called once right before the turns begin, to make fresh arguments.
+        floor: Tells the least seconds that one operation can take on this machine (see
+            [`benchmarks.limits`][]); None where that is not known.
+        memory: Tells the bytes needed beyond the state that is given, what is returned included;
+            None where that is not known.
     """
 
     run: Callable[[int], float]
     per_call: int = 1
     prepare: Callable[[], object] = lambda: None
+    floor: Callable[[], float] | None = None
+    memory: Callable[[], int] | None = None
 
 
 class Contestant(Protocol):
@@ -123,12 +131,15 @@ class Timing:
     """The times of one operation.
 
     Attributes:
-        microseconds: Per library, microseconds per operation in each turn [R].
+        microseconds: Per library, microseconds per operation in each turn [R], or, of several
+            runs, [runs · R].
         reference: The library to whose times those of the others are compared.
+        runs: Number of runs.
     """
 
     microseconds: Mapping[str, np.ndarray]
     reference: str = REFERENCE
+    runs: int = 1
 
     @property
     def compared(self) -> bool:
@@ -140,10 +151,38 @@ class Timing:
         return float(np.median(self.microseconds[library]))
 
     def ratio(self, peer: str) -> tuple[float, float, float]:
-        """Lower quartile, median and upper quartile of peer time over reference time."""
+        """Lower bound, median and upper bound of peer time over reference time.
+
+        The bounds are the quartiles of one run, or the least and the largest median of several.
+        """
         ratios = self.microseconds[peer] / self.microseconds[self.reference]
         low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+        if self.runs > 1:
+            medians = self.ratios(peer)
+            low, high = medians.min(), medians.max()
         return float(low), float(middle), float(high)
+
+    def ratios(self, peer: str) -> np.ndarray:
+        """The median of peer time over reference time in each run [runs]."""
+        ratios = self.microseconds[peer] / self.microseconds[self.reference]
+        return np.median(ratios.reshape(self.runs, -1), axis=1)
+
+    def medians(self, library: str) -> np.ndarray:
+        """Median time of one operation in microseconds in each run [runs]."""
+        return np.median(self.microseconds[library].reshape(self.runs, -1), axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What is known of one operation of one library beside its time.
+
+    Attributes:
+        floor: The least microseconds that it can take; None where that is not known.
+        memory: The bytes it needs beyond the state; None where that is not known.
+    """
+
+    floor: float | None = None
+    memory: int | None = None
 
 
 @dataclasses.dataclass
@@ -152,6 +191,9 @@ class RowResult:
 
     row: Row
     timings: dict[str, Timing] = dataclasses.field(default_factory=dict[str, Timing])
+    limits: dict[str, dict[str, Limit]] = dataclasses.field(
+        default_factory=dict[str, dict[str, Limit]]
+    )
     facts: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict[str, dict[str, str]])
     skipped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
     unequal: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
@@ -249,6 +291,34 @@ def run_row(row: Row, options: Options, progress: Callable[[str, int], None]) ->
                 progress(f"{row.name}: {name}", 1)
             elif timing.microseconds:
                 result.timings[name] = timing
+        progress(f"{row.name}: {name}: limits", 0)
+        result.limits[name] = {library: _limit(known) for library, known in competing.items()}
     for library, contestant in contestants.items():
         result.facts[library] = dict(contestant.facts())
     return result
+
+
+def _limit(operation: Operation) -> Limit:
+    return Limit(
+        floor=operation.floor and operation.floor() * 1e6,
+        memory=operation.memory and operation.memory(),
+    )
+
+
+def merged(results: Sequence[RowResult]) -> RowResult:
+    """One result of several runs of a row: what is said of it besides is that of the last."""
+    last = results[-1]
+    if len(results) == 1:
+        return last
+    timings: dict[str, Timing] = {}
+    for name, timing in last.timings.items():
+        found = [result.timings[name].microseconds for result in results if name in result.timings]
+        libraries = [
+            library for library in timing.microseconds if all(library in times for times in found)
+        ]
+        microseconds = {
+            library: np.concatenate([times[library] for times in found]) for library in libraries
+        }
+        timings[name] = Timing(microseconds, timing.reference, len(found))
+    unequal = {library: why for result in results for library, why in result.unequal.items()}
+    return dataclasses.replace(last, timings=timings, unequal=unequal)

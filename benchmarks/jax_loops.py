@@ -8,6 +8,7 @@ where they have priorities.
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
 import time
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import equality
+from benchmarks import equality, limits
 from benchmarks.harness import Operation, Options, UnequalWork, repeat_calls
 from benchmarks.transitions import Items
 from benchmarks.workload import Workload
@@ -118,6 +119,12 @@ def compiled(function: Callable[..., Any], options: Options, state: State, *argu
     """A program that takes the state first, donates it, and returns it first, ready to run."""
     jitted = jax.jit(function, donate_argnums=0, compiler_options=compiler_options(options))
     return jitted.lower(state, *arguments).compile()
+
+
+def memory_beyond(program: Any) -> int:
+    """Bytes that a compiled program needs beyond what it is given, what it returns included."""
+    memory = program.memory_analysis()
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 class Holder(Protocol):
@@ -364,7 +371,10 @@ class ReplayContestant:
         if self._binding.call_weights is not None:
             operations["python sample+weights"] = Operation(self._python_weights)
             operations["python cycle+weights"] = Operation(self._python_weighted_cycle)
-        return operations
+        return {
+            name: dataclasses.replace(operation, **self._limits(name))
+            for name, operation in operations.items()
+        }
 
     def _scanned(
         self,
@@ -373,21 +383,63 @@ class ReplayContestant:
         prepare: Callable[[], object] = lambda: None,
     ) -> Operation:
         run = scanned(self._subject, program, arguments)
-        return Operation(run, self._workload.scan_length, prepare)
+        memory = functools.partial(memory_beyond, program)
+        return Operation(run, self._workload.scan_length, prepare, memory=memory)
+
+    def _limits(self, name: str) -> dict[str, Any]:
+        """The floor under an operation, and the memory of a call from Python."""
+        caller, what = name.split(" ")
+        what, _, weights = what.partition("+")
+        traffic = self._workload.traffic()[what]
+        if caller == "scan":
+            return {"floor": traffic.seconds}
+        if weights:
+            # The probabilities are read, and as many weights written.
+            traffic += limits.Traffic(8 * self._workload.sample_size)
+        found: dict[str, Any] = {
+            "floor": lambda: traffic.seconds() + self._dispatches(what, bool(weights))
+        }
+        if what != "cycle" and not weights:
+            found["memory"] = lambda: self._memory_of_call(what)
+        return found
+
+    def _dispatches(self, what: str, weights: bool) -> float:
+        """Seconds of the empty calls with as many arrays as those that an operation makes."""
+        binding, state = self._binding, self._subject.state
+        drawn = jax.eval_shape(binding.sample, state, self._keys[0])
+        held, items, sampled, slots = (
+            len(jax.tree.leaves(tree)) for tree in (state, self._items, drawn, binding.slots(drawn))
+        )
+        seconds = {
+            "add": lambda: limits.dispatch_seconds(held, items, 0),
+            "sample": lambda: limits.dispatch_seconds(0, held + 1, sampled),
+            "update": lambda: limits.dispatch_seconds(held, slots + 1, 0),
+        }
+        if binding.update is None:
+            del seconds["update"]
+        parts = list(seconds) if what == "cycle" else [what]
+        total = sum(seconds[part]() for part in parts)
+        return total + (limits.dispatch_seconds(0, 1, 1) if weights else 0.0)
+
+    def _memory_of_call(self, what: str) -> int:
+        """Bytes that one call needs, compiled by itself."""
+        binding, options, state = self._binding, self._options, self._subject.state
+        if what == "sample":
+            draw = jax.jit(binding.sample, compiler_options=compiler_options(options))
+            return memory_beyond(draw.lower(state, self._keys[0]).compile())
+        if what == "add":
+            return memory_beyond(compiled(binding.add, options, state, self._items))
+        assert binding.update is not None
+        given = self._slots[0], self._priorities[0]
+        return memory_beyond(compiled(binding.update, options, state, *given))
 
     def facts(self) -> Mapping[str, str]:
-        """Bytes of state beyond the data, and memory a scanned cycle needs beyond the state."""
+        """Bytes of state beyond the data."""
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._subject.state))
         data_bytes = self._workload.capacity * self._workload.transitions.num_bytes
-        memory = self._scan_cycle.memory_analysis()
-        extra = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         unit = "step" if self._workload.num_envs > 1 else "item"
-        return {
-            f"state beyond the data, bytes per {unit}": (
-                f"{(state_bytes - data_bytes) / self._workload.capacity:.2f}"
-            ),
-            "scanned cycle beyond the state, sampled batch included, MiB": f"{extra / 2**20:.2f}",
-        }
+        beyond = (state_bytes - data_bytes) / self._workload.capacity
+        return {f"state beyond the data, bytes per {unit}": f"{beyond:.2f}"}
 
     def _python_add(self, calls: int) -> float:
         call, items = self._binding.call_add, self._items

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import REFERENCE, Options, RowResult, Timing
+from benchmarks.harness import REFERENCE, Limit, Options, RowResult, Timing
 
 DISTRIBUTIONS = ("jaxbuf", "jax", "jaxlib", "numpy", "flashbax", "cpprb")
 
@@ -74,6 +74,33 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), line(marks), *map(line, lines)])
 
 
+def _limits_table(result: RowResult, libraries: Sequence[str]) -> str | None:
+    """The floor under each operation with the distance from it, and the memory it needs."""
+    header, columns = ["limits"], list[list[str]]()
+    for library in libraries:
+        known = {name: found.get(library, Limit()) for name, found in result.limits.items()}
+        if any(limit.floor is not None for limit in known.values()):
+            header.append(f"{library}: floor, µs")
+            columns.append([_floor_cell(result, name, library) for name in result.timings])
+        if any(limit.memory is not None for limit in known.values()):
+            header.append(f"{library}: memory, KiB")
+            columns.append([_memory_cell(known.get(name, Limit())) for name in result.timings])
+    if not columns:
+        return None
+    return _table(header, list(zip(result.timings, *columns, strict=True)))
+
+
+def _floor_cell(result: RowResult, name: str, library: str) -> str:
+    floor = result.limits[name].get(library, Limit()).floor
+    if not floor or library not in result.timings[name].microseconds:
+        return "–"
+    return f"{_microseconds(floor)} (×{result.timings[name].median(library) / floor:.1f})"
+
+
+def _memory_cell(limit: Limit) -> str:
+    return "–" if limit.memory is None else f"{limit.memory / 1024:,.1f}"
+
+
 def row_markdown(result: RowResult) -> str:
     """One row of the benchmark as a section of markdown."""
     measured = {name for timing in result.timings.values() for name in timing.microseconds}
@@ -90,6 +117,8 @@ def row_markdown(result: RowResult) -> str:
             for operation, timing in result.timings.items()
         ]
         parts.append(_table(header, lines))
+        if table := _limits_table(result, libraries):
+            parts.append(table)
     names = list(dict.fromkeys(name for facts in result.facts.values() for name in facts))
     if names:
         lines = [

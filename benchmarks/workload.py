@@ -1,8 +1,10 @@
 """What the rows of items and windows ask of a buffer."""
 
 import dataclasses
+import math
 
-from benchmarks.transitions import Transitions
+from benchmarks.limits import Traffic, gathered
+from benchmarks.transitions import MAX_SERIAL, Transitions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,35 @@ class Workload:
     def behind(self) -> int:
         """How many serial numbers the start of the newest window lies behind the newest step."""
         return (self.sequence_length - 1) * self.num_envs
+
+    @property
+    def distinct(self) -> bool:
+        """Whether every item can have a serial number of its own."""
+        return self.capacity <= MAX_SERIAL // 2
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What each operation has to move, whatever the library, by the operation's name.
+
+        * An add reads the new items and writes them one after the other, and a priority for each.
+        * A sample jumps to every row of every leaf, and to its priority, and writes the batch.
+        * An update reads the priorities and jumps to where each of them is kept.
+
+        What a tree of sums keeps above the priorities is not counted: it is the library's choice.
+        """
+        item, number = self.transitions.num_bytes, 4 * self.prioritized
+        within = self.capacity * (item + number)
+        rows = [
+            self.sequence_length * math.prod(leaf.shape) * leaf.dtype.itemsize
+            for leaf in self.transitions.leaves.values()
+        ]
+        moved = {
+            "add": Traffic(self.add_size * (2 * item + number)),
+            "sample": gathered(self.sample_size, [*rows, *[4] * self.prioritized], within),
+        }
+        if self.prioritized:
+            moved["update"] = Traffic(4 * self.sample_size, self.sample_size, within)
+        moved["cycle"] = sum(moved.values(), Traffic())
+        return moved
 
     def small(self) -> "Workload":
         """The same with few slots, to see how often each is drawn."""

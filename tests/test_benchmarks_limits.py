@@ -1,0 +1,112 @@
+"""The floors of the benchmark, the memory it reports, and how several runs become one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import limits
+from benchmarks.harness import Operation, Options, Row, Timing, merged, run_row
+from benchmarks.jax_loops import ReplayContestant, compiled, memory_beyond
+from benchmarks.report import row_markdown
+from benchmarks.rows import per
+from benchmarks.transitions import CARTPOLE
+from benchmarks.workload import Workload
+
+WORKLOAD = Workload(CARTPOLE, capacity=256, add_size=4, sample_size=8, scan_length=2)
+
+
+@pytest.fixture(autouse=True)
+def small_measurements(monkeypatch):
+    """Measures little, as only the sums are tested."""
+    monkeypatch.setattr(limits, "COPIED", 2**16)
+    monkeypatch.setattr(limits, "LARGEST", 2**16)
+    monkeypatch.setattr(limits, "BLOCKS", 1)
+    limits.forget()
+    yield
+    limits.forget()
+
+
+def test_traffic_counts_what_the_arrays_say():
+    moved = WORKLOAD.traffic()
+    item = 4 * 4 + 4 + 4 + 1 + 4 * 4
+    assert moved["add"] == limits.Traffic(4 * (2 * item + 4))
+    # No leaf of this item is longer than a line: a jump for each of them, and for the priority.
+    assert moved["sample"] == limits.Traffic(8 * (item + 4), 8 * 6, 256 * (item + 4))
+    assert moved["update"] == limits.Traffic(8 * 4, 8, 256 * (item + 4))
+    assert moved["cycle"] == moved["add"] + moved["sample"] + moved["update"]
+    assert moved["update"] * 3 == limits.Traffic(8 * 12, 24, 3 * 256 * (item + 4))
+
+
+def test_long_rows_are_streamed_after_their_first_line():
+    assert limits.gathered(2, [200, 8], 1000) == limits.Traffic(2 * (136 + 208), 4, 1000)
+
+
+def test_an_empty_call_donates_and_makes_what_it_should():
+    state = (jnp.zeros(3), jnp.ones(2))
+    kept, made = limits.empty(4)(state, (jnp.zeros(1),))
+    assert all(leaf.is_deleted() for leaf in state)
+    assert [leaf.shape for leaf in kept] == [(3,), (2,)]
+    assert len(made) == 4
+    assert limits.dispatch_seconds(2, 1, 4) > 0
+
+
+def test_memory_is_what_a_program_needs_beyond_its_state():
+    state = jnp.zeros((1024,), jnp.float32)
+    in_place = compiled(lambda state: state.at[0].set(jnp.float32(1.0)), Options(), state)
+    copying = jax.jit(lambda state: state + jnp.float32(1.0)).lower(state).compile()
+    assert memory_beyond(in_place) < 1024
+    assert memory_beyond(copying) == state.nbytes
+
+
+def test_rows_report_floors_and_memory():
+    contestant = ReplayContestant(
+        lambda job: per.bind_jaxbuf(job, Options()), WORKLOAD, Options(quick=True)
+    )
+    contestant.verify = lambda: None
+    names = ("python add", "python sample+weights", "python update", "scan cycle")
+    row = Row("small", "Small", names, {"jaxbuf": lambda: contestant})
+    result = run_row(row, Options(quick=True, repeats=1), lambda what, done: None)
+    found = {name: result.limits[name]["jaxbuf"] for name in names}
+    assert all(limit.floor > 0 for limit in found.values())
+    assert found["python sample+weights"].memory is None
+    batch = WORKLOAD.sample_size * CARTPOLE.num_bytes
+    assert 0 < found["python add"].memory < found["scan cycle"].memory
+    assert found["scan cycle"].memory > batch
+    assert "jaxbuf: floor, µs" in row_markdown(result)
+
+
+def test_runs_are_merged_with_their_medians():
+    class Timed:
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        def verify(self):
+            pass
+
+        def operations(self):
+            return {"wait": Operation(lambda calls: calls * self.seconds())}
+
+        def facts(self):
+            return {}
+
+    speed = {"peer": 2.0}
+    row = Row(
+        "toys",
+        "Toys",
+        ("wait",),
+        {"jaxbuf": lambda: Timed(lambda: 1.0), "peer": lambda: Timed(lambda: speed["peer"])},
+    )
+    options, results = Options(quick=True, repeats=3), []
+    for speed["peer"] in (2.0, 4.0, 3.0):
+        results.append(run_row(row, options, lambda what, done: None))
+    timing = merged(results).timings["wait"]
+    assert list(timing.ratios("peer")) == [2.0, 4.0, 3.0]
+    assert timing.ratio("peer") == (2.0, 3.0, 4.0)
+    assert list(timing.medians("peer")) == [2e6, 4e6, 3e6]
+    assert merged(results[:1]) is results[0]
+
+
+def test_one_run_has_quartiles():
+    timing = Timing({"jaxbuf": np.ones(5), "peer": np.arange(1.0, 6.0)})
+    assert timing.ratio("peer") == (2.0, 3.0, 4.0)
