@@ -121,8 +121,8 @@ $(STAMPS)/lint: pyproject.toml $(BASE)
 	@touch $@
 
 $(STAMPS)/benchmark: pyproject.toml $(BASE)
-	@echo "installing jaxbuf and the libraries it is measured against"
-	@$(INSTALL) --editable . --group benchmark
+	@echo "installing jaxbuf, its examples and the libraries it is measured against"
+	@$(INSTALL) --editable '.[examples]' --group benchmark
 	@touch $@
 
 $(TORCH_VENV)/.installed: $(BASE)

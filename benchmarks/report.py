@@ -12,6 +12,10 @@ from typing import Any
 import jax
 
 from benchmarks.harness import REFERENCE, Limit, Options, RowResult, Timing
+from benchmarks.targets import verdicts
+
+NOTES = "## What bounds these numbers"
+"""The heading under which somebody says what the tables mean; it outlives them."""
 
 DISTRIBUTIONS = ("jaxbuf", "jax", "jaxlib", "numpy", "flashbax", "cpprb")
 
@@ -133,8 +137,29 @@ def row_markdown(result: RowResult) -> str:
     return "\n\n".join(parts)
 
 
+def targets_markdown(results: Sequence[RowResult]) -> str:
+    """What was aimed at, and what of it was reached, as a section of markdown."""
+    found = verdicts(results)
+    met = sum(verdict.met for verdict in found)
+    measured = sum(verdict.values is not None for verdict in found)
+    table = _table(["row", "what", "measured", "wanted", ""], [verdict.cells for verdict in found])
+    return f"## Targets\n\n{met} of {measured} measured targets are met.\n\n{table}"
+
+
+def _notes(path: Path) -> str:
+    """What somebody wrote below the tables of an earlier report."""
+    if not path.exists():
+        return ""
+    _, heading, text = path.read_text().partition(f"\n{NOTES}")
+    return f"\n{heading.lstrip()}{text}" if heading else ""
+
+
 def markdown(
-    results: Sequence[RowResult], options: Options, command: str, facts: Mapping[str, str]
+    results: Sequence[RowResult],
+    options: Options,
+    command: str,
+    facts: Mapping[str, str],
+    picture: str | None = None,
 ) -> str:
     """The whole report, with how to read and repeat it.
 
@@ -143,19 +168,29 @@ def markdown(
         options: What was asked for.
         command: The command line that repeats it.
         facts: What `machine` said before the run.
+        picture: A picture to show, relative to the report, or None.
     """
     lines = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     scheduler = (
         "" if options.scheduler == "default" else f" XLA:CPU scheduler: {options.scheduler}."
     )
     sections = "\n\n".join(row_markdown(result) for result in results)
+    turns, bounds = f"{options.turns} interleaved turns", "with quartiles"
+    if options.runs > 1:
+        turns = f"{options.runs} runs of {turns}"
+        bounds = "with the least and the largest median of a run"
+    shown = f"## Growth\n\n![Time of each operation against slots]({picture})\n\n"
     return f"""# Benchmark results
 
-Times are microseconds per operation, medians over {options.turns} interleaved turns. A ratio
+Times are microseconds per operation, medians over {turns}. A ratio
 above 1 means that what it divides by, {REFERENCE} in most rows, is faster; it is the median of the
-ratios within a turn, with quartiles. "python" is a call from Python, timed until its result is
+ratios within a turn, {bounds}. "python" is a call from Python, timed until its result is
 there; "scan" is one iteration inside a compiled `lax.scan`.{scheduler} What exactly is compared is
 said in the docstrings of `benchmarks/rows`.
+
+A floor is the least time an operation can take on this machine, by what it has to move and, from
+Python, by empty calls (`benchmarks/limits.py`); behind it stands how many times as long the library
+takes. Memory is what the compiled program needs beyond the state, what it returns included.
 
 Repeat with `{command}`.
 
@@ -163,8 +198,17 @@ Repeat with `{command}`.
 | --- | --- |
 {lines}
 
+{targets_markdown(results)}
+
+{shown if picture else ""}## Rows
+
 {sections}
 """
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a report; keeps what was written by hand below the tables of the one before."""
+    path.write_text(text + _notes(path))
 
 
 def as_json(
@@ -176,6 +220,7 @@ def as_json(
         "machine": dict(facts),
         "options": {**dataclasses.asdict(options), "libraries": sorted(options.libraries or ())},
         "rows": {result.row.name: _row_json(result) for result in results},
+        "targets": [verdict.cells for verdict in verdicts(results)],
     }
     return json.dumps(document, indent=1)
 
@@ -184,6 +229,10 @@ def _row_json(result: RowResult) -> dict[str, Any]:
     return {
         "title": result.row.title,
         "operations": {name: _timing_json(timing) for name, timing in result.timings.items()},
+        "limits": {
+            name: {library: dataclasses.asdict(limit) for library, limit in found.items()}
+            for name, found in result.limits.items()
+        },
         "facts": result.facts,
         "skipped": result.skipped,
         "unequal": result.unequal,
@@ -197,4 +246,5 @@ def _timing_json(timing: Timing) -> Mapping[str, Any]:
         "fastest": {name: float(times.min()) for name, times in timing.microseconds.items()},
         "median": {name: timing.median(name) for name in timing.microseconds},
         "ratio": {peer: timing.ratio(peer) for peer in peers} if timing.compared else {},
+        "runs": timing.runs,
     }

@@ -74,6 +74,7 @@ def rows(options: Options) -> list[Row]:
     """The prioritized rows."""
     workloads = {
         "per-mujoco": ("MuJoCo", Workload(MUJOCO, 2**20, 64, 256, 200), 2**16),
+        "per-mujoco-2048": ("MuJoCo", Workload(MUJOCO, 2**20, 512, 2048, 64), 2**16),
         "per-mujoco-large": ("MuJoCo", Workload(MUJOCO, 2**20, 4096, 16_384, 16), 2**17),
         "per-minatar": ("MinAtar", Workload(MINATAR, 2**17, 64, 256, 200), 2**14),
         "per-atari-32": ("Atari", Workload(ATARI, 2**16, 16, 32, 200), 2**12),
