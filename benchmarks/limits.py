@@ -126,23 +126,28 @@ def dispatch_seconds(donated: int, given: int, made: int) -> float:
         made: Arrays returned besides, scalars.
     """
     state, rest = _scalars(donated), _scalars(given)
-    held = [empty(made)(state, rest)]
+    call = empty(jax.tree.structure((0,) * made))
+    held = [call(state, rest)]
 
     def once() -> Any:
-        held[0] = empty(made)(held[0][0], rest)
-        jax.tree.leaves(held[0])[0].block_until_ready()
-        return held[0]
+        kept, new = held[0] = call(held[0][0], rest)
+        (kept or new)[0].block_until_ready()
+        return new
 
     return _least_seconds(once, calls=200)
 
 
 @functools.cache
-def empty(made: int) -> Callable[[Any, Any], Any]:
-    """A jitted function that returns its first argument, donated, and `made` new scalars."""
+def empty(made: jax.tree_util.PyTreeDef) -> Callable[[Any, Any], Any]:
+    """A jitted function that returns its first argument, donated, and new scalars.
+
+    Args:
+        made: How the scalars are put together.
+    """
 
     def nothing(state: Any, given: Any) -> Any:
         del given
-        return state, tuple(jnp.float32(0.0) for _ in range(made))
+        return state, made.unflatten([jnp.float32(0.0)] * made.num_leaves)
 
     return jax.jit(nothing, donate_argnums=0, keep_unused=True)
 

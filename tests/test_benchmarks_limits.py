@@ -9,7 +9,7 @@ from benchmarks import limits
 from benchmarks.harness import Operation, Options, Row, Timing, merged, run_row
 from benchmarks.jax_loops import ReplayContestant, compiled, memory_beyond
 from benchmarks.report import row_markdown
-from benchmarks.rows import per
+from benchmarks.rows import overhead, per
 from benchmarks.transitions import CARTPOLE
 from benchmarks.workload import Workload
 
@@ -44,7 +44,7 @@ def test_long_rows_are_streamed_after_their_first_line():
 
 def test_an_empty_call_donates_and_makes_what_it_should():
     state = (jnp.zeros(3), jnp.ones(2))
-    kept, made = limits.empty(4)(state, (jnp.zeros(1),))
+    kept, made = limits.empty(jax.tree.structure((0,) * 4))(state, (jnp.zeros(1),))
     assert all(leaf.is_deleted() for leaf in state)
     assert [leaf.shape for leaf in kept] == [(3,), (2,)]
     assert len(made) == 4
@@ -74,6 +74,15 @@ def test_rows_report_floors_and_memory():
     assert 0 < found["python add"].memory < found["scan cycle"].memory
     assert found["scan cycle"].memory > batch
     assert "jaxbuf: floor, µs" in row_markdown(result)
+
+
+def test_calls_that_do_nothing_are_given_the_same_arrays():
+    (row,) = overhead.rows(Options())
+    result = run_row(row, Options(quick=True, repeats=1), lambda what, done: None)
+    assert not result.unequal
+    assert set(result.timings) == set(overhead.OPERATIONS)
+    assert all(len(timing.microseconds) == 3 for timing in result.timings.values())
+    assert result.facts["empty"] == result.facts["structured"] == result.facts["jaxbuf"]
 
 
 def test_runs_are_merged_with_their_medians():
