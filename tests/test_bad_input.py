@@ -310,3 +310,96 @@ def test_bad_values_never_raise():
     buffer = create().add(rows(), priority=jnp.asarray(priority))
     assert buffer.size == 0
     assert buffer.metrics()["rejected"] == 8
+
+
+KEYS = {
+    "a number": (0, "key is of type int; expected one key, such as jax.random.key(0)"),
+    "keys": (
+        jax.random.split(jax.random.key(0)),
+        "key is of type key<fry> of shape (2,); expected one",
+    ),
+    "old keys": (jax.random.split(jax.random.PRNGKey(0)), "key is of type uint32 of shape (2, 2)"),
+    "floats": (jnp.zeros(2), "key is of type float32 of shape (2,)"),
+    "a generator": (np.random.default_rng(0), "key is of type Generator"),
+}
+
+
+@pytest.mark.parametrize(("key", "message"), KEYS.values(), ids=list(KEYS))
+def test_a_key_is_one_key(key, message):
+    buffer = filled()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        buffer.sample(key, 4)
+    with pytest.raises(ValueError, match="key is"):
+        buffer.sample_range(key, 4, -3)
+
+
+def test_a_key_that_is_jitted_is_named_too():
+    with pytest.raises(ValueError, match=re.escape("key is of type int32 of shape ()")):
+        jaxbuf.sample(filled(), 0, 4)
+
+
+def test_a_key_of_the_old_style_is_as_good():
+    buffer = filled()
+    new, old = buffer.sample(jax.random.key(3), 8), buffer.sample(jax.random.PRNGKey(3), 8)
+    np.testing.assert_array_equal(new.slots.index, old.slots.index)
+
+
+@pytest.mark.parametrize("batch_size", [jax.random.key(0), jnp.int32(4), 4.0, None])
+def test_a_batch_size_that_is_no_number_is_named_before_anything_is_compiled(batch_size):
+    with pytest.raises(ValueError, match=r"(?s)batch_size is .*; expected a whole number"):
+        jaxbuf.sample(filled(), jax.random.key(0), batch_size)
+
+
+def test_a_donated_buffer_says_so_and_what_to_do(tmp_path):
+    gone = create()
+    buffer = jaxbuf.add(gone, rows())
+    slots = jaxbuf.sample(buffer, jax.random.key(0), 8).slots
+    for use in (
+        lambda: jaxbuf.add(gone, rows()),
+        lambda: jaxbuf.sample(gone, jax.random.key(0), 8),
+        lambda: jaxbuf.update_priority(gone, slots, jnp.ones(8)),
+        lambda: jaxbuf.save(tmp_path, gone),
+    ):
+        with pytest.raises(ValueError, match=r"buffer was donated.*Go on with what that call"):
+            use()
+    # What is wrong with other arguments is still said of them.
+    with pytest.raises(ValueError, match="items"):
+        jaxbuf.add(buffer, rows() | {"more": jnp.ones(8)})
+
+
+def test_slots_are_the_slots_of_a_sample():
+    buffer = filled()
+    batch = buffer.sample(jax.random.key(0), 4)
+    with pytest.raises(ValueError, match=re.escape("slots is a Sample; expected the slots")):
+        jaxbuf.update_priority(buffer, batch, jnp.ones(4))
+    with pytest.raises(ValueError, match=re.escape("expected the slots of a sample: batch.slots")):
+        buffer.update_priority(batch.slots.index, jnp.ones(4))
+    with pytest.raises(ValueError, match="sample is a dict; expected the whole sample"):
+        jaxbuf.importance_weights(buffer, batch.data, 0.4)
+
+
+def test_buffers_side_by_side_need_vmap():
+    buffers = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), create())
+    for use in (
+        lambda: jaxbuf.add(buffers, rows()),
+        lambda: buffers.sample(jax.random.key(0), 4),
+    ):
+        with pytest.raises(ValueError, match=r"buffer is 3 buffers side by side; .*jax\.vmap"):
+            use()
+
+
+def test_a_sampler_is_no_evictor_and_an_evictor_no_sampler():
+    with pytest.raises(ValueError, match=re.escape("sampler is Lowest(); expected a sampler")):
+        create(jaxbuf.Lowest())
+    with pytest.raises(ValueError, match=r"evictor is Uniform.*; expected an evictor"):
+        jaxbuf.ItemBuffer.create(example(), 4, evictor=jaxbuf.Uniform())
+    with pytest.raises(ValueError, match="sampler is 'uniform'; expected a sampler such as"):
+        jaxbuf.TrajectoryBuffer.create(example(), 2, 4, sampler="uniform")
+
+
+def test_a_mask_of_steps_says_both_shapes_that_fit():
+    buffer = jaxbuf.TrajectoryBuffer.create(example(), 2, 10)
+    steps = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), rows(5))
+    message = "expected (2,), which is (num_envs,); or one for each step, (2, 5)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        buffer.add(steps, mask=jnp.ones(5, bool))

@@ -309,7 +309,7 @@ def test_keys_name_fields_of_any_container_and_functions_take_one_item():
 def test_bad_keys_name_what_there_is():
     example = {"obs": {"x": jnp.zeros(2)}, "wave": jnp.zeros(1, jnp.complex64)}
     for key, message in (
-        ("obs.y", "key is 'obs.y', but items have no such field; they have obs.x, wave"),
+        ("obs.y", "key is 'obs.y', but items have no such field; there are obs.x, wave"),
         ("obs.x.0", "key is 'obs.x.0', but items have no such field"),
         (lambda item: item["nothing"], "KeyError: 'nothing'; it gets one item"),
         ("wave", "real numbers"),
@@ -317,7 +317,7 @@ def test_bad_keys_name_what_there_is():
     ):
         with pytest.raises(ValueError, match=message):
             jaxbuf.ItemBuffer.create(example, 3, diversity=jaxbuf.Diversity(1.0, key=key))
-    with pytest.raises(ValueError, match="they are arrays, not trees"):
+    with pytest.raises(ValueError, match="an array has no fields"):
         jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity(1.0, key="state"))
     with pytest.raises(ValueError, match=r"a field such as 'obs.position'"):
         jaxbuf.Diversity(1.0, key=3)

@@ -127,9 +127,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
         if truncated is not None or fields.find(data, "truncated") is not None:
             names.append(("truncated", truncated or "truncated"))
         for name, path in names:
-            flag = fields.find(data, path)
-            if flag is None:
-                raise ValueError(f"{name} is {path!r}, but the example has no such field")
+            flag = fields.need(data, path, name, "the example has")
             if not isinstance(flag, jax.Array) or flag.dtype != np.bool_ or flag.ndim != 2:
                 found = getattr(flag, "dtype", "no array"), getattr(flag, "shape", (0, 0))[2:]
                 raise ValueError(

@@ -14,7 +14,7 @@ from jaxbuf.core import rowwise, storage
 from jaxbuf.core.ages import Bound, age_range, grid, keeps_order, spread
 from jaxbuf.core.slots import Occupancy, Slots, random_words
 from jaxbuf.core.tree_kernels import LOOP_QUERIES
-from jaxbuf.strategies.samplers import Draw, Sampler
+from jaxbuf.strategies.samplers import Draw, Sampler, Uniform
 
 
 def check_batch_size(batch_size: int) -> int:
@@ -30,6 +30,59 @@ def check_batch_size(batch_size: int) -> int:
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected at least 1")
     return int(batch_size)
+
+
+def check_key(key: Any) -> None:
+    """Refuse what is no PRNG key, or more than one.
+
+    Raises:
+        ValueError: If it is no key of ``jax.random.key`` or ``jax.random.PRNGKey``.
+    """
+    dtype = getattr(key, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if key.ndim == 0 if typed else dtype == np.uint32 and key.ndim == 1:
+        return
+    kind = f"{dtype} of shape {key.shape}" if hasattr(key, "shape") else type(key).__name__
+    raise ValueError(
+        f"key is of type {kind}; expected one key, such as jax.random.key(0) or one of those that "
+        "jax.random.split makes"
+    )
+
+
+def check_single(buffer: Any) -> None:
+    """Refuse buffers that ``vmap`` or ``stack`` have put side by side.
+
+    Raises:
+        ValueError: If there is more than one.
+    """
+    if buffer.counters.ndim > 1:
+        count = " × ".join(str(axis) for axis in buffer.counters.shape[:-1])
+        raise ValueError(
+            f"buffer is {count} buffers side by side; work on each of them with jax.vmap, or take "
+            "one: jax.tree.map(lambda leaf: leaf[0], buffer)"
+        )
+
+
+def check_slots(slots: Any) -> None:
+    """Refuse what does not name items.
+
+    Raises:
+        ValueError: If it has no index and generation.
+    """
+    if not hasattr(slots, "index") or not hasattr(slots, "generation"):
+        raise ValueError(
+            f"slots is a {type(slots).__name__}; expected the slots of a sample: batch.slots"
+        )
+
+
+def check_sampler(sampler: Any) -> None:
+    """Refuse what cannot draw.
+
+    Raises:
+        ValueError: If it is a class, or has no method ``draw``.
+    """
+    if isinstance(sampler, type) or not hasattr(sampler, "draw"):
+        raise ValueError(f"sampler is {sampler!r}; expected a sampler such as {Uniform()}")
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -86,6 +139,7 @@ def pick(
     """
     needs_order(occupancy, "sample_range")
     rows = check_batch_size(batch_size)
+    check_key(key)
     ages = age_range(occupancy, start, stop)
     words = random_words(key, (rows + 1,))
     row = jnp.arange(rows, dtype=jnp.int32)
@@ -160,8 +214,11 @@ def check_step_mask(mask: Any, batch: tuple[int, ...]) -> Bool[Array, "E T"]:
         ValueError: If it has another shape, or is no mask.
     """
     num_envs, *steps = batch
-    axes = "(num_envs, T)" if steps else "(num_envs,)"
-    shape = (num_envs,) if jnp.ndim(mask) == 1 else batch
+    one = jnp.ndim(mask) == 1
+    shape = (num_envs,) if one else batch
+    axes = "(num_envs, T)" if steps and not one else "(num_envs,)"
+    if steps and one:
+        axes += f"; or one for each step, {batch}, which is (num_envs, T)"
     taken = storage.check_rows(mask, "mask", shape, np.bool_, axes)
     return jnp.broadcast_to(taken.reshape(num_envs, -1), (num_envs, *(steps or (1,))))
 
@@ -184,6 +241,7 @@ def set_priority(
         ValueError: When traced, if the sampler has no priorities, or a shape differs.
     """
     needs_priority(sampler, "update_priority was called")
+    check_slots(slots)
     shape = slots.index.shape
     value = storage.check_rows(priority, "priority", shape, np.float32, "that of slots")
     taken = [occupancy.holds(slots)]

@@ -9,6 +9,7 @@ import jax
 import jax.core
 import numpy as np
 
+from jaxbuf.core.donation import is_gone
 from jaxbuf.core.sizes import format_bytes
 
 # More leaves than these are counted only.
@@ -128,7 +129,7 @@ def _held(buffer: Any, leaves: list[Any]) -> str:
     if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
         return f"up to {most} (without contents)"
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    if any(leaf.is_deleted() for leaf in arrays):
+    if is_gone(arrays):
         return f"up to {most} (gone: it was donated)"
     if not all(leaf.is_fully_addressable for leaf in arrays):
         return f"up to {most} (on several hosts)"

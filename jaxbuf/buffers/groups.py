@@ -87,15 +87,14 @@ def sample_groups(
     References:
         Niu et al., DI-engine, its ``group_sample`` and ``padding`` middleware.
     """
+    common.check_key(key)
     num_groups = common.check_count("num_groups", num_groups)
     size = common.check_count("size", size)
     if order not in ("age", "random"):
         raise ValueError(f'order is {order!r}; choose "age" or "random"')
     if not isinstance(buffer, ItemBuffer):
         raise ValueError(f"buffer is a {type(buffer).__name__}; expected an ItemBuffer")
-    ids = fields.find(buffer.data, group)
-    if ids is None:
-        raise ValueError(f"group is {group!r}, but items have no such field")
+    ids = fields.need(buffer.data, group, "group", "items have")
     if not isinstance(ids, jax.Array) or not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim > 1:
         found = getattr(ids, "dtype", "no array"), getattr(ids, "shape", (0,))[1:]
         raise ValueError(

@@ -94,12 +94,9 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         capacity = int(capacity)
         if not 1 <= capacity <= 2**30:
             raise ValueError(f"capacity is {capacity}; expected from 1 to 2**30 items")
-        for name, strategy in (("sampler", sampler), ("evictor", evictor)):
-            if isinstance(strategy, type) or not hasattr(strategy, "init"):
-                raise ValueError(
-                    f"{name} is {strategy!r}; expected a strategy such as "
-                    f"{Uniform() if name == 'sampler' else Oldest()}"
-                )
+        common.check_sampler(sampler)
+        if isinstance(evictor, type) or not hasattr(evictor, "init") or hasattr(evictor, "draw"):
+            raise ValueError(f"evictor is {evictor!r}; expected an evictor such as {Oldest()}")
         if freshness is not None and not isinstance(freshness, Freshness):
             raise ValueError(
                 f"freshness is {freshness!r}; expected None or jaxbuf.Freshness(max_use, ...)"
@@ -174,6 +171,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
                 ``priority``, ``score`` or ``version`` is given and nothing here uses it, or if
                 ``score`` is missing.
         """
+        common.check_single(self)
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
         row_shape = (rows,)
         value = None
@@ -243,11 +241,12 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             drawn have ``valid`` False, probability 0 and index ``capacity``.
 
         Raises:
-            ValueError: If ``batch_size`` is no whole number from 1 on.
+            ValueError: If ``batch_size`` is no whole number from 1 on, or ``key`` no single key.
         """
-        draw = self.sampler.draw(
-            self.sampler_state, key, common.check_batch_size(batch_size), self.occupancy
-        )
+        rows = common.check_batch_size(batch_size)
+        common.check_key(key)
+        common.check_single(self)
+        draw = self.sampler.draw(self.sampler_state, key, rows, self.occupancy)
         return self._gather(draw)
 
     def sample_range(

@@ -169,9 +169,10 @@ class Mixture(struct.PyTreeNode):
             ``capacity``.
 
         Raises:
-            ValueError: If ``batch_size`` is no whole number from 1 on.
+            ValueError: If ``batch_size`` is no whole number from 1 on, or ``key`` no single key.
         """
         rows = common.check_batch_size(batch_size)
+        common.check_key(key)
         keys = jax.random.split(key, len(self.parts))
         drawn: list[Sample] = []
         for i, count in enumerate(self.counts(rows)):

@@ -12,7 +12,9 @@ import jax
 import jax.core
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from jaxbuf.buffers.common import check_batch_size
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.core.donation import check_there
 from jaxbuf.core.slots import Slots
 
 
@@ -64,7 +66,7 @@ def add(
 
 def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int) -> Sample:
     """``buffer.sample``, jitted; ``batch_size`` is static."""
-    return _call(_sample_method, False, buffer, key, batch_size)
+    return _call(_sample_method, False, buffer, key, check_batch_size(batch_size))
 
 
 def update_priority(
@@ -104,8 +106,13 @@ def _call(method: Callable[..., Any], donate: bool, *args: Any) -> Any:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
         return method(*args)
     # Constants that a traced function closes over are no tracers; they are worked on at once.
-    with jax.ensure_compile_time_eval():
-        return _compiled(method, donate)(*args)
+    try:
+        with jax.ensure_compile_time_eval():
+            return _compiled(method, donate)(*args)
+    except (ValueError, RuntimeError):
+        # What XLA says of a donated argument names neither it nor the way out.
+        check_there(args[0], "buffer")
+        raise
 
 
 @functools.cache

@@ -112,6 +112,7 @@ class Queue(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
         """
+        common.check_single(self)
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
         taken = self.accepts(rows, mask)
         if rows == 0:

@@ -7,6 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxbuf.buffers import common
 from jaxbuf.core import rowwise, storage
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
@@ -59,6 +60,7 @@ class Retiring:
             ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
         """
         freshness = self._needs_freshness("mark_used")
+        common.check_slots(slots)
         taken = self.occupancy.holds(slots)
         if mask is not None:
             taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")

@@ -65,7 +65,7 @@ def importance_weights(
         Weights ``[B]``; 0 where the sample is invalid.
 
     Raises:
-        ValueError: If ``normalize`` is none of these.
+        ValueError: If ``normalize`` is none of these, or ``sample`` no sample.
 
     References:
         Schaul et al., Prioritized Experience Replay, ICLR 2016, section 3.4.
@@ -82,6 +82,10 @@ def importance_weights(
     """
     if normalize not in ("batch", "buffer", "mean", None):
         raise ValueError(f'normalize is {normalize!r}; choose "batch", "buffer", "mean" or None')
+    if not hasattr(sample, "probability"):
+        raise ValueError(
+            f"sample is a {type(sample).__name__}; expected the whole sample, not its data or slots"
+        )
     return _weights(buffer, sample, beta, normalize=normalize)
 
 

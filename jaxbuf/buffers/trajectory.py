@@ -141,6 +141,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             raise ValueError(
                 f"length is {length} and period {period}; length must be a multiple of period"
             )
+        common.check_sampler(sampler)
         if sampler.uses_score:
             raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
         data = storage.allocate(example, (num_envs, length))
@@ -234,6 +235,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             ValueError: When traced, if a structure, shape or dtype differs from the example, or if
                 ``priority`` or ``version`` is given and nothing here uses it.
         """
+        common.check_single(self)
         steps, batch = common.check_steps(self.data, steps, self.num_envs)
         rows = batch[1] if len(batch) > 1 else 1
         axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
@@ -295,11 +297,12 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             probability 0 and index ``capacity``.
 
         Raises:
-            ValueError: If ``batch_size`` is no whole number from 1 on.
+            ValueError: If ``batch_size`` is no whole number from 1 on, or ``key`` no single key.
         """
-        draw = self.sampler.draw(
-            self.sampler_state, key, common.check_batch_size(batch_size), self.occupancy
-        )
+        rows = common.check_batch_size(batch_size)
+        common.check_key(key)
+        common.check_single(self)
+        draw = self.sampler.draw(self.sampler_state, key, rows, self.occupancy)
         return self._gather(draw)
 
     def sample_range(
@@ -473,9 +476,9 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             >>> buffer.get_field("obs.x", jnp.array([0, 0, 1]), jnp.array([0, 1, 3])).tolist()
             [0.0, 1.0, 7.0]
         """
-        field = fields.find(self.data, path)
-        if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(field)) or field is None:
-            raise ValueError(f"path is {path!r}, but steps have no such field")
+        field = fields.need(self.data, path, "path", "steps have")
+        if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(field)):
+            raise ValueError(f"path is {path!r}, which leads to no arrays")
         env, position, shape = broadcast_steps(env_ids, positions)
         row = self.rings.locate(env, position)
         held = row < self.capacity

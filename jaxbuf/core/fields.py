@@ -19,6 +19,32 @@ def find(tree: Any, path: str) -> Any:
     return at if jax.tree.leaves(at) else None
 
 
+def need(tree: Any, path: str, name: str, where: str) -> Any:
+    """The field at a dotted path.
+
+    Args:
+        tree: Where to look.
+        path: The path.
+        name: What to call the argument that gave it in an error.
+        where: What to call the tree, as in "the window has".
+
+    Raises:
+        ValueError: If there is none; it says which there are.
+
+    Example:
+        >>> need({"obs": {"goal": 1}, "reward": 2}, "gain", "reward", "the window has")
+        Traceback (most recent call last):
+        ValueError: reward is 'gain', but the window has no such field; there are obs.goal, reward
+    """
+    found = find(tree, path)
+    if found is None:
+        paths = jax.tree_util.tree_leaves_with_path(tree)
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+        known = f"there are {', '.join(names)}" if any(names) else "an array has no fields"
+        raise ValueError(f"{name} is {path!r}, but {where} no such field; {known}")
+    return found
+
+
 def replace(tree: Any, path: str, value: Any) -> Any:
     """The tree with another field at a dotted path, which must be there.
 

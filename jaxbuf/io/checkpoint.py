@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.core.donation import check_there
 from jaxbuf.io import describe, resizing
 from jaxbuf.io.describe import Leaf
 
@@ -42,7 +43,7 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
             a training state. Its arrays must all be on devices of this process.
 
     Raises:
-        ValueError: If ``path`` is a file, or a leaf is no array of this process.
+        ValueError: If ``path`` is a file, a leaf is no array of this process, or one was donated.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, jaxbuf
@@ -58,6 +59,7 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
     folder = Path(path).resolve()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"path is {path}, which is a file; choose a folder")
+    check_there(buffer, "buffer")
     described = describe.leaves(buffer, "buffer")
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     records: dict[str, Any] = {}

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxbuf.buffers.describe import summary
+from jaxbuf.core.donation import check_there
 from jaxbuf.core.ranking import Ranking
 from jaxbuf.core.subset import Subset
 
@@ -134,11 +135,7 @@ def _check(buffer: Any) -> None:
         )
     if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
         raise ValueError("buffer holds other things than arrays; expected one with contents")
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-        raise ValueError(
-            "buffer was donated, so its memory belongs to another one; plot the result of the call "
-            "that it was given to"
-        )
+    check_there(leaves, "buffer")
     if buffer.counters.ndim != 1:
         raise ValueError(
             f"buffer is {buffer.counters.shape[0]} stacked ones; plot one of them: "

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxbuf.buffers import common, ops
+from jaxbuf.core.donation import is_gone
 from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.layout import Communicators
@@ -413,8 +414,7 @@ class _Server:
             self._report(text)
         for worker in set(range(self._channel.manager)) - (self._left - self._waiting):
             self._send(worker, Kind.FAILURE, {"note": wire.note(text)})
-        leaves = jax.tree.leaves(self._manager)
-        if self._save_to is not None and not any(leaf.is_deleted() for leaf in leaves):
+        if self._save_to is not None and not is_gone(self._manager):
             try:
                 self._save()
                 error.add_note(f"the manager was saved to {self._save_to}")

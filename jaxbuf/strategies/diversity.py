@@ -261,15 +261,7 @@ def _get(item: Any, part: Key) -> Any:
         ValueError: If there is no such field.
     """
     if isinstance(part, str):
-        found = fields.find(item, part)
-        if found is None:
-            paths = jax.tree_util.tree_leaves_with_path(item)
-            names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
-            raise ValueError(
-                f"key is {part!r}, but items have no such field; "
-                + (f"they have {', '.join(names)}" if any(names) else "they are arrays, not trees")
-            )
-        return found
+        return fields.need(item, part, "key", "items have")
     try:
         return part(item)
     except (KeyError, AttributeError, IndexError) as error:

@@ -498,9 +498,7 @@ def _fill_vector(
 
 def _check(data: PyTree[Array], path: str, name: str, kind: Any) -> None:
     """Refuse a path that leads to no single bool, or float, of a step."""
-    found: Any = fields.find(data, path)
-    if found is None:
-        raise ValueError(f"episodes.{name} is {path!r}, but the example has no such field")
+    found = fields.need(data, path, f"episodes.{name}", "the example has")
     if not hasattr(found, "dtype"):
         raise ValueError(f"episodes.{name} is {path!r}, which is no single array")
     if not jnp.issubdtype(found.dtype, kind):

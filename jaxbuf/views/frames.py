@@ -96,9 +96,7 @@ def stack_frames(
         Mnih et al., Human-level control through deep reinforcement learning, Nature 2015; the
         ``FrameStacker`` of ALF, https://github.com/HorizonRobotics/alf.
     """
-    frames = fields.find(window, field)
-    if frames is None:
-        raise ValueError(f"field is {field!r}, but the window has no such field")
+    frames = fields.need(window, field, "field", "the window has")
     frames = jax.tree.map(jnp.asarray, frames)
     ends = _ends(window, terminated, truncated, last)
     batch, length = ends.shape
@@ -158,10 +156,7 @@ def _ends(
 
 
 def _flags(window: PyTree[Array], path: str, name: str) -> Bool[Array, "B L"]:
-    found = fields.find(window, path)
-    if found is None:
-        raise ValueError(f"{name} is {path!r}, but the window has no such field")
-    flags = jnp.asarray(found)
+    flags = jnp.asarray(fields.need(window, path, name, "the window has"))
     if flags.dtype != jnp.bool_:
         raise ValueError(f"{name} has dtype {flags.dtype}; expected bool")
     if flags.ndim != 2:

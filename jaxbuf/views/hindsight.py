@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from jaxbuf.buffers.common import check_key
 from jaxbuf.core import fields
 
 Strategy = Literal["final", "future", "episode", "random"]
@@ -129,6 +130,7 @@ def hindsight(
         raise ValueError(f"strategy is {strategy!r}; choose one of {', '.join(get_args(Strategy))}")
     if isinstance(fraction, int | float | np.number) and not 0 <= fraction <= 1:
         raise ValueError(f"fraction is {fraction}; expected a share from 0 to 1")
+    check_key(key)
     rewards = _field(batch, reward, "reward")
     if not isinstance(rewards, jax.Array) or rewards.ndim not in (1, 2):
         shape = jax.tree.map(jnp.shape, rewards)
@@ -251,7 +253,4 @@ def _earned(value: Any, rewards: Array) -> Array:
 
 
 def _field(batch: Any, path: str, name: str) -> Any:
-    found = fields.find(batch, path)
-    if found is None:
-        raise ValueError(f"{name} is {path!r}, but the batch has no such field")
-    return jax.tree.map(jnp.asarray, found)
+    return jax.tree.map(jnp.asarray, fields.need(batch, path, name, "the batch has"))

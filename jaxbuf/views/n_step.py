@@ -132,10 +132,7 @@ def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) 
 
 
 def _field(window: PyTree[Array], path: str, name: str, kind: Any) -> Array:
-    found = fields.find(window, path)
-    if found is None:
-        raise ValueError(f"{name} is {path!r}, but the window has no such field")
-    array = jnp.asarray(found)
+    array = jnp.asarray(fields.need(window, path, name, "the window has"))
     if not jnp.issubdtype(array.dtype, kind):
         expected = "bool" if kind is jnp.bool_ else "a floating dtype"
         raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
