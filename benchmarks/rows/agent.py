@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import Operation, Options, Row, UnequalWork, import_library
-from benchmarks.jax_loops import compiled, scanned
+from benchmarks.jax_loops import compiled, memory_beyond, scanned
 
 NAME = "agent"
 OPERATION = "scan iteration"
@@ -164,7 +164,8 @@ class AgentContestant:
 
     def operations(self) -> Mapping[str, Operation]:
         """One iteration of all seeds."""
-        return {OPERATION: Operation(scanned(self, self._program, tuple), CHUNK)}
+        memory = functools.partial(memory_beyond, self._program)
+        return {OPERATION: Operation(scanned(self, self._program, tuple), CHUNK, memory=memory)}
 
     def facts(self) -> Mapping[str, str]:
         """What was reached."""

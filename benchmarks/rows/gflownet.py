@@ -25,6 +25,7 @@ off the sorting that each of its adds does until several have come (`lazy_sort`,
 """
 
 import dataclasses
+import functools
 import itertools
 import tempfile
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import limits
 from benchmarks.arrivals import NUM_BATCHES, Arrivals, BestModel, Source
 from benchmarks.harness import (
     Contestant,
@@ -48,6 +50,7 @@ from benchmarks.harness import (
 from benchmarks.jax_loops import (
     NUM_ARGUMENTS,
     compiled,
+    memory_beyond,
     repeat_in_place,
     scan_sample,
     scanned,
@@ -372,13 +375,39 @@ class JaxbufContestant:
 
             return repeat_calls(call, calls, lambda: jax.block_until_ready(last))
 
-        return {
+        floors = self._floors()
+        memory = {
+            "scan add": functools.partial(memory_beyond, self._scan_add),
+            "scan sample": functools.partial(memory_beyond, self._scan_sample),
+        }
+        operations = {
             "python add": Operation(python_add),
             "python sample": Operation(python_sample),
             "scan add": Operation(scanned(subject, self._scan_add, self._next_scan), SCAN_LENGTH),
             "scan sample": Operation(
                 scanned(subject, self._scan_sample, lambda: (self._scanned_keys,)), SCAN_LENGTH
             ),
+        }
+        return {
+            name: dataclasses.replace(operation, floor=floors[name], memory=memory.get(name))
+            for name, operation in operations.items()
+        }
+
+    def _floors(self) -> dict[str, Callable[[], float]]:
+        """Half of the rows added take the place of others, which lie anywhere; the rest is read."""
+        arrivals, state = self._arrivals, self._subject.state
+        row, held = 4 * arrivals.width, len(jax.tree.leaves(state))
+        within = arrivals.capacity * (row + 4)
+        add = limits.Traffic(arrivals.batch * (row + 4))
+        add += limits.gathered(arrivals.batch // 2, [row, 4], within)
+        sample = limits.gathered(SAMPLE_SIZE, [row, 4], within)
+        drawn = jax.eval_shape(lambda: state.sample(self._keys[0], SAMPLE_SIZE))
+        made = len(jax.tree.leaves(drawn))
+        return {
+            "scan add": add.seconds,
+            "scan sample": sample.seconds,
+            "python add": lambda: add.seconds() + limits.dispatch_seconds(held, 3, 0),
+            "python sample": lambda: sample.seconds() + limits.dispatch_seconds(0, held + 1, made),
         }
 
     def facts(self) -> Mapping[str, str]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import Operation, Options, Row, UnequalWork, import_library
-from benchmarks.jax_loops import compiled, repeat_in_place, scanned
+from benchmarks.jax_loops import compiled, memory_beyond, repeat_in_place, scanned
 from benchmarks.transitions import MUJOCO
 from benchmarks.workload import Workload
 
@@ -147,10 +147,14 @@ class SeedsContestant:
 
     def operations(self) -> Mapping[str, Operation]:
         """The cycle, of all seeds together."""
+        moved = self._workload.traffic()["cycle"] * SEEDS
         return {
             "python cycle": Operation(self._python_cycle),
             "scan cycle": Operation(
-                scanned(self, self._scan, self._arguments), self._workload.scan_length
+                scanned(self, self._scan, self._arguments),
+                self._workload.scan_length,
+                floor=moved.seconds,
+                memory=functools.partial(memory_beyond, self._scan),
             ),
         }
 

@@ -35,6 +35,7 @@ from benchmarks.jax_loops import (
     ReplayContestant,
     compiled,
     compiler_options,
+    memory_beyond,
     repeat_in_place,
     scan_add,
     scanned,
@@ -274,7 +275,7 @@ class AddContestant:
         scan = scanned(subject, self._program, lambda: (items,))
         return {
             "python add": Operation(python_add),
-            "scan add": Operation(scan, self._length),
+            "scan add": Operation(scan, self._length, memory=lambda: memory_beyond(self._program)),
         }
 
     def facts(self) -> Mapping[str, str]:
