@@ -17,6 +17,10 @@ TORCH_VENV := .venv-torch
 TORCHRL ?= torchrl
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# pip is quiet, so each installation says that it has begun; how long it takes is up to the network.
+comma := ,
+INSTALLING = @echo "installing $(1) ($(or $(2),a minute or two))"
+
 # One empty file per finished installation, all of them gone when .venv is made anew.
 STAMPS := $(VENV)/.stamps
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -61,6 +65,7 @@ notebooks: $(TEST_NEEDS)  ## run the notebooks again and keep what they show (AR
 	@$(RUN) -m notebooks $(ARGS)
 
 docs: $(STAMPS)/docs  ## build the site in site/ strictly, and look at its pages in a headless browser if there is one
+	@echo "building the site (a minute or less)"
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --site-dir site
 	@SITE=site $(RUN) -m pytest -q tests/test_site.py
 	@echo "open site/index.html, or serve it: $(RUN) -m http.server --directory site"
@@ -68,6 +73,7 @@ docs: $(STAMPS)/docs  ## build the site in site/ strictly, and look at its pages
 lint: $(STAMPS)/lint  ## check style, docstrings and types
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@echo "checking types (a minute or less)"
 	@$(RUN) -m pyright
 
 format: $(STAMPS)/lint  ## rewrite the code in the project's style
@@ -101,32 +107,32 @@ $(BASE):
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/demo: pyproject.toml $(BASE)
-	@echo "installing jaxbuf and what its examples need"
+	$(call INSTALLING,jaxbuf and what its examples need)
 	@$(INSTALL) --editable '.[examples]'
 	@touch $@
 
 $(STAMPS)/test: pyproject.toml $(BASE)
-	@echo "installing jaxbuf, its examples and the test tools"
+	$(call INSTALLING,jaxbuf$(comma) its examples and the test tools)
 	@$(INSTALL) --editable '.[examples]' --group test
 	@touch $@
 
 $(STAMPS)/docs: pyproject.toml $(BASE)
-	@echo "installing jaxbuf and what its site is built with"
+	$(call INSTALLING,jaxbuf and what its site is built with)
 	@$(INSTALL) --editable . --group docs
 	@touch $@
 
 $(STAMPS)/lint: pyproject.toml $(BASE)
-	@echo "installing jaxbuf, its examples and the linters"
+	$(call INSTALLING,jaxbuf$(comma) its examples and the linters)
 	@$(INSTALL) --editable '.[examples]' --group lint
 	@touch $@
 
 $(STAMPS)/benchmark: pyproject.toml $(BASE)
-	@echo "installing jaxbuf, its examples and the libraries it is measured against"
+	$(call INSTALLING,jaxbuf$(comma) its examples and the libraries it is measured against)
 	@$(INSTALL) --editable '.[examples]' --group benchmark
 	@touch $@
 
 $(TORCH_VENV)/.installed: $(BASE)
-	@echo "installing torchgfn, torchrl and torch (CPU) into $(TORCH_VENV)"
+	$(call INSTALLING,torchgfn$(comma) torchrl and torch (CPU) into $(TORCH_VENV),some minutes)
 	@$(PYTHON) -m venv $(TORCH_VENV)
 	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
 	  --extra-index-url $(TORCH_INDEX) torch==2.13.0 'torchgfn>=2.4' \
@@ -151,7 +157,7 @@ ifdef MPICC
 	  echo "MPICC=$(MPICC) is no command here. Unset it to use the MPI that pip installs." >&2; \
 	  echo $(WITHOUT_MPI) >&2; exit 1; }
 else
-	@echo "installing MPI (mpich)"
+	$(call INSTALLING,MPI (mpich),a moment)
 	@$(INSTALL) mpich || { echo $(WITHOUT_MPI) >&2; exit 1; }
 endif
 	@echo '#include <vector>' | $(MPI_COMPILER) -x c++ -fsyntax-only - || { \
