@@ -152,6 +152,81 @@ def test_a_notebook_gets_a_table_and_nothing_of_it_is_markup():
     assert mixture()._repr_html_().count("<table>") == 2
 
 
+def test_a_batch_shows_shapes_and_not_all_that_is_in_it():
+    batch = jaxbuf.add(items(), rows(3)).sample(jax.random.key(0), 8)
+    assert str(batch).splitlines() == [
+        "Sample: 8 of 8 valid, 184 B",
+        "  data['obs']       uint8[8, 2, 3]  48 B",
+        "  data['reward']    float32[8]      32 B",
+        "  slots.index       int32[8]        32 B",
+        "  slots.generation  uint32[8]       32 B",
+        "  probability       float32[8]      32 B",
+        "  valid             bool[8]         8 B",
+    ]
+    assert str(items().sample(jax.random.key(0), 8)).startswith("Sample: 0 of 8 valid, ")
+    assert batch._repr_html_().count("<td") == 12
+    window = {"reward": jnp.zeros((5, 4)), "terminated": jnp.zeros((5, 4), bool)}
+    assert str(jaxbuf.n_step(window, 2, 0.9)).splitlines()[0] == "NStep: 120 B"
+
+
+def accumulator():
+    return jaxbuf.EpisodeAccumulator.create(STEP, 4, max_length=20)
+
+
+def test_an_accumulator_shows_its_books():
+    lines = str(accumulator().add(rows(4, STEP))[0]).splitlines()
+    # Four steps were added, and each ends an episode.
+    assert lines[1:6] == [
+        "  num_envs            4",
+        "  max_length          20",
+        "  flags               ('terminated',)",
+        "  per_add             4",
+        "  metrics             steps 0, waiting 0, episodes 4, cut 0, refused 0, dropped 0",
+    ]
+    assert [line.split()[0] for line in lines[6:]] == ["data['obs']", "data['terminated']"]
+    chunks = jaxbuf.ChunkAccumulator.create(STEP, num_workers=2, fragments_per_chunk=4)
+    assert "fragments_per_chunk    4" in str(chunks)
+
+
+def test_limiters_and_statistics():
+    limiter = jaxbuf.RateLimiter.create(samples_per_insert=2.0, min_size=10)
+    assert "inserts 3, samples 0, error 6" in str(limiter.inserted(3))
+    assert "window " in str(jaxbuf.ThroughputLimiter.create(inserts_per_sample=(1.0, 2.0)))
+    assert str(jaxbuf.Statistics.create(items())).startswith("Statistics: ")
+
+
+def test_what_stands_around_a_shared_buffer():
+    manager = pytest.importorskip("jaxbuf.mpi.manager").Manager.create(
+        items(evictor=jaxbuf.Lowest()), 2
+    )
+    lines = str(manager).splitlines()
+    assert "  metrics   baseline -inf, batches 0, rows 0" in lines
+    assert "  scores    default_score" in lines
+    assert any(line.startswith("  buffer: ItemBuffer: 0 of 2,000 items, ") for line in lines)
+    assert "    evictor         Lowest()" in lines
+
+
+@pytest.mark.parametrize(
+    "create",
+    [accumulator, lambda: items().sample(jax.random.key(0), 4)],
+    ids=["accumulator", "batch"],
+)
+def test_what_is_no_buffer_in_any_state(create):
+    thing = create()
+    seen = []
+    jax.jit(lambda x: seen.append(str(x)) or x)(thing)
+    jax.vmap(lambda x: seen.append(str(x)) or x)(batched(thing))
+    seen.append(str(jax.eval_shape(create)))
+    assert ["(traced)" in text for text in seen] == [True, True, False]
+    assert "(without contents)" in seen[2]
+    for leaf in (None, 0, "batch", object()):
+        other = jax.tree.map(lambda _, leaf=leaf: leaf, thing)
+        assert type(thing).__name__ in str(other)
+        assert type(thing).__name__ in other._repr_html_()
+    jax.jit(lambda x: jax.tree.map(lambda leaf: leaf, x), donate_argnums=0)(thing)
+    assert str(thing).splitlines()[0].endswith("(gone: it was donated)")
+
+
 def test_it_is_quick():
     buffer = items()
     str(buffer)

@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.core import fields, storage
+from jaxbuf.core import describe, fields, storage
 from jaxbuf.core.lanes import Lanes
 
 
@@ -23,6 +23,9 @@ class PaddedEpisode(struct.PyTreeNode):
 
     steps: PyTree[Array]
     length: Int[Array, "..."]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @property
     def mask(self) -> Bool[Array, "... L"]:
@@ -42,6 +45,9 @@ class Chunk(struct.PyTreeNode):
 
     fragments: PyTree[Array]
     version: Int[Array, "..."]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
 
 class EpisodeAccumulator(struct.PyTreeNode):
@@ -87,6 +93,9 @@ class EpisodeAccumulator(struct.PyTreeNode):
     lanes: Lanes
     flags: tuple[str, ...] = struct.field(pytree_node=False)
     per_add: int = struct.field(pytree_node=False)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(
@@ -283,6 +292,9 @@ class ChunkAccumulator(struct.PyTreeNode):
     number: Int[Array, " W"]
     rejected: UInt[Array, ""]
     per_add: int = struct.field(pytree_node=False)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(

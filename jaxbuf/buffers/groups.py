@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import fields, storage
+from jaxbuf.core import describe, fields, storage
 from jaxbuf.core.slots import Ring, Slots, random_words, scale_word
 
 Order = Literal["age", "random"]
@@ -37,6 +37,9 @@ class Groups(struct.PyTreeNode):
     group: Int[Array, " B"]
     valid: Bool[Array, "B K"]
     ignored: Int[Array, ""]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
 
 def sample_groups(

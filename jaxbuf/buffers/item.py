@@ -9,10 +9,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common, describe
+from jaxbuf.buffers import common
 from jaxbuf.buffers.retire import Retiring, can_retire
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import storage
+from jaxbuf.core import describe, storage
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.diversity import Diversity

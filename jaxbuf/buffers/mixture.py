@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common, describe
+from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.core import describe
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.samplers import Support
 

@@ -8,9 +8,9 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
-from jaxbuf.buffers import common, describe
+from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import storage
+from jaxbuf.core import describe, storage
 from jaxbuf.core.slots import Ring, Slots
 
 

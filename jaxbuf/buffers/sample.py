@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxbuf.core import rowwise
+from jaxbuf.core import describe, rowwise
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.tree_kernels import LOOP_QUERIES
 from jaxbuf.strategies.samplers import Support
@@ -32,6 +32,9 @@ class Sample(struct.PyTreeNode):
     slots: Slots
     probability: Float[Array, " B"]
     valid: Bool[Array, " B"]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
 
 class _Supported(Protocol):

@@ -8,11 +8,11 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common, describe
+from jaxbuf.buffers import common
 from jaxbuf.buffers.lookups import EpisodeLookups, broadcast_steps
 from jaxbuf.buffers.retire import Retiring
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import fields, storage
+from jaxbuf.core import describe, fields, storage
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
@@ -33,6 +33,9 @@ class Steps(struct.PyTreeNode):
     data: PyTree[Array]
     position: UInt[Array, "E T"]
     valid: Bool[Array, "E T"]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
 
 class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):

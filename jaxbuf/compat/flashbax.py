@@ -51,6 +51,7 @@ from jaxbuf.buffers import ops
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.trajectory import Steps
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
+from jaxbuf.core import describe
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.samplers import Prioritized, Uniform, WindowSampler
 
@@ -95,6 +96,9 @@ class TrajectoryBufferState(struct.PyTreeNode):
     """
 
     buffer: Rings
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @property
     def experience(self) -> PyTree[Array]:
@@ -164,6 +168,9 @@ class TrajectoryBufferSample(struct.PyTreeNode):
 
     experience: PyTree[Array]
     valid: Bool[Array, " B"]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
 
 class TransitionSample(TrajectoryBufferSample):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxbuf.buffers.describe import summary
+from jaxbuf.core.describe import summary
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.ranking import Ranking
 from jaxbuf.core.subset import Subset

@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import storage
+from jaxbuf.core import describe, storage
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -241,6 +241,9 @@ class BaselineFilter(struct.PyTreeNode):
     counters: UInt[Array, " 4"]
     filtered: Int[Array, ""]
     refresh_after: int | None = struct.field(pytree_node=False)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(cls, refresh_after: int | None = 10) -> Self:

@@ -15,7 +15,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import storage
+from jaxbuf.core import describe, storage
 from jaxbuf.mpi.baseline import Agreement, BaselineFilter, combine
 from jaxbuf.mpi.layout import Communicators
 from jaxbuf.mpi.manager import Manager, check_rows
@@ -34,6 +34,9 @@ class Reply(struct.PyTreeNode):
     scores: dict[str, Array]
     baseline: Float[Array, ""]
     answered: Bool[Array, ""]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,9 @@ class LockStep(struct.PyTreeNode):
     agreement: Agreement | None = struct.field(pytree_node=False)
     link: _Link = struct.field(pytree_node=False)
     outline: _Outline = struct.field(pytree_node=False)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import storage
+from jaxbuf.core import describe, storage
 from jaxbuf.core.ranking import Ranking
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.scores import DEFAULT, Batch, ScoreFunction, StatefulScore, uses_score
@@ -47,6 +47,9 @@ class Manager(struct.PyTreeNode):
     baseline: Baseline = struct.field(pytree_node=False)
     scores: ScoreFunction | StatefulScore = struct.field(pytree_node=False)
     store: bool = struct.field(pytree_node=False)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(

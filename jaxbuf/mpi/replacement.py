@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.core import storage
+from jaxbuf.core import describe, storage
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -232,6 +232,9 @@ class Population(struct.PyTreeNode):
     counters: UInt[Array, " 3"]
     rule: ReplaceWorst = struct.field(pytree_node=False)
     ranks: _Ranks = struct.field(pytree_node=False)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(cls, rule: ReplaceWorst, comm: "MPI.Intracomm", key: PRNGKeyArray) -> Self:

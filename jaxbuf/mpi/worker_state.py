@@ -8,7 +8,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.core import storage
+from jaxbuf.core import describe, storage
 from jaxbuf.mpi.baseline import BaselineFilter
 
 
@@ -33,6 +33,9 @@ class WorkerState(struct.PyTreeNode):
     baseline: Float[Array, ""]
     counters: UInt[Array, " 5"]
     filter: BaselineFilter | None
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(

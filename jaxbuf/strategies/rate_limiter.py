@@ -13,6 +13,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jaxbuf.core import describe
+
 # A ratio is kept as a fraction with at most this denominator, so that errors add up to nothing.
 _DENOMINATOR = 1000
 # Errors and what is added to them stay within this, so that their sum is an int32.
@@ -59,6 +61,9 @@ class RateLimiter(struct.PyTreeNode):
     denominator: int = struct.field(pytree_node=False)
     min_size: int = struct.field(pytree_node=False)
     range: tuple[float, float] = struct.field(pytree_node=False)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(
@@ -203,6 +208,9 @@ class ThroughputLimiter(struct.PyTreeNode):
     inserts_per_sample: tuple[float, float] = struct.field(pytree_node=False)
     window: float = struct.field(pytree_node=False)
     min_batches: float = struct.field(pytree_node=False)
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(

@@ -7,7 +7,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.core import fields, storage
+from jaxbuf.core import describe, fields, storage
 
 
 class FrameStack(struct.PyTreeNode):
@@ -22,6 +22,9 @@ class FrameStack(struct.PyTreeNode):
 
     frames: PyTree[Array]
     complete: Bool[Array, "B L"]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
 
 def stack_frames(

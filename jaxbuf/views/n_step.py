@@ -8,7 +8,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import fields
+from jaxbuf.core import describe, fields
 
 
 class NStep(struct.PyTreeNode):
@@ -27,6 +27,9 @@ class NStep(struct.PyTreeNode):
     reward: Float[Array, "B M"]
     discount: Float[Array, "B M"]
     bootstrap_index: Int[Array, "B M"]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
 
 def n_step(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import rowwise, storage
+from jaxbuf.core import describe, rowwise, storage
 
 _COLUMNS = (
     "use_mean",
@@ -61,6 +61,9 @@ class Statistics(struct.PyTreeNode):
     records: Float[Array, "K 7"]
     cursor: Int[Array, ""]
     counters: UInt[Array, " 5"]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
 
     @classmethod
     def create(cls, buffer: Any, window: int = 100) -> Self:

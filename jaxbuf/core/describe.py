@@ -1,7 +1,13 @@
-"""What a buffer shows of itself when it is printed, or is the result of a notebook cell."""
+"""What buffers, batches and their like show of themselves when they are printed.
+
+A pytree prints as the arrays in it, all of them. What sets ``__repr__ = describe.text`` and
+``_repr_html_ = describe.rich`` shows in a few lines instead, on the terminal and as the result of a
+notebook cell, what it is, how it was configured, how much is in it and what it takes.
+"""
 
 import dataclasses
 import html
+import inspect
 import math
 from typing import Any
 
@@ -14,17 +20,21 @@ from jaxbuf.core.sizes import format_bytes
 
 # More leaves than these are counted only.
 _MOST_LEAVES = 16
+_LONGEST = 200
+# What tells how large something is that is no buffer, and where it keeps what it was given.
+_SIZES = ("num_envs", "num_workers", "max_length", "fragments_per_chunk")
+_CONTENTS = ("data", "items")
 _STRATEGIES = ("sampler", "evictor", "episodes", "diversity", "freshness")
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A buffer in words.
+    """A buffer, or a batch or the like, in words.
 
     Attributes:
-        title: Kind, size, capacity and memory.
+        title: Kind, contents and memory.
         rows: Names and values, in order.
-        parts: Those of the buffers it consists of.
+        parts: Those of what it consists of.
     """
 
     title: str
@@ -52,7 +62,7 @@ class Summary:
 
 
 def text(self: Any) -> str:
-    """What ``print(buffer)`` shows: kind, size, memory, strategies, leaves.
+    """What ``print(buffer)`` shows: kind, size, memory, strategies, leaves; of a batch its leaves.
 
     It works on tracers, abstract values and buffers that were donated as well, and then leaves the
     size out.
@@ -66,6 +76,13 @@ def text(self: Any) -> str:
           evictor         Oldest()
           data['obs']     float32[4]  781.2 KiB
           data['reward']  float32     195.3 KiB
+        >>> print(jaxbuf.RateLimiter.create(samples_per_insert=2.0, min_size=10))
+        RateLimiter: 12 B
+          numerator    2
+          denominator  1
+          min_size     10
+          range        (-inf, inf)
+          metrics      inserts 0, samples 0, error 0
     """
     return "\n".join(summary(self).lines())
 
@@ -76,9 +93,9 @@ def rich(self: Any) -> str:
 
 
 def summary(buffer: Any) -> Summary:
-    """What there is to say about a buffer, whatever its leaves are."""
+    """What there is to say about a buffer or the like, whatever its leaves are."""
     try:
-        return _summary(buffer)
+        return _summary(buffer) if hasattr(buffer, "capacity") else _fields(buffer)
     except Exception:
         # Printing must not be what fails: transformations fill buffers with all sorts of things.
         found = jax.tree_util.tree_leaves_with_path(buffer)
@@ -120,19 +137,83 @@ def _summary(buffer: Any) -> Summary:
     return Summary(title, tuple(rows))
 
 
+def _fields(thing: Any) -> Summary:
+    """What is no buffer: how it is configured, what it counts, and the arrays it is made of.
+
+    What has ``metrics`` keeps its books in arrays that say nothing by themselves.
+    """
+    leaves = jax.tree.leaves(thing)
+    state = _state(leaves)
+    size = format_bytes(sum(_nbytes(leaf) for leaf in leaves)) + (f" ({state})" if state else "")
+    valid = getattr(thing, "valid", None)
+    if valid is not None and not state:
+        size = f"{int(np.sum(valid)):,} of {valid.size:,} valid, {size}"
+    keeps_books = _counts(thing)
+    counts = dict(thing.metrics()) if keeps_books and not state else {}
+    rows = [(name, str(getattr(thing, name))) for name in _SIZES if hasattr(thing, name)]
+    found: list[tuple[str, Any]] = []
+    parts: list[Summary] = []
+    for field in dataclasses.fields(thing):
+        value = getattr(thing, field.name)
+        if type(value).__repr__ is text:
+            part = summary(value)
+            parts.append(dataclasses.replace(part, title=f"{field.name}: {part.title}"))
+            if counts and _counts(value):
+                counts = {k: v for k, v in counts.items() if k not in value.metrics()}
+        elif not field.metadata.get("pytree_node", True):
+            # What is named with an underscore is for those who read the source.
+            if value is not None and not type(value).__name__.startswith("_"):
+                name = getattr(value, "__name__", None)
+                rows.append((field.name, name or _cut_text(repr(value))))
+        elif not keeps_books or field.name in _CONTENTS:
+            inner = jax.tree_util.tree_leaves_with_path(value)
+            found += [(f"{field.name}{jax.tree_util.keystr(path)}", leaf) for path, leaf in inner]
+    if counts:
+        rows.append(("metrics", ", ".join(f"{k} {_number(v)}" for k, v in counts.items())))
+    kinds = [_kind(leaf, 0) for _, leaf in found]
+    width = max((len(kind) for kind in kinds), default=0)
+    rows += _cut(
+        [
+            (name, f"{kind:<{width}}  {format_bytes(_nbytes(leaf))}")
+            for (name, leaf), kind in zip(found, kinds, strict=True)
+        ]
+    )
+    return Summary(f"{type(thing).__name__}: {size}", tuple(rows), tuple(parts))
+
+
+def _counts(thing: Any) -> bool:
+    """Whether it tells what it counts, and needs nothing else for that."""
+    return hasattr(thing, "metrics") and not inspect.signature(thing.metrics).parameters
+
+
+def _number(value: Any) -> str:
+    array = np.asarray(value)
+    if array.ndim:
+        return np.array2string(array, threshold=8, precision=4, separator=", ")
+    number = array.item()
+    return f"{number:,}" if isinstance(number, int) else f"{number:.4g}"
+
+
+def _state(leaves: list[Any]) -> str | None:
+    """Why nothing can be said of the contents without waiting for a program to be run, if so."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return "traced"
+    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        return "without contents"
+    if is_gone(leaves):
+        return "gone: it was donated"
+    if not all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
+        return "on several hosts"
+    return None
+
+
 def _held(buffer: Any, leaves: list[Any]) -> str:
     """How much is in it, as far as that can be told without waiting for a program to be run."""
     unit = "steps" if hasattr(buffer, "num_envs") else "items"
     most = f"{buffer.capacity:,} {unit}{' each' if _batch(buffer) else ''}"
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return f"up to {most} (traced)"
-    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
-        return f"up to {most} (without contents)"
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    if is_gone(arrays):
-        return f"up to {most} (gone: it was donated)"
-    if not all(leaf.is_fully_addressable for leaf in arrays):
-        return f"up to {most} (on several hosts)"
+    state = _state(leaves)
+    if state:
+        return f"up to {most} ({state})"
     size = np.asarray(buffer.size)
     least, largest = int(size.min()), int(size.max())
     held = f"{least:,}" if least == largest else f"{least:,} to {largest:,}"
@@ -165,8 +246,11 @@ def _nbytes(leaf: Any) -> int:
 def _short(leaf: Any) -> str:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return _kind(leaf, 0)
-    whole = repr(leaf)
-    return whole if len(whole) <= 60 else whole[:57] + "..."
+    return _cut_text(repr(leaf), 60)
+
+
+def _cut_text(whole: str, most: int = _LONGEST) -> str:
+    return whole if len(whole) <= most else whole[: most - 3] + "..."
 
 
 def _cut(rows: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
