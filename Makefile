@@ -17,6 +17,9 @@ TORCH_VENV := .venv-torch
 TORCHRL ?= torchrl
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# The CUDA that jax brings along for the benchmark on a GPU; the driver is that of the machine.
+CUDA ?= cuda12
+
 # pip is quiet, so each installation says that it has begun; how long it takes is up to the network.
 comma := ,
 INSTALLING = @echo "installing $(1) ($(or $(2),a minute or two))"
@@ -43,7 +46,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-mpi test notebooks docs lint format benchmark benchmark-torch clean
+.PHONY: help demo demo-mpi test notebooks docs lint format benchmark benchmark-torch benchmark-gpu clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -88,6 +91,9 @@ endif
 
 benchmark-torch: $(TORCH_VENV)/.installed  ## install torchgfn and torchrl in an environment of their own (TORCH_INDEX: where torch is)
 
+benchmark-gpu: $(STAMPS)/benchmark-$(CUDA)  ## check and time jaxbuf and flashbax on one NVIDIA GPU (CUDA=cuda13: with that one; ARGS)
+	@$(RUN) -m benchmarks.gpu $(ARGS)
+
 clean:  ## remove .venv and all that was built or cached
 	rm -rf $(VENV) $(TORCH_VENV) build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -129,6 +135,11 @@ $(STAMPS)/lint: pyproject.toml $(BASE)
 $(STAMPS)/benchmark: pyproject.toml $(BASE)
 	$(call INSTALLING,jaxbuf$(comma) its examples and the libraries it is measured against)
 	@$(INSTALL) --editable '.[examples]' --group benchmark
+	@touch $@
+
+$(STAMPS)/benchmark-$(CUDA): $(STAMPS)/benchmark
+	@echo "installing $(CUDA) for jax"
+	@$(INSTALL) 'jax[$(CUDA)]'
 	@touch $@
 
 $(TORCH_VENV)/.installed: $(BASE)

@@ -13,7 +13,11 @@ How it measures:
   weights are those of the priorities set, the oldest items are the ones evicted.
 * The loops around the JAX libraries are the same code ([`benchmarks.jax_loops`][]); only the
   calls inside differ.
+* Beside the times stands the floor under each: what the machine needs to move the data, and to make
+  the call ([`benchmarks.limits`][]). What is aimed at is data, too ([`benchmarks.targets`][]).
 
 A row is one object ([`benchmarks.harness.Row`][]); a module in `benchmarks/rows` with a function
 `rows(options)` adds some. Peers that cannot be imported are left out, and the table says why.
+
+What is measured on a GPU, in a program of its own, is in [`benchmarks.gpu`][].
 """

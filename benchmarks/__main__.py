@@ -2,74 +2,61 @@
 
 import argparse
 import dataclasses
-import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
-from benchmarks import limits, plot, report
-from benchmarks.harness import Options, Row, RowResult, Unavailable, merged, run_row
+from benchmarks import report
+from benchmarks.harness import Options, Row
 from benchmarks.rows import all_rows
+from benchmarks.running import Outputs, measure
 
 
 @dataclasses.dataclass(frozen=True)
-class Outputs:
-    """Where the results go, and the command that repeats them.
+class Program:
+    """A benchmark with a command line.
 
     Attributes:
-        json: File for every measured time, or None.
-        markdown: File for the tables, or None.
-        plot: File for the picture of the growth rows, or None.
-        command: The command line without the names of these files.
+        module: What `python -m` starts.
+        about: What it does, in a line.
+        rows: Makes its rows.
+        json: Where every measured time goes unless told otherwise; None for nowhere.
+        markdown: Where the tables go unless told otherwise; None for nowhere.
     """
 
-    json: Path | None
-    markdown: Path | None
-    plot: Path | None
-    command: str
-
-    def write(
-        self, results: Sequence[RowResult], options: Options, facts: Mapping[str, str]
-    ) -> None:
-        """Writes what was measured so far to those files that were asked for."""
-        picture = self._draw(results)
-        if not (self.json or self.markdown):
-            return
-        facts = {**facts, **limits.facts()}
-        if self.json:
-            self.json.write_text(report.as_json(results, options, self.command, facts))
-        if self.markdown:
-            text = report.markdown(results, options, self.command, facts, picture)
-            report.write(self.markdown, text)
-
-    def _draw(self, results: Sequence[RowResult]) -> str | None:
-        """Draws what grows; returns where that is, seen from the tables."""
-        if self.plot is None:
-            return None
-        try:
-            drawn = plot.growth(results, self.plot)
-        except Unavailable as reason:
-            print(f"there is no picture: {reason}", file=sys.stderr)
-            return None
-        return os.path.relpath(self.plot, self.markdown.parent) if drawn and self.markdown else None
+    module: str
+    about: str
+    rows: Callable[[Options], Sequence[Row]]
+    json: Path | None = None
+    markdown: Path | None = None
 
 
-def parse(arguments: Sequence[str]) -> tuple[Options, Outputs]:
+BENCHMARKS = Program("benchmarks", "jaxbuf and its peers, side by side.", all_rows)
+
+
+def parse(arguments: Sequence[str], program: Program = BENCHMARKS) -> tuple[Options, Outputs]:
     """Reads the command line.
 
     Args:
         arguments: Without the name of the program.
+        program: Whose they are.
 
     Returns:
         What to run, and where the results go.
     """
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    files.add_argument("--json", type=Path, metavar="FILE", help="write every measured time")
-    files.add_argument("--write", type=Path, metavar="PATH", help="write the tables as markdown")
+    files.add_argument(
+        "--json", type=Path, metavar="FILE", default=program.json, help="write every measured time"
+    )
+    files.add_argument(
+        "--write",
+        type=Path,
+        metavar="PATH",
+        default=program.markdown,
+        help="write the tables as markdown",
+    )
     files.add_argument(
         "--plot",
         type=Path,
@@ -77,8 +64,8 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Outputs]:
         help="draw the growth rows, by default as growth.svg beside the tables",
     )
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description="jaxbuf and its peers, side by side.",
+        prog=f"python -m {program.module}",
+        description=program.about,
         parents=[files],
         allow_abbrev=False,
     )
@@ -127,68 +114,40 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Outputs]:
         runs=given.runs,
     )
     _, rest = files.parse_known_args(arguments)
-    command = shlex.join(["python", "-m", "benchmarks", *rest])
+    command = shlex.join(["python", "-m", program.module, *rest])
     picture = given.plot or (given.write and given.write.with_name("growth.svg"))
     return options, Outputs(given.json, given.write, picture, command)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the benchmark; returns 1 if a library failed the check of equal work, else 0."""
-    options, outputs = parse(arguments)
+def main(arguments: Sequence[str], program: Program = BENCHMARKS) -> int:
+    """Runs a benchmark; returns 1 if a library failed the check of equal work, else 0."""
+    options, outputs = parse(arguments, program)
     try:
-        rows = [
-            row
-            for row in all_rows(options)
-            if any(options.wants(row.name, operation) for operation in row.operations)
-        ]
+        rows = _chosen(program.rows(options), options)
     except ValueError as error:
-        print(f"python -m benchmarks: {error}", file=sys.stderr)
-        return 2
-    if not rows:
-        print(f"python -m benchmarks: nothing matches --only {options.only}", file=sys.stderr)
-        return 2
-    known = {library for row in rows for library in row.builders}
-    if unknown := (options.libraries or frozenset()) - known:
-        print(
-            f"python -m benchmarks: no library {', '.join(sorted(unknown))} in these rows; "
-            f"choose among {', '.join(sorted(known))}",
-            file=sys.stderr,
-        )
+        print(f"python -m {program.module}: {error}", file=sys.stderr)
         return 2
     results = measure(rows, options, outputs)
-    print(f"\n{report.targets_markdown(results)}")
+    print(f"\n{report.targets_markdown(results, options)}")
     return int(any(result.unequal for result in results))
 
 
-def measure(rows: Sequence[Row], options: Options, outputs: Outputs) -> list[RowResult]:
-    """Runs rows, as often as asked for, and writes what is known after each.
+def _chosen(rows: Sequence[Row], options: Options) -> list[Row]:
+    """The rows that the command line asks for.
 
-    Returns:
-        A result for every row, of all runs.
+    Raises:
+        ValueError: If there are none, or not with these libraries.
     """
-    turns = options.turns * sum(
-        options.wants(row.name, operation) for row in rows for operation in row.operations
-    )
-    runs: dict[str, list[RowResult]] = {row.name: [] for row in rows}
-    results: list[RowResult] = []
-    facts = report.machine()
-    interval = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(
-        total=turns * options.runs, unit="turn", dynamic_ncols=True, mininterval=interval
-    ) as bar:
-
-        def progress(what: str, done: int) -> None:
-            bar.set_description(what, refresh=done == 0)
-            bar.update(done)
-
-        for _ in range(options.runs):
-            limits.forget()
-            for row in rows:
-                runs[row.name].append(run_row(row, options, progress))
-                results = [merged(found) for found in runs.values() if found]
-                bar.write(f"\n{report.row_markdown(merged(runs[row.name]))}\n", file=sys.stdout)
-                outputs.write(results, options, facts)
-    return results
+    chosen = [row for row in rows if any(options.wants(row.name, name) for name in row.operations)]
+    if not chosen:
+        raise ValueError(f"nothing matches --only {options.only}")
+    known = {library for row in chosen for library in row.builders}
+    if unknown := (options.libraries or frozenset()) - known:
+        raise ValueError(
+            f"no library {', '.join(sorted(unknown))} in these rows; "
+            f"choose among {', '.join(sorted(known))}"
+        )
+    return chosen
 
 
 if __name__ == "__main__":

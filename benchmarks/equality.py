@@ -92,8 +92,7 @@ class RingModel:
             UnequalWork: If anything differs.
         """
         serials = self._first(check_data(sample.data, self.workload.transitions))
-        if len(serials) != self.workload.sample_size:
-            raise UnequalWork(f"sampled {len(serials)} rows instead of {self.workload.sample_size}")
+        self._check_count(serials)
         slots = serials % self.workload.capacity
         if not np.array_equal(self.serial[slots], serials):
             raise UnequalWork("sampled an item that had been overwritten")
@@ -107,6 +106,10 @@ class RingModel:
             _check_close("importance weights", sample.weights, expected)
         return serials
 
+    def _check_count(self, serials: np.ndarray) -> None:
+        if len(serials) != self.workload.sample_size:
+            raise UnequalWork(f"sampled {len(serials)} rows instead of {self.workload.sample_size}")
+
     def _first(self, serials: np.ndarray) -> np.ndarray:
         """The first serial number of every window. [B] or [B, sequence_length] -> [B]."""
         windows = serials.reshape(len(serials), -1)
@@ -115,6 +118,43 @@ class RingModel:
         if np.any(np.diff(windows, axis=1) != self.workload.num_envs):
             raise UnequalWork("sampled a window that is not contiguous")
         return windows[:, 0]
+
+
+class RepeatedModel(RingModel):
+    """What is known of a ring too large for a serial number per item: some lie in it repeatedly.
+
+    Only the data of what is sampled are compared.
+    """
+
+    def __init__(self, workload: Workload):
+        """An empty ring for a workload."""
+        self.workload = workload
+        self.next_serial = 0
+        self._items: Items = {}
+
+    def new_items(self, count: int) -> Items:
+        """Adds `count` items, the same ones every time, and returns them."""
+        self.next_serial += count
+        if not self._items or len(self._items["reward"]) != count:
+            self._items = self.workload.transitions.items(np.arange(count))
+        return self._items
+
+    def overwrite(self, serials: np.ndarray) -> None:
+        """See `RingModel`."""
+
+    def update(self, serials: np.ndarray, priority: np.ndarray) -> None:
+        """See `RingModel`."""
+
+    def check(self, sample: CheckedSample) -> np.ndarray:
+        """Compares the data of a sample with what was stored; see `RingModel`."""
+        serials = self._first(check_data(sample.data, self.workload.transitions))
+        self._check_count(serials)
+        return serials
+
+
+def model_of(workload: Workload) -> RingModel:
+    """An empty model for a workload."""
+    return RingModel(workload) if workload.distinct else RepeatedModel(workload)
 
 
 class Subject(Protocol):

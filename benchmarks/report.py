@@ -17,7 +17,16 @@ from benchmarks.targets import verdicts
 NOTES = "## What bounds these numbers"
 """The heading under which somebody says what the tables mean; it outlives them."""
 
-DISTRIBUTIONS = ("jaxbuf", "jax", "jaxlib", "numpy", "flashbax", "cpprb")
+DISTRIBUTIONS = (
+    "jaxbuf",
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "numpy",
+    "flashbax",
+    "cpprb",
+)
 
 
 def machine() -> dict[str, str]:
@@ -137,8 +146,10 @@ def row_markdown(result: RowResult) -> str:
     return "\n\n".join(parts)
 
 
-def targets_markdown(results: Sequence[RowResult]) -> str:
+def targets_markdown(results: Sequence[RowResult], options: Options) -> str:
     """What was aimed at, and what of it was reached, as a section of markdown."""
+    if options.quick or options.capacity:
+        return "## Targets\n\nThey are for buffers of full size: a trial says nothing about them."
     found = verdicts(results)
     met = sum(verdict.met for verdict in found)
     measured = sum(verdict.values is not None for verdict in found)
@@ -198,7 +209,7 @@ Repeat with `{command}`.
 | --- | --- |
 {lines}
 
-{targets_markdown(results)}
+{targets_markdown(results, options)}
 
 {shown if picture else ""}## Rows
 

@@ -6,6 +6,9 @@ import math
 from benchmarks.limits import Traffic, gathered
 from benchmarks.transitions import MAX_SERIAL, Transitions
 
+CHECKED_BYTES = 2**23
+"""How much data a sample may bring of which many are checked."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -75,7 +78,10 @@ class Workload:
         return moved
 
     def small(self) -> "Workload":
-        """The same with few slots, to see how often each is drawn."""
+        """The same with few slots, and no huge samples, to see how often each is drawn."""
+        row = self.sequence_length * self.transitions.num_bytes
+        sample = min(self.sample_size, max(32, CHECKED_BYTES // row))
         windows = 2 * self.sequence_length * self.num_envs
-        capacity = max(256, 2 * self.add_size, self.sample_size, windows)
-        return dataclasses.replace(self, capacity=-(-capacity // self.num_envs) * self.num_envs)
+        capacity = max(256, 2 * self.add_size, sample, windows)
+        capacity = -(-capacity // self.num_envs) * self.num_envs
+        return dataclasses.replace(self, capacity=capacity, sample_size=sample)

@@ -68,7 +68,8 @@ def test_a_target_is_met_only_if_it_is_in_every_run():
     ]
     assert cells["gpu-per-20-256", "scan cycle, µs"] == ["–", "at most 40", "not measured here"]
     assert not any(row == "exchange" for row, _ in cells)
-    assert "1 of 2 measured targets are met" in report.targets_markdown(results)
+    assert "1 of 2 measured targets are met" in report.targets_markdown(results, Options())
+    assert "a trial" in report.targets_markdown(results, Options(quick=True))
 
 
 def test_targets_name_rows_and_operations_that_there_are():

@@ -96,6 +96,25 @@ def _sized(name: str, workload: Workload, quick_capacity: int, options: Options)
 
 
 def _row(name: str, kind: str, workload: Workload, options: Options) -> Row:
+    row = replay_row(name, kind, workload, options)
+    builders = {
+        **row.builders,
+        "cpprb": lambda: CpprbContestant(workload),
+        "torchrl": lambda: TorchrlContestant(workload),
+    }
+    return dataclasses.replace(row, builders=builders)
+
+
+def replay_row(name: str, kind: str, workload: Workload, options: Options) -> Row:
+    """A row of the libraries that are in JAX.
+
+    Args:
+        name: Of the row.
+        kind: What the transitions are of.
+        workload: The job.
+        options: How to compile and wait.
+    """
+
     def contestant(bind: Callable[[Workload, Options], Binding]) -> Callable[[], Contestant]:
         return lambda: ReplayContestant(lambda job: bind(job, options), workload, options)
 
@@ -104,12 +123,7 @@ def _row(name: str, kind: str, workload: Workload, options: Options) -> Row:
         f"{workload.capacity:,} slots, full; add {workload.add_size:,}, "
         f"sample and update {workload.sample_size:,}"
     )
-    builders = {
-        "jaxbuf": contestant(bind_jaxbuf),
-        "flashbax": contestant(bind_flashbax),
-        "cpprb": lambda: CpprbContestant(workload),
-        "torchrl": lambda: TorchrlContestant(workload),
-    }
+    builders = {"jaxbuf": contestant(bind_jaxbuf), "flashbax": contestant(bind_flashbax)}
     return Row(name, title, OPERATIONS, builders)
 
 
@@ -190,7 +204,7 @@ class CpprbSubject:
         self.buffer = cpprb.PrioritizedReplayBuffer(
             workload.capacity, fields, alpha=workload.alpha, eps=0.0
         )
-        self.model = equality.RingModel(workload)
+        self.model = equality.model_of(workload)
         equality.fill(self)
 
     def add(self, items: Items) -> None:
@@ -278,7 +292,7 @@ class TorchrlSubject:
             alpha=workload.alpha,
             beta=workload.beta,
         )
-        self.model = equality.RingModel(workload)
+        self.model = equality.model_of(workload)
         equality.fill(self)
 
     def add(self, items: Items) -> None:
