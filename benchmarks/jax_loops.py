@@ -1,19 +1,14 @@
 """The loops around a buffer of a JAX library: the same for every library.
 
-From Python, a call is timed until its result is there (`--wait call`), or a block of calls until
-the last result is there (`--wait block`). Inside `lax.scan` the buffer is the carry and donated;
-the sampled batch is a carry too, so that every iteration has to write it out in full, as for a
-learner, and cannot be optimized away. A cycle adds, then samples, then updates the sampled rows
-where they have priorities.
+A cycle adds, then samples, then updates the sampled rows where they have priorities. How it is
+called and timed is in [`benchmarks.programs`][].
 """
 
 import dataclasses
 import functools
 import itertools
-import operator
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +16,20 @@ import numpy as np
 
 from benchmarks import equality, limits
 from benchmarks.harness import Operation, Options, UnequalWork, repeat_calls
+from benchmarks.programs import (
+    Sample,
+    State,
+    compiled,
+    compiler_options,
+    empty_like,
+    memory_beyond,
+    repeat_in_place,
+    scan_add,
+    scan_sample,
+    scanned,
+)
 from benchmarks.transitions import Items
 from benchmarks.workload import Workload
-
-State = Any
-Sample = Any
 
 NUM_ARGUMENTS = 64
 """How many different keys, priorities and sampled slots the calls from Python go through."""
@@ -70,13 +74,6 @@ class Binding:
         return self.probability(sample) if self.probability else self.data(sample)["reward"]
 
 
-def compiler_options(options: Options) -> dict[str, str] | None:
-    """XLA options for every program that the benchmark compiles, whichever the library."""
-    if options.scheduler == "memory" and jax.default_backend() == "cpu":
-        return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    return None
-
-
 class JaxSubject:
     """A binding's state behind the interface of the checks."""
 
@@ -113,89 +110,6 @@ class JaxSubject:
         """See `equality.Subject`."""
         assert self.binding.call_update is not None
         self.state = self.binding.call_update(self.state, slots, jnp.asarray(priority))
-
-
-def compiled(function: Callable[..., Any], options: Options, state: State, *arguments: Any) -> Any:
-    """A program that takes the state first, donates it, and returns it first, ready to run."""
-    jitted = jax.jit(function, donate_argnums=0, compiler_options=compiler_options(options))
-    return jitted.lower(state, *arguments).compile()
-
-
-def memory_beyond(program: Any) -> int:
-    """Bytes that a compiled program needs beyond what it is given, what it returns included."""
-    memory = program.memory_analysis()
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-
-
-class Holder(Protocol):
-    """Whoever holds the state that the timed calls go through."""
-
-    state: State
-
-
-def repeat_in_place(
-    holder: Holder,
-    step: Callable[[State], State],
-    options: Options,
-    calls: int,
-    finish: Callable[[], object] = lambda: None,
-) -> float:
-    """Seconds that `calls` steps of the state take, each a call from Python, and `finish`."""
-    wait, wait_each = _waiter(holder.state), options.wait == "call"
-
-    def call() -> None:
-        holder.state = step(holder.state)
-        if wait_each:
-            wait(holder.state)
-
-    return repeat_calls(call, calls, lambda: (jax.block_until_ready(holder.state), finish()))
-
-
-def scanned(
-    holder: Holder, program: Callable[..., Any], arguments: Callable[[], tuple[Any, ...]]
-) -> Callable[[int], float]:
-    """Times a compiled scan, which takes and returns the state first, with arguments per call."""
-
-    def run(calls: int) -> float:
-        seconds = 0.0
-        for _ in range(calls):
-            rest = arguments()
-            start = time.perf_counter()
-            holder.state, output = jax.block_until_ready(program(holder.state, *rest))
-            seconds += time.perf_counter() - start
-            del output
-        return seconds
-
-    return run
-
-
-def scan_add(add: Callable[[State, Any], State], length: int) -> Callable[..., Any]:
-    """Adds the same items `length` times."""
-
-    def program(state: State, items: Any) -> tuple[State, None]:
-        def body(state: State, _: None) -> tuple[State, None]:
-            return add(state, items), None
-
-        return jax.lax.scan(body, state, None, length=length)
-
-    return program
-
-
-def scan_sample(sample: Callable[[State, jax.Array], Sample]) -> Callable[..., Any]:
-    """Samples once with each key; returns the last sample."""
-
-    def program(state: State, keys: jax.Array) -> tuple[State, Sample]:
-        def body(carry: tuple[State, Sample], key: jax.Array) -> Any:
-            return (carry[0], sample(carry[0], key)), None
-
-        return jax.lax.scan(body, (state, _empty(sample, state, keys[0])), keys)[0]
-
-    return program
-
-
-def _empty(sample: Callable[[State, jax.Array], Sample], state: State, key: jax.Array) -> Sample:
-    shapes = jax.eval_shape(sample, state, key)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 class ReplayContestant:
@@ -266,7 +180,7 @@ class ReplayContestant:
                     state = binding.update(state, binding.slots(drawn), learn(drawn, priority))
                 return (state, drawn), None
 
-            carry = (state, _empty(binding.sample, state, keys[0]))
+            carry = (state, empty_like(binding.sample, state, keys[0]))
             return jax.lax.scan(body, carry, (keys, priorities))[0]
 
         def ready(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -536,14 +450,3 @@ class ReplayContestant:
 
     def _repeat_in_place(self, step: Callable[[State], State], calls: int) -> float:
         return repeat_in_place(self._subject, step, self._options, calls)
-
-
-def _waiter(state: State) -> Callable[[State], object]:
-    """Waits for a state, by one array of a buffer: all outputs of a program are ready at once."""
-    if isinstance(state, tuple) and isinstance(state[0], jax.Array):
-        return lambda state: state[0].block_until_ready()
-    for field in dataclasses.fields(state) if dataclasses.is_dataclass(state) else ():
-        if isinstance(getattr(state, field.name), jax.Array):
-            pick = operator.attrgetter(field.name)
-            return lambda state: pick(state).block_until_ready()
-    return jax.block_until_ready

@@ -5,157 +5,99 @@ run, not only in the median of all.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from benchmarks.harness import REFERENCE, Limit, RowResult
 
 
-class Measure(Protocol):
-    """What of the result of a row is bounded."""
-
-    @property
-    def text(self) -> str:
-        """What it is, in a few words."""
-        ...
-
-    def of(self, result: RowResult) -> np.ndarray | None:
-        """Its value in each run [runs]; None where it was not measured."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
-class Ratio:
-    """Time of a peer over that of the reference.
+class Measure:
+    """What of the result of a row is bounded.
 
     Attributes:
-        operation: The operation.
-        peer: The peer.
+        text: What it is, in a few words.
+        of: Its value in each run [runs]; None where it was not measured.
+        operations: The operations that have to be measured for it.
+        peer: The library that has to take part, besides the reference.
     """
 
-    operation: str
-    peer: str
+    text: str
+    of: Callable[[RowResult], np.ndarray | None]
+    operations: tuple[str, ...] = ()
+    peer: str | None = None
 
-    @property
-    def text(self) -> str:
-        """See `Measure`."""
-        return f"{self.operation}: {self.peer} / {REFERENCE}"
 
-    def of(self, result: RowResult) -> np.ndarray | None:
-        """See `Measure`."""
-        timing = result.timings.get(self.operation)
-        if timing is None or not timing.compared or self.peer not in timing.microseconds:
+def ratio(operation: str, peer: str) -> Measure:
+    """Time of a peer over that of the reference."""
+
+    def of(result: RowResult) -> np.ndarray | None:
+        timing = result.timings.get(operation)
+        if timing is None or not timing.compared or peer not in timing.microseconds:
             return None
-        return timing.ratios(self.peer)
+        return timing.ratios(peer)
+
+    return Measure(f"{operation}: {peer} / {REFERENCE}", of, (operation,), peer)
 
 
-@dataclasses.dataclass(frozen=True)
-class Growth:
-    """Time of some operations together with many slots, over that with few.
+def growth(operations: tuple[str, ...], few: int, many: int) -> Measure:
+    """Time of some operations together with 2^many slots, over that with 2^few."""
 
-    Attributes:
-        operations: The operations.
-        few: Power of two of the smaller number of slots.
-        many: Power of two of the larger number of slots.
-    """
+    def total(result: RowResult, power: int) -> np.ndarray | None:
+        times = [_medians(result, name, f"{REFERENCE}-{2**power}") for name in operations]
+        return None if any(time is None for time in times) else np.sum(times, axis=0)
 
-    operations: tuple[str, ...]
-    few: int
-    many: int
+    def of(result: RowResult) -> np.ndarray | None:
+        small, large = total(result, few), total(result, many)
+        return None if small is None or large is None else large / small
 
-    @property
-    def text(self) -> str:
-        """See `Measure`."""
-        return f"{' + '.join(self.operations)}: 2^{self.many} / 2^{self.few} slots"
-
-    def of(self, result: RowResult) -> np.ndarray | None:
-        """See `Measure`."""
-        times: list[np.ndarray] = []
-        for power in (self.many, self.few):
-            library = f"{REFERENCE}-{2**power}"
-            timings = [result.timings.get(operation) for operation in self.operations]
-            found = [t.medians(library) for t in timings if t and library in t.microseconds]
-            if len(found) < len(self.operations):
-                return None
-            times.append(np.sum(found, axis=0))
-        return times[0] / times[1]
+    text = f"{' + '.join(operations)}: 2^{many} / 2^{few} slots"
+    return Measure(text, of, operations)
 
 
-@dataclasses.dataclass(frozen=True)
-class Microseconds:
+def microseconds(operation: str) -> Measure:
     """Time of an operation."""
-
-    operation: str
-
-    @property
-    def text(self) -> str:
-        """See `Measure`."""
-        return f"{self.operation}, µs"
-
-    def of(self, result: RowResult) -> np.ndarray | None:
-        """See `Measure`."""
-        timing = result.timings.get(self.operation)
-        return timing.medians(REFERENCE) if timing and timing.compared else None
+    of = functools.partial(_medians, operation=operation, library=REFERENCE)
+    return Measure(f"{operation}, µs", of, (operation,))
 
 
-@dataclasses.dataclass(frozen=True)
-class OfFloor:
+def of_floor(operation: str) -> Measure:
     """The floor under an operation over its time: 1 is the machine's limit."""
 
-    operation: str
-
-    @property
-    def text(self) -> str:
-        """See `Measure`."""
-        return f"{self.operation}: share of the copy bandwidth"
-
-    def of(self, result: RowResult) -> np.ndarray | None:
-        """See `Measure`."""
-        times = Microseconds(self.operation).of(result)
-        floor = _limit(result, self.operation).floor
+    def of(result: RowResult) -> np.ndarray | None:
+        times, floor = _medians(result, operation, REFERENCE), _limit(result, operation).floor
         return None if times is None or not floor else floor / times
 
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes that an operation needs beyond the state, over those of a batch.
-
-    Attributes:
-        operation: The operation.
-        batch: Bytes of the batch.
-    """
-
-    operation: str
-    batch: int
-
-    @property
-    def text(self) -> str:
-        """See `Measure`."""
-        return f"{self.operation}: memory beyond the state / batch"
-
-    def of(self, result: RowResult) -> np.ndarray | None:
-        """See `Measure`."""
-        memory = _limit(result, self.operation).memory
-        return None if memory is None else np.array([memory / self.batch])
+    return Measure(f"{operation}: share of the copy bandwidth", of, (operation,))
 
 
-@dataclasses.dataclass(frozen=True)
-class Fact:
+def memory(operation: str, batch: int) -> Measure:
+    """Bytes that an operation needs beyond the state, over those of a batch."""
+
+    def of(result: RowResult) -> np.ndarray | None:
+        needed = _limit(result, operation).memory
+        return None if needed is None else np.array([needed / batch])
+
+    return Measure(f"{operation}: memory beyond the state / batch", of, (operation,))
+
+
+def fact(name: str) -> Measure:
     """A number told besides."""
 
-    name: str
-
-    @property
-    def text(self) -> str:
-        """See `Measure`."""
-        return self.name
-
-    def of(self, result: RowResult) -> np.ndarray | None:
-        """See `Measure`."""
-        value = result.facts.get(REFERENCE, {}).get(self.name)
+    def of(result: RowResult) -> np.ndarray | None:
+        value = result.facts.get(REFERENCE, {}).get(name)
         return None if value is None else np.array([float(value)])
+
+    return Measure(name, of)
+
+
+def _medians(result: RowResult, operation: str, library: str) -> np.ndarray | None:
+    timing = result.timings.get(operation)
+    if timing is None or library not in timing.microseconds:
+        return None
+    return timing.medians(library)
 
 
 def _limit(result: RowResult, operation: str) -> Limit:
@@ -208,36 +150,36 @@ BATCHES = {
 def _cpu() -> Iterator[Target]:
     for row in ROWS:
         cycle = 3.0 if row in LARGE else 2.0
-        yield Target(row, Ratio("scan cycle", "flashbax"), at_least=cycle)
+        yield Target(row, ratio("scan cycle", "flashbax"), at_least=cycle)
         for operation in ("scan add", "scan sample", "scan update"):
-            yield Target(row, Ratio(operation, "flashbax"), at_least=1.5)
-        yield Target(row, Ratio("python cycle", "flashbax"), at_least=3.0)
+            yield Target(row, ratio(operation, "flashbax"), at_least=1.5)
+        yield Target(row, ratio("python cycle", "flashbax"), at_least=3.0)
         for operation in ("python add", "python sample", "python update"):
-            yield Target(row, Ratio(operation, "flashbax"), at_least=1.0)
+            yield Target(row, ratio(operation, "flashbax"), at_least=1.0)
         for operation in ("python sample+weights", "python cycle+weights"):
             for peer in ("cpprb", "torchrl"):
-                yield Target(row, Ratio(operation, peer), at_least=1.0)
-        yield Target(row, Fact("state beyond the data, bytes per item"), at_most=5.0)
-        yield Target(row, Memory("python add", BATCHES[row]), at_most=1.0)
-    yield Target("per-mujoco", Ratio("python update", "cpprb"), at_least=1 / 3)
-    yield Target("per-mujoco-large", Ratio("python update", "cpprb"), at_least=1.0)
-    yield Target("growth-jaxbuf", Growth(("scan sample", "scan update"), 14, 23), at_most=2.0)
+                yield Target(row, ratio(operation, peer), at_least=1.0)
+        yield Target(row, fact("state beyond the data, bytes per item"), at_most=5.0)
+        yield Target(row, memory("python add", BATCHES[row]), at_most=1.0)
+    yield Target("per-mujoco", ratio("python update", "cpprb"), at_least=1 / 3)
+    yield Target("per-mujoco-large", ratio("python update", "cpprb"), at_least=1.0)
+    yield Target("growth-jaxbuf", growth(("scan sample", "scan update"), 14, 23), at_most=2.0)
     for row in ("gflownet-10000", "gflownet-100000"):
         for operation in ("python add", "python sample"):
-            yield Target(row, Ratio(operation, "torchgfn"), at_least=20.0)
+            yield Target(row, ratio(operation, "torchgfn"), at_least=20.0)
     for row in ("gflownet-diverse-1000", "gflownet-diverse-10000"):
-        yield Target(row, Ratio("python add", "torchgfn"), at_least=5.0)
-    yield Target("exchange", Ratio("add with score", "torchgfn"), at_least=10.0)
-    yield Target("agent", Ratio("scan iteration", "flashbax"), at_least=1.3)
+        yield Target(row, ratio("python add", "torchgfn"), at_least=5.0)
+    yield Target("exchange", ratio("add with score", "torchgfn"), at_least=10.0)
+    yield Target("agent", ratio("scan iteration", "flashbax"), at_least=1.3)
 
 
 def _gpu() -> Iterator[Target]:
-    yield Target("gpu-per-20-256", Ratio("scan cycle", "flashbax"), at_least=10.0)
-    yield Target("gpu-per-20-256", Microseconds("scan cycle"), at_most=40.0)
-    yield Target("gpu-per-20-16384", Ratio("scan cycle", "flashbax"), at_least=10.0)
-    yield Target("gpu-growth-jaxbuf", Growth(("scan cycle",), 16, 24), at_most=1.5)
-    yield Target("gpu-atari-4096", OfFloor("scan sample"), at_least=0.5)
-    yield Target("gpu-add-one", Growth(("scan add",), 16, 24), at_most=1.1)
+    yield Target("gpu-per-20-256", ratio("scan cycle", "flashbax"), at_least=10.0)
+    yield Target("gpu-per-20-256", microseconds("scan cycle"), at_most=40.0)
+    yield Target("gpu-per-20-16384", ratio("scan cycle", "flashbax"), at_least=10.0)
+    yield Target("gpu-growth-jaxbuf", growth(("scan cycle",), 16, 24), at_most=1.5)
+    yield Target("gpu-atari-4096", of_floor("scan sample"), at_least=0.5)
+    yield Target("gpu-add-one", growth(("scan add",), 16, 24), at_most=1.1)
 
 
 CPU_TARGETS = tuple(_cpu())

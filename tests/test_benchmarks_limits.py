@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import limits
 from benchmarks.harness import Operation, Options, Row, Timing, merged, run_row
-from benchmarks.jax_loops import ReplayContestant, compiled, memory_beyond
+from benchmarks.jax_loops import ReplayContestant
+from benchmarks.programs import compiled, memory_beyond
 from benchmarks.report import row_markdown
 from benchmarks.rows import overhead, per
 from benchmarks.transitions import CARTPOLE

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import Operation, Options, Row, UnequalWork, import_library
-from benchmarks.jax_loops import compiled, memory_beyond, scanned
+from benchmarks.programs import compiled, memory_beyond, scanned
 
 NAME = "agent"
 OPERATION = "scan iteration"

@@ -47,15 +47,9 @@ from benchmarks.harness import (
     import_library,
     repeat_calls,
 )
-from benchmarks.jax_loops import (
-    NUM_ARGUMENTS,
-    compiled,
-    memory_beyond,
-    repeat_in_place,
-    scan_sample,
-    scanned,
-)
+from benchmarks.jax_loops import NUM_ARGUMENTS
 from benchmarks.peer_process import PeerProcess, environment
+from benchmarks.programs import compiled, memory_beyond, repeat_in_place, scan_sample, scanned
 
 CUTOFF = 0.1
 SAMPLE_SIZE = 256

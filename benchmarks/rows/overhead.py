@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import limits
 from benchmarks.harness import Operation, Options, Row, UnequalWork, import_library, repeat_calls
-from benchmarks.jax_loops import repeat_in_place
+from benchmarks.programs import repeat_in_place
 from benchmarks.rows.per import bind_jaxbuf
 from benchmarks.transitions import CARTPOLE
 from benchmarks.workload import Workload

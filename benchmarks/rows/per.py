@@ -46,13 +46,9 @@ from benchmarks.harness import (
     import_library,
     repeat_calls,
 )
-from benchmarks.jax_loops import (
-    NUM_ARGUMENTS,
-    Binding,
-    ReplayContestant,
-    compiler_options,
-)
+from benchmarks.jax_loops import NUM_ARGUMENTS, Binding, ReplayContestant
 from benchmarks.peer_process import PeerError, PeerProcess, environment
+from benchmarks.programs import compiler_options
 from benchmarks.transitions import ATARI, MINATAR, MUJOCO, Items
 from benchmarks.workload import Workload
 

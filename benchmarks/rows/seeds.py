@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import Operation, Options, Row, UnequalWork, import_library
-from benchmarks.jax_loops import compiled, memory_beyond, repeat_in_place, scanned
+from benchmarks.programs import compiled, memory_beyond, repeat_in_place, scanned
 from benchmarks.transitions import MUJOCO
 from benchmarks.workload import Workload
 

@@ -29,10 +29,8 @@ import numpy as np
 
 from benchmarks import equality
 from benchmarks.harness import Contestant, Operation, Options, Row, import_library
-from benchmarks.jax_loops import (
-    Binding,
-    JaxSubject,
-    ReplayContestant,
+from benchmarks.jax_loops import Binding, JaxSubject, ReplayContestant
+from benchmarks.programs import (
     compiled,
     compiler_options,
     memory_beyond,
