@@ -359,6 +359,8 @@ def test_a_donated_buffer_says_so_and_what_to_do(tmp_path):
         lambda: jaxbuf.sample(gone, jax.random.key(0), 8),
         lambda: jaxbuf.update_priority(gone, slots, jnp.ones(8)),
         lambda: jaxbuf.save(tmp_path, gone),
+        lambda: gone.add(rows()),
+        lambda: gone.sample(jax.random.key(0), 8),
     ):
         with pytest.raises(ValueError, match=r"buffer was donated.*Go on with what that call"):
             use()
@@ -372,7 +374,7 @@ def test_slots_are_the_slots_of_a_sample():
     batch = buffer.sample(jax.random.key(0), 4)
     with pytest.raises(ValueError, match=re.escape("slots is a Sample; expected the slots")):
         jaxbuf.update_priority(buffer, batch, jnp.ones(4))
-    with pytest.raises(ValueError, match=re.escape("expected the slots of a sample: batch.slots")):
+    with pytest.raises(ValueError, match=re.escape("slots is only an array; expected the slots")):
         buffer.update_priority(batch.slots.index, jnp.ones(4))
     with pytest.raises(ValueError, match="sample is a dict; expected the whole sample"):
         jaxbuf.importance_weights(buffer, batch.data, 0.4)

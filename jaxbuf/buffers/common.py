@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import rowwise, storage
 from jaxbuf.core.ages import Bound, age_range, grid, keeps_order, spread
+from jaxbuf.core.donation import check_there
 from jaxbuf.core.slots import Occupancy, Slots, random_words
 from jaxbuf.core.tree_kernels import LOOP_QUERIES
 from jaxbuf.strategies.samplers import Draw, Sampler, Uniform
@@ -50,11 +51,12 @@ def check_key(key: Any) -> None:
 
 
 def check_single(buffer: Any) -> None:
-    """Refuse buffers that ``vmap`` or ``stack`` have put side by side.
+    """Refuse a buffer that was donated, and buffers that ``vmap`` has put side by side.
 
     Raises:
-        ValueError: If there is more than one.
+        ValueError: If it is gone, or there is more than one.
     """
+    check_there(buffer.counters, "buffer")
     if buffer.counters.ndim > 1:
         count = " × ".join(str(axis) for axis in buffer.counters.shape[:-1])
         raise ValueError(
@@ -70,9 +72,8 @@ def check_slots(slots: Any) -> None:
         ValueError: If it has no index and generation.
     """
     if not hasattr(slots, "index") or not hasattr(slots, "generation"):
-        raise ValueError(
-            f"slots is a {type(slots).__name__}; expected the slots of a sample: batch.slots"
-        )
+        kind = "only an array" if hasattr(slots, "dtype") else f"a {type(slots).__name__}"
+        raise ValueError(f"slots is {kind}; expected the slots of a sample: batch.slots")
 
 
 def check_sampler(sampler: Any) -> None:
