@@ -19,5 +19,8 @@ How it measures:
 A row is one object ([`benchmarks.harness.Row`][]); a module in `benchmarks/rows` with a function
 `rows(options)` adds some. Peers that cannot be imported are left out, and the table says why.
 
+Memory is told of compiled programs only. Peers in C++ take and keep memory as they like: the
+resident set of their process does not grow with a call, whatever it needs.
+
 What is measured on a GPU, in a program of its own, is in [`benchmarks.gpu`][].
 """

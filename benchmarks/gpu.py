@@ -2,8 +2,9 @@
 
 It first checks on the device that jaxbuf does what a NumPy model does, then measures, and in the
 end says which targets are met. Every measured time goes to `benchmark-gpu.json`, the tables to
-`benchmark-gpu.md`: these two files are what to send back. The options are those of
-``python -m benchmarks``. Where there is no GPU everything is small and says nothing about speed.
+`benchmark-gpu.md`, with a picture beside it: these are the files to send back. The options are
+those of ``python -m benchmarks``. Where there is no GPU everything is small and says nothing about
+speed.
 
 * `gpu-per-C-B`: the operations of `per-mujoco` on 2^C slots with batches of B, jaxbuf and flashbax;
   flashbax is told that its device is a GPU, and so takes the path it has for that.

@@ -20,7 +20,6 @@ from benchmarks.programs import (
     Sample,
     State,
     compiled,
-    compiler_options,
     empty_like,
     memory_beyond,
     repeat_in_place,
@@ -342,8 +341,8 @@ class ReplayContestant:
         """Bytes that one call needs, compiled by itself."""
         binding, options, state = self._binding, self._options, self._subject.state
         if what == "sample":
-            draw = jax.jit(binding.sample, compiler_options=compiler_options(options))
-            return memory_beyond(draw.lower(state, self._keys[0]).compile())
+            key = self._keys[0]
+            return memory_beyond(compiled(binding.sample, options, state, key, donate=False))
         if what == "add":
             return memory_beyond(compiled(binding.add, options, state, self._items))
         assert binding.update is not None

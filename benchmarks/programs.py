@@ -28,10 +28,27 @@ def compiler_options(options: Options) -> dict[str, str] | None:
     return None
 
 
-def compiled(function: Callable[..., Any], options: Options, state: State, *arguments: Any) -> Any:
-    """A program that takes the state first, donates it, and returns it first, ready to run."""
-    jitted = jax.jit(function, donate_argnums=0, compiler_options=compiler_options(options))
-    return jitted.lower(state, *arguments).compile()
+def compiled(
+    function: Callable[..., Any],
+    options: Options,
+    state: State,
+    *arguments: Any,
+    donate: bool = True,
+) -> Any:
+    """A program that takes the state first, ready to run; if it donates it, it returns it first.
+
+    The same program is compiled once, however many runs there are.
+    """
+    donated = 0 if donate else None
+    jitted = jax.jit(function, donate_argnums=donated, compiler_options=compiler_options(options))
+    lowered = jitted.lower(state, *arguments)
+    same = (options.scheduler, lowered.as_text(), lowered.in_tree, lowered.out_tree)
+    if same not in _COMPILED:
+        _COMPILED[same] = lowered.compile()
+    return _COMPILED[same]
+
+
+_COMPILED: dict[Any, Any] = {}
 
 
 def memory_beyond(program: Any) -> int:

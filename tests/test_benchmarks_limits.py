@@ -55,7 +55,10 @@ def test_an_empty_call_donates_and_makes_what_it_should():
 def test_memory_is_what_a_program_needs_beyond_its_state():
     state = jnp.zeros((1024,), jnp.float32)
     in_place = compiled(lambda state: state.at[0].set(jnp.float32(1.0)), Options(), state)
-    copying = jax.jit(lambda state: state + jnp.float32(1.0)).lower(state).compile()
+    copying = compiled(lambda state: state + jnp.float32(1.0), Options(), state, donate=False)
+    again = compiled(lambda state: state + jnp.float32(1.0), Options(), state)
+    assert again is not copying
+    assert again is compiled(lambda state: state + jnp.float32(1.0), Options(), state)
     assert memory_beyond(in_place) < 1024
     assert memory_beyond(copying) == state.nbytes
 
