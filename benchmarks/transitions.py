@@ -19,7 +19,7 @@ def _hash(values: np.ndarray) -> np.ndarray:
     return (mixed >> np.uint64(40)).astype(np.uint16)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Transitions:
     """A kind of transition: the shapes and dtypes of one, and the values of the n-th.
 

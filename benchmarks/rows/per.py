@@ -146,6 +146,7 @@ def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
     )
 
 
+@functools.cache
 def bind_flashbax(workload: Workload, options: Options) -> Binding:
     """The prioritized item buffer of flashbax; see the module's docstring."""
     flashbax = import_library("flashbax")

@@ -170,6 +170,7 @@ def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
     )
 
 
+@functools.cache
 def bind_flashbax(workload: Workload, options: Options) -> Binding:
     """The trajectory buffers of flashbax; see the module's docstring."""
     flashbax = import_library("flashbax")
