@@ -117,6 +117,8 @@ class Row:
         operations: The names of the operations, in the order in which they are timed.
         builders: Makes each library's contestant; may raise `Unavailable`.
         reference: The contestant to whose times those of the others are compared.
+        alike: Whether the floors of the contestants are those of the reference, if JAX runs them:
+            they are told only once then.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Row:
     operations: Sequence[str]
     builders: Mapping[str, Callable[[], Contestant]]
     reference: str = REFERENCE
+    alike: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

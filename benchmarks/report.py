@@ -92,7 +92,8 @@ def _limits_table(result: RowResult, libraries: Sequence[str]) -> str | None:
     header, columns = ["limits"], list[list[str]]()
     for library in libraries:
         known = {name: found.get(library, Limit()) for name, found in result.limits.items()}
-        if any(limit.floor is not None for limit in known.values()):
+        told = library == result.row.reference or not result.row.alike
+        if told and any(limit.floor is not None for limit in known.values()):
             header.append(f"{library}: floor, µs")
             columns.append([_floor_cell(result, name, library) for name in result.timings])
         if any(limit.memory is not None for limit in known.values()):

@@ -1,5 +1,7 @@
 """The report of the benchmark: targets, the picture, and what is kept of an earlier report."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ def result(name, **times):
         row,
         {"scan cycle": Timing(microseconds, reference, runs=2)},
         {"scan cycle": {library: Limit(floor=0.5, memory=330) for library in times}},
-        {"jaxbuf": {"bytes": "4.80"}},
+        {**{library: {} for library in times}, "jaxbuf": {"bytes": "4.80"}},
     )
 
 
@@ -39,6 +41,16 @@ def test_measures(measure, expected):
     found = measure.of(result("toys", jaxbuf=[1.0, 2.0], flashbax=[3.0, 2.0]))
     assert found is None if expected is None else list(found) == expected
     assert measure.text
+
+
+def test_floors_are_told_once_where_they_are_alike():
+    row = result("toys", jaxbuf=[1.0, 2.0], flashbax=[3.0, 2.0])
+    once = report.row_markdown(row)
+    assert "0.5 (×3.0)" in once
+    assert "flashbax: floor" not in once
+    assert "flashbax: memory, KiB" in once
+    row.row = dataclasses.replace(row.row, alike=False)
+    assert "flashbax: floor, µs" in report.row_markdown(row)
 
 
 def test_growth_compares_the_numbers_of_slots_it_names():

@@ -130,7 +130,7 @@ def _growth_row(options: Options) -> Row:
         for name, capacity in zip(names, capacities, strict=True)
     }
     title = f"{_title(Arrivals(start))}, sample {SAMPLE_SIZE}. The numbers in the names are slots"
-    return Row("gflownet-growth", title, GROWTH, builders, reference=names[0])
+    return Row("gflownet-growth", title, GROWTH, builders, reference=names[0], alike=False)
 
 
 def preset(cutoff: float | None) -> Callable[[Any, int], Any]:

@@ -62,4 +62,4 @@ def growth_row(
         f"add {workload.add_size}, sample and update {workload.sample_size}; "
         f"{library} with more and more slots"
     )
-    return Row(name, title, OPERATIONS, builders, reference=next(iter(builders)))
+    return Row(name, title, OPERATIONS, builders, reference=next(iter(builders)), alike=False)
