@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from benchmarks import equality
-from benchmarks.__main__ import Program, main
+from benchmarks.__main__ import Program, main, parse
 from benchmarks.harness import Options, Row, UnequalWork
 from benchmarks.jax_loops import JaxSubject
 from benchmarks.rows import per, windows
@@ -137,6 +137,7 @@ GPU = Program(
 
 def run(arguments: Sequence[str]) -> int:
     """Checks, then measures; returns what the program exits with."""
+    parse(arguments, GPU)
     small = jax.default_backend() != "gpu"
     if small:
         print("there is no GPU here: everything is small, and says nothing about speed")
