@@ -13,8 +13,11 @@ Each is measured in the same run, by the least time of several blocks:
 The floor under an operation is what it has to move ([`Traffic`][benchmarks.limits.Traffic]) at
 these rates, plus one dispatch for every call from Python. It is no floor under the time to look
 something up in a tree or to draw random numbers: what an algorithm needs beyond moving the data is
-part of the distance from it. Whole agents and rows of several processes have none: there another
-contestant of the row, such as a step without an exchange, shows what can be reached at best.
+part of the distance from it. What stays in a cache from one iteration to the next, as large items
+do that are added over and over, may be faster than memory, and so than its floor.
+
+Whole agents and rows of several processes have no floor: there another contestant of the row, such
+as a step without an exchange, shows what can be reached at best.
 """
 
 import dataclasses

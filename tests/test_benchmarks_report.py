@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import plot, report, targets
-from benchmarks.__main__ import parse
+from benchmarks.__main__ import main, parse
 from benchmarks.harness import Limit, Options, Row, RowResult, Timing
 from benchmarks.rows import all_rows
 
@@ -123,3 +123,15 @@ def test_the_command_line_names_the_picture_and_the_runs(tmp_path):
     assert outputs.command == "python -m benchmarks --runs 3 --only agent"
     assert parse([])[1].plot is None
     assert "medians over 3 runs of" in report.markdown([], options, outputs.command, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--only", "nothing"], "nothing matches --only nothing"),
+        (["--only", "overhead", "--libraries", "none"], "no library none in these rows; choose"),
+    ],
+)
+def test_the_command_line_refuses_what_there_is_not(given, message, capsys):
+    assert main(given) == 2
+    assert message in capsys.readouterr().err
