@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
+from jaxbuf.examples import _report
+
 
 class Finished(NamedTuple):
     """A run that ended well: its folder, and what it wrote to stdout and stderr."""
@@ -22,6 +24,21 @@ def finish(main, argv, folder):
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(shown):
         assert main(argv) == 0
     return Finished(folder, printed.getvalue(), shown.getvalue())
+
+
+def interrupt(monkeypatch, advances):
+    """Interrupt runs when their progress has advanced so often, as Ctrl-C does."""
+
+    class Interrupted(_report.Progress):
+        so_far = 0
+
+        def advance(self, steps, mean_return):
+            super().advance(steps, mean_return)
+            self.so_far += 1
+            if self.so_far == advances:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(_report, "Progress", Interrupted)
 
 
 def error_of(example, argv, capsys):

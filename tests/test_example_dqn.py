@@ -17,10 +17,10 @@ import pytest
 from flax import linen as nn
 
 import jaxbuf
-from jaxbuf.examples import _network, _report, dqn
+from jaxbuf.examples import _network, dqn
 from jaxbuf.examples._environment import MINATAR, NAMES, Environments
 from jaxbuf.examples._run_folder import RunFolder
-from tests.run_example import error_of, finish
+from tests.run_example import error_of, finish, interrupt
 from tests.tensorboard import events_of
 
 QUICK = {
@@ -81,18 +81,9 @@ def test_a_run_leaves_its_files(finished):
 
 @pytest.mark.xdist_group("dqn")
 def test_an_interrupted_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch, capsys):
-    class Interrupted(_report.Progress):
-        advances = 0
-
-        def advance(self, steps, mean_return):
-            super().advance(steps, mean_return)
-            self.advances += 1
-            if self.advances == 38:
-                raise KeyboardInterrupt
-
     out = tmp_path / "interrupted"
     with monkeypatch.context() as patch:
-        patch.setattr(_report, "Progress", Interrupted)
+        interrupt(patch, 38)
         assert dqn.main(words(out, "--log")) == 130
     assert "step 3880 with --resume" in capsys.readouterr().err
     assert dqn.main(["--out", str(out), "--resume"]) == 0

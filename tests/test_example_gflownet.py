@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxbuf.examples import _report, gflownet
+from jaxbuf.examples import gflownet
 from jaxbuf.examples._hypergrid import HyperGrid, pick
-from tests.run_example import error_of, finish
+from jaxbuf.examples._run_folder import RunFolder
+from tests.run_example import error_of, finish, interrupt
 
 SMALL = HyperGrid(2, 8, background=0.1)
 QUICK = {
@@ -193,7 +194,7 @@ def test_a_new_policy_prefers_nothing():
 
 def test_modes_over_trajectories():
     found = np.array([[3.0, 8.0], [5.0, np.inf]])
-    outcome = gflownet.Outcome(np.zeros((1, 2)), np.zeros((2, 4)), found, 8, [1.0])
+    outcome = gflownet.Outcome(np.ones(1), np.zeros((1, 2)), np.zeros((2, 4)), found, 8, [1.0])
     modes = outcome.modes(np.array([0, 3, 5, 8, 9]))
     np.testing.assert_array_equal(modes, [[0, 0], [1, 0], [1, 1], [2, 1], [np.nan, np.nan]])
     np.testing.assert_array_equal(outcome.to_all, [8, np.inf])
@@ -218,7 +219,7 @@ def test_a_run_compares_the_buffers(finished):
 def test_what_a_run_says_of_the_buffers():
     def outcome(*to_all):
         found = np.asarray([[1.0, last] for last in to_all])
-        return gflownet.Outcome(np.zeros((1, 2)), np.zeros((2, 4)), found, 9, [1.0])
+        return gflownet.Outcome(np.ones(1), np.zeros((1, 2)), np.zeros((2, 4)), found, 9, [1.0])
 
     first, *others = gflownet.compare(
         {
@@ -251,14 +252,34 @@ def test_progress_shows_modes_and_speed(finished):
 
 
 @pytest.mark.xdist_group("gflownet")
-def test_an_interrupted_run_says_so(finished, tmp_path, monkeypatch, capsys):
-    class Interrupted(_report.Progress):
-        def advance(self, steps, mean_return):
-            raise KeyboardInterrupt
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
+    finished, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        # At the second buffer of the 24th of fifty chunks, of which every fifth is saved.
+        interrupt(patch, 1 + 4 * 23 + 2)
+        assert gflownet.main(words(out)) == 130
+    assert "go on from update 120 with --resume" in capsys.readouterr().err
+    assert gflownet.main(["--out", str(out), "--resume"]) == 0
+    whole, resumed = (RunFolder(path, "gflownet").load_record() for path in (finished.folder, out))
+    assert resumed == whole
+    assert without_times(capsys.readouterr().out) == without_times(finished.out)
 
-    monkeypatch.setattr(_report, "Progress", Interrupted)
-    assert gflownet.main(words(tmp_path / "run")) == 130
-    assert "interrupted" in capsys.readouterr().err
+
+def without_times(printed):
+    """The table up to the columns that tell how fast it was."""
+    return [row.split()[:-3] for row in printed.splitlines()[:6]]
+
+
+def test_a_finished_run_can_be_trained_for_longer(finished, capsys):
+    assert "has done its 300 steps; ask for more with --steps" in error_of(
+        gflownet, ["--out", str(finished.folder), "--resume"], capsys
+    )
+    message = error_of(
+        gflownet, ["--out", str(finished.folder), "--resume", "--buffer", "none"], capsys
+    )
+    assert "has --buffer ('none', 'fifo', 'reward', 'diverse'), not ('none',)" in message
 
 
 @pytest.mark.parametrize(
@@ -277,7 +298,7 @@ def test_an_interrupted_run_says_so(finished, tmp_path, monkeypatch, capsys):
         (["--background", "0"], "'0' is not a number above 0"),
         (["--temperature", "-1"], "'-1' is not a number above 0"),
         (["--steps", "0"], "'0' is not a whole number of at least 1"),
-        (["--resume"], "unrecognized arguments: --resume"),
+        (["--resume"], "there is no checkpoint in runs/gflownet; start without --resume"),
     ],
 )
 def test_a_wrong_argument_gets_one_line(argv, advice, tmp_path, monkeypatch, capsys):

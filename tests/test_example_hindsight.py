@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.examples import _report, hindsight
-from tests.run_example import error_of, finish
+from jaxbuf.examples import hindsight
+from jaxbuf.examples._run_folder import RunFolder
+from tests.run_example import error_of, finish, interrupt
 
 QUICK = [
     *("--bits", "8", "--seeds", "2", "--episodes", "1200", "--num-envs", "4", "--hidden", "64"),
@@ -53,14 +54,26 @@ def test_progress_shows_success_and_speed(finished):
 
 
 @pytest.mark.xdist_group("hindsight")
-def test_an_interrupt_is_no_traceback(finished, tmp_path, monkeypatch, capsys):
-    class Interrupted(_report.Progress):
-        def advance(self, steps, mean_return):
-            raise KeyboardInterrupt
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
+    finished, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        # After 23 of fifty chunks, of which every fifth is saved.
+        interrupt(patch, 1 + 23)
+        assert hindsight.main([*QUICK, "--out", str(out)]) == 130
+    assert "go on from episode 480 with --resume" in capsys.readouterr().err
+    assert hindsight.main(["--out", str(out), "--resume"]) == 0
+    whole, resumed = (RunFolder(path, "hindsight").load_record() for path in (finished.folder, out))
+    assert resumed == whole
+    assert "checkpoint " in capsys.readouterr().out
 
-    monkeypatch.setattr(_report, "Progress", Interrupted)
-    assert hindsight.main([*QUICK, "--out", str(tmp_path / "run")]) == 130
-    assert "interrupted" in capsys.readouterr().err
+
+@pytest.mark.xdist_group("hindsight")
+def test_a_finished_run_says_how_to_train_on(finished, capsys):
+    assert "has done its 1200 episodes; ask for more with --episodes" in error_of(
+        hindsight, ["--out", str(finished.folder), "--resume"], capsys
+    )
 
 
 @functools.cache
@@ -140,7 +153,7 @@ def test_nothing_comes_after_a_goal_that_is_reached():
         (["--fraction", "1.5"], "'1.5' is not a number of at least 0 and at most 1"),
         (["--capacity", "8"], "make the capacity at least as large"),
         (["--episodes", "8"], "ask for more episodes or fewer environments"),
-        (["--resume"], "unrecognized arguments: --resume"),
+        (["--resume"], "there is no checkpoint in runs/hindsight; start without --resume"),
         (["--out", "notes.txt"], "notes.txt is a file; choose another --out"),
     ],
 )

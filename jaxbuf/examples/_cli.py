@@ -79,6 +79,16 @@ def example_parser(example: str, description: str, files: str, config: type[Any]
     return parser
 
 
+def add_resume(parser: argparse.ArgumentParser, amount: str) -> None:
+    """Add ``--resume``, with which more than before may be asked for by the option ``amount``."""
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint in --out, with its options; "
+        f"{flag(amount)} may ask for more",
+    )
+
+
 def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
     """Add one option for each ``option`` field of a dataclass.
 

@@ -9,11 +9,20 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
+from jaxbuf.examples import _cli
+
+SAVES = 10
+
 State = TypeVar("State")
 
 
 class RunError(Exception):
     """Something about the folder that the user can put right; the message says how."""
+
+
+def save_is_due(chunk: int, chunks: int) -> bool:
+    """Whether to save after a chunk: ``SAVES`` times in a run, and at its end."""
+    return (chunk + 1) % max(chunks // SAVES, 1) == 0 or chunk + 1 == chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +97,35 @@ class RunFolder:
         self._check_ours()
         return self._restore(record=ocp.args.JsonRestore()).record
 
+    def go_on(self, given: dict[str, Any], amount: str = "steps") -> dict[str, Any]:
+        """The record of the newest checkpoint, its configuration with what may be asked for now.
+
+        Args:
+            given: Options given together with ``--resume``.
+            amount: Name of the one that says how much to train, of which there may be more.
+
+        Raises:
+            RunError: When there is no checkpoint, another option differs, or all is done.
+        """
+        record = self.load_record()
+        # JSON has no tuples.
+        saved = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in record["config"].items()
+        }
+        for name, value in given.items():
+            if name != amount and value != saved[name]:
+                raise RunError(
+                    f"the run in {self.path} has {_cli.flag(name)} {saved[name]}, not {value}; "
+                    "leave the option out, or start another run with another --out"
+                )
+        if record["step"] >= given.get(amount, saved[amount]):
+            raise RunError(
+                f"the run in {self.path} has done its {record['step']} {amount}; ask for more with "
+                f"{_cli.flag(amount)}"
+            )
+        return {**record, "config": {**saved, **given}}
+
     def load_state(self, like: State) -> State:
         """The training state of the newest checkpoint.
 
@@ -101,13 +139,13 @@ class RunFolder:
         )
         return self._restore(state=ocp.args.StandardRestore(abstract)).state
 
-    def how_to_go_on(self) -> str:
-        """A sentence for somebody whose run was interrupted."""
+    def how_to_go_on(self, unit: str = "step") -> str:
+        """A sentence for somebody whose run, counted in a unit, was interrupted."""
         try:
             step = self.load_record()["step"]
         except RunError:
             return "there is no checkpoint yet, so start anew"
-        return f"go on from step {step} with --resume"
+        return f"go on from {unit} {step} with --resume"
 
     def _restore(self, **args: Any) -> Any:
         nothing = RunError(f"there is no checkpoint in {self.path}; start without --resume")

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 import jaxbuf
 from jaxbuf.buffers import ops
 from jaxbuf.examples import _cli, _report
-from jaxbuf.examples._run_folder import RunError, RunFolder
+from jaxbuf.examples._run_folder import SAVES, RunError, RunFolder, save_is_due
 
 CHUNKS = 100
-SAVES = 10
 
 
 class EpisodeLog(NamedTuple):
@@ -166,8 +165,8 @@ def main(
                 "--log needs tensorboardX; install it with `pip install 'jaxbuf[examples]'`"
             )
         if resume:
-            record = folder.load_record()
-            config = make_config(**{**record["config"], **_allowed(given, record, folder)})
+            record = folder.go_on(given)
+            config = make_config(**record["config"])
             curve = Curve(**record["curve"])
         else:
             config = make_config(**given)
@@ -203,34 +202,13 @@ def _parser(example: str, description: str, options: type[Any]) -> _cli.Parser:
   tensorboard/        the same, for TensorBoard
 A run that is there already is replaced, unless --resume is given."""
     parser = _cli.example_parser(example, description, files, options)
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the checkpoint in --out, with its options; --steps may ask for more",
-    )
+    _cli.add_resume(parser, "steps")
     parser.add_argument(
         "--log",
         action="store_true",
         help="log while training; a run that is resumed goes on with its log in any case",
     )
     return parser
-
-
-def _allowed(given: dict[str, Any], record: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
-    """The options given with ``--resume``, once it is clear that they can be obeyed."""
-    saved = record["config"]
-    for name, value in given.items():
-        if name != "steps" and value != saved[name]:
-            raise RunError(
-                f"the run in {folder.path} has {_cli.flag(name)} {saved[name]}, not {value}; leave "
-                "the option out, or start another run with another --out"
-            )
-    if record["step"] >= given.get("steps", saved["steps"]):
-        raise RunError(
-            f"the run in {folder.path} has done its {record['step']} steps; ask for more with "
-            "--steps"
-        )
-    return given
 
 
 def _train(
@@ -270,7 +248,7 @@ def _train(
             curve.steps.append(step)
             curve.returns.append(returns.tolist())
             monitor.write(step, {"return": returns, **metrics})
-            if (i + 1) % max(chunks // SAVES, 1) == 0 or i + 1 == chunks:
+            if save_is_due(i, chunks):
                 record = {
                     "step": step,
                     "config": dataclasses.asdict(config),

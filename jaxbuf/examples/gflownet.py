@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from jaxbuf.buffers import ops
 from jaxbuf.examples import _cli, _report
 from jaxbuf.examples._gflownet import BUFFERS, NEVER, Agent, GFlowNet, Options, TrainState
-from jaxbuf.examples._run_folder import RunError, RunFolder
+from jaxbuf.examples._run_folder import SAVES, RunError, RunFolder, save_is_due
 
 DESCRIPTION = """Train GFlowNets on a hypergrid with several replay buffers, to compare them.
 
@@ -37,7 +37,8 @@ Ends with a table (medians over the seeds, and their range) and pictures. Takes 
 two CPU cores.
 
   --buffer none,diverse           only some of the buffers
-  --dims 2 --height 16            another grid"""
+  --dims 2 --height 16            another grid
+  --resume --steps 4000           train a finished run for longer"""
 EXAMPLE = "gflownet"
 CHUNKS = 50
 
@@ -65,15 +66,17 @@ class Outcome(NamedTuple):
     """What training with one buffer came to.
 
     Attributes:
-        l1: Distance to the target after each chunk, the sum of absolute differences, from 0 to 2;
+        updates: Updates of each seed after each chunk, ``[P]``.
+        l1: Distance to the target then, the sum of absolute differences, from 0 to 2;
             ``[P, seeds]``.
         learned: Where the policies stop in the end, ``[seeds, N]``.
         found: At which fresh trajectory each mode was first reached, inf if it was not;
             ``[seeds, M]``.
         fresh: Fresh trajectories of each seed.
-        seconds: For each chunk; the first is compiled in its time.
+        seconds: For each chunk since the program began; the first is compiled in its time.
     """
 
+    updates: NDArray[Any]
     l1: NDArray[Any]
     learned: NDArray[Any]
     found: NDArray[Any]
@@ -96,75 +99,101 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = vars(parser.parse_args(argv))
     folder = RunFolder(given.pop("out"), EXAMPLE)
+    resume: bool = given.pop("resume")
     try:
-        config = Config(**given)
-        folder.begin()
+        record = folder.go_on(given) if resume else None
+        config = Config(**(record["config"] if record else given))
+        if not resume:
+            folder.begin()
     except (RunError, ValueError) as error:
         parser.error(str(error))
     began = time.perf_counter()
     try:
-        outcomes = _train(config)
+        outcomes = _train(config, folder, record)
     except KeyboardInterrupt:
-        print("\ninterrupted; nothing was kept", file=sys.stderr)
+        print(f"\ninterrupted; {folder.how_to_go_on('update')}", file=sys.stderr)
         return 130
     print(_table(outcomes, config))
     print(compare(outcomes, time.perf_counter() - began))
     for name, picture in _draw(folder.path, outcomes, config).items():
         print(f"{name:<15} {picture}")
+    print(f"checkpoint      {folder.checkpoints}")
     return 0
 
 
 def _parser() -> _cli.Parser:
-    files = """\
+    files = f"""\
   modes.png      modes found over fresh trajectories, of every seed with every buffer
   distance.png   L1 distance to the target over updates
   marginals.png  the first two coordinates where trajectories stop: the target and what was learned
-  run.json       which example this folder belongs to"""
-    return _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config)
+  checkpoint/    the whole training state, {SAVES} times in a run, the latest kept
+  run.json       which example this folder belongs to
+A run that is there already is replaced, unless --resume is given."""
+    parser = _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config)
+    _cli.add_resume(parser, "steps")
+    return parser
 
 
-def _train(config: Config) -> dict[str, Outcome]:
+def _train(config: Config, folder: RunFolder, record: dict[str, Any] | None) -> dict[str, Outcome]:
     """One outcome for each buffer, chunk by chunk in turn, so that their speeds compare."""
-    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+    # On the device, as what a checkpoint holds is: so a resumed run is the same program.
+    keys = jax.device_put(
+        jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)]), jax.devices()[0]
+    )
     target = np.asarray(config.grid.target())
-    length, chunks = _chunks(config)
+    length = _length(config)
+    done: int = record["step"] if record else 0
+    chunks = -(-(config.steps - done) // length)
     agents = {kind: Agent(config, kind) for kind in config.buffer}
     stops = _stopping_distribution(GFlowNet(config.grid, config.hidden))
-    updates = chunks * length * config.seeds * len(agents)
-    with _report.Progress(updates, unit=" updates") as progress:
+    rows = config.seeds * len(agents)
+    updates: list[int] = record["updates"] if record else []
+    l1: dict[str, list[list[float]]] = record["l1"] if record else {kind: [] for kind in agents}
+    with _report.Progress((done + chunks * length) * rows, unit=" updates") as progress:
         progress.phase("compiling")
-        states = {kind: _init(agent)(keys) for kind, agent in agents.items()}
+        like = {kind: jax.eval_shape(_init(agent), keys) for kind, agent in agents.items()}
+        states: dict[str, TrainState] = (
+            folder.load_state(like)
+            if record
+            else {kind: _init(agent)(keys) for kind, agent in agents.items()}
+        )
+        progress.advance(done * rows, np.nan)
         learned = {kind: np.zeros(0) for kind in agents}
-        l1: dict[str, list[NDArray[Any]]] = {kind: [] for kind in agents}
         seconds: dict[str, list[float]] = {kind: [] for kind in agents}
         modes: dict[str, float] = {}
-        for _ in range(chunks):
+        for i in range(chunks):
             for kind, agent in agents.items():
                 began = time.perf_counter()
                 states[kind] = jax.block_until_ready(_chunk(agent, length)(states[kind]))
                 seconds[kind].append(time.perf_counter() - began)
                 learned[kind] = np.asarray(stops(states[kind].params))
-                l1[kind].append(np.abs(learned[kind] - target).sum(axis=1))
+                l1[kind].append(np.abs(learned[kind] - target).sum(axis=1).tolist())
                 modes[kind] = np.sum(np.asarray(states[kind].found) < NEVER, axis=1).mean()
                 progress.advance(length * config.seeds, np.nan)
             progress.phase("modes " + ", ".join(f"{kind} {n:.1f}" for kind, n in modes.items()))
+            done += length
+            updates.append(done)
+            if save_is_due(i, chunks):
+                config_then = dataclasses.asdict(config)
+                now = {"step": done, "config": config_then, "updates": updates, "l1": l1}
+                folder.save(done, states, now)
     found = {kind: np.asarray(state.found, np.float64) for kind, state in states.items()}
     return {
         kind: Outcome(
-            l1=np.stack(l1[kind]),
+            updates=np.asarray(updates),
+            l1=np.asarray(l1[kind]),
             learned=learned[kind],
             found=np.where(found[kind] < NEVER, found[kind], np.inf),
-            fresh=chunks * length * agent.fresh,
+            fresh=done * agent.fresh,
             seconds=seconds[kind],
         )
         for kind, agent in agents.items()
     }
 
 
-def _chunks(config: Config) -> tuple[int, int]:
-    """Updates in a chunk, and how many chunks there are."""
-    length = -(-config.steps // CHUNKS)
-    return length, -(-config.steps // length)
+def _length(config: Config) -> int:
+    """Updates in a chunk."""
+    return -(-config.steps // CHUNKS)
 
 
 # All are kept, so that an agent that is run again in the same process is not compiled again.
@@ -186,7 +215,7 @@ def _stopping_distribution(gflownet: GFlowNet) -> Callable[[Any], Float[Array, "
 
 
 def _table(outcomes: dict[str, Outcome], config: Config) -> str:
-    length, _ = _chunks(config)
+    length = _length(config)
     header = [
         "buffer",
         "L1 distance",
@@ -252,10 +281,9 @@ def _draw(folder: Path, outcomes: dict[str, Outcome], config: Config) -> dict[st
         xlabel="fresh trajectories per seed",
         ylabel=f"modes found, of {grid.num_modes}",
     )
-    length, chunks = _chunks(config)
     _report.plot_groups(
         pictures["distance"],
-        length * np.arange(1, chunks + 1),
+        next(iter(outcomes.values())).updates,
         {kind: outcome.l1 for kind, outcome in outcomes.items()},
         title=title,
         xlabel="updates per seed",

@@ -25,7 +25,7 @@ from jaxbuf.buffers import ops
 from jaxbuf.examples import _cli, _report
 from jaxbuf.examples._lenient import lenient_promotion
 from jaxbuf.examples._network import QNetwork
-from jaxbuf.examples._run_folder import RunError, RunFolder
+from jaxbuf.examples._run_folder import SAVES, RunError, RunFolder, save_is_due
 from jaxbuf.views.hindsight import Strategy
 
 DESCRIPTION = """Train DQN to flip bits, with hindsight and without, several seeds of each at once.
@@ -36,7 +36,8 @@ it ever sees is -1; with hindsight it learns from the goals it met instead. Ends
 picture of the success rates of both. Takes less than a minute on two CPU cores.
 
   --bits 8                        few enough to learn without hindsight as well
-  --strategy final                another source of goals"""
+  --strategy final                another source of goals
+  --resume --episodes 16_000      train a finished run for longer"""
 EXAMPLE = "hindsight"
 CHUNKS = 50
 AGENTS = ("DQN", "DQN with hindsight")
@@ -307,15 +308,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = vars(parser.parse_args(argv))
     folder = RunFolder(given.pop("out"), EXAMPLE)
+    resume: bool = given.pop("resume")
     try:
-        config = Config(**given)
-        folder.begin()
+        record = folder.go_on(given, "episodes") if resume else None
+        config = Config(**(record["config"] if record else given))
+        if not resume:
+            folder.begin()
     except (RunError, ValueError) as error:
         parser.error(str(error))
     try:
-        outcome = _train(Agent(config))
+        outcome = _train(Agent(config), folder, record)
     except KeyboardInterrupt:
-        print("\ninterrupted; nothing was kept", file=sys.stderr)
+        print(f"\ninterrupted; {folder.how_to_go_on('episode')}", file=sys.stderr)
         return 130
     picture = folder.path / "success.png"
     _report.plot_groups(
@@ -327,40 +331,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         ylabel="success rate of greedy episodes",
     )
     print(_table(outcome, config))
-    print(f"success rates   {picture}")
+    print(f"success rates   {picture}\ncheckpoint      {folder.checkpoints}")
     return 0
 
 
 def _parser() -> _cli.Parser:
-    files = """\
+    files = f"""\
   success.png  success rate of every seed, with hindsight and without
-  run.json     which example this folder belongs to"""
-    return _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config)
+  checkpoint/  the whole training state, {SAVES} times in a run, the latest kept
+  run.json     which example this folder belongs to
+A run that is there already is replaced, unless --resume is given."""
+    parser = _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config)
+    _cli.add_resume(parser, "episodes")
+    return parser
 
 
-def _train(agent: Agent) -> Outcome:
+def _train(agent: Agent, folder: RunFolder, record: dict[str, Any] | None) -> Outcome:
     begin = time.perf_counter()
     config = agent.config
-    total = -(-config.episodes // config.num_envs)
-    length = -(-total // CHUNKS)
-    chunks = -(-total // length)
-    init, chunk = _programs(agent, length)
-    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+    length = -(-config.episodes // (config.num_envs * CHUNKS))
     each = length * config.num_envs
-    success: list[NDArray[np.float32]] = []
-    with _report.Progress(chunks * each * config.seeds * len(AGENTS), unit=" episodes") as progress:
+    done: int = record["step"] if record else 0
+    chunks = -(-(config.episodes - done) // each)
+    episodes: list[int] = record["episodes"] if record else []
+    success: list[list[list[float]]] = record["success"] if record else []
+    init, chunk = _programs(agent, length)
+    # On the device, as what a checkpoint holds is: so a resumed run is the same program.
+    keys, fractions = jax.device_put(
+        (
+            jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)]),
+            jnp.asarray([0.0, config.fraction], jnp.float32),
+        ),
+        jax.devices()[0],
+    )
+    rows = config.seeds * len(AGENTS)
+    with _report.Progress((done + chunks * each) * rows, unit=" episodes") as progress:
         progress.phase("compiling")
         # The same seeds with and without.
-        states = init(keys, jnp.asarray([0.0, config.fraction], jnp.float32))
-        for _ in range(chunks):
+        like = jax.eval_shape(init, keys, fractions)
+        states = folder.load_state(like) if record else init(keys, fractions)
+        progress.advance(done * rows, np.nan)
+        for i in range(chunks):
             states, rates = chunk(states)
-            success.append(np.asarray(rates))
-            without, with_ = success[-1].mean(axis=1)
+            done += each
+            episodes.append(done)
+            success.append(np.asarray(rates).tolist())
+            without, with_ = np.mean(success[-1], axis=1)
             progress.phase(f"success {without:.0%} without hindsight, {with_:.0%} with")
-            progress.advance(each * config.seeds * len(AGENTS), np.nan)
+            progress.advance(each * rows, np.nan)
+            if save_is_due(i, chunks):
+                config_then = dataclasses.asdict(config)
+                now = {"step": done, "config": config_then, "episodes": episodes}
+                folder.save(done, states, {**now, "success": success})
     return Outcome(
-        episodes=each * np.arange(1, chunks + 1),
-        success=np.stack(success),
+        episodes=np.asarray(episodes),
+        success=np.asarray(success, np.float32),
         seconds=time.perf_counter() - begin,
     )
 
