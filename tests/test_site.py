@@ -99,6 +99,16 @@ def test_links_and_anchors_lead_somewhere(pages):
     assert not broken
 
 
+def test_prompts_are_marked_so_that_they_are_not_copied(site):
+    for path in (site / "guides").glob("*.html"):
+        text = path.read_text()
+        assert '<span class="gp">&gt;&gt;&gt; </span>' in text, path.name
+        # Where the language was not recognized a prompt is an operator.
+        assert '<span class="o">&gt;&gt;&gt;</span>' not in text, path.name
+        assert "stylesheets/prompts.css" in text
+    assert "[data-md-copying] .gp" in (site / "stylesheets/prompts.css").read_text()
+
+
 def test_a_browser_has_nothing_to_complain_of(site, tmp_path):
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
