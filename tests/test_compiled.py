@@ -1,10 +1,13 @@
 """What XLA makes of a step: nothing as large as a buffer may be copied in it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxbuf
+from jaxbuf.core import rowwise
 from jaxbuf.io.hlo import Program
 
 CAPACITY = 2**14
@@ -62,21 +65,57 @@ def test_updates_that_ignore_the_probabilities_copy_nothing():
     assert not copies(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)
 
 
-def operations(function, *args):
-    """What XLA takes for the number of operations of the compiled ``function``."""
-    return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
+def compiled(function, *args, donate=None):
+    """The program that a call from Python runs."""
+    with rowwise.alone():
+        return jax.jit(function, donate_argnums=donate).lower(*args).compile()
 
 
-def test_small_programs_are_short_enough_to_run_at_once():
+def operations(program):
+    """What XLA takes for the number of operations of a program."""
+    return program.cost_analysis()["flops"]
+
+
+def first_kernels(text):
+    """How many kernels of a program read nothing but its arguments and constants."""
+    ready, count = set(), 0
+    for line in text[text.index("\nENTRY") :].splitlines()[1:]:
+        parts = re.match(r"\s*(?:ROOT )?(%[\w.-]+) = .*? ([\w-]+)\((.*?)\)(?:,|$)", line)
+        if parts is None:
+            continue
+        name, kind, operands = parts.groups()
+        made_of = set(re.findall(r"%[\w.-]+", operands)) if kind != "constant" else set()
+        if made_of <= ready:
+            if kind in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast"):
+                ready.add(name)
+            else:
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize("rows", [32, 64, 256])
+def test_small_programs_are_short_enough_to_run_at_once(rows):
     # Beyond 1,000 operations XLA:CPU hands a program to a thread, and waits for it.
     buffer = jaxbuf.ItemBuffer.create(EXAMPLE, 2**20, sampler=PRIORITIZED)
-    key, slots = jax.random.key(0), buffer.sample(jax.random.key(0), 64).slots
-    assert operations(lambda buffer: buffer.add(items(64)), buffer) < 1000
-    assert operations(lambda buffer, key: buffer.sample(key, 128), buffer, key) < 1000
-    update = operations(
-        lambda buffer, slots: buffer.update_priority(slots, jnp.ones(64)), buffer, slots
+    key, priority = jax.random.key(0), jnp.ones(rows)
+    slots = jax.eval_shape(lambda: buffer.sample(key, rows)).slots
+    add = compiled(lambda buffer: buffer.add(items(rows)), buffer, donate=0)
+    assert operations(add) < 1000
+    sample = compiled(lambda buffer, key: buffer.sample(key, rows), buffer, key)
+    assert operations(sample) < 1000
+    update = compiled(
+        lambda buffer, *rows: buffer.update_priority(*rows), buffer, slots, priority, donate=0
     )
-    assert update < 1000
+    assert operations(update) < 1000
+    # It takes one of the kernels that could run, and if more than eight are left hands on half.
+    assert first_kernels(update.as_text()) <= 9
+
+
+def test_first_kernels_are_those_that_wait_for_nothing():
+    x = jnp.ones(64)
+    assert first_kernels(compiled(lambda x: jnp.cumsum(jnp.cumsum(x)), x).as_text()) == 1
+    many = compiled(lambda x: [jnp.cumsum(x[:n]) for n in range(3, 15)], x)
+    assert first_kernels(many.as_text()) == 12
 
 
 def test_the_check_sees_a_copy():

@@ -57,11 +57,12 @@ def test_the_loop_and_the_vector_form_agree_bit_for_bit(capacity):
         index = jnp.asarray(rng.integers(-1, capacity + 2, (1, rows)), jnp.int32)
         value = jnp.asarray(rng.random((1, rows)) - 0.2, jnp.float32)
         value = jnp.maximum(value, 0.0)
-        loop = tree_kernels._set_loop(layout, False, nodes, index, value)
         vector = tree_kernels._set_vector(layout, nodes, index, value)
-        for one, other in zip(loop, vector, strict=True):
-            np.testing.assert_array_equal(one, other)
-        nodes, total = loop[0], loop[1][0, 0]
+        for short in (False, True):
+            loop = tree_kernels._set_loop(layout, False, short, nodes, index, value)
+            for one, other in zip(loop, vector, strict=True):
+                np.testing.assert_array_equal(one, other)
+        nodes, total = vector[0], vector[1][0, 0]
         prefix = jnp.asarray(rng.random((1, rows)), jnp.float32) * total
         refine = prefix * jnp.float32(2.0**-20)
         for refined in (False, True):

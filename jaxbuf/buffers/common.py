@@ -14,7 +14,6 @@ from jaxbuf.core import rowwise, storage
 from jaxbuf.core.ages import Bound, age_range, grid, keeps_order, spread
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.slots import Occupancy, Slots, random_words
-from jaxbuf.core.tree_kernels import LOOP_QUERIES
 from jaxbuf.strategies.samplers import Draw, Sampler, Uniform
 
 
@@ -182,7 +181,7 @@ def gather(
         read: The data at the indices.
     """
     row = (draw.index, draw.probability, draw.valid)
-    slots, probability = rowwise.each(_name, row, occupancy, (capacity,), most=LOOP_QUERIES)
+    slots, probability = rowwise.each(_name, row, occupancy, (capacity,))
     return Sample(data=read(slots.index), slots=slots, probability=probability, valid=draw.valid)
 
 

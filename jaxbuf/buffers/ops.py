@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.common import check_batch_size
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.core import rowwise
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.slots import Slots
 
@@ -118,8 +119,13 @@ def _call(method: Callable[..., Any], donate: bool, *args: Any) -> Any:
 @functools.cache
 def _compiled(method: Callable[..., Any], donate: bool) -> Callable[..., Any]:
     """The one jitted form of a method, made when the backend is known."""
+
+    def program(*args: Any) -> Any:
+        with rowwise.alone():
+            return method(*args)
+
     return jax.jit(
-        method,
+        functools.wraps(method)(program),
         static_argnums=2 if method is _sample_method else None,
         donate_argnums=0 if donate else None,
         compiler_options=compiler_options(),

@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.core import describe, rowwise
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.tree_kernels import LOOP_QUERIES
 from jaxbuf.strategies.samplers import Support
 
 Normalize = Literal["batch", "buffer", "mean"]
@@ -98,14 +97,14 @@ def _weights(buffer: Any, sample: Sample, beta: Any, *, normalize: str | None) -
     row = (sample.probability, sample.valid)
     if normalize == "batch":
         shared = (jnp.min(sample.probability, where=sample.valid, initial=1.0), exponent)
-        return rowwise.each(_relative_weight, row, shared, most=LOOP_QUERIES)
+        return rowwise.each(_relative_weight, row, shared)
     support = buffer.support()
     if normalize == "buffer":
         least = support.least_probability
         shared = (jnp.where(least > 0, least, 1.0), exponent)
-        return rowwise.each(_relative_weight, row, shared, most=LOOP_QUERIES)
+        return rowwise.each(_relative_weight, row, shared)
     count = support.count if normalize == "mean" else buffer.occupancy.size
-    return rowwise.each(_weight, row, (count.astype(jnp.float32), exponent), most=LOOP_QUERIES)
+    return rowwise.each(_weight, row, (count.astype(jnp.float32), exponent))
 
 
 def _relative_weight(row: Any, shared: Any) -> Array:

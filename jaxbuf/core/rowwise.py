@@ -1,15 +1,20 @@
 """Arithmetic on the rows of a batch.
 
 XLA:CPU runs a program in the thread that calls it only if it is short: it counts operations, one on
-``[B]`` ``B`` times and the body of a loop once, and looks at the sizes of arrays. Any other is
-handed to threads, which takes longer than most of what happens to a batch here; and what is fused
-into a gather is computed for every element that is gathered. A loop over the rows escapes both. It
-is one native function, slower than the vectorized form by a few nanoseconds per row.
+``[B]`` ``B`` times and the body of a loop once. Any other is handed to threads, which takes longer
+than most of what happens to a batch here; and what is fused into a gather is computed for every
+element that is gathered. A loop over the rows escapes both. It is one native function, slower than
+the vectorized form by a few nanoseconds per row.
+
+Kernels are handed to threads, too, as soon as more than eight could run next. Those that make the
+zeros that loops begin with always could, unless the zeros depend on something: see ``after``.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Generator, Hashable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +22,36 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
-# Up to how many rows an update of any slots, and an add to consecutive ones, is short: measured.
+# Up to how many rows to loop, on a CPU: in any program; where the rows are consecutive slots; and
+# in a program that is nothing but one operation, which is to be short.
 SHORT = 64
 SHORT_RUN = 256
+_SHORT_ALONE = 256
+_is_alone = contextvars.ContextVar("is_alone", default=False)
 
 
-@functools.partial(jax.jit, static_argnames=("function", "static", "most"))
+@contextlib.contextmanager
+def alone() -> Generator[None]:
+    """What is traced in this context is a whole program: one operation, called from Python."""
+    token = _is_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_alone.reset(token)
+
+
+def most_rows() -> int:
+    """Up to how many rows to loop, on a CPU, in the program that is being traced."""
+    return _SHORT_ALONE if _is_alone.get() else SHORT
+
+
 def each(
     function: Callable[..., PyTree[Array]],
     rows: PyTree[Array],
     shared: PyTree[Array] = (),
     static: tuple[Hashable, ...] = (),
     *,
-    most: int = SHORT,
+    most: int | None = None,
 ) -> PyTree[Array]:
     """``function(row, shared, *static)`` for every row of a batch.
 
@@ -39,37 +61,49 @@ def each(
         rows: Leaves ``[B]``.
         shared: Arrays of any shape, the same for all rows.
         static: Further arguments, not traced.
-        most: Up to how many rows to loop, on a CPU.
+        most: Up to how many rows to loop, on a CPU; by default ``most_rows()``.
 
     Returns:
         What ``function`` returns for all rows together, leaves ``[B, ...]``.
     """
+    most = most_rows() if most is None else most
+    loops = jax.tree.leaves(rows)[0].shape[0] <= most
+    return _each(function, rows, shared, static, loops=loops)
 
+
+@functools.partial(jax.jit, static_argnames=("function", "static", "loops"))
+def _each(
+    function: Callable[..., PyTree[Array]],
+    rows: PyTree[Array],
+    shared: PyTree[Array],
+    static: tuple[Hashable, ...],
+    *,
+    loops: bool,
+) -> PyTree[Array]:
     def plain(rows: PyTree[Array], shared: PyTree[Array]) -> PyTree[Array]:
         return function(rows, shared, *static)
 
-    if jax.tree.leaves(rows)[0].shape[0] > most:
+    if not loops:
         return plain(rows, shared)
-
     return native(functools.partial(_loop, plain), plain, rows, shared)
 
 
-@jax.jit
 def total(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
     """The sum over the rows of a batch; of whole numbers, whose order does not matter."""
+    return _total(counts, loops=counts.shape[0] <= most_rows())
 
+
+@functools.partial(jax.jit, static_argnames="loops")
+def _total(counts: UInt[Array, " B"], *, loops: bool) -> UInt[Array, ""]:
     def plain(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
         return jnp.sum(counts, dtype=counts.dtype)
 
     def loop(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
-        return lax.fori_loop(
-            0, counts.shape[0], lambda i, so_far: so_far + counts[i], jnp.zeros((), counts.dtype)
-        )
+        zero = after(counts)
+        start = zero.astype(counts.dtype)
+        return repeat(Steps(zero), counts.shape[0], lambda i, sum_: sum_ + counts[i], start)[1]
 
-    if counts.shape[0] > SHORT:
-        return plain(counts)
-
-    return native(loop, plain, counts)
+    return native(loop, plain, counts) if loops else plain(counts)
 
 
 @functools.partial(jax.jit, static_argnames=("fill", "size"))
@@ -109,6 +143,45 @@ def pack(
     return native(loop, plain, values, chosen)
 
 
+def after(*arrays: Array) -> Int[Array, ""]:
+    """Zero, which XLA does not know before the first elements of these arrays are there."""
+    some = [array.reshape(-1)[0].astype(bool).astype(jnp.int32) for array in arrays]
+    return jnp.minimum(functools.reduce(jnp.add, some), 0)
+
+
+class Steps(NamedTuple):
+    """Counts the steps of one loop after the other, so that none has to begin with a zero.
+
+    Attributes:
+        done: How many there were, as a traced number: at first what ``after`` returns.
+        known: The same, as it is known beforehand.
+    """
+
+    done: Int[Array, ""]
+    known: int = 0
+
+
+def repeat(
+    before: Steps, count: int, step: Callable[[Array, Any], Any], carry: Any
+) -> tuple[Steps, Any]:
+    """``fori_loop(0, count, step, carry)``, which begins once the steps ``before`` are done.
+
+    Args:
+        before: The steps of the loops before.
+        count: How many there are; at least two, for XLA unrolls a loop of one step and then fuses
+            it with what comes next.
+        step: Takes the number of the step and the carry, and returns the next carry.
+        carry: What is carried.
+    """
+    first, end = before.known, before.known + count
+    done, carry = lax.while_loop(
+        lambda state: state[0] < end,
+        lambda state: (state[0] + 1, step(state[0] - first, state[1])),
+        (before.done, carry),
+    )
+    return Steps(done, end), carry
+
+
 def native(
     loop: Callable[..., PyTree[Array]], plain: Callable[..., PyTree[Array]], *args: PyTree[Array]
 ) -> PyTree[Array]:
@@ -137,7 +210,6 @@ def _loop(
     shapes = jax.eval_shape(function, rows, shared)
 
     def step(i: Array, out: PyTree[Array]) -> PyTree[Array]:
-        # XLA unrolls a loop of one step, and then fuses it with what comes next: so there are none.
         at = jnp.minimum(i, count - 1)
         row = jax.tree.map(lambda leaf: lax.dynamic_slice(leaf, (at,), (1,))[0], rows)
         return jax.tree.map(
@@ -146,5 +218,8 @@ def _loop(
             function(row, shared),
         )
 
-    start = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    return lax.fori_loop(0, max(count, 2), step, start)
+    zero = after(*jax.tree.leaves(rows))
+    start = jax.tree.map(
+        lambda shape: jnp.broadcast_to(zero.astype(shape.dtype), shape.shape), shapes
+    )
+    return repeat(Steps(zero), max(count, 2), step, start)[1]

@@ -9,12 +9,12 @@ from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core import rowwise
-from jaxbuf.core.tree_kernels import LOOP_QUERIES
 
 
 class Slots(struct.PyTreeNode):
@@ -116,7 +116,7 @@ class Ring(struct.PyTreeNode):
         position, lap, size = self.counters[0], self.counters[1], self.counters[2]
         capacity = jnp.uint32(self.capacity)
         if mask is None:
-            until = jnp.arange(1, rows + 1, dtype=jnp.uint32)
+            until = jnp.asarray(np.arange(1, rows + 1, dtype=np.uint32))
             taken, count = jnp.ones((rows,), bool), jnp.uint32(rows)
         else:
             until = jnp.cumsum(mask, dtype=jnp.uint32)
@@ -154,7 +154,7 @@ class Ring(struct.PyTreeNode):
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """A live slot for each random word, all equally likely; arbitrary if there is none."""
         # Until the ring is full its items are the first ones, afterwards they are all of them.
-        return rowwise.each(_scale, words, self.counters[2], most=LOOP_QUERIES)
+        return rowwise.each(_scale, words, self.counters[2])
 
     def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
         """The slot of the earliest item, and how many items follow from there."""
@@ -204,7 +204,7 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
         return jax.random.bits(key, shape, jnp.uint32)
     half = -(-count // 2)
     rows = jnp.arange(half, dtype=jnp.uint32)
-    pairs = rowwise.each(_two_words, rows, jax.random.key_data(key), (half,), most=LOOP_QUERIES)
+    pairs = rowwise.each(_two_words, rows, jax.random.key_data(key), (half,))
     return jnp.concatenate(pairs)[:count].reshape(shape)
 
 

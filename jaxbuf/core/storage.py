@@ -140,7 +140,7 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     if 0 < rows <= rowwise.SHORT and row_bytes <= _SMALL_ROW:
         return rowwise.each(_take, index, storage, (last,))
     # Out of a loop, so that XLA:CPU does not compute it anew for every element that it selects.
-    return _take(rowwise.each(_clip, index, static=(last,), most=rows), storage, last)
+    return _select(rowwise.each(_clip, index, static=(last,), most=rows), storage)
 
 
 @functools.partial(jax.jit, static_argnames="length")
@@ -206,9 +206,12 @@ def _clip(index: Int[Array, " B"], _: Any, last: int) -> Int[Array, " B"]:
 
 
 def _take(index: Int[Array, " B"], storage: PyTree[Array], last: int) -> PyTree[Array]:
-    at = _clip(index, None, last)
+    return _select(_clip(index, None, last), storage)
+
+
+def _select(index: Int[Array, " B"], storage: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(
-        lambda slots: slots.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False),
+        lambda slots: slots.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False),
         storage,
     )
 

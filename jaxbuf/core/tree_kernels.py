@@ -30,7 +30,7 @@ _SHIFT = FANOUT.bit_length() - 1
 # The largest float32 below x is x * _BELOW, for every normal x.
 _BELOW = 1.0 - 2.0**-24
 # Up to this many rows the loop form's descent wins over one kernel per level.
-LOOP_QUERIES = 128
+LOOP_QUERIES = 256
 
 Op = Literal["sum", "min", "max", "min_positive"]
 OPS: tuple[Op, ...] = ("sum", "min", "max", "min_positive")
@@ -170,7 +170,6 @@ def build(layout: Layout, leaves: jax.Array) -> jax.Array:
     return jnp.concatenate(parts)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "contiguous"))
 def set_leaves(
     layout: Layout,
     nodes: jax.Array,
@@ -198,7 +197,21 @@ def set_leaves(
         # XLA unrolls a loop of one step, and then copies the tree.
         index = jnp.pad(index, (0, 1), constant_values=layout.capacity)
         value = jnp.pad(value, (0, 1))
-    nodes, roots, gained = _setter(layout, contiguous)(nodes[None], index[None], value[None])
+    most = rowwise.SHORT_RUN if contiguous else rowwise.most_rows()
+    return _set_leaves(layout, nodes, index, value, contiguous, index.shape[0] <= most)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "contiguous", "short"))
+def _set_leaves(
+    layout: Layout,
+    nodes: jax.Array,
+    index: jax.Array,
+    value: jax.Array,
+    contiguous: bool,
+    short: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    setter = _setter(layout, contiguous, short)
+    nodes, roots, gained = setter(nodes[None], index[None], value[None])
     return nodes[0], roots[0], gained[0]
 
 
@@ -240,14 +253,14 @@ def _at_least_two(rows: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _setter(layout: Layout, contiguous: bool) -> Callable[..., Any]:
+def _setter(layout: Layout, contiguous: bool, short: bool) -> Callable[..., Any]:
     @custom_vmap
     def call(nodes: jax.Array, index: jax.Array, value: jax.Array) -> Any:
         return lax.platform_dependent(
             nodes,
             index,
             value,
-            cpu=functools.partial(_set_loop, layout, contiguous),
+            cpu=functools.partial(_set_loop, layout, contiguous, short),
             default=functools.partial(_set_vector, layout),
         )
 
@@ -341,7 +354,12 @@ def _blocks(nodes: jax.Array, start: jax.Array) -> list[jax.Array]:
 
 
 def _set_loop(
-    layout: Layout, contiguous: bool, nodes: jax.Array, index: jax.Array, value: jax.Array
+    layout: Layout,
+    contiguous: bool,
+    short: bool,
+    nodes: jax.Array,
+    index: jax.Array,
+    value: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     trees, rows = index.shape
     flat, index, value = nodes.reshape(-1), index.reshape(-1), value.reshape(-1)
@@ -366,12 +384,15 @@ def _set_loop(
         at = target + jnp.maximum(gained[tree] - 2**30, 0)
         return lax.dynamic_update_slice(flat, new[None], (at,)), gained, last
 
-    start = jnp.zeros((trees,), jnp.int32)
-    flat, gained, last = lax.fori_loop(0, trees * rows, write, (flat, start, start))
-
-    flat = _refresh_loop(layout, contiguous, flat, index.reshape(trees, rows), last)
-    roots = _read_loop(layout, flat.reshape(nodes.shape), _roots(layout, trees), whole=True)
-    return flat.reshape(nodes.shape), roots, gained
+    zero = rowwise.after(index, value)
+    start = jnp.broadcast_to(zero, (trees,))
+    steps, (flat, gained, last) = rowwise.repeat(
+        rowwise.Steps(zero), trees * rows, write, (flat, start, start)
+    )
+    index = index.reshape(trees, rows)
+    steps, flat = _refresh_loop(layout, contiguous, short, steps, flat, index, last)
+    nodes = flat.reshape(nodes.shape)
+    return nodes, _read_loop(layout, nodes, _roots(layout, trees), steps), gained
 
 
 def _roots(layout: Layout, trees: int) -> jax.Array:
@@ -381,8 +402,14 @@ def _roots(layout: Layout, trees: int) -> jax.Array:
 
 
 def _refresh_loop(
-    layout: Layout, contiguous: bool, flat: jax.Array, index: jax.Array, last: jax.Array
-) -> jax.Array:
+    layout: Layout,
+    contiguous: bool,
+    short: bool,
+    before: rowwise.Steps,
+    flat: jax.Array,
+    index: jax.Array,
+    last: jax.Array,
+) -> tuple[rowwise.Steps, jax.Array]:
     """Recompute what lies above the leaves ``index``, level by level and node by node."""
     trees, rows = index.shape
     index = index.reshape(-1)
@@ -410,22 +437,20 @@ def _refresh_loop(
             flat = lax.dynamic_update_slice(flat, combine(op, children)[None], (target,))
         return flat
 
-    def whole_level(flat: jax.Array, level: int) -> jax.Array:
+    def whole_level(before: rowwise.Steps, flat: jax.Array, level: int) -> Any:
         steps = trees * plans[level][0]
         plan = tuple(jnp.int32(number) for number in plans[level])
 
         def step(i: jax.Array, flat: jax.Array) -> jax.Array:
             return recompute(flat, plan, jnp.minimum(i, steps - 1), shared=level == 0)
 
-        # XLA unrolls a loop of one step, and then copies the tree.
-        return lax.fori_loop(0, max(steps, 2), step, flat)
+        return rowwise.repeat(before, max(steps, 2), step, flat)
 
-    short = trees * rows <= (rowwise.SHORT_RUN if contiguous else rowwise.SHORT)
     apart = min(layout.depth, 2 if short else layout.depth)
     for level in range(apart):
-        flat = whole_level(flat, level)
+        before, flat = whole_level(before, flat, level)
     if apart == layout.depth:
-        return flat
+        return before, flat
     # The levels further up, of few nodes, share one loop: that keeps the program short enough, see
     # ``rowwise``, to be run without handing it to a thread.
     table = jnp.asarray(np.asarray(plans[apart:], np.int32))
@@ -439,7 +464,9 @@ def _refresh_loop(
         return flat, jnp.where(done, level + 1, level), jnp.where(done, 0, i + 1)
 
     total = max(trees * sum(plan[0] for plan in plans[apart:]), 2)
-    return lax.fori_loop(0, total, advance, (flat, jnp.int32(0), jnp.int32(0)))[0]
+    zero = rowwise.after(before.done)
+    steps, (flat, _, _) = rowwise.repeat(before, total, advance, (flat, zero, zero))
+    return steps, flat
 
 
 def _plan(layout: Layout, contiguous: bool, rows: int, level: int) -> tuple[int, ...]:
@@ -522,30 +549,39 @@ def _find_loop(
 ) -> jax.Array:
     trees, rows = prefix.shape
     flat, prefix, refine = nodes.reshape(-1), prefix.reshape(-1), refine.reshape(-1)
-    starts = jnp.asarray(_starts(layout))
     middle = _refine_level(layout, refined)
-
-    def query(i: jax.Array, found: jax.Array) -> jax.Array:
-        base = i // rows * layout.size if trees > 1 else jnp.int32(0)
+    zero, state = rowwise.after(prefix), jnp.zeros((trees * rows, 0), jnp.int32)
+    steps = rowwise.Steps(zero)
+    # A loop for each level: the rows do not wait for each other, so that a CPU works ahead. Node
+    # and residual are one array, for XLA would compute a child twice to write two.
+    for level, first in enumerate(_starts(layout).tolist()):
+        finds = level == layout.depth - 1
 
         def descend(
-            level: jax.Array, carry: tuple[jax.Array, jax.Array]
-        ) -> tuple[jax.Array, jax.Array]:
-            node, residual = carry
-            children = _block(flat, base + starts[level] + node * FANOUT)
+            i: jax.Array,
+            out: jax.Array,
+            *,
+            level: int = level,
+            first: int = first,
+            state: jax.Array = state,
+            finds: bool = finds,
+        ) -> jax.Array:
+            base = i // rows * layout.size if trees > 1 else jnp.int32(0)
+            node, residual = jnp.int32(0), prefix[i]
+            if level > 0:
+                row = lax.dynamic_slice(state, (i, jnp.int32(0)), (1, 2))[0]
+                node, residual = row[0], lax.bitcast_convert_type(row[1], jnp.float32)
+            children = _block(flat, base + first + node * FANOUT)
+            if level == middle and refined:
+                residual = _refine(combine("sum", children), residual, refine[i])
             child, residual = choose(children, residual)
-            return node * FANOUT + child, residual
+            result = [node * FANOUT + child, lax.bitcast_convert_type(residual, jnp.int32)]
+            row = jnp.stack(result[:1] if finds else result)
+            return lax.dynamic_update_slice(out, row[None], (i, jnp.int32(0)))
 
-        carry = (jnp.int32(0), prefix[i])
-        if middle:
-            node, residual = lax.fori_loop(0, middle, descend, carry)
-            mass = flat[base + layout.offset("sum", layout.depth - middle) + node]
-            carry = (node, _refine(mass, residual, refine[i]))
-        node, _ = lax.fori_loop(middle, layout.depth, descend, carry)
-        return lax.dynamic_update_slice(found, node[None], (i,))
-
-    found = lax.fori_loop(0, trees * rows, query, jnp.zeros((trees * rows,), jnp.int32))
-    return found.reshape(trees, rows)
+        out = jnp.broadcast_to(zero, (trees * rows, 1 if finds else 2))
+        steps, state = rowwise.repeat(steps, trees * rows, descend, out)
+    return state.reshape(trees, rows)
 
 
 def _find_levels(
@@ -584,20 +620,21 @@ _find_vector = functools.partial(_find_levels, unroll=True)
 
 
 def _read_loop(
-    layout: Layout, nodes: jax.Array, index: jax.Array, *, whole: bool = False
+    layout: Layout, nodes: jax.Array, index: jax.Array, before: rowwise.Steps | None = None
 ) -> jax.Array:
-    """The leaves at ``index``; with ``whole`` any nodes."""
+    """The leaves at ``index``; after the steps ``before``, which made them, any nodes."""
     trees, rows = index.shape
     flat, index = nodes.reshape(-1), index.reshape(-1)
-    last = (layout.size if whole else layout.capacity) - 1
+    last = (layout.capacity if before is None else layout.size) - 1
 
     def one(i: jax.Array, values: jax.Array) -> jax.Array:
         base = i // rows * layout.size if trees > 1 else jnp.int32(0)
         at = base + jnp.clip(index[i], 0, last)
         return lax.dynamic_update_slice(values, lax.dynamic_slice(flat, (at,), (1,)), (i,))
 
-    values = lax.fori_loop(0, trees * rows, one, jnp.zeros((trees * rows,), jnp.float32))
-    return values.reshape(trees, rows)
+    before = rowwise.Steps(rowwise.after(index)) if before is None else before
+    values = jnp.broadcast_to(rowwise.after(before.done).astype(jnp.float32), (trees * rows,))
+    return rowwise.repeat(before, max(trees * rows, 2), one, values)[1].reshape(trees, rows)
 
 
 def _read_vector(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from jaxbuf.core import rowwise
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Occupancy, random_words
-from jaxbuf.core.tree_kernels import LOOP_QUERIES
 
 # Masses lie in between, so that finite priorities cannot overflow a sum of 2**27 of them.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
@@ -379,7 +378,7 @@ class Prioritized:
         row = (index, mass)
         shared = (state.root("sum"), _share(occupancy.size))
         # Sums of products come out an ulp apart in a loop and in a vector; a mix has some.
-        most = LOOP_QUERIES if self.uniform_mix == 0 else 0
+        most = None if self.uniform_mix == 0 else 0
         index, probability = rowwise.each(_weigh, row, shared, (self.uniform_mix,), most=most)
         return Draw(index, probability, valid)
 
@@ -514,7 +513,7 @@ def _points(
     """
     strata = word.shape[0] if stratified else 1
     stratum = jnp.arange(word.shape[0], dtype=jnp.uint32)
-    return rowwise.each(_point, (word, low, stratum), total, (strata,), most=LOOP_QUERIES)
+    return rowwise.each(_point, (word, low, stratum), total, (strata,))
 
 
 def _point(
