@@ -170,15 +170,16 @@ def _fields(thing: Any) -> Summary:
             found += [(f"{field.name}{jax.tree_util.keystr(path)}", leaf) for path, leaf in inner]
     if counts:
         rows.append(("metrics", ", ".join(f"{k} {_number(v)}" for k, v in counts.items())))
-    kinds = [_kind(leaf, 0) for _, leaf in found]
-    width = max((len(kind) for kind in kinds), default=0)
-    rows += _cut(
-        [
-            (name, f"{kind:<{width}}  {format_bytes(_nbytes(leaf))}")
-            for (name, leaf), kind in zip(found, kinds, strict=True)
-        ]
-    )
+    width = max((len(_kind(leaf, 0)) for _, leaf in found), default=0)
+    rows += _cut([(name, _contents(leaf, width, bool(state))) for name, leaf in found])
     return Summary(f"{type(thing).__name__}: {size}", tuple(rows), tuple(parts))
+
+
+def _contents(leaf: Any, width: int, unknown: bool) -> str:
+    """A single number itself, if it is known; of others what they are, and their memory."""
+    if leaf.shape == () and not unknown and leaf.dtype in (np.bool_, np.int32, np.float32):
+        return _number(leaf)
+    return f"{_kind(leaf, 0):<{width}}  {format_bytes(_nbytes(leaf))}"
 
 
 def _counts(thing: Any) -> bool:
