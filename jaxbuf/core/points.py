@@ -137,7 +137,7 @@ class Points(struct.PyTreeNode):
             counts = usable(first * height + row, at) & (at < self.capacity)
 
             def theirs(group: Array) -> Array:
-                begin = (block, group, 0, 0)
+                begin = (block, group, jnp.int32(0), jnp.int32(0))
                 return lax.dynamic_slice(self.blocks, begin, (1, 1, stride, columns))[0, 0]
 
             ours = lax.dynamic_index_in_dim(tiles, first, keepdims=False)

@@ -195,7 +195,7 @@ def _empty(capacity: int) -> jax.Array:
 
 def _position(node: jax.Array) -> jax.Array:
     """Where a node's score lies within its level; its generation lies ``_FANOUT`` further."""
-    block = lax.shift_right_logical(node, _SHIFT) << (_SHIFT + 1)
+    block = lax.shift_right_logical(node, jnp.asarray(_SHIFT, node.dtype)) << (_SHIFT + 1)
     return block | (node & (_FANOUT - 1))
 
 
@@ -305,7 +305,7 @@ def _place_loop(
 
         def ascend(level: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
             flat, node = carry
-            parent = lax.shift_right_logical(node, _SHIFT)
+            parent = lax.shift_right_logical(node, jnp.asarray(_SHIFT, node.dtype))
             values = block(flat, base + level_start[level] + parent * (2 * _FANOUT))
             lowest = _lowest(values[:_FANOUT], values[_FANOUT:])
             at = base + level_start[level + 1] + _position(parent)
@@ -370,7 +370,7 @@ def _ascend(capacity: int, nodes: jax.Array, slot: jax.Array) -> jax.Array:
     node = slot
     both = jnp.arange(2 * _FANOUT, dtype=jnp.int32)[None, None]
     for below, start in itertools.pairwise(starts):
-        node = lax.shift_right_logical(node, _SHIFT)
+        node = lax.shift_right_logical(node, jnp.asarray(_SHIFT, node.dtype))
         block = (node * (2 * _FANOUT))[:, :, None] + both
         values = nodes[tree[:, :, None], below + block]
         children = [values[:, :, k] for k in range(2 * _FANOUT)]

@@ -158,7 +158,7 @@ class ReplaceWorst:
             replaced &= worse & (place < _share(self.worst_ratio, ranks[0]))
 
         donors = best if self.average == "best" else known & ~replaced
-        point = jax.random.uniform(donor_key, (*ranks, *ranks))
+        point = jax.random.uniform(donor_key, (*ranks, *ranks), jnp.float32)
         point = jnp.where(donors[None], point, jnp.float32(2))
         turn = jnp.argsort(jnp.argsort(point, axis=1), axis=1)
         drawn = donors[None] & (turn < _share(self.donor_ratio, ranks[0]))

@@ -219,7 +219,7 @@ def _crowded(
         first = k * height
         enters = entering & ~crowded
         # Those of earlier tiles are settled; within the tile one row settles after the other.
-        ours = lax.dynamic_slice(padded, (first, 0), (height, ranked.shape[1]))
+        ours = lax.dynamic_slice(padded, (first, jnp.zeros_like(first)), (height, ranked.shape[1]))
         before = everyone.near(
             ours,
             jnp.int32(height),

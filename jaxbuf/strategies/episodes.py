@@ -431,6 +431,7 @@ def _fill_loop(
     ring = jnp.arange(steps.size, dtype=jnp.int32)
     order = jnp.zeros_like(ring).at[turns].set(ring, mode="drop", unique_indices=True)
     state = tail[0]
+    start = jnp.int32(0)
 
     def back(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         flat, known, turn, count = carry
@@ -441,17 +442,18 @@ def _fill_loop(
         after = _Tail(state[ring], known[ring, 0], known[ring, 1])
         first_one, no = count == first[ring], jnp.bool_(False)
         value, before = _step_back(episodes, after, old, first_one, no)
-        known = lax.dynamic_update_slice(known, jnp.stack([value, before.reward])[None], (ring, 0))
+        known = lax.dynamic_update_slice(
+            known, jnp.stack([value, before.reward])[None], (ring, start)
+        )
         # XLA copies all returns unless every read of them leads to the next write: hence a value
         # and a place that depend on what was noted.
-        noted = lax.dynamic_slice(known, (ring, 0), (1, 2))[0]
+        noted = lax.dynamic_slice(known, (ring, start), (1, 2))[0]
         held = lax.bitcast_convert_type(noted[1], jnp.int32)
         at = jnp.maximum(at, jnp.minimum(held, at))
         flat = lax.dynamic_update_slice(flat, noted[:1], (at,))
         done = count + 1 == steps[ring]
         return flat, known, turn + done.astype(jnp.int32), jnp.where(done, 0, count + 1)
 
-    start = jnp.int32(0)
     carry = (returns.reshape(-1), jnp.stack(tail[1:], axis=1), start, start)
     total = jnp.sum(steps, dtype=jnp.int32)
     return lax.fori_loop(start, total, back, carry)[0].reshape(returns.shape)

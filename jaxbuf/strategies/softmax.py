@@ -239,9 +239,9 @@ class Softmax:
         away = (score - jnp.where(jnp.isfinite(largest), largest, 0.0)) / jnp.float32(
             self.temperature
         )
-        noisy = jnp.maximum(away, -1e37) + jax.random.gumbel(key, score.shape)
+        noisy = jnp.maximum(away, -1e37) + jax.random.gumbel(key, score.shape, jnp.float32)
         # Those of +inf come first, in random order among themselves.
-        infinite = jnp.float32(2.0**126) * (1.0 + jax.random.uniform(key, score.shape))
+        infinite = jnp.float32(2.0**126) * (1.0 + jax.random.uniform(key, score.shape, jnp.float32))
         rank = jnp.where(finite, noisy, jnp.where(score > 0, infinite, -jnp.inf))
         value, index = _top(rank, min(batch_size, score.shape[0]))
         short = (0, batch_size - index.shape[0])

@@ -149,7 +149,8 @@ def hindsight(
         step = length - 1
     else:
         first = t if strategy == "future" else jnp.zeros_like(t)
-        step = jax.random.randint(step_key, rows, first, length.at[row].get(mode="clip"))
+        last = length.at[row].get(mode="clip")
+        step = jax.random.randint(step_key, rows, first, last, jnp.int32)
     coin = jax.random.bernoulli(coin_key, jnp.asarray(fraction, jnp.float32), rows)
     relabeled = coin & (t >= 0) & (t < length)
 
@@ -171,7 +172,7 @@ def hindsight(
 def _any_row(key: PRNGKeyArray, length: Int[Array, " B"]) -> Int[Array, " B"]:
     """Rows, each as likely as its episode is long: all steps of the batch are equally likely."""
     until = jnp.cumsum(jnp.maximum(length, 0).astype(jnp.float32))
-    point = jax.random.uniform(key, length.shape) * until[-1]
+    point = jax.random.uniform(key, length.shape, jnp.float32) * until[-1]
     return jnp.searchsorted(until, point, side="right").astype(jnp.int32)
 
 

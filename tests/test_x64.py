@@ -1,0 +1,120 @@
+"""Programs that enable 64-bit types: buffers hold them, and their own books stay as they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+
+STEP = {"obs": np.zeros(3), "reward": np.float64(0), "terminated": np.bool_(False)}
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    with jax.enable_x64(True):
+        yield
+
+
+def rows(*leading):
+    return jax.tree.map(
+        lambda leaf: (
+            np.arange(np.prod(leading) * leaf.size)
+            .reshape(*leading, *leaf.shape)
+            .astype(leaf.dtype)
+        ),
+        STEP,
+    )
+
+
+def check(batch):
+    assert batch.data["obs"].dtype == jnp.float64
+    assert batch.slots.index.dtype == jnp.int32
+    assert batch.probability.dtype == jnp.float32
+    assert batch.valid.all()
+
+
+SAMPLERS = [
+    jaxbuf.Uniform(),
+    jaxbuf.Uniform(replacement=False),
+    jaxbuf.Prioritized(),
+    jaxbuf.Prioritized(replacement=False, uniform_mix=0.1),
+    jaxbuf.Recent(ratio=0.5, steps=4),
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_items(sampler, tmp_path):
+    buffer = jaxbuf.ItemBuffer.create(STEP, 20, sampler=sampler)
+    buffer = jaxbuf.add(buffer, rows(32))
+    batch = jaxbuf.sample(buffer, jax.random.key(0), 8)
+    check(batch)
+    assert jaxbuf.importance_weights(buffer, batch, 0.4).dtype == jnp.float32
+    if sampler.uses_priority:
+        buffer = jaxbuf.update_priority(buffer, batch.slots, np.arange(8.0))
+    jaxbuf.save(tmp_path, buffer)
+    assert jaxbuf.load(tmp_path, like=buffer).size == buffer.size == 20
+
+
+def test_windows_and_episodes():
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        STEP,
+        2,
+        20,
+        sequence_length=4,
+        sampler=jaxbuf.Prioritized(),
+        episodes=jaxbuf.Episodes(record_return=True, boundary="mask"),
+    )
+    steps = rows(2, 25) | {"terminated": np.arange(50).reshape(2, 25) % 7 == 6}
+    buffer = jaxbuf.add(buffer, steps)
+    batch = jaxbuf.sample(buffer, jax.random.key(0), 8)
+    check(batch)
+    targets = jaxbuf.n_step(batch.data, 2, 0.9)
+    assert targets.reward.dtype == jnp.float64
+    assert jaxbuf.stack_frames(batch.data, 3).frames.shape == (8, 4, 3, 3)
+    buffer = jaxbuf.update_priority(buffer, batch.slots, np.ones(8))
+    assert buffer.episode_return(jnp.int32(0), jnp.int32(6)) == 6
+
+
+@pytest.mark.parametrize("temperature", [None, 1.0])
+def test_scores_and_diversity(temperature):
+    buffer = jaxbuf.diverse_reward_prioritized(
+        STEP, 8, cutoff=1.0, key="obs", temperature=temperature
+    )
+    for _ in range(2):
+        buffer = jaxbuf.add(buffer, rows(20), score=np.arange(20.0))
+    check(jaxbuf.sample(buffer, jax.random.key(0), 4))
+    assert sorted(buffer.data["reward"].tolist()) == list(range(12, 20))
+
+
+def test_groups_and_accumulators():
+    item = {"group": np.int64(0), "value": np.float64(0)}
+    buffer = jaxbuf.ItemBuffer.create(item, 10)
+    buffer = jaxbuf.add(buffer, {"group": np.arange(6) % 2, "value": np.arange(6.0)})
+    groups = jaxbuf.sample_groups(buffer, jax.random.key(0), 2, num_groups=2, size=3)
+    assert groups.valid.all()
+    accumulator = jaxbuf.EpisodeAccumulator.create(STEP, 2, max_length=5)
+    steps = rows(2) | {"terminated": np.array([True, False])}
+    accumulator, episodes, done = accumulator.add(steps)
+    assert done.tolist() == [True, False]
+    assert episodes.steps["obs"].dtype == jnp.float64
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "random"])
+def test_hindsight(strategy):
+    episodes = np.arange(24.0).reshape(4, 6)
+    batch = {"achieved": episodes[:, 2], "goal": np.zeros(4), "reward": np.zeros(4)}
+    batch, relabeled = jaxbuf.hindsight(
+        jax.random.key(0),
+        batch,
+        episodes,
+        np.full(4, 2, np.int32),
+        np.full(4, 6, np.int32),
+        goal="goal",
+        achieved="achieved",
+        strategy=strategy,
+        fraction=1.0,
+        reward_fn=lambda achieved, goal: -jnp.abs(achieved - goal),
+    )
+    assert batch["goal"].dtype == batch["reward"].dtype == jnp.float64
+    assert relabeled.all()
