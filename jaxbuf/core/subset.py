@@ -12,12 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import rowwise
 from jaxbuf.core.ages import Bound, clip, ring_of
-from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.bitset import Bitset
 from jaxbuf.core.slots import Ring, Slots, scale_word
-from jaxbuf.core.tree_kernels import FANOUT, choose
-
-# The level of the tree whose nodes stand for 2**24 slots: as far as a float32 counts.
-_EXACT_LEVEL = 24 // (FANOUT.bit_length() - 1)
 
 
 class Subset(struct.PyTreeNode):
@@ -37,7 +33,7 @@ class Subset(struct.PyTreeNode):
 
     Attributes:
         inner: The occupancy that knows where items lie, and their generations.
-        members: A one for each member, a zero for each other slot.
+        members: Their slots.
 
     Example:
         >>> import jax.numpy as jnp
@@ -52,7 +48,7 @@ class Subset(struct.PyTreeNode):
     """
 
     inner: Any
-    members: SegmentTree
+    members: Bitset
 
     @classmethod
     def create(cls, inner: Any, slots: int) -> Self:
@@ -62,12 +58,12 @@ class Subset(struct.PyTreeNode):
             inner: An occupancy, or ``Rings``.
             slots: How many slots it has.
         """
-        return cls(inner=inner, members=SegmentTree.create(slots))
+        return cls(inner=inner, members=Bitset.create(slots))
 
     @property
     def size(self) -> Int[Array, ""]:
         """Members."""
-        return self.members.nnz
+        return self.members.size
 
     def mark(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
         """Say of slots whether they are members.
@@ -77,7 +73,7 @@ class Subset(struct.PyTreeNode):
             member: What they are from now on. Only live slots of the inner occupancy may be
                 members.
         """
-        return self.replace(members=self.members.set(index, member.astype(jnp.float32)))
+        return self.replace(members=self.members.set(index, member))
 
     def include(self, index: Int[Array, " B"]) -> Self:
         """The same, with the slots at ``index``."""
@@ -92,15 +88,9 @@ class Subset(struct.PyTreeNode):
     ) -> tuple[Self, Int[Array, " B"]]:
         """Slots of the inner occupancy for new items, which become members."""
         inner, index = self.inner.place(rows, mask, score)
-        placed = self.replace(inner=inner)
-        if not isinstance(self.inner, Ring) or rows > self.inner.capacity:
-            return placed.include(index), index
-        # The slots that a ring gives follow each other, which spares most of their paths.
-        count = jnp.int32(rows) if mask is None else jnp.sum(mask, dtype=jnp.int32)
-        row = jnp.arange(rows, dtype=jnp.int32)
-        written = rowwise.each(_next, row, (self.inner.position, count), (self.inner.capacity,))
-        everything = self.size == self.inner.capacity
-        return placed.replace(members=_unless(everything, _enter, self.members, written)), index
+        everything = self.size == self.capacity
+        members = _unless(everything, _enter, self.members, index)
+        return self.replace(inner=inner, members=members), index
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
         """Which rows the inner occupancy would not keep."""
@@ -161,28 +151,11 @@ class Subset(struct.PyTreeNode):
 
     def before(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
         """How many members have a smaller slot than ``index``."""
-        layout, nodes = self.members.layout, self.members.nodes
-        top = min(layout.depth, _EXACT_LEVEL)
-        lane = jnp.arange(FANOUT, dtype=jnp.int32)
-        node = jnp.clip(index, 0, self.capacity)
-        count = jnp.zeros(index.shape, jnp.int32)
-        for level in range(top):
-            block, rest = node // FANOUT, node % FANOUT
-            at = layout.offset("sum", level) + block[:, None] * FANOUT + lane[None]
-            children = nodes.at[at].get(mode="clip").astype(jnp.int32)
-            inside = lane[None] < rest[:, None]
-            count += jnp.sum(jnp.where(inside, children, 0), axis=1, dtype=jnp.int32)
-            node = block
-        offset, size = layout.offset("sum", top), layout.counts[top]
-        whole = nodes[offset : offset + size].astype(jnp.int32)
-        left = jnp.arange(size, dtype=jnp.int32)[None] < node[:, None]
-        return count + jnp.sum(jnp.where(left, whole[None], 0), axis=1, dtype=jnp.int32)
+        return self.members.before(index)
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
         """The members of these ranks in the order of their slots."""
-        if self.members.layout.depth <= _EXACT_LEVEL:
-            return self.members.query(rank.astype(jnp.float32))
-        return self._find(rank)
+        return self.members.at(rank)
 
     def clear(self) -> Self:
         """Nothing of the cleared inner occupancy. Shares no array with the original."""
@@ -201,27 +174,6 @@ class Subset(struct.PyTreeNode):
         """The members in the order of their slots to which these words scale."""
         rank = scale_word(words, self.size.astype(jnp.uint32))
         return self.at(rank.astype(jnp.int32))
-
-    def _find(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The member of this rank, in a tree too large for a float32 to tell all ranks apart."""
-        layout = self.members.layout
-        top = layout.offset("sum", _EXACT_LEVEL)
-        counts = self.members.nodes[top : top + layout.counts[_EXACT_LEVEL]].astype(jnp.int32)
-        until = jnp.cumsum(counts, dtype=jnp.int32)
-        node = jnp.searchsorted(until, rank, side="right", method="compare_all").astype(jnp.int32)
-        before = (until - counts).at[node].get(mode="clip")
-        levels = range(_EXACT_LEVEL - 1, -1, -1)
-        starts = jnp.asarray([layout.offset("sum", level) for level in levels], jnp.int32)
-        lane = jnp.arange(FANOUT, dtype=jnp.int32)[:, None]
-
-        def descend(level: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            node, residual = carry
-            at = starts[level] + node[None] * FANOUT + lane
-            child, residual = choose(list(self.members.nodes.at[at].get(mode="clip")), residual)
-            return node * FANOUT + child, residual
-
-        carry = (node, (rank - before).astype(jnp.float32))
-        return lax.fori_loop(0, _EXACT_LEVEL, descend, carry)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,8 +232,7 @@ def _unless(
 ) -> PyTree[Array]:
     """``function(value, *args)``, which is nothing but ``value`` if the condition is true.
 
-    A CPU then skips it: that saves walks of the tree. Elsewhere it takes longer to wait for the
-    answer.
+    A CPU then skips it. Elsewhere it takes longer to wait for the answer.
     """
 
     def loop(condition: Bool[Array, ""], value: PyTree[Array], *args: PyTree[Array]) -> Any:
@@ -310,21 +261,12 @@ def _once_unless(
     return lax.while_loop(lambda carry: ~carry[0], once, (condition, value))[1]
 
 
-def _enter(members: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
-    """Consecutive slots become members."""
-    return members.set(index, jnp.ones(index.shape, jnp.float32), contiguous=True)
+def _enter(members: Bitset, index: Int[Array, " B"]) -> Bitset:
+    return members.set(index, jnp.ones(index.shape, bool))
 
 
 def _is_member(
-    known: Bool[Array, " B"], members: SegmentTree, index: Int[Array, " B"]
+    known: Bool[Array, " B"], members: Bitset, index: Int[Array, " B"]
 ) -> Bool[Array, " B"]:
     del known
-    return members.get(index) > 0
-
-
-def _next(
-    row: Int[Array, " B"], ring: tuple[Int[Array, ""], Int[Array, ""]], capacity: int
-) -> Int[Array, " B"]:
-    """The slot of a row, of which the first ``count`` are written from ``position`` on."""
-    position, count = ring
-    return jnp.where(row < count, (position + row) % capacity, capacity)
+    return members.get(index)

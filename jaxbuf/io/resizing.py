@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.core.bitset import Bitset
 from jaxbuf.core.points import Points
 from jaxbuf.core.ranking import Ranking
 from jaxbuf.core.segment_tree import SegmentTree
@@ -167,6 +168,8 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
     def move(blank: Any, full: Any) -> Any:
         if isinstance(blank, SegmentTree):
             return blank.set(index, full.leaves[window])
+        if isinstance(blank, Bitset):
+            return blank.set(index, full.get(window))
         if blank.shape == full.shape:
             return full
         if blank.shape[:2] == (new.num_envs, new.length):

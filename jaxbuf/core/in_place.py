@@ -1,0 +1,49 @@
+"""For loops that change an array as they go, and list what they change.
+
+XLA:CPU copies an array, in every step of a loop, unless every read of it leads to its next write.
+What a step learns from a read and keeps elsewhere has to be kept before that write, visibly so.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+# No slot, and no number of slots, is larger.
+_MOST = 2**30
+
+
+def step_of(
+    i: Int[Array, ""], index: Int[Array, " B"], below: int
+) -> tuple[Int[Array, ""], Bool[Array, ""], Int[Array, ""]]:
+    """What a step of a loop over ``max(B, 2)`` rows is about.
+
+    XLA unrolls a loop of one step, and then copies what it changes: so there are none.
+
+    Args:
+        i: The step.
+        index: Of each row.
+        below: The end of what is in range.
+
+    Returns:
+        The index clipped to the range, whether it is in range and there is such a row, and the row.
+    """
+    row = jnp.minimum(i, index.shape[0] - 1).astype(jnp.int32)
+    at = index[row]
+    there = (i < index.shape[0]) & (at >= 0) & (at < below)
+    return jnp.clip(at, 0, below - 1), there, row
+
+
+def append(
+    values: Int[Array, " N"], value: Int[Array, ""], count: Int[Array, ""], one: Bool[Array, ""]
+) -> tuple[Int[Array, " N"], Int[Array, ""]]:
+    """A list of ``count`` values, and how many they are, with one more if it is to have it."""
+    values = lax.dynamic_update_slice(values, value[None], (count,))
+    return values, count + one.astype(jnp.int32)
+
+
+def after(
+    at: Int[Array, ""], values: Int[Array, " N"], place: Int[Array, ""], count: Int[Array, ""]
+) -> Int[Array, ""]:
+    """``at``, but known only when ``values[place]`` and ``count`` are: neither is above 2**30."""
+    seen = jnp.maximum(lax.dynamic_slice(values, (place,), (1,))[0], count)
+    return at + jnp.maximum(seen - _MOST, 0)

@@ -1,0 +1,62 @@
+"""`Bitset` against an array of bools."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.core.bitset import Bitset
+from jaxbuf.io.hlo import Program
+
+
+@jax.jit
+def change(bits, index, member):
+    return bits.set(index, member)
+
+
+@jax.jit
+def look(bits, index):
+    return bits.get(index), bits.before(index)
+
+
+change_many = jax.jit(jax.vmap(lambda bits, index, member: bits.set(index, member)))
+find = jax.jit(lambda bits, rank: bits.at(rank))
+
+
+@pytest.mark.parametrize("capacity", [1, 32, 1000, 2**15])
+def test_random_changes_agree_with_an_array(capacity):
+    rng = np.random.default_rng(capacity)
+    bits, twin = Bitset.create(capacity), np.zeros(capacity, bool)
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), bits)
+    for _ in range(8):
+        # Some out of range, and some more than once.
+        index = rng.integers(-2, capacity + 2, 50).astype(np.int32)
+        member = rng.random(50) < 0.7
+        bits = change(bits, index, member)
+        many = change_many(many, np.stack([index] * 2), np.stack([member] * 2))
+        for number, is_member in zip(index, member, strict=True):
+            if 0 <= number < capacity:
+                twin[number] = is_member
+        jax.tree.map(lambda one, two: np.testing.assert_array_equal([one] * 2, two), bits, many)
+        every = np.arange(-1, capacity + 1, dtype=np.int32)
+        got, before = look(bits, every)
+        np.testing.assert_array_equal(got, [False, *twin, False])
+        np.testing.assert_array_equal(before, [0, 0, *twin.cumsum()])
+        rank = jnp.arange(capacity, dtype=jnp.int32)
+        np.testing.assert_array_equal(find(bits, rank)[: twin.sum()], np.flatnonzero(twin))
+        assert bits.size == twin.sum()
+    assert bits.clear().size == 0
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_scan_changes_it_in_place(rows):
+    bits = Bitset.create(2**20)
+
+    def step(bits, index):
+        known = bits.get(index)
+        return bits.set(index, ~known), known
+
+    index = jnp.arange(3 * rows, dtype=jnp.int32).reshape(3, rows)
+    scan = jax.jit(lambda bits, index: jax.lax.scan(step, bits, index), donate_argnums=0)
+    program = Program(scan.lower(bits, index).compile().as_text())
+    assert not list(program.copies(bits.nodes.nbytes))
