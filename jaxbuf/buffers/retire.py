@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxbuf.buffers import common
-from jaxbuf.core import rowwise, storage
+from jaxbuf.core import storage
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
@@ -65,10 +65,10 @@ class Retiring:
         if mask is not None:
             taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
         index = jnp.where(taken, slots.index, self.freshness_state.uses.shape[0])
-        state, enough = freshness.used(self.freshness_state, index)
+        state, enough, count = freshness.used(self.freshness_state, index)
         parts = (self.sampler_state, self.occupancy, state)
         if freshness.max_use is not None:
-            parts = self._retire(parts, index, enough, 1, _FEW)
+            parts = self._retire(parts, enough, count, 1, _FEW)
         return self._with(parts)
 
     def set_version(
@@ -100,11 +100,11 @@ class Retiring:
 
         def retire_block(parts: _Parts) -> _Parts:
             sampler_state, occupancy, state = parts
-            state, slots, stale = freshness.stale_block(state, floor, occupancy.live)
-            return self._retire((sampler_state, occupancy, state), slots, stale, 2, _MANY)
+            state, stale, count = freshness.stale_block(state, floor, occupancy.live)
+            return self._retire((sampler_state, occupancy, state), stale, count, 2, _MANY)
 
         def some_left(parts: _Parts) -> Bool[Array, ""]:
-            return jnp.min(parts[2].oldest) < floor
+            return parts[2].oldest < floor
 
         # The items themselves stay out of the loop.
         parts = (self.sampler_state, self.occupancy, state)
@@ -119,8 +119,7 @@ class Retiring:
             ValueError: If the buffer has no ``Freshness``.
         """
         self._needs_freshness("use_count")
-        uses = self.freshness_state.uses.at[slots.index].get(mode="clip")
-        return jnp.where(self.occupancy.holds(slots), uses, 0)
+        return uses_and_staleness(self, slots)[0]
 
     def staleness(self, slots: Slots) -> Int[Array, " B"]:
         """How many versions each sampled item is behind, ``[B]``; 0 where it is not here any more.
@@ -129,9 +128,7 @@ class Retiring:
             ValueError: If the buffer has no ``Freshness``.
         """
         self._needs_freshness("staleness")
-        versions = self.freshness_state.versions.at[slots.index].get(mode="clip")
-        behind = self.freshness_state.version - versions
-        return jnp.where(self.occupancy.holds(slots), behind, 0)
+        return uses_and_staleness(self, slots)[1]
 
     def _refuse_version(self, version: Any) -> None:
         """Refuse a version where none is kept."""
@@ -168,16 +165,14 @@ class Retiring:
     def _retire(
         self,
         parts: _Parts,
-        index: Int[Array, " B"],
-        gone: Bool[Array, " B"],
+        gone: Int[Array, " B"],
+        count: Int[Array, ""],
         counter: int,
         at_once: int,
     ) -> _Parts:
-        """What is kept without the items at ``index`` that are ``gone``, and those counted."""
+        """What is kept without the first ``count`` items of ``gone``, and those counted."""
         sampler_state, before, freshness_state = parts
-        sampler_state, occupancy = retire(
-            self.sampler, sampler_state, before, index, gone, self.capacity, at_once
-        )
+        sampler_state, occupancy = retire(self.sampler, sampler_state, before, gone, count, at_once)
         retired = (before.size - occupancy.size).astype(jnp.uint32)
         counters = freshness_state.counters.at[counter].add(retired)
         return sampler_state, occupancy, freshness_state.replace(counters=counters)
@@ -188,21 +183,30 @@ def can_retire(sampler: Any) -> bool:
     return hasattr(sampler, "slid") or not sampler.uses_priority
 
 
+def uses_and_staleness(buffer: Retiring, slots: Slots) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """How often the items were used and how stale they are, in one look; 0 if not here any more."""
+    assert buffer.freshness is not None
+    state = buffer.freshness_state
+    version, uses = buffer.freshness.look(state, slots.index)
+    here = buffer.occupancy.holds(slots)
+    return jnp.where(here, uses, 0), jnp.where(here, state.version - version, 0)
+
+
 def retire(
     sampler: Sampler,
     state: Any,
     occupancy: Subset,
-    index: Int[Array, " B"],
-    gone: Bool[Array, " B"],
-    capacity: int,
+    gone: Int[Array, " B"],
+    count: Int[Array, ""],
     at_once: int,
 ) -> tuple[Any, Subset]:
-    """The sampler's state and the occupancy without the items at ``index`` that are ``gone``.
+    """The sampler's state and the occupancy without the first ``count`` items of ``gone``.
 
-    The cost grows with the number of those, not with ``B``. A slot may be there twice.
+    The cost grows with the number of those, not with ``B``. A slot may be there twice; after them
+    come numbers of no slot.
     """
-    size = -(-index.shape[0] // at_once) * at_once
-    slots, count = rowwise.pack(index, gone, capacity, size=size)
+    size = -(-gone.shape[0] // at_once) * at_once
+    slots = jnp.pad(gone, (0, size - gone.shape[0]), constant_values=2**31 - 1)
 
     def step(i: Array, carry: tuple[Any, Subset]) -> tuple[Any, Subset]:
         some = lax.dynamic_slice(slots, (i * at_once,), (at_once,))

@@ -221,7 +221,7 @@ def _move_freshness(new: Any, old: Any, order: Int[Array, " N"], index: Int[Arra
     at = jnp.where(index < new.capacity, index, blank.uses.shape[0])
     state = new.freshness.added(blank, at, before.versions[order])
     return state.replace(
-        uses=state.uses.at[at].set(before.uses[order], mode="drop"),
+        items=state.items.at[at, 1].set(before.uses[order], mode="drop"),
         learner=before.learner,
         counters=before.counters,
     )

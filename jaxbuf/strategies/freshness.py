@@ -7,6 +7,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal, get_args
 
@@ -16,11 +17,12 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core import rowwise
+from jaxbuf.core import in_place, rowwise
 
 Comparison = Literal[">=", ">"]
 
-# Slots in a block, of which only the oldest version is looked at as long as that is fresh.
+# Slots in a block, and blocks in a group: as long as the oldest version of each group is fresh,
+# nothing else is looked at.
 _BLOCK = 128
 _NEVER = np.int32(2**31 - 1)
 
@@ -29,21 +31,37 @@ class FreshnessState(struct.PyTreeNode):
     """What ``Freshness`` keeps.
 
     Attributes:
-        uses: How often the item in each slot was used, ``[C * L]``.
-        versions: The version of the item in each slot, ``[C * L]``; the largest number where one
-            retired for it.
-        oldest: No version in a block of ``L`` slots is below this, ``[C]``.
+        items: The version of the item in each slot, the largest number where one retired for it,
+            and how often it was used, ``[P, 2]``. Side by side, so that they are in the same line
+            of a cache.
+        blocks: No version in a block of ``L`` slots is below this, ``[G * L]``.
+        groups: None in a group of ``L`` blocks is below this, ``[G]``.
         learner: The learner's version and session, ``[2]`` int32.
         counters: Rows refused as too stale, items retired by use and by staleness, and, where items
             are counted when they leave, the sums of the versions of all that came and of the
             learner's when they left, and how many the latter is of; ``[6]`` uint32, they wrap.
     """
 
-    uses: Int[Array, " P"]
-    versions: Int[Array, " P"]
-    oldest: Int[Array, " C"]
+    items: Int[Array, "P 2"]
+    blocks: Int[Array, " C"]
+    groups: Int[Array, " G"]
     learner: Int[Array, " 2"]
     counters: UInt[Array, " 6"]
+
+    @property
+    def versions(self) -> Int[Array, " P"]:
+        """The version of the item in each slot."""
+        return self.items[..., 0]
+
+    @property
+    def uses(self) -> Int[Array, " P"]:
+        """How often the item in each slot was used."""
+        return self.items[..., 1]
+
+    @property
+    def oldest(self) -> Int[Array, ""]:
+        """No version of an item is below this."""
+        return jnp.min(self.groups)
 
     @property
     def version(self) -> Int[Array, ""]:
@@ -109,10 +127,11 @@ class Freshness:
         """Nothing was used, and the learner is at version 0 of session 0."""
         block = min(capacity, _BLOCK)
         blocks = math.ceil(capacity / block)
+        groups = math.ceil(blocks / block)
         return FreshnessState(
-            uses=jnp.zeros((blocks * block,), jnp.int32),
-            versions=jnp.zeros((blocks * block,), jnp.int32),
-            oldest=jnp.full((blocks,), _NEVER, jnp.int32),
+            items=jnp.zeros((blocks * block, 2), jnp.int32),
+            blocks=jnp.full((groups * block,), _NEVER, jnp.int32),
+            groups=jnp.full((groups,), _NEVER, jnp.int32),
             learner=jnp.zeros((2,), jnp.int32),
             counters=jnp.zeros((6,), jnp.uint32),
         )
@@ -128,7 +147,7 @@ class Freshness:
         self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
     ) -> FreshnessState:
         """New items, not too stale, have been written to ``index``."""
-        return self._watch(self.begun(state, index, version), index, version)
+        return _watch(self.begun(state, index, version), index, version)
 
     def came(
         self,
@@ -165,86 +184,94 @@ class Freshness:
         return counters[4] - (counters[3] - present)
 
     def begun(
-        self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
+        self, state: FreshnessState, index: Int[Array, "..."], version: Int[Array, "..."]
     ) -> FreshnessState:
         """The first steps of windows have been written, whose slots are ``index``."""
-        return state.replace(
-            uses=state.uses.at[index].set(0, mode="drop"),
-            versions=state.versions.at[index].set(version, mode="drop"),
-        )
+        rows = index.reshape(-1), version.reshape(-1)
+        return state.replace(items=rowwise.native(_write_loop, _write, state.items, *rows))
 
     def completed(
-        self, state: FreshnessState, index: Int[Array, " B"]
-    ) -> tuple[FreshnessState, Bool[Array, " B"]]:
+        self, state: FreshnessState, index: Int[Array, "..."]
+    ) -> tuple[FreshnessState, Bool[Array, "..."]]:
         """The windows at ``index`` are complete; says which of them are too stale already.
 
         Those are counted as refused, and must be refused.
         """
-        version = state.versions.at[index].get(mode="fill", fill_value=_NEVER)
+        slots = state.items.shape[0]
+        flat = index.reshape(-1)
+        version = jnp.where(flat < slots, self.look(state, flat)[0], _NEVER)
         stale = version < self.floor(state)
         refused = jnp.sum(stale, dtype=jnp.uint32)
-        state = self._watch(state, jnp.where(stale, state.uses.shape[0], index), version)
-        return self._count(state, {0: refused}), stale
+        state = _watch(state, jnp.where(stale, slots, flat), version)
+        return self._count(state, {0: refused}), stale.reshape(index.shape)
+
+    def look(
+        self, state: FreshnessState, index: Int[Array, " B"]
+    ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """The versions and the uses of the items at ``index``."""
+        last = state.items.shape[0] - 1
+        found = rowwise.each(_row, index, state.items, (last,), most=index.shape[0])
+        return found[:, 0], found[:, 1]
 
     def _count(self, state: FreshnessState, counts: dict[int, Array]) -> FreshnessState:
         nothing: Array = jnp.uint32(0)
         more = jnp.stack([counts.get(i, nothing) for i in range(state.counters.shape[-1])])
         return state.replace(counters=state.counters + more)
 
-    def _watch(
-        self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
-    ) -> FreshnessState:
-        blocks = state.oldest.shape[0]
-        block = jnp.where(index < state.uses.shape[0], index // self._block(state), blocks)
-        # What was overwritten may have been the oldest; the next look into the block finds out.
-        return state.replace(oldest=state.oldest.at[block].min(version, mode="drop"))
-
     def abandoned(self, state: FreshnessState, index: Int[Array, " B"]) -> FreshnessState:
         """The windows at ``index`` are of another session and too stale once they are complete."""
-        return state.replace(versions=state.versions.at[index].set(-_NEVER - 1, mode="drop"))
+        return state.replace(items=state.items.at[index, 0].set(-_NEVER - 1, mode="drop"))
 
     def used(
         self, state: FreshnessState, index: Int[Array, " B"]
-    ) -> tuple[FreshnessState, Bool[Array, " B"]]:
-        """The items at ``index`` were used; says which of them have been used enough."""
-        state = state.replace(uses=state.uses.at[index].add(1, mode="drop"))
+    ) -> tuple[FreshnessState, Int[Array, " B"], Int[Array, ""]]:
+        """The items at ``index`` were used.
+
+        Returns:
+            The state; those that have been used enough, in front, an item perhaps more than once;
+            and how many rows these are.
+        """
+        items, slots = state.items.at[index, 1].add(1, mode="drop"), state.items.shape[0]
+        state = state.replace(items=items)
         if self.max_use is None:
-            return state, jnp.zeros(index.shape, bool)
-        uses = state.uses.at[index].get(mode="fill", fill_value=0)
-        return state, uses >= self.max_use
+            return state, jnp.full(index.shape, slots, jnp.int32), jnp.int32(0)
+        # Not in a loop with the count: it would wait for each row from memory before the next.
+        uses = items.at[index, 1].get(mode="fill", fill_value=0)
+        return state, *rowwise.pack(index, uses >= self.max_use, slots, size=index.shape[0])
 
     def stale_block(
         self, state: FreshnessState, floor: Int[Array, ""], live: Any
-    ) -> tuple[FreshnessState, Int[Array, " L"], Bool[Array, " L"]]:
+    ) -> tuple[FreshnessState, Int[Array, " L"], Int[Array, ""]]:
         """One block that may hold live items below ``floor``, and which of its slots do.
 
         Args:
             state: The state so far; what comes back takes these items as retired.
             floor: The oldest version that stays.
             live: Which of given slots hold an item.
+
+        Returns:
+            The state; the slots of these items, in front; and how many they are.
         """
-        width = self._block(state)
-        block = jnp.argmin(state.oldest).astype(jnp.int32)
-        slot = block * width + jnp.arange(width, dtype=jnp.int32)
-        # Out of a loop, with which nothing that follows is fused.
-        version = lax.dynamic_slice(state.versions, (block * width,), (width,))
-        version = rowwise.each(_same, version, most=width)
-        here = live(slot)
-        stale = here & (version < floor)
-        left = jnp.min(jnp.where(here & ~stale, version, _NEVER))
-        oldest = lax.dynamic_update_slice(state.oldest, left[None], (block,))
-        # Written as well as read: an array that a loop only reads, and that changes after it, is
-        # copied.
-        version = jnp.where(stale, _NEVER, version)
-        versions = lax.dynamic_update_slice(state.versions, version, (block * width,))
-        return state.replace(oldest=oldest, versions=versions), slot, stale
+        width = state.blocks.shape[0] // state.groups.shape[0]
+        group = jnp.argmin(state.groups).astype(jnp.int32)
+        members = lax.dynamic_slice(state.blocks, (group * width,), (width,))
+        member = jnp.argmin(members).astype(jnp.int32)
+        first = (group * width + member) * width
+        here = live(first + jnp.arange(width, dtype=jnp.int32))
+        items, gone, count, left = rowwise.native(
+            _expire_loop, _expire, state.items, first, here, floor
+        )
+        members = lax.dynamic_update_slice(members, left[None], (member,))
+        blocks = lax.dynamic_update_slice(state.blocks, members, (group * width,))
+        groups = lax.dynamic_update_slice(state.groups, jnp.min(members)[None], (group,))
+        return state.replace(items=items, blocks=blocks, groups=groups), gone, count
 
     def cleared(self, state: FreshnessState) -> FreshnessState:
         """All items are gone. Shares no array with ``state``."""
         return FreshnessState(
-            uses=jnp.zeros_like(state.uses),
-            versions=jnp.zeros_like(state.versions),
-            oldest=jnp.full_like(state.oldest, _NEVER),
+            items=jnp.zeros_like(state.items),
+            blocks=jnp.full_like(state.blocks, _NEVER),
+            groups=jnp.full_like(state.groups, _NEVER),
             learner=state.learner.copy(),
             counters=state.counters.copy(),
         )
@@ -267,9 +294,123 @@ class Freshness:
             "staleness_mean": jnp.sum(staleness.astype(jnp.float32) / count),
         }
 
-    def _block(self, state: FreshnessState) -> int:
-        return state.uses.shape[0] // state.oldest.shape[0]
+
+def _row(index: Int[Array, " B"], items: Int[Array, "P 2"], last: int) -> Int[Array, "B 2"]:
+    at = jnp.clip(index, 0, last)
+    return items.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def _same(version: Int[Array, " L"], _: Any) -> Int[Array, " L"]:
-    return version
+def _write(
+    items: Int[Array, "P 2"], index: Int[Array, " B"], version: Int[Array, " B"]
+) -> Int[Array, "P 2"]:
+    row = jnp.stack([version, jnp.zeros_like(version)], axis=-1)
+    return items.at[index].set(row, mode="drop")
+
+
+def _write_loop(
+    items: Int[Array, "P 2"], index: Int[Array, " B"], version: Int[Array, " B"]
+) -> Int[Array, "P 2"]:
+    def step(i: Array, items: Array) -> Array:
+        at, there, row = in_place.step_of(i, index, items.shape[0])
+        old = lax.dynamic_slice(items, (at, jnp.int32(0)), (1, 2))
+        new = jnp.stack([version[row], jnp.int32(0)])[None]
+        return lax.dynamic_update_slice(items, jnp.where(there, new, old), (at, jnp.int32(0)))
+
+    return lax.fori_loop(0, max(index.shape[0], 2), step, items)
+
+
+def _watch(
+    state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
+) -> FreshnessState:
+    # What was overwritten may have been the oldest; the next look into the block finds out.
+    blocks, groups = rowwise.native(
+        functools.partial(_watch_loop, state.items.shape[0]),
+        functools.partial(_watch_plain, state.items.shape[0]),
+        state.blocks,
+        state.groups,
+        index,
+        version,
+    )
+    return state.replace(blocks=blocks, groups=groups)
+
+
+def _watch_plain(
+    slots: int,
+    blocks: Int[Array, " C"],
+    groups: Int[Array, " G"],
+    index: Int[Array, " B"],
+    version: Int[Array, " B"],
+) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
+    width = blocks.shape[0] // groups.shape[0]
+    block = jnp.where(index < slots, index // width, blocks.shape[0])
+    return (
+        blocks.at[block].min(version, mode="drop"),
+        groups.at[block // width].min(version, mode="drop"),
+    )
+
+
+def _watch_loop(
+    slots: int,
+    blocks: Int[Array, " C"],
+    groups: Int[Array, " G"],
+    index: Int[Array, " B"],
+    version: Int[Array, " B"],
+) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
+    width = blocks.shape[0] // groups.shape[0]
+
+    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        at, there, row = in_place.step_of(i, index, slots)
+        new, block = jnp.where(there, version[row], _NEVER), at // width
+        return _lower(carry[0], block, new), _lower(carry[1], block // width, new)
+
+    return lax.fori_loop(0, max(index.shape[0], 2), step, (blocks, groups))
+
+
+def _lower(values: Int[Array, " N"], at: Int[Array, ""], to: Int[Array, ""]) -> Int[Array, " N"]:
+    old = lax.dynamic_slice(values, (at,), (1,))
+    return lax.dynamic_update_slice(values, jnp.minimum(old, to), (at,))
+
+
+def _expire(
+    items: Int[Array, "P 2"], first: Int[Array, ""], here: Bool[Array, " L"], floor: Int[Array, ""]
+) -> tuple[Int[Array, "P 2"], Int[Array, " L"], Int[Array, ""], Int[Array, ""]]:
+    """Items of the slots from ``first`` on leave if their version is below ``floor``.
+
+    Returns:
+        The items; the slots of those that left, in front; how many they are; and the oldest version
+        of those that stay.
+    """
+    width = here.shape[0]
+    slot = first + jnp.arange(width, dtype=jnp.int32)
+    version = lax.dynamic_slice(items, (first, jnp.int32(0)), (width, 1))[:, 0]
+    stale = here & (version < floor)
+    left = jnp.min(jnp.where(here & ~stale, version, _NEVER))
+    version = jnp.where(stale, _NEVER, version)
+    items = lax.dynamic_update_slice(items, version[:, None], (first, jnp.int32(0)))
+    return items, *rowwise.pack(slot, stale, items.shape[0], size=max(width, 2)), left
+
+
+def _expire_loop(
+    items: Int[Array, "P 2"], first: Int[Array, ""], here: Bool[Array, " L"], floor: Int[Array, ""]
+) -> tuple[Int[Array, "P 2"], Int[Array, " L"], Int[Array, ""], Int[Array, ""]]:
+    width, slots = here.shape[0], items.shape[0]
+
+    def step(i: Array, carry: tuple[Array, Array, Array, Array]) -> Any:
+        items, gone, count, left = carry
+        row = jnp.minimum(i, width - 1).astype(jnp.int32)
+        place = (first + row, jnp.int32(0))
+        version = lax.dynamic_slice(items, place, (1, 1))
+        stale = here[row] & (version[0, 0] < floor)
+        gone, more = in_place.append(gone, jnp.where(stale, first + row, slots), count, stale)
+        stays = here[row] & ~stale
+        left = jnp.where(stays, jnp.minimum(left, version[0, 0]), left)
+        place = (
+            in_place.after(first + row, gone, count, more + jnp.minimum(left, 0)),
+            jnp.int32(0),
+        )
+        items = lax.dynamic_update_slice(items, jnp.where(stale, _NEVER, version), place)
+        return items, gone, more, left
+
+    rows = max(width, 2)
+    start = (items, jnp.full((rows,), slots, jnp.int32), jnp.int32(0), jnp.int32(_NEVER))
+    return lax.fori_loop(0, rows, step, start)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.buffers.retire import uses_and_staleness
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, rowwise, storage
 
@@ -111,7 +112,7 @@ class Statistics(struct.PyTreeNode):
         valid, index = batch.valid, batch.slots.index
         values: dict[str, Array] = {}
         if getattr(buffer, "freshness", None) is not None:
-            use, staleness = buffer.use_count(batch.slots), buffer.staleness(batch.slots)
+            use, staleness = uses_and_staleness(buffer, batch.slots)
             values["use"] = use.astype(jnp.float32)
             values["staleness"] = staleness.astype(jnp.float32)
             # Never false, but XLA does not know that: what changes these slots waits for the read.
