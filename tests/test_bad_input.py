@@ -59,8 +59,18 @@ def test_a_shape_is_never_broadcast(leaf, shape):
 
 
 def test_an_unbatched_item_is_refused():
-    with pytest.raises(ValueError, match=re.escape("items['")):
+    message = r"items\['action'\] has shape \(\); expected \(B,\); put an axis in front, x\[None\]"
+    with pytest.raises(ValueError, match=message):
         create().add(example())
+
+
+def test_a_list_of_items_says_how_to_stack_them():
+    message = "items is a list of 3; stack them: "
+    with pytest.raises(ValueError, match=message) as error:
+        create().add([example()] * 3)
+    assert str(error.value).endswith("jax.tree.map(lambda *rows: jnp.stack(rows), *items)")
+    items = [example()] * 3
+    create().add(jax.tree.map(lambda *rows: jnp.stack(rows), *items))
 
 
 def test_a_python_scalar_in_place_of_a_batch_is_refused():
@@ -107,6 +117,14 @@ def test_a_missing_leaf_is_named(how):
 def test_an_extra_leaf_is_named(how):
     with pytest.raises(ValueError, match="reward"):
         HOW_TO_ADD[how](create(), rows() | {"reward": jnp.zeros(8, jnp.float32)})
+
+
+def test_of_many_differences_a_few_are_named():
+    more = {f"extra{number:02}": jnp.zeros(8) for number in range(20)}
+    with pytest.raises(
+        ValueError, match=re.escape("items['extra05'] is not in the example; 14 more")
+    ):
+        create().add(rows() | more)
 
 
 def test_another_container_is_refused():

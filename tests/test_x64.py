@@ -56,6 +56,20 @@ def test_items(sampler, tmp_path):
     assert jaxbuf.load(tmp_path, like=buffer).size == buffer.size == 20
 
 
+def test_limits_on_use_and_staleness():
+    freshness = jaxbuf.Freshness(max_use=2, max_staleness=10)
+    buffer = jaxbuf.ItemBuffer.create(STEP, 20, sampler=jaxbuf.Prioritized(), freshness=freshness)
+    buffer = jaxbuf.add(buffer, rows(8), version=np.arange(8, dtype=np.int32))
+    for _ in range(2):
+        batch = jaxbuf.sample(buffer, jax.random.key(0), 4)
+        buffer = buffer.mark_used(batch.slots)
+    left = int(buffer.size)
+    assert 4 <= left <= 6
+    buffer = buffer.set_version(jnp.int32(14))
+    live = buffer.occupancy.live(jnp.arange(20, dtype=jnp.int32))
+    assert int(buffer.size) == int(live.sum()) < left
+
+
 def test_windows_and_episodes():
     buffer = jaxbuf.TrajectoryBuffer.create(
         STEP,

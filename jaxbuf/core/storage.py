@@ -14,6 +14,8 @@ from jaxtyping import Array, Int, PyTree
 from jaxbuf.core import rowwise
 
 _KINDS = "biufc"
+# So many differences are named in an error.
+_NAMED = 6
 # XLA:CPU makes a native function of a loop that moves up to 1 KB in a step, in and out together.
 _SMALL_ROW = 448
 
@@ -82,7 +84,8 @@ def check(
             isinstance(want, int) and want != have
             for want, have in zip(expected, got.shape, strict=True)
         ):
-            raise ValueError(f"{label} has shape {got.shape}; expected {_format(expected)}")
+            hint = "; put an axis in front, x[None]" if axes and got.shape == shape else ""
+            raise ValueError(f"{label} has shape {got.shape}; expected {_format(expected)}{hint}")
         for axis, have in zip(axes, got.shape, strict=False):
             if isinstance(axis, str) and lengths.setdefault(axis, have) != have:
                 raise ValueError(
@@ -220,11 +223,18 @@ def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:
     want, got = jax.tree.structure(storage), jax.tree.structure(items)
     if want == got:
         return
+    # Rows one by one, which is how a Python loop collects them.
+    if isinstance(items, list) and items and jax.tree.structure(items[0]) == want:
+        raise ValueError(
+            f"{name} is a list of {len(items)}; stack them: "
+            f"jax.tree.map(lambda *rows: jnp.stack(rows), *{name})"
+        )
     have = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(items)}
     need = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(storage)}
     parts = [f"{name}{key} is missing" for key in sorted(need - have)]
     parts += [f"{name}{key} is not in the example" for key in sorted(have - need)]
-    detail = "; ".join(parts) or f"{name} is {got}; the example is {want}"
+    more = [f"{len(parts) - _NAMED} more"] if len(parts) > _NAMED else []
+    detail = "; ".join(parts[:_NAMED] + more) or f"{name} is {got}; the example is {want}"
     raise ValueError(f"{name} has another structure than the example: {detail}")
 
 

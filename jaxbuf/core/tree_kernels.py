@@ -512,7 +512,7 @@ def _set_vector(
     flat = flat.at[jnp.where(wins, target, nowhere)].set(value, mode="drop")
     parent = jnp.where(legal, index, 0)
     for level in range(layout.depth):
-        parent = lax.shift_right_logical(parent, _SHIFT)
+        parent = lax.shift_right_logical(parent, jnp.asarray(_SHIFT, parent.dtype))
         for op in layout.ops:
             children = (base + layout.offset(op, level) + parent * FANOUT).reshape(-1)
             goal = (base + layout.offset(op, level + 1) + parent).reshape(-1)
