@@ -29,8 +29,9 @@ FANOUT = 16
 _SHIFT = FANOUT.bit_length() - 1
 # The largest float32 below x is x * _BELOW, for every normal x.
 _BELOW = 1.0 - 2.0**-24
-# Up to this many rows the loop form's descent wins over one kernel per level.
-LOOP_QUERIES = 256
+# Up to this many rows the loop form's descent wins over one kernel per level, which two threads
+# share, in any program.
+_LOOP_QUERIES = 128
 
 Op = Literal["sum", "min", "max", "min_positive"]
 OPS: tuple[Op, ...] = ("sum", "min", "max", "min_positive")
@@ -215,7 +216,6 @@ def _set_leaves(
     return nodes[0], roots[0], gained[0]
 
 
-@functools.partial(jax.jit, static_argnames="layout")
 def find(
     layout: Layout, nodes: jax.Array, prefix: jax.Array, refine: jax.Array | None = None
 ) -> jax.Array:
@@ -231,9 +231,16 @@ def find(
     Returns:
         Leaves ``[B]``, never one without mass unless the total is zero.
     """
+    return _find(layout, nodes, prefix, refine, max(_LOOP_QUERIES, rowwise.most_rows()))
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "most"))
+def _find(
+    layout: Layout, nodes: jax.Array, prefix: jax.Array, refine: jax.Array | None, most: int
+) -> jax.Array:
     refined = refine is not None
     queries = _at_least_two(prefix), _at_least_two(refine if refined else prefix)
-    found = _finder(layout, refined)(nodes[None], *(query[None] for query in queries))
+    found = _finder(layout, refined, most)(nodes[None], *(query[None] for query in queries))
     return found[0, : prefix.shape[0]]
 
 
@@ -277,11 +284,11 @@ def _setter(layout: Layout, contiguous: bool, short: bool) -> Callable[..., Any]
 
 
 @functools.cache
-def _finder(layout: Layout, refined: bool) -> Callable[..., Any]:
+def _finder(layout: Layout, refined: bool, most: int) -> Callable[..., Any]:
     @custom_vmap
     def call(nodes: jax.Array, prefix: jax.Array, refine: jax.Array) -> Any:
         rows = prefix.size
-        on_cpu = _find_loop if rows <= LOOP_QUERIES else _find_levels
+        on_cpu = _find_loop if rows <= most else _find_levels
         return lax.platform_dependent(
             nodes,
             prefix,
