@@ -57,16 +57,21 @@ def option(default: Any, kind: Kind, meaning: str) -> Any:
     return dataclasses.field(default=default, metadata={"kind": kind, "meaning": meaning})
 
 
-def example_parser(example: str, description: str, files: str, config: type[Any]) -> Parser:
-    """The parser of an example: its options, and ``--out``.
+def example_parser(
+    example: str, description: str, files: str, config: type[Any], amount: str | None = None
+) -> Parser:
+    """The parser of an example: its options, ``--out``, and ``--resume`` if its runs can go on.
 
     Args:
         example: Its name, and that of its folder.
         description: What it does.
         files: What it writes there, a line for each file.
         config: A dataclass of ``option`` fields.
+        amount: The one of them that a run that goes on may have more of; None if none can go on.
     """
     epilog = f"files, in runs/{example} or where --out says:\n{files}"
+    if amount is not None:
+        epilog += "\nA run that is there already is replaced, unless --resume is given."
     parser = Parser(f"python -m jaxbuf.examples.{example}", description, epilog)
     add_options(parser, config)
     parser.add_argument(
@@ -76,17 +81,14 @@ def example_parser(example: str, description: str, files: str, config: type[Any]
         default=Path("runs") / example,
         help="where to write (default: %(default)s)",
     )
+    if amount is not None:
+        parser.add_argument(
+            "--resume",
+            action="store_true",
+            help="go on from the checkpoint in --out, with its options; "
+            f"{flag(amount)} may ask for more",
+        )
     return parser
-
-
-def add_resume(parser: argparse.ArgumentParser, amount: str) -> None:
-    """Add ``--resume``, with which more than before may be asked for by the option ``amount``."""
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the checkpoint in --out, with its options; "
-        f"{flag(amount)} may ask for more",
-    )
 
 
 def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:

@@ -199,10 +199,8 @@ def _parser(example: str, description: str, options: type[Any]) -> _cli.Parser:
   checkpoint/         the whole training state, {SAVES} times in a run, the latest kept
   run.json            which example this folder belongs to
   log.csv             with --log, {CHUNKS} times in a run: returns, losses, metrics of the buffer
-  tensorboard/        the same, for TensorBoard
-A run that is there already is replaced, unless --resume is given."""
-    parser = _cli.example_parser(example, description, files, options)
-    _cli.add_resume(parser, "steps")
+  tensorboard/        the same, for TensorBoard"""
+    parser = _cli.example_parser(example, description, files, options, amount="steps")
     parser.add_argument(
         "--log",
         action="store_true",

@@ -127,11 +127,8 @@ def _parser() -> _cli.Parser:
   distance.png   L1 distance to the target over updates
   marginals.png  the first two coordinates where trajectories stop: the target and what was learned
   checkpoint/    the whole training state, {SAVES} times in a run, the latest kept
-  run.json       which example this folder belongs to
-A run that is there already is replaced, unless --resume is given."""
-    parser = _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config)
-    _cli.add_resume(parser, "steps")
-    return parser
+  run.json       which example this folder belongs to"""
+    return _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config, amount="steps")
 
 
 def _train(config: Config, folder: RunFolder, record: dict[str, Any] | None) -> dict[str, Outcome]:

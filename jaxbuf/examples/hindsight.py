@@ -339,11 +339,8 @@ def _parser() -> _cli.Parser:
     files = f"""\
   success.png  success rate of every seed, with hindsight and without
   checkpoint/  the whole training state, {SAVES} times in a run, the latest kept
-  run.json     which example this folder belongs to
-A run that is there already is replaced, unless --resume is given."""
-    parser = _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config)
-    _cli.add_resume(parser, "episodes")
-    return parser
+  run.json     which example this folder belongs to"""
+    return _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config, amount="episodes")
 
 
 def _train(agent: Agent, folder: RunFolder, record: dict[str, Any] | None) -> Outcome:
