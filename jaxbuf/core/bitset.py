@@ -204,9 +204,9 @@ def _set_loop(
         old = (word & bit) != 0
         new = jnp.where(there, member[row], old)
         note = (place << 1) + new.astype(jnp.int32)
-        changed, more = in_place.append(changed, note, count, new != old)
+        changed, more, written = in_place.append(changed, note, count, new != old)
         word = jnp.where(new, word | bit, word & ~bit)
-        place = in_place.after(place, changed, count, more)
+        place = in_place.later(place, written, more)
         return lax.dynamic_update_slice(nodes, word[None], (place,)), changed, more
 
     start = (nodes, jnp.zeros((rows,), jnp.int32), jnp.int32(0))

@@ -4,6 +4,8 @@ XLA:CPU copies an array, in every step of a loop, unless every read of it leads 
 What a step learns from a read and keeps elsewhere has to be kept before that write, visibly so.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -35,15 +37,17 @@ def step_of(
 
 def append(
     values: Int[Array, " N"], value: Int[Array, ""], count: Int[Array, ""], one: Bool[Array, ""]
-) -> tuple[Int[Array, " N"], Int[Array, ""]]:
-    """A list of ``count`` values, and how many they are, with one more if it is to have it."""
+) -> tuple[Int[Array, " N"], Int[Array, ""], Int[Array, ""]]:
+    """A list of ``count`` values with one more, if it is to have it.
+
+    Returns:
+        The list; how many values there are; and the one that was written, as it is read there.
+    """
     values = lax.dynamic_update_slice(values, value[None], (count,))
-    return values, count + one.astype(jnp.int32)
+    written = lax.dynamic_slice(values, (count,), (1,))[0]
+    return values, count + one.astype(jnp.int32), written
 
 
-def after(
-    at: Int[Array, ""], values: Int[Array, " N"], place: Int[Array, ""], count: Int[Array, ""]
-) -> Int[Array, ""]:
-    """``at``, but known only when ``values[place]`` and ``count`` are: neither is above 2**30."""
-    seen = jnp.maximum(lax.dynamic_slice(values, (place,), (1,))[0], count)
-    return at + jnp.maximum(seen - _MOST, 0)
+def later(at: Int[Array, ""], *numbers: Int[Array, ""]) -> Int[Array, ""]:
+    """``at``, but known only when these numbers are, none of which is above 2**30."""
+    return at + jnp.maximum(functools.reduce(jnp.maximum, numbers) - _MOST, 0)

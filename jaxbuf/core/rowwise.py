@@ -168,8 +168,8 @@ def repeat(
 
     Args:
         before: The steps of the loops before.
-        count: How many there are; at least two, for XLA unrolls a loop of one step and then fuses
-            it with what comes next.
+        count: How many there are; at least two where a large array changes, for XLA may unroll a
+            loop of one step and then fuse it with what comes next.
         step: Takes the number of the step and the carry, and returns the next carry.
         carry: What is carried.
     """

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jaxbuf.core import rowwise
+from jaxbuf.core import in_place, rowwise
 
 FANOUT = 16
 _SHIFT = FANOUT.bit_length() - 1
@@ -386,9 +386,8 @@ def _set_loop(
         gained = lax.dynamic_update_slice(gained, gain[None], (tree,))
         final = jnp.where(legal, index[i], last[tree])
         last = lax.dynamic_update_slice(last, final[None], (tree,))
-        # XLA copies the whole tree unless every read of it leads to the next write: hence a
-        # position that depends on the count (which never exceeds 2**30).
-        at = target + jnp.maximum(gained[tree] - 2**30, 0)
+        # Or XLA copies the whole tree.
+        at = in_place.later(target, gained[tree])
         return lax.dynamic_update_slice(flat, new[None], (at,)), gained, last
 
     zero = rowwise.after(index, value)
@@ -557,38 +556,34 @@ def _find_loop(
     trees, rows = prefix.shape
     flat, prefix, refine = nodes.reshape(-1), prefix.reshape(-1), refine.reshape(-1)
     middle = _refine_level(layout, refined)
-    zero, state = rowwise.after(prefix), jnp.zeros((trees * rows, 0), jnp.int32)
-    steps = rowwise.Steps(zero)
-    # A loop for each level: the rows do not wait for each other, so that a CPU works ahead. Node
-    # and residual are one array, for XLA would compute a child twice to write two.
+
+    # Node and residual are one array, for XLA would compute a child twice to write two.
+    def descend(
+        level: int, first: int, above: jax.Array, i: jax.Array, out: jax.Array
+    ) -> jax.Array:
+        base = i // rows * layout.size if trees > 1 else jnp.int32(0)
+        node, residual = jnp.int32(0), prefix[i]
+        if level > 0:
+            row = lax.dynamic_slice(above, (i, jnp.int32(0)), (1, 2))[0]
+            node, residual = row[0], lax.bitcast_convert_type(row[1], jnp.float32)
+        children = _block(flat, base + first + node * FANOUT)
+        if level == middle and refined:
+            residual = _refine(combine("sum", children), residual, refine[i])
+        child, residual = choose(children, residual)
+        row = [node * FANOUT + child, lax.bitcast_convert_type(residual, jnp.int32)]
+        return lax.dynamic_update_slice(
+            out, jnp.stack(row[: out.shape[1]])[None], (i, jnp.int32(0))
+        )
+
+    zero = rowwise.after(prefix)
+    steps, found = rowwise.Steps(zero), prefix
+    # A loop for each level: the rows do not wait for each other, so that a CPU works ahead.
     for level, first in enumerate(_starts(layout).tolist()):
-        finds = level == layout.depth - 1
-
-        def descend(
-            i: jax.Array,
-            out: jax.Array,
-            *,
-            level: int = level,
-            first: int = first,
-            state: jax.Array = state,
-            finds: bool = finds,
-        ) -> jax.Array:
-            base = i // rows * layout.size if trees > 1 else jnp.int32(0)
-            node, residual = jnp.int32(0), prefix[i]
-            if level > 0:
-                row = lax.dynamic_slice(state, (i, jnp.int32(0)), (1, 2))[0]
-                node, residual = row[0], lax.bitcast_convert_type(row[1], jnp.float32)
-            children = _block(flat, base + first + node * FANOUT)
-            if level == middle and refined:
-                residual = _refine(combine("sum", children), residual, refine[i])
-            child, residual = choose(children, residual)
-            result = [node * FANOUT + child, lax.bitcast_convert_type(residual, jnp.int32)]
-            row = jnp.stack(result[:1] if finds else result)
-            return lax.dynamic_update_slice(out, row[None], (i, jnp.int32(0)))
-
-        out = jnp.broadcast_to(zero, (trees * rows, 1 if finds else 2))
-        steps, state = rowwise.repeat(steps, trees * rows, descend, out)
-    return state.reshape(trees, rows)
+        # Where the leaves are found no residual is left.
+        out = jnp.broadcast_to(zero, (trees * rows, 1 if level == layout.depth - 1 else 2))
+        step = functools.partial(descend, level, first, found)
+        steps, found = rowwise.repeat(steps, trees * rows, step, out)
+    return found.reshape(trees, rows)
 
 
 def _find_levels(

@@ -7,7 +7,6 @@ References:
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal, get_args
 
@@ -322,48 +321,36 @@ def _write_loop(
 def _watch(
     state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
 ) -> FreshnessState:
+    slots, width = state.items.shape[0], state.blocks.shape[0] // state.groups.shape[0]
+
+    def plain(
+        blocks: Int[Array, " C"],
+        groups: Int[Array, " G"],
+        index: Int[Array, " B"],
+        version: Int[Array, " B"],
+    ) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
+        block = jnp.where(index < slots, index // width, blocks.shape[0])
+        return (
+            blocks.at[block].min(version, mode="drop"),
+            groups.at[block // width].min(version, mode="drop"),
+        )
+
+    def loop(
+        blocks: Int[Array, " C"],
+        groups: Int[Array, " G"],
+        index: Int[Array, " B"],
+        version: Int[Array, " B"],
+    ) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
+        def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            at, there, row = in_place.step_of(i, index, slots)
+            new, block = jnp.where(there, version[row], _NEVER), at // width
+            return _lower(carry[0], block, new), _lower(carry[1], block // width, new)
+
+        return lax.fori_loop(0, max(index.shape[0], 2), step, (blocks, groups))
+
     # What was overwritten may have been the oldest; the next look into the block finds out.
-    blocks, groups = rowwise.native(
-        functools.partial(_watch_loop, state.items.shape[0]),
-        functools.partial(_watch_plain, state.items.shape[0]),
-        state.blocks,
-        state.groups,
-        index,
-        version,
-    )
+    blocks, groups = rowwise.native(loop, plain, state.blocks, state.groups, index, version)
     return state.replace(blocks=blocks, groups=groups)
-
-
-def _watch_plain(
-    slots: int,
-    blocks: Int[Array, " C"],
-    groups: Int[Array, " G"],
-    index: Int[Array, " B"],
-    version: Int[Array, " B"],
-) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
-    width = blocks.shape[0] // groups.shape[0]
-    block = jnp.where(index < slots, index // width, blocks.shape[0])
-    return (
-        blocks.at[block].min(version, mode="drop"),
-        groups.at[block // width].min(version, mode="drop"),
-    )
-
-
-def _watch_loop(
-    slots: int,
-    blocks: Int[Array, " C"],
-    groups: Int[Array, " G"],
-    index: Int[Array, " B"],
-    version: Int[Array, " B"],
-) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
-    width = blocks.shape[0] // groups.shape[0]
-
-    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        at, there, row = in_place.step_of(i, index, slots)
-        new, block = jnp.where(there, version[row], _NEVER), at // width
-        return _lower(carry[0], block, new), _lower(carry[1], block // width, new)
-
-    return lax.fori_loop(0, max(index.shape[0], 2), step, (blocks, groups))
 
 
 def _lower(values: Int[Array, " N"], at: Int[Array, ""], to: Int[Array, ""]) -> Int[Array, " N"]:
@@ -398,17 +385,16 @@ def _expire_loop(
     def step(i: Array, carry: tuple[Array, Array, Array, Array]) -> Any:
         items, gone, count, left = carry
         row = jnp.minimum(i, width - 1).astype(jnp.int32)
-        place = (first + row, jnp.int32(0))
-        version = lax.dynamic_slice(items, place, (1, 1))
+        version = lax.dynamic_slice(items, (first + row, jnp.int32(0)), (1, 1))
         stale = here[row] & (version[0, 0] < floor)
-        gone, more = in_place.append(gone, jnp.where(stale, first + row, slots), count, stale)
+        slot = jnp.where(stale, first + row, slots)
+        gone, more, written = in_place.append(gone, slot, count, stale)
         stays = here[row] & ~stale
         left = jnp.where(stays, jnp.minimum(left, version[0, 0]), left)
-        place = (
-            in_place.after(first + row, gone, count, more + jnp.minimum(left, 0)),
-            jnp.int32(0),
+        at = in_place.later(first + row, written, more + jnp.minimum(left, 0))
+        items = lax.dynamic_update_slice(
+            items, jnp.where(stale, _NEVER, version), (at, jnp.int32(0))
         )
-        items = lax.dynamic_update_slice(items, jnp.where(stale, _NEVER, version), place)
         return items, gone, more, left
 
     rows = max(width, 2)
