@@ -5,6 +5,7 @@ References:
     https://github.com/opendilab/DI-engine
 """
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.retire import uses_and_staleness
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe, rowwise, storage
+from jaxbuf.core import describe, storage
 
 _COLUMNS = (
     "use_mean",
@@ -28,6 +29,12 @@ _COLUMNS = (
     "priority_max",
     "priority_min",
 )
+
+_MERGES: dict[str, tuple[np.float32, Callable[..., Array]]] = {
+    "mean": (np.float32(0), lax.add),
+    "max": (np.float32(-np.inf), lax.max),
+    "min": (np.float32(np.inf), lax.min),
+}
 
 
 class Statistics(struct.PyTreeNode):
@@ -122,12 +129,13 @@ class Statistics(struct.PyTreeNode):
             values["priority"] = storage.check_rows(
                 priority, "priority", valid.shape, np.float32, "(B,)"
             )
-        count, summary = rowwise.native(_summary_loop, _summary, valid, values)
+        count, record = _summary(valid, values)
         some = count > 0
-        record = jnp.stack([summary.get(name, jnp.float32(jnp.nan)) for name in _COLUMNS])
-        place = jnp.where(some, self.cursor, self.records.shape[0])
+        place = (self.cursor, jnp.int32(0))
+        before = lax.dynamic_slice(self.records, place, (1, len(_COLUMNS)))
+        record = jnp.where(some, record, before)
         recorded = self.replace(
-            records=self.records.at[place].set(record, mode="drop"),
+            records=lax.dynamic_update_slice(self.records, record, place),
             cursor=(self.cursor + some.astype(jnp.int32)) % jnp.int32(self.records.shape[0]),
             counters=self.counters.at[0].add(count.astype(jnp.uint32)),
         )
@@ -212,38 +220,34 @@ def _totals(buffer: ItemBuffer) -> tuple[UInt[Array, ""], UInt[Array, ""]]:
 
 def _summary(
     valid: Bool[Array, " B"], values: dict[str, Float[Array, " B"]]
-) -> tuple[Int[Array, ""], dict[str, Array]]:
-    """How many rows are valid, and means, maxima and minima of the values of those."""
-    count = jnp.sum(valid, dtype=jnp.int32)
+) -> tuple[Int[Array, ""], Float[Array, "1 7"]]:
+    """How many rows are valid, and a record of the values of those."""
     names = [name for name in _COLUMNS if name.split("_")[0] in values]
-    return count, {name: _reduce(name, values[name.split("_")[0]], valid) for name in names}
+    share = 1.0 / max(valid.shape[0], 1)
+    rows: list[Array] = [valid.astype(jnp.int32)]
+    start: list[Any] = [np.int32(0)]
+    merge: list[Callable[..., Array]] = [lax.add]
+    for name in names:
+        value = values[name.split("_")[0]]
+        first, combine = _MERGES[name.split("_")[1]]
+        # The sum itself might be too large for a number.
+        value = value * np.float32(share) if combine is lax.add else value
+        rows.append(jnp.where(valid, value, first))
+        start.append(first)
+        merge.append(combine)
 
+    def step(one: Any, other: Any) -> Any:
+        return [f(a, b) for f, a, b in zip(merge, one, other, strict=True)]
 
-def _summary_loop(
-    valid: Bool[Array, " B"], values: dict[str, Float[Array, " B"]]
-) -> tuple[Int[Array, ""], dict[str, Array]]:
-    """The same in one pass."""
-    count = rowwise.total(valid.astype(jnp.uint32)).astype(jnp.int32)
-    number = jnp.maximum(count, 1).astype(jnp.float32)
-
-    def step(i: Array, carry: dict[str, Array]) -> dict[str, Array]:
-        out = dict(carry)
-        for name, value in values.items():
-            mean, most, least = (f"{name}_{what}" for what in ("mean", "max", "min"))
-            out[mean] += jnp.where(valid[i], value[i] / number, 0.0)
-            out[most] = jnp.where(valid[i], jnp.maximum(carry[most], value[i]), carry[most])
-            out[least] = jnp.where(valid[i], jnp.minimum(carry[least], value[i]), carry[least])
-        return out
-
-    start: dict[str, Array] = {}
-    for name in values:
-        start |= {
-            f"{name}_mean": jnp.float32(0),
-            f"{name}_max": jnp.float32(-jnp.inf),
-            f"{name}_min": jnp.float32(jnp.inf),
-        }
-    summary = lax.fori_loop(0, valid.shape[0], step, start)
-    return count, {name: summary[name] for name in _COLUMNS if name in summary}
+    # All in one kernel: in several their number matters more than that of the rows.
+    count, *found = lax.reduce(rows, start, step, (0,))
+    scale = valid.shape[0] / jnp.maximum(count, 1).astype(jnp.float32)
+    summary = {
+        name: number * scale if name.endswith("_mean") else number
+        for name, number in zip(names, found, strict=True)
+    }
+    record = [summary.get(name, jnp.float32(jnp.nan)) for name in _COLUMNS]
+    return count, jnp.stack(record)[None]
 
 
 def _reduce(name: str, values: Float[Array, " N"], known: Bool[Array, " N"]) -> Array:
