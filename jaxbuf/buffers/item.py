@@ -213,7 +213,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         freshness_state = self.freshness_state
         if self.freshness is not None and version is not None:
             freshness_state = self.freshness.added(freshness_state, index, version)
-            freshness_state = self.freshness.came(freshness_state, version, taken, refused)
+            freshness_state = self.freshness.came(freshness_state, rows, version, taken, refused)
         added = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
             data=storage.write(self.data, items, index),
@@ -390,13 +390,13 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
     def _check_version(
         self, version: Any, row_shape: tuple[int, ...], taken: Any
     ) -> tuple[Any, Any, Any]:
-        """The version of each row, which rows are still taken, and how many are refused."""
+        """The version of each row, or of all; which are still taken; and how many are refused."""
         if self.freshness is None:
             self._refuse_version(version)
             return None, taken, None
         none = jnp.uint32(0)
         if version is None:
-            return jnp.broadcast_to(self.freshness_state.version, row_shape), taken, none
+            return self.freshness_state.version, taken, none
         version = storage.check_rows(version, "version", row_shape, np.int32, "(B,)")
         if self.freshness.max_staleness is None:
             return version, taken, none

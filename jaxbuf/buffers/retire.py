@@ -208,15 +208,18 @@ def retire(
     size = -(-gone.shape[0] // at_once) * at_once
     slots = jnp.pad(gone, (0, size - gone.shape[0]), constant_values=2**31 - 1)
 
-    def step(i: Array, carry: tuple[Any, Subset]) -> tuple[Any, Subset]:
-        some = lax.dynamic_slice(slots, (i * at_once,), (at_once,))
-        state, occupancy = carry
+    def step(carry: tuple[Array, Any, Subset]) -> tuple[Array, Any, Subset]:
+        first, state, occupancy = carry
+        some = lax.dynamic_slice(slots, (first,), (at_once,))
         occupancy = occupancy.exclude(some)
         if hasattr(occupancy.inner, "demote"):
             occupancy = occupancy.replace(inner=occupancy.inner.demote(some))
-        return forget(sampler, state, some), occupancy
+        return first + at_once, forget(sampler, state, some), occupancy
 
-    return lax.fori_loop(0, -(-count // at_once), step, (state, occupancy))
+    _, state, occupancy = lax.while_loop(
+        lambda carry: carry[0] < count, step, (jnp.int32(0), state, occupancy)
+    )
+    return state, occupancy
 
 
 def forget(sampler: Any, state: Any, index: Int[Array, " B"]) -> Any:

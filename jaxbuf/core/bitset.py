@@ -52,7 +52,7 @@ class Bitset(struct.PyTreeNode):
         """Whether these are members; False for what is out of range."""
         if index.shape[0] == 0:
             return jnp.zeros((0,), bool)
-        return rowwise.each(_get, index, self.nodes, (self.capacity,), most=index.shape[0])
+        return rowwise.each(_get, index, self.nodes, (self.capacity,))
 
     def set(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
         """Say of numbers whether they are members.

@@ -98,11 +98,11 @@ class Subset(struct.PyTreeNode):
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is a member at ``index``."""
-        return self.inner.live(index) & self._chosen(index)
+        return self._chosen(self.inner.live(index), index)
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
         """Whether the items that these names mean are still there, as members."""
-        return self.inner.holds(slots) & self._chosen(slots.index)
+        return self._chosen(self.inner.holds(slots), slots.index)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The generation of what is at ``index``, member or not."""
@@ -165,10 +165,11 @@ class Subset(struct.PyTreeNode):
         """Those of the inner occupancy."""
         return self.inner.metrics()
 
-    def _chosen(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether live slots are members; without holes that is known without a look."""
+    def _chosen(self, live: Bool[Array, " B"], index: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Which of those that are live are members."""
+        # Without holes all are, and none looks at a word of its own.
         whole = self.size == self.inner.size
-        return _unless(whole, _is_member, jnp.ones(index.shape, bool), self.members, index)
+        return live & (whole | self.members.get(jnp.where(whole, 0, index)))
 
     def _member(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """The members in the order of their slots to which these words scale."""
@@ -263,10 +264,3 @@ def _once_unless(
 
 def _enter(members: Bitset, index: Int[Array, " B"]) -> Bitset:
     return members.set(index, jnp.ones(index.shape, bool))
-
-
-def _is_member(
-    known: Bool[Array, " B"], members: Bitset, index: Int[Array, " B"]
-) -> Bool[Array, " B"]:
-    del known
-    return members.get(index)

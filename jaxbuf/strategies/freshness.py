@@ -7,6 +7,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal, get_args
 
@@ -60,7 +61,17 @@ class FreshnessState(struct.PyTreeNode):
     @property
     def oldest(self) -> Int[Array, ""]:
         """No version of an item is below this."""
-        return jnp.min(self.groups)
+        # In one kernel: of more than 32 numbers XLA:CPU makes two.
+        groups = self.groups
+        while groups.shape[-1] > 32:
+            groups = jnp.pad(
+                groups,
+                [(0, 0)] * (groups.ndim - 1) + [(0, groups.shape[-1] % 2)],
+                constant_values=_NEVER,
+            )
+            half = groups.shape[-1] // 2
+            groups = jnp.minimum(groups[..., :half], groups[..., half:])
+        return jnp.min(groups, axis=-1)
 
     @property
     def version(self) -> Int[Array, ""]:
@@ -143,20 +154,36 @@ class Freshness:
         return state.version - jnp.int32(self.max_staleness - int(inclusive))
 
     def added(
-        self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
+        self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, "..."]
     ) -> FreshnessState:
-        """New items, not too stale, have been written to ``index``."""
-        return _watch(self.begun(state, index, version), index, version)
+        """New items, not too stale, have been written to ``index``; of one version, or ``[B]``."""
+        if index.shape[0] == 0:
+            return state
+        kept = state.items, state.blocks, state.groups
+        items, blocks, groups = rowwise.native(_add_loop, _add, kept, index, version)
+        return state.replace(items=items, blocks=blocks, groups=groups)
 
     def came(
         self,
         state: FreshnessState,
-        version: Int[Array, " B"],
+        rows: int,
+        version: Int[Array, "..."],
         taken: Bool[Array, " B"] | None,
         refused: UInt[Array, ""],
     ) -> FreshnessState:
-        """Items of these versions were taken, whether or not they stayed, others refused."""
+        """Items were taken, whether or not they stayed, and others refused.
+
+        Args:
+            state: The state.
+            rows: How many were offered.
+            version: Of all of them, or of each, ``[B]``.
+            taken: Which were taken; None for all.
+            refused: How many were too stale.
+        """
         versions = version.astype(jnp.uint32)
+        if version.ndim == 0:
+            count = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
+            return self._count(state, {0: refused, 3: count * versions})
         kept = versions if taken is None else jnp.where(taken, versions, jnp.uint32(0))
         return self._count(state, {0: refused, 3: rowwise.total(kept)})
 
@@ -201,15 +228,22 @@ class Freshness:
         version = jnp.where(flat < slots, self.look(state, flat)[0], _NEVER)
         stale = version < self.floor(state)
         refused = jnp.sum(stale, dtype=jnp.uint32)
-        state = _watch(state, jnp.where(stale, slots, flat), version)
+        kept = state.blocks, state.groups
+        rows = jnp.where(stale, slots, flat), version
+        loop, plain = (functools.partial(f, slots) for f in (_watch_loop, _watch))
+        blocks, groups = rowwise.native(loop, plain, kept, *rows)
+        state = state.replace(blocks=blocks, groups=groups)
         return self._count(state, {0: refused}), stale.reshape(index.shape)
 
     def look(
         self, state: FreshnessState, index: Int[Array, " B"]
     ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         """The versions and the uses of the items at ``index``."""
-        last = state.items.shape[0] - 1
-        found = rowwise.each(_row, index, state.items, (last,), most=index.shape[0])
+        last, rows = state.items.shape[0] - 1, index.shape[0]
+        if rows <= rowwise.most_rows():
+            found = rowwise.each(_row, index, state.items, (last,))
+        else:
+            found = rowwise.native(_rows_at_once, _rows, index, state.items)
         return found[:, 0], found[:, 1]
 
     def _count(self, state: FreshnessState, counts: dict[int, Array]) -> FreshnessState:
@@ -230,13 +264,15 @@ class Freshness:
             The state; those that have been used enough, in front, an item perhaps more than once;
             and how many rows these are.
         """
-        items, slots = state.items.at[index, 1].add(1, mode="drop"), state.items.shape[0]
+        slots = state.items.shape[0]
+        one = jnp.asarray([0, 1], jnp.int32)
+        items = state.items.at[index].add(one, mode="drop", wrap_negative_indices=False)
         state = state.replace(items=items)
-        if self.max_use is None:
+        if self.max_use is None or index.shape[0] == 0:
             return state, jnp.full(index.shape, slots, jnp.int32), jnp.int32(0)
         # Not in a loop with the count: it would wait for each row from memory before the next.
-        uses = items.at[index, 1].get(mode="fill", fill_value=0)
-        return state, *rowwise.pack(index, uses >= self.max_use, slots, size=index.shape[0])
+        loop, plain = (functools.partial(f, self.max_use) for f in (_enough_loop, _enough))
+        return state, *rowwise.native(loop, plain, items, index)
 
     def stale_block(
         self, state: FreshnessState, floor: Int[Array, ""], live: Any
@@ -299,9 +335,50 @@ def _row(index: Int[Array, " B"], items: Int[Array, "P 2"], last: int) -> Int[Ar
     return items.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
+def _enough(
+    max_use: int, items: Int[Array, "P 2"], index: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Int[Array, ""]]:
+    """Those of the items that have been used so often, in front, and how many rows they are."""
+    uses = items.at[index, 1].get(mode="fill", fill_value=0)
+    return rowwise.pack(index, uses >= max_use, items.shape[0], size=index.shape[0])
+
+
+def _enough_loop(
+    max_use: int, items: Int[Array, "P 2"], index: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Int[Array, ""]]:
+    # XLA:CPU would share the rows of a gather out of all items between two threads.
+    slots, rows = items.shape[0], index.shape[0]
+
+    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        gone, count = carry
+        at, there, _ = in_place.step_of(i, index, slots)
+        uses = lax.dynamic_slice(items, (at, jnp.int32(1)), (1, 1))[0, 0]
+        enough = there & (uses >= max_use)
+        gone = lax.dynamic_update_slice(gone, jnp.where(enough, at, slots)[None], (count,))
+        return gone, count + enough.astype(jnp.int32)
+
+    zero = rowwise.after(index)
+    start = (jnp.broadcast_to(zero + slots, (rows,)), zero)
+    return rowwise.repeat(rowwise.Steps(zero), max(rows, 2), step, start)[1]
+
+
+def _rows(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Array, "B 2"]:
+    return _row(index, items, items.shape[0] - 1)
+
+
+def _rows_at_once(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Array, "B 2"]:
+    # XLA:CPU shares the rows of a gather out of a large array between two threads, but not where
+    # they become a part of another array. In a loop fewer of them are on their way from memory.
+    rows = index.shape[0]
+    zero = rowwise.after(index)
+    more = jnp.broadcast_to(zero, (rows + 1, 2))
+    return lax.dynamic_update_slice(more, _rows(index, items), (zero, zero))[:rows]
+
+
 def _write(
-    items: Int[Array, "P 2"], index: Int[Array, " B"], version: Int[Array, " B"]
+    items: Int[Array, "P 2"], index: Int[Array, " B"], version: Int[Array, "..."]
 ) -> Int[Array, "P 2"]:
+    version = jnp.broadcast_to(version, index.shape)
     row = jnp.stack([version, jnp.zeros_like(version)], axis=-1)
     return items.at[index].set(row, mode="drop")
 
@@ -311,46 +388,86 @@ def _write_loop(
 ) -> Int[Array, "P 2"]:
     def step(i: Array, items: Array) -> Array:
         at, there, row = in_place.step_of(i, index, items.shape[0])
-        old = lax.dynamic_slice(items, (at, jnp.int32(0)), (1, 2))
-        new = jnp.stack([version[row], jnp.int32(0)])[None]
-        return lax.dynamic_update_slice(items, jnp.where(there, new, old), (at, jnp.int32(0)))
+        return _write_one(items, at, there, version[row])
 
     return lax.fori_loop(0, max(index.shape[0], 2), step, items)
 
 
+def _write_one(
+    items: Int[Array, "P 2"], at: Int[Array, ""], there: Bool[Array, ""], version: Int[Array, ""]
+) -> Int[Array, "P 2"]:
+    place = (at, jnp.int32(0))
+    old = lax.dynamic_slice(items, place, (1, 2))
+    new = jnp.stack([version, jnp.int32(0)])[None]
+    return lax.dynamic_update_slice(items, jnp.where(there, new, old), place)
+
+
 def _watch(
-    state: FreshnessState, index: Int[Array, " B"], version: Int[Array, " B"]
-) -> FreshnessState:
-    slots, width = state.items.shape[0], state.blocks.shape[0] // state.groups.shape[0]
-
-    def plain(
-        blocks: Int[Array, " C"],
-        groups: Int[Array, " G"],
-        index: Int[Array, " B"],
-        version: Int[Array, " B"],
-    ) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
-        block = jnp.where(index < slots, index // width, blocks.shape[0])
-        return (
-            blocks.at[block].min(version, mode="drop"),
-            groups.at[block // width].min(version, mode="drop"),
-        )
-
-    def loop(
-        blocks: Int[Array, " C"],
-        groups: Int[Array, " G"],
-        index: Int[Array, " B"],
-        version: Int[Array, " B"],
-    ) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
-        def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            at, there, row = in_place.step_of(i, index, slots)
-            new, block = jnp.where(there, version[row], _NEVER), at // width
-            return _lower(carry[0], block, new), _lower(carry[1], block // width, new)
-
-        return lax.fori_loop(0, max(index.shape[0], 2), step, (blocks, groups))
-
+    slots: int,
+    kept: tuple[Int[Array, " C"], Int[Array, " G"]],
+    index: Int[Array, " B"],
+    version: Int[Array, "..."],
+) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
+    """What is known of the oldest versions once there are others."""
     # What was overwritten may have been the oldest; the next look into the block finds out.
-    blocks, groups = rowwise.native(loop, plain, state.blocks, state.groups, index, version)
-    return state.replace(blocks=blocks, groups=groups)
+    blocks, groups = kept
+    width = blocks.shape[0] // groups.shape[0]
+    block = jnp.where(index < slots, index // width, blocks.shape[0])
+    version = jnp.broadcast_to(version, index.shape)
+    return (
+        blocks.at[block].min(version, mode="drop"),
+        groups.at[block // width].min(version, mode="drop"),
+    )
+
+
+def _watch_loop(
+    slots: int,
+    kept: tuple[Int[Array, " C"], Int[Array, " G"]],
+    index: Int[Array, " B"],
+    version: Int[Array, " B"],
+) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
+    def step(i: Array, kept: tuple[Array, Array]) -> tuple[Array, Array]:
+        at, there, row = in_place.step_of(i, index, slots)
+        return _watch_one(kept, at, there, version[row])
+
+    return lax.fori_loop(0, max(index.shape[0], 2), step, kept)
+
+
+def _watch_one(
+    kept: tuple[Int[Array, " C"], Int[Array, " G"]],
+    at: Int[Array, ""],
+    there: Bool[Array, ""],
+    version: Int[Array, ""],
+) -> tuple[Int[Array, " C"], Int[Array, " G"]]:
+    blocks, groups = kept
+    width = blocks.shape[0] // groups.shape[0]
+    new, block = jnp.where(there, version, _NEVER), at // width
+    return _lower(blocks, block, new), _lower(groups, block // width, new)
+
+
+def _add(
+    kept: tuple[Int[Array, "P 2"], Int[Array, " C"], Int[Array, " G"]],
+    index: Int[Array, " B"],
+    version: Int[Array, "..."],
+) -> tuple[Int[Array, "P 2"], Int[Array, " C"], Int[Array, " G"]]:
+    items, blocks, groups = kept
+    oldest = _watch(items.shape[0], (blocks, groups), index, version)
+    return _write(items, index, version), *oldest
+
+
+def _add_loop(
+    kept: tuple[Int[Array, "P 2"], Int[Array, " C"], Int[Array, " G"]],
+    index: Int[Array, " B"],
+    version: Int[Array, "..."],
+) -> tuple[Int[Array, "P 2"], Int[Array, " C"], Int[Array, " G"]]:
+    def step(i: Array, kept: Any) -> Any:
+        items, blocks, groups = kept
+        at, there, row = in_place.step_of(i, index, items.shape[0])
+        new = version if version.ndim == 0 else version[row]
+        oldest = _watch_one((blocks, groups), at, there, new)
+        return _write_one(items, at, there, new), *oldest
+
+    return lax.fori_loop(0, max(index.shape[0], 2), step, kept)
 
 
 def _lower(values: Int[Array, " N"], at: Int[Array, ""], to: Int[Array, ""]) -> Int[Array, " N"]:
