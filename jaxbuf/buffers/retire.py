@@ -65,11 +65,19 @@ class Retiring:
         if mask is not None:
             taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
         index = jnp.where(taken, slots.index, self.freshness_state.uses.shape[0])
-        state, enough, count = freshness.used(self.freshness_state, index)
+        state, enough = freshness.used(self.freshness_state, index)
         parts = (self.sampler_state, self.occupancy, state)
-        if freshness.max_use is not None:
-            parts = self._retire(parts, enough, count, 1, _FEW)
-        return self._with(parts)
+        if freshness.max_use is None:
+            return self._with(parts)
+
+        def retire_used(carry: tuple[Array, _Parts]) -> tuple[Array, _Parts]:
+            gone, count = freshness.used_enough(carry[1][2], index)
+            return jnp.int32(0), self._retire(carry[1], gone, count, 1, _FEW)
+
+        # Runs once or not at all.
+        return self._with(
+            lax.while_loop(lambda carry: carry[0] > 0, retire_used, (enough, parts))[1]
+        )
 
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None

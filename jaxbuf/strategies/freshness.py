@@ -257,22 +257,33 @@ class Freshness:
 
     def used(
         self, state: FreshnessState, index: Int[Array, " B"]
-    ) -> tuple[FreshnessState, Int[Array, " B"], Int[Array, ""]]:
+    ) -> tuple[FreshnessState, Int[Array, ""]]:
         """The items at ``index`` were used.
 
         Returns:
-            The state; those that have been used enough, in front, an item perhaps more than once;
-            and how many rows these are.
+            The state, and a number that is above zero if any of them have been used enough.
         """
-        slots = state.items.shape[0]
         one = jnp.asarray([0, 1], jnp.int32)
         items = state.items.at[index].add(one, mode="drop", wrap_negative_indices=False)
         state = state.replace(items=items)
         if self.max_use is None or index.shape[0] == 0:
-            return state, jnp.full(index.shape, slots, jnp.int32), jnp.int32(0)
-        # Not in a loop with the count: it would wait for each row from memory before the next.
-        loop, plain = (functools.partial(f, self.max_use) for f in (_enough_loop, _enough))
-        return state, *rowwise.native(loop, plain, items, index)
+            return state, jnp.int32(0)
+        last = state.items.shape[0] - 1
+        uses = jnp.where(index <= last, _row(index, items, last)[:, 1], 0)
+        enough = (uses >= self.max_use).astype(jnp.int32)
+        # Of one reduction XLA:CPU makes several kernels, and shares the first between two threads.
+        start = (np.int32(0), np.int32(0))
+        most, count = lax.reduce((uses, enough), start, _most_and_count, (0,))
+        return state, jnp.minimum(most, count)
+
+    def used_enough(
+        self, state: FreshnessState, index: Int[Array, " B"]
+    ) -> tuple[Int[Array, " B"], Int[Array, ""]]:
+        """Those of the items that have been used enough, in front, and how many rows they are."""
+        slots = state.items.shape[0]
+        uses = _row(index, state.items, slots - 1)[:, 1]
+        enough = (index < slots) & (uses >= (self.max_use or _NEVER))
+        return rowwise.pack(index, enough, slots, size=index.shape[0])
 
     def stale_block(
         self, state: FreshnessState, floor: Int[Array, ""], live: Any
@@ -335,31 +346,8 @@ def _row(index: Int[Array, " B"], items: Int[Array, "P 2"], last: int) -> Int[Ar
     return items.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def _enough(
-    max_use: int, items: Int[Array, "P 2"], index: Int[Array, " B"]
-) -> tuple[Int[Array, " B"], Int[Array, ""]]:
-    """Those of the items that have been used so often, in front, and how many rows they are."""
-    uses = items.at[index, 1].get(mode="fill", fill_value=0)
-    return rowwise.pack(index, uses >= max_use, items.shape[0], size=index.shape[0])
-
-
-def _enough_loop(
-    max_use: int, items: Int[Array, "P 2"], index: Int[Array, " B"]
-) -> tuple[Int[Array, " B"], Int[Array, ""]]:
-    # XLA:CPU would share the rows of a gather out of all items between two threads.
-    slots, rows = items.shape[0], index.shape[0]
-
-    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        gone, count = carry
-        at, there, _ = in_place.step_of(i, index, slots)
-        uses = lax.dynamic_slice(items, (at, jnp.int32(1)), (1, 1))[0, 0]
-        enough = there & (uses >= max_use)
-        gone = lax.dynamic_update_slice(gone, jnp.where(enough, at, slots)[None], (count,))
-        return gone, count + enough.astype(jnp.int32)
-
-    zero = rowwise.after(index)
-    start = (jnp.broadcast_to(zero + slots, (rows,)), zero)
-    return rowwise.repeat(rowwise.Steps(zero), max(rows, 2), step, start)[1]
+def _most_and_count(one: Any, other: Any) -> Any:
+    return lax.max(one[0], other[0]), lax.add(one[1], other[1])
 
 
 def _rows(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Array, "B 2"]:
@@ -398,8 +386,8 @@ def _write_one(
 ) -> Int[Array, "P 2"]:
     place = (at, jnp.int32(0))
     old = lax.dynamic_slice(items, place, (1, 2))
-    new = jnp.stack([version, jnp.int32(0)])[None]
-    return lax.dynamic_update_slice(items, jnp.where(there, new, old), place)
+    new = [jnp.where(there, version, old[0, 0]), jnp.where(there, 0, old[0, 1])]
+    return lax.dynamic_update_slice(items, jnp.stack(new)[None], place)
 
 
 def _watch(
