@@ -592,3 +592,15 @@ def test_a_donated_add_keeps_the_storage_where_it_is():
     buffer = jaxbuf.add(buffer, {"obs": jnp.ones((8, 17))})
     assert buffer.data["obs"].unsafe_buffer_pointer() == pointer
     assert old.data["obs"].is_deleted()
+
+
+def test_leaves_of_no_elements_are_stored_and_accumulated():
+    example = {"obs": jnp.zeros(3), "nothing": jnp.zeros(0), "terminated": jnp.bool_(False)}
+    rollout = jax.tree.map(lambda leaf: jnp.ones((2, 6, *leaf.shape), leaf.dtype), example)
+    buffer = create(2, 8, sequence_length=3, example=example)
+    buffer = jaxbuf.add(buffer, rollout)
+    assert jaxbuf.sample(buffer, jax.random.key(0), 4).data["nothing"].shape == (4, 3, 0)
+    accumulator = jaxbuf.EpisodeAccumulator.create(example, num_envs=2, max_length=4)
+    _, episodes, done = accumulator.add(jax.tree.map(lambda leaf: leaf[:, :1], rollout))
+    assert done.all()
+    assert episodes.steps["nothing"].shape[1:] == (4, 0)

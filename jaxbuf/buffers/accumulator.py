@@ -487,13 +487,9 @@ def _shapes(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
 
 def _write(data: PyTree[Array], rows: PyTree[Array], target: Int[Array, "..."]) -> PyTree[Array]:
     """Put rows, leaves ``[*target.shape, ...]``, at their places in the lanes of the storage."""
-
-    def fold(leaf: Array, axes: int) -> Array:
-        return leaf.reshape(-1, *leaf.shape[axes:])
-
     written = storage.write(
-        jax.tree.map(lambda leaf: fold(leaf, 2), data),
-        jax.tree.map(lambda leaf: fold(leaf, target.ndim), rows),
+        jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), data),
+        jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, target.ndim), rows),
         target.reshape(-1),
     )
     return jax.tree.map(lambda new, leaf: new.reshape(leaf.shape), written, data)

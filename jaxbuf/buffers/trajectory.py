@@ -672,7 +672,7 @@ def _whole(name: str, value: Any) -> Array:
 
 def _fold(data: PyTree[Array]) -> PyTree[Array]:
     """Leaves ``[E, T, ...]`` as ``[E * T, ...]``."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), data)
+    return jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), data)
 
 
 def _unfold(data: PyTree[Array], buffer: TrajectoryBuffer) -> PyTree[Array]:

@@ -173,8 +173,8 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
         if blank.shape == full.shape:
             return full
         if blank.shape[:2] == (new.num_envs, new.length):
-            rows = full[env, order].reshape(-1, *full.shape[2:])
-            flat = blank.reshape(-1, *blank.shape[2:])
+            rows = jax.lax.collapse(full[env, order], 0, 2)
+            flat = jax.lax.collapse(blank, 0, 2)
             flat = flat.at[target.reshape(-1)].set(rows, mode="drop", unique_indices=True)
             return flat.reshape(blank.shape)
         _check_slots(blank, new.num_envs * placed.starts, full, window.shape[0])
