@@ -64,7 +64,7 @@ class Bitset(struct.PyTreeNode):
         if index.shape[0] == 0:
             return self
         loop, plain = (functools.partial(f, self.capacity) for f in (_set_loop, _set))
-        nodes, size = rowwise.native(loop, plain, self.nodes, self.size, index, member)
+        nodes, size = rowwise.on_cpu(loop, plain, self.nodes, self.size, index, member)
         return self.replace(nodes=nodes, size=size)
 
     def before(self, index: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -11,9 +11,8 @@ zeros that loops begin with always could, unless the zeros depend on something: 
 """
 
 import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,22 +26,23 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 SHORT = 64
 SHORT_RUN = 256
 _SHORT_ALONE = 256
-_is_alone = contextvars.ContextVar("is_alone", default=False)
+# Part of what jit looks a program up by, so that functions in it are traced for both.
+_is_alone: Any = jax.make_user_context(False)
 
 
-@contextlib.contextmanager
-def alone() -> Generator[None]:
+def alone() -> contextlib.AbstractContextManager[None]:
     """What is traced in this context is a whole program: one operation, called from Python."""
-    token = _is_alone.set(True)
-    try:
-        yield
-    finally:
-        _is_alone.reset(token)
+    return _is_alone(True)
+
+
+def is_alone() -> bool:
+    """Whether what is traced is a whole program: one operation, called from Python."""
+    return bool(_is_alone.value)
 
 
 def most_rows() -> int:
     """Up to how many rows to loop, on a CPU, in the program that is being traced."""
-    return _SHORT_ALONE if _is_alone.get() else SHORT
+    return _SHORT_ALONE if is_alone() else SHORT
 
 
 def each(
@@ -85,7 +85,7 @@ def _each(
 
     if not loops:
         return plain(rows, shared)
-    return native(functools.partial(_loop, plain), plain, rows, shared)
+    return on_cpu(functools.partial(_loop, plain), plain, rows, shared)
 
 
 def total(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
@@ -103,7 +103,7 @@ def _total(counts: UInt[Array, " B"], *, loops: bool) -> UInt[Array, ""]:
         start = zero.astype(counts.dtype)
         return repeat(Steps(zero), counts.shape[0], lambda i, sum_: sum_ + counts[i], start)[1]
 
-    return native(loop, plain, counts) if loops else plain(counts)
+    return on_cpu(loop, plain, counts) if loops else plain(counts)
 
 
 @functools.partial(jax.jit, static_argnames=("fill", "size"))
@@ -140,7 +140,7 @@ def pack(
         start = (jnp.full((size,), fill, values.dtype), jnp.int32(0))
         return lax.fori_loop(0, values.shape[0], step, start)
 
-    return native(loop, plain, values, chosen)
+    return on_cpu(loop, plain, values, chosen)
 
 
 def after(*arrays: Array) -> Int[Array, ""]:
@@ -182,7 +182,7 @@ def repeat(
     return Steps(done, end), carry
 
 
-def native(
+def on_cpu(
     loop: Callable[..., PyTree[Array]], plain: Callable[..., PyTree[Array]], *args: PyTree[Array]
 ) -> PyTree[Array]:
     """``loop(*args)`` on a CPU, and elsewhere and under ``vmap`` the same by ``plain(*args)``.

@@ -11,13 +11,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from jaxbuf.core import rowwise
+from jaxbuf.core import native, rowwise
 
 _KINDS = "biufc"
 # So many differences are named in an error.
 _NAMED = 6
 # XLA:CPU makes a native function of a loop that moves up to 1 KB in a step, in and out together.
 _SMALL_ROW = 448
+# A larger batch is worth waking another thread for, to gather half of it.
+_SMALL_BATCH = 2**18
 
 
 def allocate(example: PyTree, leading: Sequence[int]) -> PyTree[Array]:
@@ -139,11 +141,38 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
     leaves, rows = jax.tree.leaves(storage), index.shape[0]
     last = leaves[0].shape[0] - 1
+    if _by_native(leaves, index.shape, 1):
+        return rowwise.on_cpu(_read_native, _read_plain, storage, index)
     row_bytes = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
     if 0 < rows <= rowwise.SHORT and row_bytes <= _SMALL_ROW:
         return rowwise.each(_take, index, storage, (last,))
+    return _read_plain(storage, index)
+
+
+def _by_native(leaves: list[Array], out: Sequence[int], axes: int) -> bool:
+    """Whether to gather rows of shape ``out`` of leaves with ``axes`` of slots by our own kernel.
+
+    XLA's gathers hand half of the rows to another thread. In the middle of a longer program that
+    is awake, and before a call from Python it sleeps.
+    """
+    nbytes = sum(math.prod(leaf.shape[axes:]) * leaf.dtype.itemsize for leaf in leaves)
+    return (
+        native.in_use()
+        and rowwise.is_alone()
+        and math.prod(out) * nbytes <= _SMALL_BATCH
+        and all(getattr(leaf.dtype, "kind", "") in tuple(_KINDS) for leaf in leaves)
+    )
+
+
+def _read_plain(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
+    last, rows = jax.tree.leaves(storage)[0].shape[0] - 1, index.shape[0]
     # Out of a loop, so that XLA:CPU does not compute it anew for every element that it selects.
     return _select(rowwise.each(_clip, index, static=(last,), most=rows), storage)
+
+
+def _read_native(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
+    leaves, treedef = jax.tree.flatten(storage)
+    return jax.tree.unflatten(treedef, native.take(leaves, index))
 
 
 @functools.partial(jax.jit, static_argnames="length")
@@ -168,9 +197,10 @@ def read_runs(
     ) -> PyTree[Array]:
         offset = jnp.arange(length, dtype=jnp.int32)
         place = ring[:, None] * size + (start[:, None] + offset[None]) % size
-        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), storage)
+        flat = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), storage)
         rows = read(flat, place.reshape(-1))
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, length, *leaf.shape[1:]), rows)
+        shape = place.shape
+        return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), rows)
 
     def runs(
         storage: PyTree[Array], ring: Int[Array, " B"], start: Int[Array, " B"]
@@ -201,7 +231,16 @@ def read_runs(
 
         return lax.fori_loop(0, count, again, jax.tree.map(run, storage))
 
-    return rowwise.native(runs, plain, storage, jnp.minimum(ring, num_rings - 1), start)
+    def native_runs(
+        storage: PyTree[Array], ring: Int[Array, " B"], start: Int[Array, " B"]
+    ) -> PyTree[Array]:
+        leaves, treedef = jax.tree.flatten(storage)
+        taken = native.take(leaves, ring * size + start, axes=2, length=length)
+        return jax.tree.unflatten(treedef, taken)
+
+    by_native = _by_native(jax.tree.leaves(storage), (start.shape[0], length), 2)
+    on_cpu = native_runs if by_native else runs
+    return rowwise.on_cpu(on_cpu, plain, storage, jnp.minimum(ring, num_rings - 1), start)
 
 
 def _clip(index: Int[Array, " B"], _: Any, last: int) -> Int[Array, " B"]:

@@ -243,7 +243,7 @@ def _unless(
         del condition
         return function(value, *args)
 
-    return rowwise.native(loop, plain, condition, value, *args)
+    return rowwise.on_cpu(loop, plain, condition, value, *args)
 
 
 def _once_unless(

@@ -1,10 +1,10 @@
-"""The two forms of every tree operation, and the one place that chooses between them.
+"""The forms of every tree operation, and the one place that chooses between them.
 
 On a CPU the cost of a small kernel is its launch, so the *loop* form walks the rows one by one in
 a ``fori_loop`` whose body XLA compiles into a single native function: no launch per step, no
 ``[B, K]`` temporaries, duplicates in order. Everywhere else the *vector* form does one level per
 kernel for all rows together. Both do the same arithmetic in the same order, so they agree bit for
-bit; the vector form is the reference.
+bit; the vector form is the reference. So do the kernels of ``native``, which a CPU takes if asked.
 
 Every function here takes flat trees with a leading axis ``S`` of independent trees, ``[S, P]``,
 and per-tree rows ``[S, B]``. ``vmap`` over a buffer only makes ``S`` longer (see ``batched``): a
@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jaxbuf.core import in_place, rowwise
+from jaxbuf.core import in_place, native, rowwise
 
 FANOUT = 16
 _SHIFT = FANOUT.bit_length() - 1
@@ -263,11 +263,12 @@ def _at_least_two(rows: jax.Array) -> jax.Array:
 def _setter(layout: Layout, contiguous: bool, short: bool) -> Callable[..., Any]:
     @custom_vmap
     def call(nodes: jax.Array, index: jax.Array, value: jax.Array) -> Any:
+        loop = functools.partial(_set_loop, layout, contiguous, short)
         return lax.platform_dependent(
             nodes,
             index,
             value,
-            cpu=functools.partial(_set_loop, layout, contiguous, short),
+            cpu=functools.partial(_set_native, layout) if native.in_use() else loop,
             default=functools.partial(_set_vector, layout),
         )
 
@@ -287,8 +288,8 @@ def _setter(layout: Layout, contiguous: bool, short: bool) -> Callable[..., Any]
 def _finder(layout: Layout, refined: bool, most: int) -> Callable[..., Any]:
     @custom_vmap
     def call(nodes: jax.Array, prefix: jax.Array, refine: jax.Array) -> Any:
-        rows = prefix.size
-        on_cpu = _find_loop if rows <= most else _find_levels
+        on_cpu = _find_loop if prefix.size <= most else _find_levels
+        on_cpu = _find_native if native.in_use() else on_cpu
         return lax.platform_dependent(
             nodes,
             prefix,
@@ -308,7 +309,7 @@ def _reader(layout: Layout) -> Callable[..., Any]:
         return lax.platform_dependent(
             nodes,
             index,
-            cpu=functools.partial(_read_loop, layout),
+            cpu=functools.partial(_read_native if native.in_use() else _read_loop, layout),
             default=functools.partial(_read_vector, layout),
         )
 
@@ -528,6 +529,20 @@ def _set_vector(
     return nodes, roots, gained
 
 
+def _set_native(
+    layout: Layout, nodes: jax.Array, index: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    levels = range(layout.depth + 1)
+    return native.set_leaves(
+        nodes,
+        index,
+        value,
+        ops=[OPS.index(op) for op in layout.ops],
+        starts=[layout.offset(op, level) for op in layout.ops for level in levels],
+        counts=layout.counts,
+    )
+
+
 def _refine_level(layout: Layout, refined: bool) -> int:
     """How many levels to descend before the residual is refined."""
     return (layout.depth + 1) // 2 if refined else 0
@@ -621,6 +636,13 @@ def _find_levels(
 _find_vector = functools.partial(_find_levels, unroll=True)
 
 
+def _find_native(
+    layout: Layout, refined: bool, nodes: jax.Array, prefix: jax.Array, refine: jax.Array
+) -> jax.Array:
+    middle = _refine_level(layout, refined)
+    return native.find(nodes, prefix, refine, middle=middle, starts=_starts(layout).tolist())
+
+
 def _read_loop(
     layout: Layout, nodes: jax.Array, index: jax.Array, before: rowwise.Steps | None = None
 ) -> jax.Array:
@@ -641,3 +663,7 @@ def _read_loop(
 
 def _read_vector(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(nodes, jnp.clip(index, 0, layout.capacity - 1), axis=1)
+
+
+def _read_native(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
+    return native.get_leaves(nodes, index, capacity=layout.capacity)

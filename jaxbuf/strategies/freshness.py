@@ -160,7 +160,7 @@ class Freshness:
         if index.shape[0] == 0:
             return state
         kept = state.items, state.blocks, state.groups
-        items, blocks, groups = rowwise.native(_add_loop, _add, kept, index, version)
+        items, blocks, groups = rowwise.on_cpu(_add_loop, _add, kept, index, version)
         return state.replace(items=items, blocks=blocks, groups=groups)
 
     def came(
@@ -214,7 +214,7 @@ class Freshness:
     ) -> FreshnessState:
         """The first steps of windows have been written, whose slots are ``index``."""
         rows = index.reshape(-1), version.reshape(-1)
-        return state.replace(items=rowwise.native(_write_loop, _write, state.items, *rows))
+        return state.replace(items=rowwise.on_cpu(_write_loop, _write, state.items, *rows))
 
     def completed(
         self, state: FreshnessState, index: Int[Array, "..."]
@@ -231,7 +231,7 @@ class Freshness:
         kept = state.blocks, state.groups
         rows = jnp.where(stale, slots, flat), version
         loop, plain = (functools.partial(f, slots) for f in (_watch_loop, _watch))
-        blocks, groups = rowwise.native(loop, plain, kept, *rows)
+        blocks, groups = rowwise.on_cpu(loop, plain, kept, *rows)
         state = state.replace(blocks=blocks, groups=groups)
         return self._count(state, {0: refused}), stale.reshape(index.shape)
 
@@ -243,7 +243,7 @@ class Freshness:
         if rows <= rowwise.most_rows():
             found = rowwise.each(_row, index, state.items, (last,))
         else:
-            found = rowwise.native(_rows_at_once, _rows, index, state.items)
+            found = rowwise.on_cpu(_rows_at_once, _rows, index, state.items)
         return found[:, 0], found[:, 1]
 
     def _count(self, state: FreshnessState, counts: dict[int, Array]) -> FreshnessState:
@@ -304,7 +304,7 @@ class Freshness:
         member = jnp.argmin(members).astype(jnp.int32)
         first = (group * width + member) * width
         here = live(first + jnp.arange(width, dtype=jnp.int32))
-        items, gone, count, left = rowwise.native(
+        items, gone, count, left = rowwise.on_cpu(
             _expire_loop, _expire, state.items, first, here, floor
         )
         members = lax.dynamic_update_slice(members, left[None], (member,))
