@@ -12,6 +12,8 @@ import numpy as np
 
 REFERENCE = "jaxbuf"
 """The library to which the others are compared, unless a row names another contestant."""
+NATIVE = "native"
+"""The same library with its kernels in C++."""
 
 
 class Unavailable(Exception):
@@ -165,9 +167,9 @@ class Timing:
             low, high = medians.min(), medians.max()
         return float(low), float(middle), float(high)
 
-    def ratios(self, peer: str) -> np.ndarray:
-        """The median of peer time over reference time in each run [runs]."""
-        ratios = self.microseconds[peer] / self.microseconds[self.reference]
+    def ratios(self, peer: str, library: str | None = None) -> np.ndarray:
+        """The median of peer time over that of a library, or the reference, in each run [runs]."""
+        ratios = self.microseconds[peer] / self.microseconds[library or self.reference]
         return np.median(ratios.reshape(self.runs, -1), axis=1)
 
     def medians(self, library: str) -> np.ndarray:

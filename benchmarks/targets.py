@@ -5,12 +5,11 @@ run, not only in the median of all.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.harness import REFERENCE, Limit, RowResult
+from benchmarks.harness import NATIVE, REFERENCE, Limit, RowResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +18,14 @@ class Measure:
 
     Attributes:
         text: What it is, in a few words.
-        of: Its value in each run [runs]; None where it was not measured.
+        of: Its value in each run [runs] for a library, `REFERENCE` or `NATIVE`; None where it was
+            not measured.
         operations: The operations that have to be measured for it.
         peer: The library that has to take part, besides the reference.
     """
 
     text: str
-    of: Callable[[RowResult], np.ndarray | None]
+    of: Callable[[RowResult, str], np.ndarray | None]
     operations: tuple[str, ...] = ()
     peer: str | None = None
 
@@ -33,11 +33,11 @@ class Measure:
 def ratio(operation: str, peer: str) -> Measure:
     """Time of a peer over that of the reference."""
 
-    def of(result: RowResult) -> np.ndarray | None:
+    def of(result: RowResult, library: str) -> np.ndarray | None:
         timing = result.timings.get(operation)
-        if timing is None or not timing.compared or peer not in timing.microseconds:
+        if timing is None or not {peer, library} <= timing.microseconds.keys():
             return None
-        return timing.ratios(peer)
+        return timing.ratios(peer, library)
 
     return Measure(f"{operation}: {peer} / {REFERENCE}", of, (operation,), peer)
 
@@ -45,12 +45,12 @@ def ratio(operation: str, peer: str) -> Measure:
 def growth(operations: tuple[str, ...], few: int, many: int) -> Measure:
     """Time of some operations together with 2^many slots, over that with 2^few."""
 
-    def total(result: RowResult, power: int) -> np.ndarray | None:
-        times = [_medians(result, name, f"{REFERENCE}-{2**power}") for name in operations]
+    def total(result: RowResult, library: str, power: int) -> np.ndarray | None:
+        times = [_medians(result, name, f"{library}-{2**power}") for name in operations]
         return None if any(time is None for time in times) else np.sum(times, axis=0)
 
-    def of(result: RowResult) -> np.ndarray | None:
-        small, large = total(result, few), total(result, many)
+    def of(result: RowResult, library: str) -> np.ndarray | None:
+        small, large = total(result, library, few), total(result, library, many)
         return None if small is None or large is None else large / small
 
     text = f"{' + '.join(operations)}: 2^{many} / 2^{few} slots"
@@ -59,15 +59,19 @@ def growth(operations: tuple[str, ...], few: int, many: int) -> Measure:
 
 def microseconds(operation: str) -> Measure:
     """Time of an operation."""
-    of = functools.partial(_medians, operation=operation, library=REFERENCE)
+
+    def of(result: RowResult, library: str) -> np.ndarray | None:
+        return _medians(result, operation, library)
+
     return Measure(f"{operation}, µs", of, (operation,))
 
 
 def of_floor(operation: str) -> Measure:
     """The floor under an operation over its time: 1 is the machine's limit."""
 
-    def of(result: RowResult) -> np.ndarray | None:
-        times, floor = _medians(result, operation, REFERENCE), _limit(result, operation).floor
+    def of(result: RowResult, library: str) -> np.ndarray | None:
+        times = _medians(result, operation, library)
+        floor = _limit(result, operation, library).floor
         return None if times is None or not floor else floor / times
 
     return Measure(f"{operation}: share of the copy bandwidth", of, (operation,))
@@ -76,8 +80,8 @@ def of_floor(operation: str) -> Measure:
 def memory(operation: str, batch: int) -> Measure:
     """Bytes that an operation needs beyond the state, over those of a batch."""
 
-    def of(result: RowResult) -> np.ndarray | None:
-        needed = _limit(result, operation).memory
+    def of(result: RowResult, library: str) -> np.ndarray | None:
+        needed = _limit(result, operation, library).memory
         return None if needed is None else np.array([needed / batch])
 
     return Measure(f"{operation}: memory beyond the state / batch", of, (operation,))
@@ -86,8 +90,8 @@ def memory(operation: str, batch: int) -> Measure:
 def fact(name: str) -> Measure:
     """A number told besides."""
 
-    def of(result: RowResult) -> np.ndarray | None:
-        value = result.facts.get(REFERENCE, {}).get(name)
+    def of(result: RowResult, library: str) -> np.ndarray | None:
+        value = result.facts.get(library, {}).get(name)
         return None if value is None else np.array([float(value)])
 
     return Measure(name, of)
@@ -100,8 +104,8 @@ def _medians(result: RowResult, operation: str, library: str) -> np.ndarray | No
     return timing.medians(library)
 
 
-def _limit(result: RowResult, operation: str) -> Limit:
-    return result.limits.get(operation, {}).get(REFERENCE, Limit())
+def _limit(result: RowResult, operation: str, library: str) -> Limit:
+    return result.limits.get(operation, {}).get(library, Limit())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,10 +197,12 @@ class Verdict:
     Attributes:
         target: The target.
         values: What was measured, in each run; None where nothing was.
+        native: The same with native kernels.
     """
 
     target: Target
     values: np.ndarray | None
+    native: np.ndarray | None = None
 
     @property
     def met(self) -> bool:
@@ -204,14 +210,29 @@ class Verdict:
         return self.values is not None and self.target.met(self.values)
 
     @property
+    def met_by_native(self) -> bool:
+        """The same with native kernels; without where these were not measured."""
+        return self.met if self.native is None else self.target.met(self.native)
+
+    @property
     def cells(self) -> list[str]:
-        """Row, what is measured, the least and the largest value, the bound, and the verdict."""
-        start = [self.target.row, self.target.measure.text]
+        """Row, what is measured, the bound, and values and verdict, without and with native."""
+        start = [self.target.row, self.target.measure.text, self.target.wanted]
         if self.values is None:
-            return [*start, "–", self.target.wanted, "not measured here"]
-        low, high = (f"{value:.2f}" for value in (self.values.min(), self.values.max()))
-        found = low if low == high else f"{low}–{high}"
-        return [*start, found, self.target.wanted, "met" if self.met else "**missed**"]
+            return [*start, "–", "not measured here", "–", ""]
+        without = [_range(self.values), _word(self.met)]
+        if self.native is None:
+            return [*start, *without, "–", ""]
+        return [*start, *without, _range(self.native), _word(self.met_by_native)]
+
+
+def _range(values: np.ndarray) -> str:
+    low, high = (f"{value:.2f}" for value in (values.min(), values.max()))
+    return low if low == high else f"{low}–{high}"
+
+
+def _word(met: bool) -> str:
+    return "met" if met else "**missed**"
 
 
 def verdicts(results: Sequence[RowResult]) -> list[Verdict]:
@@ -221,8 +242,15 @@ def verdicts(results: Sequence[RowResult]) -> list[Verdict]:
         results: One for each row, of all runs.
     """
     found: Mapping[str, RowResult] = {result.row.name: result for result in results}
+
+    def verdict(target: Target) -> Verdict:
+        if target.row not in found:
+            return Verdict(target, None)
+        of, result = target.measure.of, found[target.row]
+        return Verdict(target, of(result, REFERENCE), of(result, NATIVE))
+
     return [
-        Verdict(target, target.measure.of(found[target.row]) if target.row in found else None)
+        verdict(target)
         for target in (*CPU_TARGETS, *GPU_TARGETS)
         if target.row in found or target in GPU_TARGETS
     ]

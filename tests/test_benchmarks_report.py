@@ -38,7 +38,7 @@ def result(name, **times):
     ],
 )
 def test_measures(measure, expected):
-    found = measure.of(result("toys", jaxbuf=[1.0, 2.0], flashbax=[3.0, 2.0]))
+    found = measure.of(result("toys", jaxbuf=[1.0, 2.0], flashbax=[3.0, 2.0]), "jaxbuf")
     assert found is None if expected is None else list(found) == expected
     assert measure.text
 
@@ -55,32 +55,45 @@ def test_floors_are_told_once_where_they_are_alike():
 
 def test_growth_compares_the_numbers_of_slots_it_names():
     row = result("toys", **{"jaxbuf-4": [1.0, 1.0], "jaxbuf-8": [9.0, 9.0], "jaxbuf-16": [2, 3]})
-    assert list(targets.growth(("scan cycle",), 2, 4).of(row)) == [2.0, 3.0]
-    assert targets.growth(("scan cycle",), 2, 5).of(row) is None
-    assert targets.growth(("scan cycle", "scan add"), 2, 4).of(row) is None
+    assert list(targets.growth(("scan cycle",), 2, 4).of(row, "jaxbuf")) == [2.0, 3.0]
+    assert targets.growth(("scan cycle",), 2, 5).of(row, "jaxbuf") is None
+    assert targets.growth(("scan cycle", "scan add"), 2, 4).of(row, "jaxbuf") is None
 
 
 def test_a_target_is_met_only_if_it_is_in_every_run():
     found = {"per-mujoco": [[1.0, 1.0], [2.0, 2.5]], "agent": [[1.0, 1.0], [1.5, 1.2]]}
     results = [result(name, jaxbuf=ours, flashbax=theirs) for name, (ours, theirs) in found.items()]
+    results[1].timings["scan cycle"].microseconds["native"] = np.array([1.0, 0.8])
     results[1].timings["scan iteration"] = results[1].timings.pop("scan cycle")
     cells = {
         (row, what): rest
         for row, what, *rest in (verdict.cells for verdict in targets.verdicts(results))
     }
     assert cells["per-mujoco", "scan cycle: flashbax / jaxbuf"] == [
-        "2.00–2.50",
         "at least 2",
+        "2.00–2.50",
         "met",
+        "–",
+        "",
     ]
     assert cells["agent", "scan iteration: flashbax / jaxbuf"] == [
-        "1.20–1.50",
         "at least 1.3",
+        "1.20–1.50",
         "**missed**",
+        "1.50",
+        "met",
     ]
-    assert cells["gpu-per-20-256", "scan cycle, µs"] == ["–", "at most 40", "not measured here"]
+    assert cells["gpu-per-20-256", "scan cycle, µs"] == [
+        "at most 40",
+        "–",
+        "not measured here",
+        "–",
+        "",
+    ]
     assert not any(row == "exchange" for row, _ in cells)
-    assert "1 of 2 measured targets are met" in report.targets_markdown(results, Options())
+    assert "1 of 2 measured targets are met, and 2 with" in report.targets_markdown(
+        results, Options()
+    )
     assert "a trial" in report.targets_markdown(results, Options(quick=True))
 
 

@@ -6,6 +6,7 @@
 * **jaxbuf**: `TrajectoryBuffer` with `Uniform()` or `Prioritized(alpha=0.6)`, stratified. From
   Python through `jaxbuf.add`, `jaxbuf.sample` and `jaxbuf.update_priority`, which are jitted and
   donate; inside a scan through the methods.
+* **native**: the same with `jaxbuf.enable_native()`.
 * **flashbax**: `make_trajectory_buffer` and `make_prioritised_trajectory_buffer` with period 1,
   the latter told its device; its functions are jitted, and the ones that change the state donate
   it.
@@ -28,8 +29,9 @@ import jax
 import numpy as np
 
 from benchmarks import equality
-from benchmarks.harness import Contestant, Operation, Options, Row, import_library
+from benchmarks.harness import NATIVE, Contestant, Operation, Options, Row, import_library
 from benchmarks.jax_loops import Binding, JaxSubject, ReplayContestant
+from benchmarks.native import NativeContestant
 from benchmarks.programs import (
     compiled,
     compiler_options,
@@ -93,7 +95,11 @@ def rows(options: Options) -> list[Row]:
         def contestant(bind: Callable[[Workload, Options], Binding]) -> Callable[[], Contestant]:
             return lambda: ReplayContestant(lambda job: bind(job, options), workload, options)
 
-        return {"jaxbuf": contestant(bind_jaxbuf), "flashbax": contestant(bind_flashbax)}
+        return {
+            "jaxbuf": contestant(bind_jaxbuf),
+            NATIVE: lambda: NativeContestant(contestant(bind_jaxbuf)),
+            "flashbax": contestant(bind_flashbax),
+        }
 
     return [
         Row("windows-uniform", f"{size}, sample {sampled}", UNIFORM, replay(uniform)),
