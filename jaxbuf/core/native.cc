@@ -20,6 +20,7 @@ using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
 using Numbers = ffi::Span<const int64_t>;
 
+// FANOUT in tree_kernels.py.
 constexpr int kShift = 4;
 constexpr int kFanout = 1 << kShift;
 
@@ -46,6 +47,7 @@ void ForEach(ffi::ThreadPool& pool, int64_t tasks, const Work& work) {
 
 // Trees
 
+// In the order of OPS in tree_kernels.py.
 enum Op : int64_t { kSum, kMin, kMax, kMinPositive };
 
 inline float Sum4(const float* c) { return ((c[0] + c[1]) + c[2]) + c[3]; }

@@ -139,14 +139,17 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
 
 def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
-    leaves, rows = jax.tree.leaves(storage), index.shape[0]
-    last = leaves[0].shape[0] - 1
+    leaves = jax.tree.leaves(storage)
     if _by_native(leaves, index.shape, 1):
         return rowwise.on_cpu(_read_native, _read_plain, storage, index)
-    row_bytes = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
-    if 0 < rows <= rowwise.SHORT and row_bytes <= _SMALL_ROW:
-        return rowwise.each(_take, index, storage, (last,))
+    if 0 < index.shape[0] <= rowwise.SHORT and _row_bytes(leaves, 1) <= _SMALL_ROW:
+        return rowwise.each(_take, index, storage, (leaves[0].shape[0] - 1,))
     return _read_plain(storage, index)
+
+
+def _row_bytes(leaves: list[Array], axes: int) -> int:
+    """The size of a row of all leaves, which have ``axes`` of slots."""
+    return sum(math.prod(leaf.shape[axes:]) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _by_native(leaves: list[Array], out: Sequence[int], axes: int) -> bool:
@@ -155,12 +158,11 @@ def _by_native(leaves: list[Array], out: Sequence[int], axes: int) -> bool:
     XLA's gathers hand half of the rows to another thread. In the middle of a longer program that
     is awake, and before a call from Python it sleeps.
     """
-    nbytes = sum(math.prod(leaf.shape[axes:]) * leaf.dtype.itemsize for leaf in leaves)
     return (
         native.in_use()
         and rowwise.is_alone()
-        and math.prod(out) * nbytes <= _SMALL_BATCH
-        and all(getattr(leaf.dtype, "kind", "") in tuple(_KINDS) for leaf in leaves)
+        and math.prod(out) * _row_bytes(leaves, axes) <= _SMALL_BATCH
+        and all(getattr(leaf.dtype, "kind", "none") in _KINDS for leaf in leaves)
     )
 
 

@@ -239,11 +239,10 @@ class Freshness:
         self, state: FreshnessState, index: Int[Array, " B"]
     ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         """The versions and the uses of the items at ``index``."""
-        last, rows = state.items.shape[0] - 1, index.shape[0]
-        if rows <= rowwise.most_rows():
-            found = rowwise.each(_row, index, state.items, (last,))
+        if index.shape[0] <= rowwise.most_rows():
+            found = rowwise.each(_row, index, state.items)
         else:
-            found = rowwise.on_cpu(_rows_at_once, _rows, index, state.items)
+            found = rowwise.on_cpu(_rows_at_once, _row, index, state.items)
         return found[:, 0], found[:, 1]
 
     def _count(self, state: FreshnessState, counts: dict[int, Array]) -> FreshnessState:
@@ -268,8 +267,7 @@ class Freshness:
         state = state.replace(items=items)
         if self.max_use is None or index.shape[0] == 0:
             return state, jnp.int32(0)
-        last = state.items.shape[0] - 1
-        uses = jnp.where(index <= last, _row(index, items, last)[:, 1], 0)
+        uses = jnp.where(index < items.shape[0], _row(index, items)[:, 1], 0)
         enough = (uses >= self.max_use).astype(jnp.int32)
         # Of one reduction XLA:CPU makes several kernels, and shares the first between two threads.
         start = (np.int32(0), np.int32(0))
@@ -281,7 +279,7 @@ class Freshness:
     ) -> tuple[Int[Array, " B"], Int[Array, ""]]:
         """Those of the items that have been used enough, in front, and how many rows they are."""
         slots = state.items.shape[0]
-        uses = _row(index, state.items, slots - 1)[:, 1]
+        uses = _row(index, state.items)[:, 1]
         enough = (index < slots) & (uses >= (self.max_use or _NEVER))
         return rowwise.pack(index, enough, slots, size=index.shape[0])
 
@@ -341,17 +339,13 @@ class Freshness:
         }
 
 
-def _row(index: Int[Array, " B"], items: Int[Array, "P 2"], last: int) -> Int[Array, "B 2"]:
-    at = jnp.clip(index, 0, last)
+def _row(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Array, "B 2"]:
+    at = jnp.clip(index, 0, items.shape[0] - 1)
     return items.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _most_and_count(one: Any, other: Any) -> Any:
     return lax.max(one[0], other[0]), lax.add(one[1], other[1])
-
-
-def _rows(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Array, "B 2"]:
-    return _row(index, items, items.shape[0] - 1)
 
 
 def _rows_at_once(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Array, "B 2"]:
@@ -360,7 +354,7 @@ def _rows_at_once(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Arra
     rows = index.shape[0]
     zero = rowwise.after(index)
     more = jnp.broadcast_to(zero, (rows + 1, 2))
-    return lax.dynamic_update_slice(more, _rows(index, items), (zero, zero))[:rows]
+    return lax.dynamic_update_slice(more, _row(index, items), (zero, zero))[:rows]
 
 
 def _write(
