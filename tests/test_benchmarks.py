@@ -13,7 +13,7 @@ from benchmarks.arrivals import Arrivals, BestModel, Source
 from benchmarks.harness import Operation, Options, Row, Unavailable, UnequalWork, run_row
 from benchmarks.peer_process import PeerError, PeerProcess
 from benchmarks.report import row_markdown
-from benchmarks.rows import gflownet, windows
+from benchmarks.rows import gflownet, parts, windows
 from benchmarks.transitions import Transitions
 from benchmarks.workload import Workload
 
@@ -158,3 +158,15 @@ def test_scored_rows_do_equal_work(cutoff):
     subject.add(1)
     with pytest.raises(UnequalWork, match="after 0 adds"):
         gflownet.check_rows(subject, arrivals, cutoff, turns=0)
+
+
+def test_points_that_are_found_elsewhere_are_noticed():
+    workload = Workload(STEP, capacity=512, add_size=4, sample_size=64, scan_length=3)
+    contestant = parts.JaxbufParts(workload, Options())
+    contestant.verify()
+    operations = contestant.operations()
+    assert tuple(operations) == parts.OPERATIONS
+    assert all(operation.run(2) > 0 for operation in operations.values())
+    contestant.found = lambda points: points.astype(int)
+    with pytest.raises(UnequalWork, match="does not lie"):
+        contestant.verify()

@@ -70,24 +70,29 @@ OPERATIONS = (
 )
 
 
+WORKLOADS = {
+    "per-mujoco": ("MuJoCo", Workload(MUJOCO, 2**20, 64, 256, 200), 2**16),
+    "per-mujoco-2048": ("MuJoCo", Workload(MUJOCO, 2**20, 512, 2048, 64), 2**16),
+    "per-mujoco-large": ("MuJoCo", Workload(MUJOCO, 2**20, 4096, 16_384, 16), 2**17),
+    "per-minatar": ("MinAtar", Workload(MINATAR, 2**17, 64, 256, 200), 2**14),
+    "per-atari-32": ("Atari", Workload(ATARI, 2**16, 16, 32, 200), 2**12),
+    "per-atari-256": ("Atari", Workload(ATARI, 2**16, 16, 256, 50), 2**12),
+}
+"""What the transitions are of, the job, and the slots of a quick run."""
+
+
 def rows(options: Options) -> list[Row]:
     """The prioritized rows."""
-    workloads = {
-        "per-mujoco": ("MuJoCo", Workload(MUJOCO, 2**20, 64, 256, 200), 2**16),
-        "per-mujoco-2048": ("MuJoCo", Workload(MUJOCO, 2**20, 512, 2048, 64), 2**16),
-        "per-mujoco-large": ("MuJoCo", Workload(MUJOCO, 2**20, 4096, 16_384, 16), 2**17),
-        "per-minatar": ("MinAtar", Workload(MINATAR, 2**17, 64, 256, 200), 2**14),
-        "per-atari-32": ("Atari", Workload(ATARI, 2**16, 16, 32, 200), 2**12),
-        "per-atari-256": ("Atari", Workload(ATARI, 2**16, 16, 256, 50), 2**12),
-    }
     return [
-        _row(name, title, _sized(name, workload, quick_capacity, options), options)
-        for name, (title, workload, quick_capacity) in workloads.items()
+        _row(name, title, sized(name, options), options)
+        for name, (title, _, _) in WORKLOADS.items()
         if any(options.wants(name, operation) for operation in OPERATIONS)
     ]
 
 
-def _sized(name: str, workload: Workload, quick_capacity: int, options: Options) -> Workload:
+def sized(name: str, options: Options) -> Workload:
+    """The job of a row, with as many slots as are asked for."""
+    _, workload, quick_capacity = WORKLOADS[name]
     capacity = options.capacity or (quick_capacity if options.quick else workload.capacity)
     smallest = 2 * max(workload.add_size, workload.sample_size)
     if capacity < smallest:
