@@ -10,8 +10,11 @@ only the buffer differs.
   same methods. Now and then it draws a window that has no priority, whose weight would be infinite
   and the loss NaN: such rows get the weight 0.
 
-Times are per step of all environments of all seeds, learning included. Both must have learned by
-the end of the check; what they reached is said below the table.
+* **nothing**: no buffer: nothing is kept, and every batch is the same. It learns nothing, and shows
+  what all the rest takes.
+
+Times are per step of all environments of all seeds, learning included. Both libraries must have
+learned by the end of the check; what they reached is said below the table.
 """
 
 import dataclasses
@@ -46,8 +49,9 @@ def rows(options: Options) -> list[Row]:
         return []
     title = f"DQN with prioritized replay on CartPole, {SEEDS} seeds, one iteration of all of them"
     builders = {
-        "jaxbuf": lambda: AgentContestant(options, with_flashbax=False),
-        "flashbax": lambda: AgentContestant(options, with_flashbax=True),
+        "jaxbuf": lambda: AgentContestant(options, "jaxbuf"),
+        "flashbax": lambda: AgentContestant(options, "flashbax"),
+        "nothing": lambda: AgentContestant(options, "nothing"),
     }
     return [Row(NAME, title, [OPERATION], builders)]
 
@@ -91,12 +95,59 @@ class FlashbaxReplay(flax.struct.PyTreeNode):
         return {}
 
 
-def make_agent(with_flashbax: bool) -> Any:
-    """The agent of the example, perhaps with the other buffer."""
+class NoReplay(flax.struct.PyTreeNode):
+    """The same windows each time.
+
+    Attributes:
+        windows: Leaves [B, T, ...].
+    """
+
+    windows: Any
+
+    def add(self, steps: Any) -> "NoReplay":
+        """Keeps nothing."""
+        del steps
+        return self
+
+    def sample(self, key: jax.Array, batch_size: int) -> Any:
+        """The windows, as if all had been drawn alike."""
+        del key
+        jaxbuf = import_library("jaxbuf")
+        nothing = jnp.zeros((batch_size,), jnp.int32)
+        return jaxbuf.Sample(
+            data=self.windows,
+            slots=jaxbuf.Slots(index=nothing, generation=nothing.astype(jnp.uint32)),
+            probability=jnp.ones((batch_size,), jnp.float32),
+            valid=jnp.ones((batch_size,), bool),
+        )
+
+    def update_priority(self, slots: Any, priority: jax.Array) -> "NoReplay":
+        """Sets nothing."""
+        del slots, priority
+        return self
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """None."""
+        return {}
+
+
+def make_agent(library: str) -> Any:
+    """The agent of the example with the buffer of a library, or of none: "nothing"."""
     dqn = import_library("jaxbuf.examples.dqn")
     config = dqn.Config(seeds=SEEDS)
-    if not with_flashbax:
+    if library == "jaxbuf":
         return dqn.Agent(config)
+    if library == "nothing":
+
+        @dataclasses.dataclass(frozen=True)
+        class BareAgent(dqn.Agent):
+            def create_buffer(self, step: Any) -> Any:
+                shape = (config.batch_size, config.window)
+                return NoReplay(
+                    jax.tree.map(lambda leaf: jnp.zeros((*shape, *leaf.shape), leaf.dtype), step)
+                )
+
+        return BareAgent(config)
     flashbax = import_library("flashbax")
 
     @dataclasses.dataclass(frozen=True)
@@ -125,14 +176,14 @@ class AgentContestant:
         state: Of all seeds, leaves [SEEDS, ...].
     """
 
-    def __init__(self, options: Options, with_flashbax: bool):
+    def __init__(self, options: Options, library: str):
         """Compiles it, and fills its buffers with random steps.
 
         Args:
             options: How to compile.
-            with_flashbax: Whether flashbax's buffer takes the place of jaxbuf's.
+            library: Whose buffer it has: "jaxbuf", "flashbax" or "nothing".
         """
-        self._options, self._agent = options, make_agent(with_flashbax)
+        self._options, self._library, self._agent = options, library, make_agent(library)
         keys = jax.random.split(jax.random.key(0), SEEDS)
         self.state: Any = jax.jit(jax.vmap(self._agent.init))(keys)
         self._returns = 0.0
@@ -159,7 +210,8 @@ class AgentContestant:
         late = logs[-max(1, chunks // 10) :]
         total = sum(np.sum(log.total_return) for log in late)
         self._returns = float(total / max(1, sum(np.sum(log.episodes) for log in late)))
-        if not self._options.quick and self._returns < LEARNED:
+        learns = self._library != "nothing" and not self._options.quick
+        if learns and self._returns < LEARNED:
             raise UnequalWork(f"the mean return is {self._returns:.0f} after {steps:,} steps")
 
     def operations(self) -> Mapping[str, Operation]:
