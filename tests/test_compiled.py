@@ -118,6 +118,37 @@ def test_first_kernels_are_those_that_wait_for_nothing():
     assert first_kernels(many.as_text()) == 12
 
 
+def loops_of_kernels(text):
+    """How many loops of a program are not one native function, but launch kernels in each step."""
+    native = set(re.findall(r"to_apply=(%[\w.-]+)(?=.*small_call)", text))
+    found, inside = 0, ""
+    for line in text.splitlines():
+        if begun := re.match(r"(?:ENTRY )?(%[\w.-]+) .*\{\s*$", line):
+            inside = begun[1]
+        found += " while(" in line and inside not in native
+    return found
+
+
+@pytest.mark.parametrize("rows", [8, 64, 256])
+def test_trees_of_several_seeds_change_in_native_loops(rows):
+    buffer = jaxbuf.ItemBuffer.create(EXAMPLE, CAPACITY, sampler=PRIORITIZED)
+    key, priority = jax.random.key(0), jnp.ones(rows)
+    slots = jax.eval_shape(lambda: buffer.sample(key, rows)).slots
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), (buffer, items(rows)))
+    add = jax.jit(jax.vmap(lambda buffer, new: buffer.add(new))).lower(*many).compile()
+    assert loops_of_kernels(add.as_text()) == 0
+    args = jax.tree.map(lambda leaf: jnp.zeros((4, *leaf.shape), leaf.dtype), (slots, priority))
+    update = jax.vmap(lambda buffer, slots, priority: buffer.update_priority(slots, priority))
+    assert loops_of_kernels(jax.jit(update).lower(many[0], *args).compile().as_text()) == 0
+
+
+def test_loops_of_kernels_are_found():
+    def long(x):
+        return jax.lax.fori_loop(0, 3, lambda i, x: jnp.sort(x) + i.astype(x.dtype), x)
+
+    assert loops_of_kernels(jax.jit(long).lower(jnp.ones(512)).compile().as_text()) == 1
+
+
 def test_the_check_sees_a_copy():
     buffer = jaxbuf.ItemBuffer.create(EXAMPLE, CAPACITY, sampler=PRIORITIZED)
 

@@ -52,6 +52,7 @@ def each(
     static: tuple[Hashable, ...] = (),
     *,
     most: int | None = None,
+    at_once: Callable[..., PyTree[Array]] | None = None,
 ) -> PyTree[Array]:
     """``function(row, shared, *static)`` for every row of a batch.
 
@@ -62,30 +63,35 @@ def each(
         shared: Arrays of any shape, the same for all rows.
         static: Further arguments, not traced.
         most: Up to how many rows to loop, on a CPU; by default ``most_rows()``.
+        at_once: What to use for all rows at once, where there is no loop; by default the same.
 
     Returns:
         What ``function`` returns for all rows together, leaves ``[B, ...]``.
     """
     most = most_rows() if most is None else most
     loops = jax.tree.leaves(rows)[0].shape[0] <= most
-    return _each(function, rows, shared, static, loops=loops)
+    return _each(function, at_once or function, rows, shared, static, loops=loops)
 
 
-@functools.partial(jax.jit, static_argnames=("function", "static", "loops"))
+@functools.partial(jax.jit, static_argnames=("function", "at_once", "static", "loops"))
 def _each(
     function: Callable[..., PyTree[Array]],
+    at_once: Callable[..., PyTree[Array]],
     rows: PyTree[Array],
     shared: PyTree[Array],
     static: tuple[Hashable, ...],
     *,
     loops: bool,
 ) -> PyTree[Array]:
+    def one(row: PyTree[Array], shared: PyTree[Array]) -> PyTree[Array]:
+        return function(row, shared, *static)
+
     def plain(rows: PyTree[Array], shared: PyTree[Array]) -> PyTree[Array]:
-        return function(rows, shared, *static)
+        return at_once(rows, shared, *static)
 
     if not loops:
         return plain(rows, shared)
-    return on_cpu(functools.partial(_loop, plain), plain, rows, shared)
+    return on_cpu(functools.partial(_loop, one), plain, rows, shared)
 
 
 def total(counts: UInt[Array, " B"]) -> UInt[Array, ""]:

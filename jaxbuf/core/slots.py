@@ -203,11 +203,10 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
     if str(jax.random.key_impl(key)) != "threefry2x32" or count == 0:
         return jax.random.bits(key, shape, jnp.uint32)
     half = -(-count // 2)
-    rows, words = jnp.arange(half, dtype=jnp.uint32), jax.random.key_data(key)
-    if half <= rowwise.most_rows():
-        pairs = rowwise.each(_two_words, rows, words, (half,))
-    else:
-        pairs = _threefry(words, rows, rows + jnp.uint32(half))
+    rows = jnp.arange(half, dtype=jnp.uint32)
+    pairs = rowwise.each(
+        _two_words, rows, jax.random.key_data(key), (half,), at_once=_two_words_of_all
+    )
     return jnp.concatenate(pairs)[:count].reshape(shape)
 
 
@@ -219,17 +218,18 @@ def _two_words(
     return first, second
 
 
-def _threefry(
-    key: UInt[Array, " 2"], first: UInt[Array, " H"], second: UInt[Array, " H"]
+def _two_words_of_all(
+    row: UInt[Array, " H"], key: UInt[Array, " 2"], half: int
 ) -> tuple[UInt[Array, " H"], UInt[Array, " H"]]:
-    """Threefry-2x32 with 20 rounds, in one kernel.
+    """The same in one kernel: Threefry-2x32 with 20 rounds.
 
-    The same as ``threefry_2x32``, which on a CPU is a loop over the rounds of twenty kernels each,
-    but counts for too many operations in a program that is to be short.
+    On a CPU ``threefry_2x32`` is a loop over rounds of twenty kernels each. But those count for
+    fewer operations, where a program is to be short.
 
     References:
         Salmon et al., 2011, Parallel random numbers: as easy as 1, 2, 3.
     """
+    first, second = row, row + jnp.uint32(half)
     keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
     first, second = first + keys[0], second + keys[1]
     for group in range(1, 6):

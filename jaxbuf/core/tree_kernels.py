@@ -453,13 +453,14 @@ def _refresh_loop(
 
         return rowwise.repeat(before, max(steps, 2), step, flat)
 
-    apart = min(layout.depth, 2 if short else layout.depth)
+    # The levels further up, of few nodes, share one loop: that keeps the program short enough, see
+    # ``rowwise``, to be run without handing it to a thread. With several trees its steps would be
+    # too long for XLA to make one native function of them.
+    apart = min(layout.depth, 2 if short and trees == 1 else layout.depth)
     for level in range(apart):
         before, flat = whole_level(before, flat, level)
     if apart == layout.depth:
         return before, flat
-    # The levels further up, of few nodes, share one loop: that keeps the program short enough, see
-    # ``rowwise``, to be run without handing it to a thread.
     table = jnp.asarray(np.asarray(plans[apart:], np.int32))
 
     def advance(_: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
