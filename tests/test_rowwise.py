@@ -104,3 +104,12 @@ def test_chosen_rows_are_packed_in_front():
         assert int(count) == len(kept)
         np.testing.assert_array_equal(packed, [*kept, *[7] * (20 - len(kept))])
         assert_same((together[0][i], together[1][i]), (packed, count))
+
+
+@pytest.mark.parametrize("below", [5, 40_000_000, 2**31])
+@pytest.mark.parametrize("rows", [1, 2, 300])
+def test_numbers_in_order(rows, below):
+    numbers = np.random.default_rng(rows).integers(0, min(below, 2**31), rows) // 3 * 3
+    numbers[-1] = min(below, 2**31) - 1
+    order = rowwise.order(jnp.asarray(numbers, jnp.int32), below)
+    np.testing.assert_array_equal(order, np.argsort(numbers, kind="stable"))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import describe, fields, storage
+from jaxbuf.core import describe, fields, rowwise, storage
 from jaxbuf.core.slots import Ring, Slots, random_words, scale_word
 
 Order = Literal["age", "random"]
@@ -212,19 +212,8 @@ def _by_age(occupancy: Any, slot: Int[Array, " N"], live: Bool[Array, " N"]) -> 
 
 def _by_group(name: Int[Array, " N"], num_groups: int) -> tuple[Int[Array, " N"], Int[Array, " M"]]:
     """The places of all names, sorted by name and then by place, and where each group begins."""
-    place = jnp.arange(name.size, dtype=jnp.uint32)
-    group = jnp.arange(num_groups + 1, dtype=jnp.uint32)
-    bits = (name.size - 1).bit_length()
-    if (num_groups + 1) << bits <= 2**32:
-        # Names and places in one word are sorted several times as fast as pairs.
-        shift = jnp.uint32(bits)
-        key = lax.sort((name.astype(jnp.uint32) << shift) | place)
-        place = key & jnp.uint32(2**bits - 1)
-        bound = jnp.searchsorted(key, group << shift)
-    else:
-        key, place = lax.sort((name.astype(jnp.uint32), place), num_keys=1)
-        bound = jnp.searchsorted(key, group)
-    return place.astype(jnp.int32), bound.astype(jnp.int32)
+    place = rowwise.order(name, num_groups + 1)
+    return place, jnp.searchsorted(name[place], jnp.arange(num_groups + 1, dtype=name.dtype))
 
 
 def _shuffled(words: UInt[Array, "B K"], held: Int[Array, " B"]) -> Int[Array, "B K"]:

@@ -23,7 +23,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import rowwise
+from jaxbuf.core import in_place, rowwise
 from jaxbuf.core.slots import Slots, same_item, scale_word
 
 # Scores and sequence numbers of one block of siblings fill one cache line.
@@ -269,54 +269,53 @@ def _place_loop(
         values = lax.dynamic_slice(flat, (at,), (2 * _FANOUT,))
         return [values[i] for i in range(2 * _FANOUT)]
 
-    def place(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        flat, slots = carry
-        tree = i // rows if trees > 1 else jnp.int32(0)
+    def write(flat: jax.Array, at: jax.Array, item: tuple[jax.Array, jax.Array]) -> jax.Array:
+        flat = lax.dynamic_update_slice(flat, item[0][None], (at,))
+        return lax.dynamic_update_slice(flat, item[1][None], (at + _FANOUT,))
+
+    # A row takes a step for each level on its way down to the lowest item, and one for each on its
+    # way up from there. All steps are alike, in one loop, for XLA:CPU makes one native function of
+    # it only if a step is short. What a node knows of its children is written on the way down too,
+    # where it is known already; and the spare leaf, where no other is to be written.
+    def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        row, turn, node, flat, slots = carry
+        tree = row // rows if trees > 1 else jnp.int32(0)
         base = tree * length
-        free = size[tree] + (i - tree * rows)
+        down, bottom = turn < depth, turn == depth - 1
+        level = jnp.where(down, depth - 1 - turn, turn - depth)
+        above = jnp.where(down, node, lax.shift_right_logical(node, jnp.int32(_SHIFT)))
+        values = block(flat, base + level_start[level] + above * (2 * _FANOUT))
+        lowest = _lowest(values[:_FANOUT], values[_FANOUT:])
+        child = jnp.int32(0)
+        for k in range(1, _FANOUT):
+            same = (values[k] == lowest[0]) & (values[_FANOUT + k] == lowest[1])
+            child = child + k * same.astype(jnp.int32)
+        found = above * _FANOUT + child
+
+        free = size[tree] + (row - tree * rows)
         filling = free < capacity
-        new = (rank[i], arrival[i])
+        new = (rank[row], arrival[row])
+        enters = bottom & (new[0] > 0) & (filling | _below(lowest, new))
+        slot = jnp.where(enters, jnp.where(filling, free, found), capacity)
+        before = lax.dynamic_slice(slots, (row,), (1,))[0]
+        slots = lax.dynamic_update_slice(slots, jnp.where(bottom, slot, before)[None], (row,))
 
-        def descend(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            flat, node, _, _ = carry
-            values = block(flat, base + level_start[depth - 1 - step] + node * (2 * _FANOUT))
-            lowest = _lowest(values[:_FANOUT], values[_FANOUT:])
-            child = jnp.int32(0)
-            for k in range(1, _FANOUT):
-                same = (values[k] == lowest[0]) & (values[_FANOUT + k] == lowest[1])
-                child = child + k * same.astype(jnp.int32)
-            return flat, node * _FANOUT + child, *lowest
+        at = base + level_start[level + 1] + _position(above)
+        flat = write(flat, in_place.later(at, child, slot), lowest)
+        flat = write(flat, base + _position(slot), _pick(enters, new, nothing))
 
-        # The tree goes through the loop and comes out of it, although it is only read: a tree that
-        # is held beside the loop and written afterwards is copied.
-        nothing = jnp.uint32(0)
-        flat, victim, *low = lax.fori_loop(
-            0, depth, descend, (flat, jnp.int32(0), nothing, nothing)
-        )
-        lowest = (low[0], low[1])
-        enters = (new[0] > 0) & (filling | _below(lowest, new))
-        slot = jnp.where(enters, jnp.where(filling, free, victim), capacity)
-        slots = lax.dynamic_update_slice(slots, slot[None], (i,))
-        new = _pick(enters, new, (jnp.uint32(_FREE), jnp.uint32(0)))
+        # They are sorted: after the first that does not stay, none does.
+        ends = bottom & ~enters
+        done = ends | (turn == 2 * depth - 1)
+        row = jnp.where(ends, (tree + 1) * rows, row + done.astype(jnp.int32))
+        node = jnp.where(bottom, slot, jnp.where(down, found, above))
+        return row, jnp.where(done, 0, turn + 1), jnp.where(done, 0, node), flat, slots
 
-        def write(flat: jax.Array, at: jax.Array, item: tuple[jax.Array, jax.Array]) -> jax.Array:
-            flat = lax.dynamic_update_slice(flat, item[0][None], (at,))
-            return lax.dynamic_update_slice(flat, item[1][None], (at + _FANOUT,))
-
-        def ascend(level: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
-            flat, node = carry
-            parent = lax.shift_right_logical(node, jnp.asarray(_SHIFT, node.dtype))
-            values = block(flat, base + level_start[level] + parent * (2 * _FANOUT))
-            lowest = _lowest(values[:_FANOUT], values[_FANOUT:])
-            at = base + level_start[level + 1] + _position(parent)
-            return write(flat, at, lowest), parent
-
-        flat = write(flat, base + _position(slot), new)
-        flat, _ = lax.fori_loop(0, depth, ascend, (flat, slot))
-        return flat, slots
-
-    carry = (nodes.reshape(-1), jnp.zeros((trees * rows,), jnp.int32))
-    flat, slots = lax.fori_loop(0, trees * rows, place, carry)
+    nothing = (jnp.uint32(_FREE), jnp.uint32(0))
+    zero = rowwise.after(rank)
+    slots = jnp.broadcast_to(zero + capacity, (trees * rows,))
+    carry = (zero, zero, zero, nodes.reshape(-1), slots)
+    *_, flat, slots = lax.while_loop(lambda carry: carry[0] < trees * rows, step, carry)
     return flat.reshape(nodes.shape), slots.reshape(trees, rows)
 
 

@@ -373,6 +373,7 @@ class Prioritized:
                 state,
                 propose,
                 lambda scratch, taken: scratch.set(taken, jnp.zeros(taken.shape, jnp.float32)),
+                state.capacity,
             )
         mass = state.get(index)
         row = (index, mass)
@@ -545,6 +546,7 @@ def distinct(
     scratch: Any,
     propose: Callable[[PRNGKeyArray, Any], Int[Array, " B"]],
     remove: Callable[[Any, Int[Array, " B"]], Any],
+    below: int = 2**31 - 1,
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Draw ``count`` different items: one after the other, each from those that are left.
 
@@ -558,12 +560,12 @@ def distinct(
         count: How many there are to draw, at most ``batch_size``.
         scratch: What ``propose`` draws from.
         propose: Draws ``batch_size`` items with replacement.
-        remove: Takes items out of the scratch.
+        remove: Takes items out of the scratch; is given ``below`` for none.
+        below: Numbers of items are below this.
 
     Returns:
         The items, in the order in which they were drawn, and which rows hold one.
     """
-    nothing = jnp.iinfo(jnp.int32).max
     row = jnp.arange(batch_size, dtype=jnp.int32)
 
     def unfinished(carry: tuple[Array, Array, Array, Any]) -> Array:
@@ -573,18 +575,18 @@ def distinct(
         round_, filled, chosen, scratch = carry
         proposed = propose(jax.random.fold_in(key, round_), scratch)
         both = jnp.concatenate([chosen, proposed])
-        # A stable sort puts the first of equal ones first: those of earlier rounds, then rows.
-        order = jnp.argsort(both, stable=True)
+        # Of equal ones the first comes first: those of earlier rounds, then rows.
+        order = rowwise.order(both, below + 1)
         ordered = both[order]
         repeats = jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] == ordered[:-1]])
         fresh = ~jnp.zeros_like(repeats).at[order].set(repeats)[batch_size:]
         place = filled + jnp.cumsum(fresh, dtype=jnp.int32) - 1
         fresh = fresh & (place < count)
         chosen = chosen.at[jnp.where(fresh, place, batch_size)].set(proposed, mode="drop")
-        scratch = remove(scratch, jnp.where(fresh, proposed, nothing))
+        scratch = remove(scratch, jnp.where(fresh, proposed, below))
         return round_ + 1, filled + jnp.sum(fresh, dtype=jnp.int32), chosen, scratch
 
-    start = (jnp.int32(0), jnp.int32(0), jnp.full((batch_size,), nothing, jnp.int32), scratch)
+    start = (jnp.int32(0), jnp.int32(0), jnp.full((batch_size,), below, jnp.int32), scratch)
     _, _, chosen, _ = lax.while_loop(unfinished, attempt, start)
     return chosen, row < count
 

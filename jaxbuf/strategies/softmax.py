@@ -226,6 +226,7 @@ class Softmax:
                 state.masses,
                 lambda key, masses: self._with_replacement(masses, key, batch_size),
                 lambda masses, taken: masses.set(taken, jnp.zeros(taken.shape, jnp.float32)),
+                state.masses.capacity,
             )
 
         return lax.cond(enough, by_mass, lambda: self._by_noise(state, key, batch_size))
