@@ -51,12 +51,15 @@ OPERATIONS = (
 OPS = ("sum", "max", "min_positive")
 
 
+WHOLES = ("per-mujoco", "per-mujoco-2048", "per-mujoco-large")
+
+
 def rows(options: Options) -> list[Row]:
-    """The parts of every prioritized row."""
-    names = {per_row: per_row.replace("per-", "parts-") for per_row in per.WORKLOADS}
+    """The parts of those rows whose batches differ and nothing else."""
+    names = {whole: whole.replace("per-", "parts-") for whole in WHOLES}
     return [
-        _row(name, per_row, per.sized(per_row, options), options)
-        for per_row, name in names.items()
+        _row(name, whole, per.sized(whole, options), options)
+        for whole, name in names.items()
         if any(options.wants(name, operation) for operation in OPERATIONS)
     ]
 
