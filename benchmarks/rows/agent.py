@@ -19,7 +19,7 @@ learned by the end of the check; what they reached is said below the table.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import Operation, Options, Row, UnequalWork, import_library
+from benchmarks.harness import REFERENCE, Operation, Options, Row, UnequalWork, import_library
 from benchmarks.programs import compiled, memory_beyond, scanned
 
 NAME = "agent"
@@ -49,9 +49,8 @@ def rows(options: Options) -> list[Row]:
         return []
     title = f"DQN with prioritized replay on CartPole, {SEEDS} seeds, one iteration of all of them"
     builders = {
-        "jaxbuf": lambda: AgentContestant(options, "jaxbuf"),
-        "flashbax": lambda: AgentContestant(options, "flashbax"),
-        "nothing": lambda: AgentContestant(options, "nothing"),
+        library: functools.partial(AgentContestant, options, library)
+        for library in (REFERENCE, *OTHERS)
     }
     return [Row(NAME, title, [OPERATION], builders)]
 
@@ -131,42 +130,47 @@ class NoReplay(flax.struct.PyTreeNode):
         return {}
 
 
+def flashbax_replay(config: Any, step: Any) -> FlashbaxReplay:
+    """An empty buffer of flashbax for steps of these shapes."""
+    functions = import_library("flashbax").make_prioritised_trajectory_buffer(
+        add_batch_size=config.num_envs,
+        sample_batch_size=config.batch_size,
+        sample_sequence_length=config.window,
+        period=1,
+        min_length_time_axis=config.window,
+        max_length_time_axis=config.capacity // config.num_envs,
+        priority_exponent=config.alpha,
+        device=jax.default_backend(),
+    )
+    return FlashbaxReplay(functions.init(_zeros(step)), functions)
+
+
+def no_replay(config: Any, step: Any) -> NoReplay:
+    """Windows of zeros for steps of these shapes."""
+    return NoReplay(_zeros(step, config.batch_size, config.window))
+
+
+def _zeros(step: Any, *leading: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), step)
+
+
+OTHERS: dict[str, Callable[[Any, Any], Any]] = {"flashbax": flashbax_replay, "nothing": no_replay}
+"""What stands in the place of jaxbuf's buffer."""
+
+
 def make_agent(library: str) -> Any:
     """The agent of the example with the buffer of a library, or of none: "nothing"."""
     dqn = import_library("jaxbuf.examples.dqn")
     config = dqn.Config(seeds=SEEDS)
-    if library == "jaxbuf":
+    if library not in OTHERS:
         return dqn.Agent(config)
-    if library == "nothing":
-
-        @dataclasses.dataclass(frozen=True)
-        class BareAgent(dqn.Agent):
-            def create_buffer(self, step: Any) -> Any:
-                shape = (config.batch_size, config.window)
-                return NoReplay(
-                    jax.tree.map(lambda leaf: jnp.zeros((*shape, *leaf.shape), leaf.dtype), step)
-                )
-
-        return BareAgent(config)
-    flashbax = import_library("flashbax")
 
     @dataclasses.dataclass(frozen=True)
-    class FlashbaxAgent(dqn.Agent):
+    class OtherAgent(dqn.Agent):
         def create_buffer(self, step: Any) -> Any:
-            functions = flashbax.make_prioritised_trajectory_buffer(
-                add_batch_size=config.num_envs,
-                sample_batch_size=config.batch_size,
-                sample_sequence_length=config.window,
-                period=1,
-                min_length_time_axis=config.window,
-                max_length_time_axis=config.capacity // config.num_envs,
-                priority_exponent=config.alpha,
-                device=jax.default_backend(),
-            )
-            example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), step)
-            return FlashbaxReplay(functions.init(example), functions)
+            return OTHERS[library](config, step)
 
-    return FlashbaxAgent(config)
+    return OtherAgent(config)
 
 
 class AgentContestant:

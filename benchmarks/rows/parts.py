@@ -35,7 +35,7 @@ from benchmarks.harness import (
     UnequalWork,
     import_library,
 )
-from benchmarks.limits import Traffic, gathered
+from benchmarks.limits import Traffic
 from benchmarks.native import NativeContestant
 from benchmarks.programs import compiled, scanned
 from benchmarks.rows import per
@@ -49,8 +49,6 @@ OPERATIONS = (
     "scan priorities set",
 )
 OPS = ("sum", "max", "min_positive")
-
-
 WHOLES = ("per-mujoco", "per-mujoco-2048", "per-mujoco-large")
 
 
@@ -86,13 +84,24 @@ class Part:
         state: What the first step is given.
         step: From a state and a row of the inputs to the next state.
         inputs: Of all steps, leaves [L, ...].
-        floor: What a step has to move.
     """
 
     state: Any
     step: Callable[[Any, Any], Any]
     inputs: Any
-    floor: Traffic
+
+
+def _floors(workload: Workload) -> dict[str, Traffic]:
+    """What a step of each part has to move, whatever the library."""
+    batch, nodes = workload.sample_size, 4 * workload.capacity
+    data = dataclasses.replace(workload, prioritized=False).traffic()
+    return {
+        "scan words": Traffic(4 * batch),
+        "scan descent": Traffic(8 * batch, batch, nodes),
+        "scan rows read": data["sample"],
+        "scan rows written": data["add"],
+        "scan priorities set": Traffic(4 * batch, batch, nodes),
+    }
 
 
 class Parts:
@@ -100,14 +109,14 @@ class Parts:
 
     def __init__(self, workload: Workload, options: Options):
         """Makes trees and data of the size that the job says."""
-        self._workload, self._rng = workload, np.random.default_rng(0)
+        self._workload, rng = workload, np.random.default_rng(0)
         steps, batch = workload.scan_length, workload.sample_size
-        self._priorities = self._rng.random(workload.capacity, np.float32) + np.float32(0.1)
+        self._priorities = rng.random(workload.capacity, np.float32) + np.float32(0.1)
         # As strata give them: in order, one in each part of the whole.
-        strata = np.arange(batch) + self._rng.random((steps, batch))
+        strata = np.arange(batch) + rng.random((steps, batch))
         self._points = (strata / batch).astype(np.float32)
         self._slots = (self._points * workload.capacity).astype(np.int32)
-        self._new = self._rng.random((steps, batch), np.float32) + np.float32(0.1)
+        self._new = rng.random((steps, batch), np.float32) + np.float32(0.1)
         self._keys = jax.random.split(jax.random.key(0), steps)
         self._parts = self.parts()
         self._programs = {
@@ -141,6 +150,7 @@ class Parts:
 
     def operations(self) -> Mapping[str, Operation]:
         """A scan for each part."""
+        floors = _floors(self._workload)
         return {
             name: Operation(
                 scanned(
@@ -149,7 +159,7 @@ class Parts:
                     lambda part=part: (part.inputs,),
                 ),
                 per_call=self._workload.scan_length,
-                floor=part.floor.seconds,
+                floor=floors[name].seconds,
             )
             for name, part in self._parts.items()
         }
@@ -193,39 +203,32 @@ class JaxbufParts(Parts):
         first = jax.tree.map(lambda leaf: jnp.zeros((batch, *leaf.shape[1:]), leaf.dtype), data)
         starts = np.arange(job.scan_length, dtype=np.int32)[:, None] * job.add_size
         places = (starts + np.arange(job.add_size, dtype=np.int32)) % job.capacity
-        sizes = [leaf.nbytes // job.capacity for leaf in data.values()]
-        within, nodes = job.capacity * job.transitions.num_bytes, 4 * job.capacity
         points = jnp.asarray(self._points) * still.root()
         return {
             "scan words": Part(
                 jnp.zeros((batch,), jnp.uint32),
                 lambda _, key: random_words(key, (batch,)),
                 self._keys,
-                Traffic(4 * batch),
             ),
             "scan descent": Part(
                 (jnp.zeros((batch,), jnp.int32), still),
                 lambda state, prefix: (state[1].query(prefix), state[1]),
                 points,
-                Traffic(8 * batch, batch, nodes),
             ),
             "scan rows read": Part(
                 (first, data),
                 lambda state, slots: (storage.read(state[1], slots), state[1]),
                 jnp.asarray(self._slots),
-                gathered(batch, sizes, within),
             ),
             "scan rows written": Part(
                 jax.tree.map(jnp.copy, data),
                 lambda state, slots: storage.write(state, new, slots),
                 jnp.asarray(places),
-                Traffic(2 * job.add_size * job.transitions.num_bytes),
             ),
             "scan priorities set": Part(
                 tree(),
                 lambda state, row: state.set(*row),
                 (jnp.asarray(self._slots), jnp.asarray(self._new)),
-                Traffic(4 * batch, batch, nodes),
             ),
         }
 
@@ -254,19 +257,16 @@ class FlashbaxParts(Parts):
                 jnp.zeros((batch,), jnp.float32),
                 lambda _, key: jax.vmap(jax.random.uniform)(jax.random.split(key, batch)),
                 self._keys,
-                Traffic(4 * batch),
             ),
             "scan descent": Part(
                 (jnp.zeros((batch,), jnp.int32), still),
                 lambda state, points: (self._find(state[1], None, points), state[1]),
                 jnp.asarray(self._points),
-                Traffic(8 * batch, batch, 4 * job.capacity),
             ),
             "scan priorities set": Part(
                 tree(),
                 lambda state, row: sum_tree.set_batch_scan(state, *row),
                 (jnp.asarray(self._slots), jnp.asarray(self._new)),
-                Traffic(4 * batch, batch, 4 * job.capacity),
             ),
         }
 

@@ -264,6 +264,7 @@ def _place_loop(
     depth, length = len(starts) - 1, _length(capacity)
     rank, arrival = rank.reshape(-1), arrival.reshape(-1)
     size = size.astype(jnp.int32)
+    nothing = (jnp.uint32(_FREE), jnp.uint32(0))
 
     def block(flat: jax.Array, at: jax.Array) -> list[jax.Array]:
         values = lax.dynamic_slice(flat, (at,), (2 * _FANOUT,))
@@ -311,7 +312,6 @@ def _place_loop(
         node = jnp.where(bottom, slot, jnp.where(down, found, above))
         return row, jnp.where(done, 0, turn + 1), jnp.where(done, 0, node), flat, slots
 
-    nothing = (jnp.uint32(_FREE), jnp.uint32(0))
     zero = rowwise.after(rank)
     slots = jnp.broadcast_to(zero + capacity, (trees * rows,))
     carry = (zero, zero, zero, nodes.reshape(-1), slots)
