@@ -213,7 +213,8 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         freshness_state = self.freshness_state
         if self.freshness is not None and version is not None:
             freshness_state = self.freshness.added(freshness_state, index, version)
-            freshness_state = self.freshness.came(freshness_state, rows, version, taken, refused)
+            if refused is not None:
+                freshness_state = self.freshness.came(freshness_state, version, taken, refused)
         added = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
             data=storage.write(self.data, items, index),
@@ -390,26 +391,27 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
     def _check_version(
         self, version: Any, row_shape: tuple[int, ...], taken: Any
     ) -> tuple[Any, Any, Any]:
-        """The version of each row, or of all; which are still taken; and how many are refused."""
+        """The version of each row, or of all; which are still taken; and how many are refused.
+
+        None are, and that is not even a number, unless versions are given.
+        """
         if self.freshness is None:
             self._refuse_version(version)
             return None, taken, None
-        none = jnp.uint32(0)
         if version is None:
-            return self.freshness_state.version, taken, none
+            return self.freshness_state.version, taken, None
         version = storage.check_rows(version, "version", row_shape, np.int32, "(B,)")
         if self.freshness.max_staleness is None:
-            return version, taken, none
+            return version, taken, jnp.uint32(0)
         offered = jnp.ones(row_shape, bool) if taken is None else taken
         fresh = version >= self.freshness.floor(self.freshness_state)
         refused = jnp.sum(offered & ~fresh, dtype=jnp.uint32)
         return version, offered & fresh, refused
 
-    def _note_left(
+    def _noted(
         self, state: FreshnessState, occupancy: Subset, version: Int[Array, ""]
     ) -> FreshnessState:
-        gone = self.counters[0] - occupancy.size.astype(jnp.uint32)
-        return self._needs_freshness("set_version").left(state, gone, version)
+        return self._needs_freshness("set_version").noted(state, occupancy.size, version)
 
     def _check_score(self, score: Any, row_shape: tuple[int, ...]) -> Any:
         """``score`` as an array, if it is given exactly where something goes by it."""

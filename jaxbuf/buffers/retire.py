@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxbuf.buffers import common
-from jaxbuf.core import storage
+from jaxbuf.core import in_place, storage
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
@@ -64,20 +64,23 @@ class Retiring:
         taken = self.occupancy.holds(slots)
         if mask is not None:
             taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
-        index = jnp.where(taken, slots.index, self.freshness_state.uses.shape[0])
-        state, enough = freshness.used(self.freshness_state, index)
+        state, enough = freshness.used(self.freshness_state, slots.index, taken)
         parts = (self.sampler_state, self.occupancy, state)
         if freshness.max_use is None:
             return self._with(parts)
 
-        def retire_used(carry: tuple[Array, _Parts]) -> tuple[Array, _Parts]:
-            gone, count = freshness.used_enough(carry[1][2], index)
-            return jnp.int32(0), self._retire(carry[1], gone, count, 1, _FEW)
+        def some_enough(carry: tuple[tuple[Array, Array], _Parts]) -> Bool[Array, ""]:
+            return jnp.minimum(*carry[0]) > 0
+
+        def retire_used(carry: tuple[tuple[Array, Array], _Parts]) -> Any:
+            # Else XLA looks all uses up once more before it knows whether there are any.
+            index = in_place.later(slots.index, carry[0][1])
+            gone, count = freshness.used_enough(carry[1][2], index, taken)
+            parts = self._retire(carry[1], gone, count, 1, _FEW)
+            return (jnp.int32(0), jnp.int32(0)), parts
 
         # Runs once or not at all.
-        return self._with(
-            lax.while_loop(lambda carry: carry[0] > 0, retire_used, (enough, parts))[1]
-        )
+        return self._with(lax.while_loop(some_enough, retire_used, (enough, parts))[1])
 
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
@@ -97,28 +100,30 @@ class Retiring:
         before = self.freshness_state.learner
         now = storage.check_rows(version, "version", (), np.int32, "a number")
         run = before[1]
-        state = self._note_left(self.freshness_state, self.occupancy, before[0])
+        state = self._noted(self.freshness_state, self.occupancy, before[0])
         if session is not None:
             run = storage.check_rows(session, "session", (), np.int32, "a number")
             unborn = self._incomplete(run != before[1])
             if unborn is not None:
                 state = freshness.abandoned(state, unborn)
         state = state.replace(learner=jnp.stack([now, run]))
-        floor = jnp.where(run == before[1], freshness.floor(state), 2**31 - 1)
+        floor, last = freshness.floor(state), now
+        if session is not None:
+            same = run == before[1]
+            floor, last = jnp.where(same, floor, 2**31 - 1), jnp.where(same, now, before[0])
 
         def retire_block(parts: _Parts) -> _Parts:
             sampler_state, occupancy, state = parts
             state, stale, count = freshness.stale_block(state, floor, occupancy.live)
-            return self._retire((sampler_state, occupancy, state), stale, count, 2, _MANY)
+            parts = self._retire((sampler_state, occupancy, state), stale, count, 2, _MANY)
+            return *parts[:2], self._noted(parts[2], parts[1], last)
 
         def some_left(parts: _Parts) -> Bool[Array, ""]:
             return parts[2].oldest < floor
 
         # The items themselves stay out of the loop.
         parts = (self.sampler_state, self.occupancy, state)
-        sampler_state, occupancy, state = lax.while_loop(some_left, retire_block, parts)
-        last = jnp.where(run == before[1], now, before[0])
-        return self._with((sampler_state, occupancy, self._note_left(state, occupancy, last)))
+        return self._with(lax.while_loop(some_left, retire_block, parts))
 
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
         """How often each sampled item was used so far, ``[B]``; 0 where it is not here any more.
@@ -159,10 +164,10 @@ class Retiring:
         del wanted
         return None
 
-    def _note_left(
+    def _noted(
         self, state: FreshnessState, occupancy: Subset, version: Int[Array, ""]
     ) -> FreshnessState:
-        """The state when all that have left by now had this version of the learner's."""
+        """The state when all that came or left by now did so at this version of the learner's."""
         del occupancy, version
         return state
 

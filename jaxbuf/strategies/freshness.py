@@ -37,16 +37,16 @@ class FreshnessState(struct.PyTreeNode):
         blocks: No version in a block of ``L`` slots is below this, ``[G * L]``.
         groups: None in a group of ``L`` blocks is below this, ``[G]``.
         learner: The learner's version and session, ``[2]`` int32.
-        counters: Rows refused as too stale, items retired by use and by staleness, and, where items
-            are counted when they leave, the sums of the versions of all that came and of the
-            learner's when they left, and how many the latter is of; ``[6]`` uint32, they wrap.
+        counters: Rows refused as too stale, items retired by use and by staleness; and, of single
+            items, the learner's versions when they left minus their own when they came, both summed
+            over all, and how many were here when that was noted last; ``[5]`` uint32, they wrap.
     """
 
     items: Int[Array, "P 2"]
     blocks: Int[Array, " C"]
     groups: Int[Array, " G"]
     learner: Int[Array, " 2"]
-    counters: UInt[Array, " 6"]
+    counters: UInt[Array, " 5"]
 
     @property
     def versions(self) -> Int[Array, " P"]:
@@ -143,7 +143,7 @@ class Freshness:
             blocks=jnp.full((groups * block,), _NEVER, jnp.int32),
             groups=jnp.full((groups,), _NEVER, jnp.int32),
             learner=jnp.zeros((2,), jnp.int32),
-            counters=jnp.zeros((6,), jnp.uint32),
+            counters=jnp.zeros((5,), jnp.uint32),
         )
 
     def floor(self, state: FreshnessState) -> Int[Array, ""]:
@@ -166,48 +166,45 @@ class Freshness:
     def came(
         self,
         state: FreshnessState,
-        rows: int,
-        version: Int[Array, "..."],
+        version: Int[Array, " B"],
         taken: Bool[Array, " B"] | None,
         refused: UInt[Array, ""],
     ) -> FreshnessState:
-        """Items were taken, whether or not they stayed, and others refused.
+        """Items of other versions than the learner's were taken, whether or not they stayed.
 
         Args:
             state: The state.
-            rows: How many were offered.
-            version: Of all of them, or of each, ``[B]``.
+            version: Of each.
             taken: Which were taken; None for all.
             refused: How many were too stale.
         """
-        versions = version.astype(jnp.uint32)
-        if version.ndim == 0:
-            count = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
-            return self._count(state, {0: refused, 3: count * versions})
-        kept = versions if taken is None else jnp.where(taken, versions, jnp.uint32(0))
+        behind = (state.version - version).astype(jnp.uint32)
+        kept = behind if taken is None else jnp.where(taken, behind, jnp.uint32(0))
         return self._count(state, {0: refused, 3: rowwise.total(kept)})
 
-    def left(
-        self, state: FreshnessState, total: UInt[Array, ""], version: Int[Array, ""]
+    def noted(
+        self, state: FreshnessState, size: Int[Array, ""], version: Int[Array, ""]
     ) -> FreshnessState:
-        """``total`` items have left in all, those that were not counted yet at this version."""
-        more = total - state.counters[5]
-        return self._count(state, {4: version.astype(jnp.uint32) * more, 5: more})
+        """Since it was noted last all came and left at this version of the learner's.
+
+        What came and left in between cancels out, so it is enough to know how many are here now.
+        """
+        fewer = state.counters[4] - size.astype(jnp.uint32)
+        return self._count(state, {3: version.astype(jnp.uint32) * fewer, 4: jnp.uint32(0) - fewer})
 
     def staleness_of_gone(
-        self, state: FreshnessState, total: UInt[Array, ""], here: Bool[Array, " N"]
+        self, state: FreshnessState, size: Int[Array, ""], here: Bool[Array, " N"]
     ) -> UInt[Array, ""]:
         """The sum of the staleness that all who left had when they left; it wraps.
 
         Args:
             state: The state.
-            total: How many have left in all.
+            size: How many are here.
             here: Which slots hold an item.
         """
-        counters = self.left(state, total, state.version).counters
         versions = state.versions[: here.shape[0]].astype(jnp.uint32)
         present = jnp.sum(jnp.where(here, versions, jnp.uint32(0)), dtype=jnp.uint32)
-        return counters[4] - (counters[3] - present)
+        return self.noted(state, size, state.version).counters[3] + present
 
     def begun(
         self, state: FreshnessState, index: Int[Array, "..."], version: Int[Array, "..."]
@@ -255,33 +252,30 @@ class Freshness:
         return state.replace(items=state.items.at[index, 0].set(-_NEVER - 1, mode="drop"))
 
     def used(
-        self, state: FreshnessState, index: Int[Array, " B"]
-    ) -> tuple[FreshnessState, Int[Array, ""]]:
-        """The items at ``index`` were used.
+        self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
+    ) -> tuple[FreshnessState, tuple[Int[Array, ""], Int[Array, ""]]]:
+        """The items at ``index`` were used, those that are ``taken``.
 
         Returns:
-            The state, and a number that is above zero if any of them have been used enough.
+            The state; how often the most used one was; and how many rows have been used enough.
         """
-        one = jnp.asarray([0, 1], jnp.int32)
-        items = state.items.at[index].add(one, mode="drop", wrap_negative_indices=False)
+        use = jnp.where(taken[:, None], jnp.asarray([[0, 1]], jnp.int32), 0)
+        items = state.items.at[index].add(use, mode="drop", wrap_negative_indices=False)
         state = state.replace(items=items)
         if self.max_use is None or index.shape[0] == 0:
-            return state, jnp.int32(0)
-        uses = jnp.where(index < items.shape[0], _row(index, items)[:, 1], 0)
+            return state, (jnp.int32(0), jnp.int32(0))
+        uses = jnp.where(taken, _row(index, items)[:, 1], 0)
         enough = (uses >= self.max_use).astype(jnp.int32)
         # Of one reduction XLA:CPU makes several kernels, and shares the first between two threads.
         start = (np.int32(0), np.int32(0))
-        most, count = lax.reduce((uses, enough), start, _most_and_count, (0,))
-        return state, jnp.minimum(most, count)
+        return state, lax.reduce((uses, enough), start, _most_and_count, (0,))
 
     def used_enough(
-        self, state: FreshnessState, index: Int[Array, " B"]
+        self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
     ) -> tuple[Int[Array, " B"], Int[Array, ""]]:
         """Those of the items that have been used enough, in front, and how many rows they are."""
-        slots = state.items.shape[0]
-        uses = _row(index, state.items)[:, 1]
-        enough = (index < slots) & (uses >= (self.max_use or _NEVER))
-        return rowwise.pack(index, enough, slots, size=index.shape[0])
+        enough = taken & (_row(index, state.items)[:, 1] >= (self.max_use or _NEVER))
+        return rowwise.pack(index, enough, state.items.shape[0], size=index.shape[0])
 
     def stale_block(
         self, state: FreshnessState, floor: Int[Array, ""], live: Any

@@ -211,10 +211,9 @@ def _totals(buffer: ItemBuffer) -> tuple[UInt[Array, ""], UInt[Array, ""]]:
     state, freshness = buffer.freshness_state, buffer.freshness
     assert freshness is not None
     uses = state.uses[: buffer.capacity].astype(jnp.uint32)
-    gone = buffer.counters[..., 0] - buffer.size.astype(jnp.uint32)
     return (
         jnp.sum(jnp.where(live, uses, jnp.uint32(0)), dtype=jnp.uint32),
-        freshness.staleness_of_gone(state, gone, live),
+        freshness.staleness_of_gone(state, buffer.size, live),
     )
 
 
