@@ -625,12 +625,15 @@ def _find_levels(
         child, residual = choose(children, residual)
         return node * FANOUT + child, residual
 
-    carry = (jnp.zeros_like(base), residual)
+    # The children of the root are the same for all rows of a tree, and need not be gathered.
+    start = _starts(layout)[0]
+    top = [jnp.repeat(nodes[:, start + i], rows) for i in range(FANOUT)]
+    carry = choose(top, residual)
     if middle:
-        node, residual = lax.fori_loop(0, middle, descend, carry, unroll=unroll)
+        node, residual = lax.fori_loop(1, middle, descend, carry, unroll=unroll)
         mass = flat[base + layout.offset("sum", layout.depth - middle) + node]
         carry = (node, _refine(mass, residual, refine))
-    node, _ = lax.fori_loop(middle, layout.depth, descend, carry, unroll=unroll)
+    node, _ = lax.fori_loop(max(middle, 1), layout.depth, descend, carry, unroll=unroll)
     return node.reshape(trees, rows)
 
 
