@@ -617,24 +617,40 @@ def _find_levels(
     starts = jnp.asarray(_starts(layout))
     middle = _refine_level(layout, refined)
 
-    def descend(
-        level: jax.Array | int, carry: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        node, residual = carry
+    def descend(level: jax.Array | int, carry: Any) -> Any:
+        node, residual = unpack(carry)
         children = _blocks(flat, base + starts[level] + node * FANOUT)
         child, residual = choose(children, residual)
-        return node * FANOUT + child, residual
+        return pack(node * FANOUT + child, residual)
 
+    # XLA:CPU makes a kernel for each of two results, and everything that leads to both is computed
+    # twice. Of one complex number both parts are computed together.
+    pack, unpack = (_as_pair, _of_pair) if unroll else (_as_complex, _of_complex)
     # The children of the root are the same for all rows of a tree, and need not be gathered.
     start = _starts(layout)[0]
-    top = [jnp.repeat(nodes[:, start + i], rows) for i in range(FANOUT)]
-    carry = choose(top, residual)
+    carry = pack(*choose([jnp.repeat(nodes[:, start + i], rows) for i in range(FANOUT)], residual))
     if middle:
-        node, residual = lax.fori_loop(1, middle, descend, carry, unroll=unroll)
+        node, residual = unpack(lax.fori_loop(1, middle, descend, carry, unroll=unroll))
         mass = flat[base + layout.offset("sum", layout.depth - middle) + node]
-        carry = (node, _refine(mass, residual, refine))
-    node, _ = lax.fori_loop(max(middle, 1), layout.depth, descend, carry, unroll=unroll)
-    return node.reshape(trees, rows)
+        carry = pack(node, _refine(mass, residual, refine))
+    carry = lax.fori_loop(max(middle, 1), layout.depth, descend, carry, unroll=unroll)
+    return unpack(carry)[0].reshape(trees, rows)
+
+
+def _as_pair(node: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return node, residual
+
+
+def _of_pair(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return pair
+
+
+def _as_complex(node: jax.Array, residual: jax.Array) -> jax.Array:
+    return lax.complex(residual, lax.bitcast_convert_type(node, jnp.float32))
+
+
+def _of_complex(both: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return lax.bitcast_convert_type(lax.imag(both), jnp.int32), lax.real(both)
 
 
 _find_vector = functools.partial(_find_levels, unroll=True)
