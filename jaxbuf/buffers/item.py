@@ -393,7 +393,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
     ) -> tuple[Any, Any, Any]:
         """The version of each row, or of all; which are still taken; and how many are refused.
 
-        None are, and that is not even a number, unless versions are given.
+        The last is None where no versions are given, for then none can be.
         """
         if self.freshness is None:
             self._refuse_version(version)

@@ -100,17 +100,17 @@ class Retiring:
         before = self.freshness_state.learner
         now = storage.check_rows(version, "version", (), np.int32, "a number")
         run = before[1]
-        state = self._noted(self.freshness_state, self.occupancy, before[0])
         if session is not None:
             run = storage.check_rows(session, "session", (), np.int32, "a number")
-            unborn = self._incomplete(run != before[1])
-            if unborn is not None:
-                state = freshness.abandoned(state, unborn)
+        state = self._noted(self.freshness_state, self.occupancy, before[0])
         state = state.replace(learner=jnp.stack([now, run]))
         floor, last = freshness.floor(state), now
         if session is not None:
             same = run == before[1]
             floor, last = jnp.where(same, floor, 2**31 - 1), jnp.where(same, now, before[0])
+            unborn = self._incomplete(~same)
+            if unborn is not None:
+                state = freshness.abandoned(state, unborn)
 
         def retire_block(parts: _Parts) -> _Parts:
             sampler_state, occupancy, state = parts

@@ -48,6 +48,6 @@ def append(
     return values, count + one.astype(jnp.int32), written
 
 
-def later(at: Int[Array, ""], *numbers: Int[Array, ""]) -> Int[Array, ""]:
+def later(at: Int[Array, "..."], *numbers: Int[Array, ""]) -> Int[Array, "..."]:
     """``at``, but known only when these numbers are, none of which is above 2**30."""
     return at + jnp.maximum(functools.reduce(jnp.maximum, numbers) - _MOST, 0)

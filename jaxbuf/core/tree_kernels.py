@@ -614,7 +614,7 @@ def _find_levels(
     trees, rows = prefix.shape
     flat, residual, refine = nodes.reshape(-1), prefix.reshape(-1), refine.reshape(-1)
     base = jnp.repeat(jnp.arange(trees, dtype=jnp.int32) * layout.size, rows)
-    starts = jnp.asarray(_starts(layout))
+    top, starts = int(_starts(layout)[0]), jnp.asarray(_starts(layout))
     middle = _refine_level(layout, refined)
 
     def descend(level: jax.Array | int, carry: Any) -> Any:
@@ -627,8 +627,7 @@ def _find_levels(
     # twice. Of one complex number both parts are computed together.
     pack, unpack = (_as_pair, _of_pair) if unroll else (_as_complex, _of_complex)
     # The children of the root are the same for all rows of a tree, and need not be gathered.
-    start = _starts(layout)[0]
-    carry = pack(*choose([jnp.repeat(nodes[:, start + i], rows) for i in range(FANOUT)], residual))
+    carry = pack(*choose([jnp.repeat(nodes[:, top + i], rows) for i in range(FANOUT)], residual))
     if middle:
         node, residual = unpack(lax.fori_loop(1, middle, descend, carry, unroll=unroll))
         mass = flat[base + layout.offset("sum", layout.depth - middle) + node]
