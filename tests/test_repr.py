@@ -194,8 +194,10 @@ def test_limiters_and_statistics():
     assert "window " in str(jaxbuf.ThroughputLimiter.create(inserts_per_sample=(1.0, 2.0)))
     lines = str(jaxbuf.Statistics.create(items())).splitlines()
     assert lines[0].startswith("Statistics: ")
+    assert "  counters  uint32[6]        24 B" in lines
     # A single number is shown as it is.
-    assert "  cursor    0" in lines
+    chunk = jaxbuf.Chunk(fragments=jnp.zeros((2,)), version=jnp.int32(3))
+    assert "  version    3" in str(chunk).splitlines()
 
 
 def test_what_stands_around_a_shared_buffer():

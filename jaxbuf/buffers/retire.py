@@ -97,33 +97,36 @@ class Retiring:
                 whole number.
         """
         freshness = self._needs_freshness("set_version")
-        before = self.freshness_state.learner
+        before = self.freshness_state
         now = storage.check_rows(version, "version", (), np.int32, "a number")
-        run = before[1]
+        run = before.session
         if session is not None:
             run = storage.check_rows(session, "session", (), np.int32, "a number")
-        state = self._noted(self.freshness_state, self.occupancy, before[0])
-        state = state.replace(learner=jnp.stack([now, run]))
-        floor, last = freshness.floor(state), now
+        state = self._noted(before, self.occupancy, before.version)
+        state = freshness.at_version(state, now, run)
+        floor, left_at = freshness.floor(state), None
         if session is not None:
-            same = run == before[1]
-            floor, last = jnp.where(same, floor, 2**31 - 1), jnp.where(same, now, before[0])
+            same = run == before.session
+            floor = jnp.where(same, floor, 2**31 - 1)
+            left_at = jnp.where(same, now, before.version)
             unborn = self._incomplete(~same)
             if unborn is not None:
                 state = freshness.abandoned(state, unborn)
 
         def retire_block(parts: _Parts) -> _Parts:
             sampler_state, occupancy, state = parts
-            state, stale, count = freshness.stale_block(state, floor, occupancy.live)
-            parts = self._retire((sampler_state, occupancy, state), stale, count, 2, _MANY)
-            return *parts[:2], self._noted(parts[2], parts[1], last)
+            state, stale, count = freshness.stale_block(state, floor, occupancy.members.get)
+            return self._retire((sampler_state, occupancy, state), stale, count, 2, _MANY)
 
         def some_left(parts: _Parts) -> Bool[Array, ""]:
             return parts[2].oldest < floor
 
         # The items themselves stay out of the loop.
         parts = (self.sampler_state, self.occupancy, state)
-        return self._with(lax.while_loop(some_left, retire_block, parts))
+        parts = lax.while_loop(some_left, retire_block, parts)
+        if left_at is not None:
+            parts = (*parts[:2], self._noted(parts[2], parts[1], left_at))
+        return self._with(parts)
 
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
         """How often each sampled item was used so far, ``[B]``; 0 where it is not here any more.

@@ -222,7 +222,6 @@ def _move_freshness(new: Any, old: Any, order: Int[Array, " N"], index: Int[Arra
     state = new.freshness.added(blank, at, before.versions[order])
     return state.replace(
         items=state.items.at[at, 1].set(before.uses[order], mode="drop"),
-        learner=before.learner,
         counters=before.counters,
     )
 

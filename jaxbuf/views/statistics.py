@@ -18,7 +18,7 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.retire import uses_and_staleness
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe, storage
+from jaxbuf.core import describe, in_place, storage
 
 _COLUMNS = (
     "use_mean",
@@ -46,10 +46,9 @@ class Statistics(struct.PyTreeNode):
     Attributes:
         records: Of each of the last ``K`` samples the mean and extreme use counts, staleness and
             priorities, ``[K, 7]``; NaN where nothing is known.
-        cursor: The record that is written next.
-        counters: Rows sampled in this period; the buffer's size, its items added so far, the uses
-            of those in it and the staleness of those that had left when it began; ``[5]`` uint32,
-            they wrap.
+        counters: Which record is written next; rows sampled in this period; the buffer's size, its
+            items added so far, the uses of those in it and the staleness of those that had left
+            when it began; ``[6]`` uint32, all but the first wrap.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -67,8 +66,7 @@ class Statistics(struct.PyTreeNode):
     """
 
     records: Float[Array, "K 7"]
-    cursor: Int[Array, ""]
-    counters: UInt[Array, " 5"]
+    counters: UInt[Array, " 6"]
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -87,8 +85,7 @@ class Statistics(struct.PyTreeNode):
         window = common.check_count("window", window)
         return cls(
             records=jnp.full((window, len(_COLUMNS)), jnp.nan, jnp.float32),
-            cursor=jnp.int32(0),
-            counters=_begin(buffer),
+            counters=_begin(buffer, jnp.uint32(0)),
         )
 
     def sampled(
@@ -122,22 +119,29 @@ class Statistics(struct.PyTreeNode):
             use, staleness = uses_and_staleness(buffer, batch.slots)
             values["use"] = use.astype(jnp.float32)
             values["staleness"] = staleness.astype(jnp.float32)
-            # Never false, but XLA does not know that: what changes these slots waits for the read.
-            index = jnp.where((use >= 0) & (staleness > -(2**31)), index, -1)
         if priority is not None:
             common.needs_priority(buffer.sampler, "priority was given")
             values["priority"] = storage.check_rows(
                 priority, "priority", valid.shape, np.float32, "(B,)"
             )
         count, record = _summary(valid, values)
+        if "use" in values:
+            # What changes these slots waits until they have been read, for then they are counted.
+            index = in_place.later(index, count)
         some = count > 0
-        place = (self.cursor, jnp.int32(0))
+        cursor = self.counters[0]
+        place = (cursor.astype(jnp.int32), jnp.int32(0))
         before = lax.dynamic_slice(self.records, place, (1, len(_COLUMNS)))
         record = jnp.where(some, record, before)
         recorded = self.replace(
             records=lax.dynamic_update_slice(self.records, record, place),
-            cursor=(self.cursor + some.astype(jnp.int32)) % jnp.int32(self.records.shape[0]),
-            counters=self.counters.at[0].add(count.astype(jnp.uint32)),
+            counters=jnp.stack(
+                [
+                    (cursor + some.astype(jnp.uint32)) % jnp.uint32(self.records.shape[0]),
+                    self.counters[1] + count.astype(jnp.uint32),
+                    *self.counters[2:],
+                ]
+            ),
         )
         return recorded, batch.replace(slots=batch.slots.replace(index=index))
 
@@ -159,7 +163,7 @@ class Statistics(struct.PyTreeNode):
             ``priority_max`` and ``priority_min``: the mean of the means of the last samples, the
             largest of their maxima, the least of their minima; 0 before the first.
         """
-        sampled, size, adds, uses, stale = (self.counters[..., i] for i in range(5))
+        sampled, size, adds, uses, stale = (self.counters[..., i] for i in range(1, 6))
         now = buffer.size.astype(jnp.uint32)
         pushed = buffer.counters[..., 0] - adds
         removed = size + pushed - now
@@ -191,14 +195,14 @@ class Statistics(struct.PyTreeNode):
         Args:
             buffer: The buffer as it is now.
         """
-        return self.replace(counters=_begin(buffer))
+        return self.replace(counters=_begin(buffer, self.counters[0]))
 
 
-def _begin(buffer: Any) -> UInt[Array, " 5"]:
+def _begin(buffer: Any, cursor: UInt[Array, ""]) -> UInt[Array, " 6"]:
     size = buffer.size.astype(jnp.uint32)
     nothing = jnp.uint32(0)
     totals = _totals(buffer) if _counts_uses(buffer) else (nothing, nothing)
-    return jnp.stack([nothing, size, buffer.counters[..., 0], *totals])
+    return jnp.stack([cursor, nothing, size, buffer.counters[..., 0], *totals])
 
 
 def _counts_uses(buffer: Any) -> bool:
