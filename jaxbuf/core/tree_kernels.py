@@ -32,6 +32,8 @@ _BELOW = 1.0 - 2.0**-24
 # Up to this many rows the loop form's descent wins over one kernel per level, which two threads
 # share, in any program.
 _LOOP_QUERIES = 128
+# Beyond, two threads are faster at XLA's kernels, which compute with several queries at a time.
+_NATIVE_QUERIES = 4096
 
 Op = Literal["sum", "min", "max", "min_positive"]
 OPS: tuple[Op, ...] = ("sum", "min", "max", "min_positive")
@@ -289,7 +291,7 @@ def _finder(layout: Layout, refined: bool, most: int) -> Callable[..., Any]:
     @custom_vmap
     def call(nodes: jax.Array, prefix: jax.Array, refine: jax.Array) -> Any:
         on_cpu = _find_loop if prefix.size <= most else _find_levels
-        on_cpu = _find_native if native.in_use() else on_cpu
+        on_cpu = _find_native if native.in_use() and prefix.size <= _NATIVE_QUERIES else on_cpu
         return lax.platform_dependent(
             nodes,
             prefix,
