@@ -169,6 +169,17 @@ def after(*arrays: Array) -> Int[Array, ""]:
     return jnp.minimum(functools.reduce(jnp.add, some), 0)
 
 
+def gathered(rows: Array, index: Int[Array, "..."]) -> Array:
+    """``rows``, which come out of a large array at ``index``, by a kernel of their own.
+
+    XLA:CPU gathers them in two threads, or anew in every kernel that they go into, but not where
+    they become a part of another array.
+    """
+    zero = after(index)
+    more = jnp.broadcast_to(zero.astype(rows.dtype), (rows.shape[0] + 1, *rows.shape[1:]))
+    return lax.dynamic_update_slice(more, rows, (zero,) * rows.ndim)[:-1]
+
+
 class Steps(NamedTuple):
     """Counts the steps of one loop after the other, so that none has to begin with a zero.
 

@@ -35,6 +35,9 @@ _LOOP_QUERIES = 128
 # Beyond, two threads are faster at XLA's kernels, which compute with several queries at a time.
 _NATIVE_QUERIES = 4096
 
+# Up to this many leaves a loop reads as fast as one gather.
+_LOOP_READS = 512
+
 Op = Literal["sum", "min", "max", "min_positive"]
 OPS: tuple[Op, ...] = ("sum", "min", "max", "min_positive")
 NEUTRAL: dict[Op, float] = {
@@ -308,10 +311,11 @@ def _finder(layout: Layout, refined: bool, most: int) -> Callable[..., Any]:
 def _reader(layout: Layout) -> Callable[..., Any]:
     @custom_vmap
     def call(nodes: jax.Array, index: jax.Array) -> Any:
+        on_cpu = _read_loop if index.size <= _LOOP_READS else _read_at_once
         return lax.platform_dependent(
             nodes,
             index,
-            cpu=functools.partial(_read_native if native.in_use() else _read_loop, layout),
+            cpu=functools.partial(_read_native if native.in_use() else on_cpu, layout),
             default=functools.partial(_read_vector, layout),
         )
 
@@ -680,6 +684,13 @@ def _read_loop(
     before = rowwise.Steps(rowwise.after(index)) if before is None else before
     values = jnp.broadcast_to(rowwise.after(before.done).astype(jnp.float32), (trees * rows,))
     return rowwise.repeat(before, max(trees * rows, 2), one, values)[1].reshape(trees, rows)
+
+
+def _read_at_once(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
+    base = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None] * layout.size
+    at = (base + jnp.clip(index, 0, layout.capacity - 1)).reshape(-1)
+    found = nodes.reshape(-1).at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return rowwise.gathered(found, index).reshape(index.shape)
 
 
 def _read_vector(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:

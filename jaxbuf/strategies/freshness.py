@@ -354,12 +354,8 @@ def _most_and_count(one: Any, other: Any) -> Any:
 
 
 def _rows_at_once(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Array, "B 2"]:
-    # XLA:CPU shares the rows of a gather out of a large array between two threads, but not where
-    # they become a part of another array. In a loop fewer of them are on their way from memory.
-    rows = index.shape[0]
-    zero = rowwise.after(index)
-    more = jnp.broadcast_to(zero, (rows + 1, 2))
-    return lax.dynamic_update_slice(more, _row(index, items), (zero, zero))[:rows]
+    # In a loop fewer of them are on their way from memory.
+    return rowwise.gathered(_row(index, items), index)
 
 
 def _write(
