@@ -33,7 +33,7 @@ def test_random_updates_agree_with_a_flat_array(capacity, ops):
     rng = np.random.default_rng(capacity)
     tree = SegmentTree.create(capacity, ops)
     leaves = np.full(capacity, tree.layout.fill, np.float32)
-    for rows in (1, 2, 7, 40) * 2:
+    for rows in (1, 2, 7, 40, 1000) * 2:
         index = rng.integers(-1, capacity + 2, rows)
         value = rng.integers(0, 5, rows).astype(np.float32)
         for where, what in zip(index, value, strict=True):
@@ -76,10 +76,10 @@ def test_the_loop_and_the_vector_form_agree_bit_for_bit(capacity):
             ]
             np.testing.assert_array_equal(forms[0], forms[1])
             np.testing.assert_array_equal(forms[0], forms[2])
-        np.testing.assert_array_equal(
-            tree_kernels._read_loop(layout, nodes, index),
-            tree_kernels._read_vector(layout, nodes, index),
-        )
+        for read in (tree_kernels._read_loop, tree_kernels._read_at_once):
+            np.testing.assert_array_equal(
+                read(layout, nodes, index), tree_kernels._read_vector(layout, nodes, index)
+            )
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -165,6 +165,14 @@ def test_vmap_over_trees_and_over_queries():
     np.testing.assert_array_equal(jax.vmap(SegmentTree.query)(trees, points), expected)
     expected = [single[0].query(row) for row in points]
     np.testing.assert_array_equal(jax.vmap(single[0].query)(points), expected)
+    many = jnp.asarray(rng.integers(-1, 52, (3, 400)), jnp.int32)
+    np.testing.assert_array_equal(
+        jax.vmap(SegmentTree.get)(trees, many),
+        [tree.get(row) for tree, row in zip(single, many, strict=True)],
+    )
+    values = jnp.asarray(rng.random((3, 400)), jnp.float32)
+    expected = [t.set(*row).nodes for t, *row in zip(single, many, values, strict=True)]
+    np.testing.assert_array_equal(jax.vmap(SegmentTree.set)(trees, many, values).nodes, expected)
     nested = jax.vmap(jax.vmap(SegmentTree.query, in_axes=(None, 0)))(trees, points[:, None])
     np.testing.assert_array_equal(
         nested[:, 0], [t.query(row) for t, row in zip(single, points, strict=True)]

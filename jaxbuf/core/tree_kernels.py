@@ -397,7 +397,11 @@ def _set_loop(
         at = in_place.later(target, gained[tree])
         return lax.dynamic_update_slice(flat, new[None], (at,)), gained, last
 
-    zero = rowwise.after(index, value)
+    needed = [index, value]
+    if not contiguous and trees * rows > _LOOP_READS:
+        # The loop waits for one leaf from memory after the other, a gather for many at a time.
+        needed.append(_read_at_once(layout, nodes, index.reshape(trees, rows)))
+    zero = rowwise.after(*needed)
     start = jnp.broadcast_to(zero, (trees,))
     steps, (flat, gained, last) = rowwise.repeat(
         rowwise.Steps(zero), trees * rows, write, (flat, start, start)
