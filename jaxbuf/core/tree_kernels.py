@@ -32,9 +32,8 @@ _BELOW = 1.0 - 2.0**-24
 # Up to this many rows the loop form's descent wins over one kernel per level, which two threads
 # share, in any program.
 _LOOP_QUERIES = 128
-# Beyond, two threads are faster at XLA's kernels, which compute with several queries at a time.
+# Up to this many our own kernel wins over XLA's, which compute with several queries at a time.
 _NATIVE_QUERIES = 4096
-
 # Up to this many leaves a loop reads as fast as one gather.
 _LOOP_READS = 512
 
@@ -691,9 +690,7 @@ def _read_loop(
 
 
 def _read_at_once(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
-    base = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None] * layout.size
-    at = (base + jnp.clip(index, 0, layout.capacity - 1)).reshape(-1)
-    found = nodes.reshape(-1).at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    found = _read_vector(layout, nodes, index).reshape(-1)
     return rowwise.gathered(found, index).reshape(index.shape)
 
 
