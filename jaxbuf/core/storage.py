@@ -141,10 +141,10 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
     leaves = jax.tree.leaves(storage)
     if _by_native(leaves, index.shape, 1):
-        return rowwise.on_cpu(_read_native, _read_plain, storage, index)
-    if 0 < index.shape[0] <= rowwise.SHORT and _row_bytes(leaves, 1) <= _SMALL_ROW:
-        return rowwise.each(_take, index, storage, (leaves[0].shape[0] - 1,))
-    return _read_plain(storage, index)
+        return rowwise.on_cpu(_read_native, _select, index, storage)
+    if 0 < index.shape[0] <= rowwise.most_rows() and _row_bytes(leaves, 1) <= _SMALL_ROW:
+        return rowwise.each(_select, index, storage)
+    return _select(index, storage)
 
 
 def _row_bytes(leaves: list[Array], axes: int) -> int:
@@ -166,13 +166,7 @@ def _by_native(leaves: list[Array], out: Sequence[int], axes: int) -> bool:
     )
 
 
-def _read_plain(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
-    last, rows = jax.tree.leaves(storage)[0].shape[0] - 1, index.shape[0]
-    # Out of a loop, so that XLA:CPU does not compute it anew for every element that it selects.
-    return _select(rowwise.each(_clip, index, static=(last,), most=rows), storage)
-
-
-def _read_native(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
+def _read_native(index: Int[Array, " B"], storage: PyTree[Array]) -> PyTree[Array]:
     leaves, treedef = jax.tree.flatten(storage)
     return jax.tree.unflatten(treedef, native.take(leaves, index))
 
@@ -245,18 +239,10 @@ def read_runs(
     return rowwise.on_cpu(on_cpu, plain, storage, jnp.minimum(ring, num_rings - 1), start)
 
 
-def _clip(index: Int[Array, " B"], _: Any, last: int) -> Int[Array, " B"]:
-    return jnp.clip(index, 0, last)
-
-
-def _take(index: Int[Array, " B"], storage: PyTree[Array], last: int) -> PyTree[Array]:
-    return _select(_clip(index, None, last), storage)
-
-
-def _select(index: Int[Array, " B"], storage: PyTree[Array]) -> PyTree[Array]:
+def _select(index: Int[Array, "..."], storage: PyTree[Array]) -> PyTree[Array]:
+    # XLA's own gather clips, so there is nothing to compute for it first.
     return jax.tree.map(
-        lambda slots: slots.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False),
-        storage,
+        lambda slots: slots.at[index].get(mode="clip", wrap_negative_indices=False), storage
     )
 
 

@@ -345,8 +345,7 @@ class Freshness:
 
 
 def _row(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Array, "B 2"]:
-    at = jnp.clip(index, 0, items.shape[0] - 1)
-    return items.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return items.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def _most_and_count(one: Any, other: Any) -> Any:
