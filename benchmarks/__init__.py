@@ -2,7 +2,7 @@
 
 How it measures:
 
-* The libraries of a row take turns in short blocks, A B C, C B A, A B C, ..., so that a noisy
+* The libraries of a row take turns in short blocks, A B C, B C A, C A B, ..., so that a noisy
   machine disturbs all of them alike. A time is the median over the blocks; a ratio is the median of
   the ratios *within* a turn, with its quartiles.
 * They live in one process, but for peers that need an environment of their own

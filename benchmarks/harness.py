@@ -1,5 +1,6 @@
 """What a row of the benchmark is, and the interleaved measurement of one."""
 
+import collections
 import dataclasses
 import gc
 import importlib
@@ -247,13 +248,14 @@ def time_operation(
         calls[library] = _calls_per_block(operation, options)
     gc.collect()
     seconds: dict[str, list[float]] = {library: [] for library in operations}
-    order = list(operations)
+    order = collections.deque(operations)
     for _ in range(options.turns):
         for library in order:
             operation = operations[library]
             done = calls[library] * operation.per_call
             seconds[library].append(operation.run(calls[library]) / done)
-        order.reverse()
+        # Whoever came right after itself would find its data in the caches.
+        order.rotate(-1)
         yield None
     microseconds = {library: np.array(times) * 1e6 for library, times in seconds.items()}
     yield Timing(microseconds, reference)
