@@ -25,6 +25,10 @@ Comparison = Literal[">=", ">"]
 # nothing else is looked at.
 _BLOCK = 128
 _NEVER = np.int32(2**31 - 1)
+# Up to this many rows a loop looks at them on a CPU, in any program. It makes two kernels more that
+# could run once a batch is drawn: more than eight, so that XLA's second thread takes these and goes
+# on to the update while the first still gathers rows.
+_LOOP_LOOKS = 256
 
 
 class FreshnessState(struct.PyTreeNode):
@@ -246,8 +250,8 @@ class Freshness:
         self, state: FreshnessState, index: Int[Array, " B"]
     ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         """The versions and the uses of the items at ``index``."""
-        if index.shape[0] <= rowwise.most_rows():
-            found = rowwise.each(_row, index, state.items)
+        if index.shape[0] <= _LOOP_LOOKS:
+            found = rowwise.each(_row, index, state.items, most=_LOOP_LOOKS)
         else:
             found = rowwise.on_cpu(_rows_at_once, _row, index, state.items)
         return found[:, 0], found[:, 1]
