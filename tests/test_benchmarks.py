@@ -1,6 +1,7 @@
 """The benchmark: peers in processes of their own, and the checks that its rows do equal work."""
 
 import dataclasses
+import itertools
 import os
 import sys
 import textwrap
@@ -10,7 +11,15 @@ import pytest
 
 from benchmarks import equality, peer_process
 from benchmarks.arrivals import Arrivals, BestModel, Source
-from benchmarks.harness import Operation, Options, Row, Unavailable, UnequalWork, run_row
+from benchmarks.harness import (
+    Operation,
+    Options,
+    Row,
+    Unavailable,
+    UnequalWork,
+    run_row,
+    time_operation,
+)
 from benchmarks.peer_process import PeerError, PeerProcess
 from benchmarks.report import row_markdown
 from benchmarks.rows import gflownet, parts, windows
@@ -94,6 +103,18 @@ def test_peer_process_takes_turns_in_a_row(toy):
     assert turns[0] < turns[1] == turns[2] < turns[3]
     assert "gone is left out: there is no .venv-nowhere" in row_markdown(result)
     assert "there / here" in row_markdown(result)
+
+
+def test_no_library_comes_right_after_itself():
+    order = []
+    operations = {
+        name: Operation(lambda calls, name=name: order.append(name) or 1e-3) for name in "abc"
+    }
+    for _ in time_operation(operations, Options(quick=True, repeats=6)):
+        pass
+    turns = order[-18:]
+    assert all(one != after for one, after in itertools.pairwise(turns))
+    assert all(set(turns[i : i + 3]) == set("abc") for i in range(0, 18, 3))
 
 
 def test_an_environment_that_is_missing_is_unavailable():

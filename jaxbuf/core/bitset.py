@@ -15,7 +15,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core import in_place, rowwise
+from jaxbuf.core import in_place, rowwise, storage
 
 _SHIFT = 5
 _WIDTH = 1 << _SHIFT
@@ -78,7 +78,7 @@ class Bitset(struct.PyTreeNode):
             block = node >> _SHIFT
             at = first[level] + (block << _SHIFT)[:, None] + lane[None]
             inside = lane[None] < (node & (_WIDTH - 1))[:, None]
-            counts = _counts(_read(self.nodes, at), level)
+            counts = _counts(storage.select(at, self.nodes), level)
             return block, count + jnp.sum(jnp.where(inside, counts, 0), axis=1, dtype=jnp.int32)
 
         index = jnp.clip(index, 0, self.capacity)
@@ -97,7 +97,7 @@ class Bitset(struct.PyTreeNode):
             node, rank, _ = carry
             level = top - step
             at = first[level] + (node << _SHIFT)[None] + lane[:, None]
-            children = _read(self.nodes, at)
+            children = storage.select(at, self.nodes)
             child, passed, until = jnp.zeros_like(node), jnp.zeros_like(rank), jnp.zeros_like(rank)
             value = children[0]
             for i in range(_WIDTH - 1):
@@ -133,12 +133,8 @@ def _bit(index: Int[Array, " B"]) -> UInt[Array, " B"]:
     return jnp.uint32(1) << (index & (_WIDTH - 1)).astype(jnp.uint32)
 
 
-def _read(nodes: UInt[Array, " P"], at: Int[Array, "..."]) -> UInt[Array, "..."]:
-    return nodes.at[at].get(mode="clip", wrap_negative_indices=False)
-
-
 def _word(index: Int[Array, " B"], nodes: UInt[Array, " P"]) -> UInt[Array, " B"]:
-    return _read(nodes, index >> _SHIFT)
+    return storage.select(index >> _SHIFT, nodes)
 
 
 def _get(index: Int[Array, " B"], nodes: UInt[Array, " P"], capacity: int) -> Bool[Array, " B"]:

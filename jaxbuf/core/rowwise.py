@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 # Up to how many rows to loop, on a CPU: in any program; where the rows are consecutive slots; and
 # in a program that is nothing but one operation, which is to be short.
-SHORT = 64
+_SHORT = 64
 SHORT_RUN = 256
 _SHORT_ALONE = 256
 # Part of what jit looks a program up by, so that functions in it are traced for both.
@@ -42,7 +42,7 @@ def is_alone() -> bool:
 
 def most_rows() -> int:
     """Up to how many rows to loop, on a CPU, in the program that is being traced."""
-    return _SHORT_ALONE if is_alone() else SHORT
+    return _SHORT_ALONE if is_alone() else _SHORT
 
 
 def each(

@@ -141,10 +141,18 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
     leaves = jax.tree.leaves(storage)
     if _by_native(leaves, index.shape, 1):
-        return rowwise.on_cpu(_read_native, _select, index, storage)
+        return rowwise.on_cpu(_read_native, select, index, storage)
     if 0 < index.shape[0] <= rowwise.most_rows() and _row_bytes(leaves, 1) <= _SMALL_ROW:
-        return rowwise.each(_select, index, storage)
-    return _select(index, storage)
+        return rowwise.each(select, index, storage)
+    return select(index, storage)
+
+
+def select(index: Int[Array, "..."], storage: PyTree[Array]) -> PyTree[Array]:
+    """What lies at ``index``, clipped to the range: one gather for each leaf, at any size."""
+    # XLA's own gather clips, so there is nothing to compute for it first.
+    return jax.tree.map(
+        lambda slots: slots.at[index].get(mode="clip", wrap_negative_indices=False), storage
+    )
 
 
 def _row_bytes(leaves: list[Array], axes: int) -> int:
@@ -237,13 +245,6 @@ def read_runs(
     by_native = _by_native(jax.tree.leaves(storage), (start.shape[0], length), 2)
     on_cpu = native_runs if by_native else runs
     return rowwise.on_cpu(on_cpu, plain, storage, jnp.minimum(ring, num_rings - 1), start)
-
-
-def _select(index: Int[Array, "..."], storage: PyTree[Array]) -> PyTree[Array]:
-    # XLA's own gather clips, so there is nothing to compute for it first.
-    return jax.tree.map(
-        lambda slots: slots.at[index].get(mode="clip", wrap_negative_indices=False), storage
-    )
 
 
 def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:

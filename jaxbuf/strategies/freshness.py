@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core import in_place, rowwise
+from jaxbuf.core import in_place, rowwise, storage
 
 Comparison = Literal[">=", ">"]
 
@@ -251,9 +251,9 @@ class Freshness:
     ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         """The versions and the uses of the items at ``index``."""
         if index.shape[0] <= _LOOP_LOOKS:
-            found = rowwise.each(_row, index, state.items, most=_LOOP_LOOKS)
+            found = rowwise.each(storage.select, index, state.items, most=_LOOP_LOOKS)
         else:
-            found = rowwise.on_cpu(_rows_at_once, _row, index, state.items)
+            found = rowwise.on_cpu(_rows_at_once, storage.select, index, state.items)
         return found[:, 0], found[:, 1]
 
     def _count(self, state: FreshnessState, counts: dict[int, Array]) -> FreshnessState:
@@ -280,7 +280,7 @@ class Freshness:
         state = state.replace(items=items)
         if self.max_use is None or index.shape[0] == 0:
             return state, (jnp.int32(0), jnp.int32(0))
-        uses = jnp.where(taken, _row(index, items)[:, 1], 0)
+        uses = jnp.where(taken, storage.select(index, items)[:, 1], 0)
         enough = (uses >= self.max_use).astype(jnp.int32)
         # Of one reduction XLA:CPU makes several kernels, and shares the first between two threads.
         start = (np.int32(0), np.int32(0))
@@ -290,7 +290,7 @@ class Freshness:
         self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
     ) -> tuple[Int[Array, " B"], Int[Array, ""]]:
         """Those of the items that have been used enough, in front, and how many rows they are."""
-        enough = taken & (_row(index, state.items)[:, 1] >= (self.max_use or _NEVER))
+        enough = taken & (storage.select(index, state.items)[:, 1] >= (self.max_use or _NEVER))
         return rowwise.pack(index, enough, state.items.shape[0], size=index.shape[0])
 
     def stale_block(
@@ -348,17 +348,13 @@ class Freshness:
         }
 
 
-def _row(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Array, "B 2"]:
-    return items.at[index].get(mode="clip", wrap_negative_indices=False)
-
-
 def _most_and_count(one: Any, other: Any) -> Any:
     return lax.max(one[0], other[0]), lax.add(one[1], other[1])
 
 
 def _rows_at_once(index: Int[Array, " B"], items: Int[Array, "P 2"]) -> Int[Array, "B 2"]:
     # In a loop fewer of them are on their way from memory.
-    return rowwise.gathered(_row(index, items), index)
+    return rowwise.gathered(storage.select(index, items), index)
 
 
 def _write(
