@@ -4,18 +4,14 @@ A loop that jits ``buffer.add`` anew each time would trace it each time. These d
 donate: the buffer's memory is updated in place, and the buffer passed in cannot be used again.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-import jax
-import jax.core
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.common import check_batch_size
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import rowwise
-from jaxbuf.core.donation import check_there
+from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 
 
@@ -62,12 +58,12 @@ def add(
     """
     given = {"priority": priority, "score": score, "version": version, "mask": mask}
     options = {name: value for name, value in given.items() if value is not None}
-    return _call(_add_method, donate, buffer, items, options)
+    return call(_add_method, buffer, items, options, donate=donate)
 
 
 def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int) -> Sample:
     """``buffer.sample``, jitted; ``batch_size`` is static."""
-    return _call(_sample_method, False, buffer, key, check_batch_size(batch_size))
+    return call(_sample_method, buffer, key, check_batch_size(batch_size), static=(2,))
 
 
 def update_priority(
@@ -87,7 +83,7 @@ def update_priority(
         mask: Which rows to take, ``[B]``.
         donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
     """
-    return _call(_update_method, donate, buffer, slots, priority, mask)
+    return call(_update_method, buffer, slots, priority, mask, donate=donate)
 
 
 def _add_method(buffer: Any, items: Any, options: dict[str, Any]) -> Any:
@@ -100,44 +96,3 @@ def _sample_method(buffer: Any, key: Any, batch_size: int) -> Any:
 
 def _update_method(buffer: Any, slots: Any, priority: Any, mask: Any) -> Any:
     return buffer.update_priority(slots, priority, mask=mask)
-
-
-def _call(method: Callable[..., Any], donate: bool, *args: Any) -> Any:
-    # Inside somebody else's transformation theirs is the program that is compiled.
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
-        return method(*args)
-    # Constants that a traced function closes over are no tracers; they are worked on at once.
-    try:
-        with jax.ensure_compile_time_eval():
-            return _compiled(method, donate)(*args)
-    except (ValueError, RuntimeError):
-        # What XLA says of a donated argument names neither it nor the way out.
-        check_there(args[0], "buffer")
-        raise
-
-
-@functools.cache
-def _compiled(method: Callable[..., Any], donate: bool) -> Callable[..., Any]:
-    """The one jitted form of a method, made when the backend is known."""
-
-    def program(*args: Any) -> Any:
-        with rowwise.alone():
-            return method(*args)
-
-    return jax.jit(
-        functools.wraps(method)(program),
-        static_argnums=2 if method is _sample_method else None,
-        donate_argnums=0 if donate else None,
-        compiler_options=compiler_options(),
-    )
-
-
-def compiler_options() -> dict[str, str] | None:
-    """How to compile what buffers do, on the backend that there is.
-
-    These programs are many tiny kernels in a row: handing each to a thread pool, as XLA:CPU does by
-    default, costs more than the kernels do.
-    """
-    if jax.default_backend() != "cpu":
-        return None
-    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

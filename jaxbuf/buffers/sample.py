@@ -1,14 +1,13 @@
 """What sampling returns, and the weights that correct for how it was drawn."""
 
-import functools
 from typing import Any, Literal, Protocol
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.core import describe, rowwise
+from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.samplers import Support
 
@@ -88,15 +87,17 @@ def importance_weights(
         raise ValueError(
             f"sample is a {type(sample).__name__}; expected the whole sample, not its data or slots"
         )
-    return _weights(buffer, sample, beta, normalize=normalize)
-
-
-@functools.partial(jax.jit, static_argnames="normalize")
-def _weights(buffer: Any, sample: Sample, beta: Any, *, normalize: str | None) -> Array:
-    exponent = -jnp.asarray(beta, jnp.float32)
+    # The weights of a batch relative to each other do not depend on what else there is.
+    whole = None if normalize == "batch" else buffer
     row = (sample.probability, sample.valid)
+    return call(_weights, whole, row, beta, normalize, static=(3,))
+
+
+def _weights(buffer: Any, row: Any, beta: Any, normalize: str | None) -> Array:
+    exponent = -jnp.asarray(beta, jnp.float32)
     if normalize == "batch":
-        shared = (jnp.min(sample.probability, where=sample.valid, initial=1.0), exponent)
+        probability, valid = row
+        shared = (jnp.min(probability, where=valid, initial=1.0), exponent)
         return rowwise.each(_relative_weight, row, shared)
     support = buffer.support()
     if normalize == "buffer":

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxbuf.buffers import common, ops
+from jaxbuf.buffers import common
+from jaxbuf.core.calls import compiler_options
 from jaxbuf.core.donation import is_gone
 from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
@@ -159,7 +160,7 @@ def _compiled(function: Callable[..., Any], donates: bool) -> Any:
     return jax.jit(
         function,
         donate_argnums=0 if donates else None,
-        compiler_options=ops.compiler_options(),
+        compiler_options=compiler_options(),
     )
 
 

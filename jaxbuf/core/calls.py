@@ -1,0 +1,90 @@
+"""Calls from Python: functions jitted once for everybody, as programs of their own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core
+
+from jaxbuf.core import rowwise
+from jaxbuf.core.donation import check_there
+
+
+def call(
+    function: Callable[..., Any], *args: Any, static: tuple[int, ...] = (), donate: bool = False
+) -> Any:
+    """``function(*args)``, jitted; inside of somebody's transformation as it is.
+
+    Args:
+        function: The same object each time, as it is compiled once for each.
+        args: Its arguments. The first one is the buffer, which errors speak of.
+        static: The places of those that are static.
+        donate: Whether the buffer may be overwritten.
+
+    Raises:
+        ValueError: If the buffer was donated before.
+    """
+    if _is_outside():
+        return _run(function, static, donate, args)
+    # Inside somebody else's transformation theirs is the program that is compiled.
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+        return function(*args)
+    # Constants that a traced function closes over are no tracers; they are worked on at once.
+    with jax.ensure_compile_time_eval():
+        return _run(function, static, donate, args)
+
+
+def compiler_options() -> dict[str, str] | None:
+    """How to compile what buffers do, on the backend that there is.
+
+    These programs are many tiny kernels in a row: handing each to a thread pool, as XLA:CPU does by
+    default, costs more than the kernels do.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+
+def _run(
+    function: Callable[..., Any], static: tuple[int, ...], donate: bool, args: tuple[Any, ...]
+) -> Any:
+    try:
+        return _compiled(function, static, donate)(*args)
+    except (ValueError, RuntimeError):
+        # What XLA says of a donated argument names neither it nor the way out.
+        check_there(args[0], "buffer")
+        raise
+
+
+@functools.cache
+def _compiled(
+    function: Callable[..., Any], static: tuple[int, ...], donate: bool
+) -> Callable[..., Any]:
+    """The one jitted form of a function, made when the backend is known."""
+
+    def program(*args: Any) -> Any:
+        with rowwise.alone():
+            return function(*args)
+
+    return jax.jit(
+        functools.wraps(function)(program),
+        static_argnums=static,
+        donate_argnums=0 if donate else None,
+        compiler_options=compiler_options(),
+    )
+
+
+def _state() -> Any:
+    """What is being traced in this thread, which can only be compared."""
+    return jax.extend.core.get_opaque_trace_state(convention="jaxbuf")
+
+
+with jax.ensure_compile_time_eval():
+    _OUTSIDE = _state()
+
+
+def _is_outside() -> bool:
+    """Whether nothing is being traced: cheaper to ask than to look at each array of a buffer."""
+    return _state() == _OUTSIDE
