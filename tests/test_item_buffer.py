@@ -103,6 +103,7 @@ def test_any_pytree_is_stored_in_exactly_its_dtypes():
             "small": np.int8(0),
             "brain": jnp.zeros((), jnp.bfloat16),
             "empty": jnp.zeros((0,), jnp.float32),
+            "wave": jnp.complex64(0),
         },
     )
     buffer = jaxbuf.ItemBuffer.create(example, 4)
@@ -114,6 +115,7 @@ def test_any_pytree_is_stored_in_exactly_its_dtypes():
             "small": jnp.array([-3, -3], jnp.int8),
             "brain": jnp.ones(2, jnp.bfloat16),
             "empty": jnp.zeros((2, 0), jnp.float32),
+            "wave": jnp.array([1j, 2j], jnp.complex64),
         },
     )
     sample = jaxbuf.sample(jaxbuf.add(buffer, items), key(), 5)
@@ -125,6 +127,22 @@ def test_any_pytree_is_stored_in_exactly_its_dtypes():
     assert jax.tree.map(lambda leaf: leaf.dtype, sample.data) == jax.tree.map(
         lambda leaf: leaf.dtype, items
     )
+
+
+@pytest.mark.parametrize("batch_size", [4, 600])
+def test_keys_are_stored_like_numbers(batch_size):
+    example = {"key": jax.random.key(0), "number": jnp.int32(0)}
+    keys = jax.random.split(jax.random.key(1), (2, 5))
+    items = {"key": keys, "number": jnp.arange(10, dtype=jnp.int32).reshape(2, 5)}
+    rings = jaxbuf.TrajectoryBuffer.create(example, 2, 8, sequence_length=3)
+    slots = jaxbuf.ItemBuffer.create(example, 10)
+    for buffer in (
+        jaxbuf.add(rings, items),
+        jaxbuf.add(slots, jax.tree.map(jnp.concatenate, items)),
+    ):
+        data = jaxbuf.sample(buffer, key(2), batch_size).data
+        expected = keys.reshape(-1)[data["number"]]
+        assert bool(jnp.all(data["key"] == expected))
 
 
 def test_sample_has_the_dtypes_and_shapes_of_the_contract():

@@ -142,7 +142,8 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     leaves = jax.tree.leaves(storage)
     if _by_native(leaves, index.shape, 1):
         return rowwise.on_cpu(_read_native, select, index, storage)
-    if 0 < index.shape[0] <= rowwise.most_rows() and _row_bytes(leaves, 1) <= _SMALL_ROW:
+    few = 0 < index.shape[0] <= rowwise.most_rows()
+    if few and _row_bytes(leaves, 1) <= _SMALL_ROW and all(map(_is_number, leaves)):
         return rowwise.each(select, index, storage)
     return select(index, storage)
 
@@ -153,6 +154,11 @@ def select(index: Int[Array, "..."], storage: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(
         lambda slots: slots.at[index].get(mode="clip", wrap_negative_indices=False), storage
     )
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether the leaf holds numbers, and not such as keys, which can only be moved."""
+    return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def _row_bytes(leaves: list[Array], axes: int) -> int:
@@ -270,7 +276,7 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type that ``leaf`` has once it is traced."""
     aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
     dtype = aval.dtype
-    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+    if _is_number(aval):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=bool(aval.weak_type))
 
