@@ -93,20 +93,25 @@ def first_kernels(text):
     return count
 
 
-@pytest.mark.parametrize("rows", [32, 64, 256])
+@pytest.mark.parametrize("rows", [32, 64, 256, 512])
 def test_small_programs_are_short_enough_to_run_at_once(rows):
     # Beyond 1,000 operations XLA:CPU hands a program to a thread, and waits for it.
     buffer = jaxbuf.ItemBuffer.create(EXAMPLE, 2**20, sampler=PRIORITIZED)
     key, priority = jax.random.key(0), jnp.ones(rows)
-    slots = jax.eval_shape(lambda: buffer.sample(key, rows)).slots
-    add = compiled(lambda buffer: buffer.add(items(rows)), buffer, donate=0)
-    assert operations(add) < 1000
+    batch = jax.eval_shape(lambda: buffer.sample(key, rows))
+    if rows <= rowwise.SHORT_RUN:
+        add = compiled(lambda buffer: buffer.add(items(rows)), buffer, donate=0)
+        assert operations(add) < 1000
     sample = compiled(lambda buffer, key: buffer.sample(key, rows), buffer, key)
     assert operations(sample) < 1000
     update = compiled(
-        lambda buffer, *rows: buffer.update_priority(*rows), buffer, slots, priority, donate=0
+        lambda buffer, *rows: buffer.update_priority(*rows), buffer, batch.slots, priority, donate=0
     )
     assert operations(update) < 1000
+    weights = compiled(
+        lambda batch, beta: jaxbuf.importance_weights(buffer, batch, beta), batch, jnp.float32(0.4)
+    )
+    assert operations(weights) < 1000
     # It takes one of the kernels that could run, and if more than eight are left hands on half.
     assert first_kernels(update.as_text()) <= 9
 

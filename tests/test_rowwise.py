@@ -40,6 +40,33 @@ def test_the_loop_gives_what_all_rows_at_once_give(rows):
     assert_same(rowwise.each(blend, batch, shared, (2.0,), most=rows - 1), expected)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_what_is_touched_before_changes_nothing(rows):
+    batch, shared = inputs(rows)
+
+    def touch(row, shared):
+        return [shared[0].at[row[1]].get(mode="clip"), row[0]]
+
+    expected = rowwise.each(blend, batch, shared, (2.0,))
+    assert_same(rowwise.each(blend, batch, shared, (2.0,), touch=touch), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 65])
+def test_all_rows_reduced_to_one_number(rows):
+    numbers = np.random.default_rng(rows).normal(size=(3, rows)).astype(np.float32)
+
+    def least(row):
+        return rowwise.reduce(jax.lax.min, row, 1.0)
+
+    expected = np.minimum(numbers.min(axis=1), 1.0)
+    np.testing.assert_array_equal([least(row) for row in numbers], expected)
+    np.testing.assert_array_equal(jax.vmap(least)(numbers), expected)
+    with rowwise.alone():
+        np.testing.assert_array_equal(jax.jit(least)(numbers[0]), expected[0])
+    counts = jnp.arange(rows, dtype=jnp.uint32)
+    assert rowwise.reduce(jax.lax.add, counts, 0) == rows * (rows - 1) // 2
+
+
 def test_lanes_of_rows_and_of_what_they_share():
     batch, shared = inputs(3, 17)
     table = jnp.stack([shared[0], shared[0] + 1, shared[0] - 1])

@@ -249,7 +249,7 @@ def set_priority(
         taken.append(storage.check_rows(mask, "mask", shape, np.bool_, "that of slots"))
     row = (slots.index, value, taken)
     index, refused = rowwise.each(_aim, row, static=(sampler, capacity))
-    return sampler.updated(state, index, value), rowwise.total(refused)
+    return sampler.updated(state, index, value), rowwise.reduce(jax.lax.add, refused, 0)
 
 
 def _name(row: Any, occupancy: Occupancy, capacity: int) -> tuple[Slots, Array]:

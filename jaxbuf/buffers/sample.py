@@ -4,6 +4,7 @@ from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.core import describe, rowwise
@@ -97,8 +98,8 @@ def _weights(buffer: Any, row: Any, beta: Any, normalize: str | None) -> Array:
     exponent = -jnp.asarray(beta, jnp.float32)
     if normalize == "batch":
         probability, valid = row
-        shared = (jnp.min(probability, where=valid, initial=1.0), exponent)
-        return rowwise.each(_relative_weight, row, shared)
+        least = rowwise.reduce(lax.min, jnp.where(valid, probability, 1.0), 1.0)
+        return rowwise.each(_relative_weight, row, (least, exponent))
     support = buffer.support()
     if normalize == "buffer":
         least = support.least_probability

@@ -12,20 +12,20 @@ zeros that loops begin with always could, unless the zeros depend on something: 
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, Int, PyTree, UInt
+from jaxtyping import Array, Bool, Int, Num, PyTree
 
 # Up to how many rows to loop, on a CPU: in any program; where the rows are consecutive slots; and
 # in a program that is nothing but one operation, which is to be short.
 _SHORT = 64
 SHORT_RUN = 256
-_SHORT_ALONE = 256
+_SHORT_ALONE = 512
 # Part of what jit looks a program up by, so that functions in it are traced for both.
 _is_alone: Any = jax.make_user_context(False)
 
@@ -53,6 +53,7 @@ def each(
     *,
     most: int | None = None,
     at_once: Callable[..., PyTree[Array]] | None = None,
+    touch: Callable[..., Sequence[Array]] | None = None,
 ) -> PyTree[Array]:
     """``function(row, shared, *static)`` for every row of a batch.
 
@@ -64,19 +65,21 @@ def each(
         static: Further arguments, not traced.
         most: Up to how many rows to loop, on a CPU; by default ``most_rows()``.
         at_once: What to use for all rows at once, where there is no loop; by default the same.
+        touch: ``touch(row, shared)`` is what to read from memory before, see ``touched``.
 
     Returns:
         What ``function`` returns for all rows together, leaves ``[B, ...]``.
     """
     most = most_rows() if most is None else most
     loops = jax.tree.leaves(rows)[0].shape[0] <= most
-    return _each(function, at_once or function, rows, shared, static, loops=loops)
+    return _each(function, at_once or function, touch, rows, shared, static, loops=loops)
 
 
-@functools.partial(jax.jit, static_argnames=("function", "at_once", "static", "loops"))
+@functools.partial(jax.jit, static_argnames=("function", "at_once", "touch", "static", "loops"))
 def _each(
     function: Callable[..., PyTree[Array]],
     at_once: Callable[..., PyTree[Array]],
+    touch: Callable[..., Sequence[Array]] | None,
     rows: PyTree[Array],
     shared: PyTree[Array],
     static: tuple[Hashable, ...],
@@ -91,25 +94,33 @@ def _each(
 
     if not loops:
         return plain(rows, shared)
-    return on_cpu(functools.partial(_loop, one), plain, rows, shared)
+    return on_cpu(functools.partial(_loop, one, touch), plain, rows, shared)
 
 
-def total(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
-    """The sum over the rows of a batch; of whole numbers, whose order does not matter."""
-    return _total(counts, loops=counts.shape[0] <= most_rows())
+def reduce(
+    combine: Callable[[Array, Array], Array], values: Num[Array, " B"], start: float
+) -> Num[Array, ""]:
+    """What ``combine`` makes of ``start`` and all rows of a batch, in whatever order."""
+    return _reduce(combine, values, start, loops=values.shape[0] <= most_rows())
 
 
-@functools.partial(jax.jit, static_argnames="loops")
-def _total(counts: UInt[Array, " B"], *, loops: bool) -> UInt[Array, ""]:
-    def plain(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
-        return jnp.sum(counts, dtype=counts.dtype)
+@functools.partial(jax.jit, static_argnames=("combine", "start", "loops"))
+def _reduce(
+    combine: Callable[[Array, Array], Array], values: Num[Array, " B"], start: float, *, loops: bool
+) -> Num[Array, ""]:
+    def plain(values: Num[Array, " B"]) -> Num[Array, ""]:
+        return lax.reduce(values, jnp.asarray(start, values.dtype), combine, (0,))
 
-    def loop(counts: UInt[Array, " B"]) -> UInt[Array, ""]:
-        zero = after(counts)
-        start = zero.astype(counts.dtype)
-        return repeat(Steps(zero), counts.shape[0], lambda i, sum_: sum_ + counts[i], start)[1]
+    def loop(values: Num[Array, " B"]) -> Num[Array, ""]:
+        zero = after(values)
+        begin = zero.astype(values.dtype) + jnp.asarray(start, values.dtype)
 
-    return on_cpu(loop, plain, counts) if loops else plain(counts)
+        def step(i: Array, all_: Array) -> Array:
+            return combine(all_, values[i])
+
+        return repeat(Steps(zero), values.shape[0], step, begin)[1]
+
+    return on_cpu(loop, plain, values) if loops else plain(values)
 
 
 @functools.partial(jax.jit, static_argnames=("fill", "size"))
@@ -213,6 +224,38 @@ def repeat(
     return Steps(done, end), carry
 
 
+def touched(
+    before: Steps, count: int, numbers: Callable[[Array], Sequence[Array]]
+) -> tuple[Steps, Int[Array, ""]]:
+    """Read from memory what the next loop needs, in a loop of its own.
+
+    A CPU works ahead by some hundred instructions, and with long steps that is one row or two. Of
+    steps that do nothing but read a dozen fit in, and as many rows are on their way from memory at
+    the same time.
+
+    Args:
+        before: The steps of the loops before.
+        count: How many steps the next one has.
+        numbers: Takes the number of a step, and returns a number of each line that it needs.
+
+    Returns:
+        The steps so far, and zero, which XLA does not know before all of that is read.
+    """
+
+    def step(i: Array, all_: Array) -> Array:
+        return functools.reduce(jnp.bitwise_or, map(_bits, numbers(i)), all_)
+
+    steps, all_ = repeat(before, count, step, after(before.done))
+    return steps, after(all_)
+
+
+def _bits(number: Array) -> Int[Array, ""]:
+    """Something made of a number, in as few operations as can be."""
+    if number.dtype.itemsize == 4:
+        return lax.bitcast_convert_type(number, jnp.int32)
+    return number.astype(bool).astype(jnp.int32)
+
+
 def on_cpu(
     loop: Callable[..., PyTree[Array]], plain: Callable[..., PyTree[Array]], *args: PyTree[Array]
 ) -> PyTree[Array]:
@@ -235,22 +278,30 @@ def on_cpu(
 
 
 def _loop(
-    function: Callable[..., PyTree[Array]], rows: PyTree[Array], shared: PyTree[Array]
+    function: Callable[..., PyTree[Array]],
+    touch: Callable[..., Sequence[Array]] | None,
+    rows: PyTree[Array],
+    shared: PyTree[Array],
 ) -> PyTree[Array]:
     count = jax.tree.leaves(rows)[0].shape[0]
     shapes = jax.eval_shape(function, rows, shared)
 
+    def row(i: Array) -> PyTree[Array]:
+        return jax.tree.map(lambda leaf: lax.dynamic_slice(leaf, (i,), (1,))[0], rows)
+
     def step(i: Array, out: PyTree[Array]) -> PyTree[Array]:
         at = jnp.minimum(i, count - 1)
-        row = jax.tree.map(lambda leaf: lax.dynamic_slice(leaf, (at,), (1,))[0], rows)
         return jax.tree.map(
             lambda leaf, value: lax.dynamic_update_slice_in_dim(leaf, value[None], at, 0),
             out,
-            function(row, shared),
+            function(row(at), shared),
         )
 
     zero = after(*jax.tree.leaves(rows))
+    steps = Steps(zero)
+    if touch is not None:
+        steps, zero = touched(steps, count, lambda i: touch(row(i), shared))
     start = jax.tree.map(
         lambda shape: jnp.broadcast_to(zero.astype(shape.dtype), shape.shape), shapes
     )
-    return repeat(Steps(zero), max(count, 2), step, start)[1]
+    return repeat(steps, max(count, 2), step, start)[1]

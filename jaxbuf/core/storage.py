@@ -18,6 +18,8 @@ _KINDS = "biufc"
 _NAMED = 6
 # XLA:CPU makes a native function of a loop that moves up to 1 KB in a step, in and out together.
 _SMALL_ROW = 448
+# Bytes that a CPU reads from memory at once.
+_LINE = 64
 # A larger batch is worth waking another thread for, to gather half of it.
 _SMALL_BATCH = 2**18
 
@@ -144,7 +146,7 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
         return rowwise.on_cpu(_read_native, select, index, storage)
     few = 0 < index.shape[0] <= rowwise.most_rows()
     if few and _row_bytes(leaves, 1) <= _SMALL_ROW and all(map(_is_number, leaves)):
-        return rowwise.each(select, index, storage)
+        return rowwise.each(select, index, storage, touch=_lines)
     return select(index, storage)
 
 
@@ -154,6 +156,20 @@ def select(index: Int[Array, "..."], storage: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(
         lambda slots: slots.at[index].get(mode="clip", wrap_negative_indices=False), storage
     )
+
+
+def _lines(index: Int[Array, ""], storage: PyTree[Array]) -> list[Array]:
+    """A number of each line of memory in which the row of a leaf lies."""
+    found = []
+    for slots in jax.tree.leaves(storage):
+        if not slots.size:
+            continue
+        rows = slots.reshape(slots.shape[0], -1)
+        last = rows.shape[1] - 1
+        for column in [*range(0, last, _LINE // slots.dtype.itemsize), last]:
+            at = (index, jnp.int32(column))
+            found.append(lax.dynamic_slice(rows, at, (1, 1))[0, 0])
+    return found
 
 
 def _is_number(leaf: Any) -> bool:

@@ -34,6 +34,8 @@ _BELOW = 1.0 - 2.0**-24
 _LOOP_QUERIES = 128
 # Up to this many our own kernel wins over XLA's, which compute with several queries at a time.
 _NATIVE_QUERIES = 4096
+# Levels of this many nodes are too large for the innermost caches of a CPU.
+_FAR = 2**15
 # Up to this many leaves a loop reads as fast as one gather.
 _LOOP_READS = 512
 
@@ -582,16 +584,19 @@ def _find_loop(
     flat, prefix, refine = nodes.reshape(-1), prefix.reshape(-1), refine.reshape(-1)
     middle = _refine_level(layout, refined)
 
+    def first_child(first: int, node: jax.Array, i: jax.Array) -> jax.Array:
+        base = i // rows * layout.size if trees > 1 else jnp.int32(0)
+        return base + first + node * FANOUT
+
     # Node and residual are one array, for XLA would compute a child twice to write two.
     def descend(
         level: int, first: int, above: jax.Array, i: jax.Array, out: jax.Array
     ) -> jax.Array:
-        base = i // rows * layout.size if trees > 1 else jnp.int32(0)
         node, residual = jnp.int32(0), prefix[i]
         if level > 0:
             row = lax.dynamic_slice(above, (i, jnp.int32(0)), (1, 2))[0]
             node, residual = row[0], lax.bitcast_convert_type(row[1], jnp.float32)
-        children = _block(flat, base + first + node * FANOUT)
+        children = _block(flat, first_child(first, node, i))
         if level == middle and refined:
             residual = _refine(combine("sum", children), residual, refine[i])
         child, residual = choose(children, residual)
@@ -600,10 +605,16 @@ def _find_loop(
             out, jnp.stack(row[: out.shape[1]])[None], (i, jnp.int32(0))
         )
 
+    def touch(first: int, above: jax.Array, i: jax.Array) -> list[jax.Array]:
+        return [flat[first_child(first, above[i, 0], i)]]
+
     zero = rowwise.after(prefix)
     steps, found = rowwise.Steps(zero), prefix
     # A loop for each level: the rows do not wait for each other, so that a CPU works ahead.
     for level, first in enumerate(_starts(layout).tolist()):
+        if level > 0 and layout.counts[layout.depth - 1 - level] >= _FAR:
+            step = functools.partial(touch, first, found)
+            steps, zero = rowwise.touched(steps, trees * rows, step)
         # Where the leaves are found no residual is left.
         out = jnp.broadcast_to(zero, (trees * rows, 1 if level == layout.depth - 1 else 2))
         step = functools.partial(descend, level, first, found)

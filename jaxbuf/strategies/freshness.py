@@ -194,7 +194,7 @@ class Freshness:
         """
         behind = (state.version - version).astype(jnp.uint32)
         kept = behind if taken is None else jnp.where(taken, behind, jnp.uint32(0))
-        return self._count(state, {0: refused, 3: rowwise.total(kept)})
+        return self._count(state, {0: refused, 3: rowwise.reduce(lax.add, kept, 0)})
 
     def noted(
         self, state: FreshnessState, size: Int[Array, ""], version: Int[Array, ""]

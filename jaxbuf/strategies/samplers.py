@@ -463,7 +463,10 @@ class Prioritized:
             by_mass, spare = by_mass & (coin >= mix), random[-2]
 
         def draw_spare(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            return jnp.ones((), bool), jnp.where(by_mass, carry[1], occupancy.draw(spare))
+            index = occupancy.draw(spare)
+            if self.uniform_mix > 0:
+                index = jnp.where(by_mass, carry[1], index)
+            return jnp.ones((), bool), index
 
         # Runs once or not at all: usually no row needs it.
         return lax.while_loop(lambda carry: ~carry[0], draw_spare, (jnp.all(by_mass), index))[1]
