@@ -142,11 +142,11 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
 def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
     leaves = jax.tree.leaves(storage)
-    if _by_native(leaves, index.shape, 1):
-        return rowwise.on_cpu(_read_native, select, index, storage)
     few = 0 < index.shape[0] <= rowwise.most_rows()
     if few and _row_bytes(leaves, 1) <= _SMALL_ROW and all(map(_is_number, leaves)):
         return rowwise.each(select, index, storage, touch=_lines)
+    if _by_native(leaves, index.shape, 1):
+        return rowwise.on_cpu(_read_native, select, index, storage)
     return select(index, storage)
 
 
@@ -186,11 +186,12 @@ def _by_native(leaves: list[Array], out: Sequence[int], axes: int) -> bool:
     """Whether to gather rows of shape ``out`` of leaves with ``axes`` of slots by our own kernel.
 
     XLA's gathers hand half of the rows to another thread. In the middle of a longer program that
-    is awake, and before a call from Python it sleeps.
+    is awake, and in a call from Python it sleeps, unless there is much to do.
     """
     return (
         native.in_use()
         and rowwise.is_alone()
+        and out[0] <= rowwise.most_rows()
         and math.prod(out) * _row_bytes(leaves, axes) <= _SMALL_BATCH
         and all(getattr(leaf.dtype, "kind", "none") in _KINDS for leaf in leaves)
     )

@@ -32,8 +32,10 @@ _BELOW = 1.0 - 2.0**-24
 # Up to this many rows the loop form's descent wins over one kernel per level, which two threads
 # share, in any program.
 _LOOP_QUERIES = 128
-# Up to this many our own kernel wins over XLA's, which compute with several queries at a time.
+# Up to this many our own kernel wins over XLA's, which compute with several queries at a time; and
+# in a program that is nothing but one operation, where two threads have little else to do.
 _NATIVE_QUERIES = 4096
+_NATIVE_QUERIES_ALONE = 1024
 # Levels of this many nodes are too large for the innermost caches of a CPU.
 _FAR = 2**15
 # Up to this many leaves a loop reads as fast as one gather.
@@ -295,7 +297,8 @@ def _finder(layout: Layout, refined: bool, most: int) -> Callable[..., Any]:
     @custom_vmap
     def call(nodes: jax.Array, prefix: jax.Array, refine: jax.Array) -> Any:
         on_cpu = _find_loop if prefix.size <= most else _find_levels
-        on_cpu = _find_native if native.in_use() and prefix.size <= _NATIVE_QUERIES else on_cpu
+        most_native = _NATIVE_QUERIES_ALONE if rowwise.is_alone() else _NATIVE_QUERIES
+        on_cpu = _find_native if native.in_use() and prefix.size <= most_native else on_cpu
         return lax.platform_dependent(
             nodes,
             prefix,
