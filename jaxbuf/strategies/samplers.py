@@ -218,6 +218,8 @@ class Uniform:
             (),
             lambda key, _: occupancy.draw(random_words(key, (batch_size,))),
             lambda scratch, _: scratch,
+            # Not every occupancy has to know it.
+            getattr(occupancy, "capacity", 2**31 - 1),
         )
         return Draw(index, probability, valid)
 
