@@ -11,7 +11,7 @@ from jaxbuf.core import rowwise
 from jaxbuf.io.hlo import Program
 
 CAPACITY = 2**14
-EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0)}
+EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0), "frame": jnp.zeros((8, 9, 2), bool)}
 PRIORITIZED = jaxbuf.Prioritized()
 
 

@@ -129,6 +129,28 @@ def test_any_pytree_is_stored_in_exactly_its_dtypes():
     )
 
 
+@pytest.mark.parametrize("batch_size", [1, 40, 300, 700])
+@pytest.mark.parametrize("transform", ["python", "jit", "vmap"])
+def test_rows_of_every_width_are_those_of_the_slots(batch_size, transform):
+    rng = np.random.default_rng(batch_size)
+    shapes = {"number": (), "row": (17,), "image": (10, 10, 4), "screen": (40, 40), "none": (0,)}
+    kinds = {"row": np.float32, "image": bool, "screen": np.uint8}
+    items = {
+        name: jnp.asarray(rng.integers(0, 200, (900, *shape)), kinds.get(name, np.int16))
+        for name, shape in shapes.items()
+    }
+    example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), items)
+    buffer = jaxbuf.add(jaxbuf.ItemBuffer.create(example, 900), items)
+    keys = jax.random.split(key(), 2)
+    if transform == "python":
+        samples = jaxbuf.sample(buffer, keys[0], batch_size)
+    else:
+        method = functools.partial(buffer.sample, batch_size=batch_size)
+        samples = jax.jit(method)(keys[0]) if transform == "jit" else jax.vmap(method)(keys)
+    expected = jax.tree.map(lambda leaf: leaf[samples.slots.index], items)
+    jax.tree.map(np.testing.assert_array_equal, samples.data, expected)
+
+
 @pytest.mark.parametrize("batch_size", [4, 600])
 def test_keys_are_stored_like_numbers(batch_size):
     example = {"key": jax.random.key(0), "number": jnp.int32(0)}

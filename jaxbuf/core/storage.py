@@ -18,8 +18,9 @@ _KINDS = "biufc"
 _NAMED = 6
 # XLA:CPU makes a native function of a loop that moves up to 1 KB in a step, in and out together.
 _SMALL_ROW = 448
-# Bytes that a CPU reads from memory at once.
+# Bytes that a CPU reads from memory at once, and that its inner caches hold.
 _LINE = 64
+_CACHE = 2**19
 # A larger batch is worth waking another thread for, to gather half of it.
 _SMALL_BATCH = 2**18
 
@@ -141,13 +142,33 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
 
 def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
-    leaves = jax.tree.leaves(storage)
-    few = 0 < index.shape[0] <= rowwise.most_rows()
-    if few and _row_bytes(leaves, 1) <= _SMALL_ROW and all(map(_is_number, leaves)):
-        return rowwise.each(select, index, storage, touch=_lines)
-    if _by_native(leaves, index.shape, 1):
+    leaves, treedef = jax.tree.flatten(storage)
+    count = index.shape[0]
+    short = rowwise.is_alone() or _row_bytes(leaves, 1) <= _SMALL_ROW
+    few = 0 < count <= rowwise.most_rows() and short and all(map(_is_small, leaves))
+    by_loop = [few or _is_narrow(leaf, count) for leaf in leaves]
+    if not any(by_loop) and _by_native(leaves, index.shape, 1):
         return rowwise.on_cpu(_read_native, select, index, storage)
-    return select(index, storage)
+    both = list(zip(leaves, by_loop, strict=True))
+    copied = iter(_copy([leaf for leaf, looped in both if looped], index))
+    rows = [next(copied) if looped else select(index, leaf) for leaf, looped in both]
+    return jax.tree.unflatten(treedef, rows)
+
+
+def _copy(leaves: list[Array], index: Int[Array, " B"]) -> list[Array]:
+    """The rows of small leaves, by loops on a CPU: as few as can be of small rows."""
+    groups: list[list[Array]] = []
+    for leaf in leaves:
+        # Rows of one axis are copied several numbers at a time. But where a leaf is also updated in
+        # place, XLA copies all of it if it has another shape in a loop.
+        flat = leaf.reshape(leaf.shape[0], -1) if rowwise.is_alone() else leaf
+        if not groups or _row_bytes([*groups[-1], leaf], 1) > _SMALL_ROW:
+            groups.append([])
+        groups[-1].append(flat)
+    count = index.shape[0]
+    loops = [rowwise.each(select, index, some, touch=_lines, most=count) for some in groups]
+    rows = [row for loop in loops for row in loop]
+    return [row.reshape(count, *leaf.shape[1:]) for row, leaf in zip(rows, leaves, strict=True)]
 
 
 def select(index: Int[Array, "..."], storage: PyTree[Array]) -> PyTree[Array]:
@@ -170,6 +191,26 @@ def _lines(index: Int[Array, ""], storage: PyTree[Array]) -> list[Array]:
             at = (index, jnp.int32(column))
             found.append(lax.dynamic_slice(rows, at, (1, 1))[0, 0])
     return found
+
+
+def _is_small(leaf: Array) -> bool:
+    """Whether a row of the leaf can be copied by a loop that is one native function."""
+    return _is_number(leaf) and _row_bytes([leaf], 1) <= _SMALL_ROW
+
+
+def _is_narrow(leaf: Array, rows: int) -> bool:
+    """Whether a loop copies a leaf faster than a gather, which takes number by number.
+
+    Many numbers of a byte or two are copied together; and the lines of all rows, which are read
+    before, should still be in a cache when they are copied.
+    """
+    return (
+        rowwise.is_alone()
+        and _is_small(leaf)
+        and leaf.dtype.itemsize < 4
+        and math.prod(leaf.shape[1:]) >= _LINE
+        and 0 < rows * _row_bytes([leaf], 1) <= _CACHE
+    )
 
 
 def _is_number(leaf: Any) -> bool:
