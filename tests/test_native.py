@@ -12,7 +12,7 @@ import pytest
 import jaxbuf
 from jaxbuf.core import native, rowwise, storage, tree_kernels
 from jaxbuf.core.tree_kernels import Layout
-from tests.test_compiled import copies, items
+from tests.test_compiled import copies
 
 EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0)}
 PRIORITIZED = jaxbuf.Prioritized()
@@ -156,7 +156,7 @@ def test_a_scan_does_the_same_and_copies_nothing(seeds):
     keys = jax.random.split(jax.random.key(0), 5)
 
     def step(buffer, key):
-        buffer = buffer.add(items(64))
+        buffer = buffer.add({"obs": jnp.ones((64, 7)), "reward": jnp.ones(64)})
         sample = buffer.sample(key, 256)
         priority = (sample.slots.index % 7).astype(jnp.float32)
         return buffer.update_priority(sample.slots, priority), sample.slots.index
