@@ -82,6 +82,33 @@ def test_the_loop_and_the_vector_form_agree_bit_for_bit(capacity):
             )
 
 
+@pytest.mark.parametrize("rows", [2, 512, 513])
+def test_updates_of_a_tree_larger_than_a_cache(rows):
+    capacity, rng = 600_000, np.random.default_rng(rows)
+    leaves = rng.random(capacity).astype(np.float32)
+    tree = SegmentTree.create(capacity, ("sum", "max", "min_positive"))
+    tree = tree.replace(nodes=tree_kernels.build(tree.layout, jnp.asarray(leaves)))
+    for _ in range(3):
+        index = rng.integers(-9, capacity + 9, rows)
+        value = rng.random(rows).astype(np.float32)
+        for where, what in zip(index, value, strict=True):
+            if 0 <= where < capacity:
+                leaves[where] = what
+        tree = tree.set(jnp.asarray(index, jnp.int32), jnp.asarray(value))
+        np.testing.assert_array_equal(
+            tree.nodes, tree_kernels.build(tree.layout, jnp.asarray(leaves))
+        )
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_children_of_a_node_lie_in_one_line_of_memory(capacity, ops):
+    layout = Layout(capacity, ops)
+    starts = [layout.offset(op, level) for op in ops for level in range(layout.depth)]
+    line = 64 // np.dtype(np.float32).itemsize
+    assert all(start % line == 0 for start in (*starts, layout.size))
+
+
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_contiguous_updates_wrap(capacity):
     rng = np.random.default_rng(capacity)

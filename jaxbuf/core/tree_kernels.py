@@ -55,9 +55,10 @@ NEUTRAL: dict[Op, float] = {
 class Layout:
     """Where the nodes of a tree lie in its flat array: leaves first, then each operation's levels.
 
-    Level 0 is the leaves, shared by all operations; level ``depth`` is the root. Every level but
-    the root is padded to whole blocks of ``FANOUT``, so a node's children are one aligned block.
-    There is at least one spare leaf, at ``capacity``, which no path to the root reads as its own.
+    Level 0 is the leaves, shared by all operations; level ``depth`` is the root. Every level is
+    padded to whole blocks of ``FANOUT``, so a node's children are one aligned block, and one line
+    of memory. There is at least one spare leaf, at ``capacity``, which no path to the root reads as
+    its own.
     """
 
     capacity: int
@@ -74,9 +75,8 @@ class Layout:
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Nodes stored on each level, padding included."""
-        leaves, *upper = self.counts[:-1]
-        spare = leaves + 1
-        return (*(-(-count // FANOUT) * FANOUT for count in (spare, *upper)), 1)
+        leaves, *upper = self.counts
+        return tuple(-(-count // FANOUT) * FANOUT for count in (leaves + 1, *upper))
 
     @property
     def depth(self) -> int:
@@ -401,15 +401,27 @@ def _set_loop(
         at = in_place.later(target, gained[tree])
         return lax.dynamic_update_slice(flat, new[None], (at,)), gained, last
 
+    far = [level for level in range(layout.depth) if layout.counts[level] >= _FAR]
+
+    def lines(i: jax.Array) -> list[jax.Array]:
+        leaf = jnp.clip(index[i], 0, layout.capacity - 1)
+        base = i // rows * layout.size if trees > 1 else jnp.int32(0)
+        return [
+            flat[base + layout.offset(op, level) + lax.shift_right_logical(leaf, _SHIFT * level)]
+            for level in far
+            for op in layout.ops[: 1 if level == 0 else None]
+        ]
+
     needed = [index, value]
     if not contiguous and trees * rows > _LOOP_READS:
         # The loop waits for one leaf from memory after the other, a gather for many at a time.
         needed.append(_read_at_once(layout, nodes, index.reshape(trees, rows)))
     zero = rowwise.after(*needed)
+    steps = rowwise.Steps(zero)
+    if far and not contiguous and trees * rows <= _LOOP_READS:
+        steps, zero = rowwise.touched(steps, trees * rows, lines)
     start = jnp.broadcast_to(zero, (trees,))
-    steps, (flat, gained, last) = rowwise.repeat(
-        rowwise.Steps(zero), trees * rows, write, (flat, start, start)
-    )
+    steps, (flat, gained, last) = rowwise.repeat(steps, trees * rows, write, (flat, start, start))
     index = index.reshape(trees, rows)
     steps, flat = _refresh_loop(layout, contiguous, short, steps, flat, index, last)
     nodes = flat.reshape(nodes.shape)
