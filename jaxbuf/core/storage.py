@@ -131,13 +131,16 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
 
     The rows that are written must have different indices.
     """
-    return jax.tree.map(
-        lambda slots, rows: slots.at[index].set(
-            rows, mode="drop", unique_indices=True, wrap_negative_indices=False
-        ),
-        storage,
-        items,
-    )
+
+    def put(slots: Array, rows: Array) -> Array:
+        at = index
+        if index.shape[0] == 1 and _is_narrow(slots):
+            # Or XLA writes it once more for those who read it as rows of one axis, to a copy.
+            at = jnp.pad(index, (0, 1), constant_values=slots.shape[0])
+            rows = jnp.repeat(rows, 2, axis=0)
+        return slots.at[at].set(rows, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+    return jax.tree.map(put, storage, items)
 
 
 def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
@@ -146,7 +149,10 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     count = index.shape[0]
     short = rowwise.is_alone() or _row_bytes(leaves, 1) <= _SMALL_ROW
     few = 0 < count <= rowwise.most_rows() and short and all(map(_is_small, leaves))
-    by_loop = [few or _is_narrow(leaf, count) for leaf in leaves]
+    # The lines of all rows, which are read before a loop copies them, should still be in a cache.
+    by_loop = [
+        few or (_is_narrow(leaf) and 0 < count * _row_bytes([leaf], 1) <= _CACHE) for leaf in leaves
+    ]
     if not any(by_loop) and _by_native(leaves, index.shape, 1):
         return rowwise.on_cpu(_read_native, select, index, storage)
     both = list(zip(leaves, by_loop, strict=True))
@@ -159,9 +165,8 @@ def _copy(leaves: list[Array], index: Int[Array, " B"]) -> list[Array]:
     """The rows of small leaves, by loops on a CPU: as few as can be of small rows."""
     groups: list[list[Array]] = []
     for leaf in leaves:
-        # Rows of one axis are copied several numbers at a time. But where a leaf is also updated in
-        # place, XLA copies all of it if it has another shape in a loop.
-        flat = leaf.reshape(leaf.shape[0], -1) if rowwise.is_alone() else leaf
+        # Rows of one axis are copied several numbers at a time.
+        flat = leaf.reshape(leaf.shape[0], -1) if rowwise.is_alone() or _is_narrow(leaf) else leaf
         if not groups or _row_bytes([*groups[-1], leaf], 1) > _SMALL_ROW:
             groups.append([])
         groups[-1].append(flat)
@@ -198,19 +203,13 @@ def _is_small(leaf: Array) -> bool:
     return _is_number(leaf) and _row_bytes([leaf], 1) <= _SMALL_ROW
 
 
-def _is_narrow(leaf: Array, rows: int) -> bool:
-    """Whether a loop copies a leaf faster than a gather, which takes number by number.
+def _is_narrow(leaf: Array) -> bool:
+    """Whether a loop copies rows of the leaf, as rows of one axis, faster than a gather.
 
-    Many numbers of a byte or two are copied together; and the lines of all rows, which are read
-    before, should still be in a cache when they are copied.
+    A gather takes number by number, and a loop many numbers of a byte or two together.
     """
-    return (
-        rowwise.is_alone()
-        and _is_small(leaf)
-        and leaf.dtype.itemsize < 4
-        and math.prod(leaf.shape[1:]) >= _LINE
-        and 0 < rows * _row_bytes([leaf], 1) <= _CACHE
-    )
+    small = _is_small(leaf) and leaf.dtype.itemsize < 4
+    return small and math.prod(leaf.shape[1:]) >= _LINE
 
 
 def _is_number(leaf: Any) -> bool:
