@@ -29,9 +29,10 @@ FANOUT = 16
 _SHIFT = FANOUT.bit_length() - 1
 # The largest float32 below x is x * _BELOW, for every normal x.
 _BELOW = 1.0 - 2.0**-24
-# Up to this many rows the loop form's descent wins over one kernel per level, which two threads
-# share, in any program.
-_LOOP_QUERIES = 128
+# XLA:CPU shares a gather between two threads if what it is from takes more than 512 KB. Up to this
+# many queries they wait for each other longer than one takes for all of it.
+_SHARED_TREE = 2**17
+_UNSHARED_QUERIES = 256
 # Up to this many our own kernel wins over XLA's, which compute with several queries at a time; and
 # in a program that is nothing but one operation, where two threads have little else to do.
 _NATIVE_QUERIES = 4096
@@ -239,7 +240,7 @@ def find(
     Returns:
         Leaves ``[B]``, never one without mass unless the total is zero.
     """
-    return _find(layout, nodes, prefix, refine, max(_LOOP_QUERIES, rowwise.most_rows()))
+    return _find(layout, nodes, prefix, refine, rowwise.most_rows())
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "most"))
@@ -365,10 +366,15 @@ def _block(nodes: jax.Array, start: jax.Array) -> list[jax.Array]:
     return [block[i] for i in range(FANOUT)]
 
 
-def _blocks(nodes: jax.Array, start: jax.Array) -> list[jax.Array]:
-    """Children of many nodes: for ``start [R]`` a list of ``FANOUT`` arrays ``[R]``."""
-    gathered = jax.vmap(lambda s: lax.dynamic_slice(nodes, (s,), (FANOUT,)))(start)
-    return [gathered[:, i] for i in range(FANOUT)]
+def _blocks(nodes: jax.Array, start: jax.Array, *, shared: bool = True) -> list[jax.Array]:
+    """Children of many nodes: for ``start [R]`` a list of ``FANOUT`` arrays ``[R]``.
+
+    With ``shared`` XLA:CPU may share the work between threads.
+    """
+    blocks = jax.vmap(lambda s: lax.dynamic_slice(nodes, (s,), (FANOUT,)))(start)
+    if not shared:
+        blocks = rowwise.gathered(blocks, start)
+    return [blocks[:, i] for i in range(FANOUT)]
 
 
 def _set_loop(
@@ -651,11 +657,12 @@ def _find_levels(
     base = jnp.repeat(jnp.arange(trees, dtype=jnp.int32) * layout.size, rows)
     top, starts = int(_starts(layout)[0]), jnp.asarray(_starts(layout))
     middle = _refine_level(layout, refined)
+    shared = unroll or flat.size <= _SHARED_TREE or residual.size > _UNSHARED_QUERIES
 
     def descend(level: jax.Array | int, carry: Any) -> Any:
         node, residual = unpack(carry)
-        children = _blocks(flat, base + starts[level] + node * FANOUT)
-        child, residual = choose(children, residual)
+        start = base + starts[level] + node * FANOUT
+        child, residual = choose(_blocks(flat, start, shared=shared), residual)
         return pack(node * FANOUT + child, residual)
 
     # XLA:CPU makes a kernel for each of two results, and everything that leads to both is computed
