@@ -229,6 +229,28 @@ def test_near_is_what_all_distances_say(p, radius):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("equal", [0, 1, 16, 17, 100])
+@pytest.mark.parametrize("height", [4, 100])
+def test_near_is_the_same_however_many_rows_of_a_tile_are_near(equal, height):
+    rng = np.random.default_rng(equal)
+    stored = rng.random((300, 40)).astype(np.float32)
+    points = rng.random((height, 40)).astype(np.float32)
+    expected = np.zeros(height, bool)
+    expected[rng.permutation(height)[:equal]] = True
+    points[expected] = stored[rng.integers(0, 300, expected.sum())]
+    # Others are as near by half of their coordinates, and far by the rest.
+    points[~expected, :20] = stored[rng.integers(0, 300, height - expected.sum()), :20]
+
+    def near(points):
+        return Points.of(jnp.asarray(stored)).near(
+            points, jnp.int32(height), Ball(0.1, 1.0), lambda _, slot: slot >= 0
+        )
+
+    np.testing.assert_array_equal(jax.jit(near)(points), expected)
+    both = jax.vmap(near)(jnp.stack([points, points[::-1]]))
+    np.testing.assert_array_equal(both, np.stack([expected, expected[::-1]]))
+
+
 def test_jit_vmap_scan_and_donation_agree():
     diversity = jaxbuf.Diversity(0.5, 2.0, within_batch="greedy", active="full")
     empty = create(diversity, 6, 2)

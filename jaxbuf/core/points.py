@@ -9,7 +9,7 @@ of pairs, the remaining coordinates of that tile cannot matter. Terms are sums o
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +17,14 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxbuf.core import rowwise
+
 # A tile is as many pairs as fit a core's cache, with coordinates taken several at a time.
 _ROWS = 128
 _COLUMNS = 512
 _STRIDE = 8
+# So few rows of a tile that are not done yet go on by themselves.
+_FEW = 16
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -129,7 +133,6 @@ class Points(struct.PyTreeNode):
         height = tiles.shape[-1]
         slot = jnp.arange(columns, dtype=jnp.int32)[None]
         row = jnp.arange(height, dtype=jnp.int32)[:, None]
-        limit = jnp.float32(ball.limit)
 
         def tile(k: Array, found: Bool[Array, " P"]) -> Bool[Array, " P"]:
             first, block = k // blocks, k % blocks
@@ -141,8 +144,7 @@ class Points(struct.PyTreeNode):
                 return lax.dynamic_slice(self.blocks, begin, (1, 1, stride, columns))[0, 0]
 
             ours = lax.dynamic_index_in_dim(tiles, first, keepdims=False)
-            sums = pairwise(ours, theirs, groups, counts, ball)
-            close = jnp.min(sums, axis=1) <= limit
+            close = _rows_near(ours, theirs, groups, counts, ball)
             before = lax.dynamic_slice(found, (first * height,), (height,))
             return lax.dynamic_update_slice(found, before | close, (first * height,))
 
@@ -181,10 +183,35 @@ def pairwise(
         counts: Which pairs matter, ``[R, L]`` or ``[1, L]``.
         ball: Norm and limit.
     """
-    height, columns = ours.shape[-1], counts.shape[-1]
-    limit = jnp.float32(ball.limit)
+    begin = _begin(ours.shape[-1], counts)
+    return _accumulate(ours, theirs, groups, begin, ball, enough=0).sums
+
+
+class _Sums(NamedTuple):
+    """What is accumulated of a tile: groups of coordinates, and the least sum of each row."""
+
+    groups: Int[Array, ""]
+    sums: Float[Array, "R L"]
+    least: Float[Array, " R"]
+
+
+def _begin(height: int, counts: Bool[Array, "..."]) -> _Sums:
     sums = jnp.where(counts, jnp.float32(0), jnp.float32(jnp.inf))
-    sums = jnp.broadcast_to(sums, (height, columns))
+    sums = jnp.broadcast_to(sums, (height, counts.shape[-1]))
+    return _Sums(jnp.int32(0), sums, jnp.zeros((height,), jnp.float32))
+
+
+def _accumulate(
+    ours: Float[Array, "G S R"],
+    theirs: Callable[[Int[Array, ""]], Float[Array, "S L"]],
+    groups: int,
+    begin: _Sums,
+    ball: Ball,
+    *,
+    enough: int,
+) -> _Sums:
+    """Go on until all is accumulated, or no more than ``enough`` rows can be near anything."""
+    limit = jnp.float32(ball.limit)
 
     def operands(group: Array) -> tuple[Array, Array]:
         inside = jnp.minimum(group, groups - 1)
@@ -192,18 +219,51 @@ def pairwise(
 
     # Coordinates go through the carry, so that they are sliced once, and not, fused into the
     # arithmetic, for every pair.
-    def unfinished(carry: tuple[Array, ...]) -> Array:
-        return (carry[0] < groups) & jnp.any(carry[-1] <= limit)
+    def unfinished(carry: tuple[_Sums, Array, Array]) -> Array:
+        done, *_ = carry
+        return (done.groups < groups) & (jnp.sum(done.least <= limit, dtype=jnp.int32) > enough)
 
-    def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        group, one, other, sums, _ = carry
+    def step(carry: tuple[_Sums, Array, Array]) -> tuple[_Sums, Array, Array]:
+        (group, sums, _), one, other = carry
         for k in range(_STRIDE):
             sums = ball.accumulate(sums, one[k][:, None] - other[k][None])
-        return group + 1, *operands(group + 1), sums, jnp.min(sums, axis=1)
+        return _Sums(group + 1, sums, jnp.min(sums, axis=1)), *operands(group + 1)
 
-    first = jnp.int32(0)
-    start = (first, *operands(first), sums, jnp.zeros((height,), jnp.float32))
-    return lax.while_loop(unfinished, step, start)[3]
+    return lax.while_loop(unfinished, step, (begin, *operands(begin.groups)))[0]
+
+
+def _rows_near(
+    ours: Float[Array, "G S R"],
+    theirs: Callable[[Int[Array, ""]], Float[Array, "S L"]],
+    groups: int,
+    counts: Bool[Array, "..."],
+    ball: Ball,
+) -> Bool[Array, " R"]:
+    """Which rows of a tile have something near them, of what counts; see ``pairwise``.
+
+    Those few that have are not reason enough to go on with all the others.
+    """
+    height = ours.shape[-1]
+    limit = jnp.float32(ball.limit)
+    whole = _accumulate(
+        ours, theirs, groups, _begin(height, counts), ball, enough=_FEW if height > _FEW else 0
+    )
+    can = whole.least <= limit
+
+    def few() -> Bool[Array, " R"]:
+        row, number = rowwise.pack(jnp.arange(height, dtype=jnp.int32), can, 0, size=height)
+        row = row[:_FEW]
+        there = jnp.arange(_FEW, dtype=jnp.int32) < number
+        least = jnp.where(there, whole.least[row], jnp.inf)
+        sums = jnp.where(there[:, None], whole.sums[row], jnp.inf)
+        begin = _Sums(whole.groups, sums, least)
+        end = _accumulate(ours[:, :, row], theirs, groups, begin, ball, enough=0)
+        at = jnp.where(there, row, height)
+        return jnp.zeros((height,), bool).at[at].set(end.least <= limit, mode="drop")
+
+    if height <= _FEW:
+        return can
+    return lax.cond((whole.groups < groups) & jnp.any(can), few, lambda: can)
 
 
 def finite(points: Float[Array, "B D"]) -> Float[Array, "B D"]:
