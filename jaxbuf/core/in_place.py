@@ -8,7 +8,7 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 # No slot, and no number of slots, is larger.
 _MOST = 2**30
@@ -33,6 +33,16 @@ def step_of(
     at = index[row]
     there = (i < index.shape[0]) & (at >= 0) & (at < below)
     return jnp.clip(at, 0, below - 1), there, row
+
+
+def of_two(
+    index: Int[Array, " 1"], row: Shaped[Array, "1 ..."], nowhere: int
+) -> tuple[Int[Array, " 2"], Shaped[Array, "2 ..."]]:
+    """A single row to write, as the first of two; the second is dropped, for it goes ``nowhere``.
+
+    XLA does not write a single row by a loop, and then copies, or writes again, what it changes.
+    """
+    return jnp.pad(index, (0, 1), constant_values=nowhere), jnp.repeat(row, 2, axis=0)
 
 
 def append(

@@ -127,7 +127,7 @@ class Points(struct.PyTreeNode):
             usable: Which slots count for which rows, given row numbers ``[R, 1]`` and slots
                 ``[1, L]``; ``[R, L]`` or ``[1, L]``.
         """
-        blocks, groups, stride, columns = self.blocks.shape
+        blocks, _, stride, columns = self.blocks.shape
         total = points.shape[0]
         tiles = tile_rows(points)
         height = tiles.shape[-1]
@@ -144,7 +144,7 @@ class Points(struct.PyTreeNode):
                 return lax.dynamic_slice(self.blocks, begin, (1, 1, stride, columns))[0, 0]
 
             ours = lax.dynamic_index_in_dim(tiles, first, keepdims=False)
-            close = _rows_near(ours, theirs, groups, counts, ball)
+            close = _rows_near(ours, theirs, counts, ball)
             before = lax.dynamic_slice(found, (first * height,), (height,))
             return lax.dynamic_update_slice(found, before | close, (first * height,))
 
@@ -164,13 +164,28 @@ def tile_rows(points: Float[Array, "B D"]) -> Float[Array, "T G S R"]:
     return jnp.transpose(padded.reshape(tiles, height, groups, _STRIDE), (0, 2, 3, 1))
 
 
+class Sums(NamedTuple):
+    """What is accumulated of a tile.
+
+    Attributes:
+        groups: How many groups of coordinates.
+        sums: Of each pair.
+        least: Of each row.
+    """
+
+    groups: Int[Array, ""]
+    sums: Float[Array, "R L"]
+    least: Float[Array, " R"]
+
+
 def pairwise(
     ours: Float[Array, "G S R"],
     theirs: Callable[[Int[Array, ""]], Float[Array, "S L"]],
-    groups: int,
     counts: Bool[Array, "..."],
     ball: Ball,
-) -> Float[Array, "R L"]:
+    *,
+    enough: int = 0,
+) -> Sums:
     """What ``ball`` accumulates for each pair; infinite where it does not count.
 
     It stops as soon as no pair can be in the ball any more: then sums are too small, but past the
@@ -179,38 +194,25 @@ def pairwise(
     Args:
         ours: One tile of ``tile_rows``.
         theirs: The coordinates of the others, one group at a time.
-        groups: Number of groups ``G``.
         counts: Which pairs matter, ``[R, L]`` or ``[1, L]``.
         ball: Norm and limit.
+        enough: Stop already when no more than so many rows, less than ``R``, can be near anything.
     """
-    begin = _begin(ours.shape[-1], counts)
-    return _accumulate(ours, theirs, groups, begin, ball, enough=0).sums
-
-
-class _Sums(NamedTuple):
-    """What is accumulated of a tile: groups of coordinates, and the least sum of each row."""
-
-    groups: Int[Array, ""]
-    sums: Float[Array, "R L"]
-    least: Float[Array, " R"]
-
-
-def _begin(height: int, counts: Bool[Array, "..."]) -> _Sums:
+    height = ours.shape[-1]
     sums = jnp.where(counts, jnp.float32(0), jnp.float32(jnp.inf))
     sums = jnp.broadcast_to(sums, (height, counts.shape[-1]))
-    return _Sums(jnp.int32(0), sums, jnp.zeros((height,), jnp.float32))
+    begin = Sums(jnp.int32(0), sums, jnp.zeros((height,), jnp.float32))
+    return _accumulate(ours, theirs, begin, ball, enough)
 
 
 def _accumulate(
     ours: Float[Array, "G S R"],
     theirs: Callable[[Int[Array, ""]], Float[Array, "S L"]],
-    groups: int,
-    begin: _Sums,
+    begin: Sums,
     ball: Ball,
-    *,
-    enough: int,
-) -> _Sums:
-    """Go on until all is accumulated, or no more than ``enough`` rows can be near anything."""
+    enough: int = 0,
+) -> Sums:
+    groups = ours.shape[0]
     limit = jnp.float32(ball.limit)
 
     def operands(group: Array) -> tuple[Array, Array]:
@@ -219,15 +221,15 @@ def _accumulate(
 
     # Coordinates go through the carry, so that they are sliced once, and not, fused into the
     # arithmetic, for every pair.
-    def unfinished(carry: tuple[_Sums, Array, Array]) -> Array:
+    def unfinished(carry: tuple[Sums, Array, Array]) -> Array:
         done, *_ = carry
         return (done.groups < groups) & (jnp.sum(done.least <= limit, dtype=jnp.int32) > enough)
 
-    def step(carry: tuple[_Sums, Array, Array]) -> tuple[_Sums, Array, Array]:
+    def step(carry: tuple[Sums, Array, Array]) -> tuple[Sums, Array, Array]:
         (group, sums, _), one, other = carry
         for k in range(_STRIDE):
             sums = ball.accumulate(sums, one[k][:, None] - other[k][None])
-        return _Sums(group + 1, sums, jnp.min(sums, axis=1)), *operands(group + 1)
+        return Sums(group + 1, sums, jnp.min(sums, axis=1)), *operands(group + 1)
 
     return lax.while_loop(unfinished, step, (begin, *operands(begin.groups)))[0]
 
@@ -235,19 +237,18 @@ def _accumulate(
 def _rows_near(
     ours: Float[Array, "G S R"],
     theirs: Callable[[Int[Array, ""]], Float[Array, "S L"]],
-    groups: int,
     counts: Bool[Array, "..."],
     ball: Ball,
 ) -> Bool[Array, " R"]:
-    """Which rows of a tile have something near them, of what counts; see ``pairwise``.
+    """Which rows of a tile have something near them, of what counts.
 
     Those few that have are not reason enough to go on with all the others.
     """
-    height = ours.shape[-1]
+    groups, _, height = ours.shape
     limit = jnp.float32(ball.limit)
-    whole = _accumulate(
-        ours, theirs, groups, _begin(height, counts), ball, enough=_FEW if height > _FEW else 0
-    )
+    if height <= _FEW:
+        return pairwise(ours, theirs, counts, ball).least <= limit
+    whole = pairwise(ours, theirs, counts, ball, enough=_FEW)
     can = whole.least <= limit
 
     def few() -> Bool[Array, " R"]:
@@ -256,13 +257,10 @@ def _rows_near(
         there = jnp.arange(_FEW, dtype=jnp.int32) < number
         least = jnp.where(there, whole.least[row], jnp.inf)
         sums = jnp.where(there[:, None], whole.sums[row], jnp.inf)
-        begin = _Sums(whole.groups, sums, least)
-        end = _accumulate(ours[:, :, row], theirs, groups, begin, ball, enough=0)
+        end = _accumulate(ours[:, :, row], theirs, Sums(whole.groups, sums, least), ball)
         at = jnp.where(there, row, height)
         return jnp.zeros((height,), bool).at[at].set(end.least <= limit, mode="drop")
 
-    if height <= _FEW:
-        return can
     return lax.cond((whole.groups < groups) & jnp.any(can), few, lambda: can)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from jaxbuf.core import native, rowwise
+from jaxbuf.core import in_place, native, rowwise
 
 _KINDS = "biufc"
 # So many differences are named in an error.
@@ -136,8 +136,7 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
         at = index
         if index.shape[0] == 1 and _is_narrow(slots):
             # Or XLA writes it once more for those who read it as rows of one axis, to a copy.
-            at = jnp.pad(index, (0, 1), constant_values=slots.shape[0])
-            rows = jnp.repeat(rows, 2, axis=0)
+            at, rows = in_place.of_two(index, rows, slots.shape[0])
         return slots.at[at].set(rows, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
     return jax.tree.map(put, storage, items)

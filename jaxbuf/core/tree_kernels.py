@@ -204,9 +204,7 @@ def set_leaves(
         grew, ``[]``.
     """
     if index.shape[0] == 1:
-        # XLA unrolls a loop of one step, and then copies the tree.
-        index = jnp.pad(index, (0, 1), constant_values=layout.capacity)
-        value = jnp.pad(value, (0, 1))
+        index, value = in_place.of_two(index, value, layout.capacity)
     most = rowwise.SHORT_RUN if contiguous else rowwise.most_rows()
     return _set_leaves(layout, nodes, index, value, contiguous, index.shape[0] <= most)
 
@@ -225,6 +223,7 @@ def _set_leaves(
     return nodes[0], roots[0], gained[0]
 
 
+@functools.partial(jax.jit, static_argnames="layout")
 def find(
     layout: Layout, nodes: jax.Array, prefix: jax.Array, refine: jax.Array | None = None
 ) -> jax.Array:
@@ -240,16 +239,9 @@ def find(
     Returns:
         Leaves ``[B]``, never one without mass unless the total is zero.
     """
-    return _find(layout, nodes, prefix, refine, rowwise.most_rows())
-
-
-@functools.partial(jax.jit, static_argnames=("layout", "most"))
-def _find(
-    layout: Layout, nodes: jax.Array, prefix: jax.Array, refine: jax.Array | None, most: int
-) -> jax.Array:
     refined = refine is not None
     queries = _at_least_two(prefix), _at_least_two(refine if refined else prefix)
-    found = _finder(layout, refined, most)(nodes[None], *(query[None] for query in queries))
+    found = _finder(layout, refined)(nodes[None], *(query[None] for query in queries))
     return found[0, : prefix.shape[0]]
 
 
@@ -294,10 +286,10 @@ def _setter(layout: Layout, contiguous: bool, short: bool) -> Callable[..., Any]
 
 
 @functools.cache
-def _finder(layout: Layout, refined: bool, most: int) -> Callable[..., Any]:
+def _finder(layout: Layout, refined: bool) -> Callable[..., Any]:
     @custom_vmap
     def call(nodes: jax.Array, prefix: jax.Array, refine: jax.Array) -> Any:
-        on_cpu = _find_loop if prefix.size <= most else _find_levels
+        on_cpu = _find_loop if prefix.size <= rowwise.most_rows() else _find_levels
         most_native = _NATIVE_QUERIES_ALONE if rowwise.is_alone() else _NATIVE_QUERIES
         on_cpu = _find_native if native.in_use() and prefix.size <= most_native else on_cpu
         return lax.platform_dependent(
@@ -361,6 +353,11 @@ def _split(axis_size: int, array: jax.Array) -> jax.Array:
     return array.reshape(axis_size, -1, *array.shape[1:])
 
 
+def _base(layout: Layout, trees: int, rows: int, i: jax.Array) -> jax.Array:
+    """Where the tree begins that row ``i`` of all trees is for."""
+    return i // rows * layout.size if trees > 1 else jnp.int32(0)
+
+
 def _block(nodes: jax.Array, start: jax.Array) -> list[jax.Array]:
     block = lax.dynamic_slice(nodes, (start,), (FANOUT,))
     return [block[i] for i in range(FANOUT)]
@@ -411,7 +408,7 @@ def _set_loop(
 
     def lines(i: jax.Array) -> list[jax.Array]:
         leaf = jnp.clip(index[i], 0, layout.capacity - 1)
-        base = i // rows * layout.size if trees > 1 else jnp.int32(0)
+        base = _base(layout, trees, rows, i)
         return [
             flat[base + layout.offset(op, level) + lax.shift_right_logical(leaf, _SHIFT * level)]
             for level in far
@@ -606,7 +603,7 @@ def _find_loop(
     middle = _refine_level(layout, refined)
 
     def first_child(first: int, node: jax.Array, i: jax.Array) -> jax.Array:
-        base = i // rows * layout.size if trees > 1 else jnp.int32(0)
+        base = _base(layout, trees, rows, i)
         return base + first + node * FANOUT
 
     # Node and residual are one array, for XLA would compute a child twice to write two.
@@ -713,7 +710,7 @@ def _read_loop(
     last = (layout.capacity if before is None else layout.size) - 1
 
     def one(i: jax.Array, values: jax.Array) -> jax.Array:
-        base = i // rows * layout.size if trees > 1 else jnp.int32(0)
+        base = _base(layout, trees, rows, i)
         at = base + jnp.clip(index[i], 0, last)
         return lax.dynamic_update_slice(values, lax.dynamic_slice(flat, (at,), (1,)), (i,))
 

@@ -296,7 +296,7 @@ def _nearest(
     columns = min(buffer.capacity, _BLOCK)
     blocks = math.ceil(buffer.capacity / columns)
     tiles = tile_rows(points)
-    groups, height = tiles.shape[1], tiles.shape[-1]
+    height = tiles.shape[-1]
     laid_out = buffer.diversity is not None and buffer.diversity.key == part.key
 
     def tile(k: Array, least: Float[Array, " P"]) -> Float[Array, " P"]:
@@ -313,15 +313,14 @@ def _nearest(
             theirs = Points.of(finite(part.points(items))).blocks[0]
         slot = start + jnp.arange(columns, dtype=jnp.int32)[None]
         counts = buffer.occupancy.live(jnp.minimum(slot, buffer.capacity - 1))
-        sums = pairwise(
+        near = pairwise(
             lax.dynamic_index_in_dim(tiles, first, keepdims=False),
             lambda group: lax.dynamic_index_in_dim(theirs, group, keepdims=False),
-            groups,
             counts & (slot < buffer.capacity),
             ball,
         )
         before = lax.dynamic_slice(least, (first * height,), (height,))
-        nearer = jnp.minimum(before, jnp.min(sums, axis=1))
+        nearer = jnp.minimum(before, near.least)
         return lax.dynamic_update_slice(least, nearer, (first * height,))
 
     least = jnp.full((tiles.shape[0] * height,), jnp.inf, jnp.float32)

@@ -208,7 +208,7 @@ def _crowded(
     """Of the rows that would enter, best first, which are near a higher one that enters."""
     rows = ranked.shape[0]
     tiles = tile_rows(ranked)
-    groups, height = tiles.shape[1], tiles.shape[-1]
+    height = tiles.shape[-1]
     everyone = Points.of(ranked)
     limit = jnp.float32(ball.limit)
     padding = tiles.shape[0] * height - rows
@@ -228,13 +228,13 @@ def _crowded(
         )
         block = lax.dynamic_index_in_dim(tiles, k, keepdims=False)
         number = jnp.arange(height, dtype=jnp.int32)
-        near = limit >= pairwise(
+        pairs = pairwise(
             block,
             lambda group: lax.dynamic_index_in_dim(block, group, keepdims=False),
-            groups,
             number[None] < number[:, None],
             ball,
         )
+        near = pairs.sums <= limit
         offered = lax.dynamic_slice(entering, (first,), (height,))
 
         def settle(i: Array, out: Bool[Array, " R"]) -> Bool[Array, " R"]:
