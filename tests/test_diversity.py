@@ -64,8 +64,8 @@ def test_a_row_is_compared_with_all_higher_ones_or_with_those_that_enter(
 @functools.partial(jax.jit, static_argnums=2)
 def near(one, others, ball):
     """Whether one point is near any of the others."""
-    some = Points.of(others).near(one[None], jnp.int32(1), ball, lambda _, slot: slot >= 0)
-    return some[0]
+    point = Points.of(one[None])
+    return Points.of(others).near(point, jnp.int32(1), ball, lambda _, slot: slot >= 0)[0]
 
 
 def test_a_distance_of_exactly_the_cutoff_is_refused():
@@ -222,7 +222,7 @@ def test_near_is_what_all_distances_say(p, radius):
     all_pairs = size.max(-1) if math.isinf(p) else (size**p).sum(-1) ** (1 / p)
     all_pairs[:, 1000:] = INF
     found = Points.of(jnp.asarray(stored)).near(
-        jnp.asarray(points), jnp.int32(140), Ball(radius, p), lambda _, slot: slot < 1000
+        Points.of(jnp.asarray(points)), jnp.int32(140), Ball(radius, p), lambda _, slot: slot < 1000
     )
     expected = (all_pairs.min(1) <= radius) & (np.arange(150) < 140)
     assert 0 < expected.sum() < 140
@@ -243,7 +243,7 @@ def test_near_is_the_same_however_many_rows_of_a_tile_are_near(equal, height):
 
     def near(points):
         return Points.of(jnp.asarray(stored)).near(
-            points, jnp.int32(height), Ball(0.1, 1.0), lambda _, slot: slot >= 0
+            Points.of(points), jnp.int32(height), Ball(0.1, 1.0), lambda _, slot: slot >= 0
         )
 
     np.testing.assert_array_equal(jax.jit(near)(points), expected)

@@ -1,5 +1,6 @@
 """Arithmetic on rows: the loop and the vectorized form agree, whatever transforms them."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,10 +134,19 @@ def test_chosen_rows_are_packed_in_front():
         assert_same((together[0][i], together[1][i]), (packed, count))
 
 
-@pytest.mark.parametrize("below", [5, 40_000_000, 2**31])
-@pytest.mark.parametrize("rows", [1, 2, 300])
+@pytest.mark.parametrize("below", [5, 40_000_000, 2**31, 2**32])
+@pytest.mark.parametrize("rows", [1, 2, 300, 70_000])
 def test_numbers_in_order(rows, below):
-    numbers = np.random.default_rng(rows).integers(0, min(below, 2**31), rows) // 3 * 3
-    numbers[-1] = min(below, 2**31) - 1
-    order = rowwise.order(jnp.asarray(numbers, jnp.int32), below)
-    np.testing.assert_array_equal(order, np.argsort(numbers, kind="stable"))
+    rng = np.random.default_rng(rows)
+    # Some of them several times, and some that differ in one half of a word only.
+    numbers = rng.integers(0, below, rows) // 3 * 3 % below
+    numbers[rng.permutation(rows)[: rows // 2]] &= 0xFFFF0003
+    numbers[-1] = below - 1
+    numbers = numbers.astype(np.uint32 if below > 2**31 else np.int32)
+    order = np.argsort(numbers, kind="stable")
+    found = jax.jit(rowwise.sort, static_argnums=1)(jnp.asarray(numbers), below)
+    chex.assert_trees_all_equal_dtypes(found[0], jnp.asarray(numbers))
+    np.testing.assert_array_equal(found[0], numbers[order])
+    np.testing.assert_array_equal(found[1], order)
+    both = jax.vmap(lambda numbers: rowwise.sort(numbers, below))(jnp.stack([numbers] * 2))
+    np.testing.assert_array_equal(both[1], np.stack([order] * 2))

@@ -212,8 +212,8 @@ def _by_age(occupancy: Any, slot: Int[Array, " N"], live: Bool[Array, " N"]) -> 
 
 def _by_group(name: Int[Array, " N"], num_groups: int) -> tuple[Int[Array, " N"], Int[Array, " M"]]:
     """The places of all names, sorted by name and then by place, and where each group begins."""
-    place = rowwise.order(name, num_groups + 1)
-    return place, jnp.searchsorted(name[place], jnp.arange(num_groups + 1, dtype=name.dtype))
+    rising, place = rowwise.sort(name, num_groups + 1)
+    return place, jnp.searchsorted(rising, jnp.arange(num_groups + 1, dtype=name.dtype))
 
 
 def _shuffled(words: UInt[Array, "B K"], held: Int[Array, " B"]) -> Int[Array, "B K"]:

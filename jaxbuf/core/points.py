@@ -7,6 +7,7 @@ of pairs, the remaining coordinates of that tile cannot matter. Terms are sums o
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple, Self
@@ -25,6 +26,11 @@ _COLUMNS = 512
 _STRIDE = 8
 # So few rows of a tile that are not done yet go on by themselves.
 _FEW = 16
+# So many groups of a row's coordinates are taken at once.
+_GROUPS = 8
+# XLA:CPU computes what it takes the least of where it needs it, and vectorized, only if the least
+# is of so few; a longer reduction it does in two steps, and writes what it is of to memory.
+_LANES = 16
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -85,7 +91,8 @@ class Points(struct.PyTreeNode):
     @classmethod
     def create(cls, capacity: int, width: int) -> Self:
         """All points at the origin."""
-        columns = min(capacity, _COLUMNS)
+        height = min(capacity, _ROWS)
+        columns = min(math.ceil(capacity / height) * height, _COLUMNS)
         shape = (math.ceil(capacity / columns), math.ceil(width / _STRIDE), _STRIDE, columns)
         return cls(blocks=jnp.zeros(shape, jnp.float32), capacity=capacity)
 
@@ -109,9 +116,26 @@ class Points(struct.PyTreeNode):
         )
         return self.replace(blocks=changed)
 
+    @property
+    def height(self) -> int:
+        """Number of points in a tile."""
+        return min(self.blocks.shape[-1], _ROWS)
+
+    @property
+    def num_tiles(self) -> int:
+        """In how many tiles they are."""
+        return math.ceil(self.capacity / self.height)
+
+    def tile(self, k: Int[Array, ""]) -> Float[Array, "G S R"]:
+        """The points of one tile, for ``pairwise``."""
+        _, groups, stride, columns = self.blocks.shape
+        first = k * self.height
+        begin = (first // columns, jnp.int32(0), jnp.int32(0), first % columns)
+        return lax.dynamic_slice(self.blocks, begin, (1, groups, stride, self.height))[0]
+
     def near(
         self,
-        points: Float[Array, "B D"],
+        points: "Points",
         count: Int[Array, ""],
         ball: Ball,
         usable: Callable[[Int[Array, "R 1"], Int[Array, "1 L"]], Bool[Array, "..."]],
@@ -121,47 +145,35 @@ class Points(struct.PyTreeNode):
         Memory is bounded by a tile, whatever ``B`` and the capacity are.
 
         Args:
-            points: ``[B, D]``.
+            points: ``B`` points of as many coordinates.
             count: How many of them to look at, the first ones; the others are near nothing.
             ball: What is near.
             usable: Which slots count for which rows, given row numbers ``[R, 1]`` and slots
                 ``[1, L]``; ``[R, L]`` or ``[1, L]``.
         """
         blocks, _, stride, columns = self.blocks.shape
-        total = points.shape[0]
-        tiles = tile_rows(points)
-        height = tiles.shape[-1]
+        total, height = points.capacity, points.height
         slot = jnp.arange(columns, dtype=jnp.int32)[None]
         row = jnp.arange(height, dtype=jnp.int32)[:, None]
 
-        def tile(k: Array, found: Bool[Array, " P"]) -> Bool[Array, " P"]:
+        def tile(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            found, many = carry
             first, block = k // blocks, k % blocks
             at = block * columns + slot
             counts = usable(first * height + row, at) & (at < self.capacity)
 
-            def theirs(group: Array) -> Array:
+            def theirs(group: Array, number: int) -> Array:
                 begin = (block, group, jnp.int32(0), jnp.int32(0))
-                return lax.dynamic_slice(self.blocks, begin, (1, 1, stride, columns))[0, 0]
+                return lax.dynamic_slice(self.blocks, begin, (1, number, stride, columns))[0]
 
-            ours = lax.dynamic_index_in_dim(tiles, first, keepdims=False)
-            close = _rows_near(ours, theirs, counts, ball)
+            close, many = _rows_near(points.tile(first), theirs, counts, ball, many)
             before = lax.dynamic_slice(found, (first * height,), (height,))
-            return lax.dynamic_update_slice(found, before | close, (first * height,))
+            return lax.dynamic_update_slice(found, before | close, (first * height,)), many
 
         steps = -(-count // height) * blocks
-        found = jnp.zeros((tiles.shape[0] * height,), bool)
-        found = lax.fori_loop(0, steps, tile, found)[:total]
+        begin = jnp.zeros((points.num_tiles * height,), bool), jnp.bool_(False)
+        found = lax.fori_loop(0, steps, tile, begin)[0][:total]
         return found & (jnp.arange(total, dtype=jnp.int32) < count)
-
-
-def tile_rows(points: Float[Array, "B D"]) -> Float[Array, "T G S R"]:
-    """Points given as rows, in the tiles that ``pairwise`` takes."""
-    rows, width = points.shape
-    height = min(rows, _ROWS)
-    tiles, groups = math.ceil(rows / height), math.ceil(width / _STRIDE)
-    rest = (tiles * height - rows, groups * _STRIDE - width)
-    padded = jnp.pad(points, ((0, rest[0]), (0, rest[1])))
-    return jnp.transpose(padded.reshape(tiles, height, groups, _STRIDE), (0, 2, 3, 1))
 
 
 class Sums(NamedTuple):
@@ -180,11 +192,12 @@ class Sums(NamedTuple):
 
 def pairwise(
     ours: Float[Array, "G S R"],
-    theirs: Callable[[Int[Array, ""]], Float[Array, "S L"]],
+    theirs: Callable[[Int[Array, ""], int], Float[Array, "N S L"]],
     counts: Bool[Array, "..."],
     ball: Ball,
     *,
     enough: int = 0,
+    step: int = 1,
 ) -> Sums:
     """What ``ball`` accumulates for each pair; infinite where it does not count.
 
@@ -192,32 +205,22 @@ def pairwise(
     limit.
 
     Args:
-        ours: One tile of ``tile_rows``.
-        theirs: The coordinates of the others, one group at a time.
+        ours: One tile.
+        theirs: The coordinates of the others: so many groups from a first one on.
         counts: Which pairs matter, ``[R, L]`` or ``[1, L]``.
         ball: Norm and limit.
-        enough: Stop already when no more than so many rows, less than ``R``, can be near anything.
+        enough: Stop already when no more than so many rows can be near anything.
+        step: So many groups of coordinates are taken at once, which ``G`` is a multiple of.
     """
-    height = ours.shape[-1]
+    groups, _, height = ours.shape
     sums = jnp.where(counts, jnp.float32(0), jnp.float32(jnp.inf))
     sums = jnp.broadcast_to(sums, (height, counts.shape[-1]))
     begin = Sums(jnp.int32(0), sums, jnp.zeros((height,), jnp.float32))
-    return _accumulate(ours, theirs, begin, ball, enough)
-
-
-def _accumulate(
-    ours: Float[Array, "G S R"],
-    theirs: Callable[[Int[Array, ""]], Float[Array, "S L"]],
-    begin: Sums,
-    ball: Ball,
-    enough: int = 0,
-) -> Sums:
-    groups = ours.shape[0]
     limit = jnp.float32(ball.limit)
 
-    def operands(group: Array) -> tuple[Array, Array]:
-        inside = jnp.minimum(group, groups - 1)
-        return lax.dynamic_index_in_dim(ours, inside, keepdims=False), theirs(inside)
+    def operands(first: Array) -> tuple[Array, Array]:
+        first = jnp.minimum(first, groups - step)
+        return lax.dynamic_slice_in_dim(ours, first, step), theirs(first, step)
 
     # Coordinates go through the carry, so that they are sliced once, and not, fused into the
     # arithmetic, for every pair.
@@ -225,43 +228,119 @@ def _accumulate(
         done, *_ = carry
         return (done.groups < groups) & (jnp.sum(done.least <= limit, dtype=jnp.int32) > enough)
 
-    def step(carry: tuple[Sums, Array, Array]) -> tuple[Sums, Array, Array]:
-        (group, sums, _), one, other = carry
-        for k in range(_STRIDE):
+    def go_on(carry: tuple[Sums, Array, Array]) -> tuple[Sums, Array, Array]:
+        (done, sums, _), one, other = carry
+        for k in itertools.product(range(step), range(_STRIDE)):
             sums = ball.accumulate(sums, one[k][:, None] - other[k][None])
-        return Sums(group + 1, sums, jnp.min(sums, axis=1)), *operands(group + 1)
+        done = done + step
+        return Sums(done, sums, jnp.min(sums, axis=1)), *operands(done)
 
-    return lax.while_loop(unfinished, step, (begin, *operands(begin.groups)))[0]
+    return lax.while_loop(unfinished, go_on, (begin, *operands(begin.groups)))[0]
 
 
 def _rows_near(
     ours: Float[Array, "G S R"],
-    theirs: Callable[[Int[Array, ""]], Float[Array, "S L"]],
+    theirs: Callable[[Int[Array, ""], int], Float[Array, "N S L"]],
     counts: Bool[Array, "..."],
     ball: Ball,
-) -> Bool[Array, " R"]:
+    many: Bool[Array, ""],
+) -> tuple[Bool[Array, " R"], Bool[Array, ""]]:
     """Which rows of a tile have something near them, of what counts.
 
-    Those few that have are not reason enough to go on with all the others.
+    The first group of coordinates rules out most rows, and those few that are left go on by
+    themselves: they are no reason to go on with all the others. Where ``many`` had to go on to the
+    end in the tile before, the first group is not tried.
+
+    Returns:
+        Which rows, and whether many had to go on to the end.
     """
     groups, _, height = ours.shape
     limit = jnp.float32(ball.limit)
-    if height <= _FEW:
-        return pairwise(ours, theirs, counts, ball).least <= limit
-    whole = pairwise(ours, theirs, counts, ball, enough=_FEW)
-    can = whole.least <= limit
 
-    def few() -> Bool[Array, " R"]:
-        row, number = rowwise.pack(jnp.arange(height, dtype=jnp.int32), can, 0, size=height)
-        row = row[:_FEW]
-        there = jnp.arange(_FEW, dtype=jnp.int32) < number
-        least = jnp.where(there, whole.least[row], jnp.inf)
-        sums = jnp.where(there[:, None], whole.sums[row], jnp.inf)
-        end = _accumulate(ours[:, :, row], theirs, Sums(whole.groups, sums, least), ball)
-        at = jnp.where(there, row, height)
-        return jnp.zeros((height,), bool).at[at].set(end.least <= limit, mode="drop")
+    def first() -> Float[Array, " R"]:
+        return _least(ours[0], theirs(jnp.int32(0), 1)[0], counts, ball)
 
-    return lax.cond((whole.groups < groups) & jnp.any(can), few, lambda: can)
+    if groups == 1:
+        return first() <= limit, jnp.bool_(False)
+    least = lax.cond(many, lambda: jnp.zeros((height,), jnp.float32), first)
+
+    def together() -> tuple[Bool[Array, " R"], Int[Array, ""]]:
+        step = 2 if groups > 2 and groups % 2 == 0 else 1
+        done = pairwise(ours, theirs, counts, ball, enough=_FEW, step=step)
+        return done.least <= limit, done.groups
+
+    def apart() -> tuple[Bool[Array, " R"], Int[Array, ""]]:
+        return least <= limit, jnp.int32(1)
+
+    can, done = lax.cond(jnp.sum(least <= limit, dtype=jnp.int32) > _FEW, together, apart)
+    row, number = rowwise.pack(jnp.arange(height, dtype=jnp.int32), can, 0, size=height)
+
+    def one(i: Array, near: Bool[Array, " R"]) -> Bool[Array, " R"]:
+        point = lax.dynamic_index_in_dim(ours, row[i], axis=2, keepdims=False)
+        own = lax.dynamic_index_in_dim(counts, row[i] if counts.shape[0] > 1 else 0, keepdims=False)
+        found = _is_near(point, theirs, own, ball)
+        return lax.dynamic_update_slice(near, found[None], (row[i],))
+
+    near = lax.cond(
+        (done < groups) & (number > 0), lambda: lax.fori_loop(0, number, one, can), lambda: can
+    )
+    return near, done == groups
+
+
+def _is_near(
+    point: Float[Array, "G S"],
+    theirs: Callable[[Int[Array, ""], int], Float[Array, "N S L"]],
+    counts: Bool[Array, " L"],
+    ball: Ball,
+) -> Bool[Array, ""]:
+    """Whether one point has something near it, of what counts."""
+    groups = point.shape[0]
+    limit = jnp.float32(ball.limit)
+
+    def add(sums: Array, first: Int[Array, ""], number: int) -> Array:
+        own = lax.dynamic_slice_in_dim(point, first, number)
+        other = theirs(first, number)
+        for k in itertools.product(range(number), range(_STRIDE)):
+            sums = ball.accumulate(sums, own[k] - other[k])
+        return sums
+
+    def unfinished(carry: tuple[Array, Array]) -> Array:
+        done, sums = carry
+        return (done < groups) & jnp.any(sums <= limit)
+
+    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        done, sums = carry
+        return done + _GROUPS, add(sums, done, _GROUPS)
+
+    # So many that a whole number of steps is left.
+    first = (groups - 1) % _GROUPS + 1
+    sums = add(jnp.where(counts, jnp.float32(0), jnp.float32(jnp.inf)), jnp.int32(0), first)
+    if first < groups:
+        _, sums = lax.while_loop(unfinished, step, (jnp.int32(first), sums))
+    return jnp.any(sums <= limit)
+
+
+def _least(
+    ours: Float[Array, "S R"],
+    theirs: Float[Array, "S L"],
+    counts: Bool[Array, "..."],
+    ball: Ball,
+) -> Float[Array, " R"]:
+    """Of each row, the least that is accumulated of one group of coordinates.
+
+    Sums that are not kept take half of the time of those that go to memory and back.
+    """
+    columns = counts.shape[-1]
+    rest = ((0, 0), (0, -columns % _LANES))
+    theirs, counts = jnp.pad(theirs, rest), jnp.pad(counts, rest)
+    least = jnp.full((ours.shape[-1], _LANES), jnp.inf, jnp.float32)
+    for first in range(0, columns, _LANES):
+        lanes = slice(first, first + _LANES)
+        sums = jnp.where(counts[:, lanes], jnp.float32(0), jnp.float32(jnp.inf))
+        for k in range(_STRIDE):
+            sums = ball.accumulate(sums, ours[k][:, None] - theirs[k, None, lanes])
+        least = jnp.minimum(least, sums)
+    return jnp.min(least, axis=1)
 
 
 def finite(points: Float[Array, "B D"]) -> Float[Array, "B D"]:

@@ -84,11 +84,10 @@ class Ranking(struct.PyTreeNode):
         taken = jnp.ones((rows,), bool) if mask is None else mask
         arrival = self.counters[0] + jnp.cumsum(taken, dtype=jnp.uint32) - jnp.uint32(1)
         count = jnp.sum(taken, dtype=jnp.uint32)
-        rank = jnp.where(taken, _to_rank(score), jnp.uint32(0))
+        rank = jnp.where(taken, to_rank(score), jnp.uint32(0))
         # Best first; of equal ones the newest. Rows that are not taken have rank 0 and come last.
-        falling, order = lax.sort(
-            (~rank[::-1], jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)), num_keys=1
-        )
+        falling, from_last = rowwise.sort(~rank[::-1], 2**32)
+        order = rows - 1 - from_last
         rank, arrival = ~falling, arrival[order]
         if rows == 1:
             # XLA unrolls a loop of one step, and then copies the tree.
@@ -104,7 +103,7 @@ class Ranking(struct.PyTreeNode):
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
         """Which rows rank below everything here, with no slot free: they cannot stay."""
         root = self.nodes[_starts(self.capacity)[-1]]
-        return (self.size == self.capacity) & (_to_rank(score) < root)
+        return (self.size == self.capacity) & (to_rank(score) < root)
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is an item at ``index``."""
@@ -159,7 +158,7 @@ def score_metrics(score: Float[Array, " N"], live: Bool[Array, " N"]) -> dict[st
     }
 
 
-def _to_rank(score: jax.Array) -> jax.Array:
+def to_rank(score: jax.Array) -> jax.Array:
     """Scores as unsigned numbers in the same order, from 2**23 - 1 for -inf; never ``_FREE``."""
     bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
     negative = bits >> jnp.uint32(31) == 1

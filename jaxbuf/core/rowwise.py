@@ -19,13 +19,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, Int, Num, PyTree
+from jaxtyping import Array, Bool, Int, Num, PyTree, UInt
 
 # Up to how many rows to loop, on a CPU: in any program; where the rows are consecutive slots; and
 # in a program that is nothing but one operation, which is to be short.
 _SHORT = 64
 SHORT_RUN = 256
 _SHORT_ALONE = 512
+# Bits of half a word.
+_HALF = 16
 # Part of what jit looks a program up by, so that functions in it are traced for both.
 _is_alone: Any = jax.make_user_context(False)
 
@@ -160,18 +162,42 @@ def pack(
     return on_cpu(loop, plain, values, chosen)
 
 
-def order(numbers: Int[Array, " B"], below: int) -> Int[Array, " B"]:
-    """Where whole numbers in ``[0, below)`` are: the smallest first, of equal ones the first."""
-    place = jnp.arange(numbers.shape[0], dtype=jnp.uint32)
-    bits = max(numbers.shape[0] - 1, 0).bit_length()
+def sort(numbers: Num[Array, " B"], below: int) -> tuple[Num[Array, " B"], Int[Array, " B"]]:
+    """Whole numbers in ``[0, below)``, rising, and where each was; of equal ones the first first.
+
+    Single words are sorted several times as fast as pairs.
+    """
+    rows = numbers.shape[0]
+    bits = max(rows - 1, 0).bit_length()
+    place = jnp.arange(rows, dtype=jnp.uint32)
     key = numbers.astype(jnp.uint32)
     if below << bits <= 2**32:
-        # Numbers and places in one word are sorted several times as fast as pairs.
         key = lax.sort((key << jnp.uint32(bits)) | place, is_stable=False)
-        place = key & jnp.uint32(2**bits - 1)
+        rising, place = key >> jnp.uint32(bits), key & jnp.uint32(2**bits - 1)
+    elif bits <= _HALF:
+        rising, place = on_cpu(_sort_halves, _sort_pairs, key, place)
     else:
-        _, place = lax.sort((key, place), num_keys=1)
-    return place.astype(jnp.int32)
+        rising, place = _sort_pairs(key, place)
+    return rising.astype(numbers.dtype), place.astype(jnp.int32)
+
+
+def _sort_pairs(
+    key: UInt[Array, " B"], place: UInt[Array, " B"]
+) -> tuple[UInt[Array, " B"], UInt[Array, " B"]]:
+    rising, place = lax.sort((key, place), num_keys=1)
+    return rising, place
+
+
+def _sort_halves(
+    key: UInt[Array, " B"], place: UInt[Array, " B"]
+) -> tuple[UInt[Array, " B"], UInt[Array, " B"]]:
+    """By the lower half of the numbers first, and then, keeping that order, by the upper one."""
+    half, lower = jnp.uint32(_HALF), jnp.uint32(2**_HALF - 1)
+    first = lax.sort((key << half) | place, is_stable=False)
+    at = first & lower
+    second = lax.sort((key[at] & ~lower) | place, is_stable=False)
+    then = second & lower
+    return (second & ~lower) | (first[then] >> half), at[then]
 
 
 def after(*arrays: Array) -> Int[Array, ""]:

@@ -9,6 +9,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -19,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core.points import Ball, Points, finite, pairwise, tile_rows
+from jaxbuf.core.points import Ball, Points, finite, pairwise
 from jaxbuf.strategies.diversity import Diversity, Key
 
 # Distances beyond this count as this.
@@ -137,7 +138,8 @@ class Novelty:
         """The mean distance; 0 for a batch without rows."""
         del sender
         part = Diversity(key=self.key)
-        sums = _nearest(finite(part.points(batch.items)), buffer, part, Ball(_FAR, self.p))
+        points = Points.of(finite(part.points(batch.items)))
+        sums = _nearest(points, buffer, part, Ball(_FAR, self.p))
         distance = jnp.sqrt(sums) if self.p == 2 else sums
         counts = mask & jnp.isfinite(distance)
         total = jnp.sum(jnp.where(counts, distance, jnp.float32(0)))
@@ -198,10 +200,10 @@ class NewModes:
         del sender
         is_mode = mask & (batch.score >= jnp.float32(self.threshold))
         part, ball = Diversity(key=self.key), Ball(self.cutoff, self.p)
-        points = finite(part.points(batch.items))
-        rows = points.shape[0]
+        points = Points.of(finite(part.points(batch.items)))
+        rows = points.capacity
         known = _nearest(points, buffer, part, ball) <= jnp.float32(ball.limit)
-        twice = Points.of(points).near(
+        twice = points.near(
             points,
             jnp.int32(rows),
             ball,
@@ -289,14 +291,11 @@ def uses_score(buffer: ItemBuffer) -> bool:
     return any(part is not None and part.uses_score for part in parts)
 
 
-def _nearest(
-    points: Float[Array, "B D"], buffer: ItemBuffer, part: Diversity, ball: Ball
-) -> Float[Array, " B"]:
+def _nearest(points: Points, buffer: ItemBuffer, part: Diversity, ball: Ball) -> Float[Array, " B"]:
     """What the ball accumulates for the nearest item of each row; infinite if there is none."""
     columns = min(buffer.capacity, _BLOCK)
     blocks = math.ceil(buffer.capacity / columns)
-    tiles = tile_rows(points)
-    height = tiles.shape[-1]
+    height = points.height
     laid_out = buffer.diversity is not None and buffer.diversity.key == part.key
 
     def tile(k: Array, least: Float[Array, " P"]) -> Float[Array, " P"]:
@@ -314,8 +313,8 @@ def _nearest(
         slot = start + jnp.arange(columns, dtype=jnp.int32)[None]
         counts = buffer.occupancy.live(jnp.minimum(slot, buffer.capacity - 1))
         near = pairwise(
-            lax.dynamic_index_in_dim(tiles, first, keepdims=False),
-            lambda group: lax.dynamic_index_in_dim(theirs, group, keepdims=False),
+            points.tile(first),
+            functools.partial(lax.dynamic_slice_in_dim, theirs),
             counts & (slot < buffer.capacity),
             ball,
         )
@@ -323,6 +322,6 @@ def _nearest(
         nearer = jnp.minimum(before, near.least)
         return lax.dynamic_update_slice(least, nearer, (first * height,))
 
-    least = jnp.full((tiles.shape[0] * height,), jnp.inf, jnp.float32)
-    steps = jnp.int32(tiles.shape[0] * blocks)
-    return lax.fori_loop(jnp.int32(0), steps, tile, least)[: points.shape[0]]
+    least = jnp.full((points.num_tiles * height,), jnp.inf, jnp.float32)
+    steps = jnp.int32(points.num_tiles * blocks)
+    return lax.fori_loop(jnp.int32(0), steps, tile, least)[: points.capacity]

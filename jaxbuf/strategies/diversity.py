@@ -6,21 +6,26 @@ References:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.core import fields
-from jaxbuf.core.points import Ball, Points, finite, pairwise, tile_rows
+from jaxbuf.core import fields, rowwise
+from jaxbuf.core.points import Ball, Points, finite, pairwise
+from jaxbuf.core.ranking import to_rank
 from jaxbuf.core.slots import Occupancy
 
 WithinBatch = Literal["suppress", "greedy"]
 Active = Literal["always", "full"]
+# Sort behind all scores.
+_LOW, _NOT_OFFERED = np.uint32(2**32 - 2), np.uint32(2**32 - 1)
 Key = str | Callable[[Any], Any]
 
 
@@ -52,9 +57,9 @@ class Diversity:
     refused and counted in ``metrics()["rejected"]``, whether the filter is active or not.
 
     The compared part is kept a second time, as float32 and laid out for comparing. An add compares
-    all pairs of new rows and items, eight coordinates at a time; it goes on to the next eight only
-    where one of the pairs in a tile may still be within the cutoff. Memory beside the buffer does
-    not grow with the number of pairs.
+    all pairs of new rows and items by eight coordinates, and by the next ones only those rows that
+    may still have something within the cutoff. Memory beside the buffer does not grow with the
+    number of pairs.
 
     Attributes:
         cutoff: The largest distance at which two items are the same; a row at exactly this distance
@@ -143,7 +148,6 @@ class Diversity:
         occupancy: Occupancy,
     ) -> tuple[DiversityState, Bool[Array, " B"]]:
         """Which of the offered rows enter; the others are counted."""
-        rows = points.shape[0]
         active = jnp.bool_(True)
         if self.active == "full":
             active = occupancy.size == state.points.capacity
@@ -151,19 +155,18 @@ class Diversity:
         # The rows that are compared come first, best first. What follows goes by the sorted rows: a
         # sort is never fused into what comes after it, so that the buffer's lowest score is read
         # before the add changes it, or XLA copies what holds it.
-        row = jnp.arange(rows, dtype=jnp.int32)
-        falling = jnp.where(score == 0, jnp.float32(0), -score)
-        gone, _, order, low = lax.sort((~offered | low, falling, row, low), num_keys=2)
-        left = ~gone
+        key = jnp.where(offered, jnp.where(low, _LOW, ~to_rank(score)), _NOT_OFFERED)
+        key, order = rowwise.sort(key, 2**32)
+        low, left = key == _LOW, key < _LOW
         count = jnp.where(active, jnp.sum(left, dtype=jnp.int32), jnp.int32(0))
         if self.cutoff < 0:
             count = jnp.int32(0)
         ball = Ball(max(self.cutoff, 0.0), self.p)
-        ranked = finite(points)[order]
+        ranked = Points.of(finite(points)[order])
 
         old = state.points.near(ranked, count, ball, lambda _, slot: occupancy.live(slot))
         if self.within_batch == "suppress":
-            batch = Points.of(ranked).near(
+            batch = ranked.near(
                 ranked, count, ball, lambda row, other: (other < row) & (other < count)
             )
             old &= ~batch
@@ -203,34 +206,29 @@ class Diversity:
 
 
 def _crowded(
-    ranked: Float[Array, "B D"], entering: Bool[Array, " B"], count: Int[Array, ""], ball: Ball
+    ranked: Points, entering: Bool[Array, " B"], count: Int[Array, ""], ball: Ball
 ) -> Bool[Array, " B"]:
     """Of the rows that would enter, best first, which are near a higher one that enters."""
-    rows = ranked.shape[0]
-    tiles = tile_rows(ranked)
-    height = tiles.shape[-1]
-    everyone = Points.of(ranked)
+    rows, height = ranked.capacity, ranked.height
     limit = jnp.float32(ball.limit)
-    padding = tiles.shape[0] * height - rows
+    padding = ranked.num_tiles * height - rows
     entering = jnp.pad(entering & (jnp.arange(rows, dtype=jnp.int32) < count), (0, padding))
-    padded = jnp.pad(ranked, ((0, padding), (0, 0)))
 
     def tile(k: Array, crowded: Bool[Array, " P"]) -> Bool[Array, " P"]:
         first = k * height
         enters = entering & ~crowded
         # Those of earlier tiles are settled; within the tile one row settles after the other.
-        ours = lax.dynamic_slice(padded, (first, jnp.zeros_like(first)), (height, ranked.shape[1]))
-        before = everyone.near(
-            ours,
+        block = ranked.tile(k)
+        before = ranked.near(
+            Points(block[None], height),
             jnp.int32(height),
             ball,
             lambda _, other: (other < first) & enters[jnp.minimum(other, rows - 1)],
         )
-        block = lax.dynamic_index_in_dim(tiles, k, keepdims=False)
         number = jnp.arange(height, dtype=jnp.int32)
         pairs = pairwise(
             block,
-            lambda group: lax.dynamic_index_in_dim(block, group, keepdims=False),
+            functools.partial(lax.dynamic_slice_in_dim, block),
             number[None] < number[:, None],
             ball,
         )

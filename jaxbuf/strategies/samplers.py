@@ -581,8 +581,7 @@ def distinct(
         proposed = propose(jax.random.fold_in(key, round_), scratch)
         both = jnp.concatenate([chosen, proposed])
         # Of equal ones the first comes first: those of earlier rounds, then rows.
-        order = rowwise.order(both, below + 1)
-        ordered = both[order]
+        ordered, order = rowwise.sort(both, below + 1)
         repeats = jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] == ordered[:-1]])
         fresh = ~jnp.zeros_like(repeats).at[order].set(repeats)[batch_size:]
         place = filled + jnp.cumsum(fresh, dtype=jnp.int32) - 1
