@@ -230,16 +230,18 @@ def test_near_is_what_all_distances_say(p, radius):
 
 
 @pytest.mark.parametrize("equal", [0, 1, 16, 17, 100])
-@pytest.mark.parametrize("height", [4, 100])
-def test_near_is_the_same_however_many_rows_of_a_tile_are_near(equal, height):
+@pytest.mark.parametrize(("height", "width"), [(4, 40), (100, 40), (100, 48), (300, 100)])
+def test_near_is_the_same_however_many_rows_of_a_tile_are_near(equal, height, width):
     rng = np.random.default_rng(equal)
-    stored = rng.random((300, 40)).astype(np.float32)
-    points = rng.random((height, 40)).astype(np.float32)
+    stored = rng.random((700, width)).astype(np.float32)
+    points = rng.random((height, width)).astype(np.float32)
     expected = np.zeros(height, bool)
     expected[rng.permutation(height)[:equal]] = True
-    points[expected] = stored[rng.integers(0, 300, expected.sum())]
-    # Others are as near by half of their coordinates, and far by the rest.
-    points[~expected, :20] = stored[rng.integers(0, 300, height - expected.sum()), :20]
+    points[expected] = stored[rng.integers(0, 700, expected.sum())]
+    # Others are as near by half of their coordinates, or by the first only, and far by the rest.
+    for rows, near_by in ((slice(0, None, 2), width // 2), (slice(1, None, 2), 8)):
+        others = np.flatnonzero(~expected)[rows]
+        points[others, :near_by] = stored[rng.integers(0, 700, len(others)), :near_by]
 
     def near(points):
         return Points.of(jnp.asarray(stored)).near(

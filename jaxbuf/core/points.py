@@ -1,8 +1,8 @@
 """Points in slots, and which of other points lie near one of them.
 
 Only a threshold is asked for, so most distances are never computed in full: a sum of terms that are
-not negative only grows, also in floating point, and once it is past the threshold for a whole tile
-of pairs, the remaining coordinates of that tile cannot matter. Terms are sums of differences, never
+not negative only grows, also in floating point, and once all sums of a point are past the
+threshold, its remaining coordinates cannot matter. Terms are sums of differences, never
 ``|x|² - 2xy + |y|²``: the distance between equal points is exactly 0.
 """
 
@@ -28,8 +28,7 @@ _STRIDE = 8
 _FEW = 16
 # So many groups of a row's coordinates are taken at once.
 _GROUPS = 8
-# XLA:CPU computes what it takes the least of where it needs it, and vectorized, only if the least
-# is of so few; a longer reduction it does in two steps, and writes what it is of to memory.
+# XLA:CPU reduces more than so many in two steps, and writes what it reduces to memory before.
 _LANES = 16
 _LARGEST = float(np.finfo(np.float32).max)
 
