@@ -225,6 +225,11 @@ class Worker:
             return None
         if not keeps and chosen.items is None:
             chosen = chosen._replace(items=jax.tree.map(_immutable, self._state.items, items))
+        if not keeps and mask is None and self._state.filter is None:
+            # All rows are sent: that need not be waited for.
+            chosen = chosen._replace(mask=np.ones((rows,), np.bool_), count=rows)
+            if score is not None:
+                chosen = chosen._replace(score=_immutable(self._state.score, score))
         self._send(chosen)
         if problem is not None:
             raise problem
