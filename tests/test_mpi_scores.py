@@ -38,21 +38,23 @@ def _held(buffer):
 
 
 @functools.cache
-def _buffer(kind):
+def _buffer(kind, capacity=_CAPACITY):
     if kind == "diverse":
-        return jaxbuf.diverse_reward_prioritized(_ITEM, _CAPACITY, cutoff=1.0, key="state")
+        return jaxbuf.diverse_reward_prioritized(_ITEM, capacity, cutoff=1.0, key="state")
     if kind == "lowest":
-        return jaxbuf.reward_prioritized(_ITEM, _CAPACITY)
-    return jaxbuf.ItemBuffer.create(_ITEM, _CAPACITY)
+        return jaxbuf.reward_prioritized(_ITEM, capacity)
+    return jaxbuf.ItemBuffer.create(_ITEM, capacity)
 
 
+# Items are compared in tiles of 128 and blocks of 512, which a capacity need not fill.
+@pytest.mark.parametrize("capacity", [_CAPACITY, 200, 600])
 @pytest.mark.parametrize("kind", ["oldest", "lowest", "diverse"])
-def test_scores_as_in_numpy(kind):
+def test_scores_as_in_numpy(kind, capacity):
     norm = 2.0 if kind == "lowest" else 1.0
     parts = (Retained(), RewardSum(), Novelty("state", norm), NewModes(1.0, "state"))
     weights = {"retained": 1.0, "novelty": 0.5, "new_modes": -2.0}
     scores = WeightedSum(parts, weights, alpha=0.25)
-    manager = Manager.create(_buffer(kind), 2, scores=scores)
+    manager = Manager.create(_buffer(kind, capacity), 2, scores=scores)
     averages = [None, None]
     for step, (items, score, mask) in enumerate(_batches()):
         _, states = _held(manager.buffer)

@@ -310,7 +310,8 @@ def _nearest(points: Points, buffer: ItemBuffer, part: Diversity, ball: Ball) ->
         else:
             items = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, columns), buffer.data)
             theirs = Points.of(finite(part.points(items))).blocks[0]
-        slot = start + jnp.arange(columns, dtype=jnp.int32)[None]
+        # The coordinates of a block may have columns that no item has.
+        slot = start + jnp.arange(theirs.shape[-1], dtype=jnp.int32)[None]
         counts = buffer.occupancy.live(jnp.minimum(slot, buffer.capacity - 1))
         near = pairwise(
             points.tile(first),
