@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.buffers import common
 from jaxbuf.core import storage
+from jaxbuf.core.donation import check_there
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.baseline import BaselineFilter
 from jaxbuf.mpi.layout import Communicators
@@ -148,6 +149,10 @@ class Worker:
             every=self._every,
             scoring_only=bool(scoring_only),
         )
+        # What batches that were sent as a whole add to the counters of the state; and what such
+        # batches have looked like.
+        self._whole = np.zeros((5,), np.uint32)
+        self._checked: set[Any] = set()
         # What the pure state knows, too, but does not tell without waiting for it.
         self._kept, self._adds = (int(x) for x in self._state.place)
         self._baseline = np.float32(self._state.baseline)
@@ -173,7 +178,8 @@ class Worker:
 
         What is under way is no part of it: ``drain`` before you save.
         """
-        return self._state.replace(baseline=jnp.float32(self._baseline))
+        counters = self._state.counters + self._whole
+        return self._state.replace(baseline=jnp.float32(self._baseline), counters=counters)
 
     def add(
         self,
@@ -215,9 +221,12 @@ class Worker:
         problem = self._make_room() if contacts else None
         # What is sent at once needs not be kept before.
         keeps = self._every > 1 or self._kept > 0
-        self._state, chosen = self._step(
-            self._state, self._baseline, items, score, mask, keeps=keeps, contacts=contacts
-        )
+        if not keeps and mask is None and self._state.filter is None:
+            chosen = self._choose_all(items, score, rows)
+        else:
+            self._state, chosen = self._step(
+                self._state, self._baseline, items, score, mask, keeps=keeps, contacts=contacts
+            )
         self._adds += 1
         self._kept += rows if keeps else 0
         if not contacts:
@@ -225,11 +234,6 @@ class Worker:
             return None
         if not keeps and chosen.items is None:
             chosen = chosen._replace(items=jax.tree.map(_immutable, self._state.items, items))
-        if not keeps and mask is None and self._state.filter is None:
-            # All rows are sent: that need not be waited for.
-            chosen = chosen._replace(mask=np.ones((rows,), np.bool_), count=rows)
-            if score is not None:
-                chosen = chosen._replace(score=_immutable(self._state.score, score))
         self._send(chosen)
         if problem is not None:
             raise problem
@@ -322,7 +326,7 @@ class Worker:
             and ``given_up``, and of answers that came too ``late``; and the last ``baseline``. With
             a filter also ``kept_by_filter``: rows that scored at least the baseline.
         """
-        out: dict[str, Any] = {k: int(v) for k, v in self._state.metrics().items()}
+        out: dict[str, Any] = {k: int(v) for k, v in self.state.metrics().items()}
         if self._state.filter is not None:
             out["kept_by_filter"] = int(self._state.filter.metrics()["kept"])
         return {**out, **self._counts, "baseline": float(self._baseline)}
@@ -349,6 +353,23 @@ class Worker:
         if self._has_left:
             raise ExchangeError("this worker has left its manager; create another one")
         self._raise_failure()
+
+    def _choose_all(self, items: PyTree[Array], score: Any, rows: int) -> "_Chosen":
+        """Choose a whole batch, as ``_step`` would, without a program to run or to wait for."""
+        leaves, structure = jax.tree.flatten((items, score))
+        check_there(leaves, "items")
+        given = (structure, *map(jax.typeof, leaves))
+        if given not in self._checked:
+            jax.eval_shape(
+                functools.partial(self._step, keeps=False, contacts=True),
+                *(self._state, self._baseline, items, score, None),
+            )
+            self._checked.add(given)
+        self._whole += np.array([1, rows, rows > 0, rows, 0], np.uint32)
+        every = np.ones((rows,), np.bool_)
+        if score is None:
+            return _Chosen(every, rows, score=np.full((rows,), np.nan, np.float32))
+        return _Chosen(every, rows, score=_immutable(self._state.score, score))
 
     def _make_room(self) -> Exception | None:
         """Wait until another batch may be under way; what went wrong meanwhile is told later."""
