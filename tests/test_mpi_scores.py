@@ -14,20 +14,20 @@ import jaxbuf
 from jaxbuf.mpi import DEFAULT, Manager, NewModes, Novelty, Retained, RewardSum, WeightedSum
 
 _ITEM = {"id": jnp.int32(0), "state": jnp.zeros(10, jnp.int32)}
-_ROWS, _CAPACITY = 4, 7
+_CAPACITY = 7
 
 _receive = jax.jit(Manager.receive)
 
 
-def _batches(steps=12):
+def _batches(rows=4, values=4, steps=12):
     random = np.random.default_rng(0)
     for step in range(steps):
-        ids = np.arange(_ROWS, dtype=np.int32) + step * _ROWS
-        states = np.zeros((_ROWS, 10), np.int32)
+        ids = np.arange(rows, dtype=np.int32) + step * rows
+        states = np.zeros((rows, 10), np.int32)
         # The last coordinate lies in another group of eight.
-        states[:, [0, 9]] = random.integers(0, 4, (_ROWS, 2))
-        score = random.integers(-3, 4, _ROWS).astype(np.float32)
-        mask = random.random(_ROWS) < (0 if step == 5 else 0.8)
+        states[:, [0, 9]] = random.integers(0, values, (rows, 2))
+        score = random.integers(-3, 4, rows).astype(np.float32)
+        mask = random.random(rows) < (0 if step == 5 else 0.8)
         yield {"id": ids, "state": states}, score, mask
 
 
@@ -37,26 +37,35 @@ def _held(buffer):
     return np.asarray(buffer.data["id"])[live], np.asarray(buffer.data["state"])[live]
 
 
+def _what_differs(item):
+    """The coordinates of the state that are not always zero."""
+    return item["state"][::9]
+
+
 @functools.cache
-def _buffer(kind, capacity=_CAPACITY):
+def _buffer(kind, capacity=_CAPACITY, key="state"):
     if kind == "diverse":
-        return jaxbuf.diverse_reward_prioritized(_ITEM, capacity, cutoff=1.0, key="state")
+        return jaxbuf.diverse_reward_prioritized(_ITEM, capacity, cutoff=1.0, key=key)
     if kind == "lowest":
         return jaxbuf.reward_prioritized(_ITEM, capacity)
     return jaxbuf.ItemBuffer.create(_ITEM, capacity)
 
 
 # Items are compared in tiles of 128 and blocks of 512, which a capacity need not fill.
-@pytest.mark.parametrize("capacity", [_CAPACITY, 200, 600])
+@pytest.mark.parametrize(
+    ("capacity", "key"),
+    [(_CAPACITY, "state"), (200, "state"), (600, "state"), (600, _what_differs)],
+)
 @pytest.mark.parametrize("kind", ["oldest", "lowest", "diverse"])
-def test_scores_as_in_numpy(kind, capacity):
+def test_scores_as_in_numpy(kind, capacity, key):
     norm = 2.0 if kind == "lowest" else 1.0
-    parts = (Retained(), RewardSum(), Novelty("state", norm), NewModes(1.0, "state"))
+    parts = (Retained(), RewardSum(), Novelty(key, norm), NewModes(1.0, key))
     weights = {"retained": 1.0, "novelty": 0.5, "new_modes": -2.0}
     scores = WeightedSum(parts, weights, alpha=0.25)
-    manager = Manager.create(_buffer(kind, capacity), 2, scores=scores)
+    manager = Manager.create(_buffer(kind, capacity, key), 2, scores=scores)
     averages = [None, None]
-    for step, (items, score, mask) in enumerate(_batches()):
+    batches = _batches() if capacity == _CAPACITY else _batches(rows=150, values=40)
+    for step, (items, score, mask) in enumerate(batches):
         _, states = _held(manager.buffer)
         sender = step % 2
         manager, got = _receive(manager, items, score=score, mask=mask, sender=sender)

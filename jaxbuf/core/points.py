@@ -6,11 +6,13 @@ threshold, its remaining coordinates cannot matter. Terms are sums of difference
 ``|x|² - 2xy + |y|²``: the distance between equal points is exactly 0.
 """
 
+import abc
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +77,102 @@ class Ball:
         return math.inf if self.radius == 0 else self.p
 
 
-class Points(struct.PyTreeNode):
+# Coordinates of a block: so many groups from a first one on.
+Theirs = Callable[[Int[Array, ""], int], Float[Array, "N S L"]]
+# Which slots count for which rows, given row numbers ``[R, 1]`` and slots ``[1, L]``.
+Usable = Callable[[Int[Array, "R 1"], Int[Array, "1 L"]], Bool[Array, "..."]]
+
+
+class Others(abc.ABC):
+    """What points are compared with: points in slots, a block of which is looked at at a time.
+
+    Memory is bounded by a tile, whatever the number of points and of slots.
+
+    Attributes:
+        capacity: Number of slots.
+    """
+
+    capacity: int
+
+    @abc.abstractmethod
+    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:
+        """The first slot of a block, and its points; slots from the capacity on have none."""
+
+    def near(
+        self, points: "Points", count: Int[Array, ""], ball: Ball, usable: Usable
+    ) -> Bool[Array, " B"]:
+        """Which points have one of these within the ball around them.
+
+        Args:
+            points: ``B`` points of as many coordinates.
+            count: How many of them to look at, the first ones; the others are near nothing.
+            ball: What is near.
+            usable: Which slots count for which rows, ``[R, L]`` or ``[1, L]``.
+        """
+
+        def tile(
+            carry: tuple[Array, Array], start: Array, ours: Array, theirs: Theirs, counts: Array
+        ) -> tuple[Array, Array]:
+            found, many = carry
+            before = lax.dynamic_slice(found, (start,), (points.height,))
+            close, many = _rows_near(ours, theirs, counts, ball, many)
+            return lax.dynamic_update_slice(found, before | close, (start,)), many
+
+        total = points.capacity
+        begin = jnp.zeros((points.num_tiles * points.height,), bool), jnp.bool_(False)
+        found = self._compare(points, count, usable, begin, tile)[0][:total]
+        return found & (jnp.arange(total, dtype=jnp.int32) < count)
+
+    def nearest(self, points: "Points", ball: Ball, usable: Usable) -> Float[Array, " B"]:
+        """What ``ball`` accumulates for each point and the nearest of these.
+
+        Args:
+            points: ``B`` points of as many coordinates.
+            ball: Beyond it sums are only known to be past its limit.
+            usable: As for ``near``; infinite where no slot counts.
+        """
+
+        def tile(least: Array, start: Array, ours: Array, theirs: Theirs, counts: Array) -> Array:
+            before = lax.dynamic_slice(least, (start,), (points.height,))
+            if ours.shape[0] == 1:
+                found = _least(ours[0], theirs(jnp.int32(0), 1)[0], counts, ball)
+            else:
+                found = pairwise(ours, theirs, counts, ball).least
+            return lax.dynamic_update_slice(least, jnp.minimum(before, found), (start,))
+
+        begin = jnp.full((points.num_tiles * points.height,), jnp.inf, jnp.float32)
+        count = jnp.int32(points.capacity)
+        return self._compare(points, count, usable, begin, tile)[: points.capacity]
+
+    def _compare(
+        self,
+        points: "Points",
+        count: Int[Array, ""],
+        usable: Usable,
+        begin: Any,
+        tile: Callable[..., Any],
+    ) -> Any:
+        """Go over all tiles of ``points``, and for each over all blocks.
+
+        ``tile`` gets a carry, the first row of a tile, its points, those of a block, and which
+        pairs count; it returns the carry for the next.
+        """
+        height, columns = points.height, _columns(self.capacity)
+        blocks = math.ceil(self.capacity / columns)
+        lane = jnp.arange(columns, dtype=jnp.int32)[None]
+        row = jnp.arange(height, dtype=jnp.int32)[:, None]
+
+        def step(k: Array, carry: Any) -> Any:
+            first, block = k // blocks, k % blocks
+            slot, theirs = self.open(block)
+            slot = slot + lane
+            counts = usable(first * height + row, slot) & (slot < self.capacity)
+            return tile(carry, first * height, points.tile(first), theirs, counts)
+
+        return lax.fori_loop(0, -(-count // height) * blocks, step, begin)
+
+
+class Points(Others, struct.PyTreeNode):
     """A point of ``width`` float32 coordinates in each of ``capacity`` slots.
 
     Attributes:
@@ -90,8 +187,7 @@ class Points(struct.PyTreeNode):
     @classmethod
     def create(cls, capacity: int, width: int) -> Self:
         """All points at the origin."""
-        height = min(capacity, _ROWS)
-        columns = min(math.ceil(capacity / height) * height, _COLUMNS)
+        columns = _columns(capacity)
         shape = (math.ceil(capacity / columns), math.ceil(width / _STRIDE), _STRIDE, columns)
         return cls(blocks=jnp.zeros(shape, jnp.float32), capacity=capacity)
 
@@ -132,47 +228,36 @@ class Points(struct.PyTreeNode):
         begin = (first // columns, jnp.int32(0), jnp.int32(0), first % columns)
         return lax.dynamic_slice(self.blocks, begin, (1, groups, stride, self.height))[0]
 
-    def near(
-        self,
-        points: "Points",
-        count: Int[Array, ""],
-        ball: Ball,
-        usable: Callable[[Int[Array, "R 1"], Int[Array, "1 L"]], Bool[Array, "..."]],
-    ) -> Bool[Array, " B"]:
-        """Which points have one of these within the ball around them.
+    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:
+        """The first slot of a block, and its points, of which what is asked for is read."""
+        _, _, stride, columns = self.blocks.shape
 
-        Memory is bounded by a tile, whatever ``B`` and the capacity are.
+        def theirs(group: Array, number: int) -> Array:
+            begin = (block, group, jnp.int32(0), jnp.int32(0))
+            return lax.dynamic_slice(self.blocks, begin, (1, number, stride, columns))[0]
 
-        Args:
-            points: ``B`` points of as many coordinates.
-            count: How many of them to look at, the first ones; the others are near nothing.
-            ball: What is near.
-            usable: Which slots count for which rows, given row numbers ``[R, 1]`` and slots
-                ``[1, L]``; ``[R, L]`` or ``[1, L]``.
-        """
-        blocks, _, stride, columns = self.blocks.shape
-        total, height = points.capacity, points.height
-        slot = jnp.arange(columns, dtype=jnp.int32)[None]
-        row = jnp.arange(height, dtype=jnp.int32)[:, None]
+        return block * columns, theirs
 
-        def tile(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            found, many = carry
-            first, block = k // blocks, k % blocks
-            at = block * columns + slot
-            counts = usable(first * height + row, at) & (at < self.capacity)
 
-            def theirs(group: Array, number: int) -> Array:
-                begin = (block, group, jnp.int32(0), jnp.int32(0))
-                return lax.dynamic_slice(self.blocks, begin, (1, number, stride, columns))[0]
+@dataclasses.dataclass(frozen=True)
+class Computed(Others):
+    """Points that are computed, a block at a time, from what lies in the slots.
 
-            close, many = _rows_near(points.tile(first), theirs, counts, ball, many)
-            before = lax.dynamic_slice(found, (first * height,), (height,))
-            return lax.dynamic_update_slice(found, before | close, (first * height,)), many
+    Attributes:
+        capacity: Number of slots.
+        rows: The points of so many slots from a first one on, ``[number, D]``.
+    """
 
-        steps = -(-count // height) * blocks
-        begin = jnp.zeros((points.num_tiles * height,), bool), jnp.bool_(False)
-        found = lax.fori_loop(0, steps, tile, begin)[0][:total]
-        return found & (jnp.arange(total, dtype=jnp.int32) < count)
+    capacity: int
+    rows: Callable[[Int[Array, ""], int], Float[Array, "B D"]]
+
+    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:
+        """The first slot of a block, and its points."""
+        number = min(_columns(self.capacity), self.capacity)
+        # The last block reaches back into the one before it.
+        first = jnp.minimum(block * number, self.capacity - number)
+        theirs = Points.of(self.rows(first, number)).blocks[0]
+        return first, functools.partial(lax.dynamic_slice_in_dim, theirs)
 
 
 class Sums(NamedTuple):
@@ -191,7 +276,7 @@ class Sums(NamedTuple):
 
 def pairwise(
     ours: Float[Array, "G S R"],
-    theirs: Callable[[Int[Array, ""], int], Float[Array, "N S L"]],
+    theirs: Theirs,
     counts: Bool[Array, "..."],
     ball: Ball,
     *,
@@ -205,7 +290,7 @@ def pairwise(
 
     Args:
         ours: One tile.
-        theirs: The coordinates of the others: so many groups from a first one on.
+        theirs: The others.
         counts: Which pairs matter, ``[R, L]`` or ``[1, L]``.
         ball: Norm and limit.
         enough: Stop already when no more than so many rows can be near anything.
@@ -239,7 +324,7 @@ def pairwise(
 
 def _rows_near(
     ours: Float[Array, "G S R"],
-    theirs: Callable[[Int[Array, ""], int], Float[Array, "N S L"]],
+    theirs: Theirs,
     counts: Bool[Array, "..."],
     ball: Ball,
     many: Bool[Array, ""],
@@ -288,7 +373,7 @@ def _rows_near(
 
 def _is_near(
     point: Float[Array, "G S"],
-    theirs: Callable[[Int[Array, ""], int], Float[Array, "N S L"]],
+    theirs: Theirs,
     counts: Bool[Array, " L"],
     ball: Ball,
 ) -> Bool[Array, ""]:
@@ -340,6 +425,12 @@ def _least(
             sums = ball.accumulate(sums, ours[k][:, None] - theirs[k, None, lanes])
         least = jnp.minimum(least, sums)
     return jnp.min(least, axis=1)
+
+
+def _columns(capacity: int) -> int:
+    """How many of so many slots are in a block: a whole number of tiles."""
+    height = min(capacity, _ROWS)
+    return min(math.ceil(capacity / height) * height, _COLUMNS)
 
 
 def finite(points: Float[Array, "B D"]) -> Float[Array, "B D"]:

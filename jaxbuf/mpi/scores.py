@@ -9,7 +9,6 @@ References:
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -20,13 +19,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core.points import Ball, Points, finite, pairwise
+from jaxbuf.core.points import Ball, Computed, Others, Points, Usable, finite
 from jaxbuf.strategies.diversity import Diversity, Key
 
 # Distances beyond this count as this.
 _FAR = 2.0**40
-# Items compared at a time: as in ``core.points``.
-_BLOCK = 512
 
 
 class Batch(NamedTuple):
@@ -139,7 +136,7 @@ class Novelty:
         del sender
         part = Diversity(key=self.key)
         points = Points.of(finite(part.points(batch.items)))
-        sums = _nearest(points, buffer, part, Ball(_FAR, self.p))
+        sums = _others(buffer, part).nearest(points, Ball(_FAR, self.p), _live(buffer))
         distance = jnp.sqrt(sums) if self.p == 2 else sums
         counts = mask & jnp.isfinite(distance)
         total = jnp.sum(jnp.where(counts, distance, jnp.float32(0)))
@@ -202,10 +199,11 @@ class NewModes:
         part, ball = Diversity(key=self.key), Ball(self.cutoff, self.p)
         points = Points.of(finite(part.points(batch.items)))
         rows = points.capacity
-        known = _nearest(points, buffer, part, ball) <= jnp.float32(ball.limit)
+        every = jnp.int32(rows)
+        known = _others(buffer, part).near(points, every, ball, _live(buffer))
         twice = points.near(
             points,
-            jnp.int32(rows),
+            every,
             ball,
             lambda row, other: (other < row) & is_mode[jnp.minimum(other, rows - 1)],
         )
@@ -291,38 +289,19 @@ def uses_score(buffer: ItemBuffer) -> bool:
     return any(part is not None and part.uses_score for part in parts)
 
 
-def _nearest(points: Points, buffer: ItemBuffer, part: Diversity, ball: Ball) -> Float[Array, " B"]:
-    """What the ball accumulates for the nearest item of each row; infinite if there is none."""
-    columns = min(buffer.capacity, _BLOCK)
-    blocks = math.ceil(buffer.capacity / columns)
-    height = points.height
-    laid_out = buffer.diversity is not None and buffer.diversity.key == part.key
+def _others(buffer: ItemBuffer, part: Diversity) -> Others:
+    """What is compared of the buffer's items."""
+    if buffer.diversity is not None and buffer.diversity.key == part.key:
+        return buffer.diversity_state.points
 
-    def tile(k: Array, least: Float[Array, " P"]) -> Float[Array, " P"]:
-        first, block = k // blocks, k % blocks
-        # The last block reaches back into the one before it.
-        start = jnp.minimum(block * columns, buffer.capacity - columns)
-        if laid_out:
-            start = block * columns
-            theirs = lax.dynamic_index_in_dim(
-                buffer.diversity_state.points.blocks, block, keepdims=False
-            )
-        else:
-            items = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, columns), buffer.data)
-            theirs = Points.of(finite(part.points(items))).blocks[0]
-        # The coordinates of a block may have columns that no item has.
-        slot = start + jnp.arange(theirs.shape[-1], dtype=jnp.int32)[None]
-        counts = buffer.occupancy.live(jnp.minimum(slot, buffer.capacity - 1))
-        near = pairwise(
-            points.tile(first),
-            functools.partial(lax.dynamic_slice_in_dim, theirs),
-            counts & (slot < buffer.capacity),
-            ball,
-        )
-        before = lax.dynamic_slice(least, (first * height,), (height,))
-        nearer = jnp.minimum(before, near.least)
-        return lax.dynamic_update_slice(least, nearer, (first * height,))
+    def rows(start: Array, number: int) -> Float[Array, "B D"]:
+        items = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, number), buffer.data)
+        return finite(part.points(items))
 
-    least = jnp.full((points.num_tiles * height,), jnp.inf, jnp.float32)
-    steps = jnp.int32(points.num_tiles * blocks)
-    return lax.fori_loop(jnp.int32(0), steps, tile, least)[: points.capacity]
+    return Computed(buffer.capacity, rows)
+
+
+def _live(buffer: ItemBuffer) -> Usable:
+    """Which slots hold items."""
+    last = buffer.capacity - 1
+    return lambda _, slot: buffer.occupancy.live(jnp.minimum(slot, last))
