@@ -48,6 +48,32 @@ def test_random_updates_agree_with_a_flat_array(capacity, ops):
         assert int(tree.nnz) == np.sum(leaves > 0)
 
 
+@pytest.mark.parametrize("ops", OPS)
+def test_extremes_that_come_and_go(ops):
+    # Few rows for so many leaves: what lies above a node is looked at only if the node changes.
+    capacity, rows, rng = 70_000, 15, np.random.default_rng(0)
+    tree = SegmentTree.create(capacity, ops)
+    leaves = np.full(capacity, tree.layout.fill, np.float32)
+    for step in range(40):
+        # Some are close to each other, some are far away, and some are written twice.
+        index = rng.integers(0, capacity, rows) if step % 2 else rng.integers(0, 300, rows)
+        value = np.float32(rng.choice([0.0, 0.5, 1.0, step, 100.0 - step], rows))
+        for where, what in zip(index, value, strict=True):
+            leaves[where] = what
+        tree = tree.set(jnp.asarray(index, jnp.int32), jnp.asarray(value))
+        np.testing.assert_array_equal(
+            tree.nodes, tree_kernels.build(tree.layout, jnp.asarray(leaves))
+        )
+        assert [float(tree.root(op)) for op in ops] == twin_of(ops, leaves)
+        if step % 10 == 9:
+            gone = np.flatnonzero(leaves != tree.layout.fill).astype(np.int32)
+            leaves[gone] = tree.layout.fill
+            for start in range(0, gone.size, rows):
+                some = np.resize(gone[start : start + rows], rows)
+                tree = tree.set(jnp.asarray(some), jnp.full((rows,), tree.layout.fill))
+            assert [float(tree.root(op)) for op in ops] == twin_of(ops, leaves)
+
+
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_the_loop_and_the_vector_form_agree_bit_for_bit(capacity):
     rng = np.random.default_rng(capacity)

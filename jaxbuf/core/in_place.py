@@ -8,10 +8,9 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped, UInt
 
-# No slot, and no number of slots, is larger.
-_MOST = 2**30
+_HALF = 2**30
 
 
 def step_of(
@@ -30,7 +29,7 @@ def step_of(
         The index clipped to the range, whether it is in range and there is such a row, and the row.
     """
     row = jnp.minimum(i, index.shape[0] - 1).astype(jnp.int32)
-    at = index[row]
+    at = get(index, row)
     there = (i < index.shape[0]) & (at >= 0) & (at < below)
     return jnp.clip(at, 0, below - 1), there, row
 
@@ -45,6 +44,23 @@ def of_two(
     return jnp.pad(index, (0, 1), constant_values=nowhere), jnp.repeat(row, 2, axis=0)
 
 
+def get(array: Shaped[Array, " N"], at: Int[Array, ""]) -> Shaped[Array, ""]:
+    """The number at a place, which is not negative."""
+    return lax.dynamic_slice(array, (place(at),), (1,))[0]
+
+
+def put(
+    array: Shaped[Array, " N"], at: Int[Array, ""], value: Shaped[Array, ""]
+) -> Shaped[Array, " N"]:
+    """The array with another number at a place, which is not negative."""
+    return lax.dynamic_update_slice(array, value[None], (place(at),))
+
+
+def place(at: Int[Array, ""]) -> UInt[Array, ""]:
+    """Where to begin to read or write; nothing is spent on the case that it is negative."""
+    return at.astype(jnp.uint32)
+
+
 def append(
     values: Int[Array, " N"], value: Int[Array, ""], count: Int[Array, ""], one: Bool[Array, ""]
 ) -> tuple[Int[Array, " N"], Int[Array, ""], Int[Array, ""]]:
@@ -53,11 +69,15 @@ def append(
     Returns:
         The list; how many values there are; and the one that was written, as it is read there.
     """
-    values = lax.dynamic_update_slice(values, value[None], (count,))
-    written = lax.dynamic_slice(values, (count,), (1,))[0]
-    return values, count + one.astype(jnp.int32), written
+    values = put(values, count, value)
+    return values, count + one.astype(jnp.int32), get(values, count)
 
 
 def later(at: Int[Array, "..."], *numbers: Int[Array, ""]) -> Int[Array, "..."]:
-    """``at``, but known only when these numbers are, none of which is above 2**30."""
-    return at + jnp.maximum(functools.reduce(jnp.maximum, numbers) - _MOST, 0)
+    """``at``, but known to XLA only when these numbers are.
+
+    What is added is zero, as LLVM sees, so that the program does not wait.
+    """
+    some = functools.reduce(jnp.bitwise_or, [number.astype(jnp.uint32) for number in numbers])
+    zero = lax.shift_right_logical(jnp.minimum(some, jnp.uint32(_HALF)), jnp.uint32(31))
+    return at + zero.astype(at.dtype)

@@ -21,6 +21,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Int, Num, PyTree, UInt
 
+from jaxbuf.core import in_place
+
 # Up to how many rows to loop, on a CPU: in any program; where the rows are consecutive slots; and
 # in a program that is nothing but one operation, which is to be short.
 _SHORT = 64
@@ -118,7 +120,7 @@ def _reduce(
         begin = zero.astype(values.dtype) + jnp.asarray(start, values.dtype)
 
         def step(i: Array, all_: Array) -> Array:
-            return combine(all_, values[i])
+            return combine(all_, in_place.get(values, i))
 
         return repeat(Steps(zero), values.shape[0], step, begin)[1]
 
@@ -152,9 +154,9 @@ def pack(
         # A cumulative sum is a dozen kernels.
         def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             packed, count = carry
-            value = jnp.where(chosen[i], values[i], fill)
-            packed = lax.dynamic_update_slice(packed, value[None], (count,))
-            return packed, count + chosen[i].astype(jnp.int32)
+            taken = in_place.get(chosen, i)
+            value = jnp.where(taken, in_place.get(values, i), fill)
+            return in_place.put(packed, count, value), count + taken.astype(jnp.int32)
 
         start = (jnp.full((size,), fill, values.dtype), jnp.int32(0))
         return lax.fori_loop(0, values.shape[0], step, start)
@@ -313,10 +315,10 @@ def _loop(
     shapes = jax.eval_shape(function, rows, shared)
 
     def row(i: Array) -> PyTree[Array]:
-        return jax.tree.map(lambda leaf: lax.dynamic_slice(leaf, (i,), (1,))[0], rows)
+        return jax.tree.map(lambda leaf: in_place.get(leaf, i), rows)
 
     def step(i: Array, out: PyTree[Array]) -> PyTree[Array]:
-        at = jnp.minimum(i, count - 1)
+        at = in_place.place(jnp.minimum(i, count - 1))
         return jax.tree.map(
             lambda leaf, value: lax.dynamic_update_slice_in_dim(leaf, value[None], at, 0),
             out,
