@@ -631,21 +631,31 @@ def _set_vector(
     nowhere = jnp.int32(flat.shape[0])
     target = jnp.where(legal, base + index, nowhere)
     old = flat.at[target].get(mode="fill", fill_value=0)
+    # Or XLA reads the old leaves again, later, and copies the tree to still have them.
+    old, flat = lax.optimization_barrier((old, flat))
     # The leaves themselves are the scratch in which the last of several rows for one leaf is
     # found: without sorting, and the same on every backend.
     number = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.float32), (trees, rows))
     flat = flat.at[target].set(-1.0, mode="drop").at[target].max(number, mode="drop")
     wins = legal & (flat.at[target].get(mode="fill", fill_value=-1) == number)
+    wins, flat = lax.optimization_barrier((wins, flat))
     change = (value > 0).astype(jnp.int32) - (old > 0).astype(jnp.int32)
     gained = jnp.sum(jnp.where(wins, change, 0), axis=1, dtype=jnp.int32)
     flat = flat.at[jnp.where(wins, target, nowhere)].set(value, mode="drop")
     parent = jnp.where(legal, index, 0)
     for level in range(layout.depth):
         parent = lax.shift_right_logical(parent, jnp.asarray(_SHIFT, parent.dtype))
-        for op in layout.ops:
-            children = (base + layout.offset(op, level) + parent * FANOUT).reshape(-1)
-            goal = (base + layout.offset(op, level + 1) + parent).reshape(-1)
-            flat = flat.at[goal].set(combine(op, _blocks(flat, children)), mode="drop")
+        # One gather and one scatter for all operations.
+        children = [base + layout.offset(op, level) + parent * FANOUT for op in layout.ops]
+        goals = [base + layout.offset(op, level + 1) + parent for op in layout.ops]
+        blocks = _blocks(flat, jnp.concatenate(children, axis=1).reshape(-1))
+        parts = [
+            [child.reshape(trees, -1, rows)[:, k] for child in blocks]
+            for k in range(len(layout.ops))
+        ]
+        values = [combine(op, part) for op, part in zip(layout.ops, parts, strict=True)]
+        goal = jnp.concatenate(goals, axis=1).reshape(-1)
+        flat = flat.at[goal].set(jnp.concatenate(values, axis=1).reshape(-1), mode="drop")
     nodes = flat.reshape(nodes.shape)
     roots = jnp.stack([nodes[:, layout.offset(op, layout.depth)] for op in layout.ops], axis=1)
     return nodes, roots, gained
