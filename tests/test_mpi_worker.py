@@ -185,7 +185,14 @@ def _check_others(seen):
     expected = [0, 0.1, 0.29, 0.561, 0.9049, 1.31441, 1.782969, 2.3046721]
     np.testing.assert_allclose(seen["ema"], expected, rtol=1e-6)
     assert seen["only scores"] == [0.0, 6.0, 0.0]
-    assert seen["large"] == 4
+    assert seen["large"]["answered"] == 4
+    # Adds, rows offered, batches and rows sent, nothing skipped, as they were after each add.
+    assert seen["large"]["counters"] == [
+        [1, 2, 1, 2, 0],
+        [2, 4, 2, 4, 0],
+        [3, 5, 3, 5, 0],
+        [4, 6, 4, 6, 0],
+    ]
 
 
 def _check_managers(seen):
@@ -371,15 +378,19 @@ def _run_baselines(communicators, make):
 
 def _run_large(communicators):
     with Worker(communicators, _large, rows=2, mode="pipelined", timeout=60) as end:
+        counters = []
         items = np.full((2, _WIDTH), 1, np.float32)
         end.add(items)
         # It was sent as it was then.
         items[:] = 9
-        end.add(jnp.full((2, _WIDTH), 2.0))
-        end.add(jnp.full((1, _WIDTH), 3.0))
+        counters.append(end.state.counters)
+        for rows, value in ((2, 2.0), (1, 3.0)):
+            end.add(jnp.full((rows, _WIDTH), value))
+            counters.append(end.state.counters)
         end.add(jnp.full((2, _WIDTH), 4.0), mask=jnp.array([False, True]))
+        counters.append(end.state.counters)
         assert len(end.drain().answers) <= 4
-        return end.metrics()["answered"]
+        return {"answered": end.metrics()["answered"], "counters": np.stack(counters).tolist()}
 
 
 def _run_terminal(communicators, make):

@@ -365,7 +365,8 @@ class Worker:
                 *(self._state, self._baseline, items, score, None),
             )
             self._checked.add(given)
-        self._whole += np.array([1, rows, rows > 0, rows, 0], np.uint32)
+        # A new array, for the one before may still be read by a program that has begun.
+        self._whole = self._whole + np.array([1, rows, rows > 0, rows, 0], np.uint32)
         every = np.ones((rows,), np.bool_)
         if score is None:
             return _Chosen(every, rows, score=np.full((rows,), np.nan, np.float32))
