@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped, UInt
 
-_HALF = 2**30
-
 
 def step_of(
     i: Int[Array, ""], index: Int[Array, " B"], below: int
@@ -79,5 +77,5 @@ def later(at: Int[Array, "..."], *numbers: Int[Array, ""]) -> Int[Array, "..."]:
     What is added is zero, as LLVM sees, so that the program does not wait.
     """
     some = functools.reduce(jnp.bitwise_or, [number.astype(jnp.uint32) for number in numbers])
-    zero = lax.shift_right_logical(jnp.minimum(some, jnp.uint32(_HALF)), jnp.uint32(31))
+    zero = lax.shift_right_logical(jnp.minimum(some, jnp.uint32(2**30)), jnp.uint32(31))
     return at + zero.astype(at.dtype)

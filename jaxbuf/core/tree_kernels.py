@@ -463,7 +463,7 @@ def _refresh_loop(
     def traced(plan: tuple[int, ...]) -> tuple[jax.Array, ...]:
         return tuple(jnp.int32(number) for number in plan)
 
-    def place(plan: Any, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def locate(plan: Any, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The node that a step recomputes, and where its tree begins."""
         steps, dense, stride, shift, _, _ = plan
         tree = i // steps if trees > 1 else jnp.int32(0)
@@ -480,7 +480,7 @@ def _refresh_loop(
         return node, tree * layout.size
 
     def recompute(flat: jax.Array, plan: Any, i: jax.Array) -> jax.Array:
-        node, base = place(plan, i)
+        node, base = locate(plan, i)
         *_, source, goal = plan
         for op in always:
             up = layout.ops.index(op) * layout.upper
@@ -491,7 +491,7 @@ def _refresh_loop(
     def parents(i: jax.Array, carry: Any) -> Any:
         """Recompute one parent of leaves, which all operations share."""
         flat, lists = carry
-        node, base = place(traced(plans[0]), jnp.minimum(i, steps - 1))
+        node, base = locate(traced(plans[0]), jnp.minimum(i, steps - 1))
         children = _block(flat, base + node * FANOUT)
         for op in always:
             flat = in_place.put(flat, base + layout.offset(op, 1) + node, combine(op, children))
@@ -501,24 +501,29 @@ def _refresh_loop(
             lists = {**lists, op: listed}
         return flat, lists
 
+    def whole_level(before: rowwise.Steps, flat: jax.Array, level: int) -> Any:
+        steps, plan = trees * plans[level][0], traced(plans[level])
+
+        def step(i: jax.Array, flat: jax.Array) -> jax.Array:
+            return recompute(flat, plan, jnp.minimum(i, steps - 1))
+
+        return rowwise.repeat(before, max(steps, 2), step, flat)
+
     steps = trees * plans[0][0]
     zero = rowwise.after(before.done)
     lists = {op: (jnp.broadcast_to(zero, (max(steps, 2),)), zero) for op in seldom}
     before, (flat, lists) = rowwise.repeat(before, max(steps, 2), parents, (flat, lists))
     for op in seldom:
         flat = _refresh_changed(layout, op, flat, *lists[op])
+    if not always:
+        return before, flat
     # The levels further up, of few nodes, share one loop: that keeps the program short enough, see
     # ``rowwise``, to be run without handing it to a thread. With several trees its steps would be
     # too long for XLA to make one native function of them.
     apart = min(layout.depth, 2 if short and trees == 1 else layout.depth)
-    for level in range(1, apart if always else 0):
-        steps, plan = trees * plans[level][0], traced(plans[level])
-
-        def step(i: jax.Array, flat: jax.Array, steps: int = steps, plan: Any = plan) -> jax.Array:
-            return recompute(flat, plan, jnp.minimum(i, steps - 1))
-
-        before, flat = rowwise.repeat(before, max(steps, 2), step, flat)
-    if apart == layout.depth or not always:
+    for level in range(1, apart):
+        before, flat = whole_level(before, flat, level)
+    if apart == layout.depth:
         return before, flat
     table = jnp.asarray(np.asarray(plans[apart:], np.int32))
 
@@ -638,7 +643,6 @@ def _set_vector(
     number = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.float32), (trees, rows))
     flat = flat.at[target].set(-1.0, mode="drop").at[target].max(number, mode="drop")
     wins = legal & (flat.at[target].get(mode="fill", fill_value=-1) == number)
-    wins, flat = lax.optimization_barrier((wins, flat))
     change = (value > 0).astype(jnp.int32) - (old > 0).astype(jnp.int32)
     gained = jnp.sum(jnp.where(wins, change, 0), axis=1, dtype=jnp.int32)
     flat = flat.at[jnp.where(wins, target, nowhere)].set(value, mode="drop")
@@ -649,11 +653,8 @@ def _set_vector(
         children = [base + layout.offset(op, level) + parent * FANOUT for op in layout.ops]
         goals = [base + layout.offset(op, level + 1) + parent for op in layout.ops]
         blocks = _blocks(flat, jnp.concatenate(children, axis=1).reshape(-1))
-        parts = [
-            [child.reshape(trees, -1, rows)[:, k] for child in blocks]
-            for k in range(len(layout.ops))
-        ]
-        values = [combine(op, part) for op, part in zip(layout.ops, parts, strict=True)]
+        blocks = [child.reshape(trees, -1, rows) for child in blocks]
+        values = [combine(op, [c[:, k] for c in blocks]) for k, op in enumerate(layout.ops)]
         goal = jnp.concatenate(goals, axis=1).reshape(-1)
         flat = flat.at[goal].set(jnp.concatenate(values, axis=1).reshape(-1), mode="drop")
     nodes = flat.reshape(nodes.shape)

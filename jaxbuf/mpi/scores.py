@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core.points import Ball, Computed, Others, Points, Usable, finite
+from jaxbuf.core.points import Ball, Computed, Others, Points, finite
 from jaxbuf.strategies.diversity import Diversity, Key
 
 # Distances beyond this count as this.
@@ -136,7 +136,8 @@ class Novelty:
         del sender
         part = Diversity(key=self.key)
         points = Points.of(finite(part.points(batch.items)))
-        sums = _others(buffer, part).nearest(points, Ball(_FAR, self.p), _live(buffer))
+        others, ball = _others(buffer, part), Ball(_FAR, self.p)
+        sums = others.nearest(points, ball, lambda _, slot: buffer.occupancy.live(slot))
         distance = jnp.sqrt(sums) if self.p == 2 else sums
         counts = mask & jnp.isfinite(distance)
         total = jnp.sum(jnp.where(counts, distance, jnp.float32(0)))
@@ -200,7 +201,8 @@ class NewModes:
         points = Points.of(finite(part.points(batch.items)))
         rows = points.capacity
         every = jnp.int32(rows)
-        known = _others(buffer, part).near(points, every, ball, _live(buffer))
+        others = _others(buffer, part)
+        known = others.near(points, every, ball, lambda _, slot: buffer.occupancy.live(slot))
         twice = points.near(
             points,
             every,
@@ -299,9 +301,3 @@ def _others(buffer: ItemBuffer, part: Diversity) -> Others:
         return finite(part.points(items))
 
     return Computed(buffer.capacity, rows)
-
-
-def _live(buffer: ItemBuffer) -> Usable:
-    """Which slots hold items."""
-    last = buffer.capacity - 1
-    return lambda _, slot: buffer.occupancy.live(jnp.minimum(slot, last))
