@@ -154,6 +154,62 @@ def test_loops_of_kernels_are_found():
     assert loops_of_kernels(jax.jit(long).lower(jnp.ones(512)).compile().as_text()) == 1
 
 
+def lowered(platform, function, *args):
+    """What another platform's compiler is given."""
+    return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+STEP = {**EXAMPLE, "terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
+BUFFERS = {
+    "uniform": lambda: jaxbuf.ItemBuffer.create(EXAMPLE, CAPACITY),
+    "prioritized": lambda: jaxbuf.ItemBuffer.create(EXAMPLE, CAPACITY, sampler=PRIORITIZED),
+    "mixed": lambda: jaxbuf.ItemBuffer.create(
+        EXAMPLE, CAPACITY, sampler=jaxbuf.Prioritized(uniform_mix=0.1)
+    ),
+    "highest": lambda: jaxbuf.reward_prioritized(EXAMPLE, CAPACITY),
+    "windows": lambda: jaxbuf.TrajectoryBuffer.create(
+        STEP, 8, CAPACITY // 8, sequence_length=4, sampler=PRIORITIZED
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_accelerators_are_never_waited_for(platform, kind):
+    # Of a loop or branch that depends on its numbers the host has to be told how it goes on.
+    buffer, key = BUFFERS[kind](), jax.random.key(0)
+    sampled = jax.eval_shape(lambda: buffer.sample(key, 256))
+    programs = []
+    if kind != "highest":
+        # Draws without replacement go in rounds, until there are enough.
+        programs.append(lowered(platform, lambda buffer, key: buffer.sample(key, 256), buffer, key))
+    if kind == "windows":
+        steps = jax.tree.map(lambda leaf: jnp.ones((8, 1, *leaf.shape), leaf.dtype), STEP)
+        programs.append(lowered(platform, lambda buffer, rows: buffer.add(rows), buffer, steps))
+    else:
+        score = {"score": jnp.ones(64)} if kind == "highest" else {}
+        add = lambda buffer, rows, score: buffer.add(rows, **score)  # noqa: E731
+        programs.append(lowered(platform, add, buffer, items(64), score))
+    if kind not in ("uniform", "highest"):
+        update = lambda buffer, *rows: buffer.update_priority(*rows)  # noqa: E731
+        programs.append(lowered(platform, update, buffer, sampled.slots, jnp.ones(256)))
+    for program in programs:
+        assert "stablehlo.while" not in program
+        assert "stablehlo.if" not in program
+
+
+@pytest.mark.parametrize(("capacity", "scatters"), [(2**14, 2), (2**20, 3), (2**24, 4)])
+def test_updates_on_accelerators_write_few_times(capacity, scatters):
+    # The leaves, the levels of many nodes, and all levels of few nodes together.
+    buffer = jax.eval_shape(
+        lambda: jaxbuf.ItemBuffer.create(EXAMPLE, capacity, sampler=PRIORITIZED)
+    )
+    slots = jax.eval_shape(lambda buffer: buffer.sample(jax.random.key(0), 256), buffer).slots
+    update = lambda buffer, *rows: buffer.update_priority(*rows)  # noqa: E731
+    program = lowered("cuda", update, buffer, slots, jnp.ones(256))
+    assert program.count('"stablehlo.scatter"(') == scatters
+
+
 def test_the_check_sees_a_copy():
     buffer = jaxbuf.ItemBuffer.create(EXAMPLE, CAPACITY, sampler=PRIORITIZED)
 

@@ -169,9 +169,11 @@ def test_random_adds_against_the_model(capacity, rows):
         assert (metrics["adds"], metrics["rejected"]) == (twin.adds, twin.rejected)
 
 
+@pytest.mark.parametrize("whole", [1, 4096])
 @pytest.mark.parametrize(("capacity", "rows"), SHAPES)
-def test_both_forms_agree_bit_for_bit(capacity, rows):
+def test_both_forms_agree_bit_for_bit(monkeypatch, capacity, rows, whole):
     """The loop form of the CPU and the vector form of other platforms, for several trees."""
+    monkeypatch.setattr(ranking, "_WHOLE_LEVEL", whole)
     trees = 3
     rng = np.random.default_rng(1)
     rows = max(rows, 2)

@@ -108,6 +108,40 @@ def test_the_loop_and_the_vector_form_agree_bit_for_bit(capacity):
             )
 
 
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("whole", [1, 16, 4096])
+@pytest.mark.parametrize("compared", [1, 1024])
+def test_the_vector_form_in_all_its_ways(monkeypatch, compared, whole, contiguous):
+    # How the last of several rows is found, and from which level on all nodes are recomputed.
+    monkeypatch.setattr(tree_kernels, "_COMPARED_ROWS", compared)
+    monkeypatch.setattr(tree_kernels, "_WHOLE_LEVEL", whole)
+    rng, trees = np.random.default_rng(0), 3
+    for capacity in (5, 16, 300, 5000):
+        layout = Layout(capacity, ("sum", "max", "min_positive"))
+        leaves = rng.random((trees, capacity), np.float32)
+        build = jax.vmap(functools.partial(tree_kernels.build, layout))
+        nodes = build(jnp.asarray(leaves))
+        for rows in (2, 5, 40):
+            index = rng.integers(-1, capacity + 2, (trees, rows))
+            if contiguous:
+                first = rng.integers(0, capacity, (trees, 1))
+                count = rng.integers(0, min(rows, capacity) + 1, (trees, 1))
+                row = np.arange(rows)
+                index = np.where(row < count, (first + row) % capacity, capacity)
+            value = np.maximum(rng.random((trees, rows), np.float32) - np.float32(0.4), 0)
+            gained = -np.sum(leaves > 0, axis=1)
+            for tree, where, what in zip(leaves, index, value, strict=True):
+                for i, number in zip(where, what, strict=True):
+                    if 0 <= i < capacity:
+                        tree[i] = number
+            args = nodes, jnp.asarray(index, jnp.int32), jnp.asarray(value)
+            nodes, roots, grew = tree_kernels._set_vector(layout, *args, contiguous=contiguous)
+            np.testing.assert_array_equal(nodes, build(jnp.asarray(leaves)))
+            at = [layout.offset(op, layout.depth) for op in layout.ops]
+            np.testing.assert_array_equal(roots, np.asarray(nodes)[:, at])
+            np.testing.assert_array_equal(grew, gained + np.sum(leaves > 0, axis=1))
+
+
 @pytest.mark.parametrize("rows", [2, 512, 513])
 def test_updates_of_a_tree_larger_than_a_cache(rows):
     capacity, rng = 600_000, np.random.default_rng(rows)

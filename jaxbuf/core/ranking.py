@@ -31,6 +31,8 @@ _FANOUT = 8
 _SHIFT = _FANOUT.bit_length() - 1
 # Ranks above every score: what a free slot holds, so that it is never the lowest.
 _FREE = np.uint32(0xFFFFFFFF)
+# Off a CPU, levels of up to so many nodes are recomputed as a whole.
+_WHOLE_LEVEL = 4096
 # Ranks below every score, -inf included.
 _DEMOTED = np.uint32(1)
 
@@ -128,7 +130,11 @@ class Ranking(struct.PyTreeNode):
         slot = jnp.where(self.live(index), index, self.capacity)
         at = jnp.where(slot < self.capacity, _position(slot), _length(self.capacity))
         nodes = self.nodes.at[at].set(_DEMOTED, mode="drop")[None]
-        return self.replace(nodes=_ascend(self.capacity, nodes, slot[None])[0])
+        ascend = functools.partial(_ascend, self.capacity)
+        nodes = lax.platform_dependent(
+            nodes, slot[None], cpu=ascend, default=functools.partial(ascend, whole=_WHOLE_LEVEL)
+        )
+        return self.replace(nodes=nodes[0])
 
     def clear(self) -> Self:
         """No items. The numbers go on, so that slots sampled before stay stale."""
@@ -181,6 +187,11 @@ def _starts(capacity: int) -> tuple[int, ...]:
         count = math.ceil(count / _FANOUT)
         starts.append(starts[-1] + count * 2 * _FANOUT)
     return tuple(starts)
+
+
+def _blocks(capacity: int) -> list[int]:
+    """How many blocks each level has, but for the root: one for each node of the next level."""
+    return [(end - start) // (2 * _FANOUT) for start, end in itertools.pairwise(_starts(capacity))]
 
 
 def _length(capacity: int) -> int:
@@ -326,10 +337,13 @@ def _place_vector(
     lane = jnp.arange(_FANOUT, dtype=jnp.int32)[None, None]
     oldest_possible = arrival[:, :1] ^ jnp.uint32(1 << 31)
 
-    # The lowest items of all lie under the nodes that are lowest themselves.
-    beam = jnp.zeros((trees, 1), jnp.int32)
-    low = (jnp.zeros_like(rank[:, :1]), jnp.zeros_like(rank[:, :1]))
-    for start in reversed(starts[:-1]):
+    # The lowest items of all lie under the nodes that are lowest themselves. Down to where a level
+    # has more than two blocks for each row these are all of them.
+    blocks = _blocks(capacity)
+    first = next(level for level, count in enumerate(blocks) if count <= 2 * rows)
+    beam = jnp.broadcast_to(jnp.arange(blocks[first], dtype=jnp.int32), (trees, blocks[first]))
+    low = (jnp.zeros(beam.shape, jnp.uint32), jnp.zeros(beam.shape, jnp.uint32))
+    for start in reversed(starts[: first + 1]):
         child = (beam[:, :, None] * _FANOUT + lane).reshape(trees, -1)
         at = start + _position(child)
         # The children of a node that does not exist are nodes of another level.
@@ -354,25 +368,50 @@ def _place_vector(
     enters = (rank > 0) & ((which < 0) | (weaker & (which < beam.shape[1])))
     slot = jnp.where(enters, jnp.where(which < 0, free, victim), capacity)
 
-    tree = jnp.arange(trees, dtype=jnp.int32)[:, None]
     at = jnp.where(enters, _position(slot), _length(capacity))
-    nodes = nodes.at[tree, at].set(rank, mode="drop")
-    nodes = nodes.at[tree, jnp.where(enters, at + _FANOUT, at)].set(arrival, mode="drop")
-    return _ascend(capacity, nodes, slot), slot
+    nodes = _put(nodes, at, (rank, arrival))
+    return _ascend(capacity, nodes, slot, _WHOLE_LEVEL // trees), slot
 
 
-def _ascend(capacity: int, nodes: jax.Array, slot: jax.Array) -> jax.Array:
-    """The trees ``[S, P]`` after the leaves at ``slot [S, B]`` have changed."""
+def _put(nodes: jax.Array, at: jax.Array, item: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Write items ``[S, B]`` at positions in trees ``[S, P]``, unless these are past the end."""
     tree = jnp.arange(nodes.shape[0], dtype=jnp.int32)[:, None]
+    both = jnp.concatenate([at, at + _FANOUT], axis=1)
+    return nodes.at[tree, both].set(jnp.concatenate(item, axis=1), mode="drop")
+
+
+def _ascend(capacity: int, nodes: jax.Array, slot: jax.Array, whole: int = 0) -> jax.Array:
+    """The trees ``[S, P]`` after the leaves at ``slot [S, B]`` have changed.
+
+    Levels of up to ``whole`` nodes, or as many as there are rows, are recomputed as a whole.
+    """
+    trees, rows = slot.shape
     starts = _starts(capacity)
+    levels = _blocks(capacity)
+    apart = next(level for level, count in enumerate(levels) if count <= max(rows, whole))
+    tree = jnp.arange(trees, dtype=jnp.int32)[:, None, None]
+    lane = jnp.arange(2 * _FANOUT, dtype=jnp.int32)[None, None]
     node = slot
-    both = jnp.arange(2 * _FANOUT, dtype=jnp.int32)[None, None]
-    for below, start in itertools.pairwise(starts):
+    for below, start in itertools.islice(itertools.pairwise(starts), apart):
         node = lax.shift_right_logical(node, jnp.asarray(_SHIFT, node.dtype))
-        block = (node * (2 * _FANOUT))[:, :, None] + both
-        values = nodes[tree[:, :, None], below + block]
-        children = [values[:, :, k] for k in range(2 * _FANOUT)]
-        lowest, first = _lowest(children[:_FANOUT], children[_FANOUT:])
-        at = start + _position(node)
-        nodes = nodes.at[tree, at].set(lowest).at[tree, at + _FANOUT].set(first)
-    return nodes
+        block = (node * (2 * _FANOUT))[:, :, None] + lane
+        nodes = _put(nodes, start + _position(node), _lowest_of(nodes[tree, below + block]))
+    blocks = nodes[:, starts[apart] : starts[apart + 1]].reshape(trees, -1, 2 * _FANOUT)
+    parts = []
+    for count in [*levels[apart + 1 :], 1]:
+        pad = ((0, 0), (0, count * _FANOUT - blocks.shape[1]))
+        rank, arrival = _lowest_of(blocks)
+        rank = jnp.pad(rank, pad, constant_values=_FREE).reshape(trees, count, _FANOUT)
+        arrival = jnp.pad(arrival, pad).reshape(trees, count, _FANOUT)
+        blocks = jnp.concatenate([rank, arrival], axis=2)
+        if count > 1:
+            # One kernel for both; what is smaller becomes part of what comes next.
+            blocks = lax.optimization_barrier(blocks)
+        parts.append(blocks.reshape(trees, -1))
+    return lax.dynamic_update_slice(nodes, jnp.concatenate(parts, axis=1), (0, starts[apart + 1]))
+
+
+def _lowest_of(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The lowest item of each block ``[S, B, 2 * _FANOUT]``."""
+    children = [blocks[:, :, k] for k in range(2 * _FANOUT)]
+    return _lowest(children[:_FANOUT], children[_FANOUT:])

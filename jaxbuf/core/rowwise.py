@@ -284,6 +284,37 @@ def _bits(number: Array) -> Int[Array, ""]:
     return number.astype(bool).astype(jnp.int32)
 
 
+def once_unless(
+    condition: Bool[Array, ""],
+    function: Callable[[PyTree[Array]], PyTree[Array]],
+    value: PyTree[Array],
+) -> PyTree[Array]:
+    """``value`` if the condition is true, else ``function(value)``, in place.
+
+    A loop that runs once or not at all; a conditional would do both under ``vmap``.
+    """
+
+    def once(carry: tuple[Array, PyTree[Array]]) -> tuple[Array, PyTree[Array]]:
+        return jnp.ones_like(carry[0]), function(carry[1])
+
+    return lax.while_loop(lambda carry: ~carry[0], once, (condition, value))[1]
+
+
+def unless(condition: Bool[Array, ""], function: Callable[[Array], Array], value: Array) -> Array:
+    """``value`` if the condition is true, as it usually is, else ``function(value)``.
+
+    A CPU then skips the function. Elsewhere it takes longer to wait for the answer.
+    """
+
+    def loop(value: Array) -> Array:
+        return once_unless(condition, function, value)
+
+    def plain(value: Array) -> Array:
+        return jnp.where(condition, value, function(value))
+
+    return lax.platform_dependent(value, cpu=loop, default=plain)
+
+
 def on_cpu(
     loop: Callable[..., PyTree[Array]], plain: Callable[..., PyTree[Array]], *args: PyTree[Array]
 ) -> PyTree[Array]:

@@ -7,7 +7,6 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import rowwise
@@ -119,7 +118,7 @@ class Subset(struct.PyTreeNode):
         whole = self.size == self.inner.size
         found = self.inner.draw(words)
 
-        return _once_unless(whole, lambda _: self._member(words), found)
+        return rowwise.unless(whole, lambda _: self._member(words), found)
 
     @property
     def capacity(self) -> int:
@@ -237,29 +236,13 @@ def _unless(
     """
 
     def loop(condition: Bool[Array, ""], value: PyTree[Array], *args: PyTree[Array]) -> Any:
-        return _once_unless(condition, lambda value: function(value, *args), value)
+        return rowwise.once_unless(condition, lambda value: function(value, *args), value)
 
     def plain(condition: Bool[Array, ""], value: PyTree[Array], *args: PyTree[Array]) -> Any:
         del condition
         return function(value, *args)
 
     return rowwise.on_cpu(loop, plain, condition, value, *args)
-
-
-def _once_unless(
-    condition: Bool[Array, ""],
-    function: Callable[[PyTree[Array]], PyTree[Array]],
-    value: PyTree[Array],
-) -> PyTree[Array]:
-    """``value`` if the condition is true, else ``function(value)``, in place.
-
-    A loop that runs once or not at all; a conditional would do both under ``vmap``.
-    """
-
-    def once(carry: tuple[Array, PyTree[Array]]) -> tuple[Array, PyTree[Array]]:
-        return jnp.ones_like(carry[0]), function(carry[1])
-
-    return lax.while_loop(lambda carry: ~carry[0], once, (condition, value))[1]
 
 
 def _enter(members: Bitset, index: Int[Array, " B"]) -> Bitset:

@@ -39,6 +39,10 @@ _NATIVE_QUERIES = 4096
 _NATIVE_QUERIES_ALONE = 1024
 # Levels of this many nodes are too large for the innermost caches of a CPU.
 _FAR = 2**15
+# Of up to this many rows all pairs are compared in one kernel, where several would find the last of
+# those for one leaf otherwise; and levels of up to this many nodes are recomputed as a whole.
+_COMPARED_ROWS = 1024
+_WHOLE_LEVEL = 4096
 # Up to this many leaves a loop reads as fast as one gather.
 _LOOP_READS = 512
 
@@ -270,7 +274,7 @@ def _setter(layout: Layout, contiguous: bool, short: bool) -> Callable[..., Any]
             index,
             value,
             cpu=functools.partial(_set_native, layout) if native.in_use() else loop,
-            default=functools.partial(_set_vector, layout),
+            default=functools.partial(_set_vector, layout, contiguous=contiguous),
         )
 
     @call.def_vmap
@@ -627,7 +631,12 @@ def _plan(layout: Layout, contiguous: bool, rows: int, level: int) -> tuple[int,
 
 
 def _set_vector(
-    layout: Layout, nodes: jax.Array, index: jax.Array, value: jax.Array
+    layout: Layout,
+    nodes: jax.Array,
+    index: jax.Array,
+    value: jax.Array,
+    *,
+    contiguous: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     trees, rows = index.shape
     flat = nodes.reshape(-1)
@@ -638,16 +647,27 @@ def _set_vector(
     old = flat.at[target].get(mode="fill", fill_value=0)
     # Or XLA reads the old leaves again, later, and copies the tree to still have them.
     old, flat = lax.optimization_barrier((old, flat))
-    # The leaves themselves are the scratch in which the last of several rows for one leaf is
-    # found: without sorting, and the same on every backend.
-    number = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.float32), (trees, rows))
-    flat = flat.at[target].set(-1.0, mode="drop").at[target].max(number, mode="drop")
-    wins = legal & (flat.at[target].get(mode="fill", fill_value=-1) == number)
+    if contiguous and rows <= layout.capacity:
+        wins = legal
+    elif rows <= _COMPARED_ROWS:
+        shape = (trees, rows, rows)
+        row, later = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
+        again = (index[:, :, None] == index[:, None, :]) & (row < later)
+        wins = legal & ~jnp.any(again, axis=2)
+    else:
+        # The leaves themselves are the scratch in which the last of several rows for one leaf is
+        # found: without sorting, and the same on every backend.
+        number = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.float32), (trees, rows))
+        flat = flat.at[target].set(-1.0, mode="drop").at[target].max(number, mode="drop")
+        wins = legal & (flat.at[target].get(mode="fill", fill_value=-1) == number)
     change = (value > 0).astype(jnp.int32) - (old > 0).astype(jnp.int32)
     gained = jnp.sum(jnp.where(wins, change, 0), axis=1, dtype=jnp.int32)
     flat = flat.at[jnp.where(wins, target, nowhere)].set(value, mode="drop")
+    # Further up, where a level has few nodes, all of them are recomputed, without looking them up.
+    most = max(rows, _WHOLE_LEVEL // trees)
+    whole = next(level for level in range(layout.depth) if layout.counts[level + 1] <= most)
     parent = jnp.where(legal, index, 0)
-    for level in range(layout.depth):
+    for level in range(whole):
         parent = lax.shift_right_logical(parent, jnp.asarray(_SHIFT, parent.dtype))
         # One gather and one scatter for all operations.
         children = [base + layout.offset(op, level) + parent * FANOUT for op in layout.ops]
@@ -657,9 +677,37 @@ def _set_vector(
         values = [combine(op, [c[:, k] for c in blocks]) for k, op in enumerate(layout.ops)]
         goal = jnp.concatenate(goals, axis=1).reshape(-1)
         flat = flat.at[goal].set(jnp.concatenate(values, axis=1).reshape(-1), mode="drop")
-    nodes = flat.reshape(nodes.shape)
-    roots = jnp.stack([nodes[:, layout.offset(op, layout.depth)] for op in layout.ops], axis=1)
-    return nodes, roots, gained
+    flat, roots = _set_above(layout, flat.reshape(nodes.shape), whole)
+    return flat, roots, gained
+
+
+def _set_above(layout: Layout, nodes: jax.Array, level: int) -> tuple[jax.Array, jax.Array]:
+    """Recompute all that lies above a level; returns the trees and their roots ``[S, ops]``."""
+    trees, ops = nodes.shape[0], layout.ops
+    begins = [layout.offset(op, level) for op in ops]
+    width = layout.counts[level + 1] * FANOUT
+    below = [nodes[:, begin : begin + width] for begin in begins]
+    levels: list[jax.Array] = []
+    for height in range(level + 1, layout.depth + 1):
+        blocks = [nodes.reshape(trees, -1, FANOUT) for nodes in below]
+        values = [
+            combine(op, [block[:, :, k] for k in range(FANOUT)])
+            for op, block in zip(ops, blocks, strict=True)
+        ]
+        pad = layout.sizes[height] - layout.counts[height]
+        values = jnp.pad(
+            jnp.stack(values, axis=1), ((0, 0), (0, 0), (0, pad)), constant_values=layout.fill
+        )
+        if layout.counts[height] > FANOUT:
+            # One kernel for all operations; what is smaller becomes part of what comes next.
+            values = lax.optimization_barrier(values)
+        levels.append(values)
+        below = [values[:, k] for k in range(len(ops))]
+    values = jnp.concatenate(levels, axis=2)
+    tree, op, node = (lax.broadcasted_iota(jnp.int32, values.shape, axis) for axis in range(3))
+    goal = tree * layout.size + op * layout.upper + (node + layout.offset(ops[0], level + 1))
+    flat = nodes.reshape(-1).at[goal].set(values, unique_indices=True, mode="promise_in_bounds")
+    return flat.reshape(nodes.shape), levels[-1][:, :, 0]
 
 
 def _set_native(
@@ -765,17 +813,23 @@ def _find_levels(
         child, residual = choose(_blocks(flat, start, shared=shared), residual)
         return pack(node * FANOUT + child, residual)
 
+    def descend_to(first: int, last: int, carry: Any) -> Any:
+        if not unroll:
+            return lax.fori_loop(first, last, descend, carry)
+        for level in range(first, last):
+            carry = descend(level, carry)
+        return carry
+
     # XLA:CPU makes a kernel for each of two results, and everything that leads to both is computed
     # twice. Of one complex number both parts are computed together.
     pack, unpack = (_as_pair, _of_pair) if unroll else (_as_complex, _of_complex)
     # The children of the root are the same for all rows of a tree, and need not be gathered.
     carry = pack(*choose([jnp.repeat(nodes[:, top + i], rows) for i in range(FANOUT)], residual))
     if middle:
-        node, residual = unpack(lax.fori_loop(1, middle, descend, carry, unroll=unroll))
+        node, residual = unpack(descend_to(1, middle, carry))
         mass = flat[base + layout.offset("sum", layout.depth - middle) + node]
         carry = pack(node, _refine(mass, residual, refine))
-    carry = lax.fori_loop(max(middle, 1), layout.depth, descend, carry, unroll=unroll)
-    return unpack(carry)[0].reshape(trees, rows)
+    return unpack(descend_to(max(middle, 1), layout.depth, carry))[0].reshape(trees, rows)
 
 
 def _as_pair(node: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -828,7 +882,9 @@ def _read_at_once(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Arr
 
 
 def _read_vector(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(nodes, jnp.clip(index, 0, layout.capacity - 1), axis=1)
+    found = jnp.take_along_axis(nodes, jnp.clip(index, 0, layout.capacity - 1), axis=1)
+    # Or XLA reads them again for everything that they go into, and copies the tree to be able to.
+    return lax.optimization_barrier(found)
 
 
 def _read_native(layout: Layout, nodes: jax.Array, index: jax.Array) -> jax.Array:

@@ -464,14 +464,11 @@ class Prioritized:
             coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
             by_mass, spare = by_mass & (coin >= mix), random[-2]
 
-        def draw_spare(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            index = occupancy.draw(spare)
-            if self.uniform_mix > 0:
-                index = jnp.where(by_mass, carry[1], index)
-            return jnp.ones((), bool), index
+        def redraw(index: Int[Array, " B"]) -> Int[Array, " B"]:
+            drawn = occupancy.draw(spare)
+            return jnp.where(by_mass, index, drawn) if self.uniform_mix > 0 else drawn
 
-        # Runs once or not at all: usually no row needs it.
-        return lax.while_loop(lambda carry: ~carry[0], draw_spare, (jnp.all(by_mass), index))[1]
+        return rowwise.unless(jnp.all(by_mass), redraw, index)
 
 
 def _mass(priority: Float[Array, " B"], _: Any, sampler: Prioritized) -> Float[Array, " B"]:
