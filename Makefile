@@ -17,8 +17,10 @@ TORCH_VENV := .venv-torch
 TORCHRL ?= torchrl
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# The CUDA that jax brings along for the benchmark on a GPU; the driver is that of the machine.
+# The CUDA that jax brings along for the benchmark on a GPU; the driver is that of the machine. Its
+# compiler alone, without a GPU, has an environment of its own: elsewhere jax would look for one.
 CUDA ?= cuda12
+CUDA_VENV := .venv-cuda
 
 # pip is quiet, so each installation says that it has begun; how long it takes is up to the network.
 comma := ,
@@ -46,11 +48,11 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-mpi test notebooks docs lint format benchmark benchmark-torch benchmark-gpu clean
+.PHONY: help demo demo-mpi test notebooks docs lint format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-22s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo  ## train DQN with prioritized replay on CartPole (ARGS: its options, e.g. --help)
 	@$(RUN) -m jaxbuf.examples.dqn $(ARGS)
@@ -94,8 +96,11 @@ benchmark-torch: $(TORCH_VENV)/.installed  ## install torchgfn and torchrl in an
 benchmark-gpu: $(STAMPS)/benchmark-$(CUDA)  ## check and time jaxbuf and flashbax on one NVIDIA GPU (CUDA=cuda13: with that one; ARGS)
 	@$(RUN) -m benchmarks.gpu $(ARGS)
 
+benchmark-gpu-compiled: $(CUDA_VENV)/.installed  ## count what the programs for an NVIDIA GPU do, without one (ARGS: its options)
+	@TF_CPP_MIN_LOG_LEVEL=3 $(CUDA_VENV)/bin/python -m benchmarks.gpu_compiled $(ARGS)
+
 clean:  ## remove .venv and all that was built or cached
-	rm -rf $(VENV) $(TORCH_VENV) build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TORCH_VENV) $(CUDA_VENV) build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installing
@@ -140,6 +145,17 @@ $(STAMPS)/benchmark: pyproject.toml $(BASE)
 $(STAMPS)/benchmark-$(CUDA): $(STAMPS)/benchmark
 	@echo "installing $(CUDA) for jax"
 	@$(INSTALL) 'jax[$(CUDA)]'
+	@touch $@
+
+$(CUDA_VENV)/.installed: pyproject.toml $(BASE)
+	$(call INSTALLING,jaxbuf$(comma) flashbax and the compiler for $(CUDA) into $(CUDA_VENV))
+	@$(PYTHON) -m venv $(CUDA_VENV)
+	@$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --upgrade 'pip>=25.1'
+	@$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	  --editable . --group benchmark
+	@version=$$($(CUDA_VENV)/bin/python -c 'import jax; print(jax.__version__)'); \
+	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
+	  jax-$(CUDA)-plugin==$$version jax-$(CUDA)-pjrt==$$version
 	@touch $@
 
 $(TORCH_VENV)/.installed: $(BASE)

@@ -111,6 +111,59 @@ class JaxSubject:
         self.state = self.binding.call_update(self.state, slots, jnp.asarray(priority))
 
 
+def scan_slots(binding: Binding) -> Callable[..., Any]:
+    """Samples once with each key; returns the slots and rewards of all."""
+
+    def program(state: State, keys: jax.Array) -> tuple[State, Any]:
+        def body(state: State, key: jax.Array) -> tuple[State, Any]:
+            drawn = binding.sample(state, key)
+            return state, (binding.slots(drawn), binding.data(drawn)["reward"])
+
+        return jax.lax.scan(body, state, keys)
+
+    return program
+
+
+def scan_update(binding: Binding) -> Callable[..., Any]:
+    """Updates once with each row of slots and priorities."""
+    assert binding.update is not None
+    update = binding.update
+
+    def program(state: State, slots: Any, priorities: jax.Array) -> tuple[State, None]:
+        def body(state: State, row: tuple[Any, jax.Array]) -> tuple[State, None]:
+            return update(state, *row), None
+
+        return jax.lax.scan(body, state, (slots, priorities))
+
+    return program
+
+
+def scan_cycle(binding: Binding) -> Callable[..., Any]:
+    """Adds the same items, samples, and updates what was sampled, once with each key."""
+
+    def learn(drawn: Sample, priority: jax.Array) -> jax.Array:
+        """As after a learner's step, the priorities come after what was sampled."""
+        rewards = binding.data(drawn)["reward"]
+        seen = rewards.reshape(len(rewards), -1)[:, 0] + binding.result(drawn)
+        return jnp.where(seen < -1.0, 1.0, priority)
+
+    def program(
+        state: State, items: Any, keys: jax.Array, priorities: jax.Array
+    ) -> tuple[State, Sample]:
+        def body(carry: tuple[State, Sample], row: tuple[jax.Array, jax.Array]) -> Any:
+            key, priority = row
+            state = binding.add(carry[0], items)
+            drawn = binding.sample(state, key)
+            if binding.update is not None:
+                state = binding.update(state, binding.slots(drawn), learn(drawn, priority))
+            return (state, drawn), None
+
+        carry = (state, empty_like(binding.sample, state, keys[0]))
+        return jax.lax.scan(body, carry, (keys, priorities))[0]
+
+    return program
+
+
 class ReplayContestant:
     """A JAX library on a replay job; a `benchmarks.harness.Contestant`."""
 
@@ -148,51 +201,17 @@ class ReplayContestant:
     def _compile(self) -> None:
         binding = self._binding
 
-        def learn(drawn: Sample, priority: jax.Array) -> jax.Array:
-            """As after a learner's step, the priorities come after what was sampled."""
-            rewards = binding.data(drawn)["reward"]
-            seen = rewards.reshape(len(rewards), -1)[:, 0] + binding.result(drawn)
-            return jnp.where(seen < -1.0, 1.0, priority)
-
-        def slots(state: State, keys: jax.Array) -> tuple[State, Any]:
-            def body(state: State, key: jax.Array) -> tuple[State, Any]:
-                drawn = binding.sample(state, key)
-                return state, (binding.slots(drawn), binding.data(drawn)["reward"])
-
-            return jax.lax.scan(body, state, keys)
-
-        def update(state: State, slots: Any, priorities: jax.Array) -> tuple[State, None]:
-            def body(state: State, row: tuple[Any, jax.Array]) -> tuple[State, None]:
-                assert binding.update is not None
-                return binding.update(state, *row), None
-
-            return jax.lax.scan(body, state, (slots, priorities))
-
-        def cycle(
-            state: State, items: Any, keys: jax.Array, priorities: jax.Array
-        ) -> tuple[State, Sample]:
-            def body(carry: tuple[State, Sample], row: tuple[jax.Array, jax.Array]) -> Any:
-                key, priority = row
-                state = binding.add(carry[0], items)
-                drawn = binding.sample(state, key)
-                if binding.update is not None:
-                    state = binding.update(state, binding.slots(drawn), learn(drawn, priority))
-                return (state, drawn), None
-
-            carry = (state, empty_like(binding.sample, state, keys[0]))
-            return jax.lax.scan(body, carry, (keys, priorities))[0]
-
         def ready(function: Callable[..., Any], *arguments: Any) -> Any:
             return compiled(function, self._options, self._subject.state, *arguments)
 
         keys, priorities = self._scanned_keys, self._scanned_priorities
         self._scan_add = ready(scan_add(binding.add, self._workload.scan_length), self._items)
         self._scan_sample = ready(scan_sample(binding.sample), keys)
-        self._scan_cycle = ready(cycle, self._items, keys, priorities)
+        self._scan_cycle = ready(scan_cycle(binding), self._items, keys, priorities)
         if binding.update is not None:
-            self._scan_slots = ready(slots, keys)
+            self._scan_slots = ready(scan_slots(binding), keys)
             self._draw_slots()
-            self._scan_update = ready(update, self._scanned_slots, priorities)
+            self._scan_update = ready(scan_update(binding), self._scanned_slots, priorities)
 
     def _draw_slots(self) -> np.ndarray:
         """Draws fresh slots for the scanned update; returns their first serial numbers [L, B]."""

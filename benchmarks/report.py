@@ -74,7 +74,7 @@ def _timing_cells(timing: Timing, libraries: Sequence[str]) -> list[str]:
     return cells
 
 
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def aligned(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A markdown table that is also aligned as plain text."""
     widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
     marks = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
@@ -101,7 +101,7 @@ def _limits_table(result: RowResult, libraries: Sequence[str]) -> str | None:
             columns.append([_memory_cell(known.get(name, Limit())) for name in result.timings])
     if not columns:
         return None
-    return _table(header, list(zip(result.timings, *columns, strict=True)))
+    return aligned(header, list(zip(result.timings, *columns, strict=True)))
 
 
 def _floor_cell(result: RowResult, name: str, library: str) -> str:
@@ -130,7 +130,7 @@ def row_markdown(result: RowResult) -> str:
             [operation, *_timing_cells(timing, libraries)]
             for operation, timing in result.timings.items()
         ]
-        parts.append(_table(header, lines))
+        parts.append(aligned(header, lines))
         if table := _limits_table(result, libraries):
             parts.append(table)
     names = list(dict.fromkeys(name for facts in result.facts.values() for name in facts))
@@ -139,7 +139,7 @@ def row_markdown(result: RowResult) -> str:
             [name, *(result.facts[library].get(name, "–") for library in libraries)]
             for name in names
         ]
-        parts.append(_table(["besides", *libraries], lines))
+        parts.append(aligned(["besides", *libraries], lines))
     for library, reason in result.skipped.items():
         parts.append(f"{library} is left out: {reason}.")
     for library, reason in result.unequal.items():
@@ -156,7 +156,7 @@ def targets_markdown(results: Sequence[RowResult], options: Options) -> str:
     native = sum(verdict.met_by_native for verdict in found)
     measured = sum(verdict.values is not None for verdict in found)
     header = ["row", "what", "wanted", REFERENCE, "", f"with {NATIVE} kernels", ""]
-    table = _table(header, [verdict.cells for verdict in found])
+    table = aligned(header, [verdict.cells for verdict in found])
     return (
         f"## Targets\n\n{met} of {measured} measured targets are met, and {native} with {NATIVE} "
         f"kernels where there are some.\n\n{table}"

@@ -1,13 +1,14 @@
 """The benchmark for a GPU, on whatever there is, and what it does with very large rings."""
 
 import dataclasses
+import functools
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import equality, gpu, limits
+from benchmarks import equality, gpu, gpu_compiled, limits
 from benchmarks.harness import Operation, Options, Row, UnequalWork
 from benchmarks.jax_loops import JaxSubject
 from benchmarks.rows import per
@@ -104,3 +105,43 @@ def test_samples_that_are_checked_often_stay_small():
     assert small.sample_size < 300
     assert small.capacity < 2 * small.sample_size
     assert SMALL.small().sample_size == SMALL.sample_size
+
+
+def test_what_is_compiled_for_a_gpu_is_counted(monkeypatch, capsys):
+    small = dataclasses.replace(SMALL, capacity=512)
+    scored = functools.partial(gpu_compiled._bind_scored, diverse=False)
+    first = dataclasses.replace(gpu_compiled.jobs()[0], workload=small)
+    jobs = [first, gpu_compiled.Job("scored", small, {"jaxbuf": scored})]
+    monkeypatch.setattr(gpu_compiled, "jobs", lambda: jobs)
+    monkeypatch.setattr(gpu_compiled, "device", lambda: jax.devices()[0])
+    # flashbax relies on what jax does by default.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        assert gpu_compiled.main(["--only", "/(add|cycle|update)$"]) == 0
+    header, _, *rows = capsys.readouterr().out.strip().splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    names = [cell.strip() for cell in header.strip("|").split("|")]
+    assert names[:5] == ["buffer", "operation", "slots", "batch", "jaxbuf kernels"]
+    assert [row[:4] for row in cells] == [
+        ["prioritized", "add", "512", "4"],
+        ["prioritized", "update", "512", "16"],
+        ["prioritized", "cycle", "512", "16"],
+        ["scored", "add", "512", "4"],
+        ["scored", "cycle", "512", "16"],
+    ]
+    found = [dict(zip(names, row, strict=True)) for row in cells]
+    assert all(int(row["jaxbuf kernels"]) > 0 for row in found)
+    assert [row["jaxbuf copied"] for row in found[:3]] == ["0"] * 3
+    assert [row["flashbax kernels"] == "–" for row in found] == [False] * 3 + [True] * 2
+
+
+def test_without_a_compiler_for_gpus_it_says_how_to_get_one(monkeypatch, capsys):
+    def nothing(*args, **kwargs):
+        raise RuntimeError("no plugin")
+
+    monkeypatch.setattr(gpu_compiled.topologies, "get_topology_desc", nothing)
+    gpu_compiled.device.cache_clear()
+    assert gpu_compiled.main([]) == 2
+    assert "make benchmark-gpu-compiled" in capsys.readouterr().err
+    assert gpu_compiled.main(["--only", "nothing like this"]) == 2
+    assert "nothing matches" in capsys.readouterr().err
+    gpu_compiled.device.cache_clear()

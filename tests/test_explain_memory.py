@@ -8,7 +8,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.core.sizes import format_bytes
-from jaxbuf.io.hlo import Program
+from jaxbuf.io.hlo import Launches, Program
 
 CAPACITY = 2**12
 EXAMPLE = {"obs": jnp.zeros(7), "next_obs": jnp.zeros(7), "reward": jnp.float32(0)}
@@ -243,3 +243,7 @@ def test_programs_for_other_backends_are_read():
         (1, (4096,), False, 1),
         (1, (4096,), True, None),
     ]
+    # Both branches count; of a loop of unknown length one step does.
+    assert program.launches == Launches(kernels=6, waits=2)
+    known = 'body=%body, backend_config={"known_trip_count":{"n":"5"}}'
+    assert Program(ELSEWHERE.replace("body=%body", known)).launches == Launches(10, waits=1)

@@ -158,7 +158,7 @@ def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
 
 
 @functools.cache
-def bind_flashbax(workload: Workload, options: Options) -> Binding:
+def bind_flashbax(workload: Workload, options: Options, device: str | None = None) -> Binding:
     """The prioritized item buffer of flashbax; see the module's docstring."""
     flashbax = import_library("flashbax")
     buffer = flashbax.make_prioritised_item_buffer(
@@ -167,7 +167,7 @@ def bind_flashbax(workload: Workload, options: Options) -> Binding:
         sample_batch_size=workload.sample_size,
         add_batches=True,
         priority_exponent=workload.alpha,
-        device=jax.default_backend(),
+        device=device or jax.default_backend(),
     )
     xla_options = compiler_options(options)
 

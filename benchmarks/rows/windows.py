@@ -177,7 +177,7 @@ def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
 
 
 @functools.cache
-def bind_flashbax(workload: Workload, options: Options) -> Binding:
+def bind_flashbax(workload: Workload, options: Options, device: str | None = None) -> Binding:
     """The trajectory buffers of flashbax; see the module's docstring."""
     flashbax = import_library("flashbax")
     common = {
@@ -190,7 +190,7 @@ def bind_flashbax(workload: Workload, options: Options) -> Binding:
     }
     if workload.prioritized:
         buffer = flashbax.make_prioritised_trajectory_buffer(
-            **common, priority_exponent=workload.alpha, device=jax.default_backend()
+            **common, priority_exponent=workload.alpha, device=device or jax.default_backend()
         )
     else:
         buffer = flashbax.make_trajectory_buffer(**common)

@@ -14,8 +14,22 @@ _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _ARRAY = re.compile(r"^(\w+)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|\w+_computation)=%?([\w.\-]+)")
+_BODY = re.compile(r"body=%?([\w.\-]+)")
 _CALLED_SET = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+# What only names memory is nothing to run.
+_NOTHING = frozenset(
+    [
+        "after-all",
+        "bitcast",
+        "constant",
+        "copy-done",
+        "get-tuple-element",
+        "opt-barrier",
+        "parameter",
+        "tuple",
+    ]
+)
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 
 
@@ -39,6 +53,21 @@ class Copy:
     nbytes: int
     in_loop: bool
     times: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Launches:
+    """What one call of a program has a device do, one after the other.
+
+    Attributes:
+        kernels: How many kernels and copies; of a branch all that it may come to, and of a loop
+            whose length is known at run time only those of one step.
+        waits: How many branches, and loops whose length is known at run time only: where the device
+            has a host, that waits for the number it depends on.
+    """
+
+    kernels: int
+    waits: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +161,11 @@ class Program:
             return set()
         return {int(number) for _, number, _ in _ALIAS.findall(_balanced(self._header[begin:]))}
 
+    @property
+    def launches(self) -> Launches:
+        """What one call of the program has a device do."""
+        return self._launches(self._entry)
+
     def copies(self, smallest: int) -> list[Copy]:
         """All copies of arrays of at least ``smallest`` bytes."""
         found: list[Copy] = []
@@ -155,6 +189,28 @@ class Program:
                     )
                 )
         return found
+
+    def _launches(self, name: str) -> Launches:
+        kernels, waits = 0, 0
+        for instruction in self._computations[name].instructions.values():
+            times, called = 1, instruction.called
+            if instruction.opcode == "while":
+                body, trips = _BODY.search(instruction.rest), _TRIPS.search(instruction.rest)
+                # Of a known number of steps none is asked whether it is the last.
+                if body and trips:
+                    times, called = int(trips[1]), (body[1],)
+                else:
+                    waits += 1
+            elif instruction.opcode == "conditional":
+                waits += 1
+            elif instruction.opcode != "call":
+                kernels += instruction.opcode not in _NOTHING
+                continue
+            for callee in called:
+                inside = self._launches(callee)
+                kernels += times * inside.kernels
+                waits += times * inside.waits
+        return Launches(kernels, waits)
 
     def _is_inner(self, name: str, instruction: _Instruction) -> bool:
         """Whether it is a step inside a fusion, whose result is never stored."""
