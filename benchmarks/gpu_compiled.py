@@ -65,11 +65,13 @@ class Job:
         name: Of the buffer.
         workload: The job.
         binds: Makes each library's binding.
+        seeds: How many buffers there are, by `vmap`.
     """
 
     name: str
     workload: Workload
     binds: Mapping[str, Bind]
+    seeds: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +138,7 @@ def jobs() -> list[Job]:
     return [
         *(Job("prioritized", workload, replay) for workload in REPLAY.values()),
         *(Job("prioritized, CartPole", workload, replay) for workload in growth),
+        Job("prioritized, 8 seeds", dataclasses.replace(first, capacity=2**17), replay, seeds=8),
         Job("prioritized, Atari", GATHER, replay),
         Job("windows, prioritized", windows.WORKLOAD, steps),
         Job("windows", dataclasses.replace(windows.WORKLOAD, prioritized=False), steps),
@@ -180,9 +183,11 @@ def count(program: Any, capacity: int, calls: int = 1) -> Counts:
     )
 
 
-def counted(bind: Bind, workload: Workload, operation: str) -> Counts | None:
+def counted(job: Job, library: str, operation: str) -> Counts | None:
     """What an operation of a library does; None if it has none."""
-    binding = bind(workload)
+    if library not in job.binds:
+        return None
+    workload, binding = job.workload, job.binds[library](job.workload)
     if operation == "update" and binding.update is None:
         return None
     state, key = _shapes(binding.create), _shapes(lambda: jax.random.key(0))
@@ -193,13 +198,18 @@ def counted(bind: Bind, workload: Workload, operation: str) -> Counts | None:
     keys = _shapes(lambda: jax.random.split(jax.random.key(0), SCAN_LENGTH))
     priorities = _shapes(lambda: jnp.zeros((SCAN_LENGTH, workload.sample_size)))
     function, *arguments = {
-        "add": (binding.add, items),
-        "sample": (binding.sample, key),
-        "update": (binding.update, slots, priority),
-        "cycle": (scan_cycle(binding), items, keys, priorities),
+        "add": (binding.add, state, items),
+        "sample": (binding.sample, state, key),
+        "update": (binding.update, state, slots, priority),
+        "cycle": (scan_cycle(binding), state, items, keys, priorities),
     }[operation]
+    if job.seeds > 1:
+        function = jax.vmap(function)
+        arguments = jax.tree.map(
+            lambda leaf: leaf.update(shape=(job.seeds, *leaf.shape)), arguments
+        )
     donated = None if operation == "sample" else 0
-    program = jax.jit(function, donate_argnums=donated).lower(state, *arguments).compile()
+    program = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
     return count(program, workload.capacity, SCAN_LENGTH if operation == "cycle" else 1)
 
 
@@ -226,12 +236,10 @@ def table(chosen: Sequence[tuple[Job, str]]) -> str:
         for job, operation in bar:
             bar.set_description(f"{job.name}: {operation}", refresh=False)
             workload = job.workload
-            found = {
-                library: counted(bind, workload, operation) for library, bind in job.binds.items()
-            }
-            if any(found.values()):
+            found = [counted(job, library, operation) for library in LIBRARIES]
+            if any(found):
                 batch = workload.add_size if operation == "add" else workload.sample_size
-                cells = [_cells(found.get(library)) for library in LIBRARIES]
+                cells = map(_cells, found)
                 about = [job.name, operation, f"{workload.capacity:,}", f"{batch:,}"]
                 lines.append([*about, *itertools.chain.from_iterable(cells)])
     return report.aligned(header, lines)
