@@ -56,32 +56,51 @@ inline float Sum(const float* c) {
   return ((Sum4(c) + Sum4(c + 4)) + Sum4(c + 8)) + Sum4(c + 12);
 }
 
-// The winner among all children, found by halves.
+// The winner among all children, found by halves. Spelled out, for a loop keeps them in memory.
 template <typename T, typename Pick>
 inline T Pairwise(const T* children, Pick pick) {
-  T best[kFanout];
-  std::copy(children, children + kFanout, best);
-  for (int half = kFanout / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) best[i] = pick(best[i], best[half + i]);
-  }
-  return best[0];
+  static_assert(kFanout == 16);
+  const auto of2 = [&](int i) { return pick(children[i], children[i + 8]); };
+  const auto of4 = [&](int i) { return pick(of2(i), of2(i + 4)); };
+  const auto of8 = [&](int i) { return pick(of4(i), of4(i + 2)); };
+  return pick(of8(0), of8(1));
+}
+
+// The least of those that are positive, and zero if none is.
+//
+// As signed numbers, one less than their bits with the first one flipped, positive floats keep their
+// order and zero comes last.
+inline float MinPositive(const float* children) {
+  using Bits = uint32_t __attribute__((vector_size(16)));
+  using Order = int32_t __attribute__((vector_size(16)));
+  constexpr uint32_t kFirst = 0x80000000u;
+  static_assert(kFanout == 16);
+  const auto order = [&](int i) {
+    Bits bits;
+    std::memcpy(&bits, children + i, sizeof(bits));
+    return Order((bits ^ kFirst) - 1);
+  };
+  const auto least = [](Order a, Order b) {
+    const Order less = a < b;
+    return (a & less) | (b & ~less);
+  };
+  const Order four = least(least(order(0), order(4)), least(order(8), order(12)));
+  const int32_t one = std::min(std::min(four[0], four[1]), std::min(four[2], four[3]));
+  const uint32_t bits = (static_cast<uint32_t>(one) + 1) ^ kFirst;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
 }
 
 inline float Combine(int64_t op, const float* children) {
   if (op == kSum) return Sum(children);
   if (op == kMax) return Pairwise(children, [](float a, float b) { return a > b ? a : b; });
   if (op == kMin) return Pairwise(children, [](float a, float b) { return a < b ? a : b; });
-  // As unsigned numbers, one less than their bits, positive floats keep their order and zero comes
-  // last.
-  uint32_t bits[kFanout];
-  std::memcpy(bits, children, sizeof(bits));
-  for (uint32_t& b : bits) --b;
-  const uint32_t least =
-      Pairwise(bits, [](uint32_t a, uint32_t b) { return a < b ? a : b; }) + 1;
-  float value;
-  std::memcpy(&value, &least, sizeof(value));
-  return value;
+  return MinPositive(children);
 }
+
+// How many nodes ahead to fetch what is needed from memory.
+constexpr size_t kAhead = 16;
 
 // Recomputes the nodes above changed leaves, level by level, as far as they change.
 //
@@ -98,7 +117,10 @@ void Refresh(int64_t op, float* tree, const int64_t* starts, Numbers counts,
       for (int64_t i = 0; i < count; ++i) nodes[i] = static_cast<int32_t>(i);
     }
     size_t kept = 0;
-    for (const int32_t node : nodes) {
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      const int32_t node = nodes[i], soon = nodes[std::min(i + kAhead, nodes.size() - 1)];
+      __builtin_prefetch(below + int64_t{soon} * kFanout);
+      __builtin_prefetch(here + soon, 1);
       const float value = Combine(op, below + int64_t{node} * kFanout);
       // Bits, because -0 is not 0 here.
       if (std::memcmp(&value, here + node, sizeof(value)) == 0) continue;
@@ -110,16 +132,17 @@ void Refresh(int64_t op, float* tree, const int64_t* starts, Numbers counts,
   }
 }
 
-ffi::Error SetLeaves(ffi::ThreadPool pool, Floats nodes, Ints index, Floats value,
-                     ffi::Result<Floats> out, ffi::Result<Floats> roots, ffi::Result<Ints> gained,
-                     Numbers ops, Numbers starts, Numbers counts) {
+// All in one thread: two of them wait for each other longer than one takes.
+ffi::Error SetLeaves(Floats nodes, Ints index, Floats value, ffi::Result<Floats> out,
+                     ffi::Result<Floats> roots, ffi::Result<Ints> gained, Numbers ops,
+                     Numbers starts, Numbers counts) {
   const int64_t trees = index.dimensions()[0], rows = index.dimensions()[1];
   const int64_t size = nodes.element_count() / trees;
   const int64_t capacity = counts.begin()[0], levels = counts.size(), num_ops = ops.size();
   if (out->typed_data() != nodes.typed_data()) {
     std::memcpy(out->typed_data(), nodes.typed_data(), nodes.size_bytes());
   }
-  std::vector<std::vector<int32_t>> parents(trees);
+  std::vector<int32_t> parents;
   for (int64_t t = 0; t < trees; ++t) {
     float* tree = out->typed_data() + t * size;
     const int32_t* at = index.typed_data() + t * rows;
@@ -128,7 +151,8 @@ ffi::Error SetLeaves(ffi::ThreadPool pool, Floats nodes, Ints index, Floats valu
     for (int64_t i = 0; i < rows; ++i) {
       if (legal(i)) __builtin_prefetch(tree + at[i], 1);
     }
-    parents[t].reserve(rows);
+    parents.clear();
+    parents.reserve(rows);
     int32_t gain = 0;
     for (int64_t i = 0; i < rows; ++i) {
       if (!legal(i)) continue;
@@ -136,22 +160,15 @@ ffi::Error SetLeaves(ffi::ThreadPool pool, Floats nodes, Ints index, Floats valu
       gain += (to[i] > 0) - (leaf > 0);
       leaf = to[i];
       const int32_t parent = at[i] >> kShift;
-      if (parents[t].empty() || parents[t].back() != parent) parents[t].push_back(parent);
+      if (parents.empty() || parents.back() != parent) parents.push_back(parent);
     }
     gained->typed_data()[t] = gain;
-  }
-  // No two operations share a node above the leaves.
-  const auto refresh = [&](int64_t task) {
-    const int64_t t = task / num_ops, k = task % num_ops;
-    float* tree = out->typed_data() + t * size;
-    const int64_t* level_starts = starts.begin() + k * levels;
-    Refresh(ops.begin()[k], tree, level_starts, counts, parents[t]);
-    roots->typed_data()[task] = tree[level_starts[levels - 1]];
-  };
-  if (trees * rows >= kManyRows) {
-    ForEach(pool, trees * num_ops, refresh);
-  } else {
-    for (int64_t task = 0; task < trees * num_ops; ++task) refresh(task);
+    // No two operations share a node above the leaves.
+    for (int64_t k = 0; k < num_ops; ++k) {
+      const int64_t* level_starts = starts.begin() + k * levels;
+      Refresh(ops.begin()[k], tree, level_starts, counts, parents);
+      roots->typed_data()[t * num_ops + k] = tree[level_starts[levels - 1]];
+    }
   }
   return ffi::Error::Success();
 }
@@ -292,7 +309,6 @@ ffi::Error Take(Ints start, ffi::RemainingArgs arrays, ffi::RemainingRets outs, 
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_set_leaves, SetLeaves,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
                                   .Arg<Floats>()
                                   .Arg<Ints>()
                                   .Arg<Floats>()
