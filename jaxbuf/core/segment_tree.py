@@ -121,11 +121,10 @@ class SegmentTree(struct.PyTreeNode):
         nodes, roots, gained = tree_kernels.set_leaves(
             self.layout, self.nodes, index, value, contiguous=contiguous
         )
-        counted = self.summary + gained.astype(jnp.uint32)
-        bits = jnp.pad(lax.bitcast_convert_type(roots, jnp.uint32), (0, 1))
-        # Number by number, so that it takes the place of the one before.
-        is_root = jnp.arange(len(self.ops) + 1) < len(self.ops)
-        return self.replace(nodes=nodes, summary=jnp.where(is_root, bits, counted))
+        positive = self.summary[-1:] + gained[None].astype(jnp.uint32)
+        bits = lax.bitcast_convert_type(roots, jnp.uint32)
+        # By a select, number by number, XLA:CPU would read the roots later, and copy the tree.
+        return self.replace(nodes=nodes, summary=jnp.concatenate([bits, positive]))
 
     def query(
         self, prefix: Float[Array, " B"], refine: Float[Array, " B"] | None = None
