@@ -9,7 +9,8 @@ ARGS ?=
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-input
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-input
+INSTALL := $(RUN) $(PIP_INSTALL)
 
 # torchgfn needs another NumPy than jaxbuf, so it lives in an environment of its own, and torchrl with
 # it. Where torchrl's wheel does not fit this torch, TORCHRL can name a folder with its source.
@@ -150,21 +151,21 @@ $(STAMPS)/benchmark-$(CUDA): $(STAMPS)/benchmark
 $(CUDA_VENV)/.installed: pyproject.toml $(BASE)
 	$(call INSTALLING,jaxbuf$(comma) flashbax and the compiler for $(CUDA) into $(CUDA_VENV))
 	@$(PYTHON) -m venv $(CUDA_VENV)
-	@$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --upgrade 'pip>=25.1'
-	@$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	@$(CUDA_VENV)/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
+	@$(CUDA_VENV)/bin/python $(PIP_INSTALL) \
 	  --editable . --group benchmark
 	@version=$$($(CUDA_VENV)/bin/python -c 'import jax; print(jax.__version__)'); \
-	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
+	$(CUDA_VENV)/bin/python $(PIP_INSTALL) --no-deps \
 	  jax-$(CUDA)-plugin==$$version jax-$(CUDA)-pjrt==$$version
 	@touch $@
 
 $(TORCH_VENV)/.installed: $(BASE)
 	$(call INSTALLING,torchgfn$(comma) torchrl and torch (CPU) into $(TORCH_VENV),some minutes)
 	@$(PYTHON) -m venv $(TORCH_VENV)
-	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	@$(TORCH_VENV)/bin/python $(PIP_INSTALL) \
 	  --extra-index-url $(TORCH_INDEX) torch==2.13.0 'torchgfn>=2.4' \
 	  pybind11 setuptools wheel
-	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	@$(TORCH_VENV)/bin/python $(PIP_INSTALL) \
 	  --no-build-isolation $(TORCHRL) && \
 	$(TORCH_VENV)/bin/python -c 'import torch, torchrl._torchrl' || \
 	  echo "torchrl does not run with this torch; its part of the benchmark is left out"

@@ -36,6 +36,15 @@ class Program:
 BENCHMARKS = Program("benchmarks", "jaxbuf and its peers, side by side.", all_rows)
 
 
+def pattern(text: str) -> str:
+    """What `--only` is given, if it is a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
+    return text
+
+
 def parse(arguments: Sequence[str], program: Program = BENCHMARKS) -> tuple[Options, Outputs]:
     """Reads the command line.
 
@@ -70,7 +79,11 @@ def parse(arguments: Sequence[str], program: Program = BENCHMARKS) -> tuple[Opti
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--only", default="", metavar="PATTERN", help="regular expression searched in ROW/OPERATION"
+        "--only",
+        type=pattern,
+        default="",
+        metavar="PATTERN",
+        help="regular expression searched in ROW/OPERATION",
     )
     parser.add_argument(
         "--quick", action="store_true", help="small buffers, few repeats: a trial, not a result"
@@ -96,10 +109,6 @@ def parse(arguments: Sequence[str], program: Program = BENCHMARKS) -> tuple[Opti
         help="from Python, wait for each result, or only for the last of a block",
     )
     given = parser.parse_args(arguments)
-    try:
-        re.compile(given.only)
-    except re.error as error:
-        parser.error(f"--only {given.only!r} is not a regular expression: {error}")
     for name in ("capacity", "repeats", "runs"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             parser.error(f"--{name} must be at least 1")

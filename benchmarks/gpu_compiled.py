@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,16 +32,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from tqdm import tqdm
 
 import jaxbuf
 from benchmarks import report
+from benchmarks.__main__ import pattern
 from benchmarks.gpu import GATHER, LARGEST_POWER, REPLAY
 from benchmarks.harness import Options, Unavailable
 from benchmarks.jax_loops import Binding, scan_cycle
 from benchmarks.programs import memory_beyond
 from benchmarks.rows import freshness, gflownet, per, windows
 from benchmarks.rows.growth import SMALL
+from benchmarks.running import progress_bar
 from benchmarks.workload import Workload
 from jaxbuf.io.hlo import Program
 
@@ -84,18 +84,12 @@ class Counts:
     copied: int
 
 
-def _bind_scored(workload: Workload, *, diverse: bool) -> Binding:
-    """Buffers of the highest scores, of which half as many as are sampled come at a time."""
+def _bind_scored(workload: Workload, *, create: Callable[[Any, int], Any]) -> Binding:
+    """Buffers of the highest scores."""
     example = {
         "state": jax.ShapeDtypeStruct((64,), jnp.float32),
         "reward": jax.ShapeDtypeStruct((), jnp.float32),
     }
-    if diverse:
-        create = functools.partial(
-            jaxbuf.diverse_reward_prioritized, cutoff=gflownet.CUTOFF, key="state"
-        )
-    else:
-        create = jaxbuf.reward_prioritized
     return Binding(
         create=lambda: create(example, workload.capacity),
         add=lambda buffer, items: buffer.add(items, score=items["reward"]),
@@ -134,6 +128,11 @@ def jobs() -> list[Job]:
     }
     first = next(iter(REPLAY.values()))
     scored = dataclasses.replace(first, capacity=2**17, add_size=256)
+    rewards = {
+        "highest rewards": jaxbuf.reward_prioritized,
+        "highest rewards, softmax": gflownet.preset(None),
+        "diverse rewards": gflownet.preset(gflownet.CUTOFF),
+    }
     growth = [dataclasses.replace(SMALL, capacity=2**power) for power in (16, LARGEST_POWER)]
     return [
         *(Job("prioritized", workload, replay) for workload in REPLAY.values()),
@@ -147,8 +146,10 @@ def jobs() -> list[Job]:
             first,
             {"jaxbuf": lambda job: freshness.bind_freshness(job, OPTIONS, freshness.NEVER)},
         ),
-        Job("highest rewards", scored, {"jaxbuf": functools.partial(_bind_scored, diverse=False)}),
-        Job("diverse rewards", scored, {"jaxbuf": functools.partial(_bind_scored, diverse=True)}),
+        *(
+            Job(name, scored, {"jaxbuf": functools.partial(_bind_scored, create=create)})
+            for name, create in rewards.items()
+        ),
     ]
 
 
@@ -231,9 +232,8 @@ def table(chosen: Sequence[tuple[Job, str]]) -> str:
     header = ["buffer", "operation", "slots", "batch"]
     header += [f"{library} {what}" for library in LIBRARIES for what in COUNTS]
     lines: list[list[str]] = []
-    interval = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(chosen, unit="operation", dynamic_ncols=True, mininterval=interval) as bar:
-        for job, operation in bar:
+    with progress_bar(len(chosen), "operation") as bar:
+        for job, operation in chosen:
             bar.set_description(f"{job.name}: {operation}", refresh=False)
             workload = job.workload
             found = [counted(job, library, operation) for library in LIBRARIES]
@@ -242,6 +242,7 @@ def table(chosen: Sequence[tuple[Job, str]]) -> str:
                 cells = map(_cells, found)
                 about = [job.name, operation, f"{workload.capacity:,}", f"{batch:,}"]
                 lines.append([*about, *itertools.chain.from_iterable(cells)])
+            bar.update()
     return report.aligned(header, lines)
 
 
@@ -260,19 +261,20 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--only",
+        type=pattern,
         default="",
         metavar="PATTERN",
         help="regular expression searched in BUFFER/OPERATION",
     )
-    given = parser.parse_args(arguments)
+    options = Options(only=parser.parse_args(arguments).only)
     chosen = [
         (job, operation)
         for job, operation in itertools.product(jobs(), OPERATIONS)
-        if re.search(given.only, f"{job.name}/{operation}", re.IGNORECASE)
+        if options.wants(job.name, operation)
     ]
     try:
         if not chosen:
-            raise Unavailable(f"nothing matches --only {given.only}")
+            raise Unavailable(f"nothing matches --only {options.only}")
         print(f"\n{table(chosen)}")
     except Unavailable as reason:
         print(f"{parser.prog}: {reason}", file=sys.stderr)

@@ -54,6 +54,12 @@ class Outputs:
         return os.path.relpath(self.plot, self.markdown.parent) if drawn and self.markdown else None
 
 
+def progress_bar(total: int, unit: str) -> tqdm:
+    """A bar on stderr, which a file gets a line of only now and then."""
+    interval = 0.5 if sys.stderr.isatty() else 10.0
+    return tqdm(total=total, unit=unit, dynamic_ncols=True, mininterval=interval)
+
+
 def measure(rows: Sequence[Row], options: Options, outputs: Outputs) -> list[RowResult]:
     """Runs rows, as often as asked for, and writes what is known after each.
 
@@ -66,10 +72,7 @@ def measure(rows: Sequence[Row], options: Options, outputs: Outputs) -> list[Row
     runs: dict[str, list[RowResult]] = {row.name: [] for row in rows}
     results: list[RowResult] = []
     facts = report.machine()
-    interval = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(
-        total=turns * options.runs, unit="turn", dynamic_ncols=True, mininterval=interval
-    ) as bar:
+    with progress_bar(turns * options.runs, "turn") as bar:
 
         def progress(what: str, done: int) -> None:
             bar.set_description(what, refresh=done == 0)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxbuf
 from benchmarks import equality, gpu, gpu_compiled, limits
 from benchmarks.harness import Operation, Options, Row, UnequalWork
 from benchmarks.jax_loops import JaxSubject
@@ -109,7 +110,7 @@ def test_samples_that_are_checked_often_stay_small():
 
 def test_what_is_compiled_for_a_gpu_is_counted(monkeypatch, capsys):
     small = dataclasses.replace(SMALL, capacity=512)
-    scored = functools.partial(gpu_compiled._bind_scored, diverse=False)
+    scored = functools.partial(gpu_compiled._bind_scored, create=jaxbuf.reward_prioritized)
     first = dataclasses.replace(gpu_compiled.jobs()[0], workload=small)
     jobs = [first, gpu_compiled.Job("scored", small, {"jaxbuf": scored})]
     monkeypatch.setattr(gpu_compiled, "jobs", lambda: jobs)

@@ -57,8 +57,8 @@ inline float Sum(const float* c) {
 }
 
 // The winner among all children, found by halves. Spelled out, for a loop keeps them in memory.
-template <typename T, typename Pick>
-inline T Pairwise(const T* children, Pick pick) {
+template <typename Pick>
+inline float Pairwise(const float* children, Pick pick) {
   static_assert(kFanout == 16);
   const auto of2 = [&](int i) { return pick(children[i], children[i + 8]); };
   const auto of4 = [&](int i) { return pick(of2(i), of2(i + 4)); };

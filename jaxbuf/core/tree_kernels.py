@@ -677,8 +677,8 @@ def _set_vector(
         values = [combine(op, [c[:, k] for c in blocks]) for k, op in enumerate(layout.ops)]
         goal = jnp.concatenate(goals, axis=1).reshape(-1)
         flat = flat.at[goal].set(jnp.concatenate(values, axis=1).reshape(-1), mode="drop")
-    flat, roots = _set_above(layout, flat.reshape(nodes.shape), whole)
-    return flat, roots, gained
+    nodes, roots = _set_above(layout, flat.reshape(nodes.shape), whole)
+    return nodes, roots, gained
 
 
 def _set_above(layout: Layout, nodes: jax.Array, level: int) -> tuple[jax.Array, jax.Array]:
@@ -689,7 +689,7 @@ def _set_above(layout: Layout, nodes: jax.Array, level: int) -> tuple[jax.Array,
     below = [nodes[:, begin : begin + width] for begin in begins]
     levels: list[jax.Array] = []
     for height in range(level + 1, layout.depth + 1):
-        blocks = [nodes.reshape(trees, -1, FANOUT) for nodes in below]
+        blocks = [level_below.reshape(trees, -1, FANOUT) for level_below in below]
         values = [
             combine(op, [block[:, :, k] for k in range(FANOUT)])
             for op, block in zip(ops, blocks, strict=True)
