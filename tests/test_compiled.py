@@ -23,7 +23,7 @@ def copies(function, *args):
     """The copies of arrays with at least one number per slot in the compiled ``function``."""
     compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
     found = Program(compiled.as_text()).copies(4 * CAPACITY)
-    return [copy.shape for copy in found if max(copy.shape) >= CAPACITY]
+    return [copy for copy in found if max(copy.shape) >= CAPACITY]
 
 
 def cycle(rows, batch_size, normalize):
@@ -208,6 +208,33 @@ def test_updates_on_accelerators_write_few_times(capacity, scatters):
     update = lambda buffer, *rows: buffer.update_priority(*rows)  # noqa: E731
     program = lowered("cuda", update, buffer, slots, jnp.ones(256))
     assert program.count('"stablehlo.scatter"(') == scatters
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        jaxbuf.Uniform(replacement=False),
+        jaxbuf.Prioritized(replacement=False),
+        jaxbuf.Softmax(replacement=False),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_without_replacement_a_copy_is_made_only_when_it_is_needed(sampler):
+    # To take the drawn items out, where one round of proposals was not enough.
+    buffer = jaxbuf.ItemBuffer.create(EXAMPLE, CAPACITY, sampler=sampler)
+
+    def step(buffer, key):
+        score = jnp.ones(64) if sampler.uses_score else None
+        buffer = buffer.add(items(64), score=score)
+        batch = buffer.sample(key, 256)
+        if sampler.uses_priority:
+            buffer = buffer.update_priority(batch.slots, batch.data["reward"])
+        return buffer, batch.data["reward"]
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    found = copies(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)
+    assert all(copy.conditional for copy in found)
+    assert not isinstance(sampler, jaxbuf.Uniform) or not found
 
 
 def test_the_check_sees_a_copy():

@@ -236,12 +236,15 @@ def test_programs_for_other_backends_are_read():
         "",
     ]
     assert program.aliased == {1}
-    found = [(copy.parameter, copy.shape, copy.in_loop, copy.times) for copy in program.copies(64)]
+    found = [
+        (copy.parameter, copy.shape, copy.in_loop, copy.times, copy.conditional)
+        for copy in program.copies(64)
+    ]
     assert sorted(found, key=str) == [
-        (0, (64, 64), False, 1),
-        (0, (64, 64), False, 1),
-        (1, (4096,), False, 1),
-        (1, (4096,), True, None),
+        (0, (64, 64), False, 1, False),
+        (0, (64, 64), False, 1, False),
+        (1, (4096,), False, 1, True),
+        (1, (4096,), True, None, False),
     ]
     # Both branches count; of a loop of unknown length one step does.
     assert program.launches == Launches(kernels=6, waits=2)

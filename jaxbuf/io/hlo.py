@@ -45,6 +45,7 @@ class Copy:
         in_loop: Whether it happens in each step of a loop.
         times: How often it happens in one call; None if the loop's length is known at run time
             only.
+        conditional: Whether it happens only where a conditional takes the branch that it is in.
     """
 
     parameter: int | None
@@ -53,6 +54,7 @@ class Copy:
     nbytes: int
     in_loop: bool
     times: int | None
+    conditional: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +126,9 @@ class Program:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> double = jax.jit(lambda x: x.at[0].set(2.0))
-        >>> Program(double.lower(jnp.zeros(1000)).compile().as_text()).copies(4000)
-        [Copy(parameter=0, dtype='f32', shape=(1000,), nbytes=4000, in_loop=False, times=1)]
+        >>> [copy] = Program(double.lower(jnp.zeros(1000)).compile().as_text()).copies(4000)
+        >>> copy.parameter, copy.shape, copy.nbytes, copy.times
+        (0, (1000,), 4000, 1)
     """
 
     def __init__(self, text: str) -> None:
@@ -176,7 +179,8 @@ class Program:
                 array = _array(instruction.type.lstrip("("))
                 if array is None or _nbytes(*array) < smallest or self._is_inner(name, instruction):
                     continue
-                loops = self._loops(name)
+                around = list(self._around(name))
+                loops = [_trips(call) for call in around if call.opcode == "while"]
                 times = None if None in loops else math.prod(trips or 1 for trips in loops)
                 found.append(
                     Copy(
@@ -186,6 +190,7 @@ class Program:
                         nbytes=_nbytes(*array),
                         in_loop=bool(loops),
                         times=times,
+                        conditional=any(call.opcode == "conditional" for call in around),
                     )
                 )
         return found
@@ -195,10 +200,10 @@ class Program:
         for instruction in self._computations[name].instructions.values():
             times, called = 1, instruction.called
             if instruction.opcode == "while":
-                body, trips = _BODY.search(instruction.rest), _TRIPS.search(instruction.rest)
+                body, trips = _BODY.search(instruction.rest), _trips(instruction)
                 # Of a known number of steps none is asked whether it is the last.
-                if body and trips:
-                    times, called = int(trips[1]), (body[1],)
+                if body and trips is not None:
+                    times, called = trips, (body[1],)
                 else:
                     waits += 1
             elif instruction.opcode == "conditional":
@@ -225,16 +230,11 @@ class Program:
         stored = root.operands if root.opcode == "tuple" else (root.name,)
         return instruction.name not in stored
 
-    def _loops(self, name: str) -> list[int | None]:
-        """How many steps each loop around a computation has, if that is known."""
-        found: list[int | None] = []
+    def _around(self, name: str) -> Iterator[_Instruction]:
+        """What calls a computation, from the inside out."""
         while name in self._callers:
             name, site = self._callers[name]
-            call = self._computations[name].instructions[site]
-            if call.opcode == "while":
-                trips = _TRIPS.search(call.rest)
-                found.append(int(trips[1]) if trips else None)
-        return found
+            yield self._computations[name].instructions[site]
 
     def _origin(self, computation: str, name: str) -> int | None:
         """The parameter of the program that a value is made of, by what keeps its size."""
@@ -321,6 +321,12 @@ def _computations(text: str) -> Iterator[tuple[str, bool, _Computation]]:
             instruction = _instruction(found[2], re.sub(r"/\*.*?\*/", "", found[3]))
             instructions[instruction.name] = instruction
             root = instruction.name if found[1] else root
+
+
+def _trips(loop: _Instruction) -> int | None:
+    """How many steps a loop has, if that is known."""
+    trips = _TRIPS.search(loop.rest)
+    return int(trips[1]) if trips else None
 
 
 def _instruction(name: str, text: str) -> _Instruction:

@@ -28,7 +28,8 @@ class LeafMemory:
         fate: ``"in place"`` if the result lies in the same memory, and nothing was copied on the
             way; ``"read"`` if there is no result and no copy; ``"copied"`` otherwise.
         bytes_copied: What copies of it write in one call, a loop's steps counted one by one if
-            their number is known when the program is compiled, and once otherwise.
+            their number is known when the program is compiled, and once otherwise. Copies in the
+            branches of conditionals count as if all were taken.
         copies: The copies in detail; none where the result is simply written to other memory.
     """
 
@@ -320,7 +321,8 @@ def _explain(
 def _fate(leaf: LeafMemory) -> str:
     if leaf.fate != "copied":
         return leaf.fate
-    text = f"copied: {format_bytes(leaf.bytes_copied)}"
+    at_most = "up to " if any(copy.conditional for copy in leaf.copies) else ""
+    text = f"copied: {at_most}{format_bytes(leaf.bytes_copied)}"
     loops = [copy for copy in leaf.copies if copy.in_loop]
     if loops:
         steps = {copy.times for copy in loops}

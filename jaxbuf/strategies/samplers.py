@@ -6,15 +6,13 @@ References:
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import rowwise
+from jaxbuf.core.distinct import distinct
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Occupancy, random_words
 
@@ -216,8 +214,8 @@ class Uniform:
             batch_size,
             jnp.minimum(batch_size, size),
             (),
-            lambda key, _: occupancy.draw(random_words(key, (batch_size,))),
-            lambda scratch, _: scratch,
+            lambda key, rows, _: occupancy.draw(random_words(key, (rows,))),
+            None,
             # Not every occupancy has to know it.
             getattr(occupancy, "capacity", 2**31 - 1),
         )
@@ -360,23 +358,16 @@ class Prioritized:
         else:
             total = state.root("sum")
 
-            def propose(key: PRNGKeyArray, scratch: SegmentTree) -> Int[Array, " B"]:
+            def propose(key: PRNGKeyArray, rows: int, scratch: SegmentTree) -> Int[Array, " P"]:
                 # Uniform draws keep hitting what is taken already and are discarded; to leave the
                 # odds between the others as they are, only the shrunken rest competes with them.
                 mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
                 left = (1 - mix) * scratch.root("sum") / jnp.where(total > 0, total, 1.0)
                 share = jnp.where(mix > 0, mix / (left + mix), 0.0)
-                return self._propose(scratch, key, batch_size, occupancy, share)
+                return self._propose(scratch, key, rows, occupancy, share)
 
-            index, valid = distinct(
-                key,
-                batch_size,
-                jnp.minimum(batch_size, self.support(state, occupancy).count),
-                state,
-                propose,
-                lambda scratch, taken: scratch.set(taken, jnp.zeros(taken.shape, jnp.float32)),
-                state.capacity,
-            )
+            count = jnp.minimum(batch_size, self.support(state, occupancy).count)
+            index, valid = distinct(key, batch_size, count, state, propose, without, state.capacity)
         mass = state.get(index)
         row = (index, mass)
         shared = (state.root("sum"), _share(occupancy.size))
@@ -457,7 +448,7 @@ class Prioritized:
         random = random_words(key, (words, batch_size))
         stratified = self.stratified and self.replacement
         low = random[1] if state.capacity > _ONE_WORD else None
-        index = state.query(*_points(random[0], low, state.root("sum"), stratified))
+        index = state.query(*points(random[0], low, state.root("sum"), stratified=stratified))
         # With no mass at all every draw is a uniform one.
         by_mass, spare = state.root("sum") > 0, random[0]
         if self.uniform_mix > 0:
@@ -469,6 +460,11 @@ class Prioritized:
             return jnp.where(by_mass, index, drawn) if self.uniform_mix > 0 else drawn
 
         return rowwise.unless(jnp.all(by_mass), redraw, index)
+
+
+def without(masses: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
+    """The same with no mass at ``index``."""
+    return masses.set(index, jnp.zeros(index.shape, jnp.float32))
 
 
 def _mass(priority: Float[Array, " B"], _: Any, sampler: Prioritized) -> Float[Array, " B"]:
@@ -501,10 +497,11 @@ def _probability(
     return jnp.where(total > 0, share, uniform)
 
 
-def _points(
+def points(
     word: UInt[Array, " B"],
     low: UInt[Array, " B"] | None,
     total: Float[Array, ""],
+    *,
     stratified: bool,
 ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
     """Points in ``[0, total)``, and how far each may be moved within the grid it lies on.
@@ -539,57 +536,6 @@ def _point(
         jnp.minimum(high.astype(jnp.float32) * cell, below) * total,
         jnp.minimum(fraction * cell, below) * total,
     )
-
-
-def distinct(
-    key: PRNGKeyArray,
-    batch_size: int,
-    count: Int[Array, ""],
-    scratch: Any,
-    propose: Callable[[PRNGKeyArray, Any], Int[Array, " B"]],
-    remove: Callable[[Any, Int[Array, " B"]], Any],
-    below: int = 2**31 - 1,
-) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Draw ``count`` different items: one after the other, each from those that are left.
-
-    Drawing with replacement and discarding what was drawn before has the same law, and a whole
-    batch can be proposed at once. Between rounds the taken items are removed, so that heavy ones do
-    not take all proposals.
-
-    Args:
-        key: A key.
-        batch_size: Rows.
-        count: How many there are to draw, at most ``batch_size``.
-        scratch: What ``propose`` draws from.
-        propose: Draws ``batch_size`` items with replacement.
-        remove: Takes items out of the scratch; is given ``below`` for none.
-        below: Numbers of items are below this.
-
-    Returns:
-        The items, in the order in which they were drawn, and which rows hold one.
-    """
-    row = jnp.arange(batch_size, dtype=jnp.int32)
-
-    def unfinished(carry: tuple[Array, Array, Array, Any]) -> Array:
-        return carry[1] < count
-
-    def attempt(carry: tuple[Array, Array, Array, Any]) -> tuple[Array, Array, Array, Any]:
-        round_, filled, chosen, scratch = carry
-        proposed = propose(jax.random.fold_in(key, round_), scratch)
-        both = jnp.concatenate([chosen, proposed])
-        # Of equal ones the first comes first: those of earlier rounds, then rows.
-        ordered, order = rowwise.sort(both, below + 1)
-        repeats = jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] == ordered[:-1]])
-        fresh = ~jnp.zeros_like(repeats).at[order].set(repeats)[batch_size:]
-        place = filled + jnp.cumsum(fresh, dtype=jnp.int32) - 1
-        fresh = fresh & (place < count)
-        chosen = chosen.at[jnp.where(fresh, place, batch_size)].set(proposed, mode="drop")
-        scratch = remove(scratch, jnp.where(fresh, proposed, below))
-        return round_ + 1, filled + jnp.sum(fresh, dtype=jnp.int32), chosen, scratch
-
-    start = (jnp.int32(0), jnp.int32(0), jnp.full((batch_size,), below, jnp.int32), scratch)
-    _, _, chosen, _ = lax.while_loop(unfinished, attempt, start)
-    return chosen, row < count
 
 
 def _share(size: Int[Array, ""]) -> Float[Array, ""]:

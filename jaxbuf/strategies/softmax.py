@@ -10,10 +10,12 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxbuf.core import rowwise
+from jaxbuf.core.distinct import distinct
 from jaxbuf.core.ranking import score_metrics
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Occupancy, random_words
-from jaxbuf.strategies.samplers import Draw, Support, distinct
+from jaxbuf.strategies.samplers import Draw, Support, points, without
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 # How far, in units of the temperature, the largest score may move from the reference of the masses
@@ -165,8 +167,8 @@ class Softmax:
         if self.fallback:
             enough = jnp.all(valid)
             index, valid = jnp.where(enough, index, repeated), jnp.where(enough, valid, some)
-        share = state.masses.get(index) / jnp.where(total > 0, total, 1.0)
-        return Draw(index, jnp.maximum(share, _TINY), valid)
+        scale = 1.0 / jnp.where(total > 0, total, 1.0)
+        return Draw(index, rowwise.each(_probability, state.masses.get(index), scale), valid)
 
     def support(self, state: SoftmaxState, occupancy: Occupancy) -> Support:
         """The items whose score is above −inf."""
@@ -205,12 +207,8 @@ class Softmax:
     def _with_replacement(
         self, masses: SegmentTree, key: PRNGKeyArray, batch_size: int
     ) -> Int[Array, " B"]:
-        words = random_words(key, (2, batch_size)) >> jnp.uint32(8)
-        cell = jnp.float32(2.0**-24)
-        total = masses.root("sum")
-        point = words.astype(jnp.float32) * cell
-        # The second word fills in the bits that a float32 between zero and one lacks.
-        return masses.query(point[0] * total, point[1] * cell * total)
+        word, low = random_words(key, (2, batch_size))
+        return masses.query(*points(word, low, masses.root("sum"), stratified=False))
 
     def _without_replacement(
         self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
@@ -224,8 +222,8 @@ class Softmax:
                 # Under vmap this runs in any case, and could not end if items were too few.
                 jnp.where(enough, batch_size, 0),
                 state.masses,
-                lambda key, masses: self._with_replacement(masses, key, batch_size),
-                lambda masses, taken: masses.set(taken, jnp.zeros(taken.shape, jnp.float32)),
+                lambda key, rows, masses: self._with_replacement(masses, key, rows),
+                without,
                 state.masses.capacity,
             )
 
@@ -247,6 +245,10 @@ class Softmax:
         value, index = _top(rank, min(batch_size, score.shape[0]))
         short = (0, batch_size - index.shape[0])
         return jnp.pad(index, short), jnp.pad(value > -jnp.inf, short)
+
+
+def _probability(mass: Float[Array, " B"], scale: Float[Array, ""]) -> Float[Array, " B"]:
+    return jnp.maximum(mass * scale, jnp.float32(_TINY))
 
 
 def _top(value: Float[Array, " N"], count: int) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
