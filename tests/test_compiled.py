@@ -116,6 +116,13 @@ def test_small_programs_are_short_enough_to_run_at_once(rows):
     assert first_kernels(update.as_text()) <= 9
 
 
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(replacement=False), jaxbuf.Softmax()])
+def test_other_samples_are_short_enough_to_run_at_once(sampler):
+    buffer = jaxbuf.ItemBuffer.create(EXAMPLE, 2**20, sampler=sampler)
+    sample = compiled(lambda buffer, key: buffer.sample(key, 256), buffer, jax.random.key(0))
+    assert operations(sample) < 1000
+
+
 def test_first_kernels_are_those_that_wait_for_nothing():
     x = jnp.ones(64)
     assert first_kernels(compiled(lambda x: jnp.cumsum(jnp.cumsum(x)), x).as_text()) == 1

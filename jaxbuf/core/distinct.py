@@ -43,7 +43,8 @@ def distinct(
     Returns:
         The items, in the order in which they were drawn, and which rows hold one: the first ones.
     """
-    # If all are equally likely, one row in 2 * capacity / batch_size comes again.
+    # Of equally likely items batch_size**2 / (2 * capacity) come again, of others several times as
+    # many.
     spare = min(max(4 * batch_size**2 // capacity, batch_size // 8, 1), batch_size)
     first = propose(key, batch_size + spare, scratch)
     chosen, filled = first_of_each(first, count, capacity, size=batch_size)
