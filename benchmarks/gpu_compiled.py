@@ -12,6 +12,8 @@ machine has. Nothing runs, so there are no times; but what a program does is fix
 * **copied**: bytes of copies of arrays with at least a byte per slot, of which an update or add
   should make none.
 
+Of a loop of unknown length one step is counted, and of a conditional every branch.
+
 jaxbuf and flashbax are compiled alike, flashbax for the GPU path that it has. The jobs are those of
 [`benchmarks.gpu`][], with those of other buffers at the same size.
 """

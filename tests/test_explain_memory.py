@@ -124,6 +124,21 @@ def test_sampling_only_reads():
     assert report.bytes_copied == 0
 
 
+def test_a_copy_in_one_branch_is_told_from_others():
+    sampler = jaxbuf.Prioritized(replacement=False)
+    buffer = jaxbuf.ItemBuffer.create(EXAMPLE, CAPACITY, sampler=sampler)
+    explain = functools.partial(jaxbuf.explain_memory, donate_argnums=())
+    report = explain(lambda buffer, key: buffer.sample(key, 64), buffer, jax.random.key(0))
+    size = format_bytes(report.bytes_copied)
+    [nodes] = [leaf for leaf in report.leaves if leaf.fate == "copied"]
+    assert nodes.bytes_copied == nodes.nbytes
+    assert f": up to {size} copied" in str(report)
+    assert f"copied: up to {size}" in str(report)
+    always = explain(lambda buffer: buffer.add(items()), buffer)
+    assert "copied" in str(always)
+    assert "up to" not in str(always)
+
+
 def test_a_jitted_function_keeps_its_own_donation():
     @functools.partial(jax.jit, static_argnums=1, donate_argnames="buffer")
     def step(unused, rows, buffer):

@@ -103,7 +103,7 @@ class MemoryReport:
         sizes = [format_bytes(leaf.nbytes) for leaf in self.leaves]
         wide = max((len(size) for size in sizes), default=0)
         lines = [
-            f"{self.name}: {format_bytes(self.bytes_copied)} copied, "
+            f"{self.name}: {_size(self.bytes_copied, self.leaves)} copied, "
             f"{format_bytes(self.bytes_in_place)} updated in place"
         ]
         for leaf, size in zip(self.leaves, sizes, strict=True):
@@ -318,11 +318,16 @@ def _explain(
     )
 
 
+def _size(nbytes: int, leaves: Sequence[LeafMemory]) -> str:
+    """What is copied, which is less where a conditional takes another branch."""
+    at_most = any(copy.conditional for leaf in leaves for copy in leaf.copies)
+    return f"{'up to ' if at_most else ''}{format_bytes(nbytes)}"
+
+
 def _fate(leaf: LeafMemory) -> str:
     if leaf.fate != "copied":
         return leaf.fate
-    at_most = "up to " if any(copy.conditional for copy in leaf.copies) else ""
-    text = f"copied: {at_most}{format_bytes(leaf.bytes_copied)}"
+    text = f"copied: {_size(leaf.bytes_copied, [leaf])}"
     loops = [copy for copy in leaf.copies if copy.in_loop]
     if loops:
         steps = {copy.times for copy in loops}
