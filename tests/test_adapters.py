@@ -1,6 +1,7 @@
 """Steps of real environments, compared with what each environment saw of itself."""
 
 import functools
+import types
 from typing import Any
 
 import flax.struct
@@ -68,7 +69,8 @@ def play(envs, steps):
         step = gymnasium_transitions(envs, obs, action, envs.step(action), ended)
         yield step
         obs, ended = step.obs, step.ended
-        if envs.metadata["autoreset_mode"] == AutoresetMode.DISABLED and ended.any():
+        mode = getattr(envs.unwrapped, "autoreset_mode", None)
+        if mode == AutoresetMode.DISABLED and ended.any():
             obs, _ = envs.reset(options={"reset_mask": ended})
 
 
@@ -157,18 +159,53 @@ def test_examples_of_nested_spaces():
         transition_like(env)
 
 
-def test_environments_that_do_not_say_how_they_reset_are_refused():
+class Wrapped(gymnasium.vector.VectorWrapper):
+    """A wrapper as most are: it says nothing of how episodes begin anew."""
+
+
+@pytest.mark.parametrize("wrap", [lambda envs: envs, lambda envs: Wrapped(Wrapped(envs))])
+@pytest.mark.parametrize("other", list(AutoresetMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.value)
+def test_other_environments_of_the_class_change_nothing(mode, other, wrap):
+    make = [functools.partial(Diary, number, False) for number in range(NUM_ENVS)]
+    envs = SyncVectorEnv(make, autoreset_mode=mode)
+    # Gymnasium notes the mode in the metadata of the class of the environments.
+    SyncVectorEnv(make, autoreset_mode=other)
+    rows = [[] for _ in range(NUM_ENVS)]
+    for step in play(wrap(envs), STEPS):
+        for env in np.flatnonzero(step.mask):
+            rows[env].append(jax.tree.map(lambda leaf, env=env: leaf[env], step.transitions))
+    check_diaries(envs, [jax.tree.map(lambda *leaves: np.stack(leaves), *row) for row in rows])
+
+
+def test_a_wrapper_may_say_how_it_resets():
     envs = SyncVectorEnv([functools.partial(Diary, 0, False)])
     obs, _ = envs.reset()
-    result = (obs, np.ones(1), np.ones(1, bool), np.zeros(1, bool), {})
-    envs.metadata = {**envs.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
-    with pytest.raises(ValueError, match="infos have no 'final_obs'"):
-        gymnasium_transitions(envs, obs, np.zeros(1), result)
-    envs.metadata = {"autoreset_mode": "SameStep"}
-    with pytest.raises(ValueError, match="infos have no 'final_obs'"):
-        gymnasium_transitions(envs, obs, np.zeros(1), result)
-    envs.metadata = {}
-    with pytest.raises(ValueError, match=r"envs\.metadata\['autoreset_mode'\] is None; expected"):
+    wrapped = Wrapped(envs)
+    wrapped.metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+    result = (obs, np.ones(1), np.zeros(1, bool), np.zeros(1, bool), {})
+    ended = np.ones(1, bool)
+    assert not gymnasium_transitions(envs, obs, np.zeros(1), result, ended).mask.any()
+    step = gymnasium_transitions(Wrapped(wrapped), obs, np.zeros(1), result, ended)
+    assert step.mask.all()
+
+
+def test_environments_that_do_not_say_how_they_reset_are_refused():
+    obs, ended = np.zeros((1, 2), np.float32), np.ones(1, bool)
+    result = (obs, np.ones(1), ended, ~ended, {})
+    for mode in (AutoresetMode.SAME_STEP, "SameStep"):
+        for envs in (
+            types.SimpleNamespace(metadata={"autoreset_mode": mode}),
+            types.SimpleNamespace(metadata={}, autoreset_mode=mode),
+        ):
+            with pytest.raises(ValueError, match="infos have no 'final_obs'"):
+                gymnasium_transitions(envs, obs, np.zeros(1), result)
+    for metadata in ({}, None):
+        envs = types.SimpleNamespace(metadata=metadata)
+        with pytest.raises(ValueError, match=r"envs\.metadata\['autoreset_mode'\] is None; expect"):
+            gymnasium_transitions(envs, obs, np.zeros(1), result)
+    envs = types.SimpleNamespace(metadata={}, autoreset_mode="Never")
+    with pytest.raises(ValueError, match=r"envs\.autoreset_mode is 'Never'; expected a mode"):
         gymnasium_transitions(envs, obs, np.zeros(1), result)
 
 

@@ -36,13 +36,14 @@ def gymnasium_transitions(
 ) -> VectorStep:
     """Turn a step of a vector environment into transitions.
 
-    When an episode ends, Gymnasium's vector environments do one of three things, as their metadata
-    say. In mode *next step*, the default, the observation is the last one of the episode, and the
-    next call of ``step`` ignores the action and resets: that row is no transition, and ``mask``
-    leaves it out. In mode *same step*, the observation is the first one of the next episode
-    already, and the last one is in the infos, from where ``next_obs`` takes it. If *disabled*, you
-    reset the episodes that have ended, with ``envs.reset(options={"reset_mask": step.ended})``, and
-    go on with what that returns.
+    When an episode ends, Gymnasium's vector environments do one of three things, as their
+    ``autoreset_mode`` says, or their metadata where they have no such attribute. In mode *next
+    step*, the default, the observation is the last one of the episode, and the next call of
+    ``step`` ignores the action and resets: that row is no transition, and ``mask`` leaves it out.
+    In mode *same step*, the observation is the first one of the next episode already, and the last
+    one is in the infos, from where ``next_obs`` takes it. If *disabled*, you reset the episodes
+    that have ended, with ``envs.reset(options={"reset_mask": step.ended})``, and go on with what
+    that returns.
 
     Args:
         envs: A ``gymnasium.vector.VectorEnv``, of Gymnasium 1.1 or newer.
@@ -131,14 +132,25 @@ def transition_like(envs: Any) -> dict[str, Any]:
 
 
 def _mode(envs: Any) -> str:
-    mode = (envs.metadata or {}).get("autoreset_mode")
+    """How the environment begins its next episodes.
+
+    Sync and async vector environments note it in metadata that all environments of a class share,
+    where the ones made last decide; their own attribute is right. It lies below wrappers, unless
+    one of these has metadata of its own.
+    """
+    inner = getattr(envs, "env", None)
+    while inner is not None and envs.metadata is inner.metadata:
+        envs, inner = inner, getattr(inner, "env", None)
+    name = "envs.autoreset_mode"
+    mode = getattr(envs, "autoreset_mode", None)
+    if mode is None:
+        name, mode = "envs.metadata['autoreset_mode']", (envs.metadata or {}).get("autoreset_mode")
     # An enum of Gymnasium, or its value.
     value = getattr(mode, "value", mode)
     if value not in _MODES:
         raise ValueError(
-            f"envs.metadata['autoreset_mode'] is {mode!r}; expected a mode of "
-            "gymnasium.vector.AutoresetMode, which vector environments of Gymnasium 1.1 and newer "
-            "have there"
+            f"{name} is {mode!r}; expected a mode of gymnasium.vector.AutoresetMode, which vector "
+            "environments of Gymnasium 1.1 and newer have there"
         )
     return str(value)
 
