@@ -150,6 +150,31 @@ def test_csv_gets_columns_when_they_appear(tmp_path):
         assert line.split(",") == [str(row.get(name, "")) for name in names]
 
 
+def test_csv_refuses_a_number_that_is_called_step(tmp_path):
+    path = tmp_path / "log.csv"
+    with jaxbuf.Monitor([jaxbuf.CsvWriter(path)]) as monitor:
+        monitor.write(1, {"loss": 0.5})
+        message = "metrics has a number called 'step', as the first column is; choose another name"
+        with pytest.raises(ValueError, match=message):
+            monitor.write(2, {"loss": 0.25, "step": 7.0})
+        monitor.write(3, {"loss": 0.125, "env/step": 7.0})
+    assert path.read_text().split() == ["step,loss,env/step", "1,0.5,", "3,0.125,7.0"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name"),
+    [
+        ({"a": {"b": 1}, "a/b": 2}, "a/b"),
+        ({"loss": np.arange(2.0), "loss/1": 5.0}, "loss/1"),
+    ],
+)
+def test_two_numbers_of_one_name_are_refused(metrics, name):
+    rows = Rows()
+    with pytest.raises(ValueError, match=f"metrics has two numbers called '{name}'; expected one"):
+        jaxbuf.Monitor([rows]).write(0, metrics)
+    assert rows.rows == []
+
+
 def test_csv_goes_on_where_a_run_was_interrupted(tmp_path):
     path = tmp_path / "log.csv"
     with jaxbuf.Monitor([jaxbuf.CsvWriter(path)]) as monitor:
@@ -212,6 +237,15 @@ def test_tensorboard(tmp_path):
         monitor.close()
     assert curves["loss"] == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 3.0)]
     assert curves["seed/1"] == [(step, 1.0) for step in (10, 20, 30, 40)]
+
+
+def test_tensorboard_refuses_names_that_it_makes_one(tmp_path):
+    with jaxbuf.Monitor([jaxbuf.TensorBoardWriter(tmp_path)]) as monitor:
+        monitor.write(0, {"td error": 1.0})
+        message = "TensorBoard takes both 'td error' and 'td_error' for 'td_error'; choose another"
+        with pytest.raises(ValueError, match=message):
+            monitor.write(1, {"td error": 1.0, "td_error": 2.0})
+    assert events_of(tmp_path) == {"td_error": [(0, 1.0)]}
 
 
 def test_weights_and_biases(monkeypatch):

@@ -115,7 +115,7 @@ class Monitor:
             Whether they were written.
 
         Raises:
-            ValueError: If ``step`` holds different numbers.
+            ValueError: If ``step`` holds different numbers, or two metrics have one name.
         """
         steps = np.asarray(step).reshape(-1)
         if steps.size == 0 or (steps != steps[0]).any():
@@ -124,7 +124,7 @@ class Monitor:
             now = int(steps[0])
             if not self._due(now):
                 return False
-            row = dict(_flatten(metrics))
+            row = _flatten(metrics)
             for writer in self._writers:
                 writer.write(now, row)
             return True
@@ -211,7 +211,8 @@ class CsvWriter:
         path: The file.
 
     Raises:
-        ValueError: If the file is there and is no such table.
+        ValueError: If the file is there and is no such table; and from ``write`` if a metric is
+            called ``step``, as the first column is.
 
     Example:
         >>> import pathlib, tempfile
@@ -234,6 +235,10 @@ class CsvWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a row; numbers that are missing leave their cell empty."""
+        if "step" in metrics:
+            raise ValueError(
+                "metrics has a number called 'step', as the first column is; choose another name"
+            )
         new = [name for name in metrics if name not in self._columns]
         if new:
             rows = _read_table(self._path)[1]
@@ -315,6 +320,7 @@ class TensorBoardWriter:
 
     Raises:
         ImportError: If tensorboardX is not installed.
+        ValueError: From ``write`` if two names differ only in characters that TensorBoard replaces.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -340,8 +346,18 @@ class TensorBoardWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a point to each curve."""
+        curves: dict[str, tuple[str, Any]] = {}
         for name, value in metrics.items():
-            self._add(step, summary=self._scalar(name, value))
+            summary = self._scalar(name, value)
+            tag = summary.value[0].tag
+            if tag in curves:
+                raise ValueError(
+                    f"TensorBoard takes both {curves[tag][0]!r} and {name!r} for {tag!r}; choose "
+                    "another name"
+                )
+            curves[tag] = name, summary
+        for _, summary in curves.values():
+            self._add(step, summary=summary)
         self._file.flush()
 
     def rewind(self, step: int) -> None:
@@ -399,14 +415,16 @@ class WandbWriter:
         self._run.finish()
 
 
-def _flatten(metrics: PyTree) -> list[tuple[str, float]]:
-    flat: list[tuple[str, float]] = []
+def _flatten(metrics: PyTree) -> dict[str, float]:
+    flat: dict[str, float] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        start = jax.tree_util.keystr(path, simple=True, separator="/")
         values = np.asarray(leaf)
         for place in np.ndindex(values.shape):
-            parts = [part for part in (name, *map(str, place)) if part]
-            flat.append(("/".join(parts), float(values[place])))
+            name = "/".join(part for part in (start, *map(str, place)) if part)
+            if name in flat:
+                raise ValueError(f"metrics has two numbers called {name!r}; expected one")
+            flat[name] = float(values[place])
     return flat
 
 
