@@ -14,8 +14,10 @@ import numpy as np
 
 
 def distance(one: np.ndarray, other: np.ndarray, p: float) -> float:
-    """The p-norm of the difference."""
+    """The p-norm of the difference; the number of coordinates that differ if ``p`` is 0."""
     size = np.abs(np.asarray(one, np.float64).ravel() - np.asarray(other, np.float64).ravel())
+    if p == 0:
+        return float(np.count_nonzero(size))
     return float(size.max() if math.isinf(p) else (size**p).sum() ** (1 / p))
 
 

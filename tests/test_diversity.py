@@ -76,7 +76,7 @@ def test_a_distance_of_exactly_the_cutoff_is_refused():
         assert buffer.size == size
 
 
-@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 100.0, INF])
+@pytest.mark.parametrize("p", [0.5, 0.9, 1.0, 1.5, 2.0, 3.0, 100.0, INF])
 def test_the_boundary_belongs_to_the_ball(p):
     point = jnp.array([0.0, 5.0, 0.0])
     for cutoff, size, expected in ((1.0, 1.0, True), (0.99, 1.0, False), (1.1, 1.1, True)):
@@ -118,7 +118,7 @@ def test_nothing_is_filtered_until_the_buffer_is_full_not_even_what_makes_it_so(
     assert refused(buffer) == {"low_score": 1, "within_batch": 1, "near_buffer": 1}
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, INF])
 def test_no_norm_loses_a_distance(p):
     # |x|² - 2xy + |y|² has no digit left of this difference.
     point = jnp.full((9,), 4096.0)
@@ -173,6 +173,8 @@ CASES = [
     ((20, 30, 2), (INF, 0.25), ("greedy", "full", "lowest")),
     ((300, 150, 9), (3.0, 0.6), ("suppress", "full", "lowest")),
     ((300, 150, 9), (2.0, 0.5), ("greedy", "always", "lowest")),
+    ((20, 30, 2), (0.5, 1.1), ("suppress", "full", "lowest")),
+    ((300, 150, 9), (0.0, 2.0), ("greedy", "always", "lowest")),
 ]
 
 
@@ -213,7 +215,9 @@ def test_random_adds_against_the_model(shape, norm, choices):
     assert bool(twin.refused["within_batch"] and twin.refused["near_buffer"]) == (count > 1)
 
 
-@pytest.mark.parametrize(("p", "radius"), [(1.0, 9.0), (2.0, 2.5), (INF, 0.9), (2.5, 2.0)])
+@pytest.mark.parametrize(
+    ("p", "radius"), [(1.0, 9.0), (2.0, 2.5), (INF, 0.9), (2.5, 2.0), (0.5, 62.0)]
+)
 def test_near_is_what_all_distances_say(p, radius):
     rng = np.random.default_rng(0)
     stored = rng.normal(size=(1100, 13)).astype(np.float32)
@@ -353,7 +357,8 @@ def test_bad_keys_name_what_there_is():
         ({"cutoff": np.nan}, "cutoff is nan; expected a distance"),
         ({"cutoff": INF}, "cutoff is inf"),
         ({"cutoff": 1e-30}, "cutoff is 1e-30; expected a distance: 0, or from"),
-        ({"p": 0.5}, "p is 0.5; expected a norm"),
+        ({"p": -1}, "p is -1.0; expected a norm"),
+        ({"p": 1e-3}, "p is 0.001; expected a norm"),
         ({"p": np.nan}, "p is nan"),
         ({"within_batch": "none"}, "within_batch is 'none'; choose from"),
         ({"active": "never"}, "active is 'never'; choose from"),
@@ -401,3 +406,13 @@ def test_the_preset_is_the_filter_of_a_full_buffer():
     assert sorted(sample.data[:, 0].tolist()) == [0, 0, 5]
     drawn = jaxbuf.diverse_reward_prioritized(jnp.zeros(1), 3, temperature=1.0)
     assert drawn.sampler == jaxbuf.Softmax(1.0, replacement=False)
+
+
+def test_norms_below_one_are_those_of_torch_cdist():
+    """Of (3, 4, 0): 2 coordinates differ, and (√3 + √4)² is 7 + 4√3, or 13.93."""
+    origin, other = jnp.zeros(3), jnp.array([[3.0, 4.0, 0.0]])
+    for p, distance in ((0.0, 2.0), (0.5, 7 + 4 * math.sqrt(3))):
+        assert near(origin, other, Ball(distance * 1.001, p))
+        assert not near(origin, other, Ball(distance * 0.999, p))
+    assert near(origin, other, Ball(2.0, 0.0))
+    assert near(origin, jnp.array([[0.0, 1e-30, 0.0]]), Ball(1.0, 0.0))

@@ -47,3 +47,22 @@ def test_reward_prioritized_keeps_the_highest():
             buffer = jaxbuf.add(buffer, scores, score=scores)
         sample = jaxbuf.sample(buffer, jax.random.key(0), 4)
         assert sorted(sample.data[sample.valid].tolist()) == [20, 25, 30]
+
+
+@pytest.mark.parametrize(
+    "create",
+    [jaxbuf.reward_prioritized, jaxbuf.diverse_reward_prioritized],
+    ids=["plain", "diverse"],
+)
+def test_fallback_draws_with_replacement_when_items_are_few(create):
+    """As in torchgfn, whose ``replacement`` is ``n_samples > len(buffer)``."""
+    buffer = create(jnp.float32(0), 5, temperature=1.0, fallback=True)
+    buffer = jaxbuf.add(buffer, jnp.array([1.0, 2.0, 3.0]), score=jnp.array([1.0, 2.0, 3.0]))
+    many = jaxbuf.sample(buffer, jax.random.key(0), 64)
+    assert many.valid.all()
+    few = jaxbuf.sample(buffer, jax.random.key(0), 3)
+    assert sorted(few.data.tolist()) == [1, 2, 3]
+    short = jaxbuf.sample(create(jnp.float32(0), 5, temperature=1.0), jax.random.key(0), 3)
+    assert not short.valid.any()
+    with pytest.raises(ValueError, match="fallback is True, but temperature is None; expected"):
+        create(jnp.float32(0), 5, fallback=True)

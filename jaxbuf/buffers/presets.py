@@ -10,7 +10,7 @@ from jaxbuf.strategies.softmax import Softmax
 
 
 def reward_prioritized(
-    example: PyTree, capacity: int, *, temperature: float | None = None
+    example: PyTree, capacity: int, *, temperature: float | None = None, fallback: bool = False
 ) -> ItemBuffer:
     """A buffer that keeps the items with the highest score, such as the log reward.
 
@@ -19,6 +19,11 @@ def reward_prioritized(
         capacity: Most items held at a time.
         temperature: Draw by the softmax of scores, at this temperature; None draws uniformly. Both
             without replacement.
+        fallback: With a temperature, draw the whole batch with replacement when it asks for more
+            items than there are, instead of leaving rows invalid.
+
+    Raises:
+        ValueError: As ``ItemBuffer.create``, or if ``fallback`` is True without a temperature.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -27,7 +32,8 @@ def reward_prioritized(
         >>> int(buffer.size), float(buffer.metrics()["score_min"])
         (3, 2.0)
     """
-    return ItemBuffer.create(example, capacity, sampler=_by_score(temperature), evictor=Lowest())
+    sampler = _by_score(temperature, fallback)
+    return ItemBuffer.create(example, capacity, sampler=sampler, evictor=Lowest())
 
 
 def diverse_reward_prioritized(
@@ -38,6 +44,7 @@ def diverse_reward_prioritized(
     p: float = 1.0,
     key: Key | tuple[Key, ...] | None = None,
     temperature: float | None = None,
+    fallback: bool = False,
 ) -> ItemBuffer:
     """``reward_prioritized``, but what enters once it is full must also be new.
 
@@ -48,10 +55,15 @@ def diverse_reward_prioritized(
         example: One unbatched item.
         capacity: Most items held at a time.
         cutoff: The largest distance at which two items are the same.
-        p: Norm of the distance.
+        p: Norm of the distance; see ``Diversity``.
         key: What of an item is compared; see ``Diversity``. None compares all of it.
         temperature: Draw by the softmax of scores, at this temperature; None draws uniformly. Both
             without replacement.
+        fallback: With a temperature, draw the whole batch with replacement when it asks for more
+            items than there are, instead of leaving rows invalid.
+
+    Raises:
+        ValueError: As ``ItemBuffer.create``, or if ``fallback`` is True without a temperature.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -66,7 +78,7 @@ def diverse_reward_prioritized(
     return ItemBuffer.create(
         example,
         capacity,
-        sampler=_by_score(temperature),
+        sampler=_by_score(temperature, fallback),
         evictor=Lowest(),
         diversity=Diversity(cutoff, p, key, within_batch="suppress", active="full"),
     )
@@ -93,7 +105,12 @@ def terminating_states(example: PyTree, capacity: int) -> ItemBuffer:
     return ItemBuffer.create(example, capacity, sampler=Uniform(replacement=False))
 
 
-def _by_score(temperature: float | None) -> Uniform | Softmax:
+def _by_score(temperature: float | None, fallback: bool) -> Uniform | Softmax:
     if temperature is None:
+        if fallback:
+            raise ValueError(
+                "fallback is True, but temperature is None; expected a temperature, since uniform "
+                "draws have no fallback"
+            )
         return Uniform(replacement=False)
-    return Softmax(temperature, replacement=False)
+    return Softmax(temperature, replacement=False, fallback=fallback)

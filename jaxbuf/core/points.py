@@ -39,13 +39,14 @@ _LARGEST = float(np.finfo(np.float32).max)
 class Ball:
     """The points within ``radius`` in ``p``-norm; the boundary belongs to it.
 
-    Sums are compared, not their roots. For ``p`` of 1, 2 and infinity the comparison is that of the
-    distance rounded to float32; for another ``p`` the boundary is met to within two units in the
-    last place.
+    Sums are compared, not their roots. For ``p`` of 0, 1, 2 and infinity the comparison is that of
+    the distance rounded to float32. For another ``p`` the sum of powers may be off by a few units
+    in the last place, so that the radius is met to within about ``1e-6 * (1 + 4 / p)`` of itself.
 
     Attributes:
         radius: 0, or from 2**-40 to 2**40.
-        p: From 1 on; infinity is the largest difference of a coordinate.
+        p: From 0 to infinity, which is the largest difference of a coordinate; 0 is the number of
+            coordinates that differ.
     """
 
     radius: float
@@ -55,7 +56,7 @@ class Ball:
     def limit(self) -> float:
         """The largest accumulated sum within the ball."""
         radius = np.float32(self.radius)
-        if self._p == 1 or math.isinf(self._p):
+        if self._p in (0, 1) or math.isinf(self._p):
             return float(radius)
         return _largest_square(radius) if self._p == 2 else 1.0 + (self._p + 4.0) * 2.0**-22
 
@@ -64,6 +65,8 @@ class Ball:
         size = jnp.abs(difference)
         if math.isinf(self._p):
             return jnp.maximum(total, size)
+        if self._p == 0:
+            return total + (size > 0).astype(jnp.float32)
         if self._p == 1:
             return total + size
         if self._p == 2:

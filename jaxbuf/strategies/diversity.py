@@ -65,7 +65,9 @@ class Diversity:
         cutoff: The largest distance at which two items are the same; a row at exactly this distance
             is refused. At 0 only duplicates are; below 0 nothing is for its distance. Otherwise
             from 2**-40 to 2**40.
-        p: Norm of the distance, from 1 on; ``inf`` for the largest difference of a coordinate.
+        p: Norm of the distance, ``sum(abs(difference) ** p) ** (1 / p)``, as in ``torch.cdist``:
+            ``inf`` for the largest difference of a coordinate, 0 for the number of coordinates that
+            differ, or a number of at least 0.01.
         key: What is compared: a field such as ``"state"`` or ``"obs.position"``, a function of one
             item, or several of these, whose values are concatenated (a state and its condition);
             None compares all of the item. Whatever arrays it gives are compared coordinate by
@@ -103,8 +105,11 @@ class Diversity:
                 f"cutoff is {self.cutoff}; expected a distance: 0, or from 2**-40 to 2**40 (scale "
                 "the numbers with a key function)"
             )
-        if not self.p >= 1:
-            raise ValueError(f"p is {self.p}; expected a norm: 1, 2, inf, or any number from 1 on")
+        # For a smaller one all distances look alike in float32.
+        if not (self.p == 0 or self.p >= 0.01):
+            raise ValueError(
+                f"p is {self.p}; expected a norm: 1, 2, inf, any number of at least 0.01, or 0"
+            )
         if isinstance(self.key, list):
             object.__setattr__(self, "key", tuple(cast("list[Key]", self.key)))
         for part in _parts(self.key):
