@@ -7,10 +7,12 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe
 from jaxbuf.core.slots import Slots
@@ -138,12 +140,14 @@ class Mixture(struct.PyTreeNode):
         Args:
             items: What to add.
             part: To which part; static.
-            **options: See the part's own ``add``.
+            **options: Those of the part's own ``add``.
 
         Raises:
-            ValueError: If ``part`` is no part, and as the part's ``add``.
+            ValueError: If ``part`` is no part, if the part does not take one of the options, or as
+                the part's ``add``.
         """
         i = self._check_part(part)
+        check_options(self.parts[i], "add", options)
         return self.replace_part(i, self.parts[i].add(items, **options))
 
     def replace_part(self, part: int, buffer: Any) -> Self:
@@ -268,12 +272,13 @@ class Mixture(struct.PyTreeNode):
         return sum(before.capacity for before in self.parts[:part])
 
     def _check_part(self, part: Any) -> int:
-        if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part < len(self.parts):
+        whole = isinstance(part, int | np.integer) and not isinstance(part, bool)
+        if not whole or not 0 <= part < len(self.parts):
             raise ValueError(
-                f"part is {part!r}; expected the number of one of the {len(self.parts)} parts, "
-                "from 0 on"
+                f"part is {part!r}; expected the number of one of the {len(self.parts)} parts, an "
+                f"integer from 0 to {len(self.parts) - 1}"
             )
-        return part
+        return int(part)
 
 
 def _uses_priority(part: Any) -> bool:

@@ -7,9 +7,10 @@ donate: the buffer's memory is updated in place, and the buffer passed in cannot
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.common import check_batch_size
+from jaxbuf.buffers.options import check_options, split_options
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
@@ -25,7 +26,8 @@ class _Buffer(Protocol):
 class _SampledBuffer(_Buffer, Protocol):
     """A buffer to sample from."""
 
-    def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample: ...
+    @property
+    def sample(self) -> Callable[..., Sample]: ...
 
     @property
     def update_priority(self) -> Callable[..., Any]: ...
@@ -36,34 +38,80 @@ AnySampledBuffer = TypeVar("AnySampledBuffer", bound=_SampledBuffer)
 
 
 def add(
-    buffer: AnyBuffer,
-    items: PyTree[Array],
-    *,
-    priority: Float[Array, "..."] | None = None,
-    score: Float[Array, " B"] | None = None,
-    version: Int[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
-    donate: bool = True,
+    buffer: AnyBuffer, items: PyTree[Array], *, donate: bool = True, **options: Any
 ) -> AnyBuffer:
-    """``buffer.add``, jitted.
+    """Add items to a buffer: ``buffer.add(items, **options)``, jitted.
+
+    It compiles once for all buffers that are built alike, and again for other shapes. The buffer is
+    donated: its memory is updated in place, and the one passed in cannot be used any more.
+
+    Inside your own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` this is the plain method, and
+    ``donate`` changes nothing: your program decides what it overwrites. Donate the buffer to that,
+    with ``jax.jit(step, donate_argnums=0)``. A scan updates its carry in place by itself.
 
     Args:
         buffer: Any buffer. It is consumed: go on with the result.
-        items: What to add.
-        priority: See the buffer's own ``add``.
-        score: See the buffer's own ``add``.
-        version: See the buffer's own ``add``.
-        mask: See the buffer's own ``add``.
+        items: What to add, leaves ``[B, ...]``; for a ``TrajectoryBuffer`` steps, leaves
+            ``[num_envs, ...]`` or ``[num_envs, T, ...]``.
         donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
+        **options: Those of the buffer's own ``add``: ``priority``, ``score``, ``version`` or
+            ``mask`` for an ``ItemBuffer``, ``part`` for a ``Mixture``. Python integers, booleans
+            and strings are static, arrays are traced. An option that is None is left out.
+
+    Returns:
+        The buffer with the items.
+
+    Raises:
+        ValueError: If ``buffer`` is not a buffer or was donated before, if it does not take one of
+            the options, or as its own ``add``.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 100, sampler=jaxbuf.Prioritized())
+        >>> buffer = jaxbuf.add(buffer, jnp.arange(3.0), priority=jnp.array([1.0, 2.0, 4.0]))
+        >>> larger = jaxbuf.add(buffer, jnp.arange(5.0), donate=False)
+        >>> int(buffer.size), int(larger.size)
+        (3, 8)
     """
-    given = {"priority": priority, "score": score, "version": version, "mask": mask}
-    options = {name: value for name, value in given.items() if value is not None}
-    return call(_add_method, buffer, items, options, donate=donate)
+    given = {name: value for name, value in options.items() if value is not None}
+    check_options(buffer, "add", given)
+    traced, static = split_options(given)
+    return call(_add_method, buffer, items, traced, static, static=(3,), donate=donate)
 
 
-def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int) -> Sample:
-    """``buffer.sample``, jitted; ``batch_size`` is static."""
-    return call(_sample_method, buffer, key, check_batch_size(batch_size), static=(2,))
+def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options: Any) -> Sample:
+    """Draw a batch from a buffer: ``buffer.sample(key, batch_size, **options)``, jitted.
+
+    It compiles once for each batch size and all buffers that are built alike. Nothing is donated:
+    the buffer stays as it is. Inside your own ``jax.jit`` this is the plain method. Add before you
+    sample there: a program that samples first has to keep the old storage, and copies it.
+
+    Args:
+        buffer: Any buffer but a ``Queue``, whose items are taken.
+        key: A PRNG key.
+        batch_size: Rows ``B``; static.
+        **options: Those of the buffer's own ``sample``. Python integers, booleans and strings are
+            static, arrays are traced.
+
+    Returns:
+        A ``Sample`` of ``B`` rows: ``data``, ``slots``, ``probability`` and ``valid``.
+
+    Raises:
+        ValueError: If ``buffer`` is not a buffer, cannot be sampled from or was donated before, if
+            it does not take one of the options, or as its own ``sample``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create({"obs": jnp.zeros(3)}, 100)
+        >>> buffer = jaxbuf.add(buffer, {"obs": jnp.ones((10, 3))})
+        >>> batch = jaxbuf.sample(buffer, jax.random.key(0), 4)
+        >>> batch.data["obs"].shape, batch.valid.tolist()
+        ((4, 3), [True, True, True, True])
+    """
+    check_options(buffer, "sample", options)
+    rows = check_batch_size(batch_size)
+    traced, static = split_options(options)
+    return call(_sample_method, buffer, key, rows, traced, static, static=(2, 4))
 
 
 def update_priority(
@@ -71,28 +119,56 @@ def update_priority(
     slots: Slots,
     priority: Float[Array, " B"],
     *,
-    mask: Bool[Array, " B"] | None = None,
     donate: bool = True,
+    **options: Any,
 ) -> AnySampledBuffer:
-    """``buffer.update_priority``, jitted.
+    """Set priorities of sampled items: ``buffer.update_priority(slots, priority, ...)``, jitted.
+
+    Rows whose item has been overwritten since it was sampled are dropped. The buffer is donated, as
+    by ``jaxbuf.add``; inside your own ``jax.jit`` this is the plain method, and ``donate`` changes
+    nothing there.
 
     Args:
         buffer: Any buffer with priorities. It is consumed: go on with the result.
-        slots: ``sample.slots``, ``[B]``.
+        slots: Which items: ``sample.slots``, ``[B]``.
         priority: The new priorities, ``[B]``.
-        mask: Which rows to take, ``[B]``.
         donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
+        **options: Those of the buffer's own ``update_priority``, such as ``mask``: which rows to
+            take, ``[B]``. An option that is None is left out.
+
+    Returns:
+        The buffer with the new priorities.
+
+    Raises:
+        ValueError: If ``buffer`` is not a buffer, has no priorities or was donated before, if it
+            does not take one of the options, or as its own ``update_priority``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 100, sampler=jaxbuf.Prioritized())
+        >>> buffer = jaxbuf.add(buffer, jnp.arange(10.0))
+        >>> batch = jaxbuf.sample(buffer, jax.random.key(0), 4)
+        >>> buffer = jaxbuf.update_priority(buffer, batch.slots, jnp.full(4, 7.0))
+        >>> round(float(buffer.metrics()["priority_max"]), 3)
+        7.0
     """
-    return call(_update_method, buffer, slots, priority, mask, donate=donate)
+    given = {name: value for name, value in options.items() if value is not None}
+    check_options(buffer, "update_priority", given)
+    traced, static = split_options(given)
+    return call(_update_method, buffer, slots, priority, traced, static, static=(4,), donate=donate)
 
 
-def _add_method(buffer: Any, items: Any, options: dict[str, Any]) -> Any:
-    return buffer.add(items, **options)
+def _add_method(buffer: Any, items: Any, traced: dict[str, Any], static: Any) -> Any:
+    return buffer.add(items, **traced, **dict(static))
 
 
-def _sample_method(buffer: Any, key: Any, batch_size: int) -> Any:
-    return buffer.sample(key, batch_size)
+def _sample_method(
+    buffer: Any, key: Any, batch_size: int, traced: dict[str, Any], static: Any
+) -> Any:
+    return buffer.sample(key, batch_size, **traced, **dict(static))
 
 
-def _update_method(buffer: Any, slots: Any, priority: Any, mask: Any) -> Any:
-    return buffer.update_priority(slots, priority, mask=mask)
+def _update_method(
+    buffer: Any, slots: Any, priority: Any, traced: dict[str, Any], static: Any
+) -> Any:
+    return buffer.update_priority(slots, priority, **traced, **dict(static))

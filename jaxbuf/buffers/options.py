@@ -1,0 +1,80 @@
+"""Options that are handed on to the methods of a buffer, which define them."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def check_options(buffer: Any, method: str, options: Mapping[str, Any]) -> None:
+    """Refuse what is no buffer, and options that its own method does not take.
+
+    Args:
+        buffer: The buffer, or what was given in its place.
+        method: The name of the method that the options are for.
+        options: The options by name.
+
+    Raises:
+        ValueError: If ``buffer`` is not a pytree with such a method, or the method does not take
+            an option.
+    """
+    own = getattr(type(buffer), method, None)
+    if own is None or jax.tree_util.all_leaves([buffer]):
+        raise ValueError(_no_buffer(buffer, method))
+    takes = _options(own)
+    for name in options:
+        if takes is not None and name not in takes:
+            known = f", for its {method} takes {', '.join(takes)}" if takes else ""
+            raise ValueError(
+                f"{name} was given, but {_one(buffer)} has no use for it; leave it out{known}"
+            )
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """The options that are traced when a method is jitted, and the static ones.
+
+    Python and NumPy integers, booleans and strings configure a call and are static. Everything
+    else, arrays first of all, is traced.
+
+    Returns:
+        The traced options by name, and the static ones as hashable pairs of names and values.
+    """
+    fixed = {name for name, value in options.items() if isinstance(value, int | str | np.integer)}
+    traced = {name: value for name, value in options.items() if name not in fixed}
+    return traced, tuple((name, options[name]) for name in sorted(fixed))
+
+
+@functools.cache
+def _options(method: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The names of a method's options; None if it takes any and checks them itself."""
+    parameters = inspect.signature(method).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return tuple(
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
+    )
+
+
+def _no_buffer(thing: Any, method: str) -> str:
+    if hasattr(type(thing), "add") and not jax.tree_util.all_leaves([thing]):
+        public = [name for name in dir(type(thing)) if not name.startswith("_")]
+        has = ", ".join(name for name in public if inspect.isfunction(getattr(type(thing), name)))
+        return f"buffer is {_one(thing)}, which has no method {method}; it has {has}"
+    return f"buffer is {_one(thing)}; expected a buffer, such as one of jaxbuf.ItemBuffer.create"
+
+
+def _one(thing: Any) -> str:
+    """What something is, after "is"."""
+    if thing is None:
+        return "None"
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}"
+    if hasattr(thing, "shape") and hasattr(thing, "dtype"):
+        return f"an array {thing.dtype}{list(thing.shape)}"
+    name = type(thing).__name__
+    return f"an {name}" if name[0] in "AEIOUaeiou" else f"a {name}"

@@ -1,0 +1,167 @@
+"""Options of the jitted functions are those of a buffer's own methods; others are refused."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import jaxbuf
+
+ITEM = jax.ShapeDtypeStruct((), jnp.float32)
+KEY = jax.random.key(0)
+
+
+def items(**options):
+    return jaxbuf.ItemBuffer.create(ITEM, 8, **options)
+
+
+def mixture():
+    rings = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 4, sequence_length=1)
+    inner = items(sampler=jaxbuf.Prioritized(alpha=1.0))
+    return jaxbuf.Mixture.create([inner.replace(data=inner.data[:, None]), rings], [1, 1])
+
+
+class Pile(struct.PyTreeNode):
+    """Somebody's own buffer, whose methods have options of their own."""
+
+    total: jax.Array
+
+    def add(self, items, *, times: int = 1, how: str = "sum", weight=None):
+        more = getattr(jnp, how)(items) * jnp.float32(times)
+        return self.replace(total=self.total + more * (1.0 if weight is None else weight))
+
+    def sample(self, key, batch_size, *, offset: int = 0):
+        return jnp.broadcast_to(self.total, (batch_size + offset,))
+
+    def update_priority(self, slots, priority, **others):
+        return self.replace(total=self.total + sum(others.values()))
+
+
+def test_the_part_of_a_mixture():
+    buffer = jaxbuf.add(mixture(), jnp.ones((3, 1)), part=0, priority=jnp.array([1.0, 2.0, 4.0]))
+    buffer = jaxbuf.add(buffer, jnp.ones((2, 3)), part=np.int64(1), mask=jnp.array([True, False]))
+    assert [int(part.size) for part in buffer.parts] == [3, 3]
+    assert float(buffer.metrics()["0/priority_max"]) == 4.0
+
+
+def test_options_of_somebodys_own_buffer():
+    buffer = jaxbuf.add(Pile(jnp.float32(0)), jnp.arange(4.0), times=3, how="max")
+    assert float(buffer.total) == 9.0
+    buffer = jaxbuf.add(buffer, jnp.arange(4.0), weight=jnp.float32(0.5))
+    assert jaxbuf.sample(buffer, KEY, 2, offset=1).tolist() == [12.0] * 3
+    buffer = jaxbuf.update_priority(buffer, None, None, anything=jnp.float32(1.0))
+    assert float(buffer.total) == 13.0
+
+
+def test_each_option_is_one_trace():
+    traces = []
+
+    class Counted(Pile):
+        def add(self, items, *, times: int = 1):
+            traces.append(times)
+            return super().add(items, times=times)
+
+    buffer = Counted(jnp.float32(0))
+    for times in (1, 2, 1, 2):
+        buffer = jaxbuf.add(buffer, jnp.ones(2), times=times)
+    assert traces == [1, 2]
+    assert float(buffer.total) == 12.0
+
+
+def test_an_option_that_is_none_is_left_out():
+    rings = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 4)
+    chex.assert_trees_all_equal(
+        jaxbuf.add(rings, jnp.ones(2), score=None, donate=False), rings.add(jnp.ones(2))
+    )
+
+
+ADDS = {
+    "trajectory": (
+        lambda: jaxbuf.TrajectoryBuffer.create(ITEM, 2, 4),
+        {"score": jnp.ones(2)},
+        "score was given, but a TrajectoryBuffer has no use for it; leave it out, for its add takes"
+        " priority, version, mask",
+    ),
+    "queue": (
+        lambda: jaxbuf.Queue.create(ITEM, 4),
+        {"priority": jnp.ones(2)},
+        "priority was given, but a Queue has no use for it; leave it out, for its add takes mask",
+    ),
+    "item": (items, {"part": 1}, "part was given, but an ItemBuffer has no use for it"),
+    "part": (
+        mixture,
+        {"part": 1, "score": jnp.ones(2)},
+        "score was given, but a TrajectoryBuffer has no use for it",
+    ),
+    "none": (
+        lambda: jaxbuf.EpisodeAccumulator.create({"terminated": jnp.bool_(False)}, 2, 4),
+        {"score": jnp.ones(2)},
+        "score was given, but an EpisodeAccumulator has no use for it; leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize(("create", "options", "message"), ADDS.values(), ids=list(ADDS))
+def test_an_option_that_a_buffer_does_not_take(create, options, message):
+    buffer = create()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.add(buffer, jnp.ones(2), **options)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.jit(lambda rows: jaxbuf.add(buffer, rows, **options))(jnp.ones(2))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(buffer))
+
+
+def test_options_that_no_sample_and_no_update_takes():
+    buffer = items(sampler=jaxbuf.Prioritized()).add(jnp.ones(2))
+    with pytest.raises(ValueError, match="replacement was given, but an ItemBuffer has no use for"):
+        jaxbuf.sample(buffer, KEY, 2, replacement=False)
+    slots = buffer.sample(KEY, 2).slots
+    with pytest.raises(ValueError, match="beta was given, but an ItemBuffer has no use for it"):
+        jaxbuf.update_priority(buffer, slots, jnp.ones(2), beta=0.4)
+
+
+def test_a_mixture_says_it_too():
+    with pytest.raises(ValueError, match="score was given, but a TrajectoryBuffer has no use"):
+        mixture().add(jnp.ones(2), part=1, score=jnp.ones(2))
+
+
+CALLS = {
+    "add": lambda buffer: jaxbuf.add(buffer, jnp.ones(2)),
+    "sample": lambda buffer: jaxbuf.sample(buffer, KEY, 2),
+    "update_priority": lambda buffer: jaxbuf.update_priority(buffer, None, jnp.ones(2)),
+}
+NO_BUFFERS = {
+    "number": (lambda: 3, "buffer is an int; expected a buffer"),
+    "nothing": (lambda: None, "buffer is None; expected a buffer"),
+    "dict": (dict, "buffer is a dict; expected a buffer"),
+    "set": (lambda: {1}, "buffer is a set; expected a buffer"),
+    "array": (lambda: jnp.ones(3), "buffer is an array float32[3]; expected a buffer"),
+    "class": (lambda: jaxbuf.ItemBuffer, "buffer is the class ItemBuffer; expected a buffer"),
+    "module": (lambda: jaxbuf, "buffer is a module; expected a buffer"),
+    "holder": (lambda: jaxbuf.Holder(items()), "buffer is a Holder; expected a buffer"),
+    "contents": (lambda: items().data, "buffer is an array float32[8]; expected a buffer"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+@pytest.mark.parametrize(("create", "message"), NO_BUFFERS.values(), ids=list(NO_BUFFERS))
+def test_what_is_no_buffer(call, create, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(create())
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_what_is_no_buffer_when_traced(call):
+    with pytest.raises(ValueError, match=re.escape("buffer is an array float32[3]; expected")):
+        jax.jit(call)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("name", ["sample", "update_priority"])
+def test_what_cannot_do_it(name):
+    queue = jaxbuf.Queue.create(ITEM, 4)
+    with pytest.raises(ValueError, match=f"buffer is a Queue, which has no method {name}; it has"):
+        CALLS[name](queue)
