@@ -353,6 +353,132 @@ def test_ranges_of_windows():
     assert stats.chisquare(counts).pvalue > 1e-3
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def batches_of_newest(buffer, rows, draws, options):
+    """``draws`` batches of the four newest items or windows, ``[draws, rows]``."""
+    keys = jax.random.split(jax.random.key(5), draws)
+    return jax.vmap(lambda key: buffer.sample_range(key, rows, -4, **dict(options)))(keys)
+
+
+def options(**given):
+    return tuple(given.items())
+
+
+def newest_with_priorities(kind):
+    """Items 17 to 20 with priorities 0, 1, 3 and 12, and older ones that are much heavier."""
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    priority = jnp.concatenate([jnp.full(17, 50.0), jnp.array([0.0, 1.0, 3.0, 12.0])])
+    items = jnp.arange(21, dtype=jnp.int32)
+    if kind == "windows":
+        buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 1, 16, sampler=sampler)
+        return buffer.add(items[None], priority=priority[None])
+    freshness = jaxbuf.Freshness(max_use=1) if kind == "fresh" else None
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 16, sampler=sampler, freshness=freshness)
+    buffer = buffer.add(items, priority=priority)
+    if kind == "fresh":
+        # Item 21 is the newest and the heaviest, but has been used.
+        buffer = buffer.add(ints(21), priority=jnp.array([99.0]))
+        buffer = buffer.mark_used(buffer.latest(1).slots)
+    return buffer
+
+
+@pytest.mark.parametrize("kind", ["items", "windows", "fresh"])
+def test_ranges_by_priority_as_in_di_engine(kind):
+    """Its ``sample(B, sample_range=slice(-4, None))``: 0, 1/16, 3/16 and 12/16."""
+    buffer = newest_with_priorities(kind)
+    due = np.array([0, 1, 3, 12]) / 16
+    for replacement in (True, False):
+        given = options(by_priority=True, replacement=replacement)
+        sample = batches_of_newest(buffer, 1, 3000, given)
+        assert sample.valid.all()
+        counts = np.bincount(np.asarray(sample.data).reshape(-1), minlength=21)
+        assert counts[:18].sum() == 0
+        assert stats.chisquare(counts[18:], 3000 * due[1:]).pvalue > 1e-3
+        np.testing.assert_allclose(sample.probability, due[sample.data.reshape(3000, 1) - 17])
+    exact = batches_of_newest(buffer, 16, 9, options(by_priority=True, replacement=True))
+    # One from each of 16 equal parts of the mass, in order of age.
+    assert exact.data.reshape(9, 16).tolist() == [[18] + [19] * 3 + [20] * 12] * 9
+
+
+def test_ranges_by_priority_without_replacement_draw_one_after_the_other():
+    buffer = newest_with_priorities("items")
+    given = options(by_priority=True)
+    pairs = np.asarray(batches_of_newest(buffer, 2, 4000, given).data) - 17
+    p = np.array([0, 1, 3, 12]) / 16
+    due = {
+        (i, j): p[i] * p[j] / (1 - p[i]) + p[j] * p[i] / (1 - p[j])
+        for i, j in [(1, 2), (1, 3), (2, 3)]
+    }
+    counts = [int(np.sum(np.all(pairs == pair, axis=1))) for pair in due]
+    assert sum(counts) == 4000
+    assert stats.chisquare(counts, 4000 * np.array(list(due.values()))).pvalue > 1e-3
+    few = buffer.sample_range(jax.random.key(0), 6, -4, by_priority=True)
+    assert few.data[:3].tolist() == [18, 19, 20]
+    assert few.valid.tolist() == [True] * 3 + [False] * 3
+    assert few.slots.index[3:].tolist() == [16] * 3
+
+
+def test_ranges_without_priority_above_zero_are_uniform():
+    buffer = newest_with_priorities("items")
+    none = buffer.update_priority(buffer.latest(4).slots, jnp.zeros(4))
+    sample = batches_of_newest(none, 1, 2000, options(by_priority=True, replacement=True))
+    counts = np.bincount(np.asarray(sample.data)[:, 0], minlength=21)[17:]
+    assert counts.sum() == 2000
+    assert stats.chisquare(counts).pvalue > 1e-3
+    np.testing.assert_allclose(sample.probability, 0.25)
+
+
+def test_ranges_with_replacement_draw_independently():
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 16).add(jnp.arange(21, dtype=jnp.int32))
+    sample = batches_of_newest(buffer, 2, 4000, options(replacement=True))
+    np.testing.assert_allclose(sample.probability, 0.25)
+    pairs = np.asarray(sample.data) - 17
+    counts = np.zeros((4, 4))
+    np.add.at(counts, tuple(pairs.T), 1)
+    # In order of age, so that a pair of two has come from two.
+    due = np.triu(2 * np.ones((4, 4)), 1) + np.eye(4)
+    assert counts[due == 0].sum() == 0
+    assert stats.chisquare(counts[due > 0], due[due > 0] * 4000 / 16).pvalue > 1e-3
+    many = buffer.sample_range(jax.random.key(0), 9, -2, replacement=True)
+    assert many.valid.all()
+    assert set(many.data.tolist()) == {19, 20}
+    for by_priority in (False, True):
+        empty = jaxbuf.ItemBuffer.create(ITEM, 16, sampler=PROPORTIONAL)
+        nothing = empty.sample_range(
+            jax.random.key(0), 3, by_priority=by_priority, replacement=True
+        )
+        assert not nothing.valid.any()
+        np.testing.assert_array_equal(nothing.probability, 0.0)
+
+
+def test_ranges_by_priority_of_windows_of_several_rings():
+    sampler = jaxbuf.Recent(ratio=0.5, steps=2, base=jaxbuf.Prioritized(alpha=1.0))
+    buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 6, sequence_length=2, sampler=sampler)
+    steps = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    buffer = buffer.add(steps, priority=steps.astype(jnp.float32), mask=steps < 15)
+    # Of the earliest windows, which the range leaves out, the masses are 3 and 10.
+    first = np.array([3, 4, 5, 6, 10, 11, 12, 13])
+    ends = first + 1.0
+    recent = np.isin(first, [5, 6, 12, 13])
+    due = 0.5 * ends / (13 + ends.sum()) + 0.5 * recent / 4
+    due /= due.sum()
+    keys = jax.random.split(jax.random.key(1), 4000)
+    draw = jax.jit(
+        jax.vmap(lambda key: buffer.sample_range(key, 1, 1, by_priority=True, replacement=True))
+    )
+    drawn = draw(keys)
+    windows, at, counts = np.unique(
+        np.asarray(drawn.data)[:, 0, 0], return_index=True, return_counts=True
+    )
+    np.testing.assert_array_equal(windows, first)
+    np.testing.assert_allclose(drawn.probability[at, 0], due, rtol=1e-5)
+    assert stats.chisquare(counts, 4000 * due).pvalue > 1e-3
+
+
+def plain():
+    return jaxbuf.ItemBuffer.create(ITEM, 4)
+
+
 def lowest():
     return jaxbuf.ItemBuffer.create(ITEM, 4, evictor=jaxbuf.Lowest())
 
@@ -383,6 +509,14 @@ def lowest():
         ),
         (lambda: lowest().latest(2), "latest goes by the age of items"),
         (lambda: lowest().sample_range(jax.random.key(0), 2), "sample_range goes by the age"),
+        (
+            lambda: plain().sample_range(jax.random.key(0), 2, by_priority=True),
+            "by_priority is True, but Uniform(replacement=True) has no priorities",
+        ),
+        (
+            lambda: plain().sample_range(jax.random.key(0), 2, replacement="no"),
+            "replacement is 'no'; expected True or False",
+        ),
         (lambda: jaxbuf.ItemBuffer.create(ITEM, 4).latest(5), "n is 5, but there is room for 4"),
         (lambda: jaxbuf.ItemBuffer.create(ITEM, 4).latest(0), "n is 0; expected at least 1"),
     ],

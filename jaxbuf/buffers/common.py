@@ -11,10 +11,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import rowwise, storage
-from jaxbuf.core.ages import Bound, age_range, grid, keeps_order, spread
+from jaxbuf.core.ages import Ages, Bound, age_range, grid, keeps_order, spread
+from jaxbuf.core.distinct import distinct
 from jaxbuf.core.donation import check_there
-from jaxbuf.core.slots import Occupancy, Slots, random_words
-from jaxbuf.strategies.samplers import Draw, Sampler, Uniform
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.slots import Occupancy, Slots, random_words, scale_word
+from jaxbuf.strategies.samplers import Draw, Sampler, Uniform, points, without
 
 
 def check_batch_size(batch_size: int) -> int:
@@ -98,6 +100,17 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """A switch as it was given.
+
+    Raises:
+        ValueError: If it is neither True nor False.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} is {value!r}; expected True or False")
+    return bool(value)
+
+
 def needs_priority(sampler: Sampler, what: str) -> None:
     """Refuse priorities that nothing uses.
 
@@ -125,28 +138,76 @@ def needs_order(occupancy: Any, what: str) -> None:
 
 
 def pick(
-    occupancy: Any,
+    buffer: Any,
     key: PRNGKeyArray,
     batch_size: int,
     start: Bound,
     stop: Bound,
+    *,
+    by_priority: bool,
+    replacement: bool,
 ) -> Draw:
-    """Rows that are evenly spread over the items of an age range, in order of age.
+    """Rows from the items of an age range, in order of age; see ``sample_range`` of the buffers.
 
     Raises:
-        ValueError: If the occupancy keeps no order of time, or ``batch_size`` is no whole number
-            from 1 on.
+        ValueError: If the occupancy keeps no order of time, ``batch_size`` is no integer of at
+            least 1, a flag is neither True nor False, or ``by_priority`` is asked of a sampler
+            that has no priorities.
     """
-    needs_order(occupancy, "sample_range")
+    needs_order(buffer.occupancy, "sample_range")
     rows = check_batch_size(batch_size)
     check_key(key)
-    ages = age_range(occupancy, start, stop)
-    words = random_words(key, (rows + 1,))
+    check_flag("by_priority", by_priority)
+    check_flag("replacement", replacement)
+    ages = age_range(buffer.occupancy, start, stop)
+    if by_priority:
+        return _pick_by_priority(buffer, key, rows, ages, replacement=replacement)
     row = jnp.arange(rows, dtype=jnp.int32)
-    enough = ages.total >= rows
-    rank = jnp.where(enough, jnp.sort(spread(words[1:], words[0], ages.total)), row)
+    if replacement:
+        word = random_words(key, (rows,))
+        rank = jnp.sort(scale_word(word, ages.total.astype(jnp.uint32)).astype(jnp.int32))
+        valid = jnp.broadcast_to(ages.total > 0, (rows,))
+    else:
+        words = random_words(key, (rows + 1,))
+        enough = ages.total >= rows
+        rank = jnp.where(enough, jnp.sort(spread(words[1:], words[0], ages.total)), row)
+        valid = row < ages.total
     share = 1.0 / jnp.maximum(ages.total, 1).astype(jnp.float32)
-    return Draw(ages.at(rank), jnp.broadcast_to(share, (rows,)), row < ages.total)
+    return Draw(ages.at(rank), jnp.broadcast_to(share, (rows,)), valid)
+
+
+def _pick_by_priority(
+    buffer: Any, key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
+) -> Draw:
+    """Rows from an age range by the probabilities that the sampler gives its items."""
+    sampler = buffer.sampler
+    needs_priority(sampler, "by_priority is True")
+    if not hasattr(sampler, "probability"):
+        raise ValueError(
+            f"by_priority is True, but {sampler} cannot tell the probability of items it did not "
+            "draw; give it a method probability (see KnownSampler)"
+        )
+    capacity = ages.most * ages.count.shape[0]
+    rank = jnp.arange(capacity, dtype=jnp.int32)
+    inside = rank < ages.total
+    mass = sampler.probability(buffer.sampler_state, ages.at(rank), buffer.occupancy)
+    mass = jnp.where(inside, mass, 0.0)
+    mass = jnp.where(jnp.any(mass > 0), mass, inside.astype(jnp.float32))
+    tree = SegmentTree.create(capacity).set(rank, mass, contiguous=True)
+
+    def propose(key: PRNGKeyArray, rows: int, tree: SegmentTree) -> Int[Array, " B"]:
+        word, low = random_words(key, (2, rows))
+        return tree.query(*points(word, low, tree.root("sum"), stratified=replacement))
+
+    if replacement:
+        drawn = propose(key, batch_size, tree)
+        valid = jnp.broadcast_to(ages.total > 0, (batch_size,))
+    else:
+        count = jnp.minimum(batch_size, tree.nnz)
+        drawn, valid = distinct(key, batch_size, count, tree, propose, without, capacity)
+        drawn = jnp.sort(jnp.where(valid, drawn, capacity))
+    total = tree.root("sum")
+    return Draw(ages.at(drawn), tree.get(drawn) / jnp.where(total > 0, total, 1.0), valid)
 
 
 def newest(occupancy: Any, n: int) -> Draw:

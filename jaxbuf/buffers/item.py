@@ -256,6 +256,9 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         batch_size: int,
         start: int | Int[Array, ""] | None = None,
         stop: int | Int[Array, ""] | None = None,
+        *,
+        by_priority: bool = False,
+        replacement: bool = False,
     ) -> Sample:
         """Draw a batch from a range of ages, whatever the sampler.
 
@@ -265,16 +268,24 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             start: The first item of the range, counted like the start of a slice of a list of the
                 items from the oldest to the newest: ``-10`` means the last ten. May be traced.
             stop: The end of the range, counted in the same way.
+            by_priority: Draw the items of the range with the sampler's own probabilities, relative
+                to each other, instead of all with the same chance; static. Uniform where all of
+                these are 0. It costs a pass over all slots.
+            replacement: Whether a batch may hold an item twice; static.
 
         Returns:
-            A ``Sample`` of different items in order of age, evenly spread over the range: each with
-            the same chance, one from each of ``B`` parts of it. If the range holds no more than
-            ``B`` items, these are all of them, and the other rows are invalid. ``probability`` is
-            one over the size of the range.
+            A ``Sample`` in order of age. By default its items are different and evenly spread over
+            the range: each with the same chance, one from each of ``B`` parts of it. If the range
+            holds no more than ``B`` items (by priority: items with a probability above 0), these
+            are all of them, and the other rows are invalid. With replacement rows are independent
+            of each other, or by priority one from each of ``B`` equal parts of the probability, and
+            they are invalid only if the range is empty. ``probability`` is that of a single draw
+            from the range.
 
         Raises:
-            ValueError: If the evictor keeps no order of time, or ``batch_size`` is no whole number
-                from 1 on.
+            ValueError: If the evictor keeps no order of time, ``batch_size`` is no integer of at
+                least 1, a flag is neither True nor False, or ``by_priority`` is True and the
+                sampler has no priorities.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxbuf
@@ -282,8 +293,26 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             >>> buffer = buffer.add(jnp.arange(12))
             >>> buffer.sample_range(jax.random.key(0), 4, -4).data.tolist()
             [8, 9, 10, 11]
+            >>> sampler = jaxbuf.Prioritized(alpha=1.0)
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity=8, sampler=sampler)
+            >>> buffer = buffer.add(jnp.arange(5), priority=jnp.array([9.0, 0.0, 1.0, 3.0, 12.0]))
+            >>> batch = buffer.sample_range(
+            ...     jax.random.key(0), 16, -4, by_priority=True, replacement=True
+            ... )
+            >>> jnp.bincount(batch.data, length=5).tolist()
+            [0, 0, 1, 3, 12]
         """
-        return self._gather(common.pick(self.occupancy, key, batch_size, start, stop))
+        return self._gather(
+            common.pick(
+                self,
+                key,
+                batch_size,
+                start,
+                stop,
+                by_priority=by_priority,
+                replacement=replacement,
+            )
+        )
 
     def latest(self, n: int) -> Sample:
         """The ``n`` newest items, in order of age.

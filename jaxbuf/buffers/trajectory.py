@@ -314,6 +314,9 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         batch_size: int,
         start: int | Int[Array, ""] | None = None,
         stop: int | Int[Array, ""] | None = None,
+        *,
+        by_priority: bool = False,
+        replacement: bool = False,
     ) -> Sample:
         """Draw a batch of windows from a range of ages of every ring, whatever the sampler.
 
@@ -324,18 +327,35 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
                 ring's windows from the earliest to the newest: ``-10`` means the last ten of each
                 ring. May be traced.
             stop: The end of the range, counted in the same way.
+            by_priority: Draw the windows of the ranges with the sampler's own probabilities,
+                relative to each other, instead of all with the same chance; static. Uniform where
+                all of these are 0. It costs a pass over all slots.
+            replacement: Whether a batch may hold a window twice; static.
 
         Returns:
-            A ``Sample`` of different windows, ring by ring in order of time, evenly spread over the
-            ranges: each with the same chance, one from each of ``B`` parts. If there are no more
-            than ``B``, these are all of them, and the other rows are invalid. ``probability`` is
-            one over the number of windows in all ranges.
+            A ``Sample``, ring by ring in order of time. By default its windows are different and
+            evenly spread over the ranges: each with the same chance, one from each of ``B`` parts.
+            If there are no more than ``B`` (by priority: with a probability above 0), these are all
+            of them, and the other rows are invalid. With replacement rows are independent of each
+            other, or by priority one from each of ``B`` equal parts of the probability, and they
+            are invalid only if there is no window. ``probability`` is that of a single draw from
+            all ranges.
 
         Raises:
-            ValueError: If windows are taken out in between, so that their order is not kept, or if
-                ``batch_size`` is no whole number from 1 on.
+            ValueError: If ``batch_size`` is no integer of at least 1, a flag is neither True nor
+                False, or ``by_priority`` is True and the sampler has no priorities.
         """
-        return self._gather(common.pick(self.occupancy, key, batch_size, start, stop))
+        return self._gather(
+            common.pick(
+                self,
+                key,
+                batch_size,
+                start,
+                stop,
+                by_priority=by_priority,
+                replacement=replacement,
+            )
+        )
 
     def latest(self, n: int) -> Sample:
         """The ``n`` newest windows of every ring.
