@@ -1,6 +1,7 @@
 """`sample_groups`: items of one group together, in order or at random, padded with a mask."""
 
 import collections
+import itertools
 import re
 
 import jax
@@ -159,9 +160,51 @@ def test_alone_in_jit_and_under_vmap_agree():
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+@pytest.mark.parametrize("order", ["age", "random"])
+def test_padding_with_random_items_of_the_group_as_in_di_engine(order):
+    """Groups of 3, 3, 2 and 2 padded to 5; what was there without padding comes first."""
+    buffer = filled([i & 5 for i in range(10)])
+    groups = jnp.array([0, 1, 2, 4, 5])
+    draw = jax.jit(
+        jax.vmap(
+            lambda key: jaxbuf.sample_groups(
+                buffer, key, groups, num_groups=6, size=5, order=order, padding="random"
+            )
+        )
+    )
+    batch = draw(jax.random.split(jax.random.key(2), 1500))
+    # There is nothing to pad group 2 with.
+    expected = np.broadcast_to(np.isin([0, 1, 2, 4, 5], [0, 1, 4, 5])[:, None], (5, 5))
+    np.testing.assert_array_equal(batch.valid, np.broadcast_to(expected, (1500, 5, 5)))
+    times = np.asarray(batch.data["info"]["time"])
+    np.testing.assert_array_equal(
+        np.asarray(buffer.data["info"]["time"])[batch.slots.index[:, expected[:, 0]]],
+        times[:, expected[:, 0]],
+    )
+    for row, members in ((0, [0, 2, 8]), (1, [1, 3, 9]), (3, [4, 6]), (4, [5, 7])):
+        own, pads = times[:, row, : len(members)], times[:, row, len(members) :]
+        assert np.all((own if order == "age" else np.sort(own, axis=1)) == members)
+        # All places of padding together: which item is in one says nothing of the next.
+        joint = collections.Counter(map(tuple, pads.tolist()))
+        assert set(joint) == set(itertools.product(members, repeat=5 - len(members)))
+        assert stats.chisquare(list(joint.values())).pvalue > 1e-3
+
+
+def test_padding_leaves_full_groups_alone():
+    buffer = filled([0] * 6 + [1] * 2)
+    for seed in range(3):
+        batch = jaxbuf.sample_groups(
+            buffer, jax.random.key(seed), 2, num_groups=2, size=4, padding="random"
+        )
+        found = dict(rows(batch))
+        assert found[0] == list(range(found[0][0], found[0][0] + 4))
+        assert found[1][:2] == [6, 7]
+        assert set(found[1][2:]) <= {6, 7}
+
+
 def test_an_empty_buffer_and_groups_that_do_not_exist():
     empty = jaxbuf.ItemBuffer.create(ITEM, 3)
-    for options in ({}, {"replacement": True}):
+    for options in ({}, {"replacement": True}, {"padding": "random"}):
         batch = jaxbuf.sample_groups(empty, jax.random.key(0), 2, num_groups=3, size=2, **options)
         assert not batch.valid.any()
         assert batch.group.tolist() == [3, 3]
@@ -203,6 +246,7 @@ BAD = [
     (lambda: sample(groups=jnp.zeros(2)), "groups has dtype float32; expected int32"),
     (lambda: sample(group="episode"), "group is 'episode', but items have no such field"),
     (lambda: sample(group="info"), "group is 'info', which is no array of shape"),
+    (lambda: sample(padding="zeros"), 'padding is \'zeros\'; choose "none" or "random"'),
     (lambda: sample(order="oldest"), 'order is \'oldest\'; choose "age" or "random"'),
     (
         lambda: sample(jaxbuf.ItemBuffer.create({"group": jnp.zeros(2)}, 3)),

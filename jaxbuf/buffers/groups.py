@@ -17,6 +17,7 @@ from jaxbuf.core import describe, fields, rowwise, storage
 from jaxbuf.core.slots import Ring, Slots, random_words, scale_word
 
 Order = Literal["age", "random"]
+Padding = Literal["none", "random"]
 
 
 class Groups(struct.PyTreeNode):
@@ -26,8 +27,9 @@ class Groups(struct.PyTreeNode):
         data: The items, leaves ``[B, K, ...]``.
         slots: Where they lie, ``[B, K]``.
         group: The id of each group, ``[B]`` int32; ``num_groups`` where there was none.
-        valid: Which places hold an item, ``[B, K]``: the first ones of a group, and none where
-            there was no further group. The data of the others is arbitrary.
+        valid: Which places hold an item, ``[B, K]``: the first ones of a group, all of them if it
+            was padded, and none where there was no further group. The data of the others is
+            arbitrary.
         ignored: Items in the whole buffer that belong to no group, since their id is not in
             ``[0, num_groups)``; ``[]`` int32.
     """
@@ -51,6 +53,7 @@ def sample_groups(
     size: int,
     group: str = "group",
     order: Order = "age",
+    padding: Padding = "none",
     replacement: bool = False,
 ) -> Groups:
     """Draw groups of items, all groups equally likely, and some items of each.
@@ -69,11 +72,15 @@ def sample_groups(
         order: ``"age"`` takes ``size`` consecutive items of the group, oldest first, from a random
             one on; ``"random"`` any different ones in random order. All of them, if there are not
             more than ``size``.
+        padding: What follows the items of a group with fewer than ``size``: ``"none"`` leaves these
+            places invalid; ``"random"`` fills each with any item of the group, all equally likely,
+            so that the group has some of them twice or more.
         replacement: Whether a group may be drawn twice.
 
     Raises:
         ValueError: If a number is no whole number from 1 on, the field is missing or holds no
-            integers, ids known when traced are out of range, or ``order`` is none of these.
+            integers, ids known when traced are out of range, or ``order`` or ``padding`` is none of
+            these.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -86,6 +93,11 @@ def sample_groups(
         ... )
         >>> batch.data["value"][:2].tolist(), batch.valid.sum(axis=1).tolist()
         ([[0, 2, 8], [1, 3, 9]], [3, 3, 2, 2])
+        >>> padded = jaxbuf.sample_groups(
+        ...     buffer, jax.random.key(0), jnp.array([4]), num_groups=6, size=5, padding="random"
+        ... )
+        >>> padded.data["value"].tolist(), padded.valid.tolist()
+        ([[4, 6, 6, 4, 4]], [[True, True, True, True, True]])
 
     References:
         Niu et al., DI-engine, its ``group_sample`` and ``padding`` middleware.
@@ -95,6 +107,8 @@ def sample_groups(
     size = common.check_count("size", size)
     if order not in ("age", "random"):
         raise ValueError(f'order is {order!r}; choose "age" or "random"')
+    if padding not in ("none", "random"):
+        raise ValueError(f'padding is {padding!r}; choose "none" or "random"')
     if not isinstance(buffer, ItemBuffer):
         raise ValueError(f"buffer is a {type(buffer).__name__}; expected an ItemBuffer")
     ids = fields.need(buffer.data, group, "group", "items have")
@@ -127,12 +141,14 @@ def sample_groups(
         size=size,
         field=group,
         random=order == "random",
+        padded=padding == "random",
         replacement=bool(replacement),
     )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("count", "num_groups", "size", "field", "random", "replacement")
+    jax.jit,
+    static_argnames=("count", "num_groups", "size", "field", "random", "padded", "replacement"),
 )
 def _sample(
     buffer: ItemBuffer,
@@ -144,9 +160,10 @@ def _sample(
     size: int,
     field: str,
     random: bool,
+    padded: bool,
     replacement: bool,
 ) -> Groups:
-    draw_key, order_key = jax.random.split(key)
+    draw_key, order_key, *pad_keys = jax.random.split(key, 3 if padded else 2)
     slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
     live = buffer.occupancy.live(slot)
     ids = fields.find(buffer.data, field)
@@ -171,6 +188,11 @@ def _sample(
         start = scale_word(random_words(order_key, (count,)), starts.astype(jnp.uint32))
         rank = start.astype(jnp.int32)[:, None] + row
     valid = row < held[:, None]
+    for pad_key in pad_keys:
+        # All items of a group that is too small are there, so any of them is one that was drawn.
+        spare = scale_word(random_words(pad_key, (count, size)), held[:, None].astype(jnp.uint32))
+        rank = jnp.where(valid, rank, spare.astype(jnp.int32))
+        valid = jnp.broadcast_to(held[:, None] > 0, valid.shape)
     at = place.at[first[group][:, None] + rank].get(mode="clip")
     index = jnp.where(valid, slot[at], buffer.capacity)
     rows = storage.read(buffer.data, index.reshape(-1))
