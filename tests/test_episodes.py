@@ -67,6 +67,7 @@ def look(buffer, env, position):
     """All that single steps can be asked."""
     return {
         "begin": buffer.episode_begin_position(env, position),
+        "held": buffer.episode_begin_position(env, position, held=True),
         "remaining": buffer.steps_to_episode_end(env, position),
         "first": buffer.is_episode_first(env, position),
         "last": buffer.is_episode_last(env, position),
@@ -130,10 +131,13 @@ def assert_same(buffer, twin):
             if not twin.is_held(env, step):
                 assert row["remaining"] == -1
                 assert (bool(row["first"]), bool(row["last"])) == (False, False)
-                assert row["begin"] == np.uint32(step % 2**32)
+                assert row["begin"] == row["held"] == np.uint32(step % 2**32)
                 assert row["return"] == twin.default
                 continue
             assert row["begin"] == twin.begin(env, step)
+            assert row["held"] == next(
+                t for t in range(twin.begin(env, step), step + 1) if twin.is_held(env, t)
+            )
             assert row["remaining"] == twin.end(env, step) - step
             assert row["first"] == (twin.begin(env, step) == step)
             assert row["last"] == history[step].last
@@ -481,6 +485,36 @@ BAD = [
 def test_bad_configuration(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         create(2, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [
+        ({"done": {"terminated": "T...", "truncated": ".T.."}}, [0, 1]),
+        # Those beside the flags of termination are meant, not others of the name.
+        ({"done": {"terminated": "T...", "truncated": ".T.."}, "truncated": "..T."}, [0, 1]),
+        ({"done": {"terminated": "T..."}, "truncated": "..T."}, [0, 2]),
+        ({"done": {"terminated": "T..."}}, [0]),
+    ],
+)
+def test_truncated_is_found_beside_terminated(fields, ends):
+    steps = jax.tree.map(lambda text: jnp.array([[flag == "T" for flag in text]]), fields)
+    step = jax.tree.map(lambda leaf: leaf[0, 0], steps)
+    path = "done.terminated"
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        step, 1, 4, episodes=jaxbuf.Episodes(terminated=path)
+    ).add(steps)
+    last = buffer.is_episode_last(jnp.zeros(4, jnp.int32), jnp.arange(4))
+    assert np.flatnonzero(last).tolist() == ends
+    # The same in everything that goes by such flags.
+    accumulator = jaxbuf.EpisodeAccumulator.create(step, 1, 4, per_add=4, terminated=path)
+    _, episodes, done = accumulator.add(steps)
+    assert episodes.length[done].tolist() == np.diff([-1, *ends]).tolist()
+    window = {**steps, "reward": jnp.ones((1, 4)), "obs": jnp.arange(4)[None]}
+    stacks = jaxbuf.stack_frames(window, 2, terminated=path).frames[0]
+    assert [t - 1 for t in (1, 2, 3) if stacks[t, 0] == t] == ends
+    rewards = jaxbuf.n_step(window, 2, 1.0, terminated=path).reward[0]
+    assert rewards.tolist() == [1.0, 1.0 if 1 in ends else 2.0]
 
 
 def test_a_flag_must_be_one_number_a_step():

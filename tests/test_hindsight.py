@@ -264,14 +264,13 @@ def test_goals_of_a_ring_that_has_wrapped(strategy):
         sample = buffer.sample(key, 2048)
         env, position = buffer.locate(sample.slots)
         # As far back as the episode goes, or the ring.
-        begin = buffer.episode_begin_position(sample.slots)
-        back = jnp.minimum(position - begin, position - buffer.earliest_position[env])
-        t = back.astype(jnp.int32)
+        begin = buffer.episode_begin_position(sample.slots, held=True)
+        t = (position - begin).astype(jnp.int32)
         batch, relabeled = jaxbuf.hindsight(
             key,
             jax.tree.map(lambda leaf: leaf[:, 0], sample.data),
             lambda row, step: buffer.get_field(
-                "achieved_goal", env[row], (position - back)[row] + step.astype(jnp.uint32)
+                "achieved_goal", env[row], begin[row] + step.astype(jnp.uint32)
             ),
             t,
             t + buffer.steps_to_episode_end(sample.slots) + 1,

@@ -120,8 +120,8 @@ class EpisodeAccumulator(struct.PyTreeNode):
                 ``add`` itself included; by default the larger of ``num_envs`` and ``per_add``.
             terminated: Name of the flag that an episode ended with this step; dots lead into nested
                 fields.
-            truncated: Name of the flag that it was cut off here. By default ``"truncated"`` if
-                steps have such a field.
+            truncated: Name of the flag that it was cut off here. By default the field
+                ``truncated`` beside ``terminated``, or else at the top, if steps have one.
 
         Raises:
             ValueError: If a number is no whole number from 1 on, ``per_add`` is larger than
@@ -133,8 +133,9 @@ class EpisodeAccumulator(struct.PyTreeNode):
         per_add, waiting = _check_line(num_envs, max_length, per_add, waiting)
         data = storage.allocate(example, (num_envs + waiting, max_length))
         names = [("terminated", terminated)]
-        if truncated is not None or fields.find(data, "truncated") is not None:
-            names.append(("truncated", truncated or "truncated"))
+        truncated = fields.truncation(data, terminated, truncated)
+        if truncated is not None:
+            names.append(("truncated", truncated))
         for name, path in names:
             flag = fields.need(data, path, name, "the example has")
             if not isinstance(flag, jax.Array) or flag.dtype != np.bool_ or flag.ndim != 2:

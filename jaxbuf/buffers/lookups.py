@@ -53,18 +53,24 @@ class EpisodeLookups:
         return self.occupancy.inner if isinstance(self.occupancy, Subset) else self.occupancy
 
     def episode_begin_position(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+        self,
+        where: Slots | Int[Array, "..."],
+        positions: Int[Array, "..."] | None = None,
+        *,
+        held: bool = False,
     ) -> UInt[Array, "..."]:
         """The position of the first step of the episode, which may not be held any more.
 
         Args:
             where: ``sample.slots``, or ``env_ids``.
             positions: Which steps of these environments.
+            held: Take the first step of the episode that is still held instead; static.
 
         Returns:
             Positions; a step's own where it is not held.
         """
-        return self._look_up(EpisodeIndex.begin, where, positions)
+        query = EpisodeIndex.held_begin if held else EpisodeIndex.begin
+        return self._look_up(query, where, positions)
 
     def steps_to_episode_end(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None

@@ -45,6 +45,29 @@ def need(tree: Any, path: str, name: str, where: str) -> Any:
     return found
 
 
+def truncation(tree: Any, terminated: str, given: str | None) -> str | None:
+    """The path of the flags that an episode was cut off.
+
+    Args:
+        tree: Where to look.
+        terminated: Path of the flags that it terminated.
+        given: The path if it is known.
+
+    Returns:
+        The path given; without, that of a field ``truncated`` beside the other flags, or else of
+        one that no other field encloses; None if there is neither.
+
+    Example:
+        >>> truncation({"done": {"terminated": 0, "truncated": 1}}, "done.terminated", None)
+        'done.truncated'
+    """
+    if given is not None:
+        return given
+    beside = terminated.rpartition(".")[0]
+    paths = (f"{beside}.truncated", "truncated") if beside else ("truncated",)
+    return next((path for path in paths if find(tree, path) is not None), None)
+
+
 def replace(tree: Any, path: str, value: Any) -> Any:
     """The tree with another field at a dotted path, which must be there.
 

@@ -41,8 +41,9 @@ class Episodes:
 
     Attributes:
         terminated: Path of the flags that an episode terminated here.
-        truncated: Path of the flags that an episode was cut off here. By default ``"truncated"`` if
-            steps have such a field; without, no episode is cut off.
+        truncated: Path of the flags that an episode was cut off here. By default the field
+            ``truncated`` beside ``terminated``, or else at the top, if steps have one; without, no
+            episode is cut off.
         last: Path of the flags that an episode ended here. By default it does where it terminated
             or was truncated; give it where values stop before episodes do, as at the loss of a
             life.
@@ -126,12 +127,11 @@ class Episodes:
         Raises:
             ValueError: If a field is missing, holds more than a number, or has the wrong dtype.
         """
-        flags = {"terminated": self.terminated, "truncated": self.truncated, "last": self.last}
+        truncated = fields.truncation(data, self.terminated, self.truncated)
+        flags = {"terminated": self.terminated, "truncated": truncated, "last": self.last}
         for name, path in flags.items():
             if path is not None:
                 _check(data, path, name, jnp.bool_)
-        if self.truncated is None and fields.find(data, "truncated") is not None:
-            _check(data, "truncated", "truncated", jnp.bool_)
         if self.record_return:
             _check(data, self.reward, "reward", jnp.floating)
         num_envs, length = jax.tree.leaves(data)[0].shape[:2]
@@ -147,8 +147,10 @@ class Episodes:
         terminated = fields.find(steps, self.terminated)
         if self.last is not None:
             return terminated, fields.find(steps, self.last)
-        truncated = fields.find(steps, self.truncated or "truncated")
-        return terminated, terminated if truncated is None else terminated | truncated
+        truncated = fields.truncation(steps, self.terminated, self.truncated)
+        if truncated is None:
+            return terminated, terminated
+        return terminated, terminated | fields.find(steps, truncated)
 
     def rewards(self, steps: PyTree[Array]) -> Float[Array, "E T"]:
         """The rewards, clipped."""
@@ -230,6 +232,14 @@ class EpisodeIndex(struct.PyTreeNode):
         """The position of the first step of the episode; its own if the step is not held."""
         row = rings.locate(env, position)
         return position - jnp.where(row < self.behind.size, self._behind(row), 0).astype(jnp.uint32)
+
+    def held_begin(
+        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
+    ) -> UInt[Array, " B"]:
+        """The same for the first step of the episode that is still held."""
+        earliest = (rings.end - rings.held).at[env].get(mode="clip")
+        back = position - self.begin(rings, env, position)
+        return position - jnp.minimum(back, position - earliest)
 
     def remaining(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]

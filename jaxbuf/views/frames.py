@@ -70,8 +70,9 @@ def stack_frames(
         n: Frames in a stack, from 1 to ``L``.
         field: Name of the frames, an array or several; dots lead into nested fields.
         terminated: Name of the flags that an episode terminated here, ``[B, L]`` bools.
-        truncated: Name of the flags that an episode was cut off here. By default ``"truncated"`` if
-            the window has such a field; without, no episode is cut off.
+        truncated: Name of the flags that an episode was cut off here. By default the field
+            ``truncated`` beside ``terminated``, or else at the top, if the window has one; without,
+            no episode is cut off.
         last: Name of the flags that an episode ended here. By default it does where it terminated
             or was truncated; give it where values stop before episodes do, as at the loss of a
             life.
@@ -150,9 +151,10 @@ def _ends(
     if last is not None:
         return _flags(window, last, "last")
     ends = _flags(window, terminated, "terminated")
-    if truncated is None and fields.find(window, "truncated") is None:
+    truncated = fields.truncation(window, terminated, truncated)
+    if truncated is None:
         return ends
-    cuts = _flags(window, truncated or "truncated", "truncated")
+    cuts = _flags(window, truncated, "truncated")
     if cuts.shape != ends.shape:
         raise ValueError(f"truncated has shape {cuts.shape}; expected {ends.shape}")
     return ends | cuts

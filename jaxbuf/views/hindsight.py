@@ -49,7 +49,9 @@ def hindsight(
         achieved_goals: The achieved goals of the whole episodes that the batch was taken from,
             leaves ``[B, T, *goal]``; or, where episodes are no arrays at hand, a function that
             looks them up: it takes rows of the batch and steps of their episodes, both ``[B]``
-            int32, and gives leaves ``[B, *goal]``.
+            int32, and gives leaves ``[B, *goal]``. A ring may have lost the first steps of an
+            episode, of which it gives zeros: count ``t``, ``length`` and these steps from the first
+            one that is held, ``buffer.episode_begin_position(slots, held=True)``.
         t: Which step of its episode each transition is, or the first of each window; ``[B]``.
         length: Steps of each episode, ``[B]``: ``mask.sum(-1)`` of a padded one. By default all
             ``T``. A row whose ``t`` is not below it is not relabeled.
@@ -92,8 +94,8 @@ def hindsight(
         >>> batch["goal"].tolist(), batch["reward"].tolist(), relabeled.tolist()
         ([3, 6], [-1.0, 0.0], [True, True])
 
-        Windows of a ``TrajectoryBuffer`` with ``Episodes``, whose goals are looked up from their
-        first steps on:
+        Windows of a ``TrajectoryBuffer`` with ``Episodes``, whose goals are looked up. Its ring has
+        lost the first two steps of the first episode:
 
         >>> steps = {
         ...     "achieved_goal": jnp.arange(8)[None],
@@ -102,25 +104,27 @@ def hindsight(
         ...     "terminated": jnp.arange(8)[None] == 5,
         ... }
         >>> buffer = jaxbuf.TrajectoryBuffer.create(
-        ...     jax.tree.map(lambda leaf: leaf[0, 0], steps), num_envs=1, length=100,
+        ...     jax.tree.map(lambda leaf: leaf[0, 0], steps), num_envs=1, length=6,
         ...     sequence_length=2, episodes=jaxbuf.Episodes(),
         ... )
         >>> buffer = buffer.add(steps)
         >>> sample = buffer.sample(jax.random.key(0), 4)
         >>> env, position = buffer.locate(sample.slots)
+        >>> begin = buffer.episode_begin_position(sample.slots, held=True)
+        >>> t = (position - begin).astype(jnp.int32)
         >>> batch, relabeled = jaxbuf.hindsight(
         ...     jax.random.key(0),
         ...     sample.data,
         ...     lambda row, step: buffer.get_field(
-        ...         "achieved_goal", env[row], position[row] + step.astype(jnp.uint32)
+        ...         "achieved_goal", env[row], begin[row] + step.astype(jnp.uint32)
         ...     ),
-        ...     t=jnp.zeros(4, jnp.int32),
-        ...     length=buffer.steps_to_episode_end(sample.slots) + 1,
-        ...     strategy="final", fraction=1.0,
+        ...     t=t,
+        ...     length=t + buffer.steps_to_episode_end(sample.slots) + 1,
+        ...     strategy="episode", fraction=1.0,
         ...     reward_fn=lambda achieved, goal: jnp.where(achieved == goal, 0.0, -1.0),
         ... )
         >>> position.tolist(), batch["goal"].tolist()
-        ([6, 1, 4, 2], [[7, 7], [5, 5], [5, 5], [5, 5]])
+        ([6, 3, 5, 3], [[7, 7], [4, 4], [5, 5], [5, 5]])
 
     References:
         Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3.3 and 4.5;

@@ -61,7 +61,8 @@ def n_step(
         reward: Name of the rewards, ``[B, L]`` floats; dots lead into nested fields.
         terminated: Name of the flags that an episode ended here, ``[B, L]`` bools.
         truncated: Name of the flags that an episode was cut off here, ``[B, L]`` bools. By default
-            ``"truncated"`` if the window has such a field; without, no episode is cut off.
+            the field ``truncated`` beside ``terminated``, or else at the top, if the window has
+            one; without, no episode is cut off.
 
     Raises:
         ValueError: If ``n`` is no whole number from 1 to ``L - 1``, or a field is missing, of
@@ -84,10 +85,10 @@ def n_step(
     if rewards.ndim != 2:
         raise ValueError(f"reward has shape {rewards.shape}; expected (B, L)")
     ends = _flags(window, terminated, "terminated", rewards.shape)
-    if truncated is None and not _has(window, "truncated"):
-        cuts = jnp.zeros(rewards.shape, bool)
-    else:
-        cuts = _flags(window, truncated or "truncated", "truncated", rewards.shape)
+    truncated = fields.truncation(window, terminated, truncated)
+    cuts = jnp.zeros(rewards.shape, bool)
+    if truncated is not None:
+        cuts = _flags(window, truncated, "truncated", rewards.shape)
     length = rewards.shape[1]
     if isinstance(n, bool) or not isinstance(n, int | np.integer):
         raise ValueError(f"n is {n!r}; expected a whole number")
@@ -140,7 +141,3 @@ def _field(window: PyTree[Array], path: str, name: str, kind: Any) -> Array:
         expected = "bool" if kind is jnp.bool_ else "a floating dtype"
         raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
     return array
-
-
-def _has(window: PyTree[Array], path: str) -> bool:
-    return fields.find(window, path) is not None
