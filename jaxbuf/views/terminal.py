@@ -24,7 +24,8 @@ def terminal_states(
         ``[B]``: pass it as ``mask`` to ``add``. The others hold their first row.
 
     Raises:
-        ValueError: If not exactly one of ``lengths`` and ``mask`` is given, or its shape is wrong.
+        ValueError: If not exactly one of ``lengths`` and ``mask`` is given, its shape or dtype is
+            wrong, or leaves have different numbers of steps.
 
     Example:
         >>> import jax.numpy as jnp
@@ -36,19 +37,35 @@ def terminal_states(
     given = lengths if mask is None else mask
     if given is None or (lengths is not None and mask is not None):
         raise ValueError("give lengths=[B] or mask=[B, T], one of the two")
-    shape = jnp.shape(given)
-    for leaf in jax.tree.leaves(trajectories):
+    given = jnp.asarray(given)
+    name, kind, words = "lengths", jnp.integer, "integers"
+    if mask is not None:
+        name, kind, words = "mask", jnp.bool_, "bool"
+    if not jnp.issubdtype(given.dtype, kind):
+        raise ValueError(f"{name} has dtype {given.dtype}; expected {words}")
+    axes = "(B,)" if mask is None else "(B, T)"
+    if given.ndim != len(axes.split()):
+        raise ValueError(f"{name} has shape {given.shape}; expected {axes}")
+    shape, steps = given.shape, None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trajectories):
         if leaf.ndim == 0 or (leaf.shape[: len(shape)] != shape and leaf.shape != shape[:1]):
             raise ValueError(
-                f"trajectories have a leaf of shape {leaf.shape}, but "
-                f"{'lengths' if mask is None else 'mask'} has shape {shape}; expected [B, T, ...] "
-                "with the same leading axes, or [B]"
+                f"trajectories have a leaf of shape {leaf.shape}, but {name} has shape {shape}; "
+                "expected [B, T, ...] with the same leading axes, or [B]"
+            )
+        if leaf.ndim == 1:
+            continue
+        steps = leaf.shape[1] if steps is None else steps
+        if leaf.shape[1] != steps:
+            raise ValueError(
+                f"trajectories{jax.tree_util.keystr(path)} has shape {leaf.shape} and others have "
+                f"{steps} steps; expected (B, T, ...) with the same T in all leaves, or (B,)"
             )
     if mask is None:
-        length = jnp.asarray(given, jnp.int32)
+        length = given.astype(jnp.int32)
     else:
         step = jnp.arange(1, shape[1] + 1, dtype=jnp.int32)[None]
-        length = jnp.max(jnp.where(mask, step, 0), axis=1, initial=0)
+        length = jnp.max(jnp.where(given, step, 0), axis=1, initial=0)
     row = jnp.arange(shape[0], dtype=jnp.int32)
     last = jnp.maximum(length - 1, 0)
 
