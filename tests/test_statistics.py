@@ -16,9 +16,11 @@ class Naive:
     def __init__(self):
         self.samples, self.pushed, self.drawn, self.size, self.gone = [], 0, 0, 0, []
         self.uses, self.versions, self.stale = {}, {}, []
+        self.time = 0
 
     def sampled(self, use, staleness, priority):
         if len(use):
+            self.time += 1
             self.samples = [*self.samples, (use, staleness, priority)][-WINDOW:]
         self.drawn += len(use)
 
@@ -40,6 +42,7 @@ class Naive:
 
     def metrics(self, size):
         metrics = {"pushed": self.pushed, "sampled": self.drawn, "current": size}
+        metrics["samples"] = self.time
         metrics["removed"] = self.size + self.pushed - size
         assert metrics["removed"] == len(self.gone)
         metrics["reuse_mean"] = np.mean(self.gone) if self.gone else 0
@@ -144,9 +147,26 @@ def test_trajectories_and_counters_that_wrap():
     statistics, batch = statistics.sampled(buffer, buffer.sample(jax.random.key(0), 6))
     assert batch.data.shape == (6, 1)
     metrics = {name: int(value) for name, value in statistics.metrics(buffer).items()}
-    assert metrics == {"pushed": 12, "sampled": 6, "removed": 4, "current": 8}
+    assert metrics == {"pushed": 12, "sampled": 6, "removed": 4, "current": 8, "samples": 1}
     cleared = statistics.next_period(buffer).metrics(buffer.clear())
     assert (int(cleared["pushed"]), int(cleared["removed"])) == (0, 8)
+
+
+def test_the_time_of_a_read_out_wraps_with_its_record():
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=jaxbuf.Prioritized())
+    buffer = buffer.add(jnp.zeros(4))
+    statistics = jaxbuf.Statistics.create(buffer, window=3)
+    # Three times this is the largest number of 32 bits.
+    last = 3 * 1431655765 - 2
+    statistics = statistics.replace(counters=statistics.counters.at[0].set(np.uint32(last)))
+    record, batch = jax.jit(jaxbuf.Statistics.sampled), buffer.sample(jax.random.key(0), 2)
+    for value, (time, newest) in enumerate([(last + 1, [1]), (0, [1, 2]), (1, [1, 2, 3])], 1):
+        statistics, _ = record(statistics, buffer, batch, priority=jnp.full(2, value, jnp.float32))
+        metrics = statistics.metrics(buffer)
+        assert int(metrics["samples"]) == time
+        assert float(metrics["priority_mean"]) == pytest.approx(np.mean(newest))
+    statistics, _ = record(statistics, buffer, batch, priority=jnp.full(2, 4.0))
+    assert float(statistics.metrics(buffer)["priority_mean"]) == pytest.approx(3.0)
 
 
 def test_reading_copies_nothing():

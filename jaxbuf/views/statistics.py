@@ -46,9 +46,9 @@ class Statistics(struct.PyTreeNode):
     Attributes:
         records: Of each of the last ``K`` samples the mean and extreme use counts, staleness and
             priorities, ``[K, 7]``; NaN where nothing is known.
-        counters: Which record is written next; rows sampled in this period; the buffer's size, its
-            items added so far, the uses of those in it and the staleness of those that had left
-            when it began; ``[6]`` uint32, all but the first wrap.
+        counters: Samples recorded so far, which begin anew before they reach 2**32; rows sampled in
+            this period; the buffer's size, its items added so far, the uses of those in it and the
+            staleness of those that had left when it began; ``[6]`` uint32, which wrap.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -61,8 +61,8 @@ class Statistics(struct.PyTreeNode):
         >>> metrics = statistics.metrics(buffer)
         >>> [int(metrics[name]) for name in ("pushed", "removed", "sampled", "current")]
         [6, 2, 8, 4]
-        >>> float(metrics["staleness_mean"])
-        3.0
+        >>> float(metrics["staleness_mean"]), int(metrics["samples"])
+        (3.0, 1)
     """
 
     records: Float[Array, "K 7"]
@@ -129,15 +129,16 @@ class Statistics(struct.PyTreeNode):
             # What changes these slots waits until they have been read, for then they are counted.
             index = in_place.later(index, count)
         some = count > 0
-        cursor = self.counters[0]
-        place = (cursor.astype(jnp.int32), jnp.int32(0))
+        time, window = self.counters[0], self.records.shape[0]
+        place = ((time % jnp.uint32(window)).astype(jnp.int32), jnp.int32(0))
         before = lax.dynamic_slice(self.records, place, (1, len(_COLUMNS)))
         record = jnp.where(some, record, before)
         recorded = self.replace(
             records=lax.dynamic_update_slice(self.records, record, place),
             counters=jnp.stack(
                 [
-                    (cursor + some.astype(jnp.uint32)) % jnp.uint32(self.records.shape[0]),
+                    # A multiple of the window, so that the next record is always the oldest one.
+                    (time + some.astype(jnp.uint32)) % jnp.uint32((2**32 - 1) // window * window),
                     self.counters[1] + count.astype(jnp.uint32),
                     *self.counters[2:],
                 ]
@@ -154,11 +155,12 @@ class Statistics(struct.PyTreeNode):
         Returns:
             ``pushed``, ``sampled`` and ``removed``: items added, rows sampled and items that left
             since the period began (whatever removed them: another item, their use or staleness,
-            or you), and ``current``, those held now. For an ``ItemBuffer`` with ``Freshness``
-            ``reuse_mean`` and ``gone_staleness_mean``: how often those that left had been used, and
-            how stale they were, from one pass over the slots; the former takes for granted that
-            every sampled row has been marked as used by now. With ``Freshness`` ``use_mean``,
-            ``use_max``,
+            or you), and ``current``, those held now. ``samples``: how many samples were recorded
+            since ``create``, the time of the last one as DI-engine's monitor counts it. For an
+            ``ItemBuffer`` with ``Freshness`` ``reuse_mean`` and ``gone_staleness_mean``: how often
+            those that left had been used, and how stale they were, from one pass over the slots;
+            the former takes for granted that every sampled row has been marked as used by now. With
+            ``Freshness`` ``use_mean``, ``use_max``,
             ``staleness_mean`` and ``staleness_max``, with priorities ``priority_mean``,
             ``priority_max`` and ``priority_min``: the mean of the means of the last samples, the
             largest of their maxima, the least of their minima; 0 before the first.
@@ -172,6 +174,7 @@ class Statistics(struct.PyTreeNode):
             "sampled": sampled,
             "removed": removed,
             "current": buffer.size,
+            "samples": self.counters[..., 0],
         }
         if _counts_uses(buffer):
             # No use is lost: what is not with those here has gone with those that went.
@@ -198,11 +201,11 @@ class Statistics(struct.PyTreeNode):
         return self.replace(counters=_begin(buffer, self.counters[0]))
 
 
-def _begin(buffer: Any, cursor: UInt[Array, ""]) -> UInt[Array, " 6"]:
+def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 6"]:
     size = buffer.size.astype(jnp.uint32)
     nothing = jnp.uint32(0)
     totals = _totals(buffer) if _counts_uses(buffer) else (nothing, nothing)
-    return jnp.stack([cursor, nothing, size, buffer.counters[..., 0], *totals])
+    return jnp.stack([time, nothing, size, buffer.counters[..., 0], *totals])
 
 
 def _counts_uses(buffer: Any) -> bool:
