@@ -1,8 +1,10 @@
 """Kills real processes while they write."""
 
+import contextlib
 import multiprocessing
 import os
 import random
+import secrets
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -33,7 +35,8 @@ def kill_repeatedly(
     Args:
         target: Runs until it is killed.
         path: A folder for it.
-        longest: Each process is killed after a random time up to this, in seconds.
+        longest: Each process is killed after a random time up to this, in seconds: most from when
+            they go on to write, every fourth from its start, so while it opens what is there.
         kills: How many.
 
     Returns:
@@ -46,20 +49,21 @@ def kill_repeatedly(
         process = _context.Process(target=target, args=(path, sender))
         process.start()
         sender.close()
-        assert receiver.poll(60), "the process does not start"
-        found = receiver.recv()
-        assert written <= found <= written + 1, f"{written} were written, {found} are there"
-        written = found
+        if moment.random() < 0.75:
+            assert receiver.poll(60), "the process does not start"
         time.sleep(moment.uniform(0, longest))
         process.kill()
         process.join()
         assert process.exitcode == -9, "the process ended by itself"
-        while True:
-            try:
-                written = receiver.recv()
-            except EOFError:
-                break
+        numbers: list[int] = []
+        with contextlib.suppress(EOFError):
+            while True:
+                numbers.append(receiver.recv())
         receiver.close()
+        if numbers:
+            found = numbers[0]
+            assert written <= found <= written + 1, f"{written} were written, {found} are there"
+            written = numbers[-1]
     return written
 
 
@@ -88,30 +92,50 @@ def checkpoint_writer(path: Path, sender: Connection) -> None:
         sender.send(k)
 
 
-STORE_ITEM = {"obs": jax.ShapeDtypeStruct((3,), np.float32)}
-STORE_ITEM["id"] = jax.ShapeDtypeStruct((), np.int32)
-_ROWS = 100
+STORE_ITEM = {
+    "k": np.int64(0),
+    "seed": np.int64(0),
+    "obs": jax.ShapeDtypeStruct((100,), np.uint8),
+}
+_KEPT = 2000
 
 
-def check_store(store: jaxbuf.Store) -> None:
-    """Every row is there once, with its own number, but for the first half, which is deleted."""
-    live = np.arange(len(store) - store.live, len(store))
-    read = store.read(live)
-    np.testing.assert_array_equal(read["id"], live)
-    np.testing.assert_array_equal(read["obs"], np.repeat(live[:, None], 3, axis=1))
+def _block(k: int, seed: int) -> dict[str, np.ndarray]:
+    """The rows of append ``k``: noise, which no compression shortens, or all alike."""
+    random = np.random.default_rng(seed)
+    obs = np.full((random.integers(1, 150), 100), k % 256, np.uint8)
+    if random.random() < 0.5:
+        obs = random.integers(0, 256, obs.shape, np.uint8)
+    return {"k": np.full(len(obs), k), "seed": np.full(len(obs), seed), "obs": obs}
+
+
+def check_store(store: jaxbuf.Store) -> int:
+    """Every row is there once, but for the first ones, which are deleted.
+
+    Returns:
+        How many appends there were.
+    """
+    read = store.read(slice(len(store) - store.live, None))
+    if not store.live:
+        return 0
+    first, last = int(read["k"][0]), int(read["k"][-1])
+    # Another process may have begun the same append with another seed, and been killed.
+    seeds = read["seed"][np.searchsorted(read["k"], np.arange(first, last + 1))]
+    blocks = [_block(k, seed) for k, seed in enumerate(seeds, first)]
+    for name, leaf in read.items():
+        expected = np.concatenate([block[name] for block in blocks])
+        # Part of the first one is deleted.
+        np.testing.assert_array_equal(leaf, expected[-store.live :])
+    return last + 1
 
 
 def store_writer(path: Path, sender: Connection) -> None:
     """Append one block of rows after the other, and delete some of the old ones."""
     with jaxbuf.Store(path, STORE_ITEM, chunk=64) as store:
-        check_store(store)
-        k = len(store) // _ROWS
-        assert k * _ROWS == len(store), "part of an append is there"
+        k = check_store(store)
         sender.send(k)
         while True:
-            ids = np.arange(k * _ROWS, (k + 1) * _ROWS, dtype=np.int32)
-            obs = np.repeat(ids[:, None], 3, axis=1).astype(np.float32)
-            store.append({"obs": obs, "id": ids})
+            store.append(_block(k, secrets.randbits(62)))
             k += 1
             sender.send(k)
-            store.delete(range(max(0, k - 20) * _ROWS // 2))
+            store.delete(range(max(0, len(store) - _KEPT)))

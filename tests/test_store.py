@@ -1,10 +1,13 @@
 """`Store`: every append that returned is there, once, whatever happens next."""
 
 import itertools
+import json
 import re
+import shutil
 import threading
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -335,8 +338,260 @@ def test_steps_of_all_environments_go_into_a_trajectory_buffer(tmp_path):
             store.append_buffer(few)
 
 
-def test_a_killed_append_loses_and_repeats_nothing(tmp_path):
-    written = kill.kill_repeatedly(kill.store_writer, tmp_path / "store", longest=0.1)
-    assert written > 0
-    with jaxbuf.Store(tmp_path / "store", ITEM) as store:
-        kill.check_store(store)
+WIDE = {
+    "time": np.asarray([1_700_000_000_123, -(2**60), 0]),
+    "count": np.asarray([2**64 - 1, 0, 1], np.uint64),
+    "value": np.asarray([1e300, 0.1, -np.inf]),
+    "wave": np.asarray([1e300 + 1j, 0, 0.1j]),
+}
+
+
+def test_64_bit_numbers_are_kept(tmp_path):
+    example = jax.tree.map(lambda leaf: leaf[0], WIDE)
+    with jaxbuf.Store(tmp_path, example) as store:
+        store.append(WIDE)
+    with jaxbuf.Store(tmp_path, jax.tree.map(np.zeros_like, example)) as store:
+        read = store.read(slice(None))
+        chex.assert_trees_all_equal_dtypes(read, WIDE)
+        chex.assert_trees_all_equal(read, WIDE)
+        # Where 64 bits are off, arrays of JAX have 32, which fit.
+        store.append(jax.tree.map(jnp.asarray, jax.tree.map(np.zeros_like, WIDE)))
+        chex.assert_trees_all_equal(store.read([3]), jax.tree.map(np.zeros_like, store.read([3])))
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "shown"),
+    [
+        (np.int32, np.asarray([1, 2**40 + 7]), "1099511627783"),
+        (np.uint32, np.asarray([2**32], np.uint64), "4294967296"),
+        (np.float32, np.asarray([1e300]), "1e+300"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(tmp_path, stored, given, shown):
+    with jaxbuf.Store(tmp_path, {"id": np.zeros((), stored)}) as store:
+        name = np.dtype(stored).name
+        message = rf"items\['id'\].* {re.escape(shown)}; expected .*{name}"
+        with pytest.raises(ValueError, match=message):
+            store.append({"id": given})
+        assert len(store) == 0
+        # What the mask leaves out does not matter, and what fits is welcome.
+        store.append({"id": given}, mask=np.zeros(len(given), bool))
+        store.append({"id": np.zeros_like(given)})
+        assert len(store) == len(given)
+
+
+def test_numbers_that_no_array_of_jax_holds_are_read_but_not_drawn(tmp_path):
+    with jaxbuf.Store(tmp_path, {"time": np.int64(0)}) as store:
+        store.append({"time": np.asarray([5, 6])})
+        buffer = jaxbuf.ItemBuffer.create({"time": jnp.int32(0)}, 4)
+        buffer = store.load_into(buffer)
+        assert buffer.data["time"][:2].tolist() == [5, 6]
+        assert set(next(store.batches(8)).data["time"].tolist()) <= {5, 6}
+        store.append({"time": np.asarray([2**40])})
+        message = r"\['time'\].* 1099511627776; expected .*int32"
+        with pytest.raises(ValueError, match=message):
+            store.load_into(buffer)
+        with pytest.raises(ValueError, match=message):
+            next(store.batches(64))
+        assert store.read([2])["time"].tolist() == [2**40]
+
+
+def test_rows_are_chosen_as_in_numpy(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        check(store.read([]), [])
+        check(store.read(slice(None)), [])
+        store.append(items(range(10)))
+        mask = np.asarray([False] * 7 + [True] * 3)
+        check(store.read(mask), [7, 8, 9])
+        check(store.read(mask.tolist()), [7, 8, 9])
+        check(store.read([]), [])
+        check(store.read(slice(-2, None)), [8, 9])
+        # Such as the numbers of fragments that a chunk in a buffer refers to.
+        chunks = jnp.asarray([[0, 1, 2], [4, 5, 6]])
+        read = store.read(chunks)
+        chex.assert_shape(read["obs"], (2, 3, 3))
+        np.testing.assert_array_equal(read["id"], chunks)
+        store.delete(mask)
+        with pytest.raises(IndexError, match="row 7 was deleted"):
+            store.read(mask)
+        store.delete(chunks[0])
+        store.delete([])
+        store.delete(range(0))
+        store.delete(slice(3, 4))
+        assert store.live == 3
+        assert disk_chunks(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("use", ["read", "delete", "pin"])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.asarray([0.0, 1.5]), "rows has dtype float64; expected integers, a mask or a slice"),
+        (["a"], "rows has dtype <U1; expected integers"),
+        (None, "rows has dtype object; expected integers"),
+        (np.asarray([True, False]), "rows is a mask of shape (2,); expected (5,)"),
+        (np.ones((5, 1), bool), "rows is a mask of shape (5, 1); expected (5,)"),
+    ],
+)
+def test_other_rows_are_refused(tmp_path, use, rows, message):
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        store.append(items(range(5)))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            store.pin(rows).__enter__() if use == "pin" else getattr(store, use)(rows)
+        assert store.live == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"rows_at_a_time": -1}, ValueError, "rows_at_a_time is -1; expected"),
+        ({"rows_at_a_time": 2.0}, ValueError, "rows_at_a_time is 2.0; expected"),
+        ({"stop": -1}, ValueError, "stop is -1; expected"),
+        ({"start": -1}, ValueError, "start is -1; expected"),
+        ({"start": 1.5}, ValueError, "start is 1.5; expected"),
+        ({"start": 4, "stop": 2}, ValueError, "stop is 2; expected at least 4"),
+        ({"start": 7}, IndexError, "start is 7, but the store has 5 rows"),
+        ({"start": 7, "stop": 9}, IndexError, "start is 7, but the store has 5 rows"),
+        ({"stop": 6}, IndexError, "there is no row 5; the store has 5"),
+    ],
+)
+def test_ranges_that_are_not_there_are_not_loaded(tmp_path, arguments, error, message):
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        store.append(items(range(5)))
+        buffer = jaxbuf.ItemBuffer.create(ITEM, 8)
+        with pytest.raises(error, match=re.escape(message)):
+            store.load_into(buffer, **arguments)
+        # Nothing new since the last time is no mistake.
+        assert int(store.load_into(buffer, start=5).size) == 0
+
+
+@pytest.mark.parametrize("start", [1.5, True, -1, "a"])
+def test_append_takes_integers_to_start_at(tmp_path, start):
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        store.append(items(range(5)))
+        with pytest.raises(ValueError, match=f"start is {start!r}; expected"):
+            store.append(items([1]), start=start)
+
+
+def test_what_a_killed_writer_leaves_of_a_chunk_is_removed(tmp_path):
+    random = np.random.default_rng(0)
+    item = {"pixels": jax.ShapeDtypeStruct((100,), np.uint8)}
+    noise = random.integers(0, 256, size=(50, 100), dtype=np.uint8)
+    with jaxbuf.Store(tmp_path, item, chunk=64) as store:
+        store.append({"pixels": noise})
+    # tensorstore writes a chunk under this name first, and does not empty what it finds there.
+    for left in ("0.0.__lock", "1.0.__lock", "zarr.json.__lock"):
+        (tmp_path / "leaves" / "0" / left).write_bytes(random.bytes(100_000))
+    more = np.zeros((50, 100), np.uint8)
+    with jaxbuf.Store(tmp_path, item) as store:
+        store.append({"pixels": more})
+    with jaxbuf.Store(tmp_path, item) as store:
+        np.testing.assert_array_equal(
+            store.read(slice(None))["pixels"], np.concatenate([noise, more])
+        )
+        store.append({"pixels": more})
+
+
+def damage(path, random):
+    """Spoil one file of a store in one of the ways in which disks and people do."""
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != "lock"]
+    file = files[random.integers(len(files))]
+    how = random.choice(["flip", "remove", "empty", "cut", "longer"])
+    content = bytearray(file.read_bytes())
+    if how == "flip":
+        at = int(random.integers(len(content)))
+        content[at] ^= 1 << int(random.integers(8))
+    elif how == "cut":
+        content = content[: int(random.integers(len(content)))]
+    elif how == "longer":
+        content += random.bytes(5)
+    elif how == "empty":
+        content = b""
+    if how == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    return file, how
+
+
+def contents(path):
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_damage_is_found_by_name_and_nothing_is_overwritten(tmp_path):
+    random = np.random.default_rng(0)
+    good = tmp_path / "good"
+    rows = items(range(150))
+    # A chunk of zeros only is on disk like any other, or its loss would not be noticed.
+    rows["obs"][:64] = 0
+    with jaxbuf.Store(good, ITEM, chunk=64) as store:
+        store.append(rows)
+    for i in range(100):
+        path = tmp_path / str(i)
+        shutil.copytree(good, path)
+        file, how = damage(path, random)
+        before = contents(path)
+        # The file's name is enough to know what was done to it.
+        with (
+            pytest.raises(ValueError, match=f"is damaged: .*{file.name}"),
+            jaxbuf.Store(path, ITEM) as store,
+        ):
+            store.read(slice(None))
+        assert contents(path) == before, (file, how)
+
+
+@pytest.mark.parametrize("gone", ["rows.json", "store.json", "leaves/0/zarr.json"])
+def test_a_store_without_one_of_its_files_is_not_begun_anew(tmp_path, gone):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=64) as store:
+        store.append(items(range(150)))
+    (tmp_path / gone).unlink()
+    before = contents(tmp_path)
+    for mode in ("a", "r"):
+        with pytest.raises(ValueError, match=rf"is damaged: .*{gone.split('/')[-1]}"):
+            jaxbuf.Store(tmp_path, ITEM, mode=mode)
+    assert contents(tmp_path) == before
+
+
+def test_nothing_is_appended_to_a_chunk_that_is_gone(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=64) as store:
+        store.append(items(range(100)))
+    (tmp_path / "leaves" / "0" / "1").unlink()
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        with pytest.raises(ValueError, match=r"is damaged: .*\['id'\].*leaves/0/1.*is missing"):
+            store.append(items(range(100, 110)))
+        check(store.read(np.arange(64)), range(64))
+        assert len(store) == 100
+
+
+def test_a_reader_is_told_of_rows_that_were_deleted_since(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(12)))
+        with jaxbuf.Store(tmp_path, ITEM, mode="r") as reader:
+            store.delete(range(8))
+            with pytest.raises(IndexError, match="row 5 was deleted"):
+                reader.read([5, 9])
+            check(reader.read([9]), [9])
+
+
+def test_an_older_format_is_refused_by_its_number(tmp_path):
+    (tmp_path / "store.json").write_text(json.dumps({"format": 1, "chunk": 4, "leaves": {}}))
+    with pytest.raises(ValueError, match="has format 1; this version of jaxbuf reads format 2"):
+        jaxbuf.Store(tmp_path, ITEM)
+
+
+@pytest.mark.parametrize("there", ["leaves/0/notes.txt", "leaves/oak.png", "rows.json"])
+def test_files_of_others_are_not_taken_for_a_store_that_was_killed(tmp_path, there):
+    file = tmp_path / there
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("mine")
+    with pytest.raises(ValueError, match=file.name):
+        jaxbuf.Store(tmp_path, ITEM)
+    assert file.read_text() == "mine"
+
+
+def test_a_killed_writer_loses_and_repeats_nothing(tmp_path):
+    # Several, as their creation is killed, too.
+    for i in range(4):
+        kill.kill_repeatedly(kill.store_writer, tmp_path / str(i), 0.1, kill.KILLS // 4)
+        with jaxbuf.Store(tmp_path / str(i), kill.STORE_ITEM) as store:
+            assert kill.check_store(store) > 0

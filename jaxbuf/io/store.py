@@ -1,40 +1,45 @@
 """A dataset on disk: more items than memory holds.
 
 Each leaf is a zarr array; which of its rows count is said by one small file, replaced in one step
-after they are written. So whatever is interrupted, the rows before it are as they were.
+after they are written. So whatever is interrupted, the rows before it are as they were. Chunks and
+small files carry checksums, and a chunk that should be there is never taken for zeros.
 """
 
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import fcntl
 import itertools
-import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.buffers import ops
+from jaxbuf.buffers import common, ops
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import storage
-from jaxbuf.io import describe, resizing
+from jaxbuf.io import describe, records, resizing, zarr
 from jaxbuf.io.ranges import Ranges
 
 Buffer = TypeVar("Buffer", bound=Any)
 
-_FORMAT = 1
-# More than will ever be appended: the arrays need no new shape when rows come.
-_MOST_ROWS = 2**40
+_FORMAT = 2
 _CHUNK_BYTES = 2**18
+
+# What NumPy would index an array of all rows with.
+Rows: TypeAlias = (
+    slice
+    | Sequence[int]
+    | Int[Array | np.ndarray[Any, Any], " ..."]
+    | Bool[Array | np.ndarray[Any, Any], " N"]
+)
 
 
 class StoreBatch(NamedTuple):
@@ -55,13 +60,19 @@ class Store:
     Unlike the buffers it is no pytree, but a handle on a folder, for the host side of a program.
     Rows keep their numbers for good. An append that returned is on disk, one that was killed never
     happened; opened again, the store goes on after the last one that returned. One process at a
-    time may write, and any number may read what was there when they opened it. Threads may share
-    one store. A reader does not learn what the writer deletes, and reads zeros once it is gone.
+    time may write, and any number may read what was there when they opened it; what the writer
+    has deleted since can still be drawn, and raises an error once its space is free. Threads may
+    share one store.
+
+    The store keeps the dtypes of the example, those of 64 bits included, whatever
+    ``jax_enable_x64`` says. Every chunk carries a checksum: a damaged or missing file is an error
+    that names it, when the store is opened or at the latest when its rows are read, and is never
+    overwritten.
 
     Args:
         path: The folder. It is made if needed.
-        example: One unbatched item: arrays or ``jax.ShapeDtypeStruct``. Of a store that is there
-            already it must be like the one it was made with.
+        example: One unbatched item: arrays of NumPy or JAX, or ``jax.ShapeDtypeStruct``. Of a
+            store that is there already it must be like the one it was made with.
         mode: ``"a"`` to read and append, ``"r"`` to read what is there.
         chunk: How many rows are compressed together, and read together: small for random batches,
             large for long ranges. By default about 256 KiB of them. Of a store that is there
@@ -69,8 +80,9 @@ class Store:
         cache_bytes: How much memory may hold chunks that were read.
 
     Raises:
-        ValueError: If there is another store or something else in the folder, another process
-            writes to it, or ``example`` or a number is illegal.
+        ValueError: If there is another store or something else in the folder, the store is
+            damaged or has another format, another process writes to it, or ``example`` or a number
+            is illegal.
         FileNotFoundError: If ``mode`` is ``"r"`` and there is no store.
 
     Example:
@@ -98,8 +110,8 @@ class Store:
         if mode not in ("a", "r"):
             raise ValueError(f"mode is {mode!r}; expected 'a' or 'r'")
         self._folder = Path(path).resolve()
-        # Checks the example, and makes no array of it.
-        self._like = jax.eval_shape(lambda: storage.allocate(example, (1,)))
+        self._like = _like(example)
+        self._names = [*describe.leaves(self._like, "")]
         self._pins: collections.Counter[int] = collections.Counter()
         self._mutex = threading.RLock()
         self._closed = False
@@ -107,6 +119,7 @@ class Store:
         if mode == "a":
             self._lock = self._take_lock(path)
         try:
+            self._arrays: list[Any] = []
             self._chunk = self._open_or_create(path, chunk, cache_bytes)
             self._rows, self._deleted, self._freed = self._committed()
             if mode == "a":
@@ -137,10 +150,11 @@ class Store:
 
     def close(self) -> None:
         """Let other processes write. Nothing is lost without it."""
-        self._closed = True
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        with self._mutex:
+            self._closed = True
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
 
     def append(
         self,
@@ -152,7 +166,9 @@ class Store:
         """Append items, and return once they are on disk.
 
         Args:
-            items: Leaves ``[B, *shape]``, in the example's dtypes, on the host or a device.
+            items: Leaves ``[B, *shape]``, in the example's dtypes, on the host or a device. Where
+                ``jax_enable_x64`` is off, 32 and 64 bits may stand for each other if the values
+                fit.
             mask: Which rows to take, ``[B]``.
             start: The number that the first row is to have. What is there already from an earlier
                 run of the same program is left as it is, and only the rest is written: so a run
@@ -162,26 +178,28 @@ class Store:
             The numbers of the rows.
 
         Raises:
-            ValueError: If a structure, shape or dtype differs from the example, ``start`` leaves a
-                gap, or the store is open for reading only.
+            ValueError: If a structure, shape or dtype differs from the example, a number does not
+                fit it, ``start`` leaves a gap, the store is open for reading only, or the chunk
+                that is to take more rows is damaged.
         """
-        checked = jax.eval_shape(
-            lambda items: storage.check(self._like, items, "items", ("B",))[0], items
-        )
-        leaves = [
-            np.asarray(leaf).astype(like.dtype, copy=False)
-            for leaf, like in zip(jax.tree.leaves(items), jax.tree.leaves(checked), strict=True)
-        ]
+        self._check_items(items)
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(items)]
         if mask is not None:
             mask = np.asarray(
                 storage.check_rows(mask, "mask", leaves[0].shape[:1], np.bool_, "(B,)")
             )
             leaves = [leaf[mask] for leaf in leaves]
+        leaves = [
+            _cast(leaf, like.dtype, f"items{name}")
+            for name, leaf, like in zip(
+                self._names, leaves, jax.tree.leaves(self._like), strict=True
+            )
+        ]
         count = leaves[0].shape[0]
         with self._mutex:
             self._check_writable()
-            first = self._rows if start is None else int(start)
-            if not 0 <= first <= self._rows:
+            first = self._rows if start is None else common.check_count("start", start, 0)
+            if first > self._rows:
                 raise ValueError(
                     f"start is {start}, but the store has {self._rows} rows; expected from 0 to "
                     "that"
@@ -189,12 +207,14 @@ class Store:
             known = self._rows - first
             if count > known:
                 rows = slice(self._rows, first + count)
+                if self._rows % self._chunk:
+                    # What is missing of a chunk would be written again as zeros.
+                    self._read(np.asarray([self._rows - 1]))
                 writes = [
                     array[rows].write(leaf[known:])
                     for array, leaf in zip(self._arrays, leaves, strict=True)
                 ]
-                for write in writes:
-                    write.result()
+                zarr.finish(writes)
                 self._commit(rows=first + count)
             return range(first, first + count)
 
@@ -228,57 +248,59 @@ class Store:
         step = step % buffer.length
         return self.append(jax.tree.map(lambda leaf: leaf[env, step].swapaxes(0, 1), buffer.data))
 
-    def read(self, rows: slice | Int[np.ndarray, " B"]) -> PyTree[np.ndarray[Any, Any]]:
+    def read(self, rows: Rows) -> PyTree[np.ndarray[Any, Any]]:
         """Rows by number.
 
         Args:
-            rows: Numbers ``[B]``, or a slice of all rows.
+            rows: Row numbers of any shape ``[...]``, such as those that each chunk of fragments
+                in a buffer refers to; a boolean mask of all rows, ``[len(store)]``; or a slice.
 
         Returns:
-            Leaves ``[B, ...]``.
+            Leaves ``[..., *shape]`` for row numbers, and ``[B, *shape]`` for a mask or a slice
+            that chooses ``B`` rows.
 
         Raises:
             IndexError: If there is no such row, or it was deleted and is not pinned.
+            ValueError: If ``rows`` is something else, or what is on disk is damaged.
         """
-        if isinstance(rows, slice):
-            rows = np.arange(self._rows)[rows]
-        rows = np.asarray(rows, np.int64)
-        with self.pin(rows):
-            return self._read(rows)
+        numbers = self._numbers(rows)
+        with self.pin(numbers):
+            return self._read(numbers)
 
     @contextlib.contextmanager
-    def pin(self, rows: Int[np.ndarray, " B"]) -> Generator[None]:
+    def pin(self, rows: Rows) -> Generator[None]:
         """Keep rows on disk, though they be deleted, as long as the context lasts.
 
         Args:
-            rows: Numbers ``[B]``.
+            rows: Row numbers, a mask or a slice, as for ``read``.
 
         Raises:
             IndexError: If there is no such row, or it was deleted before.
+            ValueError: If ``rows`` is something else.
         """
-        rows = np.asarray(rows, np.int64)
-        chunks = self._pin(rows)
+        chunks = self._pin(self._numbers(rows))
         try:
             yield
         finally:
             self._unpin(chunks)
 
-    def delete(self, rows: range | Int[np.ndarray, " B"]) -> None:
+    def delete(self, rows: Rows) -> None:
         """Delete rows for good.
 
         They are not drawn any more. Their space on disk is free once all rows of a chunk are
         deleted and none of it is pinned: batches that were drawn already are still read.
 
         Args:
-            rows: Numbers; those that are deleted already do not matter.
+            rows: Row numbers, a mask or a slice, as for ``read``; rows that are deleted already do
+                not matter.
 
         Raises:
             IndexError: If there is no such row.
-            ValueError: If the store is open for reading only.
+            ValueError: If ``rows`` is something else, or the store is open for reading only.
         """
-        gone = Ranges.of(np.asarray(rows, np.int64))
         with self._mutex:
             self._check_writable()
+            gone = Ranges.of(self._numbers(rows))
             self._check_rows(gone.bounds[:, 0])
             self._check_rows(gone.bounds[:, 1] - 1)
             self._commit(deleted=self._deleted | gone)
@@ -312,11 +334,18 @@ class Store:
             Each batch with its row numbers.
 
         Raises:
-            ValueError: If a number is too small or, with the first batch, the store is empty.
+            ValueError: If a number is too small or no integer; with the first batch, if the store
+                is empty; and with any, if its rows are damaged on disk, or hold 64-bit numbers
+                that do not fit the device's 32 bits while ``jax_enable_x64`` is off.
         """
-        for name, value in (("batch_size", batch_size), ("prefetch", prefetch)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("seed", seed, 0),
+            ("start", start, 0),
+            ("steps", 0 if steps is None else steps, 0),
+            ("prefetch", prefetch, 1),
+        ):
+            common.check_count(name, value, least)
         numbers = itertools.count(start) if steps is None else iter(range(start, start + steps))
         return self._batches(batch_size, seed, numbers, prefetch, device)
 
@@ -335,19 +364,23 @@ class Store:
         Args:
             buffer: It is consumed: go on with the result. A ``TrajectoryBuffer`` takes rows with
                 leaves ``[num_envs, ...]``, one step of all environments.
-            start: First row.
-            stop: Row after the last; without, all that there are.
+            start: First row, at most ``len(store)``.
+            stop: Row after the last, from ``start`` to ``len(store)``, which is the default.
             priority: Gives the priorities of rows ``[B]``, from their leaves ``[B, ...]``.
             score: Gives their scores.
             rows_at_a_time: How many rows are in memory besides the buffer.
 
         Raises:
-            ValueError: If rows and buffer differ.
+            ValueError: If rows and buffer differ, a number is illegal, or the rows are damaged.
             IndexError: If there are no such rows.
         """
-        stop = self._rows if stop is None else stop
+        rows_at_a_time = common.check_count("rows_at_a_time", rows_at_a_time)
+        start = common.check_count("start", start, 0)
+        if start > self._rows:
+            raise IndexError(f"start is {start}, but the store has {self._rows} rows")
+        stop = self._rows if stop is None else common.check_count("stop", stop, start)
         rows = np.arange(start, stop, dtype=np.int64)
-        self._check_rows(rows[[0, -1]] if len(rows) else rows)
+        self._check_rows(rows[-1:])
         rows = rows[~self._deleted.contains(rows)]
         size = min(rows_at_a_time, max(len(rows), 1))
         filled: Any = buffer
@@ -356,7 +389,7 @@ class Store:
             # Pieces of one size: one program.
             padded = np.pad(piece, (0, size - len(piece)), mode="edge")
             mask: Any = np.arange(size) < len(piece)
-            items = self.read(padded)
+            items = self._for_jax(self.read(padded))
             options: dict[str, Any] = {
                 name: f(items) for name, f in (("priority", priority), ("score", score)) if f
             }
@@ -372,7 +405,7 @@ class Store:
     ) -> Iterator[StoreBatch]:
         def fetch(rows: Int[np.ndarray, " B"], chunks: list[int]) -> StoreBatch:
             try:
-                return StoreBatch(jax.device_put(self._read(rows), device), rows)
+                return StoreBatch(jax.device_put(self._for_jax(self._read(rows)), device), rows)
             finally:
                 self._unpin(chunks)
 
@@ -400,13 +433,55 @@ class Store:
                     if future.cancel():
                         self._unpin(chunks)
 
-    def _read(self, rows: Int[np.ndarray, " B"]) -> PyTree[np.ndarray[Any, Any]]:
-        reads = [array[rows].read() for array in self._arrays]
-        return jax.tree.unflatten(
-            jax.tree.structure(self._like), [np.asarray(read.result()) for read in reads]
-        )
+    def _numbers(self, rows: Rows) -> Int[np.ndarray, " ..."]:
+        """The numbers of the rows that NumPy would take."""
+        if isinstance(rows, slice):
+            return np.arange(self._rows)[rows]
+        array = np.asarray(rows)
+        if array.dtype == bool:
+            if array.shape != (self._rows,):
+                raise ValueError(
+                    f"rows is a mask of shape {array.shape}; expected ({self._rows},), one for "
+                    "each row of the store"
+                )
+            return np.flatnonzero(array)
+        if not array.size and not hasattr(rows, "dtype"):
+            return np.zeros(array.shape, np.int64)  # [] says nothing of its dtype.
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"rows has dtype {array.dtype}; expected integers, a mask or a slice of all rows"
+            )
+        return array.astype(np.int64)
 
-    def _pin(self, rows: Int[np.ndarray, " B"]) -> list[int]:
+    def _read(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray[Any, Any]]:
+        if not rows.size:
+            # tensorstore would look for the first chunk all the same.
+            return jax.tree.map(
+                lambda x: np.zeros((*rows.shape, *x.shape[1:]), x.dtype), self._like
+            )
+        reads = [array[rows].read() for array in self._arrays]
+        leaves: list[np.ndarray[Any, Any]] = []
+        for i, read in enumerate(reads):
+            try:
+                leaves.append(np.asarray(read.result()))
+            except ValueError as error:
+                if self._lock is None:
+                    # The writer may have deleted them since this store was opened.
+                    gone = rows[self._committed()[1].contains(rows)]
+                    if gone.size:
+                        raise IndexError(f"row {gone[0]} was deleted") from error
+                raise self._damage(f"{self._names[i]}: {zarr.reason(error)}") from error
+        return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
+
+    def _for_jax(self, rows: PyTree[np.ndarray[Any, Any]]) -> PyTree[np.ndarray[Any, Any]]:
+        """Rows in the dtypes that arrays of JAX have, which may be narrower."""
+        leaves = [
+            _cast(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype), f"data{name}")
+            for name, leaf in zip(self._names, jax.tree.leaves(rows), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(rows), leaves)
+
+    def _pin(self, rows: Int[np.ndarray, " ..."]) -> list[int]:
         chunks = np.unique(rows // self._chunk).tolist()
         with self._mutex:
             self._check_rows(rows)
@@ -439,8 +514,7 @@ class Store:
             for chunk in free
             for array in self._arrays
         ]
-        for removal in removals:
-            removal.result()
+        zarr.finish(removals)
         runs = ((chunk * self._chunk, (chunk + 1) * self._chunk) for chunk in free)
         self._commit(freed=self._freed | Ranges.runs(runs))
 
@@ -454,66 +528,106 @@ class Store:
         rows = self._rows if rows is None else rows
         deleted = self._deleted if deleted is None else deleted
         freed = self._freed if freed is None else freed
-        _write(
+        records.write(
             self._folder / "rows.json",
             {"rows": rows, "deleted": deleted.tolist(), "freed": freed.tolist()},
         )
         self._rows, self._deleted, self._freed = rows, deleted, freed
 
     def _committed(self) -> tuple[int, Ranges, Ranges]:
-        file = self._folder / "rows.json"
-        if not file.exists():
-            return 0, Ranges.of([]), Ranges.of([])
+        record = self._record("rows.json")
+        return record["rows"], Ranges.runs(record["deleted"]), Ranges.runs(record["freed"])
+
+    def _record(self, name: str) -> dict[str, Any]:
         try:
-            record = json.loads(file.read_text())
-            return (
-                int(record["rows"]),
-                Ranges.runs(record["deleted"]),
-                Ranges.runs(record["freed"]),
+            record, intact = records.read(self._folder / name)
+        except FileNotFoundError as error:
+            raise self._damage(f"{name} is missing") from error
+        except ValueError as error:
+            raise self._damage(f"{name} is no JSON object") from error
+        made = record.get("format", _FORMAT)
+        if made != _FORMAT:
+            raise ValueError(
+                f"the store {self._folder} has format {made}; this version of jaxbuf reads format "
+                f"{_FORMAT}" + ("; version 0.1.0 reads format 1" if made == 1 else "")
             )
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"the store {self._folder} is damaged: {file.name}") from error
+        if not intact:
+            raise self._damage(f"{name} is not what was written")
+        return record
+
+    def _damage(self, what: str) -> ValueError:
+        return ValueError(f"the store {self._folder} is damaged: {what}")
 
     def _open_or_create(
         self, path: str | os.PathLike[str], chunk: int | None, cache_bytes: int
     ) -> int:
-        leaves = {
-            name: dataclasses.asdict(leaf)
-            for name, leaf in describe.leaves(
-                jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._like), ""
-            ).items()
-        }
-        for name, leaf in leaves.items():
-            if describe.is_key(leaf["dtype"]):
+        leaves: dict[str, Any] = {}
+        for name, leaf in describe.leaves(self._like, "").items():
+            if describe.is_key(leaf.dtype):
                 raise ValueError(f"example{name} is a PRNG key; store its jax.random.key_data")
-        header = self._folder / "store.json"
-        if not header.exists():
-            if self._lock is None:
-                raise FileNotFoundError(f"there is no store in {path}")
+            leaves[name] = {"shape": [*leaf.shape[1:]], "dtype": leaf.dtype}
+        cache = zarr.new_cache(common.check_count("cache_bytes", cache_bytes, 0))
+        if (self._folder / "store.json").exists():
+            return self._open(leaves, cache)
+        self._check_new()
+        if self._lock is None:
+            raise FileNotFoundError(f"there is no store in {path}")
+        return self._create(leaves, chunk, cache)
+
+    def _open(self, leaves: dict[str, Any], cache: Any) -> int:
+        record = self._record("store.json")
+        self._compare(record["leaves"], leaves)
+        if self._lock is not None:
+            # What a killed writer was about to make a chunk of. tensorstore would write over the
+            # beginning of such a file, and keep the rest.
+            for left in self._folder.glob("leaves/*/*.__lock"):
+                left.unlink()
+        for i, (name, leaf) in enumerate(
+            zip(self._names, jax.tree.leaves(self._like), strict=True)
+        ):
+            try:
+                array = zarr.open_rows(self._leaf_folder(i), leaf, record["chunk"], cache)
+            except ValueError as error:
+                file = f"leaves/{i}/zarr.json"
+                raise self._damage(f"{name}: {file}: {zarr.reason(error)}") from error
+            self._arrays.append(array)
+        return record["chunk"]
+
+    def _create(self, leaves: dict[str, Any], chunk: int | None, cache: Any) -> int:
+        if chunk is None:
             row_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._like))
-            chunk = max(_CHUNK_BYTES // max(row_bytes, 1), 1) if chunk is None else int(chunk)
-            if chunk < 1:
-                raise ValueError(f"chunk is {chunk}; expected at least 1")
-            # What is there without a header is left of a creation that was killed.
-            shutil.rmtree(self._folder / "leaves", ignore_errors=True)
-            self._arrays = self._open_arrays(cache_bytes, chunk)
-            leaves = json.loads(json.dumps(leaves))
-            _write(header, {"format": _FORMAT, "chunk": chunk, "leaves": leaves})
-            return chunk
-        try:
-            record = json.loads(header.read_text())
-            made, chunk = record["format"], int(record["chunk"])
-            stored: dict[str, Any] = record["leaves"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"the store {self._folder} is damaged: {header.name}") from error
-        if made != _FORMAT:
-            raise ValueError(
-                f"the store {self._folder} has format {made}; this version of jaxbuf reads format "
-                f"{_FORMAT}"
-            )
-        self._compare(stored, json.loads(json.dumps(leaves)))
-        self._arrays = self._open_arrays(cache_bytes, None)
+            chunk = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
+        chunk = common.check_count("chunk", chunk)
+        shutil.rmtree(self._folder / "leaves", ignore_errors=True)
+        self._arrays = [
+            zarr.open_rows(self._leaf_folder(i), leaf, chunk, cache, create=True)
+            for i, leaf in enumerate(jax.tree.leaves(self._like))
+        ]
+        self._commit(0, Ranges.of([]), Ranges.of([]))
+        # Last: with this, it is a store.
+        records.write(
+            self._folder / "store.json", {"format": _FORMAT, "chunk": chunk, "leaves": leaves}
+        )
+        records.sync(self._folder.parent)
         return chunk
+
+    def _leaf_folder(self, i: int) -> Path:
+        return self._folder / "leaves" / str(i)
+
+    def _check_new(self) -> None:
+        """Refuse to begin a store where there is more than what a killed beginning leaves."""
+        more = [
+            str(file.relative_to(self._folder))
+            for file in self._folder.glob("leaves/**/*")
+            if file.is_file() and not file.name.startswith("zarr.json")
+        ]
+        if (self._folder / "rows.json").exists() and self._record("rows.json")["rows"]:
+            more.append("rows.json")
+        if more:
+            raise self._damage(
+                f"there is {more[0]}, but no store.json; if it is not a store, choose another "
+                "folder"
+            )
 
     def _compare(self, stored: dict[str, Any], given: dict[str, Any]) -> None:
         parts = [f"example{name} is not in the store" for name in given if name not in stored]
@@ -527,33 +641,6 @@ class Store:
             ]
         if parts:
             raise ValueError(f"the store {self._folder} holds something else: {'; '.join(parts)}")
-
-    def _open_arrays(self, cache_bytes: int, chunk: int | None) -> list[Any]:
-        import tensorstore as ts
-
-        context = ts.Context({"cache_pool": {"total_bytes_limit": int(cache_bytes)}})
-        futures: list[Any] = []
-        for i, leaf in enumerate(jax.tree.leaves(self._like)):
-            spec: dict[str, Any] = {
-                "driver": "zarr",
-                "kvstore": {"driver": "file", "path": f"{self._folder / 'leaves' / str(i)}/"},
-                # Another process may have appended since a chunk was read.
-                "recheck_cached_data": "open",
-            }
-            options: dict[str, Any] = {"open": True}
-            if chunk is not None:
-                spec["metadata"] = {
-                    "compressor": {"id": "zstd", "level": 3},
-                    "dimension_separator": ".",
-                }
-                options = {
-                    "create": True,
-                    "dtype": ts.dtype(leaf.dtype),
-                    "shape": [_MOST_ROWS, *leaf.shape[1:]],
-                    "chunk_layout": ts.ChunkLayout(chunk_shape=[chunk, *leaf.shape[1:]]),
-                }
-            futures.append(ts.open(spec, context=context, **options))
-        return [future.result() for future in futures]
 
     def _take_lock(self, path: str | os.PathLike[str]) -> Any:
         if self._folder.exists() and not self._folder.is_dir():
@@ -583,17 +670,50 @@ class Store:
             state = "closed" if self._closed else "open for reading only"
             raise ValueError(f"the store {self._folder} is {state}; open it with mode='a'")
 
-    def _check_rows(self, rows: Int[np.ndarray, " B"]) -> None:
+    def _check_items(self, items: PyTree[Array]) -> None:
+        def same(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+            """The leaf in the stored dtype, if they are one for JAX."""
+            dtype = getattr(leaf, "dtype", None)
+            if dtype is None or describe.is_key(dtype):
+                return leaf
+            canonical = jax.dtypes.canonicalize_dtype
+            fits = canonical(dtype) == canonical(like.dtype)
+            return jax.ShapeDtypeStruct(leaf.shape, like.dtype) if fits else leaf
+
+        if jax.tree.structure(items) == jax.tree.structure(self._like):
+            items = jax.tree.map(same, items, self._like)
+        with jax.enable_x64(True):
+            jax.eval_shape(lambda x: storage.check(self._like, x, "items", ("B",))[0], items)
+
+    def _check_rows(self, rows: Int[np.ndarray, " ..."]) -> None:
         wrong = rows[(rows < 0) | (rows >= self._rows)]
         if wrong.size:
             raise IndexError(f"there is no row {wrong[0]}; the store has {self._rows}")
 
 
-def _write(file: Path, record: dict[str, Any]) -> None:
-    """Replace a small file in one step."""
-    new = file.with_suffix(".new")
-    with new.open("w") as stream:
-        json.dump(record, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    new.replace(file)
+def _like(example: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+    """Shapes ``[1, *shape]`` and dtypes of an item; Python numbers get the dtypes of JAX."""
+    with jax.enable_x64(True):
+        # Checks the example, and makes no array of it.
+        jax.eval_shape(lambda: storage.allocate(example, (1,)))
+
+    def batch(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        return jax.ShapeDtypeStruct((1, *getattr(leaf, "shape", ())), dtype)
+
+    return jax.tree.map(batch, example)
+
+
+def _cast(array: np.ndarray[Any, Any], dtype: Any, name: str) -> np.ndarray[Any, Any]:
+    """An array in another dtype, if that holds its values, for floats up to rounding."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        lost = cast != array
+    else:
+        lost = np.isfinite(array) & ~np.isfinite(cast)
+    if np.any(lost):
+        raise ValueError(f"{name} has {array[lost][0]}; expected numbers that {dtype} holds")
+    return cast

@@ -1,0 +1,48 @@
+"""Small JSON files that are replaced in one step and carry a checksum."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+
+def write(file: Path, record: dict[str, Any]) -> None:
+    """Replace a file; once this returns, it is on disk."""
+    new = file.with_suffix(".new")
+    with new.open("w") as stream:
+        json.dump({**record, "crc32": _checksum(record)}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.replace(file)
+    sync(file.parent)
+
+
+def read(file: Path) -> tuple[dict[str, Any], bool]:
+    """Read a file.
+
+    Returns:
+        What it holds, and whether that is what was written.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it holds anything but a JSON object.
+    """
+    record = json.loads(file.read_bytes())
+    if not isinstance(record, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    written = record.pop("crc32", None)
+    return record, written == _checksum(record)
+
+
+def sync(folder: Path) -> None:
+    """Write the names of a folder's entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())

@@ -1,0 +1,79 @@
+"""Arrays on disk that grow by rows, each chunk with a checksum, through tensorstore."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# More than will ever be appended: an array needs no new shape when rows come.
+_MOST_ROWS = 2**40
+
+
+def new_cache(size: int) -> Any:
+    """Memory for chunks that were read, of at most ``size`` bytes, which arrays may share."""
+    import tensorstore as ts
+
+    return ts.Context({"cache_pool": {"total_bytes_limit": size}})
+
+
+def open_rows(
+    folder: Path, like: jax.ShapeDtypeStruct, chunk: int, cache: Any, *, create: bool = False
+) -> Any:
+    """Open or create an array of rows.
+
+    Args:
+        folder: Where it lies.
+        like: A batch of rows, ``[B, *shape]``.
+        chunk: Rows in a chunk.
+        cache: Where to keep chunks that were read.
+        create: Whether it is a new one.
+
+    Returns:
+        The tensorstore array. To read a chunk that is missing or damaged is a ``ValueError``.
+
+    Raises:
+        ValueError: If there is none, or one with anything different about it; or, if it is to be
+            created, tensorstore does not know the dtype.
+    """
+    import tensorstore as ts
+
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{folder}/"},
+        # Another process may have appended since a chunk was read.
+        "recheck_cached_data": "open",
+        # A chunk that is missing is an error, and one of zeros is not left out.
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+        # All of it, so that what is on disk is compared with it.
+        "metadata": _metadata(like, chunk),
+    }
+    return ts.open(spec, context=cache, open=not create, create=create).result()
+
+
+def finish(futures: list[Any]) -> None:
+    """Wait until nothing is on its way any more, and only then say what failed."""
+    errors = [error for error in [future.exception() for future in futures] if error]
+    if errors:
+        raise errors[0]
+
+
+def reason(error: Exception) -> str:
+    """What tensorstore says of an error, without its list of settings."""
+    return str(error).split(" [")[0]
+
+
+def _metadata(like: jax.ShapeDtypeStruct, chunk: int) -> dict[str, Any]:
+    shape = like.shape[1:]
+    chunk_shape = [chunk, *(max(size, 1) for size in shape)]
+    return {
+        "data_type": str(like.dtype),
+        "shape": [_MOST_ROWS, *shape],
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+        "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "zstd", "configuration": {"level": 3}},
+            {"name": "crc32c"},
+        ],
+    }
