@@ -69,6 +69,12 @@ class Episodes(reference_trajectory.TrajectoryBuffer):
             t -= 1
         return t
 
+    def last_terminated(self, env, t):
+        """Number of the last row up to ``t`` that terminated; of the episode's first if none."""
+        while not self.history[env][t].terminated and t > 0 and not self.history[env][t - 1].last:
+            t -= 1
+        return t
+
     def end(self, env, t):
         """Number of the last row so far of the episode of row ``t``."""
         while t + 1 < len(self.history[env]) and not self.history[env][t].last:

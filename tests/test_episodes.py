@@ -68,6 +68,7 @@ def look(buffer, env, position):
     return {
         "begin": buffer.episode_begin_position(env, position),
         "held": buffer.episode_begin_position(env, position, held=True),
+        "terminated": buffer.last_terminated_position(env, position),
         "remaining": buffer.steps_to_episode_end(env, position),
         "first": buffer.is_episode_first(env, position),
         "last": buffer.is_episode_last(env, position),
@@ -135,6 +136,7 @@ def assert_same(buffer, twin):
                 assert row["return"] == twin.default
                 continue
             assert row["begin"] == twin.begin(env, step)
+            assert row["terminated"] == twin.last_terminated(env, step)
             assert row["held"] == next(
                 t for t in range(twin.begin(env, step), step + 1) if twin.is_held(env, t)
             )
@@ -234,7 +236,23 @@ def test_alfs_own_returns(rows):
         [-1.99, -1, -1000, -1, 0, 0, -1000, -1000],
         [-1, -1000, 0, -0.99, -1, -1000, -1000, -1000],
     ]
-    np.testing.assert_allclose(ask(buffer, 2, range(8))["return"], expected, rtol=1e-6)
+    said = ask(buffer, 2, range(8))
+    np.testing.assert_allclose(said["return"], expected, rtol=1e-6)
+    # What ALF says with get_disc_0_begin_position.
+    assert said["terminated"].tolist() == [[0, 0, 2, 3, 3, 5, 6, 7], [0, 1, 2, 3, 3, 5, 6, 6]]
+
+
+def test_the_last_step_that_terminated_may_be_gone():
+    buffer = create(1, 4, last="end.last", record_return=False)
+    for letters in ("..T", "....."):
+        rows = rows_of(letters)
+        rows["end"]["last"] = jnp.zeros_like(rows["end"]["last"])
+        buffer = jaxbuf.add(buffer, rows)
+    env, position = jnp.zeros(4, jnp.int32), jnp.arange(4, 8)
+    assert buffer.last_terminated_position(env, position).tolist() == [2] * 4
+    assert buffer.episode_begin_position(env, position).tolist() == [0] * 4
+    slots = buffer.latest(4).slots
+    assert buffer.last_terminated_position(slots).tolist() == [2] * 4
 
 
 def test_returns_by_the_plain_recurrence():

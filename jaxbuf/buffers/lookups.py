@@ -1,10 +1,11 @@
 """What a buffer of steps can tell about their episodes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
@@ -20,6 +21,7 @@ class EpisodeLookups:
     that broadcast. All raise a ``ValueError`` if the buffer was created without ``Episodes``.
 
     Attributes:
+        data: The steps, leaves ``[num_envs, length, ...]``.
         occupancy: Which steps and windows there are.
         episode_index: Where episodes begin and end; None without ``Episodes``.
 
@@ -44,6 +46,7 @@ class EpisodeLookups:
         True
     """
 
+    data: PyTree[Array]
     occupancy: Any
     episode_index: EpisodeIndex | None
 
@@ -70,6 +73,40 @@ class EpisodeLookups:
             Positions; a step's own where it is not held.
         """
         query = EpisodeIndex.held_begin if held else EpisodeIndex.begin
+        return self._look_up(query, where, positions)
+
+    def last_terminated_position(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> UInt[Array, "..."]:
+        """The position of the last step, up to this one, where the episode's discount was zero.
+
+        That is a step whose ``Episodes.terminated`` is set: the episode's last one, or with
+        ``Episodes.last`` any, as at the loss of a life. It may not be held any more.
+
+        Args:
+            where: ``sample.slots``, or ``env_ids``.
+            positions: Which steps of these environments.
+
+        Returns:
+            Positions; that of the first step of the episode where none has terminated yet, and a
+            step's own where it is not held.
+
+        References:
+            ``get_disc_0_begin_position`` of ALF's replay buffer,
+            https://github.com/HorizonRobotics/alf.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> step = {"life_lost": jnp.bool_(False), "over": jnp.bool_(False)}
+            >>> episodes = jaxbuf.Episodes(terminated="life_lost", last="over")
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=episodes)
+            >>> lost = jnp.array([[False, True, False, True, False]])
+            >>> over = jnp.array([[False, False, False, True, False]])
+            >>> buffer = buffer.add({"life_lost": lost, "over": over})
+            >>> buffer.last_terminated_position(jnp.array([0]), jnp.arange(5)).tolist()
+            [0, 1, 1, 3, 4]
+        """
+        query = functools.partial(EpisodeIndex.last_terminated, data=self.data)
         return self._look_up(query, where, positions)
 
     def steps_to_episode_end(

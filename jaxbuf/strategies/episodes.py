@@ -35,9 +35,9 @@ class Episodes:
     episode ends with the row that is flagged, and the next row begins another. A path names a field
     of a step, one bool or float; dots lead into nested fields.
 
-    The index takes four bytes per step, and the returns another four. ``add`` keeps both up to
-    date at a cost that does not depend on how much is stored: a return is filled in by walking back
-    over the steps of the episode that has just ended, and over no others.
+    The index takes four bytes per step, the returns another four, and so does ``last``. ``add``
+    keeps all up to date at a cost that does not depend on how much is stored: a return is filled in
+    by walking back over the steps of the episode that has just ended, and over no others.
 
     Attributes:
         terminated: Path of the flags that an episode terminated here.
@@ -138,6 +138,7 @@ class Episodes:
         return EpisodeIndex(
             behind=jnp.zeros((num_envs, length), jnp.int32),
             returns=jnp.zeros((num_envs, length if self.record_return else 0), jnp.float32),
+            since=() if self.last is None else jnp.zeros((num_envs, length), jnp.int32),
             counters=jnp.zeros((num_envs, 3), jnp.int32),
             episodes=self,
         )
@@ -175,12 +176,16 @@ class EpisodeIndex(struct.PyTreeNode):
         counters: For each ring how many steps its open episode has had, how many of the newest
             steps have no return yet, and whether the first of these had terminated (which matters
             to ALF's recurrence only); ``[E, 3]`` int32.
+        since: Steps from the last one that terminated, or else the first of its episode, to each
+            step, ``[E, N]`` int32, which stops growing like ``behind``; nothing without
+            ``Episodes.last``, for then only the last step of an episode can have terminated.
         episodes: The configuration.
     """
 
     behind: Int[Array, "E N"]
     returns: Float[Array, "E N"]
     counters: Int[Array, "E 3"]
+    since: Any
     episodes: Episodes = struct.field(pytree_node=False)
 
     def extend(
@@ -221,6 +226,9 @@ class EpisodeIndex(struct.PyTreeNode):
             ),
             counters=counters,
         )
+        if self.episodes.last is not None:
+            anew = taken & (terminated | (behind == 0))
+            index = index.replace(since=self._since(anew, rank, rings, rows))
         if self.episodes.record_return:
             rewards = self.episodes.rewards(steps)
             index = index._record(rewards, terminated, last, taken, rank, rings, rows)
@@ -240,6 +248,30 @@ class EpisodeIndex(struct.PyTreeNode):
         earliest = (rings.end - rings.held).at[env].get(mode="clip")
         back = position - self.begin(rings, env, position)
         return position - jnp.minimum(back, position - earliest)
+
+    def last_terminated(
+        self,
+        rings: Rings,
+        env: Int[Array, " B"],
+        position: UInt[Array, " B"],
+        data: PyTree[Array],
+    ) -> UInt[Array, " B"]:
+        """The position of the last step up to this one that terminated, or the episode's first.
+
+        Args:
+            rings: Where steps lie.
+            env: Whose steps.
+            position: Which steps; the result is its own where a step is not held.
+            data: The steps themselves, leaves ``[E, N, ...]``.
+        """
+        row = rings.locate(env, position)
+        if self.episodes.last is None:
+            terminated, _ = self.episodes.flags(data)
+            here = storage.read(terminated.reshape(-1), row)
+            since = jnp.where(here, 0, self._behind(row))
+        else:
+            since = storage.read(self.since.reshape(-1), row)
+        return position - jnp.where(row < self.behind.size, since, 0).astype(jnp.uint32)
 
     def remaining(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
@@ -304,6 +336,20 @@ class EpisodeIndex(struct.PyTreeNode):
 
     def _behind(self, row: Int[Array, " B"]) -> Int[Array, " B"]:
         return storage.read(self.behind.reshape(-1), row)
+
+    def _since(
+        self,
+        anew: Bool[Array, "E T"],
+        rank: Int[Array, "E T"],
+        rings: Rings,
+        rows: Int[Array, " ET"],
+    ) -> Int[Array, "E N"]:
+        """``since`` with the new rows, of which some begin to count ``anew``."""
+        newest = (rings.counters[:, :1].astype(jnp.int32) - 1) % self.since.shape[1]
+        before = jnp.take_along_axis(self.since, newest, axis=1) + 1
+        origin = lax.cummax(jnp.where(anew, rank, -before), axis=1)
+        since = jnp.minimum(rank - origin, _FAR).reshape(-1)
+        return storage.write(self.since.reshape(-1), since, rows).reshape(self.since.shape)
 
     def _record(
         self,
