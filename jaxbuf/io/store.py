@@ -582,15 +582,10 @@ class Store:
             # beginning of such a file, and keep the rest.
             for left in self._folder.glob("leaves/*/*.__lock"):
                 left.unlink()
-        for i, (name, leaf) in enumerate(
-            zip(self._names, jax.tree.leaves(self._like), strict=True)
-        ):
-            try:
-                array = zarr.open_rows(self._leaf_folder(i), leaf, record["chunk"], cache)
-            except ValueError as error:
-                file = f"leaves/{i}/zarr.json"
-                raise self._damage(f"{name}: {file}: {zarr.reason(error)}") from error
-            self._arrays.append(array)
+        try:
+            self._open_arrays(record["chunk"], cache)
+        except ValueError as error:
+            raise self._damage(str(error)) from error
         return record["chunk"]
 
     def _create(self, leaves: dict[str, Any], chunk: int | None, cache: Any) -> int:
@@ -599,10 +594,7 @@ class Store:
             chunk = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
         chunk = common.check_count("chunk", chunk)
         shutil.rmtree(self._folder / "leaves", ignore_errors=True)
-        self._arrays = [
-            zarr.open_rows(self._leaf_folder(i), leaf, chunk, cache, create=True)
-            for i, leaf in enumerate(jax.tree.leaves(self._like))
-        ]
+        self._open_arrays(chunk, cache, create=True)
         self._commit(0, Ranges.of([]), Ranges.of([]))
         # Last: with this, it is a store.
         records.write(
@@ -611,8 +603,15 @@ class Store:
         records.sync(self._folder.parent)
         return chunk
 
-    def _leaf_folder(self, i: int) -> Path:
-        return self._folder / "leaves" / str(i)
+    def _open_arrays(self, chunk: int, cache: Any, *, create: bool = False) -> None:
+        for i, leaf in enumerate(jax.tree.leaves(self._like)):
+            folder = self._folder / "leaves" / str(i)
+            try:
+                array = zarr.open_rows(folder, leaf, chunk, cache, create=create)
+            except ValueError as error:
+                where = f"example{self._names[i]} in {folder}/zarr.json"
+                raise ValueError(f"{where}: {zarr.reason(error)}") from error
+            self._arrays.append(array)
 
     def _check_new(self) -> None:
         """Refuse to begin a store where there is more than what a killed beginning leaves."""
