@@ -223,12 +223,86 @@ def test_time_alone_meets_a_condition():
     assert holder.read(lambda limiter: float(limiter.counts[0])) == 11
 
 
+def rings(length=4, sequence_length=2, **options):
+    options = {"sequence_length": sequence_length, **options}
+    return jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, length, **options)
+
+
+def recent(ratio):
+    sampler = jaxbuf.Recent(ratio=ratio, steps=2)
+    return jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler).add(integers(1, 2, 3))
+
+
+def test_only_recent_items_may_be_too_few():
+    assert Holder(recent(0.5)).sample(jax.random.key(0), 3, timeout=0).valid.all()
+
+
+def mixture(*shares):
+    first = jaxbuf.ItemBuffer.create(jnp.zeros(2, jnp.int32), 8)
+    return Holder(jaxbuf.Mixture.create([first, rings()], shares))
+
+
+def test_a_mixture_is_added_to_by_part_and_sampled_from(threads):
+    holder = mixture(1, 1)
+    waiter = threads.submit(holder.sample, jax.random.key(0), 4, timeout=LIMIT)
+    holder.add(jnp.ones((3, 2), jnp.int32), part=0)
+    assert still_waits(waiter)
+    holder.add(jnp.zeros((2, 2), jnp.int32), part=1)
+    assert waiter.result(timeout=LIMIT).data.tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+    with pytest.raises(ValueError, match="part is None; expected the number of one of"):
+        holder.add(jnp.ones((3, 2), jnp.int32))
+
+
+@pytest.mark.parametrize("sequence_length", [1, 2, 3])
+@pytest.mark.parametrize("period", [1, 2, 3])
+@pytest.mark.parametrize("ignored", [0, 1, 3])
+def test_the_most_windows_that_a_buffer_can_hold(sequence_length, period, ignored):
+    """Added step by step a ring comes to hold that many, and never more."""
+    buffer = rings(6, sequence_length, period=period, num_earliest_ignored=ignored)
+
+    def add(buffer, step):
+        buffer = buffer.add(jnp.full((2,), step, jnp.int32))
+        return buffer, buffer.metrics()["windows"]
+
+    _, windows = jax.lax.scan(add, buffer, jnp.arange(20, dtype=jnp.int32))
+    assert windows.max() == buffer.max_windows
+    holder = Holder(buffer)
+    with pytest.raises(TimeoutError):
+        holder.sample(jax.random.key(0), buffer.max_windows, timeout=0)
+    with pytest.raises(ValueError, match="but the room is for"):
+        holder.sample(jax.random.key(0), buffer.max_windows + 1)
+
+
 BAD = [
     (lambda: Holder(0, recheck=0.0), "recheck is 0.0; expected None or seconds, more than 0"),
     (lambda: queue(2).add(integers(1, 2, 3)), "items asks for 3 rows at a time, but the capacity"),
     (lambda: queue(2).take(3), "batch_size asks for 3 rows at a time, but the capacity is 2"),
     (lambda: queue(2).take(0), "batch_size is 0; expected at least 1"),
-    (lambda: items(2).sample(jax.random.key(0), 3), "least asks for 3 rows at a time"),
+    (
+        lambda: items(2).sample(jax.random.key(0), 3),
+        "batch_size asks for 3 rows at a time, but the",
+    ),
+    (lambda: items(2).sample(jax.random.key(0), 0), "batch_size is 0; expected at least 1"),
+    (lambda: items(2).sample(jax.random.key(0), 2, least=3), "least asks for 3 rows at a time"),
+    (
+        lambda: Holder(rings()).sample(jax.random.key(0), 7),
+        "batch_size asks for 7 rows at a time, but the room is for 6 windows; this would wait for",
+    ),
+    (
+        lambda: mixture(1, 1).sample(jax.random.key(0), 14),
+        "batch_size asks for 14 rows at a time, of which parts[1] gives 7, but the room is for 6",
+    ),
+    (
+        lambda: mixture(9, 1).sample(jax.random.key(0), 10),
+        "batch_size asks for 10 rows at a time, of which parts[0] gives 9, but the capacity is 8",
+    ),
+    (
+        lambda: queue(2).sample(jax.random.key(0), 1),
+        "buffer is a Queue, which has no method sample",
+    ),
+    (lambda: items(2).take(1), "buffer is an ItemBuffer, which has no method take; it has"),
+    (lambda: queue(2).add({}), "items"),
+    (lambda: queue(2).add(3), "items has shape ()"),
     (lambda: items(2).sample(jax.random.key(0), 3, least=0), "least is 0; expected at least 1"),
 ]
 

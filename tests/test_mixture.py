@@ -1,11 +1,13 @@
 """`Mixture`: exact shares, honest probabilities, and priorities that reach the right buffer."""
 
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from scipy import stats
 
 import jaxbuf
@@ -230,3 +232,54 @@ def test_replace_part():
     mixture = two_parts()
     mixture = mixture.replace_part(1, mixture.parts[1].add(jnp.arange(1, dtype=jnp.int32)))
     assert mixture.parts[1].size == 4
+
+
+RATIOS = [(1,), (3, 1), (0.7, 0.3), (1, 1, 1), (0, 2, 1), (0.1, 0.2, 0.7), (math.pi, math.e, 1e-3)]
+
+
+@pytest.mark.parametrize("ratios", RATIOS)
+def test_can_sample_takes_a_traced_size(ratios):
+    """As the numbers of rows say; also inside of another mixture."""
+    sizes = [7, 3, 5][: len(ratios)]
+    mixture = jaxbuf.Mixture.create([part(0, size, 8) for size in sizes], ratios)
+    outer = jaxbuf.Mixture.create([mixture.clear(), part(0, 6, 8)], [2, 1]).replace_part(0, mixture)
+
+    @jax.jit
+    def traced(mixture, outer, rows):
+        return mixture.can_sample(rows), outer.can_sample(rows)
+
+    for rows in range(1, 20):
+        needed = [max(count, 1) for count in mixture.counts(rows)]
+        able = all(
+            size >= need for size, need, r in zip(sizes, needed, ratios, strict=True) if r > 0
+        )
+        answers = traced(mixture, outer, rows)
+        assert bool(answers[0]) == bool(mixture.can_sample(rows)) == able
+        assert bool(answers[1]) == bool(outer.can_sample(rows))
+
+
+@pytest.mark.parametrize("ratios", RATIOS)
+def test_traced_shares_are_exact_for_any_size(ratios):
+    """Parts that hold exactly their rows; a row more from any of them is too much."""
+
+    class Held(struct.PyTreeNode):
+        size: jax.Array
+        capacity: int = struct.field(pytree_node=False, default=2)
+
+        def can_sample(self, rows):
+            return self.size == rows
+
+    parts = tuple(Held(jnp.int32(0)) for _ in ratios)
+    mixture = jaxbuf.Mixture(parts=parts, ratios=tuple(r / sum(ratios) for r in ratios))
+    ask = jax.jit(lambda mixture, rows: mixture.can_sample(rows))
+    random = np.random.default_rng(0)
+    for rows in [1, 2, 3, 10, 1000, 2**20, 2**31 - 1, *random.integers(1, 2**31, 20).tolist()]:
+        counts = mixture.counts(rows)
+        assert sum(counts) == rows
+        held = tuple(Held(jnp.int32(max(count, 1))) for count in counts)
+        assert ask(mixture.replace(parts=held), rows)
+
+
+def test_a_size_that_is_not_a_number():
+    with pytest.raises(ValueError, match="batch_size has dtype float32; expected int32"):
+        two_parts().can_sample(jnp.float32(2))

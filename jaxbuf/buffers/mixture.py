@@ -1,21 +1,32 @@
 """One batch from several buffers."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.lookups import broadcast_steps
 from jaxbuf.buffers.options import check_options
+from jaxbuf.buffers.parts import (
+    ENVIRONMENTS,
+    EPISODES,
+    FRESHNESS,
+    PRIORITIES,
+    Ability,
+    choose,
+    num_envs,
+)
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe
-from jaxbuf.core.slots import Slots
+from jaxbuf.core import describe, storage
+from jaxbuf.core.slots import Slots, scale_word
 from jaxbuf.strategies.samplers import Support
 
 
@@ -117,19 +128,30 @@ class Mixture(struct.PyTreeNode):
         Whole shares first; rows that are left go to the parts with the largest remainders, of equal
         ones to the first.
         """
-        exact = [batch_size * ratio for ratio in self.ratios]
-        # A share that is whole but for rounding, such as 10 * 0.7, must not lose a row.
-        whole = [math.floor(share + 1e-9 * batch_size) for share in exact]
-        order = sorted(range(len(exact)), key=lambda i: (round(whole[i] - exact[i], 9), i))
-        extra = set(order[: batch_size - sum(whole)])
-        return tuple(count + (i in extra) for i, count in enumerate(whole))
+        rows = common.check_batch_size(batch_size)
+        product = np.uint64(2 * rows) * np.asarray(self._shares, np.uint64)
+        whole, rest = product >> 32, product & np.uint64(2**32 - 1)
+        counts = _largest_remainders(rows, whole.astype(np.int64), rest)
+        return tuple(int(count) for count in counts)
 
-    def can_sample(self, batch_size: int = 1) -> Bool[Array, ""]:
-        """Whether every part with a share holds as many items as its rows, and at least one."""
-        counts = self.counts(common.check_batch_size(batch_size))
+    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+        """Whether every part with a share holds as many items as its rows, and at least one.
+
+        Args:
+            batch_size: Rows ``B``; may be traced.
+        """
+        if isinstance(batch_size, int | np.integer):
+            counts: Any = [max(count, 1) for count in self.counts(batch_size)]
+        else:
+            rows = storage.check_rows(batch_size, "batch_size", (), np.int32, "a number")
+            doubled = jnp.broadcast_to(2 * jnp.maximum(rows, 0).astype(jnp.uint32), len(self.parts))
+            shares = jnp.asarray(self._shares, jnp.uint32)
+            # The high and the low half of the product.
+            whole, rest = scale_word(doubled, shares).astype(jnp.int32), doubled * shares
+            counts = jnp.maximum(_largest_remainders(rows, whole, rest), 1)
         able = [
-            part.can_sample(max(count, 1))
-            for part, count, ratio in zip(self.parts, counts, self.ratios, strict=True)
+            part.can_sample(counts[i])
+            for i, (part, ratio) in enumerate(zip(self.parts, self.ratios, strict=True))
             if ratio > 0
         ]
         return jnp.all(jnp.stack(able), axis=0)
@@ -198,6 +220,36 @@ class Mixture(struct.PyTreeNode):
         at_or_after = slots.index[:, None] >= jnp.asarray(ends, jnp.int32)[None]
         return jnp.sum(at_or_after, axis=1, dtype=jnp.int32)
 
+    def part_slots(self, slots: Slots, part: int) -> Slots:
+        """The slots of one part, as that part itself names them.
+
+        Args:
+            slots: Slots of the mixture: ``sample.slots``, ``[B]``.
+            part: Which part; static.
+
+        Returns:
+            Slots for the part's own methods, ``[B]``. Rows that are from another part have index
+            ``parts[part].capacity``, as rows that are not valid have, and are dropped there.
+
+        Raises:
+            ValueError: If ``part`` is no part, or ``slots`` are none.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> parts = [jaxbuf.ItemBuffer.create(jnp.float32(0), 4) for _ in range(2)]
+            >>> mixture = jaxbuf.Mixture.create([part.add(jnp.ones(4)) for part in parts], [1, 1])
+            >>> batch = mixture.sample(jax.random.key(0), 4)
+            >>> mixture.part_slots(batch.slots, 0).index.tolist()
+            [0, 3, 4, 4]
+            >>> mixture.part_slots(batch.slots, 1).index.tolist()
+            [4, 4, 2, 0]
+        """
+        common.check_slots(slots)
+        i = self._check_part(part)
+        index, capacity = slots.index - self._offset(i), self.parts[i].capacity
+        own = (index >= 0) & (index < capacity)
+        return slots.replace(index=jnp.where(own, index, capacity))
+
     def update_priority(
         self,
         slots: Slots,
@@ -218,21 +270,171 @@ class Mixture(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if no part has priorities, or a shape differs.
         """
-        if not _uses_priority(self):
-            raise ValueError(
-                "update_priority was called, but no part has priorities; create one of them with "
-                "sampler=jaxbuf.Prioritized(...)"
-            )
-        parts: list[Any] = []
-        for i, part in enumerate(self.parts):
-            index = slots.index - self._offset(i)
-            theirs = (index >= 0) & (index < part.capacity)
-            own = slots.replace(index=jnp.where(theirs, index, part.capacity))
-            with_priorities = _uses_priority(part)
-            parts.append(
-                part.update_priority(own, priority, mask=mask) if with_priorities else part
-            )
-        return self.replace(parts=tuple(parts))
+        return self._tell(
+            "update_priority",
+            PRIORITIES,
+            lambda part, own: part.update_priority(own, priority, mask=mask),
+            slots,
+        )
+
+    def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
+        """Count a use of each sampled item, in the part it is from.
+
+        Rows from parts without ``Freshness`` are dropped, as are stale, invalid and masked ones.
+
+        Args:
+            slots: Which items: ``sample.slots``, ``[B]``.
+            mask: Which rows to take, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if no part has ``Freshness``, or a shape differs.
+        """
+        return self._tell(
+            "mark_used", FRESHNESS, lambda part, own: part.mark_used(own, mask=mask), slots
+        )
+
+    def set_version(
+        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
+    ) -> Self:
+        """The learner is at this version now, for all parts with ``Freshness``.
+
+        Args:
+            version: Its version, an integer; usually one more than before.
+            session: Which run of the learner this is, if that matters.
+
+        Raises:
+            ValueError: When traced, if no part has ``Freshness``, or a number is not an integer.
+        """
+        return self._tell("set_version", FRESHNESS, lambda part: part.set_version(version, session))
+
+    def use_count(self, slots: Slots) -> Int[Array, " B"]:
+        """How often each sampled item was used so far, ``[B]``.
+
+        Returns:
+            Counts; 0 where the item is not here any more, or its part has no ``Freshness``.
+
+        Raises:
+            ValueError: If no part has ``Freshness``.
+        """
+        return self._ask("use_count", FRESHNESS, slots, lambda part, own: part.use_count(own))
+
+    def staleness(self, slots: Slots) -> Int[Array, " B"]:
+        """How many versions each sampled item is behind, ``[B]``.
+
+        Returns:
+            Versions; 0 where the item is not here any more, or its part has no ``Freshness``.
+
+        Raises:
+            ValueError: If no part has ``Freshness``.
+        """
+        return self._ask("staleness", FRESHNESS, slots, lambda part, own: part.staleness(own))
+
+    def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+        """The environment of each sampled window, and the position of its first step, ``[B]``.
+
+        Environments are numbered through all parts: those of a part come after all those of the
+        ``TrajectoryBuffer``s before it. Of rows that are not valid, or from a part without
+        environments, it is the number of all environments.
+
+        Raises:
+            ValueError: If no part is a ``TrajectoryBuffer``.
+        """
+        total = num_envs(self)
+
+        def of_part(i: int) -> tuple[Bool[Array, " B"], tuple[Array, Array]]:
+            env, position = self.parts[i].locate(self.part_slots(slots, i))
+            own = env < num_envs(self.parts[i])
+            return own, (jnp.where(own, env + self._first_env(i), total), position)
+
+        return self._join("locate", ENVIRONMENTS, of_part)
+
+    def get_field(
+        self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
+    ) -> PyTree[Array]:
+        """Read one field of single steps, wherever ``locate`` says that they are.
+
+        Args:
+            path: Its name, as for ``TrajectoryBuffer.get_field``.
+            env_ids: Whose steps, as ``locate`` numbers them, of any shape that broadcasts with
+                ``positions``.
+            positions: Which steps.
+
+        Returns:
+            The field, leaves ``[..., *shape]``; zeros where the step is not held.
+
+        Raises:
+            ValueError: When traced, if no part is a ``TrajectoryBuffer``, there is no such field,
+                or a number is not an integer.
+        """
+        return self._ask_of_steps(
+            "get_field",
+            ENVIRONMENTS,
+            env_ids,
+            positions,
+            lambda part, *step: part.get_field(path, *step),
+        )
+
+    def episode_begin_position(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> UInt[Array, "..."]:
+        """As ``TrajectoryBuffer.episode_begin_position``, each row by the part it is from.
+
+        This and all other lookups of episodes take ``slots``, or ``env_ids`` and ``positions`` as
+        ``locate`` numbers them. Rows from parts without ``Episodes`` get what steps get that are
+        not held.
+
+        Raises:
+            ValueError: If no part has ``Episodes``.
+        """
+        return self._look_up("episode_begin_position", where, positions)
+
+    def steps_to_episode_end(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> Int[Array, "..."]:
+        """As ``TrajectoryBuffer.steps_to_episode_end``, each row by the part it is from.
+
+        Raises:
+            ValueError: If no part has ``Episodes``.
+        """
+        return self._look_up("steps_to_episode_end", where, positions)
+
+    def is_episode_first(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> Bool[Array, "..."]:
+        """As ``TrajectoryBuffer.is_episode_first``, each row by the part it is from.
+
+        Raises:
+            ValueError: If no part has ``Episodes``.
+        """
+        return self._look_up("is_episode_first", where, positions)
+
+    def is_episode_last(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> Bool[Array, "..."]:
+        """As ``TrajectoryBuffer.is_episode_last``, each row by the part it is from.
+
+        Raises:
+            ValueError: If no part has ``Episodes``.
+        """
+        return self._look_up("is_episode_last", where, positions)
+
+    def episode_return(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> Float[Array, "..."]:
+        """As ``TrajectoryBuffer.episode_return``, each row by the part it is from.
+
+        Raises:
+            ValueError: If no part has ``Episodes``, or one of them records no returns.
+        """
+        return self._look_up("episode_return", where, positions)
+
+    def episode_mask(self, slots: Slots) -> Bool[Array, "B S"]:
+        """As ``TrajectoryBuffer.episode_mask``, each row by the part it is from.
+
+        Raises:
+            ValueError: If no part has ``Episodes``, or the ``boundary`` of one is ``"cross"``.
+        """
+        return self._ask("episode_mask", EPISODES, slots, lambda part, own: part.episode_mask(own))
 
     def clear(self) -> Self:
         """The mixture with nothing in its parts."""
@@ -267,6 +469,93 @@ class Mixture(struct.PyTreeNode):
             found |= {f"{i}/{name}": value for name, value in part.metrics().items()}
         return found
 
+    def _tell(
+        self, method: str, ability: Ability, tell: Callable[..., Any], slots: Slots | None = None
+    ) -> Self:
+        """The mixture once all parts that can were told something, with slots of their own."""
+        ability.need(self, method)
+        parts = list(self.parts)
+        for i, part in enumerate(parts):
+            if ability.has(part):
+                own = () if slots is None else (self.part_slots(slots, i),)
+                parts[i] = tell(part, *own)
+        return self.replace(parts=tuple(parts))
+
+    def _join(
+        self,
+        method: str,
+        ability: Ability,
+        ask: Callable[[int], tuple[Bool[Array, " B"], PyTree[Array]]],
+    ) -> PyTree[Array]:
+        """What all parts that can say of rows, each of its own.
+
+        Of rows that are nobody's it is what the first of them says, which does not hold them.
+
+        Args:
+            method: What was called.
+            ability: What it takes.
+            ask: Gives which rows are those of a part, ``[B]``, and what it says, ``[B, ...]``.
+        """
+        ability.need(self, method)
+        answer: Any = None
+        for i, part in enumerate(self.parts):
+            if ability.has(part):
+                own, said = ask(i)
+                answer = said if answer is None else choose(own, said, answer)
+        return answer
+
+    def _ask(
+        self, method: str, ability: Ability, slots: Slots, ask: Callable[[Any, Slots], PyTree]
+    ) -> PyTree[Array]:
+        """What the parts say of sampled items."""
+
+        def of_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
+            own = self.part_slots(slots, i)
+            return own.index < self.parts[i].capacity, ask(self.parts[i], own)
+
+        return self._join(method, ability, of_part)
+
+    def _ask_of_steps(
+        self,
+        method: str,
+        ability: Ability,
+        env_ids: Any,
+        positions: Any,
+        ask: Callable[[Any, Array, Array], PyTree[Array]],
+    ) -> PyTree[Array]:
+        """What the parts say of single steps of environments, as ``locate`` numbers these."""
+        env, position, shape = broadcast_steps(env_ids, positions)
+
+        def of_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
+            number, count = env - self._first_env(i), num_envs(self.parts[i])
+            own = (number >= 0) & (number < count)
+            return own, ask(self.parts[i], jnp.where(own, number, count), position)
+
+        answer = self._join(method, ability, of_part)
+        return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), answer)
+
+    def _look_up(self, method: str, where: Any, positions: Any) -> Array:
+        """What the parts say of the episodes of sampled windows, or of single steps."""
+        if not isinstance(where, Slots):
+            if positions is None:
+                raise ValueError("positions is None; give env_ids and positions, or slots")
+            return self._ask_of_steps(
+                method, EPISODES, where, positions, lambda part, *step: getattr(part, method)(*step)
+            )
+        return self._ask(
+            method, EPISODES, where, lambda part, own: getattr(part, method)(own, positions)
+        )
+
+    def _first_env(self, part: int) -> int:
+        """The environments of the parts before it."""
+        return sum(num_envs(before) for before in self.parts[:part])
+
+    @property
+    def _shares(self) -> list[int]:
+        """The ratios in units of 2**-31, as which they can be multiplied exactly when traced."""
+        until = [round(sum(self.ratios[:i]) * 2**31) for i in range(len(self.ratios) + 1)]
+        return [end - start for start, end in itertools.pairwise(until)]
+
     def _offset(self, part: int) -> int:
         """The slots of the parts before it."""
         return sum(before.capacity for before in self.parts[:part])
@@ -281,10 +570,22 @@ class Mixture(struct.PyTreeNode):
         return int(part)
 
 
-def _uses_priority(part: Any) -> bool:
-    if isinstance(part, Mixture):
-        return any(_uses_priority(inner) for inner in part.parts)
-    return part.sampler.uses_priority
+def _largest_remainders(rows: Any, whole: Any, rest: Any) -> Any:
+    """Whole shares, and one row more for the parts with the largest remainders.
+
+    Args:
+        rows: Rows in all.
+        whole: Whole shares of each part, ``[P]``: an array of NumPy's or of JAX's.
+        rest: The remainders, unsigned in units of 2**-32, ``[P]``.
+
+    Returns:
+        Rows of each part, ``[P]``.
+    """
+    # Ratios are rounded, so equal remainders may differ in their last bits.
+    rest = ((rest >> 1) + 2**14) >> 15
+    earlier = np.tri(len(rest), k=-1, dtype=bool)
+    ahead = (rest[None] > rest[:, None]) | ((rest[None] == rest[:, None]) & earlier)
+    return whole + (ahead.sum(axis=1) < rows - whole.sum()).astype(whole.dtype)
 
 
 def _total(numbers: list[Array]) -> Int[Array, ""]:

@@ -201,12 +201,22 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         return self.num_envs * self.length
 
     @property
+    def max_windows(self) -> int:
+        """Most windows that can be drawn from at a time, those of all rings together.
+
+        A full ring has ``length - num_earliest_ignored - sequence_length + 1`` places for the first
+        step of a window, and one window for every ``period`` of them.
+        """
+        places = self.length - self.num_earliest_ignored - self.sequence_length + 1
+        return self.num_envs * -(-places // self.period)
+
+    @property
     def size(self) -> Int[Array, ""]:
         """Steps held now, of all environments together."""
         return self.rings.steps
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
-        """Whether there are at least ``batch_size`` windows."""
+        """Whether there are at least ``batch_size`` windows; at most ``max_windows`` can be."""
         return self.occupancy.size >= batch_size
 
     def add(

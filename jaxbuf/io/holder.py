@@ -8,10 +8,15 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, ops
+from jaxbuf.buffers.mixture import Mixture
+from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.strategies.recent import Recent
 
 State = TypeVar("State")
 Result = TypeVar("Result")
@@ -129,7 +134,8 @@ class Holder(Generic[State]):
             items: What to add.
             mask: Which rows to take; those masked out must fit as well.
             timeout: As for ``apply``.
-            **options: ``priority``, ``score`` and ``version``, as for ``jaxbuf.add``.
+            **options: Those of the buffer's own ``add``: ``priority``, or the ``part`` of a
+                ``Mixture``.
 
         Raises:
             ValueError: If there are more rows than a ``Queue`` can hold.
@@ -138,8 +144,9 @@ class Holder(Generic[State]):
         """
         when = None
         if hasattr(self._state, "can_add"):
-            rows = jax.tree.leaves(items)[0].shape[0]
-            self._check_room("items", rows)
+            # Items without rows fit, so ``ops.add`` says at once what is wrong with them.
+            rows = max((len(leaf) for leaf in jax.tree.leaves(items) if jnp.ndim(leaf)), default=0)
+            _check_room(self._state, f"items asks for {rows} rows at a time", rows)
             when = functools.partial(_CAN_ADD, rows=rows)
 
         def change(state: Any) -> tuple[Any, None]:
@@ -164,12 +171,18 @@ class Holder(Generic[State]):
             timeout: As for ``apply``.
 
         Raises:
-            ValueError: If the buffer can never hold that much.
+            ValueError: If the buffer can never hold that much: items or, for a
+                ``TrajectoryBuffer``, windows.
             TimeoutError: If there was not enough in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
-        enough = common.check_count("least", batch_size if least is None else least)
-        self._check_room("least", enough)
+        check_options(self._state, "sample", {})
+        enough = common.check_batch_size(batch_size)
+        asks = f"batch_size asks for {enough} rows at a time"
+        if least is not None:
+            enough = common.check_count("least", least)
+            asks = f"least asks for {enough} rows at a time"
+        _check_room(self._state, asks, enough)
 
         def draw(state: Any) -> Sample:
             return ops.sample(state, key, batch_size)
@@ -188,8 +201,9 @@ class Holder(Generic[State]):
             TimeoutError: If there was not enough in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
+        check_options(self._state, "take", {})
         rows = common.check_batch_size(batch_size)
-        self._check_room("batch_size", rows)
+        _check_room(self._state, f"batch_size asks for {rows} rows at a time", rows)
 
         def change(state: Any) -> tuple[Any, Sample]:
             return _TAKE(state, rows)
@@ -215,15 +229,30 @@ class Holder(Generic[State]):
             self._turn.wait(min(pauses, default=None))
         raise Stopped("the holder was stopped")
 
-    def _check_room(self, name: str, rows: int) -> None:
-        """Refuse to wait for what cannot come."""
-        # Of the configuration, so that nobody has to wait for their turn to be told.
-        capacity = getattr(self._state, "capacity", rows)
-        if rows > capacity:
-            raise ValueError(
-                f"{name} asks for {rows} rows at a time, but the capacity is {capacity}; this "
-                "would wait for ever"
-            )
+
+def _check_room(state: Any, asks: str, rows: int) -> None:
+    """Refuse to wait for what cannot come.
+
+    Only the configuration is looked at, so that nobody has to wait for their turn to be told.
+
+    Raises:
+        ValueError: If the state can never hold so much.
+    """
+    if isinstance(state, Mixture):
+        for i, count in enumerate(state.counts(rows)):
+            if state.ratios[i] > 0:
+                more = f"{asks}, of which parts[{i}] gives {count}"
+                _check_room(state.parts[i], more, max(count, 1))
+        return
+    if isinstance(state, TrajectoryBuffer):
+        room, kind = state.max_windows, "room is for {} windows"
+    else:
+        room, kind = getattr(state, "capacity", rows), "capacity is {}"
+        sampler = getattr(state, "sampler", None)
+        if isinstance(sampler, Recent) and sampler.ratio == 1.0 and sampler.steps < room:
+            room, kind = sampler.steps, "sampler draws from the newest {}"
+    if rows > room:
+        raise ValueError(f"{asks}, but the {kind.format(room)}; this would wait for ever")
 
 
 _CAN_ADD = jax.jit(lambda queue, rows: queue.can_add(rows))

@@ -1,0 +1,220 @@
+"""A `Mixture` of different buffers: each row is answered by the part it is from."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+
+STEP = {"x": jnp.int32(0), "terminated": jnp.bool_(False)}
+EPISODES = jaxbuf.Episodes(boundary="mask")
+
+
+def rings(first, num_envs, steps, **options):
+    """Steps counted from ``first``, each environment from 100 more; every third ends an episode."""
+    options = {"episodes": EPISODES, **options}
+    buffer = jaxbuf.TrajectoryBuffer.create(STEP, num_envs, 8, sequence_length=2, **options)
+    x = first + 100 * jnp.arange(num_envs)[:, None] + jnp.arange(steps)[None]
+    return buffer.add({"x": x, "terminated": x % 3 == 2})
+
+
+def windows(first, count, **options):
+    """The same steps as items of two."""
+    item = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), STEP)
+    x = first + jnp.arange(count)[:, None] + jnp.arange(2)[None]
+    buffer = jaxbuf.ItemBuffer.create(item, 8, **options)
+    return buffer.add({"x": x, "terminated": x % 3 == 2})
+
+
+def offline():
+    return rings(1000, 3, 8)
+
+
+def items():
+    return windows(5000, 6, freshness=jaxbuf.Freshness(max_use=2))
+
+
+def online():
+    freshness = jaxbuf.Freshness(max_use=3, max_staleness=1)
+    return rings(2000, 2, 10, sampler=jaxbuf.Prioritized(), freshness=freshness)
+
+
+def flat():
+    return jaxbuf.Mixture.create([offline(), items(), online()], [2, 1, 1])
+
+
+def nested():
+    inner = jaxbuf.Mixture.create([items(), online()], [1, 1])
+    return jaxbuf.Mixture.create([offline(), inner], [1, 1])
+
+
+both = pytest.mark.parametrize("create", [flat, nested])
+
+
+def drawn(mixture, rows=32):
+    """A batch in another order than it was drawn, and which buffer each row is from."""
+    batch = jaxbuf.sample(mixture, jax.random.key(3), rows)
+    order = jax.random.permutation(jax.random.key(1), rows)
+    batch = jax.tree.map(lambda leaf: leaf[order], batch)
+    x = np.asarray(batch.data["x"][:, 0])
+    return batch, np.where(x >= 5000, 1, np.where(x >= 2000, 2, 0))
+
+
+@both
+def test_slots_of_a_part(create):
+    mixture = create()
+    batch, _ = drawn(mixture)
+    for i, part in enumerate(mixture.parts):
+        own = mixture.part_slots(batch.slots, i)
+        mine = mixture.part_of(batch.slots) == i
+        assert (own.index[~mine] == part.capacity).all()
+        chex.assert_trees_all_equal(own.generation, batch.slots.generation)
+        if i == 0:
+            read = part.get_field("x", *part.locate(own))
+            chex.assert_trees_all_equal(read[mine], batch.data["x"][mine, 0])
+
+
+@both
+def test_locate_and_get_field(create):
+    mixture = create()
+    batch, source = drawn(mixture)
+    env, position = jax.jit(lambda m, s: m.locate(s))(mixture, batch.slots)
+    x = np.asarray(batch.data["x"])
+    assert (env[source == 0] == (x[source == 0, 0] - 1000) // 100).all()
+    assert (env[source == 1] == 5).all()
+    assert (env[source == 2] == 3 + (x[source == 2, 0] - 2000) // 100).all()
+    offset = jnp.arange(2, dtype=jnp.uint32)[None]
+    read = mixture.get_field("x", env[:, None], position[:, None] + offset)
+    assert (read[source != 1] == x[source != 1]).all()
+    assert (read[source == 1] == 0).all()
+    chex.assert_shape(mixture.get_field("x", env, position), (32,))
+
+
+LOOKUPS = [
+    "episode_begin_position",
+    "steps_to_episode_end",
+    "is_episode_first",
+    "is_episode_last",
+]
+
+
+@both
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookups_of_episodes(create, name):
+    mixture = create()
+    batch, source = drawn(mixture)
+    by_slots = np.asarray(getattr(mixture, name)(batch.slots))
+    env, position = mixture.locate(batch.slots)
+    by_steps = np.asarray(getattr(mixture, name)(env, position))
+    for number, first, before in ((0, offline(), 0), (2, online(), 3)):
+        expected = getattr(first, name)(env[source == number] - before, position[source == number])
+        np.testing.assert_array_equal(by_slots[source == number], expected)
+        np.testing.assert_array_equal(by_steps[source == number], expected)
+    # As steps that are not held.
+    expected = getattr(offline(), name)(jnp.array([3]), jnp.array([0]))
+    if name != "episode_begin_position":
+        assert (by_slots[source == 1] == expected).all()
+        assert (by_steps[source == 1] == expected).all()
+
+
+@both
+def test_the_mask_of_episodes(create):
+    mixture = create()
+    batch, source = drawn(mixture)
+    mask = mixture.episode_mask(batch.slots)
+    first_ends = np.asarray(batch.data["terminated"][:, 0])
+    expected = np.stack([np.ones(32, bool), ~first_ends], axis=1) & (source != 1)[:, None]
+    np.testing.assert_array_equal(mask, expected)
+
+
+def test_returns():
+    step = {**STEP, "reward": jnp.float32(0)}
+    options = {"episodes": jaxbuf.Episodes(record_return=True, discount=0.5)}
+    parts = [jaxbuf.TrajectoryBuffer.create(step, 1, 4, **options) for _ in range(2)]
+    steps = {"x": jnp.zeros((1, 2), jnp.int32), "terminated": jnp.array([[False, True]])}
+    parts = [
+        part.add({**steps, "reward": jnp.array([[reward, reward]])})
+        for part, reward in zip(parts, (1.0, 10.0), strict=True)
+    ]
+    mixture = jaxbuf.Mixture.create(parts, [1, 1])
+    env, position = jnp.array([[0], [1]]), jnp.arange(2)[None]
+    assert mixture.episode_return(env, position).tolist() == [[1.5, 1.0], [15.0, 10.0]]
+
+
+@both
+def test_uses_and_versions_reach_the_parts_that_keep_them(create):
+    mixture = create()
+    batch, source = drawn(mixture)
+    mixture = mixture.set_version(2)
+    np.testing.assert_array_equal(mixture.staleness(batch.slots), np.where(source == 1, 2, 0))
+    # All windows online were too stale and have retired; items may be as stale as they like.
+    retired = [v for name, v in mixture.metrics().items() if name.endswith("retired_stale")]
+    assert [int(number) for number in retired] == [0, 14]
+    mask = jnp.asarray(batch.data["x"][:, 0] != 5000)
+    mixture = jax.jit(lambda m, s, mask: m.mark_used(s, mask=mask))(mixture, batch.slots, mask)
+    x = np.asarray(batch.data["x"][:, 0])
+    counted = np.where((source == 1) & (x != 5000), [(x == value).sum() for value in x], 0)
+    uses = np.asarray(mixture.use_count(batch.slots))
+    # Those used twice have retired.
+    np.testing.assert_array_equal(uses, np.where(counted >= 2, 0, counted))
+
+
+def step_of_training(mixture, key):
+    version, key = key
+    mixture = mixture.add(jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), STEP), part=2)
+    batch = mixture.sample(key, 16)
+    env, position = mixture.locate(batch.slots)
+    seen = mixture.steps_to_episode_end(env, position), mixture.use_count(batch.slots)
+    mixture = mixture.mark_used(batch.slots).set_version(version)
+    return mixture, (batch.slots.index, *seen)
+
+
+def test_a_scan_and_vmap_agree_with_one_by_one():
+    inputs = jnp.arange(1, 4, dtype=jnp.int32), jax.random.split(jax.random.key(0), 3)
+    _, scanned = jax.jit(lambda m: jax.lax.scan(step_of_training, m, inputs))(flat())
+    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), flat())
+    _, mapped = jax.jit(jax.vmap(lambda m: jax.lax.scan(step_of_training, m, inputs)))(lanes)
+    chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[1], mapped), scanned)
+    mixture = flat()
+    for i in range(3):
+        mixture, seen = step_of_training(mixture, jax.tree.map(lambda leaf, i=i: leaf[i], inputs))
+        chex.assert_trees_all_equal(seen, jax.tree.map(lambda leaf, i=i: leaf[i], scanned))
+
+
+def plain():
+    parts = [jaxbuf.ItemBuffer.create(jnp.int32(0), 4).add(jnp.arange(4)) for _ in range(2)]
+    return jaxbuf.Mixture.create(parts, [1, 1])
+
+
+BAD = [
+    (lambda m, s: m.mark_used(s), "mark_used was called, but no part limits uses or staleness"),
+    (lambda m, s: m.set_version(1), "set_version was called, but no part limits uses"),
+    (lambda m, s: m.use_count(s), "use_count was called, but no part limits uses"),
+    (lambda m, s: m.staleness(s), "staleness was called, but no part limits uses"),
+    (lambda m, s: m.locate(s), "locate was called, but no part has environments"),
+    (lambda m, s: m.get_field("x", 0, 0), "get_field was called, but no part has environments"),
+    (lambda m, s: m.is_episode_last(s), "is_episode_last was called, but no part knows its epi"),
+    (lambda m, s: m.episode_mask(s), "episode_mask was called, but no part knows its episodes"),
+    (lambda m, s: m.part_slots(s, 2), "part is 2; expected the number of one of the 2 parts"),
+    (lambda m, s: m.part_slots(s.index, 0), "slots is only an array; expected the slots"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_what_no_part_can_do(call, message):
+    mixture = plain()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(mixture, mixture.sample(jax.random.key(0), 4).slots)
+
+
+def test_lookups_need_slots_or_both_names_of_steps():
+    mixture = flat()
+    batch, _ = drawn(mixture)
+    with pytest.raises(ValueError, match="positions is None; give env_ids and positions"):
+        mixture.is_episode_first(jnp.arange(2))
+    with pytest.raises(ValueError, match="positions were given with slots"):
+        mixture.is_episode_first(batch.slots, jnp.arange(32))
