@@ -134,6 +134,15 @@ def test_batches_are_uniform_over_live_rows_and_repeatable(tmp_path):
         assert not np.array_equal(next(store.batches(64, seed=2)).rows, drawn[0])
 
 
+def test_numbers_of_a_store_may_be_larger_than_those_of_buffers(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, cache_bytes=2**33) as store:
+        store.append(items(range(5)))
+        batch = next(store.batches(4, seed=2**62, start=2**40, steps=2**40))
+        check(batch.data, batch.rows)
+        with pytest.raises(IndexError, match=f"start is {2**40}, but the store has 5 rows"):
+            store.load_into(jaxbuf.ItemBuffer.create(ITEM, 4), start=2**40)
+
+
 def test_reading_overlaps_with_computing(tmp_path, monkeypatch):
     with jaxbuf.Store(tmp_path, ITEM) as store:
         store.append(items(range(10)))
@@ -275,7 +284,7 @@ def test_bad_input_is_refused_and_changes_nothing(tmp_path):
             with pytest.raises(IndexError, match="there is no row"):
                 store.delete(np.asarray(bad))
         for name in ("batch_size", "prefetch"):
-            with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
+            with pytest.raises(ValueError, match=f"{name} is 0; expected .*at least 1"):
                 store.batches(**{"batch_size": 1, name: 0})
         check(store.read(slice(None)), range(3))
     others = (
@@ -289,7 +298,7 @@ def test_bad_input_is_refused_and_changes_nothing(tmp_path):
             jaxbuf.Store(tmp_path / "store", other)
     with pytest.raises(ValueError, match="mode is 'w'; expected 'a' or 'r'"):
         jaxbuf.Store(tmp_path / "store", ITEM, mode="w")
-    with pytest.raises(ValueError, match="chunk is 0; expected at least 1"):
+    with pytest.raises(ValueError, match=r"chunk is 0; expected .*at least 1"):
         jaxbuf.Store(tmp_path / "new", ITEM, chunk=0)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
@@ -449,7 +458,7 @@ def test_other_rows_are_refused(tmp_path, use, rows, message):
         ({"stop": -1}, ValueError, "stop is -1; expected"),
         ({"start": -1}, ValueError, "start is -1; expected"),
         ({"start": 1.5}, ValueError, "start is 1.5; expected"),
-        ({"start": 4, "stop": 2}, ValueError, "stop is 2; expected at least 4"),
+        ({"start": 4, "stop": 2}, ValueError, "stop is 2; expected"),
         ({"start": 7}, IndexError, "start is 7, but the store has 5 rows"),
         ({"start": 7, "stop": 9}, IndexError, "start is 7, but the store has 5 rows"),
         ({"stop": 6}, IndexError, "there is no row 5; the store has 5"),
