@@ -71,6 +71,73 @@ def test_trees_agree_bit_for_bit_with_the_vector_form(capacity, ops):
             same(forms[7](nodes, prefix, refine), forms[6](nodes, prefix, refine))
 
 
+def hostile_trees(layout, rng):
+    """Trees that no sequence of calls makes, but an empty buffer or a damaged file may."""
+    leaves = jnp.asarray(rng.random((1, layout.capacity)), jnp.float32)
+    built = np.asarray(jax.vmap(functools.partial(tree_kernels.build, layout))(leaves))
+    size = (1, layout.size)
+    special = np.asarray([0.0, 1.0, -1.0, 1e-38, 3e38, np.inf, -np.inf, np.nan], np.float32)
+    return {
+        "zeros": np.zeros(size, np.float32),
+        "sums of zeros": np.where(np.arange(layout.size) < layout.capacity, 0, built),
+        "zeros under sums": np.where(np.arange(layout.size) < layout.capacity, built, 0),
+        "random": rng.random(size).astype(np.float32),
+        "sparse": (rng.random(size) * (rng.random(size) < 0.05)).astype(np.float32),
+        "negative": -built,
+        "special": rng.choice(special, size),
+    }
+
+
+@pytest.mark.parametrize("capacity", [1, 15, 17, 255, 257, 4097, 70_001])
+def test_every_search_ends_in_the_tree_whatever_it_holds(capacity):
+    rng = np.random.default_rng(capacity)
+    layout, rows = Layout(capacity, ("sum", "max", "min_positive")), 66
+    total = np.float32(capacity)
+    special = [0.0, -0.0, total, 2 * total, -1.0, 1e-45, 1e-38, 3e38, np.inf, -np.inf, np.nan]
+    prefix = np.concatenate([special, total * rng.random(rows - len(special))]).astype(np.float32)
+    refine = rng.permutation(prefix)
+    for refined in (False, True):
+        vector, compiled = (
+            jax.jit(functools.partial(form, layout, refined))
+            for form in (tree_kernels._find_vector, tree_kernels._find_native)
+        )
+        for name, nodes in hostile_trees(layout, rng).items():
+            wanted = vector(nodes, prefix[None], refine[None])
+            found = compiled(nodes, prefix[None], refine[None])
+            assert ((wanted >= 0) & (wanted < capacity)).all(), name
+            np.testing.assert_array_equal(found, wanted, name)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_searches_for_no_prefix_find_nothing(rows):
+    layout = Layout(20, ("sum",))
+    nodes, prefix = jnp.zeros((1, layout.size)), jnp.zeros((1, rows))
+    with native.using_native():
+        assert jax.jit(functools.partial(tree_kernels._find_native, layout, True))(
+            nodes, prefix, prefix
+        ).shape == (1, rows)
+
+
+EMPTY = {
+    "prioritized": lambda n: jaxbuf.ItemBuffer.create(
+        jnp.int32(0), n, sampler=jaxbuf.Prioritized()
+    ),
+    "softmax": lambda n: jaxbuf.ItemBuffer.create(jnp.int32(0), n, sampler=jaxbuf.Softmax()),
+    "windows": lambda n: jaxbuf.TrajectoryBuffer.create(
+        jnp.int32(0), 1, n, sequence_length=2, sampler=jaxbuf.Prioritized()
+    ),
+}
+
+
+@pytest.mark.parametrize("capacity", [3, 4099, 1_200_007])
+@pytest.mark.parametrize("name", list(EMPTY))
+def test_an_empty_buffer_gives_no_rows(name, capacity):
+    with native.using_native():
+        batch = jaxbuf.sample(EMPTY[name](capacity), jax.random.key(0), 40)
+    assert not batch.valid.any()
+    assert (batch.slots.index == capacity).all()
+
+
 def test_rows_and_runs_are_the_same():
     rng = np.random.default_rng(0)
     data = {

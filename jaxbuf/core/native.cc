@@ -137,6 +137,7 @@ ffi::Error SetLeaves(Floats nodes, Ints index, Floats value, ffi::Result<Floats>
                      ffi::Result<Floats> roots, ffi::Result<Ints> gained, Numbers ops,
                      Numbers starts, Numbers counts) {
   const int64_t trees = index.dimensions()[0], rows = index.dimensions()[1];
+  if (trees == 0) return ffi::Error::Success();
   const int64_t size = nodes.element_count() / trees;
   const int64_t capacity = counts.begin()[0], levels = counts.size(), num_ops = ops.size();
   if (out->typed_data() != nodes.typed_data()) {
@@ -173,14 +174,21 @@ ffi::Error SetLeaves(Floats nodes, Ints index, Floats value, ffi::Result<Floats>
   return ffi::Error::Success();
 }
 
+// As XLA's minimum and maximum: of a NaN and a number they are NaN.
+inline float Min(float a, float b) { return (a < b) | (a != a) ? a : b; }
+inline float Max(float a, float b) { return (a > b) | (a != a) ? a : b; }
+
 // The child that holds `r`, which becomes the residual within it. Without a branch, which nobody
 // could predict.
+//
+// It may be a child that is not there: the last one is chosen of a node without mass, and any of a
+// node whose mass is not the sum of its children's.
 inline int32_t Choose(const float* masses, float& r) {
   float sums[4];
   for (int i = 0; i < 4; ++i) sums[i] = Sum4(masses + 4 * i);
   const float second = sums[0] + sums[1], third = second + sums[2];
   // A rounded residual may equal the node's whole mass; the last float below keeps it inside.
-  r = std::min(r, (third + sums[3]) * (1.0f - 0x1p-24f));
+  r = Min(r, (third + sums[3]) * (1.0f - 0x1p-24f));
   const float before[4] = {0.0f, sums[0], second, third};
   const int group = (r >= before[1]) + (r >= before[2]) + (r >= before[3]);
   const float base = before[group];
@@ -189,13 +197,14 @@ inline int32_t Choose(const float* masses, float& r) {
   const float bounds[4] = {base, base + inside[0], base + pair, base + (pair + inside[2])};
   const int child = (r >= bounds[1]) + (r >= bounds[2]) + (r >= bounds[3]);
   // Of masses that are zero, a bound may lie below the base by a rounding.
-  r -= std::max(bounds[child], base);
+  r -= Max(bounds[child], base);
   return 4 * group + child;
 }
 
 ffi::Error Find(ffi::ThreadPool pool, Floats nodes, Floats prefix, Floats refine,
-                ffi::Result<Ints> found, int64_t middle, Numbers starts) {
+                ffi::Result<Ints> found, int64_t middle, Numbers starts, Numbers counts) {
   const int64_t trees = prefix.dimensions()[0], rows = prefix.dimensions()[1];
+  if (trees * rows == 0) return ffi::Error::Success();
   const int64_t size = nodes.element_count() / trees, depth = starts.size();
   // So many descend side by side, and fetch their next nodes ahead.
   constexpr int64_t kAbreast = 32;
@@ -210,14 +219,15 @@ ffi::Error Find(ffi::ThreadPool pool, Floats nodes, Floats prefix, Floats refine
     for (int64_t level = 0; level < depth; ++level) {
       const float* here = tree + starts.begin()[level];
       const float* next = tree + starts.begin()[std::min(level + 1, depth - 1)];
+      const int32_t last = static_cast<int32_t>(counts.begin()[level] - 1);
       for (int64_t i = 0; i < n; ++i) {
         const float* children = here + int64_t{node[i]} * kFanout;
         if (level == middle && middle > 0) {
-          const float mass = Sum(children);
+          const float mass = tree[starts.begin()[level - 1] + node[i]];
           residual[i] += refine.typed_data()[first + i];
-          if (residual[i] >= mass) residual[i] = std::max(residual[i] - mass, 0.0f);
+          if (residual[i] >= mass) residual[i] = Max(residual[i] - mass, 0.0f);
         }
-        node[i] = node[i] * kFanout + Choose(children, residual[i]);
+        node[i] = std::min(node[i] * kFanout + Choose(children, residual[i]), last);
         __builtin_prefetch(next + int64_t{node[i]} * kFanout);
       }
     }
@@ -240,6 +250,7 @@ ffi::Error Find(ffi::ThreadPool pool, Floats nodes, Floats prefix, Floats refine
 
 ffi::Error GetLeaves(Floats nodes, Ints index, ffi::Result<Floats> values, int64_t capacity) {
   const int64_t trees = index.dimensions()[0], rows = index.dimensions()[1];
+  if (trees * rows == 0) return ffi::Error::Success();
   const int64_t size = nodes.element_count() / trees;
   for (int64_t i = 0; i < trees * rows; ++i) {
     const int64_t at = std::clamp<int64_t>(index.typed_data()[i], 0, capacity - 1);
@@ -327,7 +338,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_find, Find,
                                   .Arg<Floats>()
                                   .Ret<Ints>()
                                   .Attr<int64_t>("middle")
-                                  .Attr<Numbers>("starts"));
+                                  .Attr<Numbers>("starts")
+                                  .Attr<Numbers>("counts"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_get_leaves, GetLeaves,
                               ffi::Ffi::Bind()

@@ -117,6 +117,7 @@ def find(
     *,
     middle: int,
     starts: Sequence[int],
+    counts: Sequence[int],
 ) -> Int[Array, "S B"]:
     """See ``tree_kernels.find``.
 
@@ -126,10 +127,11 @@ def find(
         refine: What to add to each residual.
         middle: Before which level, from the top; 0 for nowhere.
         starts: Where the sums of each level begin, from below the root to the leaves.
+        counts: Nodes on each of these levels.
     """
     call = jax.ffi.ffi_call("jaxbuf_find", jax.ShapeDtypeStruct(prefix.shape, jnp.int32))
-    numbers = {"middle": np.int64(middle), "starts": _numbers(starts)}
-    return call(nodes.reshape(-1), prefix, refine, **numbers)
+    levels = {"starts": _numbers(starts), "counts": _numbers(counts)}
+    return call(nodes.reshape(-1), prefix, refine, middle=np.int64(middle), **levels)
 
 
 def get_leaves(

@@ -241,7 +241,8 @@ def find(
             lighter than the total that the bits lost at the top can be filled in again.
 
     Returns:
-        Leaves ``[B]``, never one without mass unless the total is zero.
+        Leaves ``[B]``, never one without mass unless the total is zero; always some of those there
+        are, whatever the tree and the queries hold.
     """
     refined = refine is not None
     queries = _at_least_two(prefix), _at_least_two(refine if refined else prefix)
@@ -735,6 +736,14 @@ def _starts(layout: Layout) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.asarray([layout.offset("sum", level) for level in levels], np.int32)
 
 
+def _lasts(layout: Layout) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Last node of each level, counted within it, from just below the root to the leaves.
+
+    Where there is no mass, or a sum is not that of its children, a descent would go past it.
+    """
+    return np.asarray(layout.counts[-2::-1], np.int32) - 1
+
+
 def _refine(mass: jax.Array, residual: jax.Array, refine: jax.Array) -> jax.Array:
     """Spread the residual evenly over the node again: what leaves at the end enters at the start.
 
@@ -752,6 +761,7 @@ def _find_loop(
     trees, rows = prefix.shape
     flat, prefix, refine = nodes.reshape(-1), prefix.reshape(-1), refine.reshape(-1)
     middle = _refine_level(layout, refined)
+    lasts = _lasts(layout).tolist()
 
     def first_child(first: int, node: jax.Array, i: jax.Array) -> jax.Array:
         base = _base(layout, trees, rows, i)
@@ -769,7 +779,8 @@ def _find_loop(
         if level == middle and refined:
             residual = _refine(combine("sum", children), residual, in_place.get(refine, i))
         child, residual = choose(children, residual)
-        row = [node * FANOUT + child, lax.bitcast_convert_type(residual, jnp.int32)]
+        node = jnp.minimum(node * FANOUT + child, lasts[level])
+        row = [node, lax.bitcast_convert_type(residual, jnp.int32)]
         begin = (in_place.place(i), jnp.uint32(0))
         return lax.dynamic_update_slice(out, jnp.stack(row[: out.shape[1]])[None], begin)
 
@@ -804,6 +815,7 @@ def _find_levels(
     flat, residual, refine = nodes.reshape(-1), prefix.reshape(-1), refine.reshape(-1)
     base = jnp.repeat(jnp.arange(trees, dtype=jnp.int32) * layout.size, rows)
     top, starts = int(_starts(layout)[0]), jnp.asarray(_starts(layout))
+    lasts = jnp.asarray(_lasts(layout))
     middle = _refine_level(layout, refined)
     shared = unroll or flat.size <= _SHARED_TREE or residual.size > _UNSHARED_QUERIES
 
@@ -811,7 +823,7 @@ def _find_levels(
         node, residual = unpack(carry)
         start = base + starts[level] + node * FANOUT
         child, residual = choose(_blocks(flat, start, shared=shared), residual)
-        return pack(node * FANOUT + child, residual)
+        return pack(jnp.minimum(node * FANOUT + child, lasts[level]), residual)
 
     def descend_to(first: int, last: int, carry: Any) -> Any:
         if not unroll:
@@ -824,7 +836,8 @@ def _find_levels(
     # twice. Of one complex number both parts are computed together.
     pack, unpack = (_as_pair, _of_pair) if unroll else (_as_complex, _of_complex)
     # The children of the root are the same for all rows of a tree, and need not be gathered.
-    carry = pack(*choose([jnp.repeat(nodes[:, top + i], rows) for i in range(FANOUT)], residual))
+    child, residual = choose([jnp.repeat(nodes[:, top + i], rows) for i in range(FANOUT)], residual)
+    carry = pack(jnp.minimum(child, lasts[0]), residual)
     if middle:
         node, residual = unpack(descend_to(1, middle, carry))
         mass = flat[base + layout.offset("sum", layout.depth - middle) + node]
@@ -855,7 +868,8 @@ def _find_native(
     layout: Layout, refined: bool, nodes: jax.Array, prefix: jax.Array, refine: jax.Array
 ) -> jax.Array:
     middle = _refine_level(layout, refined)
-    return native.find(nodes, prefix, refine, middle=middle, starts=_starts(layout).tolist())
+    levels = {"starts": _starts(layout).tolist(), "counts": layout.counts[-2::-1]}
+    return native.find(nodes, prefix, refine, middle=middle, **levels)
 
 
 def _read_loop(
