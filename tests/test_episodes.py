@@ -242,6 +242,21 @@ def test_alfs_own_returns(rows):
     assert said["terminated"].tolist() == [[0, 0, 2, 3, 3, 5, 6, 7], [0, 1, 2, 3, 3, 5, 6, 6]]
 
 
+def test_masks_of_windows_of_another_length():
+    buffer = create(1, 8, 2, boundary="mask")
+    buffer = jaxbuf.add(buffer, rows_of("..T..."))
+    for size, together in ((1, {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}), (4, {0: 3, 1: 2, 2: 1})):
+        batch = jaxbuf.sample(buffer, jax.random.key(0), 8, sequence_length=size)
+        mask = np.asarray(buffer.episode_mask(batch.slots, sequence_length=size))
+        assert mask.shape == (8, size)
+        first = batch.data["t"][:, 0].tolist()
+        counts = {t: row for t, row, ok in zip(first, mask.sum(1), batch.valid, strict=True) if ok}
+        assert counts == together
+    avoids = create(1, 8, 2, boundary="avoid")
+    with pytest.raises(ValueError, match="sequence_length is 3, but this buffer takes out some"):
+        avoids.sample(jax.random.key(0), 1, sequence_length=3)
+
+
 def test_the_last_step_that_terminated_may_be_gone():
     buffer = create(1, 4, last="end.last", record_return=False)
     for letters in ("..T", "....."):

@@ -1,8 +1,10 @@
 """`TrajectoryBuffer`: which windows there are, what they are worth, what a handle means."""
 
+import copy
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +168,105 @@ def test_random_operations_agree_with_the_twin_after_every_step(configuration):
             buffer = buffer.clear()
             twin.clear()
             assert_same(buffer, twin)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_windows_of_another_length_agree_with_a_twin_of_that_length(configuration):
+    num_envs, length, own, period, sampler = configuration
+    prioritized = isinstance(sampler, jaxbuf.Prioritized)
+    random = np.random.default_rng(11)
+    buffer, twin = create(*configuration), twin_of(*configuration)
+    for i in range(12):
+        t = np.arange(3 * num_envs).reshape(num_envs, 3) + 3 * num_envs * i
+        mask = random.random(t.shape) < 0.8
+        priority = random.choice([0.0, 0.5, 3.0], size=t.shape).astype(np.float32)
+        given = {"priority": priority} if prioritized else {}
+        buffer = jaxbuf.add(buffer, steps(t), mask=mask, **given)
+        twin.add(t.tolist(), given.get("priority"), mask)
+        default = max([twin.initial_priority, *(w[0].priority for w in twin.windows)])
+        for size in sorted({1, own, min(own + 1, length), length}):
+            sample = jaxbuf.sample(
+                buffer, jax.random.key(i), num_envs * length // period, sequence_length=size
+            )
+            assert sample.data["t"].shape[1] == size
+            other = twin_of(num_envs, length, size, period, sampler)
+            other.rings = [[copy.copy(step) for step in ring] for ring in twin.rings]
+            for window in other.windows:
+                known = twin.is_live(
+                    twin.rings[window[0].env][other.rings[window[0].env].index(window[0])]
+                )
+                window[0].priority = window[0].priority if known else default
+            expected = {
+                other.slot(window[0]): ([step.data for step in window], pytest.approx(p, rel=1e-5))
+                for window, p in zip(other.windows, other.probabilities(), strict=True)
+                if p > 0
+            }
+            rows = zip(
+                *(a.tolist() for a in (sample.slots.index, sample.data["t"], sample.probability)),
+                strict=True,
+            )
+            found = {
+                index: row for (index, *row), valid in zip(rows, sample.valid, strict=True) if valid
+            }
+            assert {i: tuple(row) for i, row in found.items()} == expected
+            held = buffer.occupancy.holds(sample.slots)
+            windows_here = {twin.slot(window[0]) for window in twin.windows}
+            names = np.asarray(sample.slots.index)
+            np.testing.assert_array_equal(held, np.isin(names, list(windows_here)) & sample.valid)
+
+
+def test_windows_of_another_length_with_recent_ones_and_ignored_steps():
+    sampler = jaxbuf.Recent(ratio=1.0, steps=2)
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        EXAMPLE, 1, 8, sequence_length=3, num_earliest_ignored=2, sampler=sampler
+    )
+    buffer = jaxbuf.add(buffer, steps(np.arange(10)[None]))
+    for size, first in ((1, [8, 9]), (3, [6, 7]), (5, [4, 5]), (6, [4, 4])):
+        batch = jaxbuf.sample(buffer, jax.random.key(0), 2, sequence_length=size)
+        assert batch.data["t"].tolist() == [[t + i for i in range(size)] for t in first]
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_rows_of_some_environments_are_those_of_all_with_a_mask(rows):
+    freshness = jaxbuf.Freshness(max_staleness=9)
+    random = np.random.default_rng(rows)
+    few = every = jaxbuf.TrajectoryBuffer.create(
+        EXAMPLE, 5, 4, sequence_length=2, sampler=REVEAL_PRIORITIES, freshness=freshness
+    )
+    shape = (5, rows) if rows else (5,)
+    for i in range(8):
+        count = random.integers(0, 6)
+        ids = random.permutation(5)[:count]
+        t = np.arange(np.prod(shape)).reshape(shape) + 100 * i
+        priority = random.random(shape).astype(np.float32)
+        version = random.integers(-9, 3, shape).astype(np.int32)
+        mask = random.random(shape) < 0.8
+        given = {"priority": priority, "version": version, "mask": mask}
+        inside = np.isin(np.arange(5), ids).reshape(5, *(1,) * (len(shape) - 1))
+        every = every.add(steps(t), **{**given, "mask": mask & inside})
+        some = {name: value[ids] for name, value in given.items()}
+        if i % 2:
+            few = jaxbuf.add(
+                few, steps(t[ids]), **some, env_ids=jnp.asarray(ids, jnp.int32), donate=False
+            )
+        else:
+            few = few.add(steps(t[ids]), **some, env_ids=ids)
+        chex.assert_trees_all_equal(few, every)
+
+
+def test_rows_of_some_environments_with_masks_of_environments_and_names_that_are_traced():
+    buffer = create(3, 4)
+    add = jax.jit(
+        lambda buffer, ids, mask: buffer.add(steps([[0, 1], [2, 3]]), env_ids=ids, mask=mask)
+    )
+    both = jnp.array([True, True])
+    assert windows(add(buffer, jnp.array([2, 0]), both)) == {0: [2], 1: [3], 8: [0], 9: [1]}
+    assert windows(add(buffer, jnp.array([2, 0]), ~both)) == {}
+    assert windows(add(buffer, jnp.array([-1, 3]), both)) == {}
+    assert windows(add(buffer, jnp.array([1, 1]), both)) == {4: [2], 5: [3]}
+    vmapped = jax.vmap(add, in_axes=(None, 0, None))(buffer, jnp.array([[2, 0], [1, 2]]), both)
+    second = jax.tree.map(lambda leaf: leaf[1], vmapped)
+    assert windows(second) == {4: [0], 5: [1], 8: [2], 9: [3]}
 
 
 def test_the_newest_steps_become_starts_as_later_ones_arrive():
@@ -454,7 +555,35 @@ BAD_ADDS = [
     (lambda s: s, {"mask": jnp.ones((2, 3))}, "mask has dtype float32"),
     (lambda s: s, {"priority": jnp.ones(2)}, "priority has shape (2,); expected (2, 3)"),
     (lambda s: s, {"priority": jnp.ones((2, 3), jnp.complex64)}, "priority has dtype complex64"),
+    (lambda s: s, {"env_ids": jnp.array([0])}, "steps['obs'] has shape (2, 3, 2); expected (1, T,"),
+    (lambda s: s, {"env_ids": [0, 2]}, "env_ids has 2; expected numbers from 0 to num_envs - 1"),
+    (lambda s: s, {"env_ids": [-1, 1]}, "env_ids has -1; expected numbers from 0"),
+    (lambda s: s, {"env_ids": jnp.array([1, 1])}, "env_ids has 1 twice; expected different"),
+    (lambda s: s, {"env_ids": 1}, "env_ids has shape (); expected (K,)"),
+    (lambda s: s, {"env_ids": [0.0, 1.0]}, "env_ids has dtype float64; expected integers"),
+    (
+        lambda s: s,
+        {"env_ids": [0, 1], "priority": jnp.ones(3)},
+        "priority has shape (3,); expected (2, 3), which is (K, T)",
+    ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "message"),
+    [
+        ({}, 0, "sequence_length is 0; expected at least 1"),
+        ({}, 7, "sequence_length is 7, but a ring has length 6"),
+        ({}, jnp.int32(2), "sequence_length is"),
+        ({"num_earliest_ignored": 2}, 5, "num_earliest_ignored is 2 and sequence_length 5"),
+        ({"freshness": jaxbuf.Freshness(max_use=1)}, 3, "sequence_length is 3, but this buffer"),
+    ],
+)
+def test_bad_windows_of_another_length(options, size, message):
+    buffer = jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 6, sequence_length=2, **options)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        buffer.sample(jax.random.key(0), 1, sequence_length=size)
+    assert buffer.sample(jax.random.key(0), 1, sequence_length=2).data["t"].shape == (1, 2)
 
 
 @pytest.mark.parametrize(("change", "options", "message"), BAD_ADDS)

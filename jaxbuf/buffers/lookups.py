@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
@@ -168,11 +168,14 @@ class EpisodeLookups:
             )
         return self._look_up(EpisodeIndex.recorded, where, positions)
 
-    def episode_mask(self, slots: Slots) -> Bool[Array, "B S"]:
+    def episode_mask(
+        self, slots: Slots, *, sequence_length: int | None = None
+    ) -> Bool[Array, "B S"]:
         """Which steps of sampled windows belong to the episode of their first one.
 
         Args:
             slots: ``sample.slots``, ``[B]``.
+            sequence_length: As it was given to ``sample``; static.
 
         Returns:
             ``[B, sequence_length]``; all False for a window that is not there any more.
@@ -196,8 +199,13 @@ class EpisodeLookups:
                 'boundary is "cross", whose windows are used as they are; create the buffer with '
                 'episodes=jaxbuf.Episodes(boundary="mask")'
             )
-        mask = index.together(self.rings, slots.index)
-        return mask & self.occupancy.holds(slots)[:, None]
+        windows = self._windows_of(sequence_length)
+        mask = index.together(windows.rings, slots.index)
+        return mask & windows.occupancy.holds(slots)[:, None]
+
+    if TYPE_CHECKING:
+
+        def _windows_of(self, sequence_length: int | None) -> Self: ...
 
     def _index(self) -> EpisodeIndex:
         if self.episode_index is None:

@@ -3,6 +3,7 @@
 from typing import Any, Self
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -129,17 +130,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             raise ValueError(
                 f"num_envs * length is {num_envs * length}; expected at most 2**30 steps"
             )
-        if sequence_length > length:
-            raise ValueError(
-                f"sequence_length is {sequence_length}, but a ring has length {length}; make "
-                "windows shorter or rings longer"
-            )
-        if sequence_length + ignored > length:
-            raise ValueError(
-                f"num_earliest_ignored is {ignored} and sequence_length {sequence_length}, but a "
-                f"ring has length {length}, so no window would ever be drawn; ignore fewer steps "
-                "or make rings longer"
-            )
+        _check_windows(sequence_length, length, ignored)
         if length % period:
             raise ValueError(
                 f"length is {length} and period {period}; length must be a multiple of period"
@@ -226,8 +217,9 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         priority: Float[Array, "..."] | None = None,
         version: Int[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | None = None,
+        env_ids: Int[Array, " K"] | None = None,
     ) -> Self:
-        """Append one step, or ``T`` of them, to each environment.
+        """Append one step, or ``T`` of them, to each environment, or to some of them.
 
         Args:
             steps: Leaves ``[num_envs, *shape]`` or ``[num_envs, T, *shape]``, in the example's
@@ -243,12 +235,26 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
                 window starts at them: those are counted in ``metrics()["refused_stale"]``.
             mask: Which steps to take, ``[num_envs]`` or ``[num_envs, T]``; those of a row keep
                 their order, and the others cost no place and move no write position.
+            env_ids: Which environments the rows are of, ``[K]`` different numbers below
+                ``num_envs``; everything else then has a row for each of these instead of for each
+                environment. Where numbers are traced, so that they cannot be checked, those that
+                name no environment are left out, and of several rows for one the last counts.
 
         Raises:
-            ValueError: When traced, if a structure, shape or dtype differs from the example, or if
-                ``priority`` or ``version`` is given and nothing here uses it.
+            ValueError: When traced, if a structure, shape or dtype differs from the example, if
+                ``priority`` or ``version`` is given and nothing here uses it, or if ``env_ids``
+                names no environment or one twice.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), num_envs=4, length=8)
+            >>> buffer = buffer.add(jnp.array([[1, 2], [3, 4]]), env_ids=jnp.array([3, 0]))
+            >>> buffer.end_position.tolist(), buffer.data[0, :2].tolist()
+            ([2, 0, 0, 2], [3, 4])
         """
         common.check_single(self)
+        if env_ids is not None:
+            return self._add_to(env_ids, steps, priority, version, mask)
         steps, batch = common.check_steps(self.data, steps, self.num_envs)
         rows = batch[1] if len(batch) > 1 else 1
         axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
@@ -297,12 +303,18 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             freshness_state=freshness_state,
         )
 
-    def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
+    def sample(
+        self, key: PRNGKeyArray, batch_size: int, *, sequence_length: int | None = None
+    ) -> Sample:
         """Draw a batch of windows.
 
         Args:
             key: A PRNG key.
             batch_size: Rows ``B``; static.
+            sequence_length: Steps in a window, this time; static. None takes the buffer's own. All
+                windows of that length are drawn, also those that are shorter than the buffer's and
+                newer. Such a one has the default priority, and an update of its priority is
+                dropped. It costs a copy of the priorities.
 
         Returns:
             A ``Sample`` with leaves ``[B, sequence_length, ...]``, in order of time. Its shapes
@@ -310,13 +322,23 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             probability 0 and index ``capacity``.
 
         Raises:
-            ValueError: If ``batch_size`` is no whole number from 1 on, or ``key`` no single key.
+            ValueError: If ``batch_size`` is no integer of at least 1, ``key`` no single key, or
+                ``sequence_length`` is longer than a ring, or not the buffer's own where some
+                windows are taken out: with ``Freshness``, or ``Episodes(boundary="avoid")``.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 1, 8, sequence_length=2)
+            >>> buffer = buffer.add(jnp.arange(4)[None])
+            >>> buffer.sample(jax.random.key(0), 2, sequence_length=4).data.tolist()
+            [[0, 1, 2, 3], [0, 1, 2, 3]]
         """
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
         common.check_single(self)
-        draw = self.sampler.draw(self.sampler_state, key, rows, self.occupancy)
-        return self._gather(draw)
+        buffer = self._windows_of(sequence_length)
+        draw = buffer.sampler.draw(buffer.sampler_state, key, rows, buffer.occupancy)
+        return buffer._gather(draw)
 
     def sample_range(
         self,
@@ -598,6 +620,33 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             **fresh,
         }
 
+    def _add_to(self, env_ids: Any, steps: Any, priority: Any, version: Any, mask: Any) -> Self:
+        """``add`` of one row for each of some environments: the others get masked ones."""
+        ids = self._check_env_ids(env_ids)
+        count = ids.shape[0]
+        steps, batch = common.check_steps(self.data, steps, count)
+        if count == 0:
+            return self
+        axes = "(K, T)" if len(batch) > 1 else "(K,)"
+        taken = common.check_step_mask(np.ones(count, bool) if mask is None else mask, batch)
+        if priority is not None:
+            priority = storage.check_rows(priority, "priority", batch, np.float32, axes)
+            priority = priority.reshape(taken.shape)
+        if version is not None:
+            shape = batch[:1] if jnp.ndim(version) == 1 else batch
+            version = storage.check_rows(version, "version", shape, np.int32, axes)
+            version = jnp.broadcast_to(version.reshape(count, -1), taken.shape)
+        # A negative number would count from the end.
+        at = jnp.where(ids >= 0, ids, self.num_envs)
+        row = jnp.full((self.num_envs,), -1, jnp.int32)
+        row = row.at[at].max(jnp.arange(count, dtype=jnp.int32), mode="drop")
+        here = jnp.maximum(row, 0)
+        steps, priority, version, taken = jax.tree.map(
+            lambda leaf: leaf[here], (steps, priority, version, taken)
+        )
+        taken &= (row >= 0)[:, None]
+        return self.add(steps, priority=priority, version=version, mask=taken)
+
     def _earliest(self, count: int, skip: int) -> Steps:
         """The first ``count`` steps of each ring after ``skip`` of them."""
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
@@ -682,6 +731,46 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         at = jnp.where(ids >= 0, ids, self.num_envs)
         return jnp.zeros((self.num_envs,), bool).at[at].set(True, mode="drop")
 
+    def _windows_of(self, sequence_length: int | None) -> Self:
+        """The same steps seen as windows of another length; None changes nothing."""
+        if sequence_length is None:
+            return self
+        size = common.check_count("sequence_length", sequence_length)
+        if size == self.sequence_length:
+            return self
+        _check_windows(size, self.length, self.num_earliest_ignored)
+        if isinstance(self.occupancy, Subset):
+            raise ValueError(
+                f"sequence_length is {size}, but this buffer takes out some of its windows of "
+                f"{self.sequence_length} steps (freshness, or episodes that are not crossed); "
+                f"create it with sequence_length={size}"
+            )
+        rings, come, gone = self.rings.resize(size)
+        state = self.sampler.slid(self.sampler_state, come.reshape(-1), None, gone.reshape(-1))
+        return self.replace(occupancy=rings, sampler_state=state)
+
+    def _check_env_ids(self, env_ids: Any) -> Int[Array, " K"]:
+        """``env_ids`` as an array."""
+        given: Any = env_ids if isinstance(env_ids, jax.core.Tracer) else np.asarray(env_ids)
+        if given.ndim != 1:
+            raise ValueError(f"env_ids has shape {given.shape}; expected (K,)")
+        if given.size and not jnp.issubdtype(given.dtype, jnp.integer):
+            raise ValueError(f"env_ids has dtype {given.dtype}; expected integers")
+        if isinstance(given, np.ndarray):
+            wrong = given[(given < 0) | (given >= self.num_envs)]
+            if wrong.size:
+                raise ValueError(
+                    f"env_ids has {wrong[0]}; expected numbers from 0 to num_envs - 1, which is "
+                    f"{self.num_envs - 1}"
+                )
+            names, times = np.unique(given, return_counts=True)
+            if np.any(times > 1):
+                raise ValueError(
+                    f"env_ids has {names[times > 1][0]} twice; expected different numbers, and the "
+                    "steps of one environment in one row, [K, T]"
+                )
+        return jnp.asarray(given).astype(jnp.int32)
+
     def _gather(self, draw: Draw) -> Sample:
         """The windows that were drawn."""
         return common.gather(self.occupancy, draw, self.capacity, self._read)
@@ -690,6 +779,25 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         """The windows at ``index``, leaves ``[B, sequence_length, ...]``."""
         ring, start = self.rings.split(index)
         return storage.read_runs(self.data, ring, start, self.sequence_length)
+
+
+def _check_windows(sequence_length: int, length: int, ignored: int) -> None:
+    """Refuse windows that no ring could ever hold.
+
+    Raises:
+        ValueError: If they are too long.
+    """
+    if sequence_length > length:
+        raise ValueError(
+            f"sequence_length is {sequence_length}, but a ring has length {length}; make "
+            "windows shorter or rings longer"
+        )
+    if sequence_length + ignored > length:
+        raise ValueError(
+            f"num_earliest_ignored is {ignored} and sequence_length {sequence_length}, but a "
+            f"ring has length {length}, so no window would ever be drawn; ignore fewer steps "
+            "or make rings longer"
+        )
 
 
 def _whole(name: str, value: Any) -> Array:

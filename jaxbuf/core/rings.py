@@ -137,6 +137,21 @@ class Rings(struct.PyTreeNode):
         )
         return self.replace(counters=counters), target, broken, completed
 
+    def resize(self, sequence_length: int) -> tuple[Self, Int[Array, "E R"], Int[Array, "E Q"]]:
+        """The same steps seen as windows of another length.
+
+        Returns:
+            The rings, the slots that hold a window now and did not before, and those that held one
+            before and do not now.
+        """
+        shorter, longer = sorted((self.sequence_length, sequence_length))
+        position, size = (self.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
+        env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
+        behind = jnp.arange(shorter - 1, longer - 1, dtype=jnp.int32)[None]
+        slots = self._slot(env, position - 1 - behind, behind < size - self.ignored)
+        come, gone = (slots, slots[:, :0])[:: 1 if sequence_length == shorter else -1]
+        return self.replace(sequence_length=sequence_length), come, gone
+
     def window(self, index: Int[Array, " B"]) -> Int[Array, "B S"]:
         """Where the steps of the windows at ``index`` lie, as ``place`` counts."""
         env, start = self.split(index)
