@@ -64,6 +64,17 @@ def test_a_method_takes_its_buffer_along():
     assert "self.data['obs']" in report.in_place
 
 
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_names_are_those_of_this_call_also_where_the_program_was_compiled_for_another(name):
+    # The programs are the same, so the second one comes from the compilation cache of the tests.
+    step = {
+        "first": lambda first, rows: first.add(rows),
+        "second": lambda second, rows: second.add(rows),
+    }[name]
+    report = jaxbuf.explain_memory(step, create(), items())
+    assert f"{name}.data['obs']" in report.in_place
+
+
 def test_what_is_closed_over_is_told():
     buffer = create()
     report = jaxbuf.explain_memory(lambda rows: buffer.add(rows), items())

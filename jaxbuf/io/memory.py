@@ -200,14 +200,16 @@ def explain_memory(
         lowered = traced.lower()
         compiled = lowered.compile()
     program = Program(compiled.as_text())
+    # A program from the compilation cache bears the names of the one that was compiled first.
+    parameters = Program(lowered.as_text("hlo", debug_info=True)).parameters
     leaves = _leaves(lowered.args_info, lowered.out_info)
-    number = dict(_matches(leaves, program.parameters))
+    number = dict(_matches(leaves, parameters))
     copies = program.copies(smallest)
     names = _names(fn, lowered.args_info)
     found = [
         _explain(
             leaf,
-            program.parameters[number[i]].label if i in number else "",
+            parameters[number[i]].label if i in number else "",
             names,
             [copy for copy in copies if i in number and copy.parameter == number[i]],
             i in number and number[i] in program.aliased,
