@@ -65,7 +65,7 @@ demo-mpi: $(STAMPS)/demo $(MPI_STAMP)  ## train GFlowNets on several ranks with 
 	@$(or $(MPIEXEC),$(VENV)/bin/mpiexec) -n $(RANKS) $(RUN) -m jaxbuf.examples.gflownet_mpi $(ARGS)
 
 test: $(TEST_NEEDS)  ## run all tests and doctests (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
-	@MPI=$(MPI) $(RUN) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@MPI=$(MPI) $(RUN) -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 notebooks: $(TEST_NEEDS)  ## run the notebooks again and keep what they show (ARGS: only some, by name)
 	@$(RUN) -m notebooks $(ARGS)

@@ -1,5 +1,14 @@
-"""What pytest leaves out here: the examples of a package that cannot be imported without MPI."""
+"""What pytest leaves out here, and what JAX is told before any test imports it."""
 
 import importlib.util
+import os
+from pathlib import Path
 
+# The examples of a package that cannot be imported without MPI.
 collect_ignore_glob = [] if importlib.util.find_spec("mpi4jax") else ["jaxbuf/mpi/*"]
+
+# Programs are compiled once: for the next run, and for the processes that tests start.
+CACHE = Path(__file__).parent / ".cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

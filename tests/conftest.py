@@ -2,11 +2,14 @@
 
 import importlib.util
 import os
+import shutil
 
 import hypothesis
 import jax
+import psutil
 import pytest
 
+from conftest import CACHE
 from tests.mpi_launch import find_mpiexec
 
 # In the environment as well, for the programs that tests start.
@@ -19,12 +22,28 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jaxbuf", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("jaxbuf")
 
+# Bytes of programs that a process keeps in memory, and that all runs together keep on disk.
+MOST_MEMORY = 3 * 2**30
+MOST_CACHED = 2**30
+
+# Those that take longest begin first, so that no process is left with one of them at the end.
+FIRST = ("mpi", "tests/test_notebooks.py")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput") or not CACHE.exists():
+        return
+    # Most entries are of code that has changed since.
+    if sum(path.stat().st_size for path in CACHE.iterdir()) > MOST_CACHED:
+        shutil.rmtree(CACHE)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
-    """Compiled programs of all modules together would take gigabytes in each process."""
+    """Compiled programs of all modules together may take gigabytes in each process."""
     yield
-    jax.clear_caches()
+    if psutil.Process().memory_info().rss > MOST_MEMORY:
+        jax.clear_caches()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,6 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("mpi"))
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+        else:
+            # The tests of a file share fixtures and programs.
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    group = item.get_closest_marker("xdist_group").args[0]
+    return FIRST.index(group) if group in FIRST else len(FIRST)
 
 
 def _why_no_mpi() -> str | None:

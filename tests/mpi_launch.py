@@ -126,7 +126,7 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
         "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "PYTHONWARNINGS": "error",
+        "PYTHONWARNINGS": "error,ignore:Error reading persistent compilation cache entry",
         # Open MPI starts neither as root nor more ranks than cores unless told to; MPICH does both.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -58,7 +58,6 @@ def finished(tmp_path_factory):
     return finish(dqn.main, words(out, "--log"), out)
 
 
-@pytest.mark.xdist_group("dqn")
 def test_it_learns(finished):
     _, record = final_state(finished.folder)
     returns = np.asarray(record["curve"]["returns"])
@@ -68,7 +67,6 @@ def test_it_learns(finished):
     assert np.nanmean(returns[:3]) < 40
 
 
-@pytest.mark.xdist_group("dqn")
 def test_a_run_leaves_its_files(finished):
     picture = (finished.folder / "learning_curve.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
@@ -79,7 +77,6 @@ def test_a_run_leaves_its_files(finished):
     assert all(np.isfinite(leaf).all() for leaf in leaves if leaf.dtype == np.float32)
 
 
-@pytest.mark.xdist_group("dqn")
 def test_an_interrupted_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch, capsys):
     out = tmp_path / "interrupted"
     with monkeypatch.context() as patch:
@@ -90,7 +87,6 @@ def test_an_interrupted_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch,
     check_same_end(out, finished.folder)
 
 
-@pytest.mark.xdist_group("dqn")
 def test_a_killed_run_goes_on_bit_for_bit(finished, tmp_path):
     out = tmp_path / "killed"
     command = [sys.executable, "-m", "jaxbuf.examples.dqn", *words(out, "--log")]
@@ -123,7 +119,6 @@ def check_same_end(out, whole):
     np.testing.assert_equal(actual, expected)
 
 
-@pytest.mark.xdist_group("dqn")
 def test_the_log_tells_how_training_went(finished):
     with (finished.folder / "log.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -155,26 +150,22 @@ def test_logging_says_what_it_needs(tmp_path, monkeypatch, capsys):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.xdist_group("dqn")
 def test_a_finished_run_says_how_to_train_on(finished, capsys):
     assert error_of(dqn, ["--out", str(finished.folder), "--resume"], capsys).endswith(
         "has done its 12000 steps; ask for more with --steps\n"
     )
 
 
-@pytest.mark.xdist_group("dqn")
 def test_resume_refuses_another_configuration(finished, capsys):
     message = error_of(dqn, ["--out", str(finished.folder), "--resume", "--alpha", "0.9"], capsys)
     assert "has --alpha 0.6, not 0.9" in message
 
 
-@pytest.mark.xdist_group("dqn")
 def test_a_run_ends_with_a_table(finished):
     check_table(finished.out, seeds=["0", "1"], steps="24,000")
     assert str(finished.folder / "learning_curve.png") in finished.out
 
 
-@pytest.mark.xdist_group("dqn")
 def test_progress_shows_return_and_speed(finished):
     assert "steps/s, return" in finished.err
     assert "100%" in finished.err

@@ -200,7 +200,6 @@ def test_modes_over_trajectories():
     np.testing.assert_array_equal(outcome.to_all, [8, np.inf])
 
 
-@pytest.mark.xdist_group("gflownet")
 def test_a_run_compares_the_buffers(finished):
     header, _, *rows = finished.out.splitlines()[:6]
     assert " ".join(header.split()) == (
@@ -235,7 +234,6 @@ def test_what_a_run_says_of_the_buffers():
     assert "finds" not in gflownet.compare(never, seconds=1.0)
 
 
-@pytest.mark.xdist_group("gflownet")
 def test_a_run_leaves_its_files(finished):
     for name in ("modes", "distance", "marginals"):
         picture = finished.folder / f"{name}.png"
@@ -244,14 +242,12 @@ def test_a_run_leaves_its_files(finished):
     assert json.loads((finished.folder / "run.json").read_text()) == {"example": "gflownet"}
 
 
-@pytest.mark.xdist_group("gflownet")
 def test_progress_shows_modes_and_speed(finished):
     assert "modes none " in finished.err
     assert "updates/s" in finished.err
     assert "100%" in finished.err
 
 
-@pytest.mark.xdist_group("gflownet")
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     finished, tmp_path, monkeypatch, capsys
 ):

@@ -25,7 +25,6 @@ def finished(tmp_path_factory):
     return finish(hindsight.main, [*QUICK, "--out", str(out)], out)
 
 
-@pytest.mark.xdist_group("hindsight")
 def test_only_hindsight_learns(finished):
     header, _, *rows = finished.out.splitlines()
     assert " ".join(header.split()) == "seed DQN DQN with hindsight episodes time"
@@ -38,7 +37,6 @@ def test_only_hindsight_learns(finished):
     assert float(cells[-1][4]) > 0
 
 
-@pytest.mark.xdist_group("hindsight")
 def test_a_run_leaves_its_files(finished):
     picture = finished.folder / "success.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -46,14 +44,12 @@ def test_a_run_leaves_its_files(finished):
     assert json.loads((finished.folder / "run.json").read_text()) == {"example": "hindsight"}
 
 
-@pytest.mark.xdist_group("hindsight")
 def test_progress_shows_success_and_speed(finished):
     assert "episodes/s" in finished.err
     assert "% without hindsight, " in finished.err
     assert "100%|" in finished.err
 
 
-@pytest.mark.xdist_group("hindsight")
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     finished, tmp_path, monkeypatch, capsys
 ):
@@ -69,7 +65,6 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     assert "checkpoint " in capsys.readouterr().out
 
 
-@pytest.mark.xdist_group("hindsight")
 def test_a_finished_run_says_how_to_train_on(finished, capsys):
     assert "has done its 1200 episodes; ask for more with --episodes" in error_of(
         hindsight, ["--out", str(finished.folder), "--resume"], capsys

@@ -21,9 +21,6 @@ pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
 pytest.importorskip("mkdocs_jupyter")
 
-# One process at a time may build it.
-pytestmark = pytest.mark.xdist_group("site")
-
 ROOT = Path(__file__).parent.parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
