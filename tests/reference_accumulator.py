@@ -66,22 +66,57 @@ class Accumulator:
 
 
 class ChunkAccumulator(Accumulator):
-    """The same for fragments that come with the numbers of their workers."""
+    """The same for fragments that come with the numbers of their workers, versions and sessions.
 
-    def __init__(self, workers: int, length: int, per_add: int, waiting: int):
+    Args:
+        workers: number of lists.
+        length: fragments in a chunk.
+        per_add: most chunks handed out at a time.
+        waiting: most complete chunks that wait.
+        max_staleness: most versions behind the learner; None takes all, of any session.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        length: int,
+        per_add: int,
+        waiting: int,
+        max_staleness: int | None = None,
+    ):
         super().__init__(workers, length, per_add, waiting)
-        self.last = [0] * workers
-        self.rejected = 0
+        self.last = [(0, 0)] * workers
+        self.max_staleness = max_staleness
+        self.version = self.session = self.rejected = self.stale = 0
 
-    def add_fragments(self, fragments, worker, number, version, mask=None) -> list[list[Any]]:
-        """Append fragments one after the other; an item is a list of (fragment, version)."""
+    def is_stale(self, version: int, session: int) -> bool:
+        if self.max_staleness is None:
+            return False
+        return session != self.session or self.version - version > self.max_staleness
+
+    def set_version(self, version: int, session: int) -> None:
+        self.version, self.session = version, session
+        for owner, rows in enumerate(self.open):
+            old = [i for i, row in enumerate(rows) if self.is_stale(*row[1:])]
+            if old:
+                self.open[owner] = rows[old[-1] + 1 :]
+                self.stale += old[-1] + 1
+
+    def add_fragments(
+        self, fragments, worker, number, version, session, mask=None
+    ) -> list[list[Any]]:
+        """Append fragments one by one; an item is a list of (fragment, version, session)."""
         for row, owner in enumerate(worker):
             if mask is not None and not mask[row]:
                 continue
             if not 0 <= owner < len(self.open):
                 self.rejected += 1
                 continue
-            gap = number[row] != self.last[owner] + 1
-            self.push(owner, (fragments[row], version[row]), begins=gap)
-            self.last[owner] = number[row]
+            if self.is_stale(version[row], session[row]):
+                self.stale += 1
+                continue
+            last_number, last_session = self.last[owner]
+            follows = number[row] == last_number + 1 and session[row] == last_session
+            self.push(owner, (fragments[row], version[row], session[row]), begins=not follows)
+            self.last[owner] = number[row], session[row]
         return self.take()

@@ -53,12 +53,12 @@ class Fresh:
         """Live items in the order of their slots."""
         return [item for item in self.slots if item is not None and not item.gone]
 
-    def add(self, versions: Sequence[int], mask: Sequence[bool]) -> None:
-        for version, take in zip(versions, mask, strict=True):
+    def add(self, versions: Sequence[int], sessions: Sequence[int], mask: Sequence[bool]) -> None:
+        for version, session, take in zip(versions, sessions, mask, strict=True):
             number, self.offered = self.offered, self.offered + 1
             if not take:
                 continue
-            if self.is_stale(version):
+            if session != self.session or self.is_stale(version):
                 self.refused_stale += 1
                 continue
             slot = self.position % self.capacity
@@ -105,13 +105,15 @@ class FreshWindows:
         self.session = 0
         self.refused_stale = self.retired_used = self.retired_stale = 0
 
-    def add(self, numbers, versions, mask) -> None:
-        for ring, *rows in zip(self.rings, numbers, versions, mask, strict=True):
-            for number, version, take in zip(*rows, strict=True):
+    def add(self, numbers, versions, sessions, mask) -> None:
+        for ring, *rows in zip(self.rings, numbers, versions, sessions, mask, strict=True):
+            for number, version, session, take in zip(*rows, strict=True):
                 if not take:
                     continue
-                # Where an item of the other model has its slot, a step has its session.
-                ring.append(Item(int(number), self.session, int(version)))
+                # Where an item of the other model has its slot, a step has its session; one of
+                # another than the learner's is none that ever comes.
+                known = int(session) if session == self.session else -1
+                ring.append(Item(int(number), known, int(version)))
                 if len(ring) >= self.sequence_length:
                     first = ring[-self.sequence_length]
                     first.gone = self.is_old(first)

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -220,14 +221,22 @@ def test_a_scanned_step_copies_nothing():
 
 
 ADD_FRAGMENTS = jax.jit(jaxbuf.ChunkAccumulator.add, donate_argnums=0)
+SET_VERSION = jax.jit(jaxbuf.ChunkAccumulator.set_version)
 
 
-def test_random_chunks_agree_with_lists():
+FRESH = jaxbuf.Freshness(max_staleness=2, comparison=">")
+
+
+@pytest.mark.parametrize("freshness", [None, FRESH], ids=["all", "fresh"])
+def test_random_chunks_agree_with_lists(freshness):
     random = np.random.default_rng(11)
-    accumulator = jaxbuf.ChunkAccumulator.create({"obs": jnp.zeros(2)}, 3, 2, per_add=2, waiting=3)
-    twin = reference_accumulator.ChunkAccumulator(3, 2, 2, 3)
-    following, time = [0] * 3, 1
-    for _ in range(80):
+    accumulator = jaxbuf.ChunkAccumulator.create(
+        {"obs": jnp.zeros(2)}, 3, 2, per_add=2, waiting=3, freshness=freshness
+    )
+    limit = None if freshness is None else freshness.max_staleness
+    twin = reference_accumulator.ChunkAccumulator(3, 2, 2, 3, limit)
+    following, time, learner, run = [0] * 3, 1, 4, 0
+    for turn in range(120):
         rows = int(random.choice([1, 6]))
         worker = (
             random.integers(-1, 4, rows) if random.random() < 0.5 else random.integers(0, 3, rows)
@@ -241,7 +250,8 @@ def test_random_chunks_agree_with_lists():
             number.append(following[owner])
         values = np.arange(time, time + rows, dtype=np.float32)
         time += rows
-        version = random.integers(0, 9, rows).astype(np.int32)
+        version = (learner - random.integers(-1, 4, rows)).astype(np.int32)
+        session = (run - (random.random(rows) < 0.1)).astype(np.int32)
         mask = random.random(rows) < 0.9
         accumulator, chunks, done = ADD_FRAGMENTS(
             accumulator,
@@ -249,12 +259,26 @@ def test_random_chunks_agree_with_lists():
             worker.astype(np.int32),
             np.array(number, np.int32),
             version=version,
+            session=session,
             mask=mask,
         )
-        expected = twin.add_fragments(values, worker.tolist(), number, version.tolist(), mask)
+        expected = twin.add_fragments(
+            values, worker.tolist(), number, version.tolist(), session.tolist(), mask
+        )
         kept = chunks.fragments["obs"][..., 0][done].tolist()
-        assert kept == [[value for value, _ in item] for item in expected]
+        assert kept == [[value for value, _, _ in item] for item in expected]
         assert chunks.version[done].tolist() == [item[0][1] for item in expected]
+        assert all(len({session for _, _, session in item}) == 1 for item in expected)
+        assert chunks.session[done].tolist() == [item[0][2] for item in expected]
+        if freshness is not None and turn % 4 == 3:
+            learner, run = (learner + 1, run) if turn % 40 != 39 else (0, run + 1)
+            accumulator = SET_VERSION(accumulator, learner, run)
+            twin.set_version(learner, run)
+        assert accumulator.filled.tolist() == [len(rows) for rows in twin.open]
+        held = accumulator.data[0]["obs"][..., 0][accumulator.live].tolist()
+        assert sorted(held) == sorted(
+            value for item in [*twin.open, *twin.line] for value, _, _ in item
+        )
         assert {name: int(value) for name, value in accumulator.metrics().items()} == {
             "fragments": sum(len(rows) for rows in twin.open),
             "waiting": len(twin.line),
@@ -262,9 +286,99 @@ def test_random_chunks_agree_with_lists():
             "refused": twin.refused,
             "dropped": twin.dropped,
             "rejected": twin.rejected,
+            "stale": twin.stale,
         }
     assert min(twin.complete, twin.dropped, twin.rejected) > 20
-    assert twin.refused > 0
+    assert (twin.refused > 0) == (freshness is None)
+    assert (twin.stale > 50) == (freshness is not None)
+
+
+def test_stale_fragments_at_the_front_do_not_cost_the_chunk():
+    """MineStudio: versions 0, 3, 3, 3, 3 at version 3, at most 1 behind: the chunk 1, 2, 3."""
+    empty = jaxbuf.ChunkAccumulator.create(
+        jnp.int32(0), 1, 3, freshness=jaxbuf.Freshness(max_staleness=1, comparison=">")
+    )
+    numbers, versions = jnp.arange(5, dtype=jnp.int32), jnp.array([0, 3, 3, 3, 3], jnp.int32)
+    worker = jnp.zeros(5, jnp.int32)
+    at_once = SET_VERSION(empty, 3, 0)
+    at_once, chunks, done = at_once.add(numbers, worker, numbers, version=versions)
+    assert chunks.fragments[done].tolist() == [[1, 2, 3]]
+    assert chunks.version[done].tolist() == [3]
+    # However far the learner was when the first of them came.
+    for moves in ([0, 3, 3, 3, 3], [0, 1, 3, 3, 3], [0, 0, 2, 3, 3], [0, 1, 1, 3, 3]):
+        accumulator, handed_out = empty, []
+        for row, learner in enumerate(moves):
+            accumulator = SET_VERSION(accumulator, learner, 0)
+            accumulator, chunks, done = ADD_FRAGMENTS(
+                accumulator,
+                numbers[row : row + 1],
+                worker[:1],
+                numbers[row : row + 1],
+                version=versions[row : row + 1],
+            )
+            handed_out += chunks.fragments[done].tolist()
+        # One that is complete before the learner moves on is the buffer's to judge.
+        assert handed_out == ([[0, 1, 2]] if moves[2] < 2 else [[1, 2, 3]])
+        assert int(accumulator.metrics()["stale"]) == (moves[2] >= 2)
+    assert at_once.filled.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("freshness", "learner", "expected"),
+    [
+        (None, 0, [([0, 1], 0), ([3, 4], 1)]),
+        (FRESH, 0, [([0, 1], 0)]),
+        (FRESH, 1, [([3, 4], 1)]),
+    ],
+)
+def test_fragments_of_two_sessions_never_join(freshness, learner, expected):
+    accumulator = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 1, 2, per_add=2, freshness=freshness)
+    if freshness is not None:
+        accumulator = SET_VERSION(accumulator, 0, learner)
+    numbers = jnp.arange(5, dtype=jnp.int32)
+    sessions = jnp.array([0, 0, 0, 1, 1], jnp.int32)
+    _, chunks, done = accumulator.add(numbers, 0 * numbers, numbers, session=sessions)
+    assert chunks.fragments[done].tolist() == [fragments for fragments, _ in expected]
+    assert chunks.session[done].tolist() == [session for _, session in expected]
+
+
+def test_chunks_by_eager_jit_scan_and_vmap_agree():
+    random = np.random.default_rng(5)
+    start = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 2, 3, freshness=FRESH)
+    worker = random.integers(0, 2, (20, 4)).astype(np.int32)
+    number = np.zeros_like(worker)
+    for owner in range(2):
+        number[worker == owner] = np.arange((worker == owner).sum())
+    version = (np.arange(20)[:, None] // 4 - random.integers(0, 4, (20, 4))).astype(np.int32)
+    steps = jax.tree.map(jnp.asarray, (number, worker, version, np.arange(20, dtype=np.int32) // 4))
+
+    def step(accumulator, row):
+        number, worker, version, learner = row
+        accumulator, chunks, done = accumulator.set_version(learner).add(
+            number, worker, number, version=version
+        )
+        return accumulator, (chunks, done)
+
+    def loop(one, carry):
+        handed_out = []
+        for t in range(20):
+            carry, out = one(carry, jax.tree.map(lambda leaf, t=t: leaf[t], steps))
+            handed_out.append(out)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *handed_out)
+
+    def scan(carry):
+        return jax.lax.scan(step, carry, steps)
+
+    expected = loop(step, start)
+    assert expected[1][1].sum() > 5
+    assert expected[0].stale > 5
+    both = jax.jit(jax.vmap(scan))(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start))
+    chex.assert_trees_all_equal(
+        expected,
+        loop(jax.jit(step), start),
+        jax.jit(scan)(start),
+        jax.tree.map(lambda leaf: leaf[1], both),
+    )
 
 
 def test_a_gap_drops_the_partial_chunk():
@@ -355,6 +469,11 @@ BAD = [
     (lambda: chunks().add(ONE, jnp.zeros(2, jnp.int32), ONE), "worker has shape (2,)"),
     (lambda: chunks().add(ONE, ONE, jnp.zeros(1)), "number has dtype float32; expected int32"),
     (lambda: chunks().add(ONE, ONE, ONE, version=jnp.zeros(1)), "version has dtype float32"),
+    (lambda: chunks().add(ONE, ONE, ONE, session=jnp.zeros(1)), "session has dtype float32"),
+    (lambda: chunks(freshness=3), "freshness is 3; expected None or jaxbuf.Freshness"),
+    (lambda: chunks().set_version(3), "set_version was called, but nothing limits staleness here"),
+    (lambda: chunks(freshness=FRESH).set_version(0.5), "version has dtype float32"),
+    (lambda: chunks(freshness=FRESH).set_version(1, 0.5), "session has dtype float32"),
     (lambda: chunks().drop(jnp.zeros(3, bool)), "workers has shape (3,)"),
 ]
 

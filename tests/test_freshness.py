@@ -1,5 +1,6 @@
 """Items that retire: by use, by staleness, by session, wherever they lie."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,6 +144,55 @@ def test_another_session_retires_everything():
     assert not bool(jnp.any(jaxbuf.sample(in_session(buffer, 1, 2), KEY, 3).valid))
 
 
+@pytest.mark.parametrize("max_staleness", [None, 5])
+def test_a_late_item_of_another_session_is_refused(max_staleness):
+    """Or its version, which counts from elsewhere, would make it fresher than all others."""
+    buffer = create(jaxbuf.Freshness(max_use=9, max_staleness=max_staleness), 4)
+    buffer = in_session(in_session(buffer, 10, 0), 0, 1)
+    late = jaxbuf.add(buffer, integers(1), version=integers(10), session=integers(0), donate=False)
+    assert held(late) == []
+    metrics = late.metrics()
+    assert (metrics["refused_stale"], metrics["staleness_max"], metrics["adds"]) == (1, 0, 0)
+    # Without sessions all are taken for the learner's, which may be behind.
+    unknown = jaxbuf.add(buffer, integers(1), version=integers(10), donate=False)
+    assert unknown.metrics()["staleness_max"] == -10
+    buffer = jaxbuf.add(
+        buffer,
+        integers(2, 3, 4, 5),
+        version=integers(0, 0, 2, 0),
+        session=integers(1, 0, 1, 2),
+        mask=jnp.array([True, True, True, False]),
+    )
+    assert held(buffer) == [2, 4]
+    assert buffer.metrics()["refused_stale"] == 1
+    # A session without versions: they are the learner's own.
+    buffer = jaxbuf.add(buffer, integers(6, 7), session=integers(0, 1))
+    assert held(buffer) == [2, 4, 7]
+    assert buffer.staleness(names(buffer, [2, 4, 7])).tolist() == [0, -2, 0]
+
+
+def test_what_is_live_tells_what_has_left():
+    """Items name rows of a store; those that none names any more can be deleted."""
+    buffer = create(jaxbuf.Freshness(max_use=1, max_staleness=3), 4)
+    buffer = buffer.add(integers(1, 2, 3, 4), version=integers(1, 1, 0, 1))
+    find_live = jax.jit(lambda buffer: buffer.live)
+    named = {1, 2, 3, 4}
+    for change, left in (
+        (lambda buffer: buffer.add(integers(5)), {1}),
+        (lambda buffer: buffer.mark_used(names(buffer, [3])), {3}),
+        (lambda buffer: buffer.set_version(3), {5}),
+        (lambda buffer: buffer.add(integers(6), version=integers(0)), {6}),
+        (lambda buffer: buffer.set_version(0, session=1), {2, 4}),
+    ):
+        buffer = change(buffer)
+        live = find_live(buffer)
+        chex.assert_shape(live, (4,))
+        now = set(np.asarray(buffer.data)[np.asarray(live)].tolist())
+        assert (named | left) - now == left
+        named = now
+    assert named == set()
+
+
 def test_a_chunk_is_reused_as_often_as_published():
     """Two chunks of two fragments, each used twice: the third chunk evicts the first."""
     buffer = create(jaxbuf.Freshness(max_use=2), 2, jaxbuf.Uniform(replacement=False))
@@ -278,8 +328,11 @@ def test_random_operations_against_the_model(capacity, max_use, max_staleness, c
         numbers = twin.offered + np.arange(count, dtype=np.int32)
         versions = (version - rng.integers(-1, 6, count)).astype(np.int32)
         mask = rng.random(count) < 0.8
-        buffer = jaxbuf.add(buffer, jnp.asarray(numbers), version=versions, mask=mask)
-        twin.add(versions, mask)
+        sessions = (session - (rng.random(versions.shape) < 0.1)).astype(np.int32)
+        buffer = jaxbuf.add(
+            buffer, jnp.asarray(numbers), version=versions, session=sessions, mask=mask
+        )
+        twin.add(versions, sessions, mask)
         batch = jaxbuf.sample(buffer, jax.random.key(step), 16)
         drawn = np.asarray(batch.data)[np.asarray(batch.valid)].tolist()
         assert all(twin.holds(number) for number in drawn)
@@ -389,6 +442,7 @@ def test_bad_use():
     batch = plain.sample(KEY, 2)
     for call in (
         lambda: plain.add(integers(1), version=integers(1)),
+        lambda: plain.add(integers(1), session=integers(1)),
         lambda: plain.mark_used(batch.slots),
         lambda: plain.set_version(1),
         lambda: plain.use_count(batch.slots),

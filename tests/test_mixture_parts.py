@@ -95,23 +95,25 @@ def test_locate_and_get_field(create):
 
 
 LOOKUPS = [
-    "episode_begin_position",
-    "steps_to_episode_end",
-    "is_episode_first",
-    "is_episode_last",
+    ("episode_begin_position", {}),
+    ("episode_begin_position", {"held": True}),
+    ("steps_to_episode_end", {}),
+    ("is_episode_first", {}),
+    ("is_episode_last", {}),
 ]
 
 
 @both
-@pytest.mark.parametrize("name", LOOKUPS)
-def test_lookups_of_episodes(create, name):
+@pytest.mark.parametrize(("name", "options"), LOOKUPS)
+def test_lookups_of_episodes(create, name, options):
     mixture = create()
     batch, source = drawn(mixture)
-    by_slots = np.asarray(getattr(mixture, name)(batch.slots))
+    by_slots = np.asarray(getattr(mixture, name)(batch.slots, **options))
     env, position = mixture.locate(batch.slots)
-    by_steps = np.asarray(getattr(mixture, name)(env, position))
+    by_steps = np.asarray(getattr(mixture, name)(env, position, **options))
     for number, first, before in ((0, offline(), 0), (2, online(), 3)):
-        expected = getattr(first, name)(env[source == number] - before, position[source == number])
+        here = source == number
+        expected = getattr(first, name)(env[here] - before, position[here], **options)
         np.testing.assert_array_equal(by_slots[source == number], expected)
         np.testing.assert_array_equal(by_steps[source == number], expected)
     # As steps that are not held.

@@ -88,6 +88,26 @@ def test_what_an_earlier_session_began_is_never_drawn():
     assert firsts(buffer) == [4, 104]
 
 
+@pytest.mark.parametrize("max_staleness", [None, 5])
+def test_late_steps_of_another_session_start_no_window(max_staleness):
+    buffer = in_session(create(jaxbuf.Freshness(max_staleness=max_staleness)), 0, 1)
+    buffer = jaxbuf.add(
+        buffer,
+        steps(0, 4),
+        version=jnp.full((2, 4), 10, jnp.int32),
+        session=jnp.array([[0, 0, 1, 1], [1, 1, 1, 1]], jnp.int32),
+    )
+    assert firsts(buffer) == [2, 100, 101, 102]
+    assert int(buffer.metrics()["refused_stale"]) == 2
+    # Of each environment; versions are the learner's own.
+    buffer = jaxbuf.add(buffer, steps(4, 2), session=jnp.array([1, 0], jnp.int32))
+    assert firsts(buffer) == [2, 3, 4, 100, 101, 102, 103]
+    # Of some of them.
+    ids, sessions = jnp.array([1]), jnp.array([[0, 1, 1]], jnp.int32)
+    buffer = jaxbuf.add(buffer, steps(6, 3)[1:], session=sessions, env_ids=ids)
+    assert firsts(buffer) == [2, 3, 4, 101, 102, 103, 107]
+
+
 def test_windows_across_episodes_are_avoided_too():
     example = {"step": jnp.int32(0), "terminated": jnp.bool_(False)}
     episodes = jaxbuf.Episodes(boundary="avoid")
@@ -118,8 +138,11 @@ def test_random_operations_against_the_model(num_envs, length, sequence_length, 
         numbers = 3 * turn + 1000 * np.arange(num_envs)[:, None] + np.arange(3)[None]
         versions = (version - rng.integers(-1, 5, numbers.shape)).astype(np.int32)
         mask = rng.random(numbers.shape) < 0.8
-        buffer = jaxbuf.add(buffer, numbers.astype(np.int32), version=versions, mask=mask)
-        twin.add(numbers, versions, mask)
+        sessions = (session - (rng.random(numbers.shape) < 0.1)).astype(np.int32)
+        buffer = jaxbuf.add(
+            buffer, numbers.astype(np.int32), version=versions, session=sessions, mask=mask
+        )
+        twin.add(numbers, versions, sessions, mask)
         assert firsts(buffer) == sorted(twin.live)
         batch = jaxbuf.sample(buffer, jax.random.key(turn), 8)
         drawn = np.asarray(batch.data[:, 0])[np.asarray(batch.valid)].tolist()
@@ -204,6 +227,7 @@ def test_bad_use():
     slots = plain.sample(KEY, 2).slots
     for call in (
         lambda: plain.add(steps(0, 1), version=jnp.zeros((2, 1), jnp.int32)),
+        lambda: plain.add(steps(0, 1), session=jnp.zeros(2, jnp.int32)),
         lambda: plain.mark_used(slots),
         lambda: plain.set_version(1),
     ):
@@ -214,4 +238,6 @@ def test_bad_use():
     buffer = create(jaxbuf.Freshness(max_use=1))
     with pytest.raises(ValueError, match=r"version has shape \(3,\); expected \(2,\)"):
         buffer.add(steps(0, 2), version=jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match="session has dtype float32; expected int32"):
+        buffer.add(steps(0, 2), session=jnp.zeros(2))
     assert len(jax.tree.leaves(plain)) == 3

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.core import describe, fields, storage
 from jaxbuf.core.lanes import Lanes
+from jaxbuf.strategies.freshness import Freshness
 
 
 class PaddedEpisode(struct.PyTreeNode):
@@ -41,10 +42,12 @@ class Chunk(struct.PyTreeNode):
     Attributes:
         fragments: Leaves ``[fragments_per_chunk, ...]``, or ``[B, fragments_per_chunk, ...]``.
         version: The model version of the first fragment; ``[]`` or ``[B]`` int32.
+        session: The session of all fragments; ``[]`` or ``[B]`` int32.
     """
 
     fragments: PyTree[Array]
     version: Int[Array, "..."]
+    session: Int[Array, "..."] | None = None
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -258,17 +261,28 @@ class EpisodeAccumulator(struct.PyTreeNode):
 class ChunkAccumulator(struct.PyTreeNode):
     """Collects the fragments of ``num_workers`` workers into chunks of consecutive ones.
 
-    Workers number their fragments. Where a number does not follow the one before, what the worker
-    has of an incomplete chunk is dropped and counted, and the fragment begins another. A chunk has
-    the model version of its first fragment. Complete chunks are handed out as an
-    ``EpisodeAccumulator`` hands out episodes, ready for ``ItemBuffer.add``.
+    Workers number their fragments. Where a number does not follow the one before, or the session is
+    another one, what the worker has of an incomplete chunk is dropped and counted, and the fragment
+    begins another. A chunk has the model version of its first fragment. Complete chunks are handed
+    out as an ``EpisodeAccumulator`` hands out episodes, ready for ``ItemBuffer.add``.
+
+    With ``freshness``, and the learner's version told by ``set_version``, no chunk begins with a
+    fragment that is too stale: such fragments, and those of other sessions than the learner's, are
+    dropped from the front of what a worker has, and what follows them is kept. So one old fragment
+    does not cost the chunk.
 
     Attributes:
-        data: Fragments and their versions, leaves ``[num_workers + waiting, F, ...]``.
+        data: Fragments, their versions and sessions, leaves ``[num_workers + waiting, F, ...]``.
         lanes: Which of them belong to which worker, and which are complete.
+        start: The place of the first fragment in each lane, from where they go round,
+            ``[num_workers + waiting]`` int32.
         number: The number of each worker's last fragment, ``[num_workers]`` int32.
+        session: Its session, ``[num_workers]`` int32.
+        learner: The learner's version and session, ``[2]`` int32.
         rejected: Fragments of workers that do not exist, ``[]`` uint32; wraps.
+        stale: Fragments dropped as too stale, ``[]`` uint32; wraps.
         per_add: Most chunks handed out at a time, ``K``.
+        freshness: Which fragments are too stale; None for none. Uses are the buffer's to count.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -284,15 +298,33 @@ class ChunkAccumulator(struct.PyTreeNode):
         >>> chunks.fragments[done].tolist(), chunks.version[done].tolist()
         ([[1.0, 2.0]], [7])
 
+        Stale fragments at the front:
+
+        >>> freshness = jaxbuf.Freshness(max_staleness=1, comparison=">")
+        >>> accumulator = jaxbuf.ChunkAccumulator.create(
+        ...     jnp.int32(0), num_workers=1, fragments_per_chunk=3, freshness=freshness
+        ... )
+        >>> number = jnp.arange(5)
+        >>> accumulator, chunks, done = accumulator.set_version(3).add(
+        ...     number, worker=0 * number, number=number, version=jnp.array([0, 3, 3, 3, 3])
+        ... )
+        >>> chunks.fragments[done].tolist(), accumulator.filled.tolist()
+        ([[1, 2, 3]], [1])
+
     References:
         MineStudio (Cai et al., 2024), the fragment buffer of its online training.
     """
 
-    data: tuple[PyTree[Array], Array]
+    data: tuple[PyTree[Array], Array, Array]
     lanes: Lanes
+    start: Int[Array, " N"]
     number: Int[Array, " W"]
+    session: Int[Array, " W"]
+    learner: Int[Array, " 2"]
     rejected: UInt[Array, ""]
+    stale: UInt[Array, ""]
     per_add: int = struct.field(pytree_node=False)
+    freshness: Freshness | None = struct.field(pytree_node=False, default=None)
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -306,6 +338,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         *,
         per_add: int | None = None,
         waiting: int | None = None,
+        freshness: Freshness | None = None,
     ) -> Self:
         """An empty accumulator.
 
@@ -316,22 +349,37 @@ class ChunkAccumulator(struct.PyTreeNode):
             per_add: Most chunks handed out by one ``add``, ``K``; by default ``num_workers``.
             waiting: Most complete chunks that are kept until they are handed out, those of the
                 ``add`` itself included; by default the larger of ``num_workers`` and ``per_add``.
+            freshness: Which fragments are too stale, by its ``max_staleness`` and ``comparison``:
+                that of the buffer. None takes them all.
 
         Raises:
-            ValueError: If a number is no whole number from 1 on, ``per_add`` is larger than
-                ``waiting``, there are more than 2**30 fragments, or ``example`` holds anything but
-                arrays.
+            ValueError: If a number is not an integer of at least 1, ``per_add`` is larger than
+                ``waiting``, there are more than 2**30 fragments, ``example`` holds anything but
+                arrays, or ``freshness`` is no ``Freshness``.
         """
         num_workers = common.check_count("num_workers", num_workers)
         length = common.check_count("fragments_per_chunk", fragments_per_chunk)
         per_add, waiting = _check_line(num_workers, length, per_add, waiting)
+        if freshness is not None and not isinstance(freshness, Freshness):
+            raise ValueError(
+                f"freshness is {freshness!r}; expected None or jaxbuf.Freshness(max_staleness=...)"
+            )
         leading = (num_workers + waiting, length)
         return cls(
-            data=(storage.allocate(example, leading), jnp.zeros(leading, jnp.int32)),
+            data=(
+                storage.allocate(example, leading),
+                jnp.zeros(leading, jnp.int32),
+                jnp.zeros(leading, jnp.int32),
+            ),
             lanes=Lanes.create(num_workers, waiting, length),
+            start=jnp.zeros(leading[:1], jnp.int32),
             number=jnp.zeros((num_workers,), jnp.int32),
+            session=jnp.zeros((num_workers,), jnp.int32),
+            learner=jnp.zeros((2,), jnp.int32),
             rejected=jnp.uint32(0),
+            stale=jnp.uint32(0),
             per_add=per_add,
+            freshness=freshness,
         )
 
     @property
@@ -347,8 +395,8 @@ class ChunkAccumulator(struct.PyTreeNode):
     @property
     def example(self) -> Chunk:
         """One chunk as ``ItemBuffer.create`` and ``Queue.create`` want it, of shapes only."""
-        version: Any = jax.ShapeDtypeStruct((), jnp.int32)
-        return Chunk(fragments=_shapes(self.data[0]), version=version)
+        number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        return Chunk(fragments=_shapes(self.data[0]), version=number, session=number)
 
     @property
     def filled(self) -> Int[Array, " W"]:
@@ -360,6 +408,51 @@ class ChunkAccumulator(struct.PyTreeNode):
         """Complete chunks that are not handed out yet."""
         return self.lanes.waiting
 
+    @property
+    def live(self) -> Bool[Array, "N F"]:
+        """Which places of ``data`` hold a fragment, ``[num_workers + waiting, F]``."""
+        length = self.fragments_per_chunk
+        place = jnp.arange(length, dtype=jnp.int32)[None]
+        return (place - self.start[:, None]) % length < self.lanes.held[:, None]
+
+    def set_version(
+        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
+    ) -> Self:
+        """The learner is at this version now: of incomplete chunks what is too stale is dropped.
+
+        It is dropped with what came before it, and counted; what follows is kept. Chunks that are
+        complete and wait are left to the buffer.
+
+        Args:
+            version: Its version, an integer; usually one more than before.
+            session: Which run of the learner this is, if that matters.
+
+        Raises:
+            ValueError: When traced, if the accumulator has no ``freshness``, or one of the two is
+                not an integer.
+        """
+        if self.freshness is None:
+            raise ValueError(
+                "set_version was called, but nothing limits staleness here; create the accumulator "
+                "with freshness=jaxbuf.Freshness(...)"
+            )
+        now = storage.check_rows(version, "version", (), np.int32, "a number")
+        run = self.learner[1]
+        if session is not None:
+            run = storage.check_rows(session, "session", (), np.int32, "a number")
+        accumulator = self.replace(learner=jnp.stack([now, run]))
+        lane, length = self.lanes.lane, self.fragments_per_chunk
+        rank = jnp.arange(length, dtype=jnp.int32)[None]
+        place = (self.start[lane][:, None] + rank) % length
+        versions, sessions = (leaf[lane[:, None], place] for leaf in self.data[1:])
+        old = (rank < self.filled[:, None]) & accumulator._is_stale(versions, sessions)
+        gone = jnp.max(jnp.where(old, rank + 1, 0), axis=1)
+        return accumulator.replace(
+            lanes=self.lanes.replace(filled=self.filled - gone),
+            start=self.start.at[lane].add(gone, unique_indices=True) % length,
+            stale=self.stale + jnp.sum(gone, dtype=jnp.uint32),
+        )
+
     def add(
         self,
         fragments: PyTree[Array],
@@ -367,6 +460,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         number: Int[Array, " B"],
         *,
         version: Int[Array, " B"] | None = None,
+        session: Int[Array, " B"] | None = None,
         mask: Bool[Array, " B"] | None = None,
     ) -> tuple[Self, Chunk, Bool[Array, " K"]]:
         """Take fragments of any workers; hand out the chunks that are complete.
@@ -377,7 +471,12 @@ class ChunkAccumulator(struct.PyTreeNode):
             worker: Whose each is, ``[B]`` int32 in ``[0, num_workers)``; others are counted in
                 ``metrics()["rejected"]``.
             number: Which of the worker's fragments each is, ``[B]`` int32, counting by one.
-            version: The model version that each was made with, ``[B]`` int32; by default 0.
+            version: The model version that each was made with, ``[B]`` int32; by default the
+                learner's, which is 0 until ``set_version``. One that is too stale is dropped and
+                counted in ``metrics()["stale"]``.
+            session: The learner's session that each was made in, ``[B]`` int32; by default the
+                learner's now. Fragments of two sessions never join into one chunk, and with
+                ``freshness`` those of another one than the learner's are too stale.
             mask: Which fragments to take, ``[B]``.
 
         Returns:
@@ -391,37 +490,52 @@ class ChunkAccumulator(struct.PyTreeNode):
         shape = (rows,)
         worker = storage.check_rows(worker, "worker", shape, np.int32, "(B,)")
         number = storage.check_rows(number, "number", shape, np.int32, "(B,)")
-        if version is None:
-            version = jnp.zeros(shape, jnp.int32)
+        version = jnp.broadcast_to(self.learner[0], shape) if version is None else version
         version = storage.check_rows(version, "version", shape, np.int32, "(B,)")
+        session = jnp.broadcast_to(self.learner[1], shape) if session is None else session
+        session = storage.check_rows(session, "session", shape, np.int32, "(B,)")
         offered = jnp.ones(shape, bool)
         if mask is not None:
             offered = storage.check_rows(mask, "mask", shape, np.bool_, "(B,)")
         if rows == 0:
             return self.take()
+        known = offered & (worker >= 0) & (worker < self.num_workers)
+        stale = known & self._is_stale(version, session)
         owner = jnp.arange(self.num_workers, dtype=jnp.int32)[:, None]
-        taken = offered[None] & (worker[None] == owner)
+        taken = (known & ~stale)[None] & (worker[None] == owner)
         row = jnp.where(taken, jnp.arange(rows, dtype=jnp.int32)[None], -1)
         latest = jax.lax.cummax(row, axis=1)
         before = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-        last = self.number[:, None]
-        follows = number[None] == jnp.where(before < 0, last, number[before]) + 1
+        last_number = _at(number, before, self.number[:, None])
+        last_session = _at(session, before, self.session[:, None])
+        follows = (number[None] == last_number + 1) & (session[None] == last_session)
         lanes, target = self.lanes.place(taken, jnp.zeros_like(taken), taken & ~follows)
-        known = jnp.any(taken, axis=0)
         accumulator = self.replace(
             # A row is one worker's; for the others its place lies past the end.
-            data=_write(self.data, (fragments, version), jnp.min(target, axis=0)),
+            data=_write(
+                self.data, (fragments, version, session), self._turn(jnp.min(target, axis=0))
+            ),
             lanes=lanes,
-            number=jnp.where(latest[:, -1] < 0, self.number, number[latest[:, -1]]),
+            number=_at(number, latest[:, -1], self.number),
+            session=_at(session, latest[:, -1], self.session),
             rejected=self.rejected + jnp.sum(offered & ~known, dtype=jnp.uint32),
+            stale=self.stale + jnp.sum(stale, dtype=jnp.uint32),
         )
         return accumulator.take()
 
     def take(self) -> tuple[Self, Chunk, Bool[Array, " K"]]:
         """Hand out up to ``per_add`` of the chunks that wait, as ``add`` does."""
         lanes, lane, _, done = self.lanes.take(self.per_add)
-        fragments, version = storage.read(self.data, lane)
-        return self.replace(lanes=lanes), Chunk(fragments, version[:, 0]), done
+        length = self.fragments_per_chunk
+        place = lane[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None]
+        place = self._turn(place.reshape(-1))
+        rows = jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), self.data)
+        fragments, version, session = jax.tree.map(
+            lambda leaf: leaf.reshape(self.per_add, length, *leaf.shape[1:]),
+            storage.read(rows, place),
+        )
+        chunks = Chunk(fragments, version[:, 0], session[:, 0])
+        return self.replace(lanes=lanes), chunks, done
 
     def drop(self, workers: Bool[Array, " W"]) -> Self:
         """Forget, and count, the incomplete chunks of some workers: ``[num_workers]`` bools.
@@ -438,8 +552,12 @@ class ChunkAccumulator(struct.PyTreeNode):
         return self.replace(
             data=jax.tree.map(jnp.zeros_like, self.data),
             lanes=self.lanes.clear(),
+            start=jnp.zeros_like(self.start),
             number=jnp.zeros_like(self.number),
+            session=jnp.zeros_like(self.session),
+            learner=self.learner.copy(),
             rejected=self.rejected.copy(),
+            stale=self.stale.copy(),
         )
 
     def metrics(self) -> dict[str, Array]:
@@ -449,7 +567,7 @@ class ChunkAccumulator(struct.PyTreeNode):
             ``fragments`` of incomplete chunks and chunks ``waiting``; and counted since creation,
             wrapping at 2**32: ``chunks`` that were complete, of these the ones ``refused`` because
             too many waited, incomplete ones ``dropped``, for a gap in the numbers or by ``drop``,
-            and the fragments ``rejected`` for their worker.
+            and the fragments ``rejected`` for their worker and dropped as too ``stale``.
         """
         counters = self.lanes.counters
         return {
@@ -459,7 +577,23 @@ class ChunkAccumulator(struct.PyTreeNode):
             "refused": counters[..., 2],
             "dropped": counters[..., 3],
             "rejected": self.rejected,
+            "stale": self.stale,
         }
+
+    def _is_stale(
+        self, version: Int[Array, "..."], session: Int[Array, "..."]
+    ) -> Bool[Array, "..."]:
+        """Which fragments are too stale, or of another session than the learner's."""
+        if self.freshness is None:
+            return jnp.zeros(version.shape, bool)
+        return (version < self.freshness.floor(self.learner[0])) | (session != self.learner[1])
+
+    def _turn(self, target: Int[Array, " R"]) -> Int[Array, " R"]:
+        """Where rows of lanes lie, ``lane * F + place``, if place 0 lies at the lane's start."""
+        length = self.fragments_per_chunk
+        lane, place = target // length, target % length
+        turned = lane * length + (self.start.at[lane].get(mode="clip") + place) % length
+        return jnp.where(lane < self.lanes.count, turned, target)
 
 
 def _check_line(
@@ -479,6 +613,11 @@ def _check_line(
             "or waiting smaller"
         )
     return hands_out, line
+
+
+def _at(values: Int[Array, " B"], row: Int[Array, "..."], otherwise: Array) -> Int[Array, "..."]:
+    """The values at some rows; those of ``otherwise`` where a row is negative."""
+    return jnp.where(row < 0, otherwise, values[row])
 
 
 def _shapes(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:

@@ -139,6 +139,23 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         """Items held now."""
         return self.occupancy.size
 
+    @property
+    def live(self) -> Bool[Array, " N"]:
+        """Which slots hold an item, ``[capacity]``.
+
+        Items leave in many ways: others take their slot, they are used enough or become too stale.
+        What is here now tells what has left. Where items name rows of a ``Store``, those that no
+        item names can be deleted:
+
+        >>> import jax.numpy as jnp, numpy as np, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create({"row": jnp.int32(0)}, capacity=2)
+        >>> stored = np.arange(5)
+        >>> buffer = buffer.add({"row": jnp.arange(5)})
+        >>> np.setdiff1d(stored, buffer.data["row"][buffer.live]).tolist()
+        [0, 1, 2]
+        """
+        return self.occupancy.live(jnp.arange(self.capacity, dtype=jnp.int32))
+
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Whether there are at least ``batch_size`` items that can be drawn."""
         return self.support().count >= batch_size
@@ -150,6 +167,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         priority: Float[Array, " B"] | None = None,
         score: Float[Array, " B"] | None = None,
         version: Int[Array, " B"] | None = None,
+        session: Int[Array, " B"] | None = None,
         mask: Bool[Array, " B"] | None = None,
     ) -> Self:
         """Add a batch of items; of more than ``capacity``, the last ones stay.
@@ -164,12 +182,14 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             version: Of the policy that made each item, ``[B]`` int32, for ``Freshness``; without,
                 the learner's own. A row that is too stale already is refused, evicts nothing, and
                 is counted in ``metrics()["refused_stale"]``.
+            session: Of the learner whose policy that was, ``[B]`` int32, for ``Freshness``;
+                without, the learner's own. A row of another session is refused as too stale.
             mask: Which rows to take, ``[B]``; the others cost no slot.
 
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example, if
-                ``priority``, ``score`` or ``version`` is given and nothing here uses it, or if
-                ``score`` is missing.
+                ``priority``, ``score``, ``version`` or ``session`` is given and nothing here uses
+                it, or if ``score`` is missing.
         """
         common.check_single(self)
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
@@ -199,7 +219,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             offered = jnp.ones(row_shape, bool) if taken is None else taken
             rejected = jnp.sum(offered & ~legal, dtype=jnp.uint32)
             taken = offered & legal
-        version, taken, refused = self._check_version(version, row_shape, taken)
+        version, taken, refused = self._check_version(version, session, row_shape, taken)
         if rows == 0:
             return self
         diversity_state = self.diversity_state
@@ -400,8 +420,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         diverse = self.diversity.metrics(self.diversity_state) if self.diversity else {}
         fresh = {}
         if self.freshness is not None:
-            live = self.occupancy.live(jnp.arange(self.capacity, dtype=jnp.int32))
-            fresh = self.freshness.metrics(self.freshness_state, live)
+            fresh = self.freshness.metrics(self.freshness_state, self.live)
         return {
             "size": self.size,
             "adds": self.counters[..., 0],
@@ -418,24 +437,30 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         return common.gather(self.occupancy, draw, self.capacity, read)
 
     def _check_version(
-        self, version: Any, row_shape: tuple[int, ...], taken: Any
+        self, version: Any, session: Any, row_shape: tuple[int, ...], taken: Any
     ) -> tuple[Any, Any, Any]:
         """The version of each row, or of all; which are still taken; and how many are refused.
 
-        The last is None where no versions are given, for then none can be.
+        The last is None where neither versions nor sessions are given, for then none can be.
         """
         if self.freshness is None:
-            self._refuse_version(version)
+            self._refuse_versions(version, session)
             return None, taken, None
-        if version is None:
-            return self.freshness_state.version, taken, None
-        version = storage.check_rows(version, "version", row_shape, np.int32, "(B,)")
-        if self.freshness.max_staleness is None:
-            return version, taken, jnp.uint32(0)
+        learner = self.freshness_state
+        if version is None and session is None:
+            return learner.version, taken, None
+        made_by = jnp.broadcast_to(learner.version, row_shape)
+        if version is not None:
+            made_by = storage.check_rows(version, "version", row_shape, np.int32, "(B,)")
+        if session is None and self.freshness.max_staleness is None:
+            return made_by, taken, jnp.uint32(0)
+        fresh = made_by >= self.freshness.floor(learner.version)
+        if session is not None:
+            run = storage.check_rows(session, "session", row_shape, np.int32, "(B,)")
+            fresh &= run == learner.session
         offered = jnp.ones(row_shape, bool) if taken is None else taken
-        fresh = version >= self.freshness.floor(self.freshness_state)
         refused = jnp.sum(offered & ~fresh, dtype=jnp.uint32)
-        return version, offered & fresh, refused
+        return made_by, offered & fresh, refused
 
     def _noted(
         self, state: FreshnessState, occupancy: Subset, version: Int[Array, ""]

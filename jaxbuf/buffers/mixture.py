@@ -375,7 +375,11 @@ class Mixture(struct.PyTreeNode):
         )
 
     def episode_begin_position(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+        self,
+        where: Slots | Int[Array, "..."],
+        positions: Int[Array, "..."] | None = None,
+        *,
+        held: bool = False,
     ) -> UInt[Array, "..."]:
         """As ``TrajectoryBuffer.episode_begin_position``, each row by the part it is from.
 
@@ -386,7 +390,7 @@ class Mixture(struct.PyTreeNode):
         Raises:
             ValueError: If no part has ``Episodes``.
         """
-        return self._look_up("episode_begin_position", where, positions)
+        return self._look_up("episode_begin_position", where, positions, held=held)
 
     def steps_to_episode_end(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
@@ -534,16 +538,23 @@ class Mixture(struct.PyTreeNode):
         answer = self._join(method, ability, of_part)
         return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), answer)
 
-    def _look_up(self, method: str, where: Any, positions: Any) -> Array:
+    def _look_up(self, method: str, where: Any, positions: Any, **options: Any) -> Array:
         """What the parts say of the episodes of sampled windows, or of single steps."""
         if not isinstance(where, Slots):
             if positions is None:
                 raise ValueError("positions is None; give env_ids and positions, or slots")
             return self._ask_of_steps(
-                method, EPISODES, where, positions, lambda part, *step: getattr(part, method)(*step)
+                method,
+                EPISODES,
+                where,
+                positions,
+                lambda part, *step: getattr(part, method)(*step, **options),
             )
         return self._ask(
-            method, EPISODES, where, lambda part, own: getattr(part, method)(own, positions)
+            method,
+            EPISODES,
+            where,
+            lambda part, own: getattr(part, method)(own, positions, **options),
         )
 
     def _first_env(self, part: int) -> int:

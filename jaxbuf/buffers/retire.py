@@ -104,7 +104,7 @@ class Retiring:
             run = storage.check_rows(session, "session", (), np.int32, "a number")
         state = self._noted(before, self.occupancy, before.version)
         state = freshness.at_version(state, now, run)
-        floor, left_at = freshness.floor(state), None
+        floor, left_at = freshness.floor(now), None
         if session is not None:
             same = run == before.session
             floor = jnp.where(same, floor, 2**31 - 1)
@@ -146,13 +146,14 @@ class Retiring:
         self._needs_freshness("staleness")
         return uses_and_staleness(self, slots)[1]
 
-    def _refuse_version(self, version: Any) -> None:
-        """Refuse a version where none is kept."""
-        if version is not None:
-            raise ValueError(
-                "version was given, but nothing uses it; leave it out or create the buffer with "
-                "freshness=jaxbuf.Freshness(...)"
-            )
+    def _refuse_versions(self, version: Any, session: Any) -> None:
+        """Refuse versions and sessions where none are kept."""
+        for name, value in (("version", version), ("session", session)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} was given, but nothing uses it; leave it out or create the buffer "
+                    "with freshness=jaxbuf.Freshness(...)"
+                )
 
     def _needs_freshness(self, what: str) -> Freshness:
         if self.freshness is None:

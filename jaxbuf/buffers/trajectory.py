@@ -18,7 +18,7 @@ from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
-from jaxbuf.strategies.freshness import Freshness, FreshnessState
+from jaxbuf.strategies.freshness import TOO_OLD, Freshness, FreshnessState
 from jaxbuf.strategies.samplers import Draw, Support, Uniform, WindowSampler
 
 
@@ -216,6 +216,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         *,
         priority: Float[Array, "..."] | None = None,
         version: Int[Array, "..."] | None = None,
+        session: Int[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | None = None,
         env_ids: Int[Array, " K"] | None = None,
     ) -> Self:
@@ -233,6 +234,9 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
                 for ``Freshness``; without, the learner's own. Steps that are too stale already are
                 kept, for without them others would become neighbors in time that are not; but no
                 window starts at them: those are counted in ``metrics()["refused_stale"]``.
+            session: Of the learner whose policy that was, ``[num_envs]`` or ``[num_envs, T]``
+                int32, for ``Freshness``; without, the learner's own. Steps of another session are
+                too stale, whatever their version.
             mask: Which steps to take, ``[num_envs]`` or ``[num_envs, T]``; those of a row keep
                 their order, and the others cost no place and move no write position.
             env_ids: Which environments the rows are of, ``[K]`` different numbers below
@@ -242,8 +246,8 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
 
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example, if
-                ``priority`` or ``version`` is given and nothing here uses it, or if ``env_ids``
-                names no environment or one twice.
+                ``priority``, ``version`` or ``session`` is given and nothing here uses it, or if
+                ``env_ids`` names no environment or one twice.
 
         Example:
             >>> import jax.numpy as jnp, jaxbuf
@@ -254,7 +258,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         """
         common.check_single(self)
         if env_ids is not None:
-            return self._add_to(env_ids, steps, priority, version, mask)
+            return self._add_to(env_ids, steps, priority, version, session, mask)
         steps, batch = common.check_steps(self.data, steps, self.num_envs)
         rows = batch[1] if len(batch) > 1 else 1
         axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
@@ -270,7 +274,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             if taken is not None:
                 refused &= taken
             rejected = jnp.sum(refused, dtype=jnp.uint32)
-        made_by: Any = self._check_version(version, batch, axes)
+        made_by: Any = self._check_version(version, session, batch, axes)
         if rows == 0:
             return self
         rings, target, broken, completed = self.rings.place(rows, taken)
@@ -620,7 +624,9 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             **fresh,
         }
 
-    def _add_to(self, env_ids: Any, steps: Any, priority: Any, version: Any, mask: Any) -> Self:
+    def _add_to(
+        self, env_ids: Any, steps: Any, priority: Any, version: Any, session: Any, mask: Any
+    ) -> Self:
         """``add`` of one row for each of some environments: the others get masked ones."""
         ids = self._check_env_ids(env_ids)
         count = ids.shape[0]
@@ -633,19 +639,19 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             priority = storage.check_rows(priority, "priority", batch, np.float32, axes)
             priority = priority.reshape(taken.shape)
         if version is not None:
-            shape = batch[:1] if jnp.ndim(version) == 1 else batch
-            version = storage.check_rows(version, "version", shape, np.int32, axes)
-            version = jnp.broadcast_to(version.reshape(count, -1), taken.shape)
+            version = _per_step(version, "version", batch, axes)
+        if session is not None:
+            session = _per_step(session, "session", batch, axes)
         # A negative number would count from the end.
         at = jnp.where(ids >= 0, ids, self.num_envs)
         row = jnp.full((self.num_envs,), -1, jnp.int32)
         row = row.at[at].max(jnp.arange(count, dtype=jnp.int32), mode="drop")
         here = jnp.maximum(row, 0)
-        steps, priority, version, taken = jax.tree.map(
-            lambda leaf: leaf[here], (steps, priority, version, taken)
+        steps, priority, version, session, taken = jax.tree.map(
+            lambda leaf: leaf[here], (steps, priority, version, session, taken)
         )
         taken &= (row >= 0)[:, None]
-        return self.add(steps, priority=priority, version=version, mask=taken)
+        return self.add(steps, priority=priority, version=version, session=session, mask=taken)
 
     def _earliest(self, count: int, skip: int) -> Steps:
         """The first ``count`` steps of each ring after ``skip`` of them."""
@@ -678,16 +684,20 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         member = jnp.concatenate([jnp.ones(come.shape, bool), jnp.zeros(gone.shape, bool)])
         return self.occupancy.replace(inner=rings).mark(jnp.concatenate([come, gone]), member)
 
-    def _check_version(self, version: Any, batch: tuple[int, ...], axes: str) -> Any:
+    def _check_version(self, version: Any, session: Any, batch: tuple[int, ...], axes: str) -> Any:
         """The version of each step, ``[num_envs, T]``; None if nothing uses it."""
         if self.freshness is None:
-            return self._refuse_version(version)
-        grid = (self.num_envs, batch[1] if len(batch) > 1 else 1)
-        if version is None:
-            return jnp.broadcast_to(self.freshness_state.version, grid)
-        shape = batch[:1] if jnp.ndim(version) == 1 else batch
-        version = storage.check_rows(version, "version", shape, np.int32, axes)
-        return jnp.broadcast_to(version.reshape(self.num_envs, -1), grid)
+            return self._refuse_versions(version, session)
+        learner = self.freshness_state
+        made_by = jnp.broadcast_to(
+            learner.version, (self.num_envs, batch[1] if len(batch) > 1 else 1)
+        )
+        if version is not None:
+            made_by = _per_step(version, "version", batch, axes)
+        if session is not None:
+            same = _per_step(session, "session", batch, axes) == learner.session
+            made_by = jnp.where(same, made_by, TOO_OLD)
+        return made_by
 
     def _age(
         self,
@@ -798,6 +808,13 @@ def _check_windows(sequence_length: int, length: int, ignored: int) -> None:
             f"ring has length {length}, so no window would ever be drawn; ignore fewer steps "
             "or make rings longer"
         )
+
+
+def _per_step(value: Any, name: str, batch: tuple[int, ...], axes: str) -> Int[Array, "E T"]:
+    """One integer for each step, or the same for all steps of an environment."""
+    shape = batch[:1] if jnp.ndim(value) == 1 else batch
+    array = storage.check_rows(value, name, shape, np.int32, axes).reshape(batch[0], -1)
+    return jnp.broadcast_to(array, (batch[0], batch[1] if len(batch) > 1 else 1))
 
 
 def _whole(name: str, value: Any) -> Array:

@@ -58,6 +58,14 @@ class Lanes(struct.PyTreeNode):
         """Lanes, used and spare."""
         return self.lane.shape[-1] + self.line.shape[-1]
 
+    @property
+    def held(self) -> Int[Array, " L"]:
+        """How many rows each lane holds, ``[count]``; those of free ones are none."""
+        order = (jnp.arange(self.line.size, dtype=jnp.int32) - self.head) % self.line.size
+        rows = jnp.where(order < self.waiting, self.rows, 0)
+        held = jnp.zeros((self.count,), jnp.int32)
+        return held.at[self.lane].set(self.filled).at[self.line].set(rows)
+
     def place(
         self,
         taken: Bool[Array, "E T"],

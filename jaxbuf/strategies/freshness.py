@@ -25,6 +25,8 @@ Comparison = Literal[">=", ">"]
 # nothing else is looked at.
 _BLOCK = 128
 _NEVER = np.int32(2**31 - 1)
+# Too stale for a learner of any version.
+TOO_OLD = np.int32(-(2**31))
 # Up to this many rows a loop looks at them on a CPU, in any program. It makes two kernels more that
 # could run once a batch is drawn: more than eight, so that XLA's second thread takes these and goes
 # on to the update while the first still gathers rows.
@@ -93,7 +95,13 @@ class Freshness:
 
     The staleness of an item is the learner's version, set by ``buffer.set_version``, minus its own,
     given to ``add``. Items that are too stale retire when the learner moves on, wherever they lie;
-    one that is too stale already is refused when it comes, evicts nothing and is counted.
+    one that is too stale already is refused when it comes, evicts nothing and is counted. A policy
+    may be ahead of the learner, so that staleness is negative.
+
+    Versions of two sessions cannot be compared. When the learner begins another session, all items
+    retire, and where ``add`` is given the ``session`` of each item, late ones of other sessions are
+    refused as too stale, whatever their versions. Without it, every item counts as of the learner's
+    session.
     Uses are counted by ``buffer.mark_used``. Retired items are never sampled and do not count in
     ``size``; with ``Oldest`` their slot is written again when its turn comes, with ``Lowest`` they
     are the first to go.
@@ -116,6 +124,10 @@ class Freshness:
         [3, 1, 1, 0]
         >>> batch = buffer.sample(jax.random.key(0), 32)
         >>> int(buffer.mark_used(batch.slots).size)
+        0
+        >>> buffer = buffer.set_version(0, session=1)
+        >>> late = buffer.add(jnp.array([3.0]), version=jnp.array([16]), session=jnp.array([0]))
+        >>> int(late.size)
         0
     """
 
@@ -160,12 +172,12 @@ class Freshness:
         learner = jnp.stack([version, session]).astype(jnp.uint32)
         return state.replace(counters=jnp.concatenate([state.counters[:5], learner]))
 
-    def floor(self, state: FreshnessState) -> Int[Array, ""]:
-        """The oldest version that is not too stale."""
+    def floor(self, version: Int[Array, ""]) -> Int[Array, ""]:
+        """The oldest version that is not too stale for a learner at ``version``."""
         if self.max_staleness is None:
             return jnp.int32(-_NEVER)
         inclusive = self.comparison == ">="
-        return state.version - jnp.int32(self.max_staleness - int(inclusive))
+        return version - jnp.int32(self.max_staleness - int(inclusive))
 
     def added(
         self, state: FreshnessState, index: Int[Array, " B"], version: Int[Array, "..."]
@@ -237,7 +249,7 @@ class Freshness:
         slots = state.items.shape[0]
         flat = index.reshape(-1)
         version = jnp.where(flat < slots, self.look(state, flat)[0], _NEVER)
-        stale = version < self.floor(state)
+        stale = version < self.floor(state.version)
         refused = jnp.sum(stale, dtype=jnp.uint32)
         kept = state.blocks, state.groups
         rows = jnp.where(stale, slots, flat), version
@@ -263,7 +275,7 @@ class Freshness:
 
     def abandoned(self, state: FreshnessState, index: Int[Array, " B"]) -> FreshnessState:
         """The windows at ``index`` are of another session and too stale once they are complete."""
-        return state.replace(items=state.items.at[index, 0].set(-_NEVER - 1, mode="drop"))
+        return state.replace(items=state.items.at[index, 0].set(TOO_OLD, mode="drop"))
 
     def used(
         self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
