@@ -265,6 +265,10 @@ BAD = {
     "shape": ({"obs": np.zeros((2, 4), np.float32), "id": np.zeros(2, np.int32)}, "items['obs']"),
     "dtype": ({"obs": np.zeros((2, 3), np.int32), "id": np.zeros(2, np.float32)}, "items['id']"),
     "structure": ({"obs": np.zeros((2, 3), np.float32)}, "items['id'] is missing"),
+    "text": (
+        {"obs": np.zeros((2, 3), np.float32), "id": np.asarray(["a", "b"])},
+        "items['id'] is a ndarray; expected an array",
+    ),
 }
 
 
@@ -599,8 +603,10 @@ def test_files_of_others_are_not_taken_for_a_store_that_was_killed(tmp_path, the
 
 
 def test_a_killed_writer_loses_and_repeats_nothing(tmp_path):
+    appends = 0
     # Several, as their creation is killed, too.
     for i in range(4):
         kill.kill_repeatedly(kill.store_writer, tmp_path / str(i), 0.1, kill.KILLS // 4)
         with jaxbuf.Store(tmp_path / str(i), kill.STORE_ITEM) as store:
-            assert kill.check_store(store) > 0
+            appends += kill.check_store(store)
+    assert appends > 0

@@ -670,17 +670,20 @@ class Store:
             raise ValueError(f"the store {self._folder} is {state}; open it with mode='a'")
 
     def _check_items(self, items: PyTree[Array]) -> None:
-        def same(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+        def stored(path: Any, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
             """The leaf in the stored dtype, if they are one for JAX."""
-            dtype = getattr(leaf, "dtype", None)
-            if dtype is None or describe.is_key(dtype):
-                return leaf
+            try:
+                got = jax.typeof(leaf)
+            except TypeError as error:
+                name = f"items{jax.tree_util.keystr(path)}"
+                raise ValueError(f"{name} is a {type(leaf).__name__}; expected an array") from error
             canonical = jax.dtypes.canonicalize_dtype
-            fits = canonical(dtype) == canonical(like.dtype)
-            return jax.ShapeDtypeStruct(leaf.shape, like.dtype) if fits else leaf
+            if describe.is_key(got.dtype) or canonical(got.dtype) != canonical(like.dtype):
+                return leaf
+            return jax.ShapeDtypeStruct(got.shape, like.dtype)
 
         if jax.tree.structure(items) == jax.tree.structure(self._like):
-            items = jax.tree.map(same, items, self._like)
+            items = jax.tree.map_with_path(stored, items, self._like)
         with jax.enable_x64(True):
             jax.eval_shape(lambda x: storage.check(self._like, x, "items", ("B",))[0], items)
 
