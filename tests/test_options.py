@@ -84,7 +84,7 @@ ADDS = {
         lambda: jaxbuf.TrajectoryBuffer.create(ITEM, 2, 4),
         {"score": jnp.ones(2)},
         "score was given, but a TrajectoryBuffer has no use for it; leave it out, for its add takes"
-        " priority, version, mask",
+        " priority, version, session, mask",
     ),
     "queue": (
         lambda: jaxbuf.Queue.create(ITEM, 4),

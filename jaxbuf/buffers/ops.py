@@ -54,9 +54,10 @@ def add(
         items: What to add, leaves ``[B, ...]``; for a ``TrajectoryBuffer`` steps, leaves
             ``[num_envs, ...]`` or ``[num_envs, T, ...]``.
         donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
-        **options: Those of the buffer's own ``add``: ``priority``, ``score``, ``version`` or
-            ``mask`` for an ``ItemBuffer``, ``part`` for a ``Mixture``. Python integers, booleans
-            and strings are static, arrays are traced. An option that is None is left out.
+        **options: Those of the buffer's own ``add``: ``priority``, ``score``, ``version``,
+            ``session`` or ``mask`` for an ``ItemBuffer``, ``part`` for a ``Mixture``. Python
+            integers, booleans and strings are static, arrays are traced. An option that is None is
+            left out.
 
     Returns:
         The buffer with the items.
