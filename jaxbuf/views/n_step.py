@@ -98,7 +98,6 @@ def n_step(
             "observation to bootstrap from must be in the window"
         )
     starts = length - int(n)
-    shape = (rewards.shape[0], starts)
     factor = jnp.asarray(discount, rewards.dtype)
 
     def extend(
@@ -118,13 +117,15 @@ def n_step(
         )
         return (extended, running & ~end & ~cut), None
 
+    # Like the rewards in all respects, so that it may vary over devices as they do.
+    zeros = jnp.zeros_like(rewards[:, :starts])
     nothing = NStep(
-        reward=jnp.zeros(shape, rewards.dtype),
-        discount=jnp.ones(shape, rewards.dtype),
-        bootstrap_index=jnp.broadcast_to(jnp.arange(starts, dtype=jnp.int32), shape),
+        reward=zeros,
+        discount=jnp.ones_like(zeros),
+        bootstrap_index=zeros.astype(jnp.int32) + jnp.arange(starts, dtype=jnp.int32)[None],
     )
     offsets = jnp.arange(int(n), dtype=jnp.int32)
-    (result, _), _ = lax.scan(extend, (nothing, jnp.ones(shape, bool)), offsets)
+    (result, _), _ = lax.scan(extend, (nothing, jnp.ones_like(zeros, bool)), offsets)
     return result
 
 

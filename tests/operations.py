@@ -1,0 +1,338 @@
+"""Every buffer with every strategy, and everything that can be done with it.
+
+For tests that put all of that through some transformation. An operation is a function of a buffer,
+a sample from it, a number on which all its arguments depend, and a key; see ``OPERATIONS``.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jaxbuf
+
+CAPACITY = 6
+ENVS, LENGTH = 2, 6
+ROWS, BATCH = 3, 4
+GROUPS = 3
+
+ITEM = {
+    "obs": jnp.zeros(2),
+    "action": jnp.int32(0),
+    "reward": jnp.float32(0),
+    "terminated": jnp.bool_(False),
+}
+
+
+def _items(**options):
+    return functools.partial(jaxbuf.ItemBuffer.create, ITEM, CAPACITY, **options)
+
+
+def _windows(**options):
+    options = {"sequence_length": 2} | options
+    return functools.partial(jaxbuf.TrajectoryBuffer.create, ITEM, ENVS, LENGTH, **options)
+
+
+def _mixture():
+    return jaxbuf.Mixture.create(
+        [_items()(), _items(sampler=jaxbuf.Prioritized(), freshness=_LIMITS)()], [1, 1]
+    )
+
+
+_LIMITS = jaxbuf.Freshness(max_use=2, max_staleness=3)
+_PLAIN = jaxbuf.Prioritized()
+_DISTINCT = jaxbuf.Prioritized(replacement=False, uniform_mix=0.1)
+
+# Functions without arguments that create an empty buffer.
+BUFFERS = {
+    "uniform": _items(),
+    "uniform-distinct": _items(sampler=jaxbuf.Uniform(replacement=False)),
+    "prioritized": _items(sampler=_PLAIN),
+    "prioritized-mix": _items(sampler=jaxbuf.Prioritized(0.5, epsilon=0.1, uniform_mix=0.1)),
+    "prioritized-distinct": _items(sampler=_DISTINCT),
+    "softmax": _items(sampler=jaxbuf.Softmax()),
+    "softmax-distinct": _items(sampler=jaxbuf.Softmax(replacement=False)),
+    "softmax-fallback": _items(sampler=jaxbuf.Softmax(replacement=False, fallback=True)),
+    "recent": _items(sampler=jaxbuf.Recent(0.5, 2, _PLAIN)),
+    "lowest": _items(evictor=jaxbuf.Lowest()),
+    "lowest-softmax": _items(evictor=jaxbuf.Lowest(), sampler=jaxbuf.Softmax()),
+    "diverse": _items(diversity=jaxbuf.Diversity(0.5, key="obs")),
+    "diverse-greedy-lowest": _items(
+        diversity=jaxbuf.Diversity(0.5, 2, within_batch="greedy", active="full"),
+        evictor=jaxbuf.Lowest(),
+    ),
+    "fresh": _items(freshness=_LIMITS),
+    "fresh-prioritized": _items(freshness=_LIMITS, sampler=_PLAIN),
+    "fresh-lowest-softmax": _items(
+        freshness=_LIMITS, evictor=jaxbuf.Lowest(), sampler=jaxbuf.Softmax()
+    ),
+    "windows": _windows(),
+    "windows-distinct": _windows(sampler=jaxbuf.Uniform(replacement=False)),
+    "windows-prioritized": _windows(sampler=_PLAIN, period=2),
+    "windows-prioritized-distinct": _windows(sampler=_DISTINCT),
+    "windows-recent": _windows(sampler=jaxbuf.Recent(0.5, 2)),
+    "windows-fresh": _windows(freshness=_LIMITS, sampler=_PLAIN),
+    "windows-episodes": _windows(episodes=jaxbuf.Episodes(boundary="mask", record_return=True)),
+    "windows-avoid": _windows(episodes=jaxbuf.Episodes(boundary="avoid"), sampler=_PLAIN),
+    "queue": functools.partial(jaxbuf.Queue.create, ITEM, CAPACITY),
+    "mixture": _mixture,
+}
+
+
+@functools.cache
+def empty(name):
+    """The buffer of this name without its arrays."""
+    return jax.eval_shape(BUFFERS[name])
+
+
+@functools.cache
+def abstract(name):
+    """The same, and a sample of it."""
+    return empty(name), jax.eval_shape(draw, empty(name), jax.random.key(0))
+
+
+def concrete(name, scale=1):
+    """The buffer of this name with some items in it, but not full, and a sample of it."""
+    return _filled(name, BUFFERS[name](), jnp.float32(scale), jax.random.key(0))
+
+
+@functools.partial(jax.jit, static_argnames="name")
+def _filled(name, buffer, scale, key):
+    del name
+    buffer = OPERATIONS["add"][1](buffer, None, scale, key)
+    return buffer, draw(buffer, key)
+
+
+def draw(buffer, key):
+    if isinstance(buffer, jaxbuf.Queue):
+        return buffer.take(BATCH)[1]
+    return buffer.sample(key, BATCH)
+
+
+def rows(scale, *leading):
+    """Items whose numbers are proportional to ``scale``."""
+
+    def ramp(leaf):
+        shape = (*leading, *leaf.shape)
+        numbers = jnp.arange(1, jnp.zeros(shape).size + 1, dtype=jnp.int32).reshape(shape)
+        if leaf.dtype == jnp.float32:
+            return numbers.astype(jnp.float32) * scale
+        return numbers % 3 == 0 if leaf.dtype == jnp.bool_ else numbers % GROUPS
+
+    return jax.tree.map(ramp, ITEM)
+
+
+def is_windows(buffer):
+    return isinstance(buffer, jaxbuf.TrajectoryBuffer)
+
+
+def is_items(buffer):
+    return isinstance(buffer, jaxbuf.ItemBuffer)
+
+
+def is_sampled(buffer):
+    return not isinstance(buffer, jaxbuf.Queue)
+
+
+def is_single(buffer):
+    return is_items(buffer) or is_windows(buffer)
+
+
+def has_priorities(buffer):
+    if isinstance(buffer, jaxbuf.Mixture):
+        return True
+    return is_single(buffer) and buffer.sampler.uses_priority
+
+
+def has_scores(buffer):
+    parts = [getattr(buffer, name, None) for name in ("sampler", "evictor", "diversity")]
+    return any(part is not None and part.uses_score for part in parts)
+
+
+def has_limits(buffer):
+    return isinstance(buffer, jaxbuf.Mixture) or getattr(buffer, "freshness", None) is not None
+
+
+def has_order(buffer):
+    if is_items(buffer):
+        return isinstance(buffer.evictor, jaxbuf.Oldest)
+    return is_windows(buffer)
+
+
+def has_episodes(buffer):
+    return is_windows(buffer) and buffer.episode_index is not None
+
+
+# Of each operation the buffers that have it, and the function itself.
+OPERATIONS = {}
+
+
+def operation(has=lambda buffer: True):
+    """Lists a function under its name."""
+
+    def listed(function):
+        OPERATIONS[function.__name__.rstrip("_")] = has, function
+        return function
+
+    return listed
+
+
+@operation()
+def add(buffer, sample, scale, key):
+    leading = (ENVS, ROWS) if is_windows(buffer) else (ROWS,)
+    number = jnp.arange(1, ROWS + 1, dtype=jnp.float32) * scale
+    given = {"mask": jnp.broadcast_to(number > 0, leading)}
+    if has_priorities(buffer):
+        given["priority"] = jnp.broadcast_to(number, leading)
+    if has_scores(buffer):
+        given["score"] = jnp.log(number)
+    if has_limits(buffer):
+        given["version"] = jnp.broadcast_to(number.astype(jnp.int32), leading)
+    if isinstance(buffer, jaxbuf.Mixture):
+        given["part"] = 1
+    return buffer.add(rows(scale, *leading), **given)
+
+
+@operation()
+def add_plainly(buffer, sample, scale, key):
+    leading = (ENVS,) if is_windows(buffer) else (ROWS,)
+    given = {"score": scale * jnp.ones(ROWS)} if has_scores(buffer) else {}
+    if isinstance(buffer, jaxbuf.Mixture):
+        given["part"] = 0
+    return buffer.add(rows(scale, *leading), **given)
+
+
+@operation(is_sampled)
+def sample(buffer, sample, scale, key):
+    return buffer.sample(key, BATCH)
+
+
+@operation(lambda buffer: not is_sampled(buffer))
+def take(buffer, sample, scale, key):
+    return buffer.take(BATCH), buffer.accepts(ROWS), buffer.can_add(2)
+
+
+@operation(has_order)
+def sample_range(buffer, sample, scale, key):
+    return buffer.sample_range(key, BATCH, -3, None), buffer.latest(2)
+
+
+@operation(lambda buffer: is_single(buffer) and has_priorities(buffer))
+def sample_range_by_priority(buffer, sample, scale, key):
+    return [
+        buffer.sample_range(key, BATCH, 1, by_priority=True, replacement=replacement)
+        for replacement in (False, True)
+    ]
+
+
+@operation(has_priorities)
+def update_priority(buffer, sample, scale, key):
+    return buffer.update_priority(sample.slots, scale * jnp.ones(BATCH), mask=sample.valid)
+
+
+@operation(is_sampled)
+def importance_weights(buffer, sample, scale, key):
+    return [
+        jaxbuf.importance_weights(buffer, sample, scale, normalize)
+        for normalize in ("batch", "buffer", "mean", None)
+    ]
+
+
+@operation()
+def clear(buffer, sample, scale, key):
+    return buffer.clear()
+
+
+@operation(is_windows)
+def clear_some(buffer, sample, scale, key):
+    return buffer.clear(jnp.arange(ENVS, dtype=jnp.float32) < scale)
+
+
+@operation()
+def metrics(buffer, sample, scale, key):
+    return buffer.metrics(), buffer.size, buffer.can_sample(2)
+
+
+@operation(has_limits)
+def mark_used(buffer, sample, scale, key):
+    return buffer.mark_used(sample.slots, mask=sample.valid)
+
+
+@operation(has_limits)
+def set_version(buffer, sample, scale, key):
+    version = scale.astype(jnp.int32) + 2
+    return buffer.set_version(version), buffer.set_version(version, session=version)
+
+
+@operation(has_limits)
+def staleness(buffer, sample, scale, key):
+    return buffer.staleness(sample.slots), buffer.use_count(sample.slots)
+
+
+@operation(is_items)
+def sample_groups(buffer, sample, scale, key):
+    given = {"num_groups": GROUPS, "size": 2, "group": "action"}
+    ids = jnp.arange(2, dtype=jnp.int32)
+    return (
+        jaxbuf.sample_groups(buffer, key, 2, **given),
+        jaxbuf.sample_groups(buffer, key, ids, order="random", **given),
+    )
+
+
+@operation(is_single)
+def statistics(buffer, sample, scale, key):
+    priority = scale * jnp.ones(BATCH) if has_priorities(buffer) else None
+    kept = jaxbuf.Statistics.create(buffer, 3)
+    kept, again = kept.sampled(buffer, sample, priority=priority)
+    return kept, again, kept.metrics(buffer), kept.next_period(buffer)
+
+
+@operation(is_windows)
+def read(buffer, sample, scale, key):
+    env, position = buffer.locate(sample.slots)
+    return buffer.get_field("obs", env, position), buffer.gather_all()
+
+
+@operation(is_windows)
+def dequeue(buffer, sample, scale, key):
+    return buffer.dequeue(2, mask=jnp.arange(ENVS, dtype=jnp.float32) < scale)
+
+
+@operation(has_episodes)
+def look_up(buffer, sample, scale, key):
+    slots = sample.slots
+    found = [
+        buffer.episode_begin_position(slots),
+        buffer.steps_to_episode_end(slots),
+        buffer.is_episode_first(slots),
+        buffer.is_episode_last(slots),
+    ]
+    if buffer.episode_index.episodes.boundary == "mask":
+        found += [buffer.episode_mask(slots), buffer.episode_return(slots)]
+    return found
+
+
+# Functions of samples alone do not need every strategy.
+@operation(lambda buffer: is_windows(buffer) and not has_episodes(buffer) and buffer.period == 1)
+def views(buffer, sample, scale, key):
+    steps = sample.data
+    return (
+        jaxbuf.n_step(steps, 1, scale),
+        jaxbuf.stack_frames(steps, 2),
+        jaxbuf.terminal_states(steps, mask=steps["terminated"]),
+        jaxbuf.hindsight(
+            key,
+            steps,
+            steps["obs"],
+            jnp.zeros(BATCH, jnp.int32),
+            reward_fn=lambda achieved, goal: jnp.sum(jnp.abs(achieved - goal), -1),
+            fraction=scale,
+            achieved="obs",
+            goal="obs",
+        ),
+    )
+
+
+CASES = [
+    (name, what) for name in BUFFERS for what, (has, _) in OPERATIONS.items() if has(empty(name))
+]

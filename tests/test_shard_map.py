@@ -1,0 +1,124 @@
+"""Every operation of every strategy inside `jax.shard_map`, with the checks it makes by default.
+
+Each device works on a buffer of its own. Whether a program passes the checks shows when it is
+traced, for which no devices are needed; some are run as well, on four.
+"""
+
+import os
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from tests import operations
+
+DEVICES = 4
+AXIS = "devices"
+
+# What loops over rows on a CPU, and carries through that loop what does not vary over devices at
+# first. Of each operation the buffers whose strategies do so; None for all that have it.
+_SCORELESS = {
+    "uniform",
+    "uniform-distinct",
+    "prioritized",
+    "prioritized-mix",
+    "prioritized-distinct",
+    "recent",
+}
+_ADD = {
+    "diverse",
+    "diverse-greedy-lowest",
+    "fresh",
+    "fresh-prioritized",
+    "fresh-lowest-softmax",
+    "windows-fresh",
+    "windows-episodes",
+    "windows-avoid",
+    "mixture",
+}
+LOOPS = {
+    "sample": None,
+    "sample_range": None,
+    "sample_range_by_priority": None,
+    "sample_groups": None,
+    "mark_used": None,
+    "set_version": None,
+    "add": _ADD,
+    "add_plainly": _ADD | _SCORELESS,
+    "clear_some": {"windows-fresh", "windows-avoid"},
+    "dequeue": {"windows-fresh", "windows-avoid"},
+    "importance_weights": {"recent"},
+    "metrics": {"recent"},
+}
+
+# Some that change a buffer, of each kind.
+RUN = [
+    ("prioritized", "add"),
+    ("prioritized", "update_priority"),
+    ("windows-prioritized", "add"),
+    ("queue", "take"),
+]
+
+
+def on_every_device(function, mesh):
+    """``function`` of trees whose leaves have an axis of devices in front."""
+
+    def on_one(*args):
+        out = function(*jax.tree.map(lambda leaf: leaf[0], args))
+        return jax.tree.map(lambda leaf: leaf[None], out)
+
+    spec = PartitionSpec(AXIS)
+    return jax.shard_map(on_one, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def case(name, what):
+    loops = what in LOOPS and (LOOPS[what] is None or name in LOOPS[what])
+    marks = pytest.mark.xfail(reason="a loop over rows on a CPU", strict=True) if loops else ()
+    return pytest.param(name, what, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "what"), [case(*each) for each in operations.CASES])
+def test_every_operation_passes_the_checks(name, what):
+    _, function = operations.OPERATIONS[what]
+
+    def of_devices(leaf):
+        return jax.ShapeDtypeStruct((DEVICES, *leaf.shape), leaf.dtype)
+
+    args = (*operations.abstract(name), jnp.float32(1), jax.random.key(0))
+    mapped = on_every_device(function, AbstractMesh((DEVICES,), (AXIS,)))
+    out = jax.eval_shape(mapped, *jax.tree.map(of_devices, args))
+    alone = jax.tree.map(of_devices, jax.eval_shape(function, *args))
+    chex.assert_trees_all_equal_shapes_and_dtypes(out, alone)
+
+
+def test_four_devices_do_what_one_does():
+    """In a process of its own, since the number of devices is fixed when jax begins."""
+    devices = {"JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    subprocess.run(
+        [sys.executable, "-m", __name__], env=os.environ | devices, check=True, timeout=300
+    )
+
+
+def main():
+    mesh = jax.make_mesh((DEVICES,), (AXIS,))
+    for name, what in RUN:
+        _, function = operations.OPERATIONS[what]
+        rng = np.random.default_rng(0)
+        args = [
+            (*operations.concrete(name, scale), jnp.float32(scale), jax.random.key(scale))
+            for scale in rng.permutation(DEVICES) + 1
+        ]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *args)
+        stacked = jax.device_put(stacked, NamedSharding(mesh, PartitionSpec(AXIS)))
+        out = jax.jit(on_every_device(function, mesh))(*stacked)
+        alone = [jax.jit(function)(*each) for each in args]
+        chex.assert_trees_all_equal(out, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
+
+
+if __name__ == "__main__":
+    main()
