@@ -34,6 +34,7 @@ from jaxbuf.io.monitor import (
 )
 from jaxbuf.io.plot import plot
 from jaxbuf.io.store import Store, StoreBatch
+from jaxbuf.strategies.balanced import Balanced
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
@@ -49,6 +50,7 @@ from jaxbuf.views.statistics import Statistics
 from jaxbuf.views.terminal import terminal_states
 
 __all__ = [
+    "Balanced",
     "Chunk",
     "ChunkAccumulator",
     "CsvWriter",

@@ -141,6 +141,26 @@ def grid(ages: Ages, count: int) -> tuple[Int[Array, "E n"], Bool[Array, "E n"]]
     return ages.at(rank.reshape(-1)).reshape(rank.shape), offset < ages.count[:, None]
 
 
+def in_part(
+    words: UInt[Array, " B"],
+    part: Int[Array, " B"],
+    parts: Int[Array, "..."],
+    total: Int[Array, "..."],
+) -> Int[Array, " B"]:
+    """A rank in the given one of ``parts`` parts of ``[0, total)``; the first may be one larger.
+
+    Args:
+        words: A random word for each row.
+        part: Which part each row is from.
+        parts: How many there are, of which none is empty.
+        total: How many ranks there are.
+    """
+    width, more = total // parts, total % parts
+    begin = part * width + jnp.minimum(part, more)
+    size = width + (part < more).astype(jnp.int32)
+    return begin + scale_word(words, size.astype(jnp.uint32)).astype(jnp.int32)
+
+
 def spread(words: UInt[Array, " B"], turn: UInt[Array, ""], total: Int[Array, ""]) -> Any:
     """Ranks in ``[0, total)`` for ``B`` rows, as evenly as can be.
 
@@ -155,13 +175,10 @@ def spread(words: UInt[Array, " B"], turn: UInt[Array, ""], total: Int[Array, ""
     rows = words.shape[0]
     row = jnp.arange(rows, dtype=jnp.int32)
     some = jnp.maximum(total, 1)
-    # Each row has a part of the ranks of its own; some parts are larger by one.
-    width, more = some // rows, some % rows
-    begin = row * width + jnp.minimum(row, more)
-    size = width + (row < more).astype(jnp.int32)
-    own = begin + scale_word(words, size.astype(jnp.uint32)).astype(jnp.int32)
+    # Each row has a part of the ranks of its own.
+    own = in_part(words, row, jnp.int32(rows), some)
     rank = jnp.where(some >= rows, own, row % some)
     # Which ranks are in the larger parts, or are given once more, is left to chance.
-    uneven = jnp.where(some >= rows, more, rows % some) > 0
+    uneven = jnp.where(some >= rows, some % rows, rows % some) > 0
     shift = scale_word(turn, some.astype(jnp.uint32)).astype(jnp.int32)
     return (rank + jnp.where(uneven, shift, 0)) % some

@@ -143,22 +143,11 @@ class KnownSampler(WindowSampler, Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Uniform:
-    """Every live item with the same probability.
-
-    Attributes:
-        replacement: Whether a batch may hold an item twice. Without, rows beyond the number of
-            items are invalid.
-    """
-
-    replacement: bool = True
+class Stateless:
+    """A sampler that keeps nothing: whatever comes and goes, there is nothing to note."""
 
     uses_priority = False
     uses_score = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "replacement", bool(self.replacement))
 
     def init(self, capacity: int) -> Any:
         """No state."""
@@ -200,6 +189,21 @@ class Uniform:
     def cleared(self, state: Any) -> Any:
         """Nothing to forget."""
         return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform(Stateless):
+    """Every live item with the same probability.
+
+    Attributes:
+        replacement: Whether a batch may hold an item twice. Without, rows beyond the number of
+            items are invalid.
+    """
+
+    replacement: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replacement", bool(self.replacement))
 
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draw ``batch_size`` of the live items."""
