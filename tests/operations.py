@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxbuf
+from jaxbuf.core.subset import Subset
 
 CAPACITY = 6
 ENVS, LENGTH = 2, 6
@@ -71,8 +72,11 @@ BUFFERS = {
     "windows-prioritized": _windows(sampler=_PLAIN, period=2),
     "windows-prioritized-distinct": _windows(sampler=_DISTINCT),
     "windows-recent": _windows(sampler=jaxbuf.Recent(0.5, 2)),
+    "windows-balanced": _windows(sampler=jaxbuf.Balanced()),
+    "windows-balanced-distinct": _windows(sampler=jaxbuf.Balanced(replacement=False)),
     "windows-fresh": _windows(freshness=_LIMITS, sampler=_PLAIN),
     "windows-episodes": _windows(episodes=jaxbuf.Episodes(boundary="mask", record_return=True)),
+    "windows-lives": _windows(episodes=jaxbuf.Episodes(last="terminated", boundary="mask")),
     "windows-avoid": _windows(episodes=jaxbuf.Episodes(boundary="avoid"), sampler=_PLAIN),
     "queue": functools.partial(jaxbuf.Queue.create, ITEM, CAPACITY),
     "mixture": _mixture,
@@ -159,6 +163,11 @@ def has_order(buffer):
     return is_windows(buffer)
 
 
+def takes_out(buffer):
+    """Whether some windows are taken out in between."""
+    return isinstance(buffer.occupancy, Subset)
+
+
 def has_episodes(buffer):
     return is_windows(buffer) and buffer.episode_index is not None
 
@@ -202,9 +211,20 @@ def add_plainly(buffer, sample, scale, key):
     return buffer.add(rows(scale, *leading), **given)
 
 
+@operation(is_windows)
+def add_to_some(buffer, sample, scale, key):
+    ids = jnp.arange(ENVS, dtype=jnp.int32)[1:] * scale.astype(jnp.int32)
+    return buffer.add(rows(scale, ENVS - 1, ROWS), env_ids=ids)
+
+
 @operation(is_sampled)
 def sample(buffer, sample, scale, key):
     return buffer.sample(key, BATCH)
+
+
+@operation(lambda buffer: is_windows(buffer) and not takes_out(buffer))
+def sample_longer(buffer, sample, scale, key):
+    return buffer.sample(key, BATCH, sequence_length=3)
 
 
 @operation(lambda buffer: not is_sampled(buffer))
@@ -275,7 +295,7 @@ def sample_groups(buffer, sample, scale, key):
     ids = jnp.arange(2, dtype=jnp.int32)
     return (
         jaxbuf.sample_groups(buffer, key, 2, **given),
-        jaxbuf.sample_groups(buffer, key, ids, order="random", **given),
+        jaxbuf.sample_groups(buffer, key, ids, order="random", padding="random", **given),
     )
 
 
@@ -303,12 +323,15 @@ def look_up(buffer, sample, scale, key):
     slots = sample.slots
     found = [
         buffer.episode_begin_position(slots),
+        buffer.last_terminated_position(slots),
         buffer.steps_to_episode_end(slots),
         buffer.is_episode_first(slots),
         buffer.is_episode_last(slots),
     ]
     if buffer.episode_index.episodes.boundary == "mask":
-        found += [buffer.episode_mask(slots), buffer.episode_return(slots)]
+        found.append(buffer.episode_mask(slots))
+    if buffer.episode_index.episodes.record_return:
+        found.append(buffer.episode_return(slots))
     return found
 
 

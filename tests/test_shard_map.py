@@ -43,12 +43,14 @@ _ADD = {
 }
 LOOPS = {
     "sample": None,
+    "sample_longer": None,
     "sample_range": None,
     "sample_range_by_priority": None,
     "sample_groups": None,
     "mark_used": None,
     "set_version": None,
     "add": _ADD,
+    "add_to_some": _ADD,
     "add_plainly": _ADD | _SCORELESS,
     "clear_some": {"windows-fresh", "windows-avoid"},
     "dequeue": {"windows-fresh", "windows-avoid"},
