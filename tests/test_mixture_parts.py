@@ -1,5 +1,6 @@
 """A `Mixture` of different buffers: each row is answered by the part it is from."""
 
+import inspect
 import re
 
 import chex
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from jaxbuf.buffers.lookups import EpisodeLookups
 
 STEP = {"x": jnp.int32(0), "terminated": jnp.bool_(False)}
 EPISODES = jaxbuf.Episodes(boundary="mask")
@@ -94,17 +96,26 @@ def test_locate_and_get_field(create):
     chex.assert_shape(mixture.get_field("x", env, position), (32,))
 
 
-LOOKUPS = [
-    ("episode_begin_position", {}),
-    ("episode_begin_position", {"held": True}),
-    ("steps_to_episode_end", {}),
-    ("is_episode_first", {}),
-    ("is_episode_last", {}),
-]
+LOOKUPS = sorted(name for name in vars(EpisodeLookups) if not name.startswith("_"))
+LOOKUPS = [name for name in LOOKUPS if inspect.isfunction(getattr(EpisodeLookups, name))]
+OF_STEPS = [(name, {}) for name in LOOKUPS if name not in ("episode_mask", "episode_return")]
+OF_STEPS += [("episode_begin_position", {"held": True})]
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_every_lookup_is_passed_on_with_its_options(name):
+    own, passed = (
+        [
+            (p.name, p.kind, p.default)
+            for p in inspect.signature(getattr(c, name)).parameters.values()
+        ]
+        for c in (EpisodeLookups, jaxbuf.Mixture)
+    )
+    assert own == passed
 
 
 @both
-@pytest.mark.parametrize(("name", "options"), LOOKUPS)
+@pytest.mark.parametrize(("name", "options"), OF_STEPS)
 def test_lookups_of_episodes(create, name, options):
     mixture = create()
     batch, source = drawn(mixture)
@@ -116,9 +127,9 @@ def test_lookups_of_episodes(create, name, options):
         expected = getattr(first, name)(env[here] - before, position[here], **options)
         np.testing.assert_array_equal(by_slots[source == number], expected)
         np.testing.assert_array_equal(by_steps[source == number], expected)
-    # As steps that are not held.
-    expected = getattr(offline(), name)(jnp.array([3]), jnp.array([0]))
-    if name != "episode_begin_position":
+    # As steps that are not held, for which positions are their own.
+    if by_slots.dtype != np.uint32:
+        expected = getattr(offline(), name)(jnp.array([3]), jnp.array([0]))
         assert (by_slots[source == 1] == expected).all()
         assert (by_steps[source == 1] == expected).all()
 

@@ -4,6 +4,7 @@ import fractions
 import math
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,7 +246,7 @@ BAD = [
     (rate(math.nan), "samples_per_insert is nan; expected a positive number"),
     (rate(1e-5), "samples_per_insert is 1e-05; expected at least 1 / 1000"),
     (rate(1.0, 0), "min_size is 0; expected at least 1"),
-    (rate(1.0, 1.5), "min_size is 1.5; expected a whole number"),
+    (rate(1.0, 1.5), "min_size is 1.5; expected an integer"),
     (rate(5, 10, 4), "tolerance is 4, a range of 8; expected one of at least 10"),
     (rate(0.5, 10, 0.9), "tolerance is 0.9, a range of 1.8; expected one of at least 2"),
     (rate(5, 10, (8, 12)), "tolerance is (8, 12), a range of 4;"),
@@ -268,3 +269,68 @@ def test_bad_input(call, message):
 def test_reverb_accepts_what_it_accepts():
     for arguments in ((0.5, 10, 1.1), (1, 10, (5, 9)), (1, 10, (7, 12)), (1, 10, 100)):
         jaxbuf.RateLimiter.create(*arguments)
+
+
+STEPS = {
+    "rate": lambda: jaxbuf.RateLimiter.create(1.0, 2, 4.0).inserted(3).sampled(1),
+    "throughput": lambda: jaxbuf.ThroughputLimiter.create((0.5, 2.0)).inserted(3).sampled(1),
+}
+every_limiter = pytest.mark.parametrize("create", STEPS.values(), ids=STEPS)
+
+
+@every_limiter
+@pytest.mark.parametrize("count", [-1, 2.0, math.nan, math.inf, np.float32(1), np.int64(-3), 2**31])
+def test_a_count_that_is_no_number_of_items(create, count):
+    limiter = create()
+    message = re.escape(f"count is {count}; expected an integer from 0 to 2**31 - 1")
+    for call in (
+        limiter.inserted,
+        limiter.sampled,
+        lambda count: limiter.can_insert(3, count),
+        lambda count: limiter.can_sample(3, count),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(count)
+    with pytest.raises(ValueError, match="count has dtype float32; expected an integer"):
+        limiter.inserted(jnp.float32(1))
+
+
+@every_limiter
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int32, jnp.uint32, bool])
+def test_a_count_of_any_width(create, dtype):
+    limiter = create()
+    expected = limiter.inserted(1).sampled(1)
+    chex.assert_trees_all_equal(limiter.inserted(dtype(1)).sampled(dtype(1)), expected)
+
+
+@every_limiter
+def test_a_negative_count_that_is_traced_counts_as_none(create):
+    limiter = create()
+    counted = jax.jit(lambda limiter, n: limiter.inserted(n).sampled(n))(limiter, -5)
+    chex.assert_trees_all_equal(counted, limiter)
+
+
+def test_no_time_makes_counts_nan():
+    limiter = jaxbuf.ThroughputLimiter.create((0.5, 2.0)).inserted(3).sampled(1)
+    assert limiter.after(math.nan).counts.tolist() == [3.0, 1.0]
+    assert limiter.after(-1.0).counts.tolist() == [3.0, 1.0]
+    assert limiter.after(math.inf).counts.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("inserts", "samples", "least", "ratio"),
+    [(8, 256, 100, 4.0), (1, 3, 10, 0.3), (40, 1, 1, 1.5), (20, 30, 1000, 2.0)],
+)
+def test_a_tolerance_for_several_at_once_never_blocks_for_good(inserts, samples, least, ratio):
+    start = jaxbuf.RateLimiter.create(ratio, least, inserts * ratio + samples)
+
+    def step(carry, coin):
+        limiter, size = carry
+        insert, sample = limiter.can_insert(size, inserts), limiter.can_sample(size, samples)
+        inserted = jnp.where(insert & (~sample | coin), inserts, 0)
+        sampled = jnp.where(sample & (inserted == 0), samples, 0)
+        return (limiter.inserted(inserted).sampled(sampled), size + inserted), insert | sample
+
+    coins = jax.random.bernoulli(jax.random.key(0), shape=(500,))
+    _, able = jax.jit(lambda coins: jax.lax.scan(step, (start, jnp.int32(0)), coins))(coins)
+    assert able.all()

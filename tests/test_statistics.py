@@ -169,6 +169,52 @@ def test_the_time_of_a_read_out_wraps_with_its_record():
     assert float(statistics.metrics(buffer)["priority_mean"]) == pytest.approx(3.0)
 
 
+def test_a_queue():
+    queue = jaxbuf.Queue.create(jnp.float32(0), 4).add(jnp.zeros(1))
+    statistics = jaxbuf.Statistics.create(queue)
+    queue, batch = queue.add(jnp.zeros(2)).take(4)
+    statistics, batch = statistics.sampled(queue, batch)
+    metrics = {name: int(value) for name, value in statistics.metrics(queue).items()}
+    assert metrics == {"pushed": 2, "sampled": 3, "removed": 3, "current": 0, "samples": 1}
+    assert int(statistics.next_period(queue).metrics(queue)["removed"]) == 0
+    with pytest.raises(ValueError, match="priority was given, but a Queue has no priorities"):
+        statistics.sampled(queue, batch, priority=jnp.ones(4))
+
+
+def test_one_part_of_a_mixture():
+    """As if that part had been sampled alone, for the rows that it gave."""
+    freshness = jaxbuf.Freshness(max_staleness=9)
+    parts = [
+        jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=sampler, freshness=freshness)
+        for sampler in (jaxbuf.Uniform(), jaxbuf.Prioritized())
+    ]
+    mixture = jaxbuf.Mixture.create([part.add(jnp.zeros(4)) for part in parts], [1, 1])
+    statistics = jaxbuf.Statistics.create(mixture.parts[1])
+    mixture = mixture.add(jnp.ones(2), part=1).set_version(3)
+    batch = mixture.sample(jax.random.key(0), 6)
+    part, slots = mixture.parts[1], mixture.part_slots(batch.slots, 1)
+    rows = batch.replace(slots=slots, valid=slots.index < part.capacity)
+    statistics, _ = statistics.sampled(part, rows, priority=jnp.arange(6.0))
+    metrics = statistics.metrics(part)
+    assert [int(metrics[name]) for name in ("pushed", "removed", "sampled")] == [2, 2, 3]
+    assert [float(metrics[name]) for name in ("staleness_mean", "priority_mean")] == [3.0, 4.0]
+
+
+def test_what_is_not_watched():
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4)
+    statistics, batch = jaxbuf.Statistics.create(buffer), buffer.sample(jax.random.key(0), 2)
+    mixture = jaxbuf.Mixture.create([buffer], [1])
+    for thing, message in ((mixture, "buffer is a Mixture, whose"), ({}, "buffer is a dict; exp")):
+        for call in (
+            lambda thing: jaxbuf.Statistics.create(thing),
+            lambda thing: statistics.sampled(thing, batch),
+            statistics.metrics,
+            statistics.next_period,
+        ):
+            with pytest.raises(ValueError, match=message):
+                call(thing)
+
+
 def test_reading_copies_nothing():
     capacity = 2**16
     buffer = jaxbuf.ItemBuffer.create(

@@ -53,6 +53,10 @@ class Mixture(struct.PyTreeNode):
     It is one immutable pytree, as its parts are, and works with ``jaxbuf.sample``,
     ``jaxbuf.update_priority`` and ``jaxbuf.importance_weights``. It may be a part itself.
 
+    Parts need not be alike: ``mark_used`` and ``set_version`` reach those with ``Freshness``, and
+    lookups such as ``locate`` and ``steps_to_episode_end`` are answered for each row by the part it
+    is from. ``part_slots`` names the rows of one part for its own methods.
+
     Attributes:
         parts: The buffers.
         ratios: The share of each in a batch; they sum to 1.
@@ -239,10 +243,10 @@ class Mixture(struct.PyTreeNode):
             >>> parts = [jaxbuf.ItemBuffer.create(jnp.float32(0), 4) for _ in range(2)]
             >>> mixture = jaxbuf.Mixture.create([part.add(jnp.ones(4)) for part in parts], [1, 1])
             >>> batch = mixture.sample(jax.random.key(0), 4)
-            >>> mixture.part_slots(batch.slots, 0).index.tolist()
-            [0, 3, 4, 4]
-            >>> mixture.part_slots(batch.slots, 1).index.tolist()
-            [4, 4, 2, 0]
+            >>> (mixture.part_slots(batch.slots, 0).index < 4).tolist()
+            [True, True, False, False]
+            >>> (mixture.part_slots(batch.slots, 1).index < 4).tolist()
+            [False, False, True, True]
         """
         common.check_slots(slots)
         i = self._check_part(part)
@@ -392,6 +396,16 @@ class Mixture(struct.PyTreeNode):
         """
         return self._look_up("episode_begin_position", where, positions, held=held)
 
+    def last_terminated_position(
+        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
+    ) -> UInt[Array, "..."]:
+        """As ``TrajectoryBuffer.last_terminated_position``, each row by the part it is from.
+
+        Raises:
+            ValueError: If no part has ``Episodes``.
+        """
+        return self._look_up("last_terminated_position", where, positions)
+
     def steps_to_episode_end(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> Int[Array, "..."]:
@@ -540,21 +554,21 @@ class Mixture(struct.PyTreeNode):
 
     def _look_up(self, method: str, where: Any, positions: Any, **options: Any) -> Array:
         """What the parts say of the episodes of sampled windows, or of single steps."""
-        if not isinstance(where, Slots):
-            if positions is None:
-                raise ValueError("positions is None; give env_ids and positions, or slots")
-            return self._ask_of_steps(
+        if isinstance(where, Slots):
+            return self._ask(
                 method,
                 EPISODES,
                 where,
-                positions,
-                lambda part, *step: getattr(part, method)(*step, **options),
+                lambda part, own: getattr(part, method)(own, positions, **options),
             )
-        return self._ask(
+        if positions is None:
+            raise ValueError("positions is None; give env_ids and positions, or slots")
+        return self._ask_of_steps(
             method,
             EPISODES,
             where,
-            lambda part, own: getattr(part, method)(own, positions, **options),
+            positions,
+            lambda part, env, position: getattr(part, method)(env, position, **options),
         )
 
     def _first_env(self, part: int) -> int:

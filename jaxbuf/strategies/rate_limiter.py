@@ -80,7 +80,9 @@ class RateLimiter(struct.PyTreeNode):
             min_size: Items that must be there before anything is sampled.
             tolerance: How far the error may be from where it is when the first ``min_size`` items
                 are there and none was sampled; or the bounds themselves, ``(low, high)``. With the
-                default only ``min_size`` counts.
+                default only ``min_size`` counts. Where ``n`` items are inserted and ``m`` sampled
+                at a time, choose one of at least ``n * samples_per_insert + m``: with a smaller one
+                both may be refused for good, and whoever waits for them waits for ever.
 
         Raises:
             ValueError: If a number is out of its range, or the tolerance so small that inserts and
@@ -90,7 +92,7 @@ class RateLimiter(struct.PyTreeNode):
         if not 0 < ratio < math.inf:
             raise ValueError(f"samples_per_insert is {ratio}; expected a positive number")
         if isinstance(min_size, bool) or not isinstance(min_size, int | np.integer):
-            raise ValueError(f"min_size is {min_size!r}; expected a whole number")
+            raise ValueError(f"min_size is {min_size!r}; expected an integer of at least 1")
         if min_size < 1:
             raise ValueError(f"min_size is {min_size}; expected at least 1")
         fraction = fractions.Fraction(ratio).limit_denominator(_DENOMINATOR)
@@ -130,7 +132,7 @@ class RateLimiter(struct.PyTreeNode):
 
     def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Whether ``count`` items may be inserted into a buffer that holds ``size``."""
-        few = _integer(size) + _integer(count) <= self.min_size
+        few = _integer(count, "count") <= self.min_size - _integer(size, "size")
         bound = self.range[1] * self.denominator
         if bound >= _MOST:
             return jnp.ones_like(few)
@@ -138,10 +140,10 @@ class RateLimiter(struct.PyTreeNode):
 
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Whether ``count`` items may be sampled from a buffer that holds ``size``."""
-        enough = _integer(size) >= self.min_size
+        enough = _integer(size, "size") >= self.min_size
         bound = self.range[0] * self.denominator
         if bound <= -_MOST:
-            return enough & (_integer(count) >= 0)
+            return enough & (_integer(count, "count") >= 0)
         return enough & (self._moved(count, -self.denominator) >= math.ceil(bound - _ROUNDING))
 
     def inserted(self, count: _Count = 1) -> Self:
@@ -167,11 +169,11 @@ class RateLimiter(struct.PyTreeNode):
 
     def _moved(self, count: _Count, step: int) -> Int[Array, ""]:
         """The error after ``count`` steps, saturated."""
-        count = jnp.clip(_integer(count), 0, _MOST // abs(step))
+        count = jnp.minimum(_integer(count, "count"), _MOST // abs(step))
         return jnp.clip(self.error + count * jnp.int32(step), -_MOST, _MOST)
 
     def _counted(self, count: _Count, step: int, counter: int) -> Self:
-        number = jnp.asarray(count).astype(jnp.uint32)
+        number = _integer(count, "count").astype(jnp.uint32)
         return self.replace(
             error=self._moved(count, step), counters=self.counters.at[counter].add(number)
         )
@@ -259,7 +261,7 @@ class ThroughputLimiter(struct.PyTreeNode):
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Whether ``count`` items may be sampled from a buffer that holds ``size``."""
         inserts, samples = self.counts[0], self.counts[1]
-        enough = _float(size) >= jnp.float32(self.min_batches) * _float(count)
+        enough = _float(size, "size") >= jnp.float32(self.min_batches) * _float(count)
         low = jnp.float32(self.inserts_per_sample[0])
         return enough & (inserts >= low * (samples + _float(count)))
 
@@ -272,8 +274,9 @@ class ThroughputLimiter(struct.PyTreeNode):
         return self.replace(counts=self.counts.at[1].add(_float(count)))
 
     def after(self, seconds: float | Float[Array, ""]) -> Self:
-        """Once ``seconds`` have passed; a negative time counts as none."""
-        passed = jnp.maximum(jnp.asarray(seconds, jnp.float32), 0.0)
+        """Once ``seconds`` have passed; a negative time and a NaN count as none."""
+        passed = jnp.asarray(seconds, jnp.float32)
+        passed = jnp.where(passed > 0, passed, 0.0)
         decay = jnp.exp(passed * jnp.float32(math.log(0.01) / self.window))
         return self.replace(counts=self.counts * decay)
 
@@ -282,9 +285,24 @@ class ThroughputLimiter(struct.PyTreeNode):
         return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}
 
 
-def _integer(count: Any) -> Int[Array, ""]:
-    return jnp.asarray(count).astype(jnp.int32)
+def _integer(number: Any, name: str) -> Int[Array, ""]:
+    """A number of items as an int32; a negative one that is only known when it runs as 0.
+
+    Raises:
+        ValueError: If it is not an integer, or known to be negative or above ``2**31 - 1``.
+    """
+    most = 2**31 - 1
+    if isinstance(number, int | float | np.generic) and not isinstance(number, np.bool_):
+        if not isinstance(number, int | np.integer) or not 0 <= number <= most:
+            raise ValueError(f"{name} is {number}; expected an integer from 0 to 2**31 - 1")
+        return jnp.int32(int(number))
+    array = jnp.asarray(number)
+    if array.dtype == np.bool_:
+        return array.astype(jnp.int32)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {array.dtype}; expected an integer")
+    return jnp.clip(array, 0, min(int(jnp.iinfo(array.dtype).max), most)).astype(jnp.int32)
 
 
-def _float(count: Any) -> Float[Array, ""]:
-    return jnp.asarray(count).astype(jnp.float32)
+def _float(number: Any, name: str = "count") -> Float[Array, ""]:
+    return _integer(number, name).astype(jnp.float32)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.buffers.parts import PRIORITIES
 from jaxbuf.buffers.retire import uses_and_staleness
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, in_place, storage
@@ -41,7 +42,8 @@ class Statistics(struct.PyTreeNode):
     """Statistics of the last samples from a buffer, and of the items that pass through it.
 
     A pytree of its own, beside the buffer in the training state, so that it is saved with it and
-    goes on bit for bit. Updates cost a look at each sampled row; nothing goes over all slots.
+    goes on bit for bit. Updates cost a look at each sampled row; nothing goes over all slots. It
+    watches an ``ItemBuffer``, a ``TrajectoryBuffer``, a ``Queue``, or one part of a ``Mixture``.
 
     Attributes:
         records: Of each of the last ``K`` samples the mean and extreme use counts, staleness and
@@ -80,7 +82,8 @@ class Statistics(struct.PyTreeNode):
             window: Samples ``K`` that are looked back on.
 
         Raises:
-            ValueError: If ``window`` is no whole number from 1 on.
+            ValueError: If ``window`` is not an integer of at least 1, or ``buffer`` is a
+                ``Mixture`` or not a buffer.
         """
         window = common.check_count("window", window)
         return cls(
@@ -113,6 +116,7 @@ class Statistics(struct.PyTreeNode):
             ValueError: When traced, if ``priority`` is given and the buffer has none, or its shape
                 differs.
         """
+        _check_buffer(buffer)
         valid, index = batch.valid, batch.slots.index
         values: dict[str, Array] = {}
         if getattr(buffer, "freshness", None) is not None:
@@ -120,6 +124,11 @@ class Statistics(struct.PyTreeNode):
             values["use"] = use.astype(jnp.float32)
             values["staleness"] = staleness.astype(jnp.float32)
         if priority is not None:
+            if not hasattr(buffer, "sampler"):
+                raise ValueError(
+                    f"priority was given, but a {type(buffer).__name__} has no priorities; leave "
+                    "it out"
+                )
             common.needs_priority(buffer.sampler, "priority was given")
             values["priority"] = storage.check_rows(
                 priority, "priority", valid.shape, np.float32, "(B,)"
@@ -165,6 +174,7 @@ class Statistics(struct.PyTreeNode):
             ``priority_max`` and ``priority_min``: the mean of the means of the last samples, the
             largest of their maxima, the least of their minima; 0 before the first.
         """
+        _check_buffer(buffer)
         sampled, size, adds, uses, stale = (self.counters[..., i] for i in range(1, 6))
         now = buffer.size.astype(jnp.uint32)
         pushed = buffer.counters[..., 0] - adds
@@ -184,7 +194,7 @@ class Statistics(struct.PyTreeNode):
             behind = (staleness - stale).astype(jnp.int32)
             metrics["gone_staleness_mean"] = behind.astype(jnp.float32) / number
         watched = ["use", "staleness"] if getattr(buffer, "freshness", None) is not None else []
-        watched += ["priority"] if buffer.sampler.uses_priority else []
+        watched += ["priority"] if PRIORITIES.has(buffer) else []
         for column, name in enumerate(_COLUMNS):
             if name.split("_")[0] in watched:
                 records = self.records[..., column]
@@ -201,7 +211,24 @@ class Statistics(struct.PyTreeNode):
         return self.replace(counters=_begin(buffer, self.counters[0]))
 
 
+def _check_buffer(buffer: Any) -> None:
+    """Refuse what does not count its items.
+
+    Raises:
+        ValueError: If it is a ``Mixture``, whose parts do, or not a buffer.
+    """
+    if hasattr(buffer, "parts"):
+        raise ValueError(
+            "buffer is a Mixture, whose parts keep different things; watch a part with statistics "
+            "of its own: Statistics.create(mixture.parts[i]), with the rows of a batch whose "
+            "mixture.part_slots(batch.slots, i) are its own"
+        )
+    if not hasattr(buffer, "counters") or not hasattr(buffer, "occupancy"):
+        raise ValueError(f"buffer is a {type(buffer).__name__}; expected a buffer")
+
+
 def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 6"]:
+    _check_buffer(buffer)
     size = buffer.size.astype(jnp.uint32)
     nothing = jnp.uint32(0)
     totals = _totals(buffer) if _counts_uses(buffer) else (nothing, nothing)
