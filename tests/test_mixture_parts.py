@@ -144,6 +144,18 @@ def test_the_mask_of_episodes(create):
     np.testing.assert_array_equal(mask, expected)
 
 
+def test_windows_of_another_length():
+    mixture = jaxbuf.Mixture.create([rings(0, 2, 8), rings(1000, 1, 8)], [1, 1])
+    batch = jaxbuf.sample(mixture, jax.random.key(0), 8, sequence_length=4)
+    x = np.asarray(batch.data["x"])
+    np.testing.assert_array_equal(x, x[:, :1] + np.arange(4)[None])
+    assert (x[:, 0] >= 1000).tolist() == [False] * 4 + [True] * 4
+    mask = mixture.episode_mask(batch.slots, sequence_length=4)
+    np.testing.assert_array_equal(mask, x // 3 == x[:, :1] // 3)
+    with pytest.raises(ValueError, match="sequence_length was given, but an ItemBuffer has no use"):
+        jaxbuf.sample(flat(), jax.random.key(0), 8, sequence_length=4)
+
+
 def test_returns():
     step = {**STEP, "reward": jnp.float32(0)}
     options = {"episodes": jaxbuf.Episodes(record_return=True, discount=0.5)}

@@ -188,27 +188,31 @@ class Mixture(struct.PyTreeNode):
             raise ValueError(f"buffer is not built like parts[{i}]; create another mixture for it")
         return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
 
-    def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
+    def sample(self, key: PRNGKeyArray, batch_size: int, **options: Any) -> Sample:
         """Draw a batch, an exact number of rows from each part.
 
         Args:
             key: A PRNG key.
             batch_size: Rows ``B``; static.
+            **options: Those of the parts' own ``sample``, the same for all of them.
 
         Returns:
             A ``Sample``; rows that a part cannot give are invalid, have probability 0 and index
             ``capacity``.
 
         Raises:
-            ValueError: If ``batch_size`` is no whole number from 1 on, or ``key`` no single key.
+            ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` not a single
+                key, or a part does not take one of the options.
         """
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
+        for part in self.parts:
+            check_options(part, "sample", options)
         keys = jax.random.split(key, len(self.parts))
         drawn: list[Sample] = []
         for i, count in enumerate(self.counts(rows)):
             if count > 0:
-                sample = self.parts[i].sample(keys[i], count)
+                sample = self.parts[i].sample(keys[i], count, **options)
                 index = jnp.where(sample.valid, sample.slots.index + self._offset(i), self.capacity)
                 drawn.append(
                     sample.replace(
@@ -446,13 +450,20 @@ class Mixture(struct.PyTreeNode):
         """
         return self._look_up("episode_return", where, positions)
 
-    def episode_mask(self, slots: Slots) -> Bool[Array, "B S"]:
+    def episode_mask(
+        self, slots: Slots, *, sequence_length: int | None = None
+    ) -> Bool[Array, "B S"]:
         """As ``TrajectoryBuffer.episode_mask``, each row by the part it is from.
 
         Raises:
             ValueError: If no part has ``Episodes``, or the ``boundary`` of one is ``"cross"``.
         """
-        return self._ask("episode_mask", EPISODES, slots, lambda part, own: part.episode_mask(own))
+        return self._ask(
+            "episode_mask",
+            EPISODES,
+            slots,
+            lambda part, own: part.episode_mask(own, sequence_length=sequence_length),
+        )
 
     def clear(self) -> Self:
         """The mixture with nothing in its parts."""

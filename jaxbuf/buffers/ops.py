@@ -91,8 +91,9 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
         buffer: Any buffer but a ``Queue``, whose items are taken.
         key: A PRNG key.
         batch_size: Rows ``B``; static.
-        **options: Those of the buffer's own ``sample``. Python integers, booleans and strings are
-            static, arrays are traced.
+        **options: Those of the buffer's own ``sample``, such as the ``sequence_length`` of a
+            ``TrajectoryBuffer``. Python integers, booleans and strings are static, arrays are
+            traced. An option that is None is left out.
 
     Returns:
         A ``Sample`` of ``B`` rows: ``data``, ``slots``, ``probability`` and ``valid``.
@@ -109,9 +110,10 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
         >>> batch.data["obs"].shape, batch.valid.tolist()
         ((4, 3), [True, True, True, True])
     """
-    check_options(buffer, "sample", options)
+    given = {name: value for name, value in options.items() if value is not None}
+    check_options(buffer, "sample", given)
     rows = check_batch_size(batch_size)
-    traced, static = split_options(options)
+    traced, static = split_options(given)
     return call(_sample_method, buffer, key, rows, traced, static, static=(2, 4))
 
 
