@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ KILLS = int(os.environ.get("JAXBUF_KILLS", "40"))
 
 # Processes fork from one that has imported everything and computed nothing.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "orbax.checkpoint", "tests.kill"])
+_context.set_forkserver_preload(["pytest", "tensorstore", "tests.kill"])
 
 
 def kill_repeatedly(
@@ -67,29 +68,107 @@ def kill_repeatedly(
     return written
 
 
-def checkpoint_writer(path: Path, sender: Connection) -> None:
-    """Save one state after the other, each all of the same number."""
+def _state(who: int, k: int) -> dict[str, Any]:
+    """One of many states, with contents of its own that do not compress."""
 
     def create():
         buffer = jaxbuf.ItemBuffer.create(jnp.zeros(3), 4096, sampler=jaxbuf.Prioritized())
-        return {"buffer": buffer, "k": jnp.int32(0)}
+        return {"buffer": buffer, "who": jnp.int32(0), "k": jnp.int32(0)}
 
-    abstract = jax.eval_shape(create)
+    # Computing with JAX would take longer than everything else here.
+    random = np.random.default_rng([who, k])
+    state = jax.tree.map(
+        lambda leaf: np.frombuffer(
+            random.bytes(leaf.size * leaf.dtype.itemsize), leaf.dtype
+        ).reshape(leaf.shape),
+        jax.eval_shape(create),
+    )
+    return {**state, "who": np.int32(who), "k": np.int32(k)}
 
-    def state(k):
-        # Computing with JAX would take longer than everything else here.
-        return jax.tree.map(lambda leaf: np.full(leaf.shape, k, leaf.dtype), abstract)
 
-    k = 0
-    if path.exists() and any(entry.name.isdigit() for entry in path.iterdir()):
-        found = jaxbuf.load(path, state(0))
-        k = int(found["k"])
-        assert jax.tree.all(jax.tree.map(np.array_equal, found, state(k)))
+def _find_checkpoint(path: Path) -> tuple[int, int]:
+    """Who saved what is there, and its number; it must be whole."""
+    try:
+        found = jaxbuf.load(path, _state(0, 0))
+    except FileNotFoundError:
+        return 0, 0
+    who, k = int(found["who"]), int(found["k"])
+    for saved, expected in zip(
+        jax.tree.leaves(found), jax.tree.leaves(_state(who, k)), strict=True
+    ):
+        assert saved.tobytes() == expected.tobytes()
+    return who, k
+
+
+def checkpoint_writer(path: Path, sender: Connection) -> None:
+    """Save one state after the other."""
+    _, k = _find_checkpoint(path)
     sender.send(k)
     while True:
         k += 1
-        jaxbuf.save(path, state(k))
+        jaxbuf.save(path, _state(0, k))
         sender.send(k)
+
+
+def _one_of_two(path: Path, sender: Connection, who: int, k: int) -> None:
+    sender.send(None)
+    while True:
+        state, began = _state(who, k), time.monotonic()
+        jaxbuf.save(path, state)
+        sender.send((k, began, time.monotonic()))
+        k += 1
+
+
+def kill_two_savers(path: Path, longest: float, kills: int = KILLS) -> int:
+    """Have two processes save to one folder and kill both, ``kills`` times over.
+
+    Whatever the moments, what is there afterwards is whole, and nothing that was acknowledged
+    began after it was written.
+
+    Args:
+        path: The folder.
+        longest: They are killed one after the other within this time, in seconds.
+        kills: How often.
+
+    Returns:
+        How many saves were acknowledged.
+    """
+    moment = random.Random(0)
+    ended: dict[tuple[int, int], float] = {}
+    killed: dict[tuple[int, int], float] = {}
+    newest = 0.0
+    for i in range(1, kills + 1):
+        running = []
+        for who in (1, 2):
+            receiver, sender = _context.Pipe(duplex=False)
+            process = _context.Process(target=_one_of_two, args=(path, sender, who, i * 10_000))
+            process.start()
+            sender.close()
+            running.append((who, process, receiver))
+        for _, _, receiver in running:
+            assert receiver.poll(60), "the process does not start"
+            receiver.recv()
+        for who, process, receiver in running:
+            time.sleep(moment.uniform(0, longest / 2))
+            process.kill()
+            process.join()
+            killed[who, i] = time.monotonic()
+            assert process.exitcode == -9, "the process ended by itself"
+            while True:
+                try:
+                    k, began, end = receiver.recv()
+                except EOFError:
+                    break
+                ended[who, k], newest = end, max(newest, began)
+            receiver.close()
+        who, k = _find_checkpoint(path)
+        if k == 0:
+            assert not ended, "all is lost"
+        else:
+            # What was killed under way was written before it was killed.
+            written = ended.get((who, k), killed.get((who, k // 10_000), 0.0))
+            assert newest < written, "what was acknowledged later is lost"
+    return len(ended)
 
 
 STORE_ITEM = {

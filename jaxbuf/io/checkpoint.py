@@ -4,13 +4,11 @@ A pytree's arrays do not say what they mean: with another ``alpha`` the same mas
 priorities. So a checkpoint also holds the configuration, and loading compares it.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import os
-import re
-import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,23 +17,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.core.donation import check_there
-from jaxbuf.io import describe, resizing
+from jaxbuf.io import describe, records, resizing, versions, zarr
 from jaxbuf.io.describe import Leaf
 
 Tree = TypeVar("Tree")
 
-_FORMAT = 1
-_NAME = re.compile(r"\d{8,}")
-# What is left of a save that was killed.
-_UNFINISHED = re.compile(r"\d{8,}\.orbax-checkpoint-tmp.*")
+_FORMAT = 2
+_DATA = "data"
+_BYTES = jax.ShapeDtypeStruct((1,), np.uint8)
+_CHUNK_BYTES = 2**24
+_ROUND_BYTES = 16 * _CHUNK_BYTES
 
 
 def save(path: str | os.PathLike[str], buffer: Any) -> None:
     """Write a checkpoint to a folder, in place of the one that is there.
 
     Atomic: a process that is killed at any moment leaves either the previous checkpoint or the new
-    one, whole. When it returns all is written, and the buffer may be donated. One process at a time
-    may save to a folder.
+    one, whole. When it returns all is on disk, also if the power fails, and the buffer may be
+    donated. Processes and threads that use one folder wait for each other, and the checkpoint of
+    the last one stays; processes that are to keep one each need a folder each.
 
     Args:
         path: The folder. It is made if needed; other files in it are left alone.
@@ -43,7 +43,8 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
             a training state. Its arrays must all be on devices of this process.
 
     Raises:
-        ValueError: If ``path`` is a file, a leaf is no array of this process, or one was donated.
+        ValueError: If ``path`` is a file, ``buffer`` holds no arrays, a leaf is no array of this
+            process, or one was donated.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, jaxbuf
@@ -56,39 +57,36 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
         >>> int(state["replay"].size)
         5
     """
-    folder = Path(path).resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"path is {path}, which is a file; choose a folder")
+    folder = check_folder("path", path)
     check_there(buffer, "buffer")
     described = describe.leaves(buffer, "buffer")
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    records: dict[str, Any] = {}
-    for i, (name, leaf) in enumerate(zip(described, jax.tree.leaves(buffer), strict=True)):
-        array = _to_numpy(leaf, f"buffer{name}")
-        records[name] = {**dataclasses.asdict(described[name]), "crc32": _checksum(array)}
-        if describe.is_key(described[name].dtype):
-            records[name]["key"] = str(jax.random.key_impl(leaf))
-        if array.size:
-            arrays[f"{i}"] = array
-    manifest = {
-        "format": _FORMAT,
-        "configuration": describe.configuration(buffer),
-        "leaves": records,
-    }
+    if not described:
+        raise ValueError(
+            f"buffer is {buffer!r}, in which there are no arrays; expected a buffer or a pytree of "
+            "arrays"
+        )
+    arrays: list[np.ndarray[Any, Any]] = []
+    leaves: dict[str, Any] = {}
+    for (name, leaf), value in zip(described.items(), jax.tree.leaves(buffer), strict=True):
+        array = _to_bytes(value, f"buffer{name}")
+        arrays.append(array)
+        leaves[name] = dataclasses.asdict(leaf) | {
+            "bytes": array.size,
+            "crc32": zlib.crc32(array.data),
+        }
+        if describe.is_key(leaf.dtype):
+            leaves[name]["key"] = str(jax.random.key_impl(value))
+    chunk = min(max(1, sum(array.size for array in arrays)), _CHUNK_BYTES)
+    configuration = describe.configuration(buffer)
 
-    import orbax.checkpoint as ocp
+    def write(version: Path) -> None:
+        _write(version, arrays, chunk)
+        records.write(
+            version / "manifest.json",
+            {"format": _FORMAT, "configuration": configuration, "chunk": chunk, "leaves": leaves},
+        )
 
-    folder.mkdir(parents=True, exist_ok=True)
-    previous = _versions(folder)
-    number = int(previous[-1].name) + 1 if previous else 0
-    items: dict[str, Any] = {"manifest": ocp.args.JsonSave(manifest)}
-    if arrays:
-        items["arrays"] = ocp.args.PyTreeSave(arrays)
-    with _checkpointer() as checkpointer:
-        checkpointer.save(folder / f"{number:08d}", args=ocp.args.Composite(**items))
-    for entry in [*previous, *folder.iterdir()]:
-        if entry in previous or _UNFINISHED.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+    versions.replace(folder, write)
 
 
 def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> Tree:
@@ -123,32 +121,37 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
         (100, [0.0, 1.0, 2.0])
     """
     folder = Path(path).resolve()
-    while True:
-        versions = _versions(folder)
-        if not versions:
+    with versions.locked(folder, shared=True):
+        found = versions.find(folder)
+        if not found:
             raise FileNotFoundError(f"there is no checkpoint in {path}")
-        try:
-            return _load(versions[-1], like, resize)
-        except ValueError:
-            # Another process may have saved meanwhile, and removed what was being read.
-            if _versions(folder) == versions:
-                raise
+        return _load(found[-1], like, resize)
+
+
+def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a folder that is there or can be made.
+
+    Raises:
+        ValueError: If it is a file.
+    """
+    folder = Path(path).resolve()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{name} is {path}, which is a file; choose a folder")
+    return folder
 
 
 def _load(version: Path, like: Tree, resize: bool) -> Tree:
-    manifest = _read(version, "manifest")
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise _damaged(version, "its manifest says nothing")
-    if manifest["format"] != _FORMAT:
+    manifest = _read_manifest(version)
+    if manifest["format"] not in range(1, _FORMAT + 1):
         raise ValueError(
             f"the checkpoint {version} has format {manifest['format']}; this version of jaxbuf "
-            f"reads format {_FORMAT}"
+            f"reads formats up to {_FORMAT}"
         )
     try:
-        records = {name: dict(record) for name, record in manifest["leaves"].items()}
+        leaves = dict(manifest["leaves"])
         saved = {
-            name: Leaf(tuple(record["shape"]), record["dtype"], record["scalar"])
-            for name, record in records.items()
+            name: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["scalar"])
+            for name, leaf in leaves.items()
         }
         configuration = dict(manifest["configuration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -156,19 +159,19 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     target: Any = resizing.as_saved(like, configuration) if resize else like
     _compare(version, configuration, saved, target)
 
-    arrays = _read(version, "arrays") if any(0 not in leaf.shape for leaf in saved.values()) else {}
-    places = jax.tree.leaves(target)
+    arrays = _read(version, manifest)
     loaded: list[Any] = []
-    for i, (name, leaf) in enumerate(saved.items()):
-        record = records[name]
+    for (name, leaf), place in zip(saved.items(), jax.tree.leaves(target), strict=True):
         try:
-            # Taken out of the dict, so that no more than one leaf is held twice.
-            array = arrays.pop(f"{i}") if 0 not in leaf.shape else np.zeros(leaf.shape, np.uint8)
-            if record["crc32"] != _checksum(array):
+            array = next(arrays)
+            if leaves[name]["crc32"] != zlib.crc32(array.data):
                 raise ValueError("the numbers are not those that were saved")
-            loaded.append(_from_numpy(array, leaf, record, places[i]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(version, f"{name or 'its array'}: {error}") from error
+            loaded.append(_from_bytes(array, leaf, leaves[name], place))
+        except MemoryError:
+            raise
+        except Exception as error:
+            # Storage has as many errors as layers.
+            raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
     tree = jax.tree.unflatten(jax.tree.structure(target), loaded)
     if resize:
         tree = resizing.fit(tree, like)
@@ -218,49 +221,71 @@ def _compare(
         raise ValueError(f"the checkpoint {version} is of something else: {shown}{more}; {hint}")
 
 
-def _versions(folder: Path) -> list[Path]:
-    """The finished checkpoints in a folder, oldest first."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name)]
-        return sorted(found, key=lambda entry: int(entry.name))
-    return []
-
-
-def _checkpointer() -> Any:
-    import orbax.checkpoint as ocp
-
-    return ocp.Checkpointer(
-        ocp.CompositeCheckpointHandler(
-            arrays=ocp.PyTreeCheckpointHandler(), manifest=ocp.JsonCheckpointHandler()
-        )
-    )
-
-
-def _read(version: Path, item: str) -> Any:
-    """One item of a checkpoint.
+def _read_manifest(version: Path) -> dict[str, Any]:
+    """What a checkpoint is of.
 
     Raises:
-        ValueError: If that fails, for whatever reason.
+        ValueError: If it cannot be read, for whatever reason.
     """
-    import orbax.checkpoint as ocp
-
-    how = ocp.args.JsonRestore() if item == "manifest" else ocp.args.PyTreeRestore()
+    path = version / "manifest.json"
+    # Format 1 was written by orbax.
+    old = not path.exists() and not version.name.startswith("jaxbuf-")
     try:
-        with _checkpointer() as checkpointer:
-            return checkpointer.restore(version, args=ocp.args.Composite(**{item: how}))[item]
-    except MemoryError:
-        raise
-    except Exception as error:
-        # Storage has as many errors as layers.
-        raise _damaged(version, f"its {item} cannot be read") from error
+        manifest, intact = records.read(version / "manifest" / "metadata" if old else path)
+    except (OSError, ValueError) as error:
+        raise _damaged(version, "its manifest cannot be read") from error
+    if "format" not in manifest or not (intact or old):
+        raise _damaged(version, "its manifest is not what was saved")
+    return manifest
+
+
+def _write(version: Path, arrays: list[np.ndarray[Any, Any]], chunk: int) -> None:
+    """Write the bytes of all arrays, one after the other, to one array on disk."""
+    import tensorstore as ts
+
+    parts = [ts.array(array) for array in arrays if array.size]
+    if not parts:
+        return
+    data = ts.concat(parts, axis=0)
+    store = zarr.open_rows(version / _DATA, _BYTES, chunk, zarr.new_cache(0), create=True)
+    # In rounds: all that is compressed and not yet written is in memory.
+    for start in range(0, data.size, _ROUND_BYTES):
+        stop = min(data.size, start + _ROUND_BYTES)
+        store[start:stop].write(data[start:stop]).result()
+
+
+def _read(version: Path, manifest: dict[str, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """The bytes of each array in turn."""
+    # Keeps the chunk that small arrays share.
+    cache = zarr.new_cache(2 * _CHUNK_BYTES)
+    store, at = None, 0
+    for i, leaf in enumerate(manifest["leaves"].values()):
+        if 0 in leaf["shape"]:
+            yield np.zeros(0, np.uint8)
+        elif manifest["format"] == 1:
+            yield _read_orbax(version / "arrays", i)
+        else:
+            store = store or zarr.open_rows(version / _DATA, _BYTES, manifest["chunk"], cache)
+            yield store[at : at + leaf["bytes"]].read().result()
+            at += leaf["bytes"]
+
+
+def _read_orbax(folder: Path, i: int) -> np.ndarray[Any, Any]:
+    """The bytes of an array in a checkpoint of format 1, which was written by orbax."""
+    import tensorstore as ts
+
+    files = {"driver": "file", "path": f"{folder}/"}
+    store = {"driver": "ocdbt", "base": files, "path": f"{i}/"}
+    array = ts.open({"driver": "zarr", "kvstore": store}, open=True).result().read().result()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _damaged(version: Path, why: str) -> ValueError:
     return ValueError(f"the checkpoint {version} is damaged: {why}; nothing else was touched")
 
 
-def _to_numpy(leaf: Any, name: str) -> np.ndarray[Any, Any]:
-    """The numbers of a leaf, with at least one axis."""
+def _to_bytes(leaf: Any, name: str) -> np.ndarray[Any, Any]:
+    """The numbers of a leaf, ``uint8[N]``."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise ValueError(f"{name} is a shape without numbers; pass arrays")
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -268,15 +293,17 @@ def _to_numpy(leaf: Any, name: str) -> np.ndarray[Any, Any]:
     if isinstance(leaf, jax.Array) and describe.is_key(leaf.dtype):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
-    return np.ascontiguousarray(array.reshape(1) if array.ndim == 0 else array)
+    if array.dtype.hasobject:
+        raise ValueError(f"{name} has dtype {array.dtype}; expected numbers")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _from_numpy(array: Any, saved: Leaf, record: dict[str, Any], like: Any) -> Any:
+def _from_bytes(array: Any, saved: Leaf, record: dict[str, Any], like: Any) -> Any:
     if describe.is_key(saved.dtype):
         words = jax.random.key_data(jax.random.key(0, impl=record["key"])).shape
-        data = jnp.array(array, jnp.uint32).reshape(*saved.shape, *words)
+        data = jnp.array(array.view(np.uint32).reshape(*saved.shape, *words))
         return jax.random.wrap_key_data(data, impl=record["key"])
-    array = np.asarray(array).reshape(saved.shape)
+    array = array.view(jnp.dtype(saved.dtype)).reshape(saved.shape)
     scalar = isinstance(like, bool | int | float | complex)
     if saved.scalar and scalar:
         return array.item()
@@ -293,7 +320,3 @@ def _place(leaf: Any, like: Any) -> Any:
     if isinstance(like, jax.Array) and not like.committed:
         sharding = None
     return leaf if sharding is None else jax.device_put(leaf, sharding)
-
-
-def _checksum(array: np.ndarray[Any, Any]) -> int:
-    return zlib.crc32(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data))

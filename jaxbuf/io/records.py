@@ -1,5 +1,6 @@
 """Small JSON files that are replaced in one step and carry a checksum."""
 
+import errno
 import json
 import os
 import zlib
@@ -35,11 +36,15 @@ def read(file: Path) -> tuple[dict[str, Any], bool]:
     return record, written == _checksum(record)
 
 
-def sync(folder: Path) -> None:
-    """Write the names of a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Write a file, or the names of a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot do this for folders.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
