@@ -248,6 +248,7 @@ def test_what_a_worker_refuses_of_its_manager_and_state():
         ({"rows": 0}, "rows is 0; expected at least 1"),
         ({"timeout": -1}, "timeout is -1; expected seconds, more than 0, or None"),
         ({"save_every": 1.0}, "save_every is 1.0, but save_to is None; give it a folder"),
+        ({"save_to": __file__}, "save_to is .*, which is a file; choose a folder"),
     ],
 )
 def test_what_serving_refuses(choice, message):

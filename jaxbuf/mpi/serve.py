@@ -74,6 +74,7 @@ def serve(
             may take to arrive; None waits forever.
         save_to: A folder that the manager is saved to, with ``jaxbuf.save``: at the end, when a
             worker is lost, and when something fails. ``jaxbuf.load`` gives a manager to go on with.
+            Managers of several groups need a folder each.
         save_every: Save it also after so many seconds, again and again.
         report: Called with what goes wrong as soon as it does, and in the end with a table of the
             traffic. None stays silent.
@@ -83,7 +84,7 @@ def serve(
 
     Raises:
         ValueError: If this rank is not the manager of a group, the manager has another number of
-            workers, or an argument is out of its range.
+            workers, an argument is out of its range, or ``save_to`` is a file.
 
     Example:
         Under ``mpiexec -n 2 python program.py``, a manager and a worker run this one program:
@@ -116,6 +117,8 @@ def serve(
     check_seconds("save_every", save_every)
     if save_every is not None and save_to is None:
         raise ValueError(f"save_every is {save_every}, but save_to is None; give it a folder")
+    if save_to is not None:
+        checkpoint.check_folder("save_to", save_to)
     channel = wire.Channel(group, timeout)
     return _Server(channel, manager, rows, save_to, save_every, report).run()
 
