@@ -17,7 +17,7 @@ import pytest
 from flax import linen as nn
 
 import jaxbuf
-from jaxbuf.examples import _network, dqn
+from jaxbuf.examples import _network, _report, dqn
 from jaxbuf.examples._environment import MINATAR, NAMES, Environments
 from jaxbuf.examples._run_folder import RunFolder
 from tests.run_example import error_of, finish, interrupt
@@ -150,8 +150,33 @@ def test_logging_says_what_it_needs(tmp_path, monkeypatch, capsys):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_run_that_ended_while_evaluating_goes_on_to_its_table(
+    finished, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "trained"
+    phase = _report.Progress.phase
+
+    def interrupt_evaluation(progress, name):
+        phase(progress, name)
+        if name == "evaluating":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_report.Progress, "phase", interrupt_evaluation)
+        assert dqn.main(words(out, "--log")) == 130
+    assert "step 12000 with --resume" in capsys.readouterr().err
+    again = finish(dqn.main, ["--out", str(out), "--resume"], out)
+    check_same_end(out, finished.folder)
+    assert (out / "learning_curve.png").exists()
+    # All but the speed, of which there is none, and the time.
+    rows = zip(again.out.splitlines()[2:5], finished.out.splitlines()[2:5], strict=True)
+    for row, expected in rows:
+        assert row.split()[:4] == expected.split()[:4]
+
+
 def test_a_finished_run_says_how_to_train_on(finished, capsys):
-    assert error_of(dqn, ["--out", str(finished.folder), "--resume"], capsys).endswith(
+    command = ["--out", str(finished.folder), "--resume", "--steps", "11_000"]
+    assert error_of(dqn, command, capsys).endswith(
         "has done its 12000 steps; ask for more with --steps\n"
     )
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 from fractions import Fraction
 from typing import Any
 
@@ -268,9 +269,19 @@ def without_times(printed):
     return [row.split()[:-3] for row in printed.splitlines()[:6]]
 
 
+def test_a_run_that_is_trained_can_be_told_of_again(finished, tmp_path):
+    out = shutil.copytree(finished.folder, tmp_path / "run")
+    pictures = {path.name: path.read_bytes() for path in out.glob("*.png")}
+    for name in pictures:
+        (out / name).unlink()
+    again = finish(gflownet.main, ["--out", str(out), "--resume"], out)
+    assert without_times(again.out) == without_times(finished.out)
+    assert {path.name: path.read_bytes() for path in out.glob("*.png")} == pictures
+
+
 def test_a_finished_run_can_be_trained_for_longer(finished, capsys):
     assert "has done its 300 steps; ask for more with --steps" in error_of(
-        gflownet, ["--out", str(finished.folder), "--resume"], capsys
+        gflownet, ["--out", str(finished.folder), "--resume", "--steps", "299"], capsys
     )
     message = error_of(
         gflownet, ["--out", str(finished.folder), "--resume", "--buffer", "none"], capsys

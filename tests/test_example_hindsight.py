@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +68,19 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
 
 def test_a_finished_run_says_how_to_train_on(finished, capsys):
     assert "has done its 1200 episodes; ask for more with --episodes" in error_of(
-        hindsight, ["--out", str(finished.folder), "--resume"], capsys
+        hindsight, ["--out", str(finished.folder), "--resume", "--episodes", "1199"], capsys
     )
+
+
+def test_a_run_that_is_trained_can_be_told_of_again(finished, tmp_path):
+    out = shutil.copytree(finished.folder, tmp_path / "run")
+    picture = (out / "success.png").read_bytes()
+    (out / "success.png").unlink()
+    again = finish(hindsight.main, ["--out", str(out), "--resume"], out)
+    assert (out / "success.png").read_bytes() == picture
+    rows = zip(again.out.splitlines()[:4], finished.out.splitlines()[:4], strict=True)
+    for row, expected in rows:
+        assert row.split()[:3] == expected.split()[:3]
 
 
 @functools.cache

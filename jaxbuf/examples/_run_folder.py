@@ -100,12 +100,16 @@ class RunFolder:
     def go_on(self, given: dict[str, Any], amount: str = "steps") -> dict[str, Any]:
         """The record of the newest checkpoint, its configuration with what may be asked for now.
 
+        A run that was trained to its end can go on, too, for it may have been interrupted before
+        it told how that went.
+
         Args:
             given: Options given together with ``--resume``.
             amount: Name of the one that says how much to train, of which there may be more.
 
         Raises:
-            RunError: When there is no checkpoint, another option differs, or all is done.
+            RunError: When there is no checkpoint, another option differs, or less is asked for than
+                is done.
         """
         record = self.load_record()
         # JSON has no tuples.
@@ -119,7 +123,7 @@ class RunFolder:
                     f"the run in {self.path} has {_cli.flag(name)} {saved[name]}, not {value}; "
                     "leave the option out, or start another run with another --out"
                 )
-        if record["step"] >= given.get(amount, saved[amount]):
+        if given.get(amount, saved[amount]) != saved[amount] and record["step"] >= given[amount]:
             raise RunError(
                 f"the run in {self.path} has done its {record['step']} {amount}; ask for more with "
                 f"{_cli.flag(amount)}"

@@ -116,7 +116,8 @@ class Outcome(NamedTuple):
         curve: Returns while training.
         greedy: Mean return of each seed's greedy episodes after training.
         steps: Environment steps of each seed, earlier runs that this one resumed included.
-        steps_per_second: Of all seeds together, without the first chunk, which is compiled.
+        steps_per_second: Of all seeds together, without the first chunk, which is compiled; NaN if
+            all was done before.
         seconds: From start to end.
     """
 
@@ -264,7 +265,7 @@ def _train(
         curve=curve,
         greedy=greedy.tolist(),
         steps=step,
-        steps_per_second=len(measured) * steps_per_chunk / sum(measured),
+        steps_per_second=len(measured) * steps_per_chunk / sum(measured) if measured else math.nan,
         seconds=time.perf_counter() - begin,
     )
 
@@ -310,7 +311,7 @@ def _table(outcome: Outcome, config: Config) -> str:
         f"{np.mean(outcome.greedy):.1f}",
         f"{np.mean(recent):.1f}",
         f"{outcome.steps * config.seeds:,}",
-        f"{rate:,.0f}",
+        "-" if math.isnan(rate) else f"{rate:,.0f}",
         f"{outcome.seconds:.1f} s",
     ]
     header = ["seed", "greedy return", "return in training", "steps", "steps/s", "time"]

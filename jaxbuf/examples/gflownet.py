@@ -155,7 +155,6 @@ def _train(config: Config, folder: RunFolder, record: dict[str, Any] | None) -> 
             else {kind: _init(agent)(keys) for kind, agent in agents.items()}
         )
         progress.advance(done * rows, np.nan)
-        learned = {kind: np.zeros(0) for kind in agents}
         seconds: dict[str, list[float]] = {kind: [] for kind in agents}
         modes: dict[str, float] = {}
         for i in range(chunks):
@@ -163,8 +162,8 @@ def _train(config: Config, folder: RunFolder, record: dict[str, Any] | None) -> 
                 began = time.perf_counter()
                 states[kind] = jax.block_until_ready(_chunk(agent, length)(states[kind]))
                 seconds[kind].append(time.perf_counter() - began)
-                learned[kind] = np.asarray(stops(states[kind].params))
-                l1[kind].append(np.abs(learned[kind] - target).sum(axis=1).tolist())
+                learned = np.asarray(stops(states[kind].params))
+                l1[kind].append(np.abs(learned - target).sum(axis=1).tolist())
                 modes[kind] = np.sum(np.asarray(states[kind].found) < NEVER, axis=1).mean()
                 progress.advance(length * config.seeds, np.nan)
             progress.phase("modes " + ", ".join(f"{kind} {n:.1f}" for kind, n in modes.items()))
@@ -179,7 +178,7 @@ def _train(config: Config, folder: RunFolder, record: dict[str, Any] | None) -> 
         kind: Outcome(
             updates=np.asarray(updates),
             l1=np.asarray(l1[kind]),
-            learned=learned[kind],
+            learned=np.asarray(stops(states[kind].params)),
             found=np.where(found[kind] < NEVER, found[kind], np.inf),
             fresh=done * agent.fresh,
             seconds=seconds[kind],
@@ -235,7 +234,7 @@ def _table(outcomes: dict[str, Outcome], config: Config) -> str:
                 _median(modes, "g"),
                 _median(outcome.to_all, ",.0f"),
                 _median(np.ceil(outcome.to_all / Agent(config, kind).fresh), ",.0f"),
-                f"{trained / sum(measured):,.0f}",
+                f"{trained / sum(measured):,.0f}" if measured else "-",
                 f"{sum(outcome.seconds):.1f} s",
             ]
         )
