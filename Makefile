@@ -49,7 +49,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-mpi test notebooks docs lint format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled clean
+.PHONY: help demo demo-mpi test notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -81,6 +81,11 @@ lint: $(STAMPS)/lint  ## check style, docstrings and types
 	@$(RUN) -m ruff format --check .
 	@echo "checking types (a minute or less)"
 	@$(RUN) -m pyright
+
+wheel: $(STAMPS)/wheel  ## build a wheel and a source distribution in dist/
+	@$(RUN) -m build --outdir dist .
+	@for wheel in dist/*-linux_*.whl; do \
+	  [ ! -e "$$wheel" ] || { $(RUN) -m auditwheel repair --wheel-dir dist "$$wheel" && rm "$$wheel"; }; done
 
 format: $(STAMPS)/lint  ## rewrite the code in the project's style
 	@$(RUN) -m ruff check --fix-only .
@@ -136,6 +141,11 @@ $(STAMPS)/docs: pyproject.toml $(BASE)
 $(STAMPS)/lint: pyproject.toml $(BASE)
 	$(call INSTALLING,jaxbuf$(comma) its examples and the linters)
 	@$(INSTALL) --editable '.[examples]' --group lint
+	@touch $@
+
+$(STAMPS)/wheel: pyproject.toml $(BASE)
+	$(call INSTALLING,what wheels are built with,a moment)
+	@$(INSTALL) --group wheel
 	@touch $@
 
 $(STAMPS)/benchmark: pyproject.toml $(BASE)
