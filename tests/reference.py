@@ -17,33 +17,33 @@ LARGEST_MASS = 2.0**96
 
 
 class SegmentTree:
-    """A flat array that answers what a sum, min or max segment tree answers.
+    """A flat array that answers what a segment tree answers.
 
     Args:
         capacity: number of leaves.
-        operation: ``"sum"``, ``"min"`` or ``"max"``.
+        ops: ``"sum"``, ``"min"``, ``"max"``, ``"min_positive"``: those that are asked for.
     """
 
-    def __init__(self, capacity: int, operation: str = "sum"):
-        self.reducer, neutral = {
-            "sum": (np.sum, 0.0),
-            "min": (np.min, np.inf),
-            "max": (np.max, -np.inf),
-        }[operation]
-        self.neutral = neutral
-        self.values = np.full(capacity, neutral, np.float64)
+    def __init__(self, capacity: int, ops: Sequence[str] = ("sum",)):
+        unset = {"min": np.inf, "max": -np.inf}.get(ops[0], 0.0) if len(ops) == 1 else 0.0
+        self.values = np.full(capacity, unset, np.float64)
 
-    def set(self, index, value, mask=None) -> None:
+    def set(self, index, value) -> None:
         """Write leaves one row after the other, so the last of several duplicates stays."""
-        mask = np.ones(len(index), bool) if mask is None else mask
-        for i, v, take in zip(index, value, mask, strict=True):
-            if take and 0 <= i < len(self.values):
+        for i, v in zip(index, value, strict=True):
+            if 0 <= i < len(self.values):
                 self.values[i] = v
 
-    def reduce(self, start: int = 0, stop: int | None = None) -> float:
+    def reduce(self, op: str, start: int = 0, stop: int | None = None) -> float:
         """The operation over ``[start, stop)``; the neutral element when that is empty."""
-        part = self.values[start:stop]
-        return float(self.reducer(part)) if len(part) else self.neutral
+        part = self.values[max(start, 0) : stop]
+        if op == "sum":
+            return float(part.sum())
+        if op == "min_positive":
+            return float(min(part[part > 0], default=0.0))
+        if op == "min":
+            return float(min(part, default=np.inf))
+        return float(max(part, default=-np.inf))
 
     def nnz(self) -> int:
         """Number of leaves that are not zero."""
@@ -57,6 +57,41 @@ class SegmentTree:
             if prefix < running:
                 return i
         raise ValueError(f"prefix {prefix} is not below the total {running}")
+
+
+class Queue:
+    """A list that gives out its first items, and refuses those that do not fit.
+
+    Args:
+        capacity: most items that wait.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.waiting: list[Any] = []
+        self.adds = self.rejected = self.taken = 0
+
+    def add(self, rows: Sequence[Any], mask: Sequence[bool]) -> list[bool]:
+        """Append rows in order; which of them were taken."""
+        accepted = []
+        for row, offered in zip(rows, mask, strict=True):
+            fits = offered and len(self.waiting) < self.capacity
+            if fits:
+                self.waiting.append(row)
+            self.adds += fits
+            self.rejected += offered and not fits
+            accepted.append(fits)
+        return accepted
+
+    def take(self, count: int) -> list[Any]:
+        """The oldest items, which no longer wait."""
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        self.taken += len(taken)
+        return taken
+
+    def clear(self) -> None:
+        """Forget what waits; counts go on."""
+        self.waiting = []
 
 
 def is_priority(value: float) -> bool:

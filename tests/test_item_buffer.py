@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from tests import reference
 
 PROPORTIONAL = jaxbuf.Prioritized(alpha=1.0)
 REVEAL = jaxbuf.Uniform(replacement=False)
@@ -652,32 +651,3 @@ def test_a_ring_stays_right_when_far_more_rows_than_capacity_pass():
 
     buffer = many(create(7))
     assert contents(buffer) == dict(sorted((k % 7, k) for k in range(9_993, 10_000)))
-
-
-def test_random_batches_of_many_sizes_against_the_twin():
-    capacity, rng = 6, np.random.default_rng(0)
-    buffer = create(capacity, REVEAL_PRIORITIES)
-    twin = reference.ItemBuffer(capacity, alpha=1.0, replacement=False)
-    count = 0
-    for round_ in range(24):
-        batch = int(rng.choice([1, 5, 13]))
-        items = np.arange(count, count + batch, dtype=np.int32)
-        count += batch
-        mask = rng.random(batch) < 0.7 if round_ % 3 else None
-        priority = rng.choice([0.5, 1.0, 2.0, 0.0, np.nan], batch).astype(np.float32)
-        priority = priority if round_ % 2 else None
-        twin.add(items.tolist(), priority, mask)
-        arrays = {"mask": mask, "priority": priority}
-        buffer = jaxbuf.add(
-            buffer, items, **{k: jnp.asarray(v) for k, v in arrays.items() if v is not None}
-        )
-        metrics = buffer.metrics()
-        assert (metrics["size"], metrics["adds"], metrics["rejected"]) == (
-            twin.size, twin.adds, twin.rejected,
-        )  # fmt: skip
-        expected = {i.data: p for i, p in twin.probabilities().items() if p > 0}
-        actual = shares(buffer)
-        assert actual.keys() == expected.keys()
-        np.testing.assert_allclose(
-            [actual[i] for i in expected], list(expected.values()), rtol=1e-5
-        )

@@ -1,6 +1,5 @@
 """`Queue`: in order, once, and nothing lost without being counted."""
 
-import collections
 import re
 
 import jax
@@ -25,44 +24,6 @@ take = jax.jit(lambda queue, batch_size: queue.take(batch_size), static_argnums=
 def taken(queue, batch_size):
     queue, sample = take(queue, batch_size)
     return queue, np.asarray(sample.data)[np.asarray(sample.valid)].tolist()
-
-
-def test_random_operations_agree_with_a_deque():
-    random = np.random.default_rng(0)
-    queue, twin = create(5), collections.deque()
-    clock, adds, rejected, consumed = 0, 0, 0, []
-    for _ in range(80):
-        if random.random() < 0.6:
-            rows = int(random.choice([1, 3, 7]))
-            mask = random.random(rows) < 0.8 if rows == 3 else None
-            items = np.arange(clock, clock + rows, dtype=np.int32)
-            clock += rows
-            expected = np.zeros(rows, bool)
-            for row, item in enumerate(items.tolist()):
-                if mask is not None and not mask[row]:
-                    continue
-                if len(twin) < 5:
-                    twin.append(item)
-                    adds += 1
-                    expected[row] = True
-                else:
-                    rejected += 1
-            np.testing.assert_array_equal(queue.accepts(rows, mask), expected)
-            queue = jaxbuf.add(queue, items, mask=mask)
-        else:
-            batch_size = int(random.choice([1, 2, 6]))
-            queue, items = taken(queue, batch_size)
-            assert items == [twin.popleft() for _ in range(min(batch_size, len(twin)))]
-            consumed += items
-        assert queue.size == len(twin)
-        for count in (1, 3, 5, 6):
-            assert queue.can_add(count) == (5 - len(twin) >= count)
-            assert queue.can_sample(count) == (len(twin) >= count)
-        metrics = queue.metrics()
-        assert (metrics["adds"], metrics["rejected"]) == (adds, rejected)
-        assert (metrics["taken"], metrics["size"]) == (len(consumed), len(twin))
-    assert len(set(consumed)) == len(consumed) > 40
-    assert rejected > 10
 
 
 def test_a_full_queue_refuses_and_counts():

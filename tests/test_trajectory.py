@@ -117,60 +117,6 @@ def twin_of(num_envs, length, sequence_length, period, sampler):
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_random_operations_agree_with_the_twin_after_every_step(configuration):
-    num_envs, length, *_, sampler = configuration
-    prioritized = isinstance(sampler, jaxbuf.Prioritized)
-    random = np.random.default_rng(7)
-    buffer, twin = create(*configuration), twin_of(*configuration)
-    handles: list[tuple[int, int, reference.Step]] = []
-    clock = 0
-    # Rows (0: no time axis), with a mask, with priorities.
-    variants = [
-        (0, False, False),
-        (0, True, True),
-        (3, True, False),
-        (3, False, True),
-        (2 * length + 1, True, True),
-    ]
-    for _ in range(60):
-        rows, masked, weighted = variants[random.integers(len(variants))]
-        t = clock + np.arange(num_envs * max(rows, 1)).reshape(num_envs, -1)
-        clock = int(t.max()) + 1
-        mask = random.random(t.shape) < random.random() if masked else None
-        priority = None
-        if prioritized and weighted:
-            priority = random.choice(
-                [0.0, 0.5, 1.0, 3.0, 8.0, np.nan, -1.0, np.inf],
-                p=[0.1, 0.2, 0.2, 0.2, 0.15, 0.05, 0.05, 0.05],
-                size=t.shape,
-            ).astype(np.float32)
-        twin.add(t.tolist(), priority, mask)
-        # With no time axis at all if there are no rows.
-        lead = (lambda a: a) if rows else (lambda a: None if a is None else a[:, 0])
-        buffer = jaxbuf.add(buffer, steps(lead(t)), priority=lead(priority), mask=lead(mask))
-        assert_same(buffer, twin)
-
-        by_slot = {twin.slot(w[0]): w[0] for w in twin.windows}
-        handles += [(i, row[2], by_slot[i]) for i, row in reveal(buffer).items()]
-        handles = handles[-200:]
-        if prioritized and handles:
-            chosen = [handles[i] for i in random.integers(len(handles), size=6)]
-            value = random.choice([0.0, 0.25, 2.0, 9.0, np.nan], size=6).astype(np.float32)
-            take = random.random(6) < 0.8
-            slots = jaxbuf.Slots(
-                index=jnp.array([i for i, _, _ in chosen], jnp.int32),
-                generation=jnp.array([g for _, g, _ in chosen], jnp.uint32),
-            )
-            buffer = jaxbuf.update_priority(buffer, slots, value, mask=take)
-            twin.update_priority([step for _, _, step in chosen], value, take)
-            assert_same(buffer, twin)
-        if random.random() < 0.05:
-            buffer = buffer.clear()
-            twin.clear()
-            assert_same(buffer, twin)
-
-
-@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_windows_of_another_length_agree_with_a_twin_of_that_length(configuration):
     num_envs, length, own, period, sampler = configuration
     prioritized = isinstance(sampler, jaxbuf.Prioritized)
