@@ -5,6 +5,7 @@ import functools
 import math
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -233,6 +234,17 @@ def test_near_is_what_all_distances_say(p, radius):
     np.testing.assert_array_equal(found, expected)
 
 
+def near_any(stored, points):
+    """Which points are within 0.1 of a stored one."""
+    height = jnp.int32(points.shape[0])
+    ball = Ball(0.1, 1.0)
+    return Points.of(stored).near(Points.of(points), height, ball, lambda _, slot: slot >= 0)
+
+
+near_any_of_one = jax.jit(near_any)
+near_any_of_two = jax.jit(jax.vmap(near_any, in_axes=(None, 0)))
+
+
 @pytest.mark.parametrize("equal", [0, 1, 16, 17, 100])
 @pytest.mark.parametrize(("height", "width"), [(4, 40), (100, 40), (100, 48), (300, 100)])
 def test_near_is_the_same_however_many_rows_of_a_tile_are_near(equal, height, width):
@@ -247,14 +259,9 @@ def test_near_is_the_same_however_many_rows_of_a_tile_are_near(equal, height, wi
         others = np.flatnonzero(~expected)[rows]
         points[others, :near_by] = stored[rng.integers(0, 700, len(others)), :near_by]
 
-    def near(points):
-        return Points.of(jnp.asarray(stored)).near(
-            Points.of(points), jnp.int32(height), Ball(0.1, 1.0), lambda _, slot: slot >= 0
-        )
-
-    np.testing.assert_array_equal(jax.jit(near)(points), expected)
-    both = jax.vmap(near)(jnp.stack([points, points[::-1]]))
-    np.testing.assert_array_equal(both, np.stack([expected, expected[::-1]]))
+    chex.assert_trees_all_equal(near_any_of_one(stored, points), expected)
+    both = near_any_of_two(stored, np.stack([points, points[::-1]]))
+    chex.assert_trees_all_equal(both, np.stack([expected, expected[::-1]]))
 
 
 def test_jit_vmap_scan_and_donation_agree():
