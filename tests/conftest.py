@@ -23,7 +23,7 @@ hypothesis.settings.register_profile("jaxbuf", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("jaxbuf")
 
 # Bytes of programs that a process keeps in memory, and that all runs together keep on disk.
-MOST_MEMORY = 3 * 2**30
+MOST_MEMORY = 2 * 2**30
 MOST_CACHED = 2**30
 
 # Those that take longest begin first, so that no process is left with one of them at the end.
