@@ -38,16 +38,21 @@ def scores(*values):
     return jnp.array(values, jnp.float32)
 
 
+def occupied(buffer):
+    return buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
+
+
 def numbers(buffer):
-    """Which items are held, sorted."""
-    live = buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
-    return sorted(np.asarray(buffer.data["number"])[np.asarray(live)].tolist())
+    """The items that are held, sorted."""
+    return sorted(np.asarray(buffer.data["number"])[np.asarray(occupied(buffer))].tolist())
+
+
+REASONS = ("low_score", "within_batch", "near_buffer")
 
 
 def refused(buffer):
     metrics = buffer.metrics()
-    names = ("low_score", "within_batch", "near_buffer")
-    return {name: int(metrics[f"refused_{name}"]) for name in names}
+    return {name: int(metrics[f"refused_{name}"]) for name in REASONS}
 
 
 @pytest.mark.parametrize("score", [(3.0, 2.0, 1.0), (1.0, 1.0, 1.0)])
@@ -206,13 +211,15 @@ def test_random_adds_against_the_model(shape, norm, choices):
     twin = reference_diversity.Diverse(
         capacity, cutoff, p, within_batch=within_batch, active=active, evictor=evictor
     )
+    observe = jax.jit(lambda buffer: (occupied(buffer), buffer.data["number"], buffer.metrics()))
     steps = {7: 500, 300: 6}.get(capacity, 100)
     for i, (points, score, mask) in enumerate(random_batches(count, width, steps, capacity)):
         buffer = jaxbuf.add(buffer, rows(points, i * count), score=score, mask=mask)
         twin.add(points, score, mask)
-        assert numbers(buffer) == twin.numbers
-        assert refused(buffer) == twin.refused
-        assert buffer.metrics()["rejected"] == twin.rejected
+        live, number, metrics = jax.device_get(observe(buffer))
+        assert sorted(number[live].tolist()) == twin.numbers
+        assert {name: metrics[f"refused_{name}"] for name in REASONS} == twin.refused
+        assert metrics["rejected"] == twin.rejected
     assert bool(twin.refused["within_batch"] and twin.refused["near_buffer"]) == (count > 1)
 
 
