@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.mpi_launch import RanksFailedError, run_ranks
+from tests.mpi_launch import RanksFailedError, run_in_turn, run_ranks
 from tests.run_example import error_of
 
 pytest.importorskip("mpi4jax")
@@ -39,7 +39,7 @@ MODULE = "jaxbuf.examples.gflownet_mpi"
 def test_all_ranks_find_all_modes(tmp_path):
     out = tmp_path / "run"
     words = itertools.chain.from_iterable(QUICK.items())
-    first, *others = run_ranks(3, MODULE, *words, "--out", out)
+    first, *others = run_in_turn(3, MODULE, *words, "--out", out)
 
     header, _, *rows = first.stdout.splitlines()[:6]
     assert " ".join(header.split()) == (

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from tests.mpi_launch import run_ranks
+from tests.mpi_launch import run_in_turn
 
 pytest.importorskip("mpi4jax")
 
@@ -157,7 +157,7 @@ def _reference(name, layout):
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_hold_what_one_process_computes(ranks, tmp_path):
-    printed = run_ranks(ranks, __file__, tmp_path)
+    printed = run_in_turn(ranks, __file__, tmp_path)
 
     for name in _CASES_OF[ranks]:
         expected = _reference(name, _layout(ranks))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.mpi_launch import run_ranks
+from tests.mpi_launch import run_in_turn
 
 pytest.importorskip("mpi4jax")
 
@@ -133,7 +133,7 @@ except ImportError as error:
 
 @pytest.mark.mpi
 def test_communicators_on_real_ranks():
-    ranks = [json.loads(rank.stdout) for rank in run_ranks(3, __file__, "communicators")]
+    ranks = [json.loads(rank.stdout) for rank in run_in_turn(3, __file__, "communicators")]
 
     assert [rank["one group"] for rank in ranks] == [
         [[0, 1, 2], [0, 1], None, [0, 1]],

@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 from tests import reference_replacement as twin
-from tests.mpi_launch import run_ranks
+from tests.mpi_launch import run_in_turn
 
 pytest.importorskip("mpi4jax")
 
@@ -223,7 +223,7 @@ def _scores(rank, ranks):
 @pytest.mark.mpi
 def test_ranks_hold_what_one_process_computes(tmp_path):
     ranks = 4
-    printed = run_ranks(ranks, __file__, tmp_path)
+    printed = run_in_turn(ranks, __file__, tmp_path)
 
     total = 0
     for name, rule in _RULES.items():

@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from tests.mpi_launch import RanksFailedError, run_ranks
+from tests.mpi_launch import RanksFailedError, run_in_turn, run_ranks
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_allreduce_under_jit(n):
-    ranks = run_ranks(n, __file__, "allreduce")
+    ranks = run_in_turn(n, __file__, "allreduce")
 
     assert [json.loads(rank.stdout)["rank"] for rank in ranks] == list(range(n))
     total = n * (n + 1) / 2

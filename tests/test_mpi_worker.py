@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.mpi_launch import run_ranks
+from tests.mpi_launch import run_in_turn
 
 pytest.importorskip("mpi4jax")
 
@@ -130,7 +130,7 @@ def _held(buffer):
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_all_modes_lose_nothing_and_agree(ranks):
-    printed = run_ranks(ranks, __file__)
+    printed = run_in_turn(ranks, __file__)
     assert all(rank.stderr == "" for rank in printed)
     facts = [json.loads(rank.stdout) for rank in printed]
     layout = _layout(ranks)
