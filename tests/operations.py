@@ -239,10 +239,11 @@ def sample_range(buffer, sample, scale, key):
 
 @operation(lambda buffer: is_single(buffer) and has_priorities(buffer))
 def sample_range_by_priority(buffer, sample, scale, key):
-    return [
-        buffer.sample_range(key, BATCH, 1, by_priority=True, replacement=replacement)
-        for replacement in (False, True)
-    ]
+    first, second = jax.random.split(key)
+    return (
+        buffer.sample_range(first, BATCH, 1, by_priority=True, replacement=False),
+        buffer.sample_range(second, BATCH, 1, by_priority=True, replacement=True),
+    )
 
 
 @operation(has_priorities)
@@ -293,9 +294,10 @@ def staleness(buffer, sample, scale, key):
 def sample_groups(buffer, sample, scale, key):
     given = {"num_groups": GROUPS, "size": 2, "group": "action"}
     ids = jnp.arange(2, dtype=jnp.int32)
+    first, second = jax.random.split(key)
     return (
-        jaxbuf.sample_groups(buffer, key, 2, **given),
-        jaxbuf.sample_groups(buffer, key, ids, order="random", padding="random", **given),
+        jaxbuf.sample_groups(buffer, first, 2, **given),
+        jaxbuf.sample_groups(buffer, second, ids, order="random", padding="random", **given),
     )
 
 

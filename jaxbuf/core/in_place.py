@@ -56,7 +56,7 @@ def put(
 
 def place(at: Int[Array, ""]) -> UInt[Array, ""]:
     """Where to begin to read or write; nothing is spent on the case that it is negative."""
-    return at.astype(jnp.uint32)
+    return jnp.asarray(at, jnp.uint32)
 
 
 def append(

@@ -33,6 +33,8 @@ _SHIFT = _FANOUT.bit_length() - 1
 _FREE = np.uint32(0xFFFFFFFF)
 # Off a CPU, levels of up to so many nodes are recomputed as a whole.
 _WHOLE_LEVEL = 4096
+# The rank of -inf, the least of all scores.
+_LEAST = np.uint32(2**23 - 1)
 # Ranks below every score, -inf included.
 _DEMOTED = np.uint32(1)
 
@@ -69,9 +71,14 @@ class Ranking(struct.PyTreeNode):
 
     @property
     def score(self) -> Float[Array, " N"]:
-        """The score in each slot, ``[capacity]``; NaN where there is none."""
-        blocks = self.nodes[: _starts(self.capacity)[1]].reshape(-1, 2, _FANOUT)
-        return _from_rank(blocks[:, 0].reshape(-1)[: self.capacity])
+        """The score in each slot, ``[capacity]``; −inf where there is none."""
+        return _from_rank(jnp.where(self.scored, self._ranks, _LEAST))
+
+    @property
+    def scored(self) -> Bool[Array, " N"]:
+        """Which slots hold an item that has a score, ``[capacity]``: a demoted one has none."""
+        ranks = self._ranks
+        return (ranks >= _LEAST) & (ranks != _FREE)
 
     def place(
         self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
@@ -143,9 +150,12 @@ class Ranking(struct.PyTreeNode):
 
     def metrics(self) -> dict[str, Array]:
         """Least, largest and mean score of the live items; 0 if there are none."""
-        live = self.live(jnp.arange(self.capacity, dtype=jnp.int32))
-        # A demoted item has no score.
-        return score_metrics(self.score, live & ~jnp.isnan(self.score))
+        return score_metrics(self.score, self.scored)
+
+    @property
+    def _ranks(self) -> UInt[Array, " N"]:
+        blocks = self.nodes[: _starts(self.capacity)[1]].reshape(-1, 2, _FANOUT)
+        return blocks[:, 0].reshape(-1)[: self.capacity]
 
 
 def score_metrics(score: Float[Array, " N"], live: Bool[Array, " N"]) -> dict[str, Array]:
@@ -156,11 +166,13 @@ def score_metrics(score: Float[Array, " N"], live: Bool[Array, " N"]) -> dict[st
     least = jnp.min(jnp.where(live, score, jnp.inf))
     largest = jnp.max(jnp.where(live, score, -jnp.inf))
     # A sum of both infinities is no number; neither says anything about a mean.
-    mean = jnp.sum(jnp.where(live, score, nothing) / count)
+    mean = jnp.sum(jnp.where(live & jnp.isfinite(score), score, nothing) / count)
+    low, high = least == -jnp.inf, largest == jnp.inf
+    mean = jnp.where(low | high, jnp.where(low, least, largest), mean)
     return {
         "score_min": jnp.where(some, least, nothing),
         "score_max": jnp.where(some, largest, nothing),
-        "score_mean": jnp.where(jnp.isnan(mean), nothing, mean),
+        "score_mean": jnp.where(some & ~(low & high), mean, nothing),
     }
 
 

@@ -127,9 +127,9 @@ class Softmax:
         largest = scores.root("max")
 
         def outdated(carry: tuple[SegmentTree, SegmentTree, Array]) -> Array:
-            # Equal infinities have a difference that is no number.
-            near = jnp.abs(largest - carry[2]) <= jnp.float32(_DRIFT * self.temperature)
-            return ~(near | (largest == carry[2]))
+            # Not by their difference, which of equal infinities is no number.
+            drift = jnp.float32(_DRIFT * self.temperature)
+            return (largest > carry[2] + drift) | (largest < carry[2] - drift)
 
         def rebuild(carry: tuple[SegmentTree, SegmentTree, Array]) -> Any:
             scores, masses, _ = carry
@@ -159,12 +159,15 @@ class Softmax:
         """Draw ``batch_size`` of the items whose score is above −inf."""
         del occupancy
         total = state.masses.root("sum")
-        repeated = self._with_replacement(state.masses, key, batch_size)
         some = jnp.broadcast_to(total > 0, (batch_size,))
-        index, valid = repeated, some
-        if not self.replacement:
+        if self.replacement:
+            index, valid = self._with_replacement(state.masses, key, batch_size), some
+        elif not self.fallback:
             index, valid = self._without_replacement(state, key, batch_size)
-        if self.fallback:
+        else:
+            key, another = jax.random.split(key)
+            index, valid = self._without_replacement(state, key, batch_size)
+            repeated = self._with_replacement(state.masses, another, batch_size)
             enough = jnp.all(valid)
             index, valid = jnp.where(enough, index, repeated), jnp.where(enough, valid, some)
         scale = 1.0 / jnp.where(total > 0, total, 1.0)
@@ -238,9 +241,12 @@ class Softmax:
         away = (score - jnp.where(jnp.isfinite(largest), largest, 0.0)) / jnp.float32(
             self.temperature
         )
+        key, another = jax.random.split(key)
         noisy = jnp.maximum(away, -1e37) + jax.random.gumbel(key, score.shape, jnp.float32)
         # Those of +inf come first, in random order among themselves.
-        infinite = jnp.float32(2.0**126) * (1.0 + jax.random.uniform(key, score.shape, jnp.float32))
+        infinite = jnp.float32(2.0**126) * (
+            1.0 + jax.random.uniform(another, score.shape, jnp.float32)
+        )
         rank = jnp.where(finite, noisy, jnp.where(score > 0, infinite, -jnp.inf))
         value, index = _top(rank, min(batch_size, score.shape[0]))
         short = (0, batch_size - index.shape[0])

@@ -31,6 +31,9 @@ _COLUMNS = (
     "priority_min",
 )
 
+# No NaN, which would stop a program that looks for bugs by ``jax_debug_nans``.
+_UNKNOWN = -np.inf
+
 _MERGES: dict[str, tuple[np.float32, Callable[..., Array]]] = {
     "mean": (np.float32(0), lax.add),
     "max": (np.float32(-np.inf), lax.max),
@@ -47,7 +50,7 @@ class Statistics(struct.PyTreeNode):
 
     Attributes:
         records: Of each of the last ``K`` samples the mean and extreme use counts, staleness and
-            priorities, ``[K, 7]``; NaN where nothing is known.
+            priorities, ``[K, 7]``; −inf where nothing is known.
         counters: Samples recorded so far, which begin anew before they reach 2**32; rows sampled in
             this period; the buffer's size, its items added so far, the uses of those in it and the
             staleness of those that had left when it began; ``[6]`` uint32, which wrap.
@@ -87,7 +90,7 @@ class Statistics(struct.PyTreeNode):
         """
         window = common.check_count("window", window)
         return cls(
-            records=jnp.full((window, len(_COLUMNS)), jnp.nan, jnp.float32),
+            records=jnp.full((window, len(_COLUMNS)), _UNKNOWN, jnp.float32),
             counters=_begin(buffer, jnp.uint32(0)),
         )
 
@@ -198,7 +201,7 @@ class Statistics(struct.PyTreeNode):
         for column, name in enumerate(_COLUMNS):
             if name.split("_")[0] in watched:
                 records = self.records[..., column]
-                known = ~jnp.isnan(records)
+                known = records > _UNKNOWN
                 metrics[name] = jnp.where(jnp.any(known), _reduce(name, records, known), 0.0)
         return metrics
 
@@ -279,7 +282,7 @@ def _summary(
         name: number * scale if name.endswith("_mean") else number
         for name, number in zip(names, found, strict=True)
     }
-    record = [summary.get(name, jnp.float32(jnp.nan)) for name in _COLUMNS]
+    record = [summary.get(name, jnp.float32(_UNKNOWN)) for name in _COLUMNS]
     return count, jnp.stack(record)[None]
 
 

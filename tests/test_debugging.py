@@ -1,0 +1,93 @@
+"""What people turn on to find bugs of theirs finds none here: every operation of every strategy."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxbuf
+from tests import operations
+
+# What every strategy has a part in; the others take long without jit, and go the same way for all.
+STRATEGIC = {"add_plainly", "update_priority", "importance_weights", "metrics", "statistics"}
+PLAIN = {"prioritized", "fresh-prioritized", "windows-prioritized", "windows-episodes", "queue"}
+
+
+def number():
+    return jnp.float32(1)
+
+
+@pytest.mark.parametrize(("name", "what"), operations.CASES)
+def test_no_key_is_used_twice_and_nothing_is_sent_to_a_device_unasked(name, what):
+    _, function = operations.OPERATIONS[what]
+    args = (*operations.abstract(name), number(), jax.random.key(0))
+    with jax.debug_key_reuse(True), jax.transfer_guard("disallow"):
+        jax.jit(function).lower(*args)
+
+
+@pytest.mark.parametrize("name", ["prioritized", "windows-prioritized"])
+def test_nothing_is_sent_when_it_runs(name):
+    buffer, sample = operations.concrete(name)
+    key, beta, priority = jax.random.key(0), number(), jnp.ones(operations.BATCH)
+    with jax.transfer_guard("disallow"):
+        jaxbuf.importance_weights(buffer, sample, beta)
+        buffer = jaxbuf.update_priority(buffer, sample.slots, priority)
+        jaxbuf.sample(buffer, key, operations.BATCH)
+
+
+@pytest.mark.parametrize("name", list(operations.BUFFERS))
+def test_filling_and_sampling_is_the_same_without_jit(name):
+    key = jax.random.key(0)
+    with jax.disable_jit(), jax.debug_nans(True):
+        buffer = operations.BUFFERS[name]()
+        operations.draw(buffer, key)
+        buffer = operations.add(buffer, None, number(), key)
+        sample = operations.draw(buffer, key)
+    chex.assert_trees_all_close((buffer, sample), operations.concrete(name), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (name, what)
+        for name, what in operations.CASES
+        if what not in ("add", "sample") and (what in STRATEGIC or name in PLAIN)
+    ],
+)
+def test_every_operation_works_without_jit_and_computes_no_nan(name, what):
+    _, function = operations.OPERATIONS[what]
+    args = (*operations.concrete(name), number(), jax.random.key(0))
+    with jax.disable_jit(), jax.debug_nans(True):
+        function(*args)
+
+
+@pytest.mark.parametrize("name", list(operations.BUFFERS))
+def test_an_empty_buffer_computes_no_nan(name):
+    buffer, key = operations.BUFFERS[name](), jax.random.key(0)
+    with jax.debug_nans(True):
+        buffer.metrics()
+        if operations.is_sampled(buffer):
+            sample = jax.jit(operations.draw)(buffer, key)
+            operations.importance_weights(buffer, sample, number(), key)
+            if operations.is_single(buffer):
+                operations.statistics(buffer, sample, number(), key)
+
+
+@pytest.mark.parametrize("name", ["lowest", "fresh-lowest-softmax"])
+def test_a_plot_computes_no_nan(name):
+    pytest.importorskip("matplotlib").use("agg")
+    buffer, _ = operations.concrete(name)
+    with jax.debug_nans(True):
+        jaxbuf.plot(buffer)
+
+
+@pytest.mark.parametrize("scores", [[jnp.inf], [-jnp.inf], [jnp.inf, -jnp.inf], [3.0, -jnp.inf]])
+@pytest.mark.parametrize("name", ["softmax-distinct", "lowest-softmax"])
+def test_infinite_scores_make_no_nan(name, scores):
+    key, rows = jax.random.key(0), operations.rows(number(), len(scores))
+    with jax.disable_jit(), jax.debug_nans(True):
+        buffer = operations.BUFFERS[name]()
+        for _ in range(2):
+            buffer = buffer.add(rows, score=jnp.asarray(scores))
+            operations.metrics(buffer, None, None, None)
+            operations.draw(buffer, key)
