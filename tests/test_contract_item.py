@@ -456,3 +456,17 @@ def test_vmap_is_jitted(name):
 @every_sampler
 def test_donated_is_jitted(name):
     assert_same(jitted(name), run_donated(name, script(0)))
+
+
+# As a user's programs are compiled; those of the other tests are not made fast.
+OPTIMIZED = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_use_fusion_emitters": True,
+}
+
+
+@pytest.mark.parametrize("name", ["uniform", "mix-without-replacement", "recent"])
+def test_optimized_is_jitted(name):
+    compiled = functools.partial(jax.jit, compiler_options=OPTIMIZED)
+    assert_same(jitted(name), run_in_python(name, script(0), STEPS, compiled))

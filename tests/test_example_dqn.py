@@ -209,7 +209,8 @@ def check_table(printed, seeds, steps):
     cells = [row.split() for row in rows]
     assert [row[0] for row in cells] == [*seeds, "all"]
     mean = np.mean([float(row[1]) for row in cells[:-1]])
-    assert math.isclose(float(cells[-1][1]), mean, abs_tol=0.1)
+    # Each is rounded to a tenth.
+    assert math.isclose(float(cells[-1][1]), mean, abs_tol=0.11)
     assert cells[-1][3] == steps
     assert float(cells[-1][4].replace(",", "")) > 0
     assert float(cells[-1][5]) > 0
