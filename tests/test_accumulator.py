@@ -188,11 +188,11 @@ def test_eager_jit_scan_vmap_and_donated_agree_and_fill_a_buffer():
         jax.jit(lambda carry: jax.lax.scan(fill, carry, steps))(start),
         jax.tree.map(lambda leaf: leaf[1], both),
     ):
-        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        chex.assert_trees_all_equal(actual, expected)
     (_, buffer), dones = expected
     assert 8 < dones.sum() <= 24
     sample = buffer.sample(jax.random.key(0), 16)
-    assert sample.data.mask.shape == (16, 4)
+    chex.assert_shape(sample.data.mask, (16, 4))
     for times, length in zip(
         sample.data.steps["info"]["time"].tolist(), sample.data.length.tolist(), strict=True
     ):

@@ -4,6 +4,7 @@ import functools
 import types
 from typing import Any
 
+import chex
 import flax.struct
 import gymnasium
 import gymnax
@@ -79,7 +80,7 @@ def check_diaries(envs, rows):
     for env, have in zip(envs.envs, rows, strict=True):
         want = jax.tree.map(lambda *leaves: np.stack(leaves), *env.diary)
         for name, value in zip(FIELDS, want, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, have[name], value)
+            chex.assert_trees_all_equal(have[name], value)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["array", "dict"])
@@ -220,20 +221,19 @@ def test_gymnax_steps_are_those_of_single_environments():
         state, stored = gymnax_step(env, params, key, state, action[t])
         return (state, t + 1), stored
 
-    traces = []
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def run(state, t, key):
-        traces.append(1)
         return rollout(step, (state, t), key, 15)
 
     with lenient_promotion():
         state = gymnax_reset(env, params, jax.random.key(0), 4)
         (state, t), first = run(state, jnp.int32(0), jax.random.key(1))
         _, second = run(state, t, jax.random.key(3))
-    assert len(traces) == 1
     steps = jax.tree.map(lambda a, b: np.concatenate([a, b], axis=1), first, second)
-    assert steps["obs"].shape == (4, 30, 4)
+    chex.assert_shape(steps["obs"], (4, 30, 4))
     np.testing.assert_array_equal(steps["action"], action.T)
     ended = steps["terminated"] | steps["truncated"]
     assert steps["truncated"].any()

@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 
+import chex
 import numpy as np
 import pytest
 
@@ -97,7 +98,7 @@ def test_peer_process_takes_turns_in_a_row(toy):
 
     row = Row("toys", "Toys", ("wait",), {"here": Here, "there": There, "gone": missing}, "here")
     result = run_row(row, Options(quick=True, repeats=4), lambda what, done: None)
-    assert result.timings["wait"].microseconds["there"].shape == (4,)
+    chex.assert_shape(result.timings["wait"].microseconds["there"], (4,))
     # Of two the order turns back each time: here there, there here, here there, there here.
     turns = asked[-4:]
     assert turns[0] < turns[1] == turns[2] < turns[3]

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -41,11 +42,6 @@ def trajectories(length=8, num_envs=2, **options):
     return jaxbuf.TrajectoryBuffer.create(ITEM, num_envs, length, **options)
 
 
-def plain(leaf):
-    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
 def live_ids(buffer):
     slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
     return sorted(np.asarray(buffer.data["id"])[np.asarray(buffer.occupancy.live(slots))].tolist())
@@ -70,10 +66,8 @@ def windows_of(buffer):
 
 
 def assert_same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert jnp.result_type(x) == jnp.result_type(y)
-        np.testing.assert_array_equal(plain(x), plain(y))
+    chex.assert_trees_all_equal(a, b)
+    assert jax.tree.map(jnp.result_type, a) == jax.tree.map(jnp.result_type, b)
 
 
 def step(state):

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -343,7 +344,7 @@ def test_warnings():
         facade.make_trajectory_buffer(1, 1, 2, 4, 2, max_length_time_axis=8)
     with pytest.warns(UserWarning, match="they are shortened to 6, a multiple of it"):
         buffer = facade.make_trajectory_buffer(1, 1, 3, 3, 3, max_length_time_axis=8)
-    assert buffer.init(jnp.float32(0)).experience.shape == (1, 6)
+    chex.assert_shape(buffer.init(jnp.float32(0)).experience, (1, 6))
 
 
 def test_bad_input():

@@ -7,10 +7,12 @@ with the NumPy twin after every step, and the other runs with the jitted one.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl.testing import parameterized
 
 import jaxbuf
 from tests import reference
@@ -194,7 +196,7 @@ def run_in_python(name, operations, steps, transform):
     function = transform(functools.partial(step, prioritized=is_prioritized(name)))
     carry, seen = start(name), []
     for t in range(steps):
-        carry, out = function(carry, jax.tree.map(jnp.asarray, at(operations, t)))
+        carry, out = function(carry, at(operations, t))
         seen.append(out)
     return stack(seen)
 
@@ -244,23 +246,22 @@ def run_donated(name, operations):
 
 def assert_same(expected, actual):
     """Indices and data bit for bit, probabilities to an ulp, derived floats nearly."""
-    for name in ("size", "can_sample_1", "can_sample_3"):
-        np.testing.assert_array_equal(actual[name], expected[name], name)
-    for name in ("data", "slots", "valid"):
-        jax.tree.map(
-            lambda a, b, name=name: np.testing.assert_array_equal(a, b, name),
-            getattr(actual["sample"], name),
-            getattr(expected["sample"], name),
-        )
-    np.testing.assert_array_max_ulp(
+    chex.assert_trees_all_equal(exact(actual), exact(expected))
+    chex.assert_trees_all_close_ulp(
         actual["sample"].probability, expected["sample"].probability, maxulp=1
     )
-    for name in ("weights", "before", "added", "updated"):
-        assert actual[name].keys() == expected[name].keys()
-        for key in expected[name]:
-            np.testing.assert_allclose(
-                actual[name][key], expected[name][key], rtol=2e-6, atol=0, err_msg=f"{name} {key}"
-            )
+    derived = "weights", "before", "added", "updated"
+    chex.assert_trees_all_close(
+        {name: actual[name] for name in derived},
+        {name: expected[name] for name in derived},
+        rtol=2e-6,
+    )
+
+
+def exact(seen):
+    sample = seen["sample"]
+    counts = [seen[name] for name in ("size", "can_sample_1", "can_sample_3")]
+    return counts, sample.data, sample.slots, sample.valid
 
 
 class Replay:
@@ -292,7 +293,7 @@ class Replay:
         shares = self.twin.probabilities()
         valid = sample.valid
         assert valid.sum() == self.twin.valid_rows(BATCH)
-        assert np.isfinite(sample.probability).all()
+        chex.assert_tree_all_finite(sample.probability)
         np.testing.assert_array_equal(sample.slots.index[~valid], self.capacity)
         np.testing.assert_array_equal(sample.probability[~valid], 0.0)
         drawn = []
@@ -303,7 +304,7 @@ class Replay:
             uid = int(sample.data["uid"][row])
             item = self.items[uid]
             assert self.twin.is_live(item), f"item {uid} is gone or was never there"
-            jax.tree.map(np.testing.assert_array_equal, at(sample.data, row), rows(uid))
+            chex.assert_trees_all_equal(at(sample.data, row), rows(uid))
             np.testing.assert_allclose(sample.probability[row], shares[item], rtol=1e-5)
             assert shares[item] > 0
             self.check_slot(item, int(sample.slots.index[row]), int(sample.slots.generation[row]))
@@ -328,7 +329,7 @@ class Replay:
     def check_metrics(self, metrics):
         twin = self.twin
         assert metrics["size"] == twin.size
-        assert all(np.isfinite(value) for value in metrics.values())
+        chex.assert_tree_all_finite(metrics)
         if not (self.prioritized and twin.size):
             return
         masses = twin.masses()
@@ -348,7 +349,7 @@ class Replay:
         everyone = list(self.twin.probabilities().values())
         valid = sample.valid
         for normalize, actual in weights.items():
-            assert np.isfinite(actual).all()
+            chex.assert_tree_all_finite(actual)
             np.testing.assert_array_equal(actual[~valid], 0.0)
             if valid.any():
                 expected = reference.importance_weights(
@@ -418,10 +419,14 @@ def test_twin_agrees_after_every_step(name, seed):
     assert replay.twin.adds > replay.capacity
 
 
-@every_sampler
-def test_eager_is_jitted(name):
-    eager = run_in_python(name, script(0), EAGER_STEPS, lambda function: function)
-    assert_same(at(jitted(name), slice(EAGER_STEPS)), eager)
+class VariantsTest(parameterized.TestCase):
+    """Compiled and not, with arrays of JAX and of NumPy as arguments."""
+
+    @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
+    @parameterized.parameters(*OPTIONS)
+    def test_variant_is_jitted(self, name):
+        variant = run_in_python(name, script(0), EAGER_STEPS, self.variant)
+        assert_same(at(jitted(name), slice(EAGER_STEPS)), variant)
 
 
 @every_sampler

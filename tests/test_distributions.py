@@ -6,6 +6,7 @@ test that passes keeps passing until the draws change.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -290,7 +291,7 @@ def test_the_largest_priorities_do_not_overflow(alpha):
     drawn = samples(buffer, 1, DRAWS, seed=21)
     assert_law(drawn.data, (0.25, 0.25, 0.0, 0.25, 0.25))
     np.testing.assert_allclose(drawn.probability, 0.25, rtol=1e-6)
-    assert all(np.isfinite(value) for value in buffer.metrics().values())
+    chex.assert_tree_all_finite(buffer.metrics())
 
 
 def test_reported_probabilities_sum_to_one():

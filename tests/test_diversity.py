@@ -294,9 +294,9 @@ def test_jit_vmap_scan_and_donation_agree():
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), stacked, later)
     mapped = jax.jit(jax.vmap(scan, in_axes=(None, 0)))(empty, both)
     for other in (donated, scan(empty, stacked), jax.tree.map(lambda leaf: leaf[0], mapped)):
-        jax.tree.map(np.testing.assert_array_equal, jitted, other)
+        chex.assert_trees_all_equal(jitted, other)
     other = jax.tree.map(lambda leaf: leaf[1], mapped)
-    jax.tree.map(np.testing.assert_array_equal, scan(empty, later), other)
+    chex.assert_trees_all_equal(scan(empty, later), other)
 
 
 def test_eager_is_the_same():
@@ -304,7 +304,7 @@ def test_eager_is_the_same():
     items, score = rows([0, 1, 1]), scores(1, 2, 3)
     eager = empty.add(items, score=score)
     assert numbers(eager) == [0, 2]
-    jax.tree.map(np.testing.assert_array_equal, eager, jaxbuf.add(empty, items, score=score))
+    chex.assert_trees_all_equal(eager, jaxbuf.add(empty, items, score=score))
 
 
 def test_a_cleared_buffer_remembers_no_point():
@@ -343,7 +343,7 @@ def test_keys_name_fields_of_any_container_and_functions_take_one_item():
     ):
         diversity = jaxbuf.Diversity(0.0, key=key)
         assert hash(diversity) == hash(dataclasses.replace(diversity))
-        assert diversity.points(items).shape == (4, width)
+        chex.assert_shape(diversity.points(items), (4, width))
         buffer = jaxbuf.ItemBuffer.create(example, 3, diversity=diversity)
         assert buffer.diversity_state.points.blocks.size == 8 * 3
 

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -248,7 +249,7 @@ def test_masks_of_windows_of_another_length():
     for size, together in ((1, {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}), (4, {0: 3, 1: 2, 2: 1})):
         batch = jaxbuf.sample(buffer, jax.random.key(0), 8, sequence_length=size)
         mask = np.asarray(buffer.episode_mask(batch.slots, sequence_length=size))
-        assert mask.shape == (8, size)
+        chex.assert_shape(mask, (8, size))
         first = batch.data["t"][:, 0].tolist()
         counts = {t: row for t, row, ok in zip(first, mask.sum(1), batch.valid, strict=True) if ok}
         assert counts == together

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import chex
 import gymnax
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def finished(tmp_path_factory):
 def test_it_learns(finished):
     _, record = final_state(finished.folder)
     returns = np.asarray(record["curve"]["returns"])
-    assert returns.shape == (100, 2)
+    chex.assert_shape(returns, (100, 2))
     # A random policy keeps the pole up for about 22 steps.
     assert np.nanmean(returns[-10:]) > 60
     assert np.nanmean(returns[:3]) < 40
@@ -323,7 +324,7 @@ def test_every_environment_can_be_played(name):
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), states) == jax.tree.map(
         lambda x: (x.shape, x.dtype, x.weak_type), stepped
     )
-    assert outcome.next_obs.shape == (2, *envs.obs_example.shape)
+    chex.assert_shape(outcome.next_obs, (2, *envs.obs_example.shape))
     assert outcome.next_obs.dtype == (jnp.bool_ if name in MINATAR else jnp.float32)
     env, params = gymnax.make(name)
     assert envs.num_actions == env.action_space(params).n

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +37,7 @@ def test_agrees_with_one_loop_per_stack(n, cut):
     first = random.random(12) < 0.3
     given = window(obs, terminated, truncated if cut else None)
     stacks = jax.jit(lambda w, first: jaxbuf.stack_frames(w, n, first=first))(given, first)
-    assert stacks.frames.shape == (12, 6, 2, n)
+    chex.assert_shape(stacks.frames, (12, 6, 2, n))
     assert (stacks.frames.dtype, stacks.complete.dtype) == (jnp.uint8, jnp.bool_)
     for row in range(12):
         for t in range(6):
@@ -85,7 +86,7 @@ def test_nested_frames_and_the_axis_of_the_stack():
         axis: jaxbuf.stack_frames(given, 2, "inner.eye", last="last", axis=axis).frames
         for axis in (0, 1, 2, -1, -2)
     }
-    assert axes[0].shape == (2, 4, 2, 2, 3)
+    chex.assert_shape(axes[0], (2, 4, 2, 2, 3))
     np.testing.assert_array_equal(axes[0][:, 1:, 1], obs["eye"][:, 1:])
     np.testing.assert_array_equal(axes[0][:, 1:, 0], obs["eye"][:, :-1])
     np.testing.assert_array_equal(axes[1], jnp.moveaxis(axes[0], 2, 3))

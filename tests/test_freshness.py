@@ -88,16 +88,15 @@ def test_beta_anneals_as_published_without_a_new_trace():
     buffer = create(jaxbuf.Freshness(max_use=9), 4, jaxbuf.Prioritized(alpha=1.0))
     buffer = jaxbuf.add(buffer, integers(0, 1), priority=jnp.array([1.0, 4.0]))
     batch = jaxbuf.sample(buffer, KEY, 32)
-    traces = []
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def least_weight(beta):
-        traces.append(beta)
         return jaxbuf.importance_weights(buffer, batch, beta).min()
 
     weights = [least_weight(jnp.float32(beta(step))) for step in (1, 2)]
     np.testing.assert_allclose(weights, [4**-0.400006, 4**-0.400012], rtol=1e-6)
-    assert len(traces) == 1
 
 
 def test_uses_of_duplicates_count_each():
@@ -377,10 +376,10 @@ def test_eager_jit_vmap_scan_and_donation_agree():
         data.append(drawn)
     mapped = jax.jit(jax.vmap(scan, in_axes=(None, 0)))(empty, (keys, versions))
     scanned = scan(empty, first)
-    jax.tree.map(np.testing.assert_array_equal, scanned, (jitted, jnp.stack(data)))
-    jax.tree.map(np.testing.assert_array_equal, scanned, jax.tree.map(lambda x: x[0], mapped))
+    chex.assert_trees_all_equal(scanned, (jitted, jnp.stack(data)))
+    chex.assert_trees_all_equal(scanned, jax.tree.map(lambda x: x[0], mapped))
     second = scan(empty, jax.tree.map(lambda leaf: leaf[1], (keys, versions)))
-    jax.tree.map(np.testing.assert_array_equal, second, jax.tree.map(lambda x: x[1], mapped))
+    chex.assert_trees_all_equal(second, jax.tree.map(lambda x: x[1], mapped))
     eager = empty.add(integers(1, 2)).set_version(1)
     eager = eager.mark_used(names(eager, [2])).mark_used(names(eager, [2])).set_version(3)
     assert (held(eager), int(eager.metrics()["retired_used"])) == ([], 1)

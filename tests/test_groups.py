@@ -4,6 +4,7 @@ import collections
 import itertools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,7 +158,7 @@ def test_alone_in_jit_and_under_vmap_agree():
         jax.jit(draw)(buffer, jax.random.key(1)),
         jax.tree.map(lambda leaf: leaf[1], jax.vmap(draw)(lanes, keys)),
     ):
-        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        chex.assert_trees_all_equal(actual, expected)
 
 
 @pytest.mark.parametrize("order", ["age", "random"])

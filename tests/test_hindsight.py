@@ -4,6 +4,7 @@ import functools
 import re
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,12 +153,12 @@ def test_eager_jit_vmap_and_scan_agree():
     keys = jax.random.split(jax.random.key(5), 3)
     mapped = jax.vmap(view)(keys)
     scanned = jax.lax.scan(lambda carry, key: (carry, view(key)), None, keys)[1]
-    jax.tree.map(np.testing.assert_array_equal, mapped, scanned)
+    chex.assert_trees_all_equal(mapped, scanned)
     jitted = jax.jit(view)
     for i, key in enumerate(keys):
         one = jax.tree.map(lambda leaf, i=i: leaf[i], mapped)
-        jax.tree.map(np.testing.assert_array_equal, view(key), one)
-        jax.tree.map(np.testing.assert_array_equal, jitted(key), one)
+        chex.assert_trees_all_equal(view(key), one)
+        chex.assert_trees_all_equal(jitted(key), one)
 
 
 class Obs(NamedTuple):
@@ -193,8 +194,8 @@ def test_goals_by_path_and_of_any_structure():
     )
     assert relabeled.all()
     last = jax.tree.map(lambda leaf: leaf[:, 3], achieved)
-    jax.tree.map(np.testing.assert_array_equal, result["obs"], Obs(now, last))
-    jax.tree.map(np.testing.assert_array_equal, result["next"]["wanted"], last)
+    chex.assert_trees_all_equal(result["obs"], Obs(now, last))
+    chex.assert_trees_all_equal(result["next"]["wanted"], last)
     np.testing.assert_allclose(result["gain"], 1 + last["xy"].sum(-1), rtol=1e-6)
     assert batch["obs"].wanted is asked
 
@@ -242,7 +243,7 @@ def test_a_window_has_one_goal_and_goals_can_be_looked_up_elsewhere():
     assert (goal[mask, 0] < begin[mask] + 5).all()
     reached = np.asarray(batch["achieved_goal"]) == goal
     np.testing.assert_array_equal(batch["reward"], np.where(reached, 0.0, -1.0))
-    assert jaxbuf.n_step(batch, 2, 0.9).reward.shape == (64, 1)
+    chex.assert_shape(jaxbuf.n_step(batch, 2, 0.9).reward, (64, 1))
 
 
 @pytest.mark.parametrize("strategy", ["future", "episode"])
@@ -350,7 +351,7 @@ def test_priorities_go_on_as_before():
 
     learned, sample, batch, weights = learn(buffer, jax.random.key(0))
     plain = buffer.sample(jax.random.split(jax.random.key(0), 3)[0], 16)
-    jax.tree.map(np.testing.assert_array_equal, sample, plain)
+    chex.assert_trees_all_equal(sample, plain)
     expected = jaxbuf.importance_weights(buffer, plain, 0.4)
     np.testing.assert_allclose(weights, expected, rtol=1e-6)
     drawn = dict(zip(sample.slots.index.tolist(), batch["reward"].tolist(), strict=True))
@@ -359,11 +360,11 @@ def test_priorities_go_on_as_before():
 
 
 def test_another_fraction_does_not_retrace():
-    traces = []
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def view(fraction):
-        traces.append(None)
         return jaxbuf.hindsight(
             jax.random.key(0),
             transitions(),
@@ -375,7 +376,6 @@ def test_another_fraction_does_not_retrace():
 
     assert view(1.0).all()
     assert not view(0.0).any()
-    assert len(traces) == 1
 
 
 WIDE = jnp.zeros((ROWS, STEPS, 2), jnp.int32)

@@ -1,5 +1,6 @@
 """Importance weights against float64, in every normalization."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +51,7 @@ def test_weights_are_those_of_float64(name, normalize, beta):
     sample = draw(buffer)
     everyone = law(sampler, PRIORITIES)
     weights = np.asarray(jaxbuf.importance_weights(buffer, sample, beta=beta, normalize=normalize))
-    assert weights.shape == (32,)
+    chex.assert_shape(weights, (32,))
     assert weights.dtype == np.float32
     valid = np.asarray(sample.valid)
     expected = reference.importance_weights(
@@ -130,7 +131,7 @@ def test_extreme_shares_stay_finite(normalize):
     buffer = filled(sampler, (1e-6, 1e6, 1.0, 0.0))
     sample = draw(buffer, 6)
     weights = np.asarray(jaxbuf.importance_weights(buffer, sample, 1.0, normalize=normalize))
-    assert np.isfinite(weights).all()
+    chex.assert_tree_all_finite(weights)
     np.testing.assert_array_equal(weights[~np.asarray(sample.valid)], 0.0)
     assert (weights[np.asarray(sample.valid)] > 0).all()
 
@@ -152,11 +153,12 @@ def test_probability_is_that_of_the_time_of_sampling(normalize):
 
 def test_beta_is_annealed_without_a_retrace():
     buffer = filled(SAMPLERS["default"], PRIORITIES)
-    sample, traces = draw(buffer), []
+    sample = draw(buffer)
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def weigh(buffer, sample, beta):
-        traces.append(None)
         return jaxbuf.importance_weights(buffer, sample, beta)
 
     everyone = law(SAMPLERS["default"], PRIORITIES)
@@ -167,7 +169,6 @@ def test_beta_is_annealed_without_a_retrace():
             reference.importance_weights(drawn, everyone, float(beta), "batch"),
             rtol=1e-5,
         )
-    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("beta", [0.4, np.float32(0.4), np.float64(0.4)])

@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,7 +123,7 @@ def test_any_pytree_is_stored_in_exactly_its_dtypes():
     assert isinstance(sample.slots, jaxbuf.Slots)
     assert isinstance(sample.data, Transition)
     expected = jax.tree.map(lambda leaf: leaf[np.asarray(sample.slots.index)], items)
-    jax.tree.map(np.testing.assert_array_equal, sample.data, expected)
+    chex.assert_trees_all_equal(sample.data, expected)
     assert jax.tree.map(lambda leaf: leaf.dtype, sample.data) == jax.tree.map(
         lambda leaf: leaf.dtype, items
     )
@@ -147,7 +148,7 @@ def test_rows_of_every_width_are_those_of_the_slots(batch_size, transform):
         method = functools.partial(buffer.sample, batch_size=batch_size)
         samples = jax.jit(method)(keys[0]) if transform == "jit" else jax.vmap(method)(keys)
     expected = jax.tree.map(lambda leaf: leaf[samples.slots.index], items)
-    jax.tree.map(np.testing.assert_array_equal, samples.data, expected)
+    chex.assert_trees_all_equal(samples.data, expected)
 
 
 @pytest.mark.parametrize("batch_size", [4, 600])
@@ -192,7 +193,7 @@ def test_metrics_have_the_promised_names(sampler):
         names |= {"priority_min", "priority_max", "priority_mean"}
     buffer = create(4, sampler)
     assert names <= buffer.metrics().keys()
-    assert all(np.isfinite(value) for value in buffer.metrics().values())
+    chex.assert_tree_all_finite(buffer.metrics())
     metrics = jaxbuf.add(buffer, integers(1, 2, 3)).metrics()
     assert metrics["size"] == 3
     assert metrics["adds"] == 3
@@ -213,7 +214,7 @@ def test_metrics_of_priorities():
 def test_both_kinds_of_key_are_taken():
     buffer = jaxbuf.add(create(4, jaxbuf.Uniform()), integers(1, 2, 3))
     new, old = (jaxbuf.sample(buffer, k, 9) for k in (jax.random.key(7), jax.random.PRNGKey(7)))
-    jax.tree.map(np.testing.assert_array_equal, new, old)
+    chex.assert_trees_all_equal(new, old)
 
 
 def test_a_key_decides_the_sample():
@@ -239,7 +240,7 @@ def test_empty_buffer_gives_an_invalid_sample(sampler):
     np.testing.assert_array_equal(sample.valid, False)
     np.testing.assert_array_equal(sample.probability, 0.0)
     np.testing.assert_array_equal(sample.slots.index, 3)
-    assert sample.data.shape == (8,)
+    chex.assert_shape(sample.data, (8,))
     assert not buffer.can_sample()
     assert buffer.size == 0
 
@@ -590,7 +591,7 @@ def test_weak_types_take_the_dtype_of_the_example():
 
 def test_a_buffer_is_a_pytree_whose_configuration_is_static():
     one, two = create(3, jaxbuf.Prioritized(alpha=0.6)), create(3, jaxbuf.Prioritized(alpha=0.6))
-    assert jax.tree.structure(one) == jax.tree.structure(two)
+    chex.assert_trees_all_equal_structs(one, two)
     other = create(3, jaxbuf.Prioritized(alpha=0.9))
     assert jax.tree.structure(one) != jax.tree.structure(other)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(one))

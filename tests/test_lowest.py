@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -194,7 +195,7 @@ def test_both_forms_agree_bit_for_bit(monkeypatch, capacity, rows, whole):
             # Until it is full, all rows are real ones.
             args = (args[0], jnp.maximum(args[1], 1), *args[2:])
         one, other = loop(*args), vector(*args)
-        jax.tree.map(np.testing.assert_array_equal, one, other)
+        chex.assert_trees_all_equal(one, other)
         nodes = one[0]
 
 
@@ -236,7 +237,7 @@ def test_eager_jit_vmap_scan_and_donation_agree():
         scanned,
         *(jax.tree.map(lambda x, i=i: x[i], many) for i in range(3)),
     ):
-        jax.tree.map(np.testing.assert_array_equal, eager, other)
+        chex.assert_trees_all_equal(eager, other)
 
 
 def test_vmapped_buffers_are_independent():

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,9 +49,9 @@ def episode(number, length, ending="terminated"):
 EPISODES = [episode(1, 5), episode(2, 3, "truncated"), episode(3, 7), episode(4, 2, "open")]
 
 
-def same(a, b):
-    for name in ("observations", "actions", "rewards", "terminations", "truncations"):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+def arrays(episode):
+    names = ("observations", "actions", "rewards", "terminations", "truncations")
+    return {name: getattr(episode, name) for name in names}
 
 
 def test_an_item_buffer_gets_every_transition():
@@ -128,11 +129,11 @@ def test_what_was_written_is_read_back(minari, kind):
     assert (written.total_episodes, written.total_steps) == (4, 17)
     read = minari.load_dataset("jaxbuf/test-v0")
     for have, want in zip(read.iterate_episodes(), EPISODES[:3], strict=False):
-        same(have, want)
+        chex.assert_trees_all_equal(arrays(have), arrays(want))
     # The last one is cut off now, as the buffer said.
     assert read[3].truncations.tolist() == [False, True]
     again = jaxbuf.from_minari(read, buffer.clear())
-    jax.tree.map(np.testing.assert_array_equal, again.data, buffer.data)
+    chex.assert_trees_all_equal(again.data, buffer.data)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

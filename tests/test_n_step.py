@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,7 @@ def test_agrees_with_one_loop_per_start(n, cut):
     actual = jax.jit(lambda w, g: jaxbuf.n_step(w, n, g))(
         window(reward, terminated, truncated if cut else None), 0.9
     )
-    assert actual.reward.shape == (20, 8 - n)
+    chex.assert_shape(actual.reward, (20, 8 - n))
     assert actual.bootstrap_index.dtype == jnp.int32
     for row in range(20):
         for start in range(8 - n):
@@ -54,7 +55,7 @@ def test_termination_bootstraps_from_nothing_and_truncation_from_the_next_observ
     np.testing.assert_array_equal(cut.discount, [[0.25, 0.5]])
     np.testing.assert_array_equal(cut.bootstrap_index, [[2, 2]])
     both = jaxbuf.n_step(window(reward, at_1, at_1), 3, 0.5)
-    jax.tree.map(np.testing.assert_array_equal, both, ended)
+    chex.assert_trees_all_equal(both, ended)
     running = jaxbuf.n_step(window(reward, never, never), 3, 0.5)
     np.testing.assert_array_equal(running.reward, [[3.0, 6.0]])
     np.testing.assert_array_equal(running.discount, [[0.125, 0.125]])
@@ -85,7 +86,7 @@ def test_fields_by_name_and_path():
     nested = Step({"gain": plain["reward"], "late": plain["truncated"]}, plain["terminated"])
     expected = jaxbuf.n_step(plain, 2, 0.9)
     actual = jaxbuf.n_step(nested, 2, 0.9, reward="env.gain", truncated="env.late")
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
 
 
 def test_windows_of_a_trajectory_buffer():
@@ -110,17 +111,16 @@ def test_windows_of_a_trajectory_buffer():
 
 
 def test_another_discount_does_not_retrace():
-    traces = []
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def view(fields, discount):
-        traces.append(None)
         return jaxbuf.n_step(fields, 2, discount)
 
     fields = window(jnp.ones((1, 4)), jnp.zeros((1, 4)))
     for discount in (0.9, 0.99):
         assert view(fields, discount).discount[0, 0] == pytest.approx(discount**2)
-    assert len(traces) == 1
 
 
 BAD = [

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +54,7 @@ def test_trajectories_of_any_structure():
     queue = create(2, example)
     items = {"obs": jnp.ones((1, 4, 2)), "action": jnp.full((1, 4), 3, jnp.int8)}
     queue, sample = take(jaxbuf.add(queue, items), 1)
-    jax.tree.map(np.testing.assert_array_equal, sample.data, items)
+    chex.assert_trees_all_equal(sample.data, items)
     assert sample.data["action"].dtype == jnp.int8
 
 
@@ -103,7 +104,7 @@ def test_eager_jit_scan_vmap_and_donated_agree():
         jax.jit(lambda queue: jax.lax.scan(step, queue, rows))(start),
         jax.tree.map(lambda leaf: leaf[1], both),
     ):
-        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        chex.assert_trees_all_equal(actual, expected)
     np.testing.assert_array_equal(both[0].size, [expected[0].size] * 2)
     np.testing.assert_array_equal(both[0].can_add(1), [expected[0].can_add(1)] * 2)
 

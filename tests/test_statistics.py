@@ -1,5 +1,6 @@
 """Statistics against a twin that keeps lists."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,7 +146,7 @@ def test_trajectories_and_counters_that_wrap():
     statistics = jaxbuf.Statistics.create(buffer)
     buffer = buffer.add(jnp.zeros((2, 3))).add(jnp.zeros((2, 3)))
     statistics, batch = statistics.sampled(buffer, buffer.sample(jax.random.key(0), 6))
-    assert batch.data.shape == (6, 1)
+    chex.assert_shape(batch.data, (6, 1))
     metrics = {name: int(value) for name, value in statistics.metrics(buffer).items()}
     assert metrics == {"pushed": 12, "sampled": 6, "removed": 4, "current": 8, "samples": 1}
     cleared = statistics.next_period(buffer).metrics(buffer.clear())

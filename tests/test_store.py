@@ -107,7 +107,7 @@ def test_every_dtype_comes_back(tmp_path):
     with jaxbuf.Store(tmp_path, item) as store:
         store.append(rows, mask=np.asarray([True, False, True, True, False]))
         read = store.read(slice(None))
-    assert jax.tree.structure(read) == jax.tree.structure(item)
+    chex.assert_trees_all_equal_structs(read, item)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, b[np.asarray([0, 2, 3])]), read, rows
     )

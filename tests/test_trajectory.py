@@ -380,9 +380,9 @@ def test_underfull_gives_an_invalid_sample(sampler, held):
     np.testing.assert_array_equal(sample.valid, False)
     np.testing.assert_array_equal(sample.probability, 0.0)
     np.testing.assert_array_equal(sample.slots.index, buffer.capacity)
-    assert sample.data["obs"].shape == (4, 3, 2)
+    chex.assert_shape(sample.data["obs"], (4, 3, 2))
     assert not buffer.can_sample()
-    assert np.isfinite(list(buffer.metrics().values())).all()
+    chex.assert_tree_all_finite(buffer.metrics())
     if sampler.uses_priority:
         buffer = jaxbuf.update_priority(buffer, sample.slots, jnp.full(4, 9.0))
         assert buffer.metrics()["priority_max"] == 0.0
@@ -393,9 +393,9 @@ def test_dtypes_and_shapes_of_the_contract():
     sample = jaxbuf.sample(buffer, jax.random.key(0), 5)
     assert (sample.slots.index.dtype, sample.slots.generation.dtype) == (jnp.int32, jnp.uint32)
     assert (sample.probability.dtype, sample.valid.dtype) == (jnp.float32, jnp.bool_)
-    assert (sample.data["obs"].shape, sample.data["t"].shape) == ((5, 3, 2), (5, 3))
-    assert (buffer.size.dtype, buffer.size.shape) == (jnp.int32, ())
-    assert (buffer.can_sample().dtype, buffer.can_sample().shape) == (jnp.bool_, ())
+    chex.assert_shape([sample.data["obs"], sample.data["t"]], [(5, 3, 2), (5, 3)])
+    chex.assert_shape([buffer.size, buffer.can_sample()], ())
+    assert (buffer.size.dtype, buffer.can_sample().dtype) == (jnp.int32, jnp.bool_)
     assert (type(buffer.capacity), buffer.capacity) == (int, 12)
     assert (buffer.num_envs, buffer.length) == (2, 6)
     assert (buffer.sequence_length, buffer.period) == (3, 1)
@@ -585,7 +585,7 @@ def test_eager_jit_scan_vmap_and_donated_agree(sampler):
         jax.tree.map(lambda leaf: leaf[0], both),
     ):
         np.testing.assert_array_equal(other[1].slots.index, compiled[1].slots.index)
-        jax.tree.map(np.testing.assert_array_equal, other[1].data, compiled[1].data)
+        chex.assert_trees_all_equal(other[1].data, compiled[1].data)
         np.testing.assert_allclose(other[1].probability, compiled[1].probability, rtol=1e-6)
         np.testing.assert_array_equal(other[0].occupancy.counters, compiled[0].occupancy.counters)
     alone = run(jax.jit(step), keys[1])
@@ -601,18 +601,17 @@ def test_size_of_a_vmapped_buffer():
 
 
 def test_buffers_built_alike_share_a_trace():
-    traces = []
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def size(buffer):
-        traces.append(None)
         return buffer.size
 
     size(create(2, 4, 2))
     size(create(2, 4, np.int32(2)).add(steps([1, 2])))
-    assert len(traces) == 1
-    size(create(2, 4, 3))
-    assert len(traces) == 2
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        size(create(2, 4, 3))
 
 
 LARGE = (8, 4096, 4)
@@ -674,7 +673,7 @@ def test_leaves_of_no_elements_are_stored_and_accumulated():
     rollout = jax.tree.map(lambda leaf: jnp.ones((2, 6, *leaf.shape), leaf.dtype), example)
     buffer = create(2, 8, sequence_length=3, example=example)
     buffer = jaxbuf.add(buffer, rollout)
-    assert jaxbuf.sample(buffer, jax.random.key(0), 4).data["nothing"].shape == (4, 3, 0)
+    chex.assert_shape(jaxbuf.sample(buffer, jax.random.key(0), 4).data["nothing"], (4, 3, 0))
     accumulator = jaxbuf.EpisodeAccumulator.create(example, num_envs=2, max_length=4)
     _, episodes, done = accumulator.add(jax.tree.map(lambda leaf: leaf[:, :1], rollout))
     assert done.all()

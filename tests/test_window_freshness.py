@@ -1,5 +1,6 @@
 """Windows of steps that retire: by use, by staleness, by session."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -189,7 +190,7 @@ def test_scan_vmap_and_eager_agree_and_nothing_is_copied():
     mapped = jax.jit(jax.vmap(lambda keys: jax.lax.scan(cycle, buffer, (keys, versions))))(keys)
     eager = cycle(buffer, (keys[1, 0], versions[0]))[1]
     scanned = scan(buffer, keys[1])
-    jax.tree.map(np.testing.assert_array_equal, scanned, jax.tree.map(lambda x: x[1], mapped))
+    chex.assert_trees_all_equal(scanned, jax.tree.map(lambda x: x[1], mapped))
     np.testing.assert_array_equal(scanned[1][0], eager)
 
 

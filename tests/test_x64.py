@@ -1,5 +1,6 @@
 """Programs that enable 64-bit types: buffers hold them, and their own books stay as they are."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +86,7 @@ def test_windows_and_episodes():
     check(batch)
     targets = jaxbuf.n_step(batch.data, 2, 0.9)
     assert targets.reward.dtype == jnp.float64
-    assert jaxbuf.stack_frames(batch.data, 3).frames.shape == (8, 4, 3, 3)
+    chex.assert_shape(jaxbuf.stack_frames(batch.data, 3).frames, (8, 4, 3, 3))
     buffer = jaxbuf.update_priority(buffer, batch.slots, np.ones(8))
     assert buffer.episode_return(jnp.int32(0), jnp.int32(6)) == 6
 
