@@ -5,6 +5,7 @@ fixed shapes, in which rows are masked out and all numbers traced, so that no ex
 another one has compiled before.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,8 +94,8 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(start=leaves, stop=leaves)
     def reduce(self, start, stop):
         stop = max(stop, start, 0)
-        found = reduce_tree(self.tree, start, stop)
-        assert found == {op: self.twin.reduce(op, start, stop) for op in self.ops}
+        expected = {op: self.twin.reduce(op, start, stop) for op in self.ops}
+        chex.assert_trees_all_equal(reduce_tree(self.tree, start, stop), expected)
 
     @precondition(lambda self: "sum" in self.ops and self.twin.nnz())
     @rule(ends=lists(st.tuples(leaves, st.booleans()), ROWS))
@@ -113,9 +114,9 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        values, nnz, roots = jax.device_get(observe_tree(self.tree))
-        np.testing.assert_array_equal(values, self.twin.values)
-        assert roots == {op: self.twin.reduce(op) for op in self.ops}
+        values, nnz, roots = observe_tree(self.tree)
+        expected = {op: self.twin.reduce(op) for op in self.ops}
+        chex.assert_trees_all_equal((values, roots), (self.twin.values, expected))
         if self.ops != ("min",):
             assert nnz == self.twin.nnz()
 
@@ -163,7 +164,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([1, 2, 6]))
     def take(self, count):
-        self.queue, sample = jax.device_get(take(self.queue, count))
+        self.queue, sample = take(self.queue, count)
+        sample = jax.device_get(sample)
         expected = self.twin.take(count)
         held = len(expected)
         assert sample.data[:held].tolist() == expected
@@ -182,17 +184,13 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         counts = np.arange(self.CAPACITY + 2, dtype=np.int32)
-        held = len(self.twin.waiting)
-        metrics, size, can_add, can_sample = observe_queue(self.queue, counts)
-        assert metrics == {
-            "size": held,
-            "adds": self.twin.adds,
-            "rejected": self.twin.rejected,
-            "taken": self.twin.taken,
-        }
-        assert size == held
-        np.testing.assert_array_equal(can_add, counts <= self.CAPACITY - held)
-        np.testing.assert_array_equal(can_sample, counts <= held)
+        twin, held = self.twin, len(self.twin.waiting)
+        metrics = {"size": held}
+        metrics |= {name: getattr(twin, name) for name in ("adds", "rejected", "taken")}
+        chex.assert_trees_all_equal(
+            observe_queue(self.queue, counts),
+            (metrics, held, counts <= self.CAPACITY - held, counts <= held),
+        )
 
 
 def data(number):
