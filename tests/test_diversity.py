@@ -430,3 +430,17 @@ def test_norms_below_one_are_those_of_torch_cdist():
         assert not near(origin, other, Ball(distance * 0.999, p))
     assert near(origin, other, Ball(2.0, 0.0))
     assert near(origin, jnp.array([[0.0, 1e-30, 0.0]]), Ball(1.0, 0.0))
+
+
+def test_beside_limits_on_use():
+    """Few slots, which a filter of distance looks up in the set of those that are in use."""
+    freshness = jaxbuf.Freshness(max_use=1)
+    diversity = jaxbuf.Diversity(0.5)
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(2), 4, freshness=freshness, diversity=diversity)
+    points = jnp.arange(6.0).reshape(3, 2)
+    buffer = buffer.add(points, score=jnp.arange(3.0))
+    buffer = buffer.mark_used(jax.tree.map(lambda leaf: leaf[:1], buffer.latest(3).slots))
+    # Only the point that retired is far from all others, and comes again.
+    buffer = buffer.add(points, score=jnp.arange(3.0))
+    assert int(buffer.size) == 3
+    assert int(buffer.metrics()["refused_near_buffer"]) == 2

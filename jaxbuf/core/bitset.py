@@ -48,11 +48,12 @@ class Bitset(struct.PyTreeNode):
         starts = _starts(capacity)
         return cls(jnp.zeros((starts[-1],), jnp.uint32), jnp.int32(0), capacity)
 
-    def get(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def get(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Whether these are members; False for what is out of range."""
-        if index.shape[0] == 0:
-            return jnp.zeros((0,), bool)
-        return rowwise.each(_get, index, self.nodes, (self.capacity,))
+        if index.size == 0:
+            return jnp.zeros(index.shape, bool)
+        found = rowwise.each(_get, index.reshape(-1), self.nodes, (self.capacity,))
+        return found.reshape(index.shape)
 
     def set(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
         """Say of numbers whether they are members.

@@ -166,6 +166,8 @@ class Others(abc.ABC):
         row = jnp.arange(height, dtype=jnp.int32)[:, None]
 
         def step(k: Array, carry: Any) -> Any:
+            # A loop with known bounds counts in 64 bits where these are on.
+            k = k.astype(jnp.int32)
             first, block = k // blocks, k % blocks
             slot, theirs = self.open(block)
             slot = slot + lane

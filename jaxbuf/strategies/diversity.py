@@ -220,6 +220,8 @@ def _crowded(
     entering = jnp.pad(entering & (jnp.arange(rows, dtype=jnp.int32) < count), (0, padding))
 
     def tile(k: Array, crowded: Bool[Array, " P"]) -> Bool[Array, " P"]:
+        # A loop with known bounds counts in 64 bits where these are on.
+        k = k.astype(jnp.int32)
         first = k * height
         enters = entering & ~crowded
         # Those of earlier tiles are settled; within the tile one row settles after the other.
