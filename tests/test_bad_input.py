@@ -119,6 +119,29 @@ def test_an_extra_leaf_is_named(how):
         HOW_TO_ADD[how](create(), rows() | {"reward": jnp.zeros(8, jnp.float32)})
 
 
+def mixed():
+    """A dictionary of which JAX cannot sort the keys."""
+    return {1: jnp.zeros(2), "obs": jnp.zeros(2)}
+
+
+@pytest.mark.parametrize("how", list(HOW_TO_ADD))
+def test_keys_that_cannot_be_sorted_together(how, tmp_path):
+    message = "is not a pytree: its dictionaries need keys that can be sorted"
+    if how != "jit":
+        with pytest.raises(ValueError, match=f"items {message}"):
+            HOW_TO_ADD[how](create(), mixed())
+    for make in (
+        lambda: jaxbuf.ItemBuffer.create(mixed(), 4),
+        lambda: jaxbuf.TrajectoryBuffer.create(mixed(), 2, 4),
+        lambda: jaxbuf.Queue.create(mixed(), 4),
+        lambda: jaxbuf.ChunkAccumulator.create(mixed(), 2, 2),
+    ):
+        with pytest.raises(ValueError, match=f"example {message}"):
+            make()
+    with pytest.raises(ValueError, match=f"buffer {message}"):
+        jaxbuf.save(tmp_path, mixed())
+
+
 def test_of_many_differences_a_few_are_named():
     more = {f"extra{number:02}": jnp.zeros(8) for number in range(20)}
     with pytest.raises(
@@ -364,7 +387,7 @@ def test_a_key_of_the_old_style_is_as_good():
 
 @pytest.mark.parametrize("batch_size", [jax.random.key(0), jnp.int32(4), 4.0, None])
 def test_a_batch_size_that_is_no_number_is_named_before_anything_is_compiled(batch_size):
-    with pytest.raises(ValueError, match=r"(?s)batch_size is .*; expected a whole number"):
+    with pytest.raises(ValueError, match=r"(?s)batch_size is .*; expected an integer"):
         jaxbuf.sample(filled(), jax.random.key(0), batch_size)
 
 

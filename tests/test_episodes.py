@@ -493,7 +493,7 @@ def test_without_episodes_nothing_is_kept():
         create(2, 4).is_episode_first(jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="positions were given with slots"):
         create(2, 4).is_episode_first(slots, jnp.zeros(2, jnp.int32))
-    with pytest.raises(ValueError, match="positions has dtype float32; expected whole numbers"):
+    with pytest.raises(ValueError, match="positions has dtype float32; expected integers"):
         create(2, 4).is_episode_last(jnp.zeros(2, jnp.int32), jnp.zeros(2))
 
 

@@ -106,9 +106,9 @@ def test_a_lost_life_ends_no_stack_where_the_last_step_is_given():
 
 
 BAD = [
-    (lambda w: w, {"n": 0}, "n is 0 and windows have 4 steps; expected 1 <= n <= 4"),
+    (lambda w: w, {"n": 0}, "n is 0; expected an integer of at least 1"),
     (lambda w: w, {"n": 5}, "n is 5 and windows have 4 steps"),
-    (lambda w: w, {"n": 1.5}, "n is 1.5; expected a whole number"),
+    (lambda w: w, {"n": 1.5}, "n is 1.5; expected an integer of at least 1"),
     (lambda w: w, {"field": "eye"}, "field is 'eye', but the window has no such field"),
     (lambda w: {"obs": w["obs"]}, {}, "terminated is 'terminated', but the window has no"),
     (lambda w: w, {"last": "over"}, "last is 'over', but the window has no such field"),

@@ -424,10 +424,13 @@ def test_a_scanned_cycle_copies_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_use": 0}, "max_use is 0; expected None or a whole number from 1"),
+        ({"max_use": 0}, "max_use is 0; expected an integer of at least 1"),
         ({"max_use": 1.5}, "max_use is 1.5; expected"),
-        ({"max_staleness": 0}, "max_staleness is 0; expected None or a whole number from 1"),
-        ({"max_staleness": -1, "comparison": ">"}, "max_staleness is -1; .* from 0"),
+        ({"max_staleness": 0}, "max_staleness is 0; expected an integer of at least 1"),
+        (
+            {"max_staleness": -1, "comparison": ">"},
+            "max_staleness is -1; expected an integer of at least 0",
+        ),
         ({"max_staleness": 3, "comparison": "<"}, "comparison is '<'; choose from"),
     ],
 )

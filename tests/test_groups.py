@@ -237,10 +237,10 @@ def sample(buffer=None, groups=1, **options):
 
 
 BAD = [
-    (lambda: sample(num_groups=0), "num_groups is 0; expected at least 1"),
-    (lambda: sample(size=0), "size is 0; expected at least 1"),
+    (lambda: sample(num_groups=0), "num_groups is 0; expected an integer of at least 1"),
+    (lambda: sample(size=0), "size is 0; expected an integer of at least 1"),
     (lambda: sample(groups=[0, 3]), "groups has id 3; expected ids from 0 to num_groups"),
-    (lambda: sample(groups=0), "groups is 0; expected at least 1"),
+    (lambda: sample(groups=0), "groups is 0; expected an integer of at least 1"),
     (lambda: sample(groups=np.array([0, 3])), "groups has id 3; expected ids from 0 to num_groups"),
     (lambda: sample(groups=jnp.array([-1, 2])), "groups has id -1; expected ids from 0"),
     (lambda: sample(groups=jnp.zeros((2, 2), jnp.int32)), "groups has shape (2, 2)"),

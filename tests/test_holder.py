@@ -277,12 +277,15 @@ BAD = [
     (lambda: Holder(0, recheck=0.0), "recheck is 0.0; expected None or seconds, more than 0"),
     (lambda: queue(2).add(integers(1, 2, 3)), "items asks for 3 rows at a time, but the capacity"),
     (lambda: queue(2).take(3), "batch_size asks for 3 rows at a time, but the capacity is 2"),
-    (lambda: queue(2).take(0), "batch_size is 0; expected at least 1"),
+    (lambda: queue(2).take(0), "batch_size is 0; expected an integer of at least 1"),
     (
         lambda: items(2).sample(jax.random.key(0), 3),
         "batch_size asks for 3 rows at a time, but the",
     ),
-    (lambda: items(2).sample(jax.random.key(0), 0), "batch_size is 0; expected at least 1"),
+    (
+        lambda: items(2).sample(jax.random.key(0), 0),
+        "batch_size is 0; expected an integer of at least 1",
+    ),
     (lambda: items(2).sample(jax.random.key(0), 2, least=3), "least asks for 3 rows at a time"),
     (
         lambda: Holder(rings()).sample(jax.random.key(0), 7),
@@ -303,7 +306,10 @@ BAD = [
     (lambda: items(2).take(1), "buffer is an ItemBuffer, which has no method take; it has"),
     (lambda: queue(2).add({}), "items"),
     (lambda: queue(2).add(3), "items has shape ()"),
-    (lambda: items(2).sample(jax.random.key(0), 3, least=0), "least is 0; expected at least 1"),
+    (
+        lambda: items(2).sample(jax.random.key(0), 3, least=0),
+        "least is 0; expected an integer",
+    ),
 ]
 
 

@@ -169,7 +169,7 @@ def test_configurations_are_compared_by_value():
         (lambda: EMA(0.0), "alpha is 0.0; expected above 0 and at most 1"),
         (lambda: Min(1.5), "alpha is 1.5"),
         (lambda: Percentile(10), "q is 10.0; expected from 0"),
-        (lambda: BaselineFilter.create(0), "refresh_after is 0; expected a whole number from 1 on"),
+        (lambda: BaselineFilter.create(0), "refresh_after is 0; expected an integer of at least 1"),
         (lambda: combine(jnp.float32(0), None, "median"), "by is 'median'; choose from"),
         (
             lambda: BaselineFilter.create().select(jnp.arange(3.0), 0.0, jnp.ones(2, bool)),

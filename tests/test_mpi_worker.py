@@ -214,9 +214,9 @@ def _check_managers(seen):
     [
         ({"mode": "async"}, "mode is 'async'; choose from"),
         ({"filter": 10}, "filter is 10; expected None or jaxbuf.mpi.BaselineFilter.create"),
-        ({"rows": 0}, "rows is 0; expected at least 1"),
-        ({"every": 1.5}, "every is 1.5; expected a whole number"),
-        ({"in_flight": 0}, "in_flight is 0; expected at least 1"),
+        ({"rows": 0}, "rows is 0; expected an integer of at least 1"),
+        ({"every": 1.5}, "every is 1.5; expected an integer of at least 1"),
+        ({"in_flight": 0}, "in_flight is 0; expected an integer of at least 1"),
         ({"timeout": 0}, "timeout is 0; expected seconds, more than 0, or None"),
     ],
 )
@@ -245,7 +245,7 @@ def test_what_a_worker_refuses_of_its_manager_and_state():
     [
         ({"manager": 3}, "manager is a int; expected a jaxbuf.mpi.Manager"),
         ({"manager": 1}, "manager has 1 workers, but the group has 2; create it with"),
-        ({"rows": 0}, "rows is 0; expected at least 1"),
+        ({"rows": 0}, "rows is 0; expected an integer of at least 1"),
         ({"timeout": -1}, "timeout is -1; expected seconds, more than 0, or None"),
         ({"save_every": 1.0}, "save_every is 1.0, but save_to is None; give it a folder"),
         ({"save_to": __file__}, "save_to is .*, which is a file; choose a folder"),

@@ -124,9 +124,9 @@ def test_another_discount_does_not_retrace():
 
 
 BAD = [
-    ({}, {"n": 0}, "n is 0 and windows have 4 steps"),
+    ({}, {"n": 0}, "n is 0; expected an integer of at least 1"),
     ({}, {"n": 4}, "n is 4 and windows have 4 steps"),
-    ({}, {"n": 1.0}, "n is 1.0; expected a whole number"),
+    ({}, {"n": 1.0}, "n is 1.0; expected an integer of at least 1"),
     ({}, {"reward": "gain"}, "reward is 'gain', but the window has no such field"),
     ({}, {"truncated": "late"}, "truncated is 'late', but the window has no such field"),
     ({"reward": jnp.ones(4)}, {}, "reward has shape (4,); expected (B, L)"),

@@ -245,7 +245,7 @@ BAD = [
     (rate(-1), "samples_per_insert is -1.0; expected a positive number"),
     (rate(math.nan), "samples_per_insert is nan; expected a positive number"),
     (rate(1e-5), "samples_per_insert is 1e-05; expected at least 1 / 1000"),
-    (rate(1.0, 0), "min_size is 0; expected at least 1"),
+    (rate(1.0, 0), "min_size is 0; expected an integer of at least 1"),
     (rate(1.0, 1.5), "min_size is 1.5; expected an integer"),
     (rate(5, 10, 4), "tolerance is 4, a range of 8; expected one of at least 10"),
     (rate(0.5, 10, 0.9), "tolerance is 0.9, a range of 1.8; expected one of at least 2"),

@@ -488,7 +488,7 @@ def lowest():
     [
         (lambda: jaxbuf.Recent(1.5, 3), "ratio is 1.5; expected a fraction in [0, 1]"),
         (lambda: jaxbuf.Recent(float("nan"), 3), "ratio is nan"),
-        (lambda: jaxbuf.Recent(0.5, 0), "steps is 0; expected a whole number from 1 on"),
+        (lambda: jaxbuf.Recent(0.5, 0), "steps is 0; expected an integer of at least 1"),
         (lambda: jaxbuf.Recent(0.5, 1.5), "steps is 1.5"),
         (lambda: jaxbuf.Recent(0.5, 3, jaxbuf.Prioritized), "choose jaxbuf.Uniform(...)"),
         (
@@ -518,7 +518,10 @@ def lowest():
             "replacement is 'no'; expected True or False",
         ),
         (lambda: jaxbuf.ItemBuffer.create(ITEM, 4).latest(5), "n is 5, but there is room for 4"),
-        (lambda: jaxbuf.ItemBuffer.create(ITEM, 4).latest(0), "n is 0; expected at least 1"),
+        (
+            lambda: jaxbuf.ItemBuffer.create(ITEM, 4).latest(0),
+            "n is 0; expected an integer",
+        ),
     ],
 )
 def test_bad_input(call, message):

@@ -470,8 +470,8 @@ def test_importance_weights_count_windows():
 
 
 BAD_CONFIGURATIONS = [
-    ({"num_envs": 0}, "num_envs is 0; expected at least 1"),
-    ({"num_envs": 1.5}, "num_envs is 1.5; expected a whole number"),
+    ({"num_envs": 0}, "num_envs is 0; expected an integer of at least 1"),
+    ({"num_envs": 1.5}, "num_envs is 1.5; expected an integer of at least 1"),
     ({"length": 0}, "length is 0"),
     ({"sequence_length": 0}, "sequence_length is 0"),
     ({"sequence_length": 9}, "sequence_length is 9, but a ring has length 8"),
@@ -518,7 +518,7 @@ BAD_ADDS = [
 @pytest.mark.parametrize(
     ("options", "size", "message"),
     [
-        ({}, 0, "sequence_length is 0; expected at least 1"),
+        ({}, 0, "sequence_length is 0; expected an integer of at least 1"),
         ({}, 7, "sequence_length is 7, but a ring has length 6"),
         ({}, jnp.int32(2), "sequence_length is"),
         ({"num_earliest_ignored": 2}, 5, "num_earliest_ignored is 2 and sequence_length 5"),

@@ -133,3 +133,61 @@ def test_hindsight(strategy):
     )
     assert batch["goal"].dtype == batch["reward"].dtype == jnp.float64
     assert relabeled.all()
+
+
+@pytest.mark.parametrize("within_batch", ["suppress", "greedy"])
+@pytest.mark.parametrize("freshness", [None, jaxbuf.Freshness(max_use=2)])
+def test_diversity_outside_of_jit(within_batch, freshness):
+    diversity = jaxbuf.Diversity(1.0, key="obs", within_batch=within_batch)
+    buffer = jaxbuf.ItemBuffer.create(STEP, 8, diversity=diversity, freshness=freshness)
+    for _ in range(2):
+        buffer = buffer.add(rows(8), score=np.arange(8.0))
+    assert sorted(buffer.data["reward"].tolist()) == list(range(8))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int64, np.uint8, np.uint32, np.uint64])
+@pytest.mark.parametrize("asarray", [np.asarray, jnp.asarray])
+def test_integers_of_any_width(dtype, asarray):
+    freshness = jaxbuf.Freshness(max_staleness=4)
+    ids = asarray(np.arange(4, dtype=dtype))
+    buffer = jaxbuf.ItemBuffer.create({"group": np.int64(0)}, 8, freshness=freshness)
+    buffer = buffer.add({"group": np.arange(4)}, version=ids)
+    buffer = jaxbuf.add(buffer, {"group": np.arange(4)}, version=ids)
+    buffer = buffer.set_version(ids[3], session=ids[0])
+    assert buffer.staleness(buffer.latest(4).slots).tolist() == [3, 2, 1, 0]
+    assert buffer.can_sample(ids[3])
+    groups = jaxbuf.sample_groups(buffer, jax.random.key(0), ids[:2], num_groups=4, size=3)
+    assert groups.valid.sum(axis=1).tolist() == [2, 2]
+    accumulator = jaxbuf.ChunkAccumulator.create(np.float64(0), 4, 1)
+    accumulator, chunks, done = accumulator.add(np.arange(4.0), ids, ids, version=ids)
+    assert chunks.version[done].tolist() == [0, 1, 2, 3]
+    windows = jaxbuf.TrajectoryBuffer.create(np.float64(0), 4, 8, freshness=freshness)
+    windows = windows.add(np.arange(4.0), version=ids).clear(ids[:1])
+    assert windows.can_sample(ids[3])
+    assert not windows.can_sample(jnp.int64(4))
+
+
+def test_integers_that_do_not_fit():
+    large = jnp.arange(4) + 2**40
+    freshness = jaxbuf.Freshness(max_staleness=3)
+    buffer = jaxbuf.ItemBuffer.create(np.float64(0), 8, freshness=freshness)
+    message = r"version\[0\] is 1099511627776; expected an integer from"
+    for add in (buffer.add, lambda *args, **options: jaxbuf.add(buffer, *args, **options)):
+        with pytest.raises(ValueError, match=message):
+            add(np.arange(4.0), version=large)
+    with pytest.raises(ValueError, match="version is 1099511627776; expected an integer from"):
+        buffer.set_version(large[0])
+    accumulator = jaxbuf.ChunkAccumulator.create(np.float64(0), 4, 1)
+    with pytest.raises(ValueError, match=r"number\[0\] is 1099511627776; expected"):
+        accumulator.add(np.arange(4.0), jnp.arange(4), large)
+
+
+def test_64_bit_numbers_are_kept():
+    item = {"time": np.int64(0), "value": np.float64(0), "narrow": np.int32(0)}
+    buffer = jaxbuf.ItemBuffer.create(item, 4)
+    given = {"time": np.arange(4) + 2**40, "value": np.full(4, 1e300)}
+    buffer = jaxbuf.add(buffer, {**given, "narrow": np.arange(4, dtype=np.int32)})
+    assert buffer.data["time"].tolist() == given["time"].tolist()
+    assert buffer.data["value"].tolist() == given["value"].tolist()
+    with pytest.raises(ValueError, match="dtype int64; expected int32"):
+        buffer.add({**given, "narrow": np.arange(4)})

@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.core import describe, fields, storage
+from jaxbuf.core import describe, fields, storage, trees
 from jaxbuf.core.lanes import Lanes
 from jaxbuf.strategies.freshness import Freshness
 
@@ -127,7 +127,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
                 ``truncated`` beside ``terminated``, or else at the top, if steps have one.
 
         Raises:
-            ValueError: If a number is no whole number from 1 on, ``per_add`` is larger than
+            ValueError: If a number is not an integer of at least 1, ``per_add`` is larger than
                 ``waiting``, there are more than 2**30 steps, a flag is missing or no bool, or
                 ``example`` holds anything but arrays.
         """
@@ -199,6 +199,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
         """
+        self = trees.on_device(self)
         steps, taken = self._check(steps, mask)
         if not taken.shape[1]:
             return self.take()
@@ -210,6 +211,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
 
     def take(self) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
         """Hand out up to ``per_add`` of the episodes that wait, as ``add`` does."""
+        self = trees.on_device(self)
         lanes, lane, length, done = self.lanes.take(self.per_add)
         episodes = PaddedEpisode(steps=storage.read(self.data, lane), length=length)
         real = episodes.mask
@@ -227,6 +229,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if the shape or dtype differs.
         """
+        self = trees.on_device(self)
         envs = storage.check_rows(envs, "envs", (self.num_envs,), np.bool_, "(num_envs,)")
         return self.replace(lanes=self.lanes.drop(envs))
 
@@ -486,6 +489,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
         """
+        self = trees.on_device(self)
         fragments, (rows,) = storage.check(self.data[0], fragments, "fragments", ("B",), skip=2)
         shape = (rows,)
         worker = storage.check_rows(worker, "worker", shape, np.int32, "(B,)")
@@ -525,6 +529,7 @@ class ChunkAccumulator(struct.PyTreeNode):
 
     def take(self) -> tuple[Self, Chunk, Bool[Array, " K"]]:
         """Hand out up to ``per_add`` of the chunks that wait, as ``add`` does."""
+        self = trees.on_device(self)
         lanes, lane, _, done = self.lanes.take(self.per_add)
         length = self.fragments_per_chunk
         place = lane[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None]
@@ -544,6 +549,7 @@ class ChunkAccumulator(struct.PyTreeNode):
             ValueError: When traced, if the shape or dtype differs.
         """
         shape = (self.num_workers,)
+        self = trees.on_device(self)
         workers = storage.check_rows(workers, "workers", shape, np.bool_, "(num_workers,)")
         return self.replace(lanes=self.lanes.drop(workers))
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,28 +10,34 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import rowwise, storage
+from jaxbuf.core import rowwise, storage, trees
 from jaxbuf.core.ages import Ages, Bound, age_range, grid, keeps_order, spread
 from jaxbuf.core.distinct import distinct
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Occupancy, Slots, random_words, scale_word
 from jaxbuf.strategies.samplers import Draw, Sampler, Uniform, points, without
 
+AnyBuffer = TypeVar("AnyBuffer", bound=Any)
+
 
 def check_batch_size(batch_size: int) -> int:
-    """``batch_size`` as a Python number.
+    """``batch_size`` as a Python integer.
 
     Raises:
-        ValueError: If it is no whole number from 1 on.
+        ValueError: If it is not an integer from 1 to 2**31 - 1 that is known when traced.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
-        raise ValueError(
-            f"batch_size is {batch_size!r}; expected a whole number known at trace time"
-        )
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected at least 1")
-    return int(batch_size)
+    return check_count("batch_size", batch_size, most=2**31 - 1)
+
+
+def check_wanted(batch_size: Any) -> Int[Array, ""]:
+    """How many rows are asked for, as an array; it may be traced.
+
+    Raises:
+        ValueError: If it is not one integer, or known not to fit int32.
+    """
+    return storage.check_rows(batch_size, "batch_size", (), np.int32, "one integer")
 
 
 def check_key(key: Any) -> None:
@@ -51,11 +57,11 @@ def check_key(key: Any) -> None:
     )
 
 
-def check_single(buffer: Any) -> None:
-    """Refuse a buffer that was donated, and buffers that ``vmap`` has put side by side.
+def check_single(buffer: AnyBuffer) -> AnyBuffer:
+    """The buffer, of jax arrays; refuse one that was donated, and buffers put side by side.
 
     Raises:
-        ValueError: If it is gone, or there is more than one.
+        ValueError: If it is gone, or if there is more than one, as ``vmap`` makes them.
     """
     check_there(buffer.counters, "buffer")
     if buffer.counters.ndim > 1:
@@ -64,6 +70,7 @@ def check_single(buffer: Any) -> None:
             f"buffer is {count} buffers side by side; work on each of them with jax.vmap, or take "
             "one: jax.tree.map(lambda leaf: leaf[0], buffer)"
         )
+    return trees.on_device(buffer)
 
 
 def check_slots(slots: Any) -> None:
@@ -85,19 +92,6 @@ def check_sampler(sampler: Any) -> None:
     """
     if isinstance(sampler, type) or not hasattr(sampler, "draw"):
         raise ValueError(f"sampler is {sampler!r}; expected a sampler such as {Uniform()}")
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """A configuration value as a Python number.
-
-    Raises:
-        ValueError: If it is no whole number from ``least`` on.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{name} is {value!r}; expected a whole number")
-    if value < least:
-        raise ValueError(f"{name} is {value}; expected at least {least}")
-    return int(value)
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -122,6 +116,15 @@ def needs_priority(sampler: Sampler, what: str) -> None:
             f"{what}, but {sampler} has no priorities; create the buffer with "
             "sampler=jaxbuf.Prioritized(...)"
         )
+
+
+def check_priority(priority: Any, shape: tuple[int, ...], axes: str) -> Float[Array, "..."]:
+    """Priorities of rows. One that is too large is infinite, so that its row is refused, as others.
+
+    Raises:
+        ValueError: If the shape differs, or they are not numbers.
+    """
+    return storage.check_rows(priority, "priority", shape, np.float32, axes, infinite=True)
 
 
 def needs_order(occupancy: Any, what: str) -> None:
@@ -214,7 +217,7 @@ def newest(occupancy: Any, n: int) -> Draw:
     """The ``n`` newest items of each ring, ring by ring in order of age.
 
     Raises:
-        ValueError: If the occupancy keeps no order of time, or ``n`` is no whole number from 1 to
+        ValueError: If the occupancy keeps no order of time, or ``n`` is not an integer from 1 to
             what a ring can hold.
     """
     needs_order(occupancy, "latest")
@@ -304,7 +307,7 @@ def set_priority(
     needs_priority(sampler, "update_priority was called")
     check_slots(slots)
     shape = slots.index.shape
-    value = storage.check_rows(priority, "priority", shape, np.float32, "that of slots")
+    value = check_priority(priority, shape, "that of slots")
     taken = [occupancy.holds(slots)]
     if mask is not None:
         taken.append(storage.check_rows(mask, "mask", shape, np.bool_, "that of slots"))

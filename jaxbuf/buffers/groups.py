@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import describe, fields, rowwise, storage
+from jaxbuf.core import describe, fields, rowwise, storage, trees
 from jaxbuf.core.slots import Ring, Slots, random_words, scale_word
 
 Order = Literal["age", "random"]
@@ -78,7 +78,7 @@ def sample_groups(
         replacement: Whether a group may be drawn twice.
 
     Raises:
-        ValueError: If a number is no whole number from 1 on, the field is missing or holds no
+        ValueError: If a number is not an integer of at least 1, the field is missing or holds no
             integers, ids known when traced are out of range, or ``order`` or ``padding`` is none of
             these.
 
@@ -111,6 +111,7 @@ def sample_groups(
         raise ValueError(f'padding is {padding!r}; choose "none" or "random"')
     if not isinstance(buffer, ItemBuffer):
         raise ValueError(f"buffer is a {type(buffer).__name__}; expected an ItemBuffer")
+    buffer = trees.on_device(buffer)
     ids = fields.need(buffer.data, group, "group", "items have")
     if not isinstance(ids, jax.Array) or not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim > 1:
         found = getattr(ids, "dtype", "no array"), getattr(ids, "shape", (0,))[1:]

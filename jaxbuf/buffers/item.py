@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.retire import Retiring, can_retire
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe, storage
+from jaxbuf.core import describe, sizes, storage, trees
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
@@ -64,6 +64,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
     _repr_html_ = describe.rich
 
     @classmethod
+    @sizes.allocating("what the buffer keeps of its items")
     def create(
         cls,
         example: PyTree,
@@ -86,14 +87,11 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             diversity: Refuses new items that are too close to others; None refuses none.
 
         Raises:
-            ValueError: If ``capacity`` is no whole number from 1 to 2**30, ``example`` holds
-                anything but arrays, or ``diversity`` compares a part that items do not have.
+            ValueError: If ``capacity`` is not an integer from 1 to 2**30, ``example`` holds
+                anything but arrays or takes more memory than there is, or ``diversity`` compares a
+                part that items do not have.
         """
-        if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer):
-            raise ValueError(f"capacity is {capacity!r}; expected a whole number")
-        capacity = int(capacity)
-        if not 1 <= capacity <= 2**30:
-            raise ValueError(f"capacity is {capacity}; expected from 1 to 2**30 items")
+        capacity = sizes.check_count("capacity", capacity)
         common.check_sampler(sampler)
         if isinstance(evictor, type) or not hasattr(evictor, "init") or hasattr(evictor, "draw"):
             raise ValueError(f"evictor is {evictor!r}; expected an evictor such as {Oldest()}")
@@ -105,6 +103,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             raise ValueError(
                 f"diversity is {diversity!r}; expected None or jaxbuf.Diversity(cutoff, ...)"
             )
+        data = storage.allocate(example, (capacity,))
         occupancy = evictor.init(capacity)
         if freshness is not None:
             if not can_retire(sampler):
@@ -116,7 +115,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         if getattr(sampler, "uses_age", False):
             common.needs_order(occupancy, f"{sampler}")
         return cls(
-            data=storage.allocate(example, (capacity,)),
+            data=data,
             occupancy=occupancy,
             sampler_state=sampler.init(capacity),
             counters=jnp.zeros((2,), jnp.uint32),
@@ -158,7 +157,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Whether there are at least ``batch_size`` items that can be drawn."""
-        return self.support().count >= batch_size
+        return self.support().count >= common.check_wanted(batch_size)
 
     def add(
         self,
@@ -191,7 +190,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
                 ``priority``, ``score``, ``version`` or ``session`` is given and nothing here uses
                 it, or if ``score`` is missing.
         """
-        common.check_single(self)
+        self = common.check_single(self)
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
         row_shape = (rows,)
         value = None
@@ -202,7 +201,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         legal = None
         if priority is not None:
             common.needs_priority(self.sampler, "priority was given")
-            value = storage.check_rows(priority, "priority", row_shape, np.float32, "(B,)")
+            value = common.check_priority(priority, row_shape, "(B,)")
             legal = self.sampler.accepts(value)
         score = self._check_score(score, row_shape)
         if score is not None:
@@ -262,11 +261,12 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             drawn have ``valid`` False, probability 0 and index ``capacity``.
 
         Raises:
-            ValueError: If ``batch_size`` is no whole number from 1 on, or ``key`` no single key.
+            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` not a single
+                key.
         """
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
-        common.check_single(self)
+        self = common.check_single(self)
         draw = self.sampler.draw(self.sampler_state, key, rows, self.occupancy)
         return self._gather(draw)
 
@@ -322,6 +322,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             >>> jnp.bincount(batch.data, length=5).tolist()
             [0, 0, 1, 3, 12]
         """
+        self = common.check_single(self)
         return self._gather(
             common.pick(
                 self,
@@ -345,9 +346,10 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             rows are invalid.
 
         Raises:
-            ValueError: If the evictor keeps no order of time, or ``n`` is no whole number from 1 to
+            ValueError: If the evictor keeps no order of time, or ``n`` is not an integer from 1 to
                 ``capacity``.
         """
+        self = common.check_single(self)
         return self._gather(common.newest(self.occupancy, n))
 
     def update_priority(
@@ -371,6 +373,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         Raises:
             ValueError: When traced, if the sampler has no priorities, or a shape differs.
         """
+        self = common.check_single(self)
         state, rejected = common.set_priority(
             self.sampler,
             self.sampler_state,
@@ -401,7 +404,8 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
 
     def support(self) -> Support:
         """How many items can be drawn, and the least probability among them."""
-        return self.sampler.support(self.sampler_state, self.occupancy)
+        buffer = trees.on_device(self)
+        return self.sampler.support(buffer.sampler_state, buffer.occupancy)
 
     def metrics(self) -> dict[str, Array]:
         """Numbers worth watching, all scalars: one pass over the slots, for logging.
@@ -417,6 +421,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             many items ``retired_used`` and ``retired_stale``, and of the live items ``use_max``,
             ``use_mean``, ``staleness_max`` and ``staleness_mean``.
         """
+        self = trees.on_device(self)
         diverse = self.diversity.metrics(self.diversity_state) if self.diversity else {}
         fresh = {}
         if self.freshness is not None:

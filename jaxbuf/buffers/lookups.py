@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
+from jaxbuf.core import numbers, trees
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
@@ -213,6 +214,7 @@ class EpisodeLookups:
         return self.episode_index
 
     def _look_up(self, query: Callable[..., Array], where: Any, positions: Any) -> Array:
+        self = trees.on_device(self)
         index, rings = self._index(), self.rings
         if isinstance(where, Slots):
             if positions is not None:
@@ -231,12 +233,11 @@ def broadcast_steps(
     """Names of single steps as flat arrays, and the shape that they had together.
 
     Raises:
-        ValueError: If one of them is not of whole numbers, or they do not broadcast.
+        ValueError: If one of them holds no integers, or they do not broadcast.
     """
-    env, position = jnp.asarray(env_ids), jnp.asarray(positions)
-    for name, array in (("env_ids", env), ("positions", position)):
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"{name} has dtype {array.dtype}; expected whole numbers")
+    env, position = numbers.integers(env_ids, "env_ids"), jnp.asarray(positions)
+    if not jnp.issubdtype(position.dtype, jnp.integer):
+        raise ValueError(f"positions has dtype {position.dtype}; expected integers")
     try:
         shape = jnp.broadcast_shapes(env.shape, position.shape)
     except ValueError as error:
@@ -244,6 +245,6 @@ def broadcast_steps(
             f"env_ids has shape {env.shape} and positions {position.shape}; expected shapes that "
             "broadcast"
         ) from error
-    env = jnp.broadcast_to(env, shape).reshape(-1).astype(jnp.int32)
+    env = jnp.broadcast_to(env, shape).reshape(-1)
     position = jnp.broadcast_to(position, shape).reshape(-1).astype(jnp.uint32)
     return env, position, shape

@@ -7,11 +7,13 @@ donate: the buffer's memory is updated in place, and the buffer passed in cannot
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.common import check_batch_size
 from jaxbuf.buffers.options import check_options, split_options
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.core import numbers
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 
@@ -33,6 +35,12 @@ class _SampledBuffer(_Buffer, Protocol):
     def update_priority(self) -> Callable[..., Any]: ...
 
 
+_KEPT = {
+    "priority": np.dtype("float32"),
+    "score": np.dtype("float32"),
+    "version": np.dtype("int32"),
+    "session": np.dtype("int32"),
+}
 AnyBuffer = TypeVar("AnyBuffer", bound=_Buffer)
 AnySampledBuffer = TypeVar("AnySampledBuffer", bound=_SampledBuffer)
 
@@ -76,7 +84,8 @@ def add(
     """
     given = {name: value for name, value in options.items() if value is not None}
     check_options(buffer, "add", given)
-    traced, static = split_options(given)
+    traced, static = split_options(_converted(given))
+    items = numbers.narrow(items, "items", getattr(buffer, "data", ()))
     return call(_add_method, buffer, items, traced, static, static=(3,), donate=donate)
 
 
@@ -157,8 +166,19 @@ def update_priority(
     """
     given = {name: value for name, value in options.items() if value is not None}
     check_options(buffer, "update_priority", given)
+    priority = _converted({"priority": priority})["priority"]
     traced, static = split_options(given)
     return call(_update_method, buffer, slots, priority, traced, static, static=(4,), donate=donate)
+
+
+def _converted(given: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of rows as they are kept, which ``jax.jit`` would cut to 32 bits before."""
+    return {
+        name: numbers.convert(value, name, _KEPT[name], infinite=name == "priority")
+        if name in _KEPT
+        else numbers.narrow(value, name, ())
+        for name, value in given.items()
+    }
 
 
 def _add_method(buffer: Any, items: Any, traced: dict[str, Any], static: Any) -> Any:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe, storage
+from jaxbuf.core import describe, sizes, storage
 from jaxbuf.core.slots import Ring, Slots
 
 
@@ -55,12 +55,10 @@ class Queue(struct.PyTreeNode):
             capacity: Most items that wait at a time.
 
         Raises:
-            ValueError: If ``capacity`` is no whole number from 1 to 2**30, or ``example`` holds
-                anything but arrays.
+            ValueError: If ``capacity`` is not an integer from 1 to 2**30, or ``example`` holds
+                anything but arrays or takes more memory than there is.
         """
-        capacity = common.check_count("capacity", capacity)
-        if capacity > 2**30:
-            raise ValueError(f"capacity is {capacity}; expected from 1 to 2**30 items")
+        capacity = sizes.check_count("capacity", capacity)
         return cls(
             data=storage.allocate(example, (capacity,)),
             occupancy=Ring.create(capacity),
@@ -79,11 +77,11 @@ class Queue(struct.PyTreeNode):
 
     def can_add(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Whether ``batch_size`` more items fit."""
-        return self.capacity - self.size >= batch_size
+        return self.capacity - self.size >= common.check_wanted(batch_size)
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Whether at least ``batch_size`` items wait."""
-        return self.size >= batch_size
+        return self.size >= common.check_wanted(batch_size)
 
     def accepts(self, rows: int, mask: Bool[Array, " B"] | None = None) -> Bool[Array, " B"]:
         """Which rows ``add`` would take now: of those that the mask leaves, the first that fit.
@@ -93,8 +91,9 @@ class Queue(struct.PyTreeNode):
             mask: Which of them, ``[B]``.
 
         Raises:
-            ValueError: When traced, if the mask is not ``[B]`` bools.
+            ValueError: When traced, if ``rows`` is not an integer or the mask not ``[B]`` bools.
         """
+        rows = sizes.check_count("rows", rows, least=0)
         free = self.capacity - self.size
         if mask is None:
             return jnp.arange(rows, dtype=jnp.int32) < free
@@ -112,7 +111,7 @@ class Queue(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
         """
-        common.check_single(self)
+        self = common.check_single(self)
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
         taken = self.accepts(rows, mask)
         if rows == 0:
@@ -140,9 +139,10 @@ class Queue(struct.PyTreeNode):
             ``capacity``; see ``can_sample``.
 
         Raises:
-            ValueError: If ``batch_size`` is no whole number from 1 on.
+            ValueError: If ``batch_size`` is not an integer of at least 1.
         """
         batch_size = common.check_batch_size(batch_size)
+        self = common.check_single(self)
         size = self.size
         row = jnp.arange(batch_size, dtype=jnp.int32)
         valid = row < size

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxbuf.buffers import common
-from jaxbuf.core import in_place, storage
+from jaxbuf.core import in_place, storage, trees
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
@@ -60,7 +60,10 @@ class Retiring:
             ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
         """
         freshness = self._needs_freshness("mark_used")
+        self = common.check_single(self)
         common.check_slots(slots)
+        if slots.index.size == 0:
+            return self
         taken = self.occupancy.holds(slots)
         if mask is not None:
             taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
@@ -88,15 +91,16 @@ class Retiring:
         """The learner is at this version now: what has become too stale retires.
 
         Args:
-            version: Its version, a whole number; usually one more than before.
+            version: Its version, an integer that fits int32; usually one more than before.
             session: Which run of the learner this is, if that matters: when it is another one than
                 before, versions start over, and everything that is here retires.
 
         Raises:
-            ValueError: When traced, if the buffer has no ``Freshness``, or one of the two is no
-                whole number.
+            ValueError: When traced, if the buffer has no ``Freshness``, or one of the two is not
+                an integer that fits int32.
         """
         freshness = self._needs_freshness("set_version")
+        self = common.check_single(self)
         before = self.freshness_state
         now = storage.check_rows(version, "version", (), np.int32, "a number")
         run = before.session
@@ -202,6 +206,7 @@ def can_retire(sampler: Any) -> bool:
 
 def uses_and_staleness(buffer: Retiring, slots: Slots) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """How often the items were used and how stale they are, in one look; 0 if not here any more."""
+    buffer = trees.on_device(buffer)
     assert buffer.freshness is not None
     state = buffer.freshness_state
     version, uses = buffer.freshness.look(state, slots.index)

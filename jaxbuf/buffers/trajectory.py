@@ -13,7 +13,7 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.lookups import EpisodeLookups, broadcast_steps
 from jaxbuf.buffers.retire import Retiring
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe, fields, storage
+from jaxbuf.core import describe, fields, numbers, sizes, storage, trees
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
@@ -83,6 +83,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
     _repr_html_ = describe.rich
 
     @classmethod
+    @sizes.allocating("what the buffer keeps of its steps")
     def create(
         cls,
         example: PyTree,
@@ -115,7 +116,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
                 window is as stale as its first step. Steps stay, so ``size`` counts them as before.
 
         Raises:
-            ValueError: If a number is no whole number from 1 on, a window is longer than a ring,
+            ValueError: If a number is not an integer of at least 1, a window is longer than a ring,
                 ``length`` is no multiple of ``period``, too many steps are ignored, there are more
                 than 2**30 steps, the sampler needs scores, ``example`` holds anything but arrays,
                 or ``episodes`` names a field that is missing, of another shape, or of the wrong
@@ -208,7 +209,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Whether there are at least ``batch_size`` windows; at most ``max_windows`` can be."""
-        return self.occupancy.size >= batch_size
+        return self.occupancy.size >= common.check_wanted(batch_size)
 
     def add(
         self,
@@ -256,7 +257,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             >>> buffer.end_position.tolist(), buffer.data[0, :2].tolist()
             ([2, 0, 0, 2], [3, 4])
         """
-        common.check_single(self)
+        self = common.check_single(self)
         if env_ids is not None:
             return self._add_to(env_ids, steps, priority, version, session, mask)
         steps, batch = common.check_steps(self.data, steps, self.num_envs)
@@ -269,7 +270,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             taken = common.check_step_mask(mask, batch)
         if priority is not None:
             common.needs_priority(self.sampler, "priority was given")
-            value = storage.check_rows(priority, "priority", batch, np.float32, axes).reshape(grid)
+            value = common.check_priority(priority, batch, axes).reshape(grid)
             refused = ~self.sampler.accepts(value)
             if taken is not None:
                 refused &= taken
@@ -326,7 +327,8 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             probability 0 and index ``capacity``.
 
         Raises:
-            ValueError: If ``batch_size`` is no integer of at least 1, ``key`` no single key, or
+            ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` not a single
+                key, or
                 ``sequence_length`` is longer than a ring, or not the buffer's own where some
                 windows are taken out: with ``Freshness``, or ``Episodes(boundary="avoid")``.
 
@@ -339,7 +341,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         """
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
-        common.check_single(self)
+        self = common.check_single(self)
         buffer = self._windows_of(sequence_length)
         draw = buffer.sampler.draw(buffer.sampler_state, key, rows, buffer.occupancy)
         return buffer._gather(draw)
@@ -378,9 +380,10 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             all ranges.
 
         Raises:
-            ValueError: If ``batch_size`` is no integer of at least 1, a flag is neither True nor
-                False, or ``by_priority`` is True and the sampler has no priorities.
+            ValueError: If ``batch_size`` is not an integer of at least 1, a flag is neither True
+                nor False, or ``by_priority`` is True and the sampler has no priorities.
         """
+        self = common.check_single(self)
         return self._gather(
             common.pick(
                 self,
@@ -405,7 +408,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
 
         Raises:
             ValueError: If windows are taken out in between, so that their order is not kept, or if
-                ``n`` is no whole number from 1 to ``length / period``.
+                ``n`` is not an integer from 1 to ``length / period``.
 
         Example:
             >>> import jax.numpy as jnp, jaxbuf
@@ -414,6 +417,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             >>> buffer.latest(2).data.tolist()
             [[3, 4], [4, 5], [9, 10], [10, 11]]
         """
+        self = common.check_single(self)
         return self._gather(common.newest(self.occupancy, n))
 
     def update_priority(
@@ -437,6 +441,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         Raises:
             ValueError: When traced, if the sampler has no priorities, or a shape differs.
         """
+        self = common.check_single(self)
         state, rejected = common.set_priority(
             self.sampler,
             self.sampler_state,
@@ -475,6 +480,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
                 if self.freshness
                 else (),
             )
+        self = trees.on_device(self)
         mask = self._check_envs(envs)
         starts = self.length // self.period
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
@@ -515,7 +521,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         Args:
             path: Its name; dots lead into nested fields. It may name a part of a step that holds
                 several fields.
-            env_ids: Whose steps, whole numbers of any shape that broadcasts with ``positions``.
+            env_ids: Whose steps, integers of any shape that broadcasts with ``positions``.
             positions: Which steps, as ``locate``, ``earliest_position`` and ``end_position`` count.
 
         Returns:
@@ -523,7 +529,8 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             step is not held: not written yet, or gone.
 
         Raises:
-            ValueError: When traced, if there is no such field, or a number is not whole.
+            ValueError: When traced, if there is no such field, or a number is not an
+                integer.
 
         Example:
             >>> import jax.numpy as jnp, jaxbuf
@@ -535,6 +542,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             >>> buffer.get_field("obs.x", jnp.array([0, 0, 1]), jnp.array([0, 1, 3])).tolist()
             [0.0, 1.0, 7.0]
         """
+        self = common.check_single(self)
         field = fields.need(self.data, path, "path", "steps have")
         if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(field)):
             raise ValueError(f"path is {path!r}, which leads to no arrays")
@@ -558,6 +566,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             ``Steps`` with leaves ``[num_envs, length, ...]``, whatever the buffer holds: the rows
             of a ring begin with its earliest step, and those past the newest one are invalid.
         """
+        self = common.check_single(self)
         skip = self.num_earliest_ignored if ignore_earliest else 0
         return self._earliest(self.length, skip)
 
@@ -574,7 +583,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             that lost a step are no longer drawn.
 
         Raises:
-            ValueError: If ``n`` is no whole number from 1 to ``length``.
+            ValueError: If ``n`` is not an integer from 1 to ``length``.
 
         Example:
             >>> import jax.numpy as jnp, jaxbuf
@@ -583,6 +592,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             >>> steps.data.tolist(), int(buffer.size)
             ([[6.0, 7.0]], 2)
         """
+        self = common.check_single(self)
         n = common.check_count("n", n)
         if n > self.length:
             raise ValueError(f"n is {n}, but a ring has length {self.length}")
@@ -597,7 +607,8 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
 
     def support(self) -> Support:
         """How many windows can be drawn, and the least probability among them."""
-        return self.sampler.support(self.sampler_state, self.occupancy)
+        buffer = trees.on_device(self)
+        return self.sampler.support(buffer.sampler_state, buffer.occupancy)
 
     def metrics(self) -> dict[str, Array]:
         """Numbers worth watching, all scalars: one pass over the slots, for logging.
@@ -611,6 +622,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             ``retired_used`` and ``retired_stale``, and of those that can be drawn ``use_max``,
             ``use_mean``, ``staleness_max`` and ``staleness_mean``.
         """
+        self = trees.on_device(self)
         fresh = {}
         if self.freshness is not None:
             live = self.occupancy.live(jnp.arange(self.rings.capacity, dtype=jnp.int32))
@@ -636,7 +648,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         axes = "(K, T)" if len(batch) > 1 else "(K,)"
         taken = common.check_step_mask(np.ones(count, bool) if mask is None else mask, batch)
         if priority is not None:
-            priority = storage.check_rows(priority, "priority", batch, np.float32, axes)
+            priority = common.check_priority(priority, batch, axes)
             priority = priority.reshape(taken.shape)
         if version is not None:
             version = _per_step(version, "version", batch, axes)
@@ -731,12 +743,12 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
 
     def _check_envs(self, envs: Any) -> Bool[Array, " E"]:
         """``envs`` as a mask."""
-        given = jnp.asarray(envs)
+        given = numbers.abstract(envs, "envs")
         if given.dtype == jnp.bool_:
-            return storage.check_rows(given, "envs", (self.num_envs,), np.bool_, "(num_envs,)")
-        if given.ndim != 1:
+            return storage.check_rows(envs, "envs", (self.num_envs,), np.bool_, "(num_envs,)")
+        if len(given.shape) != 1:
             raise ValueError(f"envs has shape {given.shape}; expected (K,), or a mask (num_envs,)")
-        ids = _whole("envs", given).astype(jnp.int32)
+        ids = numbers.integers(envs, "envs")
         # A negative number would count from the end.
         at = jnp.where(ids >= 0, ids, self.num_envs)
         return jnp.zeros((self.num_envs,), bool).at[at].set(True, mode="drop")
@@ -815,14 +827,6 @@ def _per_step(value: Any, name: str, batch: tuple[int, ...], axes: str) -> Int[A
     shape = batch[:1] if jnp.ndim(value) == 1 else batch
     array = storage.check_rows(value, name, shape, np.int32, axes).reshape(batch[0], -1)
     return jnp.broadcast_to(array, (batch[0], batch[1] if len(batch) > 1 else 1))
-
-
-def _whole(name: str, value: Any) -> Array:
-    """``value`` as an array of whole numbers."""
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name} has dtype {array.dtype}; expected whole numbers")
-    return array
 
 
 def _fold(data: PyTree[Array]) -> PyTree[Array]:

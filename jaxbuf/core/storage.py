@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from jaxbuf.core import in_place, native, rowwise
+from jaxbuf.core import in_place, native, numbers, rowwise, sizes, trees
 
 _KINDS = "biufc"
 # So many differences are named in an error.
@@ -37,20 +37,25 @@ def allocate(example: PyTree, leading: Sequence[int]) -> PyTree[Array]:
         leaves share memory, so that the whole can be donated.
 
     Raises:
-        ValueError: If the example has no leaves, or a leaf that no array can hold.
+        ValueError: If the example has no leaves, a leaf that no array can hold, or one that takes
+            more memory than there is.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(example)
+    trees.leaves(example, "example")
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(example)
     if not leaves:
         raise ValueError("example has no leaves; pass one unbatched item, a pytree of arrays")
-    for path, leaf in leaves:
-        try:
-            _abstract(leaf)
-        except TypeError as error:
-            name = _name("example", path)
-            raise ValueError(f"{name} is a {type(leaf).__name__}; expected an array") from error
-    return jax.tree.map(
-        lambda leaf: jnp.zeros((*leading, *_abstract(leaf).shape), _abstract(leaf).dtype), example
+    return jax.tree.unflatten(
+        treedef, [_zeros(leaf, leading, _name("example", path)) for path, leaf in leaves]
     )
+
+
+def _zeros(leaf: Any, leading: Sequence[int], name: str) -> Array:
+    """Zeros for one leaf of an example."""
+    like = numbers.abstract(leaf, name)
+    shape = (*leading, *like.shape)
+    size = sizes.check_bytes(name, shape, like.dtype)
+    with sizes.allocating(f"{name} as {like.dtype}{list(shape)}, which takes {size} bytes,"):
+        return jnp.zeros(shape, like.dtype)
 
 
 def check(
@@ -72,6 +77,7 @@ def check(
     Raises:
         ValueError: If the structure, a shape or a dtype differs; it names the leaf.
     """
+    trees.leaves(items, name)
     _check_structure(storage, items, name)
     paths, treedef = jax.tree_util.tree_flatten_with_path(storage)
     lengths: dict[str, int] = {}
@@ -80,10 +86,7 @@ def check(
     for (path, stored), leaf in zip(paths, jax.tree.leaves(items), strict=True):
         label = _name(name, path)
         shape, dtype = stored.shape[skip:], stored.dtype
-        try:
-            got = _abstract(leaf)
-        except TypeError as error:
-            raise ValueError(f"{label} is a {type(leaf).__name__}; expected an array") from error
+        got = numbers.abstract(leaf, label)
         expected = (*axes, *shape)
         if len(got.shape) != len(expected) or any(
             isinstance(want, int) and want != have
@@ -98,32 +101,58 @@ def check(
                     f"{lengths[axis]}; all leaves need the same"
                 )
         owner = owner or label
-        if got.dtype != dtype and not (got.weak_type and _fits(got.dtype, dtype)):
+        if got.dtype != dtype and not (got.weak_type and numbers.may_become(got.dtype, dtype)):
             raise ValueError(
                 f"{label} has dtype {got.dtype}; expected {dtype} "
                 f"(cast it yourself: nothing is cast silently)"
             )
-        out.append(jnp.asarray(leaf, dtype))
+        out.append(jnp.asarray(numbers.convert(leaf, label, dtype), dtype))
     sizes = tuple(axis if isinstance(axis, int) else lengths[axis] for axis in axes)
     return jax.tree.unflatten(treedef, out), sizes
 
 
 def check_rows(
-    value: Any, name: str, shape: tuple[int, ...], dtype: type[np.generic], axes: str
+    value: Any,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: type[np.generic],
+    axes: str,
+    *,
+    infinite: bool = False,
 ) -> Array:
     """One number per row: ``value`` as an array of ``shape`` and ``dtype``.
 
+    Integers of any width become integers, and all numbers floating-point numbers.
+
+    Args:
+        value: The numbers.
+        name: What to call them in an error.
+        shape: Their shape.
+        dtype: What they become.
+        axes: What to call the shape.
+        infinite: Whether what is too large becomes infinite, for who counts such rows as refused.
+
     Raises:
-        ValueError: If the shape differs, or if the dtype is of another kind (bool, integer or
-            floating).
+        ValueError: If the shape differs, if the dtype is of another kind (bool, integer or
+            floating), or if a number that can be seen does not fit.
     """
-    got = _abstract(value)
+    got = numbers.abstract(value, name)
     if got.shape != shape:
         raise ValueError(f"{name} has shape {got.shape}; expected {shape}, which is {axes}")
-    castable = got.weak_type or jnp.issubdtype(dtype, jnp.floating)
-    if got.dtype != np.dtype(dtype) and not (castable and _fits(got.dtype, dtype)):
+    if not _is_castable(got, dtype):
         raise ValueError(f"{name} has dtype {got.dtype}; expected {np.dtype(dtype).name}")
-    return jnp.asarray(value).astype(dtype)
+    return jnp.asarray(numbers.convert(value, name, np.dtype(dtype), infinite=infinite), dtype)
+
+
+def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic]) -> bool:
+    """Whether numbers of one kind may be given where others are kept."""
+    if not numbers.is_number(got.dtype):
+        return False
+    whole = jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(got.dtype, jnp.integer)
+    if got.dtype == np.dtype(dtype) or whole:
+        return True
+    loose = got.weak_type or jnp.issubdtype(dtype, jnp.floating)
+    return loose and numbers.may_become(got.dtype, dtype)
 
 
 def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
@@ -146,6 +175,7 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
     leaves, treedef = jax.tree.flatten(storage)
     count = index.shape[0]
+    _check_rows_fit(leaves, 1, (count,))
     short = rowwise.is_alone() or _row_bytes(leaves, 1) <= _SMALL_ROW
     few = 0 < count <= rowwise.most_rows() and short and all(map(_is_small, leaves))
     # The lines of all rows, which are read before a loop copies them, should still be in a cache.
@@ -197,9 +227,15 @@ def _lines(index: Int[Array, ""], storage: PyTree[Array]) -> list[Array]:
     return found
 
 
+def _check_rows_fit(leaves: list[Array], axes: int, leading: tuple[int, ...]) -> None:
+    """Refuse to read so many rows that no array can hold them."""
+    for leaf in leaves:
+        sizes.check_bytes("a batch", (*leading, *leaf.shape[axes:]), leaf.dtype)
+
+
 def _is_small(leaf: Array) -> bool:
     """Whether a row of the leaf can be copied by a loop that is one native function."""
-    return _is_number(leaf) and _row_bytes([leaf], 1) <= _SMALL_ROW
+    return numbers.is_number(leaf.dtype) and _row_bytes([leaf], 1) <= _SMALL_ROW
 
 
 def _is_narrow(leaf: Array) -> bool:
@@ -209,11 +245,6 @@ def _is_narrow(leaf: Array) -> bool:
     """
     small = _is_small(leaf) and leaf.dtype.itemsize < 4
     return small and math.prod(leaf.shape[1:]) >= _LINE
-
-
-def _is_number(leaf: Any) -> bool:
-    """Whether the leaf holds numbers, and not such as keys, which can only be moved."""
-    return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def _row_bytes(leaves: list[Array], axes: int) -> int:
@@ -257,6 +288,7 @@ def read_runs(
         Leaves ``[B, length, ...]``.
     """
     num_rings, size = jax.tree.leaves(storage)[0].shape[:2]
+    _check_rows_fit(jax.tree.leaves(storage), 2, (start.shape[0], length))
 
     def plain(
         storage: PyTree[Array], ring: Int[Array, " B"], start: Int[Array, " B"]
@@ -326,25 +358,6 @@ def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:
     more = [f"{len(parts) - _NAMED} more"] if len(parts) > _NAMED else []
     detail = "; ".join(parts[:_NAMED] + more) or f"{name} is {got}; the example is {want}"
     raise ValueError(f"{name} has another structure than the example: {detail}")
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type that ``leaf`` has once it is traced."""
-    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-    dtype = aval.dtype
-    if _is_number(aval):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=bool(aval.weak_type))
-
-
-def _fits(got: Any, want: Any) -> bool:
-    """Whether a value of dtype ``got`` may become one of ``want`` without changing its kind."""
-    return _KINDS.index(np.dtype(_kind(got)).kind) <= _KINDS.index(np.dtype(_kind(want)).kind)
-
-
-def _kind(dtype: Any) -> Any:
-    # bfloat16 and its like are of kind "V" to NumPy.
-    return np.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _name(root: str, path: Any) -> str:

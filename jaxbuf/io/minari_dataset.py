@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from jaxbuf.buffers import ops
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import storage
+from jaxbuf.core import numbers, storage
 from jaxbuf.io import resizing
 
 Buffer = TypeVar("Buffer", bound=Any)
@@ -117,7 +117,13 @@ def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
     given = {name: every[name] for name in like}
     want, have = jax.tree.structure(like), jax.tree.structure(given)
     if want == have:
-        given = jax.tree.map(lambda x, y: np.asarray(x).astype(y.dtype), given, like)
+        given = jax.tree_util.tree_map_with_path(
+            lambda path, x, y: numbers.convert(
+                np.asarray(x), "episode" + jax.tree_util.keystr(path), y.dtype
+            ),
+            given,
+            like,
+        )
     jax.eval_shape(lambda: storage.check(like, given, "episode", (count,)))
     return given
 

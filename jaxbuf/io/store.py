@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.buffers import common, ops
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import storage
+from jaxbuf.core import numbers, storage
 from jaxbuf.io import describe, records, resizing, zarr
 from jaxbuf.io.ranges import Ranges
 
@@ -190,7 +190,7 @@ class Store:
             )
             leaves = [leaf[mask] for leaf in leaves]
         leaves = [
-            _cast(leaf, like.dtype, f"items{name}")
+            numbers.convert(leaf, f"items{name}", like.dtype)
             for name, leaf, like in zip(
                 self._names, leaves, jax.tree.leaves(self._like), strict=True
             )
@@ -476,7 +476,7 @@ class Store:
     def _for_jax(self, rows: PyTree[np.ndarray[Any, Any]]) -> PyTree[np.ndarray[Any, Any]]:
         """Rows in the dtypes that arrays of JAX have, which may be narrower."""
         leaves = [
-            _cast(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype), f"data{name}")
+            numbers.convert(leaf, f"data{name}", jax.dtypes.canonicalize_dtype(leaf.dtype))
             for name, leaf in zip(self._names, jax.tree.leaves(rows), strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(rows), leaves)
@@ -704,18 +704,3 @@ def _like(example: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
         return jax.ShapeDtypeStruct((1, *getattr(leaf, "shape", ())), dtype)
 
     return jax.tree.map(batch, example)
-
-
-def _cast(array: np.ndarray[Any, Any], dtype: Any, name: str) -> np.ndarray[Any, Any]:
-    """An array in another dtype, if that holds its values, for floats up to rounding."""
-    if array.dtype == dtype:
-        return array
-    with np.errstate(over="ignore"):
-        cast = array.astype(dtype)
-    if jnp.issubdtype(dtype, jnp.integer):
-        lost = cast != array
-    else:
-        lost = np.isfinite(array) & ~np.isfinite(cast)
-    if np.any(lost):
-        raise ValueError(f"{name} has {array[lost][0]}; expected numbers that {dtype} holds")
-    return cast

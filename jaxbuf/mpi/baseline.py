@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import describe, storage
+from jaxbuf.core import describe, numbers, sizes, storage
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -250,16 +250,10 @@ class BaselineFilter(struct.PyTreeNode):
         """A filter that has seen nothing.
 
         Raises:
-            ValueError: If ``refresh_after`` is no whole number from 1 on.
+            ValueError: If ``refresh_after`` is neither None nor an integer of at least 1.
         """
         if refresh_after is not None:
-            whole = isinstance(refresh_after, int | np.integer)
-            if isinstance(refresh_after, bool) or not whole or refresh_after < 1:
-                raise ValueError(
-                    f"refresh_after is {refresh_after!r}; expected a whole number from 1 on, or "
-                    "None for never"
-                )
-            refresh_after = int(refresh_after)
+            refresh_after = sizes.check_count("refresh_after", refresh_after)
         return cls(
             counters=jnp.zeros((4,), jnp.uint32),
             filtered=jnp.int32(0),
@@ -285,8 +279,7 @@ class BaselineFilter(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a shape or dtype differs.
         """
-        score = jnp.asarray(score)
-        rows = score.shape[:1]
+        rows = numbers.abstract(score, "score").shape[:1]
         score = storage.check_rows(score, "score", rows, np.float32, "(B,)")
         offered = jnp.ones(rows, bool)
         if mask is not None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxbuf.core import sizes
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -80,13 +82,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "num_managers"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise ValueError(f"{name} is {value!r}; expected a whole number")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, sizes.check_count(name, getattr(self, name)))
         object.__setattr__(self, "coordinator", bool(self.coordinator))
-        if self.num_managers < 1:
-            raise ValueError(f"num_managers is {self.num_managers}; expected at least 1")
         needed = 2 * self.num_managers + self.coordinator
         if self.world_size < needed:
             raise ValueError(

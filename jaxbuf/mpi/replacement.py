@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.core import describe, storage
+from jaxbuf.core import describe, numbers, sizes, storage
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -133,8 +133,7 @@ class ReplaceWorst:
         Raises:
             ValueError: When traced, if a shape or dtype differs.
         """
-        score = jnp.asarray(score)
-        ranks = (score.size,)
+        ranks = (math.prod(numbers.abstract(score, "score").shape),)
         score = storage.check_rows(score, "score", ranks, np.float32, "(W,)")
         age = storage.check_rows(age, "age", ranks, np.int32, "(W,)")
         least = jnp.full(ranks, self.ages[0], jnp.int32)
@@ -452,10 +451,11 @@ def _check_params(params: PyTree) -> list[Array]:
 
 def _check_ages(age: Any) -> int | tuple[int, int]:
     ages = tuple(age) if isinstance(age, Sequence) else (age,)
-    whole = all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in ages)
-    if len(ages) not in (1, 2) or not whole or not 0 <= ages[0] <= ages[-1] < 2**31 - 1:
+    if len(ages) not in (1, 2):
         raise ValueError(
-            f"age is {age!r}; expected a whole number from 0 on, or the least and the largest of a "
-            "range of them"
+            f"age is {age!r}; expected an integer, or the least and the largest of a range"
         )
-    return int(ages[0]) if len(ages) == 1 else (int(ages[0]), int(ages[1]))
+    least, largest = (sizes.check_count("age", one, 0, 2**31 - 2) for one in (ages[0], ages[-1]))
+    if least > largest:
+        raise ValueError(f"age is {age!r}; expected the least of the range before the largest")
+    return least if len(ages) == 1 else (least, largest)

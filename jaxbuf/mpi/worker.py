@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.buffers import common
-from jaxbuf.core import storage
+from jaxbuf.core import numbers, storage
 from jaxbuf.core.donation import check_there
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.baseline import BaselineFilter
@@ -209,6 +209,8 @@ class Worker:
         self._check_open()
         if self._state.filter is not None and score is None:
             raise ValueError("the filter goes by the score of items; pass score=[B]")
+        items = numbers.narrow(items, "items", self._state.items)
+        score = numbers.convert(score, "score", np.dtype("float32"))
         # What has no rows is refused when the step is traced.
         rows = max((np.shape(leaf)[:1] for leaf in jax.tree.leaves(items)), default=())
         rows = rows[0] if rows else 0

@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core import in_place, rowwise, storage
+from jaxbuf.core import in_place, rowwise, sizes, storage
 
 Comparison = Literal[">=", ">"]
 
@@ -113,7 +113,8 @@ class Freshness:
             ``staleness > max_staleness``.
 
     Raises:
-        ValueError: If a limit is no whole number in its range, or ``comparison`` is unknown.
+        ValueError: If a limit is neither None nor an integer in its range, or ``comparison`` is
+            unknown.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -145,13 +146,8 @@ class Freshness:
             value = getattr(self, name)
             if value is None:
                 continue
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not whole or not low <= value < 2**31:
-                raise ValueError(
-                    f"{name} is {value!r}; expected None or a whole number from {low} to 2**31 - 1"
-                )
             # NumPy scalars compare unequal to the same Python number, and would retrace.
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, sizes.check_count(name, value, low, 2**31 - 1))
 
     def init(self, capacity: int) -> FreshnessState:
         """Nothing was used, and the learner is at version 0 of session 0."""

@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import describe
+from jaxbuf.core import describe, sizes
 
 # A ratio is kept as a fraction with at most this denominator, so that errors add up to nothing.
 _DENOMINATOR = 1000
@@ -91,10 +91,7 @@ class RateLimiter(struct.PyTreeNode):
         ratio = float(samples_per_insert)
         if not 0 < ratio < math.inf:
             raise ValueError(f"samples_per_insert is {ratio}; expected a positive number")
-        if isinstance(min_size, bool) or not isinstance(min_size, int | np.integer):
-            raise ValueError(f"min_size is {min_size!r}; expected an integer of at least 1")
-        if min_size < 1:
-            raise ValueError(f"min_size is {min_size}; expected at least 1")
+        min_size = sizes.check_count("min_size", min_size)
         fraction = fractions.Fraction(ratio).limit_denominator(_DENOMINATOR)
         if not fraction:
             raise ValueError(f"samples_per_insert is {ratio}; expected at least 1 / {_DENOMINATOR}")

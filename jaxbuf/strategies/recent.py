@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxbuf.core import sizes
 from jaxbuf.core.ages import Ages, age_range, spread
 from jaxbuf.core.slots import Occupancy, random_words
 from jaxbuf.strategies.samplers import Draw, KnownSampler, Support, Uniform
@@ -38,7 +39,7 @@ class Recent:
             ``probability`` as they do.
 
     Raises:
-        ValueError: If ``ratio`` is no fraction, ``steps`` no whole number from 1 on, or ``base``
+        ValueError: If ``ratio`` is no fraction, ``steps`` not an integer of at least 1, or ``base``
             cannot tell probabilities.
 
     References:
@@ -66,10 +67,8 @@ class Recent:
         object.__setattr__(self, "ratio", float(self.ratio))
         if not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
             raise ValueError(f"ratio is {self.ratio}; expected a fraction in [0, 1]")
-        given: Any = self.steps
-        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 1:
-            raise ValueError(f"steps is {given!r}; expected a whole number from 1 on")
-        object.__setattr__(self, "steps", int(given))
+        steps = sizes.check_count("steps", self.steps, most=2**31 - 1)
+        object.__setattr__(self, "steps", steps)
         if isinstance(self.base, type) or not hasattr(self.base, "probability"):
             raise ValueError(
                 f"base is {self.base!r}, which cannot tell the probability of items it did not "

@@ -7,7 +7,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.core import describe, fields, storage
+from jaxbuf.core import describe, fields, sizes, storage
 
 
 class FrameStack(struct.PyTreeNode):
@@ -110,8 +110,7 @@ def stack_frames(
                 f"field {field!r} has shape {leaf.shape}; expected {ends.shape} first, the shape "
                 "of the flags"
             )
-    if isinstance(n, bool) or not isinstance(n, int | np.integer):
-        raise ValueError(f"n is {n!r}; expected a whole number")
+    n = sizes.check_count("n", n)
     if not 1 <= n <= length:
         raise ValueError(f"n is {n} and windows have {length} steps; expected 1 <= n <= {length}")
     begins_here = jnp.zeros((batch,), bool)

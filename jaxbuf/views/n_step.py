@@ -3,12 +3,11 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import describe, fields
+from jaxbuf.core import describe, fields, sizes
 
 
 class NStep(struct.PyTreeNode):
@@ -90,8 +89,7 @@ def n_step(
     if truncated is not None:
         cuts = _flags(window, truncated, "truncated", rewards.shape)
     length = rewards.shape[1]
-    if isinstance(n, bool) or not isinstance(n, int | np.integer):
-        raise ValueError(f"n is {n!r}; expected a whole number")
+    n = sizes.check_count("n", n)
     if not 1 <= n < length:
         raise ValueError(
             f"n is {n} and windows have {length} steps; expected 1 <= n < {length}, since the "

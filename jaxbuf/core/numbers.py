@@ -1,0 +1,194 @@
+"""Numbers that come in one dtype and are kept in another one."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, PyTree
+
+from jaxbuf.core import trees
+
+# A number may become one of the same kind or of a later one: bool, integer, floating, complex.
+_KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
+
+
+def abstract(value: Any, name: str) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type that ``value`` has once it is traced.
+
+    Raises:
+        ValueError: If it is neither an array nor a number.
+    """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        aval: Any = value
+    else:
+        try:
+            # Only the value of a Python integer can be too large to have a type.
+            aval = jax.typeof(value * 0 if type(value) is int else value)
+        except TypeError as error:
+            raise ValueError(f"{name} is a {type(value).__name__}; expected an array") from error
+    dtype = aval.dtype
+    if is_number(dtype):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=bool(aval.weak_type))
+
+
+def is_number(dtype: Any) -> bool:
+    """Whether the dtype is that of numbers, and not such as that of keys."""
+    return not jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def may_become(got: Any, want: Any) -> bool:
+    """Whether a number of dtype ``got`` may become one of ``want`` without changing its kind."""
+    return _KINDS[_kind(got)] <= _KINDS[_kind(want)]
+
+
+def convert(value: Any, name: str, dtype: Any, *, infinite: bool = False) -> Any:
+    """``value`` in another dtype, if its numbers fit there.
+
+    Numbers are seen in Python's numbers, in NumPy arrays, and in jax arrays that are not traced.
+    Floating-point numbers fit if they do not become infinite; they may be rounded.
+
+    Args:
+        value: A number or an array.
+        name: What to call it in an error.
+        dtype: What it is to become. Nothing happens to numbers of another kind, such as floats
+            that would become integers.
+        infinite: Whether a number may become infinite.
+
+    Returns:
+        A jax array is returned as it is, and of everything else a NumPy array of ``dtype``: JAX
+        itself would first cut off what is beyond 32 bits.
+
+    Raises:
+        ValueError: If a number does not fit.
+
+    Example:
+        >>> convert(np.array([1, 2**40]), "version", np.dtype("int32"))
+        Traceback (most recent call last):
+        ValueError: version[1] is 1099511627776; expected an integer from -2147483648 to \
+2147483647, as int32 holds them
+    """
+    if isinstance(value, jax.core.Tracer):
+        return value
+    if isinstance(value, jax.Array):
+        got = value.dtype
+        if got == dtype or not is_number(got) or not may_become(got, dtype):
+            return value
+        if _may_overflow(got, dtype, infinite) and value.is_fully_addressable:
+            _check_fit(np.asarray(jax.device_get(value)), name, dtype)
+        return value
+    if not isinstance(value, np.ndarray | np.generic | int | float | complex):
+        return value
+    host = np.asarray(value)
+    if host.dtype == object:
+        # A Python integer of more than 64 bits.
+        _refuse(name, value, dtype)
+    if host.dtype == dtype or not may_become(host.dtype, dtype):
+        return value
+    if _may_overflow(host.dtype, dtype, infinite):
+        _check_fit(host, name, dtype)
+    with np.errstate(over="ignore"):
+        return host.astype(dtype)
+
+
+def integers(value: Any, name: str) -> Int[Array, "..."]:
+    """Integers of any width as an int32 array.
+
+    Raises:
+        ValueError: If they are not integers, or one that can be seen does not fit.
+    """
+    got = abstract(value, name)
+    if not jnp.issubdtype(got.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {got.dtype}; expected integers")
+    return jnp.asarray(convert(value, name, np.dtype("int32")), jnp.int32)
+
+
+def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
+    """A pytree whose numbers are as ``jax.jit`` would make them, if they fit there.
+
+    To be called with what a jitted function is to be given: inside, NumPy's 64-bit numbers are cut
+    to 32 bits where JAX has no others.
+
+    Args:
+        tree: Any pytree.
+        name: What to call it in an error.
+        like: What its Python numbers and weakly typed arrays will be cast to, a pytree of as many
+            leaves; of others nothing is known.
+
+    Raises:
+        ValueError: If a number does not fit; it names the leaf.
+    """
+    leaves = trees.leaves(tree, name)
+    if not any(_may_change(leaf) for leaf in leaves):
+        return tree
+    kept = jax.tree.leaves(like)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    known = len(kept) == len(leaves)
+    out: list[Any] = []
+    for i, (path, leaf) in enumerate(paths):
+        label = name + jax.tree_util.keystr(path)
+        if isinstance(leaf, np.ndarray | np.generic):
+            if _may_change(leaf):
+                leaf = convert(leaf, label, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        elif known and _may_change(leaf):
+            convert(leaf, label, kept[i].dtype)
+        out.append(leaf)
+    return jax.tree.unflatten(treedef, out)
+
+
+def _may_change(leaf: Any) -> bool:
+    """Whether a leaf may become another number when it is traced or stored."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind in _KINDS and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+    return isinstance(leaf, int | float) or getattr(leaf, "weak_type", False)
+
+
+def _kind(dtype: Any) -> str:
+    # bfloat16, int4 and their like are of kind "V" to NumPy.
+    for kind, group in (("i", jnp.signedinteger), ("f", jnp.floating)):
+        if jnp.issubdtype(dtype, group):
+            return kind
+    return np.dtype(dtype).kind
+
+
+def _may_overflow(got: Any, dtype: Any, infinite: bool) -> bool:
+    """Whether a number of dtype ``got`` may be one that ``dtype`` does not hold."""
+    if np.can_cast(got, dtype):
+        return False
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return True
+    if jnp.issubdtype(got, jnp.integer):
+        return bool(jnp.iinfo(got).max > jnp.finfo(dtype).max)
+    return not infinite
+
+
+def _check_fit(host: np.ndarray, name: str, dtype: Any) -> None:
+    """Refuse numbers that ``dtype`` does not hold."""
+    if not host.size:
+        return
+    if jnp.issubdtype(dtype, jnp.integer):
+        low, high = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+        if low <= host.min() and host.max() <= high:
+            return
+        wrong = (host < low) | (host > high)
+    else:
+        with np.errstate(over="ignore"):
+            wrong = ~np.isfinite(host.astype(dtype))
+        if not wrong.any():
+            return
+        wrong &= np.isfinite(host)
+    for at in np.argwhere(wrong)[:1]:
+        where = f"[{', '.join(str(i) for i in at)}]" if at.size else ""
+        _refuse(name + where, host[tuple(at)], dtype)
+
+
+def _refuse(name: str, number: Any, dtype: Any) -> None:
+    dtype = np.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        expected = f"an integer from {info.min} to {info.max}"
+    else:
+        expected = f"a number of at most {float(jnp.finfo(dtype).max):.4g}"
+    raise ValueError(f"{name} is {number}; expected {expected}, as {dtype} holds them")

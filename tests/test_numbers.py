@@ -1,0 +1,238 @@
+"""Numbers of 64 bits: kept where they fit, and refused by name where they are seen not to."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf.core.numbers import convert, integers
+
+LARGE = 2**40 + 7
+HOW_TO_ADD = {
+    "method": lambda buffer, items, **options: buffer.add(items, **options),
+    "function": lambda buffer, items, **options: jaxbuf.add(buffer, items, donate=False, **options),
+    "closure": lambda buffer, items, **options: jax.jit(lambda b: b.add(items, **options))(buffer),
+}
+HOWS = pytest.mark.parametrize("how", list(HOW_TO_ADD))
+
+
+def rows(number, dtype):
+    """Four rows, the last but one of which holds a number."""
+    return np.array([0, 1, number, 2], dtype)
+
+
+def refusal(label, number, dtype):
+    return re.escape(f"{label} is {number}; expected ") + f".*, as {dtype} holds them"
+
+
+@HOWS
+@pytest.mark.parametrize(
+    ("stored", "number", "given"),
+    [
+        (np.int32, 1_700_000_000_123, np.int64),
+        (np.int32, -LARGE, np.int64),
+        (np.int64, LARGE, np.int64),
+        (np.uint32, 2**32, np.uint64),
+        (np.uint64, LARGE, np.uint64),
+        (np.float32, 1e300, np.float64),
+        (np.float64, -1e39, np.float64),
+        (np.complex64, 1e300j, np.complex128),
+    ],
+)
+def test_a_number_that_does_not_fit_is_refused_by_leaf(how, stored, number, given):
+    buffer = jaxbuf.ItemBuffer.create({"obs": np.zeros(2), "t": stored(0)}, 8)
+    items = {"obs": np.zeros((4, 2)), "t": rows(number, given)}
+    kept = buffer.data["t"].dtype
+    with pytest.raises(ValueError, match=refusal("items['t'][2]", items["t"][2], kept)):
+        HOW_TO_ADD[how](buffer, items)
+    assert buffer.size == 0
+
+
+@HOWS
+@pytest.mark.parametrize(
+    ("stored", "number", "given"),
+    [
+        (np.int64, 2**31 - 1, np.int64),
+        (np.int32, -(2**31), np.int64),
+        (np.uint32, 2**32 - 1, np.uint64),
+        (np.float64, 3e38, np.float64),
+        (np.float32, np.inf, np.float64),
+        (np.float32, 1e-300, np.float64),
+        (np.bool_, True, np.bool_),
+    ],
+)
+def test_a_number_that_fits_is_kept(how, stored, number, given):
+    buffer = jaxbuf.ItemBuffer.create({"t": stored(0)}, 4)
+    buffer = HOW_TO_ADD[how](buffer, {"t": rows(number, given)})
+    expected = rows(number, given).astype(buffer.data["t"].dtype)
+    chex.assert_trees_all_equal(buffer.data["t"], expected)
+
+
+def test_nan_is_no_number_that_does_not_fit():
+    buffer = jaxbuf.add(jaxbuf.ItemBuffer.create(np.float64(0), 4), np.full(4, np.nan))
+    assert np.isnan(buffer.data).all()
+
+
+@pytest.mark.parametrize("how", ["method", "function"])
+def test_a_weakly_typed_array_is_seen_too(how):
+    buffer = jaxbuf.ItemBuffer.create(jnp.uint8(0), 4)
+    with pytest.raises(ValueError, match=refusal("items[0]", 300, "uint8")):
+        HOW_TO_ADD[how](buffer, jnp.full(4, 300))
+    chex.assert_trees_all_equal(
+        HOW_TO_ADD[how](buffer, jnp.full(4, 255)).data, np.full(4, 255, np.uint8)
+    )
+
+
+def trajectory(steps):
+    return jaxbuf.TrajectoryBuffer.create(np.int64(0), 2, 8).add(steps)
+
+
+@pytest.mark.parametrize(
+    ("add", "label"),
+    [
+        (trajectory, "steps[1, 2]"),
+        (
+            lambda steps: jaxbuf.add(jaxbuf.TrajectoryBuffer.create(np.int64(0), 2, 8), steps),
+            "items[1, 2]",
+        ),
+        (lambda steps: jaxbuf.Queue.create(np.int64(0), 8).add(steps[1]), "items[2]"),
+        (lambda steps: jaxbuf.add(jaxbuf.Queue.create(np.int64(0), 8), steps[1]), "items[2]"),
+        (
+            lambda steps: jaxbuf.ChunkAccumulator.create(np.int64(0), 2, 2).add(
+                steps[1], np.zeros(4, np.int64), np.arange(4)
+            ),
+            "fragments[2]",
+        ),
+        (
+            lambda steps: jaxbuf.EpisodeAccumulator.create(
+                {"t": np.int64(0), "terminated": np.bool_(False)}, 2, 4
+            ).add({"t": steps, "terminated": steps > 0}),
+            "steps['t'][1, 2]",
+        ),
+        (
+            lambda steps: jaxbuf.add(
+                jaxbuf.Mixture.create([jaxbuf.ItemBuffer.create(np.int64(0), 8)], [1.0]),
+                steps[1],
+                part=0,
+            ),
+            "items[2]",
+        ),
+    ],
+    ids=[
+        "trajectories",
+        "trajectories, jitted",
+        "queue",
+        "queue, jitted",
+        "chunks",
+        "episodes",
+        "mixture",
+    ],
+)
+def test_every_buffer_refuses_it(add, label):
+    steps = np.stack([np.zeros(4, np.int64), rows(LARGE, np.int64)])
+    with pytest.raises(ValueError, match=refusal(label, LARGE, "int32")):
+        add(steps)
+
+
+@HOWS
+def test_versions(how):
+    buffer = jaxbuf.ItemBuffer.create(np.float32(0), 8, freshness=jaxbuf.Freshness(max_use=2))
+    items = np.zeros(4, np.float32)
+    with pytest.raises(ValueError, match=refusal("version[2]", LARGE, "int32")):
+        HOW_TO_ADD[how](buffer, items, version=rows(LARGE, np.int64))
+    for dtype in (np.int8, np.int16, np.uint8, np.int64, np.uint64):
+        added = HOW_TO_ADD[how](buffer, items, version=rows(3, dtype))
+        batch = added.latest(4)
+        chex.assert_trees_all_equal(added.staleness(batch.slots), -rows(3, np.int32))
+
+
+@pytest.mark.parametrize("number", [LARGE, np.int64(LARGE), -(2**70)])
+def test_the_version_of_the_learner(number):
+    buffer = jaxbuf.ItemBuffer.create(np.float32(0), 8, freshness=jaxbuf.Freshness(max_use=2))
+    with pytest.raises(ValueError, match=refusal("version", number, "int32")):
+        buffer.set_version(number)
+    with pytest.raises(ValueError, match=refusal("session", number, "int32")):
+        buffer.set_version(1, number)
+
+
+@HOWS
+def test_scores(how):
+    buffer = jaxbuf.ItemBuffer.create(np.float32(0), 8, evictor=jaxbuf.Lowest())
+    items = np.zeros(4, np.float32)
+    with pytest.raises(ValueError, match=refusal("score[2]", 1e300, "float32")):
+        HOW_TO_ADD[how](buffer, items, score=rows(1e300, np.float64))
+    # What is too large for int32 is not too large for float32.
+    added = HOW_TO_ADD[how](buffer, items, score=rows(LARGE, np.int64))
+    assert added.metrics()["score_max"] == 2.0**40
+
+
+@HOWS
+def test_priorities(how):
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    buffer = jaxbuf.ItemBuffer.create(np.float32(0), 8, sampler=sampler)
+    items = np.zeros(4, np.float32)
+    added = HOW_TO_ADD[how](buffer, items, priority=rows(LARGE, np.int64))
+    assert added.metrics()["priority_max"] == 2.0**40
+    # One that is too large counts as infinite: its row is refused, and the others are taken.
+    added = HOW_TO_ADD[how](buffer, items, priority=rows(1e300, np.float64))
+    assert (added.metrics()["rejected"], added.size) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda buffer, *args: buffer.update_priority(*args),
+        lambda buffer, *args: jaxbuf.update_priority(buffer, *args, donate=False),
+    ],
+    ids=["method", "function"],
+)
+def test_updated_priorities(update):
+    buffer = jaxbuf.ItemBuffer.create(np.float32(0), 4, sampler=jaxbuf.Prioritized(alpha=1.0))
+    buffer = buffer.add(np.zeros(4, np.float32))
+    slots = buffer.latest(4).slots
+    assert update(buffer, slots, rows(LARGE, np.int64)).metrics()["priority_max"] == 2.0**40
+    updated = update(buffer, slots, rows(1e300, np.float64))
+    assert updated.metrics()["rejected"] == 1
+
+
+@pytest.mark.parametrize("number", [LARGE, np.int64(LARGE)])
+def test_how_many_rows_are_asked_for(number):
+    queue = jaxbuf.Queue.create(np.float32(0), 8)
+    for ask in (
+        queue.can_add,
+        queue.can_sample,
+        jaxbuf.ItemBuffer.create(np.float32(0), 8).can_sample,
+        jaxbuf.TrajectoryBuffer.create(np.float32(0), 1, 8).can_sample,
+    ):
+        with pytest.raises(ValueError, match=refusal("batch_size", number, "int32")):
+            ask(number)
+        assert not ask(np.int64(9))
+
+
+def test_environments_are_named_by_integers_that_fit():
+    buffer = jaxbuf.TrajectoryBuffer.create({"t": np.int64(0)}, 2, 8)
+    with pytest.raises(ValueError, match=refusal("env_ids[1]", 2**32, "int32")):
+        buffer.get_field("t", np.array([0, 2**32]), np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match=refusal("envs[0]", 2**32, "int32")):
+        buffer.clear(np.array([2**32]))
+
+
+def test_python_numbers():
+    assert convert(3, "x", np.dtype("int32")).dtype == np.int32
+    for number in (2**31, 2**64, -(2**80)):
+        with pytest.raises(ValueError, match=refusal("x", number, "int32")):
+            convert(number, "x", np.dtype("int32"))
+    with pytest.raises(ValueError, match=refusal("x", 1e39, "float32")):
+        convert(1e39, "x", np.dtype("float32"))
+    with pytest.raises(ValueError, match="x is a list; expected an array"):
+        integers([1], "x")
+
+
+def test_what_cannot_be_seen_is_traced_as_before():
+    buffer = jaxbuf.ItemBuffer.create(np.int32(0), 4)
+    added = jax.jit(lambda b, x: b.add(x))(buffer, np.arange(4))
+    chex.assert_trees_all_equal(added.data, np.arange(4, dtype=np.int32))

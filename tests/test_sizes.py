@@ -1,0 +1,152 @@
+"""Sizes that no machine has are refused in Python; XLA would end the process."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf.core.sizes import check_count
+
+HUGE = jax.ShapeDtypeStruct((2**40,), jnp.float32)
+TERMINATED = np.bool_(False)
+
+CREATE = {
+    "items": lambda leaf: jaxbuf.ItemBuffer.create({"obs": leaf}, 2**30),
+    "queue": lambda leaf: jaxbuf.Queue.create({"obs": leaf}, 2**30),
+    "trajectories": lambda leaf: jaxbuf.TrajectoryBuffer.create({"obs": leaf}, 2**15, 2**15),
+    "rewards": lambda leaf: jaxbuf.reward_prioritized({"obs": leaf}, 2**30),
+    "diverse": lambda leaf: jaxbuf.diverse_reward_prioritized({"obs": leaf}, 2**30),
+    "states": lambda leaf: jaxbuf.terminating_states({"obs": leaf}, 2**30),
+    "episodes": lambda leaf: jaxbuf.EpisodeAccumulator.create(
+        {"obs": leaf, "terminated": TERMINATED}, 2**14, 2**14, waiting=2**14
+    ),
+    "chunks": lambda leaf: jaxbuf.ChunkAccumulator.create({"obs": leaf}, 2**14, 2**14),
+}
+
+
+@pytest.mark.parametrize("create", CREATE.values(), ids=list(CREATE))
+def test_a_leaf_that_no_array_can_be(create):
+    message = r"example\['obs'\] as float32\[.*, 1099511627776\] takes \d{21,} bytes; expected less"
+    with pytest.raises(ValueError, match=message):
+        create(HUGE)
+    # Nor is anything allocated where only shapes are asked for.
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: create(HUGE))
+
+
+def test_an_axis_of_length_zero_overflows_too():
+    with pytest.raises(ValueError, match="expected less than"):
+        jaxbuf.ItemBuffer.create(jax.ShapeDtypeStruct((2**40, 0), jnp.float32), 2**30)
+
+
+def test_a_leaf_for_which_there_is_no_memory_is_named():
+    shape: Any = jax.ShapeDtypeStruct
+    example = {"a": shape((0,), jnp.int8), "obs": shape((2**20,), jnp.float32)}
+    message = re.escape(
+        "example['obs'] as float32[1073741824, 1048576], which takes 4503599627370496 bytes, could "
+        "not be allocated"
+    )
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.ItemBuffer.create(example, 2**30)
+
+
+@functools.cache
+def items():
+    return jaxbuf.ItemBuffer.create(np.float32(0), 4)
+
+
+@functools.cache
+def steps():
+    return jaxbuf.TrajectoryBuffer.create(np.float32(0), 2, 4, sequence_length=2)
+
+
+@functools.cache
+def queue():
+    return jaxbuf.Queue.create(np.float32(0), 4)
+
+
+@functools.cache
+def grouped():
+    return jaxbuf.ItemBuffer.create({"group": np.int32(0)}, 4)
+
+
+KEY = jax.random.key(0)
+ASK = {
+    "batch_size of sample": lambda n: items().sample(KEY, n),
+    "batch_size of jaxbuf.sample": lambda n: jaxbuf.sample(items(), KEY, n),
+    "batch_size of sample_range": lambda n: items().sample_range(KEY, n),
+    "batch_size of windows": lambda n: steps().sample(KEY, n),
+    "batch_size of ranges of windows": lambda n: steps().sample_range(KEY, n),
+    "batch_size of take": lambda n: queue().take(n),
+    "batch_size of a mixture": lambda n: jaxbuf.Mixture.create([items()], [1.0]).sample(KEY, n),
+    "n of latest": lambda n: items().latest(n),
+    "n of the latest windows": lambda n: steps().latest(n),
+    "n of dequeue": lambda n: steps().dequeue(n),
+    "rows of accepts": lambda n: queue().accepts(n),
+    "window of Statistics": lambda n: jaxbuf.Statistics.create(items(), window=n),
+    "groups of sample_groups": lambda n: jaxbuf.sample_groups(
+        grouped(), KEY, n, num_groups=2, size=2
+    ),
+    "num_groups of sample_groups": lambda n: jaxbuf.sample_groups(
+        grouped(), KEY, 2, num_groups=n, size=2
+    ),
+    "size of sample_groups": lambda n: jaxbuf.sample_groups(
+        grouped(), KEY, 2, num_groups=2, size=n
+    ),
+    "capacity of items": lambda n: jaxbuf.ItemBuffer.create(np.float32(0), n),
+    "capacity of a queue": lambda n: jaxbuf.Queue.create(np.float32(0), n),
+    "num_envs of steps": lambda n: jaxbuf.TrajectoryBuffer.create(np.float32(0), n, 4),
+    "length of steps": lambda n: jaxbuf.TrajectoryBuffer.create(np.float32(0), 2, n),
+    "max_length of episodes": lambda n: jaxbuf.EpisodeAccumulator.create(
+        {"terminated": TERMINATED}, 2, n
+    ),
+    "num_workers of chunks": lambda n: jaxbuf.ChunkAccumulator.create(np.float32(0), n, 2),
+}
+
+
+@pytest.mark.parametrize("number", [2**31, 2**62, 2**70])
+@pytest.mark.parametrize("what", list(ASK))
+def test_a_count_beyond_what_there_can_be(what, number):
+    name = what.split()[0]
+    with pytest.raises(ValueError, match=rf"{name} is {number}; expected an integer of at most 2"):
+        ASK[what](number)
+
+
+@pytest.mark.parametrize("what", list(ASK))
+@pytest.mark.parametrize("value", [True, 2.5, -1])
+def test_a_count_is_an_integer(what, value):
+    name = what.split()[0]
+    with pytest.raises(ValueError, match=rf"{name} is {value!r}; expected an integer of at least"):
+        ASK[what](value)
+
+
+def test_a_traced_count_says_that_it_must_be_static():
+    with pytest.raises(ValueError, match=r"batch_size is traced .*; expected an integer that is"):
+        jax.jit(lambda n: items().sample(KEY, n))(4)
+
+
+def test_numpy_integers_are_counts():
+    assert type(check_count("n", np.int64(3))) is int
+    with pytest.raises(ValueError, match=r"^n is 0; expected an integer of at least 1$"):
+        check_count("n", np.uint8(0))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda example: jaxbuf.ItemBuffer.create(example, 1).sample(KEY, 2**30),
+        lambda example: jaxbuf.ItemBuffer.create(example, 1).sample_range(KEY, 2**30),
+        lambda example: jaxbuf.TrajectoryBuffer.create(example, 1, 1).sample(KEY, 2**30),
+        lambda example: jaxbuf.Queue.create(example, 1).take(2**30),
+    ],
+    ids=["sample", "sample_range", "windows", "take"],
+)
+def test_a_batch_that_no_array_can_be(draw):
+    example = jax.ShapeDtypeStruct((2**33,), jnp.float32)
+    with pytest.raises(ValueError, match=r"a batch as float32\[.*\] takes \d+ bytes; expected"):
+        jax.eval_shape(lambda: draw(example))
