@@ -75,7 +75,7 @@ def each(
         What ``function`` returns for all rows together, leaves ``[B, ...]``.
     """
     most = most_rows() if most is None else most
-    loops = jax.tree.leaves(rows)[0].shape[0] <= most
+    loops = 0 < jax.tree.leaves(rows)[0].shape[0] <= most
     return _each(function, at_once or function, touch, rows, shared, static, loops=loops)
 
 
@@ -105,7 +105,7 @@ def reduce(
     combine: Callable[[Array, Array], Array], values: Num[Array, " B"], start: float
 ) -> Num[Array, ""]:
     """What ``combine`` makes of ``start`` and all rows of a batch, in whatever order."""
-    return _reduce(combine, values, start, loops=values.shape[0] <= most_rows())
+    return _reduce(combine, values, start, loops=0 < values.shape[0] <= most_rows())
 
 
 @functools.partial(jax.jit, static_argnames=("combine", "start", "loops"))

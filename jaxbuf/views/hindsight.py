@@ -176,7 +176,9 @@ def hindsight(
 def _any_row(key: PRNGKeyArray, length: Int[Array, " B"]) -> Int[Array, " B"]:
     """Rows, each as likely as its episode is long: all steps of the batch are equally likely."""
     until = jnp.cumsum(jnp.maximum(length, 0).astype(jnp.float32))
-    point = jax.random.uniform(key, length.shape, jnp.float32) * until[-1]
+    # Not the last element, which an empty batch lacks.
+    total = jnp.max(until, initial=0)
+    point = jax.random.uniform(key, length.shape, jnp.float32) * total
     return jnp.searchsorted(until, point, side="right").astype(jnp.int32)
 
 

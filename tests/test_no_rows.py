@@ -1,0 +1,90 @@
+"""Operations on no rows at all change nothing, and return nothing."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+
+KEY = jax.random.key(0)
+EXAMPLE = {"obs": jnp.zeros(2), "action": jnp.int32(0)}
+
+
+def items(count):
+    return {"obs": jnp.ones((count, 2)), "action": jnp.ones(count, jnp.int32)}
+
+
+def create(**options):
+    freshness = jaxbuf.Freshness(max_use=1)
+    buffer = jaxbuf.ItemBuffer.create(EXAMPLE, 8, freshness=freshness, **options)
+    return buffer.add(items(6))
+
+
+def none(sample):
+    return jax.tree.map(lambda leaf: leaf[:0], sample)
+
+
+SAMPLERS = [
+    jaxbuf.Uniform(),
+    jaxbuf.Prioritized(),
+    jaxbuf.Prioritized(replacement=False),
+    jaxbuf.Recent(0.5, 3, jaxbuf.Prioritized()),
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_of_a_sample(sampler, jitted):
+    buffer = create(sampler=sampler)
+    sample = none(buffer.sample(KEY, 4))
+    run = jax.jit if jitted else lambda function: function
+    chex.assert_trees_all_equal(run(lambda b, s: b.mark_used(s.slots))(buffer, sample), buffer)
+    chex.assert_shape(run(lambda b, s: b.use_count(s.slots))(buffer, sample), (0,))
+    chex.assert_shape(run(lambda b, s: b.staleness(s.slots))(buffer, sample), (0,))
+    chex.assert_shape(jaxbuf.importance_weights(buffer, sample, 0.4), (0,))
+    if sampler.uses_priority:
+        update = run(lambda b, s: b.update_priority(s.slots, jnp.zeros(0)))
+        chex.assert_trees_all_equal(update(buffer, sample), buffer)
+        again = jaxbuf.update_priority(buffer, sample.slots, np.zeros(0), donate=False)
+        chex.assert_trees_all_equal(again, buffer)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_of_windows(sampler):
+    freshness = jaxbuf.Freshness(max_use=1)
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        jnp.float32(0), 2, 8, sequence_length=2, sampler=sampler, freshness=freshness
+    ).add(jnp.ones((2, 5)))
+    slots = none(buffer.sample(KEY, 4).slots)
+    chex.assert_trees_all_equal(buffer.mark_used(slots), buffer)
+    chex.assert_trees_all_equal(buffer.add(jnp.ones((2, 0))), buffer)
+    chex.assert_shape(buffer.locate(slots), (0,))
+    if sampler.uses_priority:
+        chex.assert_trees_all_equal(buffer.update_priority(slots, jnp.zeros(0)), buffer)
+
+
+def test_of_added_items():
+    buffer = create()
+    chex.assert_trees_all_equal(buffer.add(items(0)), buffer)
+    chex.assert_trees_all_equal(buffer.add(items(0), mask=np.zeros(0, bool)), buffer)
+    chex.assert_trees_all_equal(jaxbuf.add(buffer, items(0), donate=False), buffer)
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+def test_of_hindsight(strategy):
+    nothing = jnp.zeros(0, jnp.int32)
+    batch = {"achieved": jnp.zeros(0), "goal": jnp.zeros(0), "reward": jnp.zeros(0)}
+    batch, relabeled = jaxbuf.hindsight(
+        KEY,
+        batch,
+        jnp.zeros((0, 6)),
+        nothing,
+        nothing,
+        goal="goal",
+        achieved="achieved",
+        strategy=strategy,
+        reward_fn=lambda achieved, goal: -jnp.abs(achieved - goal),
+    )
+    chex.assert_shape([relabeled, batch["reward"]], (0,))
