@@ -163,6 +163,25 @@ def test_rows_and_runs_are_the_same():
         same(lanes, jax.vmap(storage.read, (0, None))(data, start))
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_gradients_are_the_same(runs):
+    data = {"x": jnp.arange(2400.0).reshape(2, 6, 200), "n": jnp.arange(12).reshape(2, 6)}
+    ring, start = jnp.array([0, 1, 1]), jnp.array([0, 5, 3])
+
+    def loss(x):
+        leaves = data | {"x": x}
+        if runs:
+            rows = storage.read_runs(leaves, ring, start, 3)
+        else:
+            rows = storage.read(jax.tree.map(lambda leaf: leaf[0], leaves), start)
+        return jnp.sum(rows["x"] ** 2)
+
+    wanted = jax.grad(loss)(data["x"])
+    with native.using_native(), rowwise.alone():
+        assert "jaxbuf_take" in jax.jit(loss).lower(data["x"]).as_text()
+        same(jax.jit(jax.grad(loss))(data["x"]), wanted)
+
+
 BUFFERS = {
     "items": lambda: jaxbuf.ItemBuffer.create(EXAMPLE, 500, sampler=PRIORITIZED),
     "items without replacement": lambda: jaxbuf.ItemBuffer.create(

@@ -193,7 +193,8 @@ def _pick_by_priority(
     capacity = ages.most * ages.count.shape[0]
     rank = jnp.arange(capacity, dtype=jnp.int32)
     inside = rank < ages.total
-    mass = sampler.probability(buffer.sampler_state, ages.at(rank), buffer.occupancy)
+    state = jax.lax.stop_gradient(buffer.sampler_state)
+    mass = sampler.probability(state, ages.at(rank), buffer.occupancy)
     mass = jnp.where(inside, mass, 0.0)
     mass = jnp.where(jnp.any(mass > 0), mass, inside.astype(jnp.float32))
     tree = SegmentTree.create(capacity).set(rank, mass, contiguous=True)
@@ -313,7 +314,8 @@ def set_priority(
         taken.append(storage.check_rows(mask, "mask", shape, np.bool_, "that of slots"))
     row = (slots.index, value, taken)
     index, refused = rowwise.each(_aim, row, static=(sampler, capacity))
-    return sampler.updated(state, index, value), rowwise.reduce(jax.lax.add, refused, 0)
+    state = sampler.updated(jax.lax.stop_gradient(state), index, value)
+    return state, rowwise.reduce(jax.lax.add, refused, 0)
 
 
 def _name(row: Any, occupancy: Occupancy, capacity: int) -> tuple[Slots, Array]:

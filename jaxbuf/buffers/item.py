@@ -211,7 +211,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
                 value = score
         points: Any = None
         if self.diversity is not None:
-            points = self.diversity.points(items)
+            points = jax.lax.stop_gradient(self.diversity.points(items))
             comparable = self.diversity.accepts(points)
             legal = comparable if legal is None else legal & comparable
         if legal is not None:
@@ -221,7 +221,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         version, taken, refused = self._check_version(version, session, row_shape, taken)
         if rows == 0:
             return self
-        diversity_state = self.diversity_state
+        diversity_state = jax.lax.stop_gradient(self.diversity_state)
         if self.diversity is not None and score is not None:
             diversity_state, taken = self.diversity.admit(
                 diversity_state, points, score, taken, self.occupancy
@@ -239,7 +239,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             data=storage.write(self.data, items, index),
             occupancy=occupancy,
             sampler_state=self.sampler.added(
-                self.sampler_state,
+                jax.lax.stop_gradient(self.sampler_state),
                 index,
                 value,
                 contiguous=taken is None and rows <= self.capacity,
@@ -267,7 +267,8 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
         self = common.check_single(self)
-        draw = self.sampler.draw(self.sampler_state, key, rows, self.occupancy)
+        state = jax.lax.stop_gradient(self.sampler_state)
+        draw = self.sampler.draw(state, key, rows, self.occupancy)
         return self._gather(draw)
 
     def sample_range(
@@ -405,7 +406,8 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
     def support(self) -> Support:
         """How many items can be drawn, and the least probability among them."""
         buffer = trees.on_device(self)
-        return self.sampler.support(buffer.sampler_state, buffer.occupancy)
+        state = jax.lax.stop_gradient(buffer.sampler_state)
+        return self.sampler.support(state, buffer.occupancy)
 
     def metrics(self) -> dict[str, Array]:
         """Numbers worth watching, all scalars: one pass over the slots, for logging.
@@ -431,7 +433,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             "adds": self.counters[..., 0],
             "rejected": self.counters[..., 1],
             **self.occupancy.metrics(),
-            **self.sampler.metrics(self.sampler_state, self.occupancy),
+            **self.sampler.metrics(jax.lax.stop_gradient(self.sampler_state), self.occupancy),
             **diverse,
             **fresh,
         }

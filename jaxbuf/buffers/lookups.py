@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import numbers, trees
@@ -211,7 +212,7 @@ class EpisodeLookups:
     def _index(self) -> EpisodeIndex:
         if self.episode_index is None:
             raise ValueError("episodes is None; create the buffer with episodes=jaxbuf.Episodes()")
-        return self.episode_index
+        return lax.stop_gradient(self.episode_index)
 
     def _look_up(self, query: Callable[..., Array], where: Any, positions: Any) -> Array:
         self = trees.on_device(self)

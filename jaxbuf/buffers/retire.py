@@ -68,7 +68,7 @@ class Retiring:
         if mask is not None:
             taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
         state, enough = freshness.used(self.freshness_state, slots.index, taken)
-        parts = (self.sampler_state, self.occupancy, state)
+        parts = (lax.stop_gradient(self.sampler_state), self.occupancy, state)
         if freshness.max_use is None:
             return self._with(parts)
 
@@ -126,7 +126,7 @@ class Retiring:
             return parts[2].oldest < floor
 
         # The items themselves stay out of the loop.
-        parts = (self.sampler_state, self.occupancy, state)
+        parts = (lax.stop_gradient(self.sampler_state), self.occupancy, state)
         parts = lax.while_loop(some_left, retire_block, parts)
         if left_at is not None:
             parts = (*parts[:2], self._noted(parts[2], parts[1], left_at))

@@ -95,7 +95,8 @@ def importance_weights(
 
 
 def _weights(buffer: Any, row: Any, beta: Any, normalize: str | None) -> Array:
-    exponent = -jnp.asarray(beta, jnp.float32)
+    row, beta = lax.stop_gradient((row, jnp.asarray(beta, jnp.float32)))
+    exponent = -beta
     if normalize == "batch":
         probability, valid = row
         least = rowwise.reduce(lax.min, jnp.where(valid, probability, 1.0), 1.0)

@@ -279,9 +279,10 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         if rows == 0:
             return self
         rings, target, broken, completed = self.rings.place(rows, taken)
-        index = self.episode_index
+        index = jax.lax.stop_gradient(self.episode_index)
         if index is not None:
-            index, behind = index.extend(steps, self.rings, target, taken)
+            flags = jax.lax.stop_gradient(steps)
+            index, behind = index.extend(flags, self.rings, target, taken)
             if index.episodes.boundary == "avoid":
                 crosses = behind < self.sequence_length - 1
                 nowhere = jnp.int32(self.num_envs * rings.starts)
@@ -298,7 +299,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             data=_unfold(storage.write(_fold(self.data), _fold(steps), target.reshape(-1)), self),
             occupancy=self._seen(rings, completed, broken),
             sampler_state=self.sampler.slid(
-                self.sampler_state,
+                jax.lax.stop_gradient(self.sampler_state),
                 completed.reshape(-1),
                 None if value is None else value.reshape(-1),
                 broken.reshape(-1),
@@ -343,7 +344,8 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         common.check_key(key)
         self = common.check_single(self)
         buffer = self._windows_of(sequence_length)
-        draw = buffer.sampler.draw(buffer.sampler_state, key, rows, buffer.occupancy)
+        state = jax.lax.stop_gradient(buffer.sampler_state)
+        draw = buffer.sampler.draw(state, key, rows, buffer.occupancy)
         return buffer._gather(draw)
 
     def sample_range(
@@ -608,7 +610,8 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
     def support(self) -> Support:
         """How many windows can be drawn, and the least probability among them."""
         buffer = trees.on_device(self)
-        return self.sampler.support(buffer.sampler_state, buffer.occupancy)
+        state = jax.lax.stop_gradient(buffer.sampler_state)
+        return self.sampler.support(state, buffer.occupancy)
 
     def metrics(self) -> dict[str, Array]:
         """Numbers worth watching, all scalars: one pass over the slots, for logging.
@@ -632,7 +635,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             "windows": self.occupancy.size,
             "adds": self.counters[..., 0],
             "rejected": self.counters[..., 1],
-            **self.sampler.metrics(self.sampler_state, self.occupancy),
+            **self.sampler.metrics(jax.lax.stop_gradient(self.sampler_state), self.occupancy),
             **fresh,
         }
 
@@ -683,9 +686,10 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
     def _without(self, gone: Int[Array, "..."], rings: Rings) -> Self:
         """The buffer once there are no windows at these slots."""
         nothing = jnp.zeros((0,), jnp.int32)
+        state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
             occupancy=self._seen(rings, nothing, gone),
-            sampler_state=self.sampler.slid(self.sampler_state, nothing, None, gone.reshape(-1)),
+            sampler_state=self.sampler.slid(state, nothing, None, gone.reshape(-1)),
         )
 
     def _seen(self, rings: Rings, completed: Int[Array, "..."], broken: Int[Array, "..."]) -> Any:
@@ -768,7 +772,8 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
                 f"create it with sequence_length={size}"
             )
         rings, come, gone = self.rings.resize(size)
-        state = self.sampler.slid(self.sampler_state, come.reshape(-1), None, gone.reshape(-1))
+        state = jax.lax.stop_gradient(self.sampler_state)
+        state = self.sampler.slid(state, come.reshape(-1), None, gone.reshape(-1))
         return self.replace(occupancy=rings, sampler_state=state)
 
     def _check_env_ids(self, env_ids: Any) -> Int[Array, " K"]:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -120,7 +120,7 @@ def check_rows(
     *,
     infinite: bool = False,
 ) -> Array:
-    """One number per row: ``value`` as an array of ``shape`` and ``dtype``.
+    """One number per row: ``value`` as an array of ``shape`` and ``dtype``, without gradients.
 
     Integers of any width become integers, and all numbers floating-point numbers.
 
@@ -141,7 +141,8 @@ def check_rows(
         raise ValueError(f"{name} has shape {got.shape}; expected {shape}, which is {axes}")
     if not _is_castable(got, dtype):
         raise ValueError(f"{name} has dtype {got.dtype}; expected {np.dtype(dtype).name}")
-    return jnp.asarray(numbers.convert(value, name, np.dtype(dtype), infinite=infinite), dtype)
+    array = jnp.asarray(numbers.convert(value, name, np.dtype(dtype), infinite=infinite), dtype)
+    return lax.stop_gradient(array)
 
 
 def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic]) -> bool:
@@ -171,6 +172,7 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
     return jax.tree.map(put, storage, items)
 
 
+@jax.custom_jvp
 def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
     leaves, treedef = jax.tree.flatten(storage)
@@ -188,6 +190,34 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
     copied = iter(_copy([leaf for leaf, looped in both if looped], index))
     rows = [next(copied) if looped else select(index, leaf) for leaf, looped in both]
     return jax.tree.unflatten(treedef, rows)
+
+
+@read.defjvp
+def _(
+    primals: tuple[PyTree[Array], Int[Array, " B"]], tangents: tuple[PyTree[Array], Any]
+) -> tuple[PyTree[Array], PyTree[Array]]:
+    (storage, index), (change, _) = primals, tangents
+    rows = read(storage, index)
+    return rows, _change(functools.partial(select, index), rows, change)
+
+
+def _change(
+    gather: Callable[[Array], Array], rows: PyTree[Array], change: PyTree[Array]
+) -> PyTree[Array]:
+    """How ``rows`` change as the leaves do that they were gathered from.
+
+    Args:
+        gather: Of a leaf, linear: other than what gathered the rows, it can be transposed.
+        rows: What was gathered.
+        change: The tangents of all leaves.
+    """
+
+    def of(row: Array, tangent: Any) -> Any:
+        if jnp.issubdtype(row.dtype, jnp.inexact):
+            return gather(tangent)
+        return np.zeros(row.shape, jax.dtypes.float0)
+
+    return jax.tree.map(of, rows, change)
 
 
 def _copy(leaves: list[Array], index: Int[Array, " B"]) -> list[Array]:
@@ -290,11 +320,14 @@ def read_runs(
     num_rings, size = jax.tree.leaves(storage)[0].shape[:2]
     _check_rows_fit(jax.tree.leaves(storage), 2, (start.shape[0], length))
 
+    def places(ring: Int[Array, " B"], start: Int[Array, " B"]) -> Int[Array, "B T"]:
+        offset = jnp.arange(length, dtype=jnp.int32)
+        return ring[:, None] * size + (start[:, None] + offset[None]) % size
+
     def plain(
         storage: PyTree[Array], ring: Int[Array, " B"], start: Int[Array, " B"]
     ) -> PyTree[Array]:
-        offset = jnp.arange(length, dtype=jnp.int32)
-        place = ring[:, None] * size + (start[:, None] + offset[None]) % size
+        place = places(ring, start)
         flat = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), storage)
         rows = read(flat, place.reshape(-1))
         shape = place.shape
@@ -337,8 +370,22 @@ def read_runs(
         return jax.tree.unflatten(treedef, taken)
 
     by_native = _by_native(jax.tree.leaves(storage), (start.shape[0], length), 2)
-    on_cpu = native_runs if by_native else runs
-    return rowwise.on_cpu(on_cpu, plain, storage, jnp.minimum(ring, num_rings - 1), start)
+
+    @jax.custom_jvp
+    def rows(
+        storage: PyTree[Array], ring: Int[Array, " B"], start: Int[Array, " B"]
+    ) -> PyTree[Array]:
+        return rowwise.on_cpu(native_runs if by_native else runs, plain, storage, ring, start)
+
+    @rows.defjvp
+    def _(primals: tuple[Any, Any, Any], tangents: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        def gather(leaf: Array) -> Array:
+            return select(places(*primals[1:]), lax.collapse(leaf, 0, 2))
+
+        found = rows(*primals)
+        return found, _change(gather, found, tangents[0])
+
+    return rows(storage, jnp.minimum(ring, num_rings - 1), start)
 
 
 def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:

@@ -141,12 +141,13 @@ class Statistics(struct.PyTreeNode):
             # What changes these slots waits until they have been read, for then they are counted.
             index = in_place.later(index, count)
         some = count > 0
-        time, window = self.counters[0], self.records.shape[0]
+        records = lax.stop_gradient(self.records)
+        time, window = self.counters[0], records.shape[0]
         place = ((time % jnp.uint32(window)).astype(jnp.int32), jnp.int32(0))
-        before = lax.dynamic_slice(self.records, place, (1, len(_COLUMNS)))
+        before = lax.dynamic_slice(records, place, (1, len(_COLUMNS)))
         record = jnp.where(some, record, before)
         recorded = self.replace(
-            records=lax.dynamic_update_slice(self.records, record, place),
+            records=lax.dynamic_update_slice(records, record, place),
             counters=jnp.stack(
                 [
                     # A multiple of the window, so that the next record is always the oldest one.

@@ -1,0 +1,153 @@
+"""Inside `jax.grad` items carry gradients; priorities, scores, versions and counters carry none.
+
+Every operation of every strategy, its arguments and the buffer itself depending on a parameter.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Literal
+
+import jaxbuf
+from jaxbuf.core import storage
+from tests import operations
+
+# Their results are items, or are made of items, as a whole.
+ITEMS_ONLY = {"read", "views"}
+
+
+def is_float(leaf):
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def depending(function, buffer, sample, parameter, key):
+    """What an operation returns if its arguments, and what the buffer holds, are proportional."""
+
+    def scaled(tree):
+        return jax.tree.map(lambda leaf: leaf * parameter if is_float(leaf) else leaf, tree)
+
+    if isinstance(buffer, jaxbuf.Mixture):
+        parts = [part.replace(data=scaled(part.data)) for part in buffer.parts]
+        buffer = buffer.replace(parts=tuple(parts))
+    else:
+        names = {"data", "sampler_state"} & vars(buffer).keys()
+        buffer = buffer.replace(**{name: scaled(getattr(buffer, name)) for name in names})
+    sample = sample.replace(data=scaled(sample.data))
+    return function(buffer, sample, parameter, key)
+
+
+def items_and_books(what, result):
+    """The sums of all numbers in items, and of all others; None where there are none."""
+    sums = [None, None]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(result):
+        if is_float(leaf):
+            in_data = any(getattr(key, "name", "") == "data" for key in path)
+            which = 0 if in_data or what in ITEMS_ONLY else 1
+            # Nothing is proportional to what is infinite, as the score of a free slot.
+            known = jnp.sum(jnp.where(jnp.isfinite(leaf), leaf, 0))
+            sums[which] = known if sums[which] is None else sums[which] + known
+    return sums
+
+
+@pytest.mark.parametrize(("name", "what"), operations.CASES)
+def test_only_items_carry_gradients(name, what):
+    _, function = operations.OPERATIONS[what]
+    args = (jnp.float32(1), *operations.abstract(name), jax.random.key(0))
+
+    def sums(parameter, buffer, sample, key):
+        return items_and_books(what, depending(function, buffer, sample, parameter, key))
+
+    def is_constant(which):
+        """Whether the gradient is known to be zero before anything is computed."""
+
+        def loss(*args):
+            both = sums(*args)
+            return both[which], both
+
+        slope = jax.make_jaxpr(jax.grad(loss, has_aux=True))(*args).jaxpr.outvars[0]
+        return isinstance(slope, Literal) and slope.val == 0
+
+    def forward(parameter, *rest):
+        return jax.jvp(lambda x: sums(x, *rest), (parameter,), (parameter,))
+
+    (items, books), _ = jax.eval_shape(forward, *args)
+    if items is not None:
+        assert is_constant(0) == (what == "clear")
+    if books is not None:
+        assert is_constant(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("prioritized", "sample"),
+        ("prioritized", "add"),
+        ("windows-prioritized", "sample"),
+        ("queue", "take"),
+    ],
+)
+def test_gradients_of_items_are_right_in_every_way_to_compute_them(name, what):
+    _, function = operations.OPERATIONS[what]
+    buffer, sample = operations.concrete(name)
+    key = jax.random.key(0)
+
+    def of_items(parameter):
+        result = depending(function, buffer, sample, parameter, key)
+        return items_and_books(what, result)[0]
+
+    # All of them are proportional to the parameter.
+    wanted = of_items(jnp.float32(1))
+    at = jnp.float32(1)
+    for found in (
+        jax.grad(of_items)(at),
+        jax.jit(jax.grad(of_items))(at),
+        jax.jvp(of_items, (at,), (at,))[1],
+        jax.vmap(jax.grad(of_items))(at[None])[0],
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["prioritized", "windows-prioritized", "mixture"])
+def test_a_loss_may_return_updated_priorities(name):
+    buffer, batch = operations.concrete(name)
+
+    def loss(weight, buffer, batch):
+        error = weight * jnp.sum(batch.data["reward"].reshape(operations.BATCH, -1), axis=1)
+        weights = jaxbuf.importance_weights(buffer, batch, weight)
+        updated = jaxbuf.update_priority(buffer, batch.slots, jnp.abs(error))
+        return jnp.sum(weights * error), updated
+
+    at = jnp.float32(0.5)
+    slope, updated = jax.grad(loss, has_aux=True)(at, buffer, batch)
+    jitted = jax.jit(jax.grad(loss, has_aux=True))(at, buffer, batch)
+    chex.assert_trees_all_close(jitted, (slope, updated), rtol=1e-6)
+    # The weights count as constants.
+    weights = jaxbuf.importance_weights(buffer, batch, at)
+    rewards = jnp.sum(batch.data["reward"].reshape(operations.BATCH, -1), axis=1)
+    np.testing.assert_allclose(slope, jnp.sum(weights * rewards), rtol=1e-5)
+
+
+def test_a_whole_buffer_may_be_differentiated():
+    buffer, _ = operations.concrete("prioritized")
+
+    def loss(buffer):
+        batch = buffer.sample(jax.random.key(0), 4)
+        weights = jaxbuf.importance_weights(buffer, batch, 0.5)
+        return jnp.sum(weights * batch.probability * batch.data["reward"])
+
+    slope = jax.grad(loss, allow_int=True)(buffer)
+    assert slope.data["reward"].any()
+    assert not slope.sampler_state.nodes.any()
+
+
+def test_keys_are_read_beside_what_is_differentiated():
+    data = {"key": jax.random.split(jax.random.key(0), 3), "x": jnp.arange(3.0)}
+
+    def loss(x):
+        rows = storage.read(data | {"x": x}, jnp.array([2, 2, 0]))
+        return jnp.sum(rows["x"]), rows["key"]
+
+    slope, _ = jax.grad(loss, has_aux=True)(data["x"])
+    assert slope.tolist() == [1, 0, 2]
