@@ -371,7 +371,7 @@ def test_bad_keys_name_what_there_is():
         ({"cutoff": np.nan}, "cutoff is nan; expected a distance"),
         ({"cutoff": INF}, "cutoff is inf"),
         ({"cutoff": 1e-30}, "cutoff is 1e-30; expected a distance: 0, or from"),
-        ({"p": -1}, "p is -1.0; expected a norm"),
+        ({"p": -1}, "p is -1; expected a norm"),
         ({"p": 1e-3}, "p is 0.001; expected a norm"),
         ({"p": np.nan}, "p is nan"),
         ({"within_batch": "none"}, "within_batch is 'none'; choose from"),

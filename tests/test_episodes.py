@@ -507,11 +507,11 @@ BAD = [
         {"record_return": True, "reward": "t"},
         "episodes.reward is 't', of dtype int32; expected a floating dtype",
     ),
-    ({"boundary": "stop"}, "boundary is 'stop'; choose one of ('cross', 'mask', 'avoid')"),
-    ({"recurrence": "td"}, "recurrence is 'td'; choose one of ('plain', 'alf')"),
+    ({"boundary": "stop"}, "boundary is 'stop'; choose from ('cross', 'mask', 'avoid')"),
+    ({"recurrence": "td"}, "recurrence is 'td'; choose from ('plain', 'alf')"),
     ({"discount": 1.5}, "discount is 1.5; expected a factor in [0, 1]"),
     ({"default_return": np.nan}, "default_return is nan"),
-    ({"reward_clip": (1, -1)}, "reward_clip is (1, -1); expected (low, high)"),
+    ({"reward_clip": (1, -1)}, "reward_clip is (1, -1); expected two numbers, (low, high)"),
 ]
 
 

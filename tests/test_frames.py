@@ -117,7 +117,11 @@ BAD = [
     (lambda w: {**w, "terminated": jnp.ones(2, bool)}, {}, "terminated has shape (2,)"),
     (lambda w: {**w, "obs": jnp.ones((2, 3))}, {}, "field 'obs' has shape (2, 3); expected (2, 4)"),
     (lambda w: w, {"first": jnp.ones(3, bool)}, "first has shape (3,); expected (2,)"),
-    (lambda w: w, {"axis": 2}, "axis is 2; a stack of frames of shape (1,) has 2 axes"),
+    (
+        lambda w: w,
+        {"axis": 2},
+        "axis is 2; expected an integer from -2 to 1, for a stack of frames of shape (1,)",
+    ),
 ]
 
 

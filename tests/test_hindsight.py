@@ -380,9 +380,13 @@ def test_another_fraction_does_not_retrace():
 
 WIDE = jnp.zeros((ROWS, STEPS, 2), jnp.int32)
 BAD = [
-    ({}, {"strategy": "next"}, "strategy is 'next'; choose one of final, future, episode, random"),
-    ({}, {"fraction": 1.5}, "fraction is 1.5; expected a share from 0 to 1"),
-    ({}, {"fraction": float("nan")}, "fraction is nan; expected a share from 0 to 1"),
+    (
+        {},
+        {"strategy": "next"},
+        "strategy is 'next'; choose from ('final', 'future', 'episode', 'random')",
+    ),
+    ({}, {"fraction": 1.5}, "fraction is 1.5; expected a fraction in [0, 1]"),
+    ({}, {"fraction": float("nan")}, "fraction is nan; expected a fraction in [0, 1]"),
     ({}, {"goal": "target"}, "goal is 'target', but the batch has no such field"),
     ({}, {"goal": ("goal", "obs.goal")}, "goal is 'obs.goal', but the batch has no such field"),
     ({}, {"achieved": "got"}, "achieved is 'got', but the batch has no such field"),

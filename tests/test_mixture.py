@@ -199,9 +199,9 @@ def other(example):
     [
         (lambda m: jaxbuf.Mixture.create([], []), "there are 0 buffers and 0 ratios"),
         (lambda m: jaxbuf.Mixture.create(m.parts, [1]), "there are 2 buffers and 1 ratios"),
-        (lambda m: jaxbuf.Mixture.create(m.parts, [1, -1]), "ratios is (1.0, -1.0); expected"),
+        (lambda m: jaxbuf.Mixture.create(m.parts, [1, -1]), "ratios[1] is -1; expected"),
         (lambda m: jaxbuf.Mixture.create(m.parts, [0, 0]), "ratios is (0.0, 0.0); expected"),
-        (lambda m: jaxbuf.Mixture.create([1], [1]), "buffers[0] is a int; expected a buffer"),
+        (lambda m: jaxbuf.Mixture.create([1], [1]), "buffers[0] is an int; expected a buffer"),
         (lambda m: jaxbuf.Mixture.create([m.parts[0]] * 2, [1, 1]), "buffers share memory"),
         (
             lambda m: jaxbuf.Mixture.create([m.parts[0], other(jnp.float32(0))], [1, 1]),

@@ -166,9 +166,9 @@ def test_configurations_are_compared_by_value():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: EMA(0.0), "alpha is 0.0; expected above 0 and at most 1"),
+        (lambda: EMA(0.0), "alpha is 0.0; expected a number above 0 and at most 1"),
         (lambda: Min(1.5), "alpha is 1.5"),
-        (lambda: Percentile(10), "q is 10.0; expected from 0"),
+        (lambda: Percentile(10), "q is 10; expected a number from 0"),
         (lambda: BaselineFilter.create(0), "refresh_after is 0; expected an integer of at least 1"),
         (lambda: combine(jnp.float32(0), None, "median"), "by is 'median'; choose from"),
         (

@@ -145,10 +145,10 @@ def test_donors_are_drawn_for_each_on_its_own():
     [
         ({}, "nothing says who is replaced; give threshold, worst_ratio or age"),
         ({"threshold": math.nan}, "threshold is nan; expected a score, or None"),
-        ({"worst_ratio": 0}, "worst_ratio is 0.0; expected above 0 and at most 1"),
-        ({"age": 1, "donor_ratio": 1.5}, "donor_ratio is 1.5; expected above 0 and at most 1"),
+        ({"worst_ratio": 0}, "worst_ratio is 0; expected a number above 0 and at most 1"),
+        ({"age": 1, "donor_ratio": 1.5}, "donor_ratio is 1.5; expected a number above 0"),
         ({"age": 1, "average": "median"}, "average is 'median'; choose from"),
-        ({"age": 1, "momentum": 1}, "momentum is 1.0; expected from 0 to below 1"),
+        ({"age": 1, "momentum": 1}, "momentum is 1; expected a number from 0 to below 1"),
         ({"age": 1, "every": 0}, "every is 0; expected an integer of at least 1"),
         ({"age": -1}, "age is -1; expected an integer of at least 0"),
         ({"age": (5, 2)}, r"age is \(5, 2\); expected the least of the range before the largest"),

@@ -243,7 +243,7 @@ def test_what_a_worker_refuses_of_its_manager_and_state():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"manager": 3}, "manager is a int; expected a jaxbuf.mpi.Manager"),
+        ({"manager": 3}, "manager is 3; expected a jaxbuf.mpi.Manager"),
         ({"manager": 1}, "manager has 1 workers, but the group has 2; create it with"),
         ({"rows": 0}, "rows is 0; expected an integer of at least 1"),
         ({"timeout": -1}, "timeout is -1; expected seconds, more than 0, or None"),

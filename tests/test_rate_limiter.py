@@ -241,8 +241,8 @@ def throughput(*arguments, **options):
 
 
 BAD = [
-    (rate(0), "samples_per_insert is 0.0; expected a positive number"),
-    (rate(-1), "samples_per_insert is -1.0; expected a positive number"),
+    (rate(0), "samples_per_insert is 0; expected a positive number"),
+    (rate(-1), "samples_per_insert is -1; expected a positive number"),
     (rate(math.nan), "samples_per_insert is nan; expected a positive number"),
     (rate(1e-5), "samples_per_insert is 1e-05; expected at least 1 / 1000"),
     (rate(1.0, 0), "min_size is 0; expected an integer of at least 1"),
@@ -254,9 +254,9 @@ BAD = [
     (rate(1, 10, (11, 15)), "tolerance begins at 11.0, above samples_per_insert * min_size = 10"),
     (rate(0.123, 2**28, 10), "too large to count exactly at a ratio of 123/1000"),
     (throughput((2.0, 1.0)), "inserts_per_sample is (2.0, 1.0); expected bounds"),
-    (throughput((-1, 1.0)), "inserts_per_sample is (-1.0, 1.0); expected bounds"),
+    (throughput((-1, 1.0)), "inserts_per_sample is (-1, 1.0); expected bounds"),
     (throughput(window=0), "window is 0; expected a positive number of seconds"),
-    (throughput(min_batches=0.5), "min_batches is 0.5; expected at least 1"),
+    (throughput(min_batches=0.5), "min_batches is 0.5; expected a number of at least 1"),
 ]
 
 

@@ -363,10 +363,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         num_workers = common.check_count("num_workers", num_workers)
         length = common.check_count("fragments_per_chunk", fragments_per_chunk)
         per_add, waiting = _check_line(num_workers, length, per_add, waiting)
-        if freshness is not None and not isinstance(freshness, Freshness):
-            raise ValueError(
-                f"freshness is {freshness!r}; expected None or jaxbuf.Freshness(max_staleness=...)"
-            )
+        common.check_parts(freshness=freshness)
         leading = (num_workers + waiting, length)
         return cls(
             data=(

@@ -10,13 +10,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import rowwise, storage, trees
+from jaxbuf.core import checks, rowwise, storage, trees
 from jaxbuf.core.ages import Ages, Bound, age_range, grid, keeps_order, spread
 from jaxbuf.core.distinct import distinct
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Occupancy, Slots, random_words, scale_word
+from jaxbuf.strategies.diversity import Diversity
+from jaxbuf.strategies.episodes import Episodes
+from jaxbuf.strategies.evictors import Oldest
+from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.samplers import Draw, Sampler, Uniform, points, without
 
 AnyBuffer = TypeVar("AnyBuffer", bound=Any)
@@ -48,7 +52,9 @@ def check_key(key: Any) -> None:
     """
     dtype = getattr(key, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if key.ndim == 0 if typed else dtype == np.uint32 and key.ndim == 1:
+    shape = getattr(key, "shape", None)
+    one = shape == () if typed else dtype == np.uint32 and np.size(shape) == 1
+    if one and not isinstance(key, jax.ShapeDtypeStruct):
         return
     kind = f"{dtype} of shape {key.shape}" if hasattr(key, "shape") else type(key).__name__
     raise ValueError(
@@ -73,15 +79,25 @@ def check_single(buffer: AnyBuffer) -> AnyBuffer:
     return trees.on_device(buffer)
 
 
-def check_slots(slots: Any) -> None:
+def check_slots(slots: Any, name: str = "slots") -> None:
     """Refuse what does not name items.
 
     Raises:
         ValueError: If it has no index and generation.
     """
-    if not hasattr(slots, "index") or not hasattr(slots, "generation"):
-        kind = "only an array" if hasattr(slots, "dtype") else f"a {type(slots).__name__}"
-        raise ValueError(f"slots is {kind}; expected the slots of a sample: batch.slots")
+    index: Any = getattr(slots, "index", None)
+    generation: Any = getattr(slots, "generation", None)
+    fields = (index, generation)
+    if not all(isinstance(field, jax.Array | np.ndarray) for field in fields):
+        kind = "only an array" if hasattr(slots, "dtype") else checks.name_of(slots)
+        raise ValueError(f"{name} is {kind}; expected the slots of a sample: batch.slots")
+    whole = all(jnp.issubdtype(field.dtype, jnp.integer) for field in fields)
+    if not whole or index.shape != generation.shape:
+        raise ValueError(
+            f"{name} has an index {index.dtype}{list(index.shape)} and a generation "
+            f"{generation.dtype}{list(generation.shape)}; expected integers of one shape, as a "
+            "sample has them"
+        )
 
 
 def check_sampler(sampler: Any) -> None:
@@ -91,18 +107,38 @@ def check_sampler(sampler: Any) -> None:
         ValueError: If it is a class, or has no method ``draw``.
     """
     if isinstance(sampler, type) or not hasattr(sampler, "draw"):
-        raise ValueError(f"sampler is {sampler!r}; expected a sampler such as {Uniform()}")
+        raise ValueError(
+            f"sampler is {checks.name_of(sampler)}; expected a sampler such as {Uniform()}"
+        )
 
 
-def check_flag(name: str, value: Any) -> bool:
-    """A switch as it was given.
+def check_evictor(evictor: Any) -> None:
+    """Refuse what does not choose the item that goes: other strategies have an ``init``, too.
 
     Raises:
-        ValueError: If it is neither True nor False.
+        ValueError: If it is a class, lacks what an evictor has, or is a sampler or a filter.
     """
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} is {value!r}; expected True or False")
-    return bool(value)
+    has = all(hasattr(evictor, name) for name in ("init", "uses_score"))
+    other = isinstance(evictor, type | Diversity) or hasattr(evictor, "draw")
+    if other or not has:
+        raise ValueError(
+            f"evictor is {checks.name_of(evictor)}; expected an evictor such as {Oldest()}"
+        )
+
+
+def check_parts(*, freshness: Any = None, episodes: Any = None, diversity: Any = None) -> None:
+    """Refuse what is given in place of a part that a buffer may have.
+
+    Raises:
+        ValueError: If one of them is neither None nor of its class.
+    """
+    for name, value, kind, example in (
+        ("freshness", freshness, Freshness, "jaxbuf.Freshness(max_use, ...)"),
+        ("episodes", episodes, Episodes, "jaxbuf.Episodes(...)"),
+        ("diversity", diversity, Diversity, "jaxbuf.Diversity(cutoff, ...)"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} is {checks.name_of(value)}; expected None or {example}")
 
 
 def needs_priority(sampler: Sampler, what: str) -> None:
@@ -160,9 +196,13 @@ def pick(
     needs_order(buffer.occupancy, "sample_range")
     rows = check_batch_size(batch_size)
     check_key(key)
-    check_flag("by_priority", by_priority)
-    check_flag("replacement", replacement)
-    ages = age_range(buffer.occupancy, start, stop)
+    checks.check_flag("by_priority", by_priority)
+    checks.check_flag("replacement", replacement)
+    bounds = [
+        None if bound is None else storage.check_rows(bound, name, (), np.int32, "one integer")
+        for name, bound in (("start", start), ("stop", stop))
+    ]
+    ages = age_range(buffer.occupancy, *bounds)
     if by_priority:
         return _pick_by_priority(buffer, key, rows, ages, replacement=replacement)
     row = jnp.arange(rows, dtype=jnp.int32)
@@ -264,7 +304,7 @@ def check_steps(
         ValueError: If a structure, shape or dtype differs.
     """
     stored, given = jax.tree.leaves(data)[0], jax.tree.leaves(steps)
-    one = bool(given) and jnp.ndim(given[0]) == stored.ndim - 1
+    one = bool(given) and np.ndim(given[0]) == stored.ndim - 1
     axes = (num_envs,) if one else (num_envs, "T")
     steps, batch = storage.check(data, steps, "steps", axes, skip=2)
     if one:
@@ -279,7 +319,7 @@ def check_step_mask(mask: Any, batch: tuple[int, ...]) -> Bool[Array, "E T"]:
         ValueError: If it has another shape, or is no mask.
     """
     num_envs, *steps = batch
-    one = jnp.ndim(mask) == 1
+    one = np.ndim(mask) == 1
     shape = (num_envs,) if one else batch
     axes = "(num_envs, T)" if steps and not one else "(num_envs,)"
     if steps and one:

@@ -1,10 +1,9 @@
 """Several items of one group at a time."""
 
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -13,7 +12,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import describe, fields, rowwise, storage, trees
+from jaxbuf.core import checks, describe, fields, numbers, rowwise, storage, trees
 from jaxbuf.core.slots import Ring, Slots, random_words, scale_word
 
 Order = Literal["age", "random"]
@@ -105,12 +104,9 @@ def sample_groups(
     common.check_key(key)
     num_groups = common.check_count("num_groups", num_groups)
     size = common.check_count("size", size)
-    if order not in ("age", "random"):
-        raise ValueError(f'order is {order!r}; choose "age" or "random"')
-    if padding not in ("none", "random"):
-        raise ValueError(f'padding is {padding!r}; choose "none" or "random"')
-    if not isinstance(buffer, ItemBuffer):
-        raise ValueError(f"buffer is a {type(buffer).__name__}; expected an ItemBuffer")
+    checks.check_choice("order", order, get_args(Order))
+    checks.check_choice("padding", padding, get_args(Padding))
+    checks.check_kind("buffer", buffer, ItemBuffer, "an ItemBuffer")
     buffer = trees.on_device(buffer)
     ids = fields.need(buffer.data, group, "group", "items have")
     if not isinstance(ids, jax.Array) or not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim > 1:
@@ -119,11 +115,11 @@ def sample_groups(
             f"group is {group!r}, which is {found[0]} of shape {found[1]} in an item; expected one "
             "integer"
         )
-    wanted: Any = groups if isinstance(groups, jax.core.Tracer) else np.asarray(groups)
     chosen = None
-    if wanted.ndim == 0:
+    if np.ndim(groups) == 0:
         count = common.check_count("groups", groups)
     else:
+        wanted = numbers.ids(groups, "groups")
         if isinstance(wanted, np.ndarray):
             wrong = wanted[(wanted < 0) | (wanted >= num_groups)]
             if wrong.size:
@@ -143,7 +139,7 @@ def sample_groups(
         field=group,
         random=order == "random",
         padded=padding == "random",
-        replacement=bool(replacement),
+        replacement=checks.check_flag("replacement", replacement),
     )
 
 

@@ -93,16 +93,8 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         """
         capacity = sizes.check_count("capacity", capacity)
         common.check_sampler(sampler)
-        if isinstance(evictor, type) or not hasattr(evictor, "init") or hasattr(evictor, "draw"):
-            raise ValueError(f"evictor is {evictor!r}; expected an evictor such as {Oldest()}")
-        if freshness is not None and not isinstance(freshness, Freshness):
-            raise ValueError(
-                f"freshness is {freshness!r}; expected None or jaxbuf.Freshness(max_use, ...)"
-            )
-        if diversity is not None and not isinstance(diversity, Diversity):
-            raise ValueError(
-                f"diversity is {diversity!r}; expected None or jaxbuf.Diversity(cutoff, ...)"
-            )
+        common.check_evictor(evictor)
+        common.check_parts(freshness=freshness, diversity=diversity)
         data = storage.allocate(example, (capacity,))
         occupancy = evictor.init(capacity)
         if freshness is not None:
@@ -121,7 +113,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             counters=jnp.zeros((2,), jnp.uint32),
             sampler=sampler,
             evictor=evictor,
-            diversity_state=() if diversity is None else diversity.init(example, capacity),
+            diversity_state=() if diversity is None else diversity.init(_one(data), capacity),
             diversity=diversity,
             freshness_state=() if freshness is None else freshness.init(capacity),
             freshness=freshness,
@@ -488,3 +480,8 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
                 "out or choose one that does"
             )
         return storage.check_rows(score, "score", row_shape, np.float32, "(B,)")
+
+
+def _one(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
+    """What one item is like."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)

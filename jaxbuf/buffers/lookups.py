@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.core import numbers, trees
+from jaxbuf.buffers.common import check_slots
+from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
@@ -74,7 +75,8 @@ class EpisodeLookups:
         Returns:
             Positions; a step's own where it is not held.
         """
-        query = EpisodeIndex.held_begin if held else EpisodeIndex.begin
+        first_held = checks.check_flag("held", held)
+        query = EpisodeIndex.held_begin if first_held else EpisodeIndex.begin
         return self._look_up(query, where, positions)
 
     def last_terminated_position(
@@ -201,6 +203,7 @@ class EpisodeLookups:
                 'boundary is "cross", whose windows are used as they are; create the buffer with '
                 'episodes=jaxbuf.Episodes(boundary="mask")'
             )
+        check_slots(slots)
         windows = self._windows_of(sequence_length)
         mask = index.together(windows.rings, slots.index)
         return mask & windows.occupancy.holds(slots)[:, None]
@@ -218,32 +221,38 @@ class EpisodeLookups:
         self = trees.on_device(self)
         index, rings = self._index(), self.rings
         if isinstance(where, Slots):
+            check_slots(where, "where")
             if positions is not None:
                 raise ValueError("positions were given with slots, which have their own")
             env, position = rings.starts_at(where.index, where.generation)
             return query(index, rings, env, position)
         if positions is None:
             raise ValueError("positions is None; give env_ids and positions, or slots")
-        env, position, shape = broadcast_steps(where, positions)
+        env, position, shape = broadcast_steps(where, positions, "where")
         return query(index, rings, env, position).reshape(shape)
 
 
 def broadcast_steps(
-    env_ids: Any, positions: Any
+    env_ids: Any, positions: Any, name: str = "env_ids"
 ) -> tuple[Int[Array, " B"], UInt[Array, " B"], tuple[int, ...]]:
     """Names of single steps as flat arrays, and the shape that they had together.
+
+    Args:
+        env_ids: Whose steps.
+        positions: Which of them.
+        name: What to call ``env_ids`` in an error.
 
     Raises:
         ValueError: If one of them holds no integers, or they do not broadcast.
     """
-    env, position = numbers.integers(env_ids, "env_ids"), jnp.asarray(positions)
+    env, position = numbers.integers(env_ids, name), numbers.array(positions, "positions")
     if not jnp.issubdtype(position.dtype, jnp.integer):
         raise ValueError(f"positions has dtype {position.dtype}; expected integers")
     try:
         shape = jnp.broadcast_shapes(env.shape, position.shape)
     except ValueError as error:
         raise ValueError(
-            f"env_ids has shape {env.shape} and positions {position.shape}; expected shapes that "
+            f"{name} has shape {env.shape} and positions {position.shape}; expected shapes that "
             "broadcast"
         ) from error
     env = jnp.broadcast_to(env, shape).reshape(-1)

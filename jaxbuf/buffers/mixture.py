@@ -25,7 +25,7 @@ from jaxbuf.buffers.parts import (
     num_envs,
 )
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe, storage
+from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.slots import Slots, scale_word
 from jaxbuf.strategies.samplers import Support
 
@@ -92,17 +92,18 @@ class Mixture(struct.PyTreeNode):
                 finite, all are zero, samples of the parts do not fit together, two parts share
                 memory, or there are 2**31 slots or more.
         """
-        parts, weights = tuple(buffers), tuple(float(ratio) for ratio in ratios)
+        parts, weights = _sequence("buffers", buffers, "buffers"), _check_ratios(ratios)
         if not parts or len(parts) != len(weights):
             raise ValueError(
                 f"there are {len(parts)} buffers and {len(weights)} ratios; expected one ratio for "
                 "each of one buffer or more"
             )
         for i, part in enumerate(parts):
-            if not all(hasattr(part, name) for name in ("sample", "support", "occupancy")):
-                raise ValueError(f"buffers[{i}] is a {type(part).__name__}; expected a buffer")
-        if not all(math.isfinite(w) and w >= 0 for w in weights) or sum(weights) <= 0:
-            raise ValueError(f"ratios is {weights}; expected finite numbers from 0 on, not all 0")
+            check_options(part, "sample", {}, f"buffers[{i}]")
+        if sum(weights) <= 0:
+            raise ValueError(
+                f"ratios is {weights}; expected finite numbers of at least 0, not all 0"
+            )
         if sum(part.capacity for part in parts) >= 2**31:
             raise ValueError("buffers have 2**31 slots or more; expected fewer in all")
         leaves = [id(leaf) for leaf in jax.tree.leaves(parts)]
@@ -224,6 +225,7 @@ class Mixture(struct.PyTreeNode):
 
     def part_of(self, slots: Slots) -> Int[Array, " B"]:
         """Which part each row is from, ``[B]``; the number of parts where it is not valid."""
+        common.check_slots(slots)
         ends = [self._offset(i + 1) for i in range(len(self.parts))]
         at_or_after = slots.index[:, None] >= jnp.asarray(ends, jnp.int32)[None]
         return jnp.sum(at_or_after, axis=1, dtype=jnp.int32)
@@ -498,16 +500,13 @@ class Mixture(struct.PyTreeNode):
             found |= {f"{i}/{name}": value for name, value in part.metrics().items()}
         return found
 
-    def _tell(
-        self, method: str, ability: Ability, tell: Callable[..., Any], slots: Slots | None = None
-    ) -> Self:
+    def _tell(self, method: str, ability: Ability, tell: Callable[..., Any], *slots: Slots) -> Self:
         """The mixture once all parts that can were told something, with slots of their own."""
         ability.need(self, method)
         parts = list(self.parts)
         for i, part in enumerate(parts):
             if ability.has(part):
-                own = () if slots is None else (self.part_slots(slots, i),)
-                parts[i] = tell(part, *own)
+                parts[i] = tell(part, *(self.part_slots(rows, i) for rows in slots))
         return self.replace(parts=tuple(parts))
 
     def _join(
@@ -604,6 +603,24 @@ class Mixture(struct.PyTreeNode):
                 f"integer from 0 to {len(self.parts) - 1}"
             )
         return int(part)
+
+
+def _check_ratios(ratios: Any) -> tuple[float, ...]:
+    """The ratios as Python floats."""
+    return tuple(
+        checks.check_number(
+            f"ratios[{i}]", ratio, "a finite number of at least 0", lambda x: 0 <= x < math.inf
+        )
+        for i, ratio in enumerate(_sequence("ratios", ratios, "numbers"))
+    )
+
+
+def _sequence(name: str, values: Any, what: str) -> tuple[Any, ...]:
+    """Several things, in a list or anything else that has an order and a length."""
+    array = isinstance(values, np.ndarray | jax.Array) and values.ndim == 1
+    if not array and (not isinstance(values, Sequence) or isinstance(values, str | bytes)):
+        raise ValueError(f"{name} is {checks.name_of(values)}; expected a list of {what}")
+    return tuple(values)
 
 
 def _largest_remainders(rows: Any, whole: Any, rest: Any) -> Any:

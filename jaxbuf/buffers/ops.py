@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers.common import check_batch_size
+from jaxbuf.buffers.common import check_batch_size, check_key
 from jaxbuf.buffers.options import check_options, split_options
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import numbers
+from jaxbuf.core import checks, numbers
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 
@@ -84,7 +84,9 @@ def add(
     """
     given = {name: value for name, value in options.items() if value is not None}
     check_options(buffer, "add", given)
-    traced, static = split_options(_converted(given))
+    donate = checks.check_flag("donate", donate)
+    traced, static = split_options(given)
+    traced = _converted(traced)
     items = numbers.narrow(items, "items", getattr(buffer, "data", ()))
     return call(_add_method, buffer, items, traced, static, static=(3,), donate=donate)
 
@@ -121,6 +123,7 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
     """
     given = {name: value for name, value in options.items() if value is not None}
     check_options(buffer, "sample", given)
+    check_key(key)
     rows = check_batch_size(batch_size)
     traced, static = split_options(given)
     return call(_sample_method, buffer, key, rows, traced, static, static=(2, 4))
@@ -166,6 +169,7 @@ def update_priority(
     """
     given = {name: value for name, value in options.items() if value is not None}
     check_options(buffer, "update_priority", given)
+    donate = checks.check_flag("donate", donate)
     priority = _converted({"priority": priority})["priority"]
     traced, static = split_options(given)
     return call(_update_method, buffer, slots, priority, traced, static, static=(4,), donate=donate)

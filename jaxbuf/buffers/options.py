@@ -8,14 +8,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxbuf.core import checks
 
-def check_options(buffer: Any, method: str, options: Mapping[str, Any]) -> None:
+
+def check_options(
+    buffer: Any, method: str, options: Mapping[str, Any], argument: str = "buffer"
+) -> None:
     """Refuse what is no buffer, and options that its own method does not take.
 
     Args:
         buffer: The buffer, or what was given in its place.
         method: The name of the method that the options are for.
         options: The options by name.
+        argument: What to call the buffer in an error.
 
     Raises:
         ValueError: If ``buffer`` is not a pytree with such a method, or the method does not take
@@ -23,13 +28,14 @@ def check_options(buffer: Any, method: str, options: Mapping[str, Any]) -> None:
     """
     own = getattr(type(buffer), method, None)
     if own is None or jax.tree_util.all_leaves([buffer]):
-        raise ValueError(_no_buffer(buffer, method))
+        raise ValueError(f"{argument} is {_no_buffer(buffer, method)}")
     takes = _options(own)
     for name in options:
         if takes is not None and name not in takes:
             known = f", for its {method} takes {', '.join(takes)}" if takes else ""
+            owner = checks.kind_of(buffer)
             raise ValueError(
-                f"{name} was given, but {_one(buffer)} has no use for it; leave it out{known}"
+                f"{name} was given, but {owner} has no use for it; leave it out{known}"
             )
 
 
@@ -64,17 +70,5 @@ def _no_buffer(thing: Any, method: str) -> str:
     if hasattr(type(thing), "add") and not jax.tree_util.all_leaves([thing]):
         public = [name for name in dir(type(thing)) if not name.startswith("_")]
         has = ", ".join(name for name in public if inspect.isfunction(getattr(type(thing), name)))
-        return f"buffer is {_one(thing)}, which has no method {method}; it has {has}"
-    return f"buffer is {_one(thing)}; expected a buffer, such as one of jaxbuf.ItemBuffer.create"
-
-
-def _one(thing: Any) -> str:
-    """What something is, after "is"."""
-    if thing is None:
-        return "None"
-    if isinstance(thing, type):
-        return f"the class {thing.__name__}"
-    if hasattr(thing, "shape") and hasattr(thing, "dtype"):
-        return f"an array {thing.dtype}{list(thing.shape)}"
-    name = type(thing).__name__
-    return f"an {name}" if name[0] in "AEIOUaeiou" else f"a {name}"
+        return f"{checks.kind_of(thing)}, which has no method {method}; it has {has}"
+    return f"{checks.kind_of(thing)}; expected a buffer, such as one of jaxbuf.ItemBuffer.create"

@@ -3,6 +3,7 @@
 from jaxtyping import PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.core import checks
 from jaxbuf.strategies.diversity import Diversity, Key
 from jaxbuf.strategies.evictors import Lowest
 from jaxbuf.strategies.samplers import Uniform
@@ -107,7 +108,7 @@ def terminating_states(example: PyTree, capacity: int) -> ItemBuffer:
 
 def _by_score(temperature: float | None, fallback: bool) -> Uniform | Softmax:
     if temperature is None:
-        if fallback:
+        if checks.check_flag("fallback", fallback):
             raise ValueError(
                 "fallback is True, but temperature is None; expected a temperature, since uniform "
                 "draws have no fallback"

@@ -208,6 +208,7 @@ def uses_and_staleness(buffer: Retiring, slots: Slots) -> tuple[Int[Array, " B"]
     """How often the items were used and how stale they are, in one look; 0 if not here any more."""
     buffer = trees.on_device(buffer)
     assert buffer.freshness is not None
+    common.check_slots(slots)
     state = buffer.freshness_state
     version, uses = buffer.freshness.look(state, slots.index)
     here = buffer.occupancy.holds(slots)

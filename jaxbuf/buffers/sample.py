@@ -1,13 +1,17 @@
 """What sampling returns, and the weights that correct for how it was drawn."""
 
-from typing import Any, Literal, Protocol
+import math
+from typing import Any, Literal, Protocol, get_args
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxbuf.core import describe, rowwise
+from jaxbuf.buffers.options import check_options
+from jaxbuf.core import checks, describe, rowwise, storage
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.samplers import Support
@@ -82,11 +86,16 @@ def importance_weights(
         >>> [round(float(w), 4) for w in weights[jnp.argsort(batch.data)]]
         [1.0, 0.8467, 0.717, 0.6071]
     """
-    if normalize not in ("batch", "buffer", "mean", None):
-        raise ValueError(f'normalize is {normalize!r}; choose "batch", "buffer", "mean" or None')
-    if not hasattr(sample, "probability"):
-        raise ValueError(
-            f"sample is a {type(sample).__name__}; expected the whole sample, not its data or slots"
+    if normalize is not None and (
+        not isinstance(normalize, str) or normalize not in get_args(Normalize)
+    ):
+        given = checks.name_of(normalize)
+        raise ValueError(f'normalize is {given}; choose "batch", "buffer", "mean" or None')
+    check_options(buffer, "support", {})
+    check_sample("sample", sample)
+    if isinstance(beta, int | float | np.number) or not hasattr(beta, "dtype"):
+        beta = checks.check_number(
+            "beta", beta, "a finite number of at least 0", lambda x: 0 <= x < math.inf
         )
     # The weights of a batch relative to each other do not depend on what else there is.
     whole = None if normalize == "batch" else buffer
@@ -94,8 +103,29 @@ def importance_weights(
     return call(_weights, whole, row, beta, normalize, static=(3,))
 
 
+def check_sample(name: str, sample: Any) -> None:
+    """Refuse what is not one sample.
+
+    Raises:
+        ValueError: If it has no rows of its own.
+    """
+    probability: Any = getattr(sample, "probability", None)
+    valid: Any = getattr(sample, "valid", None)
+    arrays = jax.Array | np.ndarray
+    if not isinstance(probability, arrays) or not isinstance(valid, arrays):
+        raise ValueError(
+            f"{name} is {checks.kind_of(sample)}; expected the whole sample, not its data or slots"
+        )
+    if probability.shape != valid.shape or probability.ndim != 1:
+        raise ValueError(
+            f"{name} has a probability of shape {probability.shape} and valid of shape "
+            f"{valid.shape}; expected (B,); work on several samples with jax.vmap"
+        )
+
+
 def _weights(buffer: Any, row: Any, beta: Any, normalize: str | None) -> Array:
-    row, beta = lax.stop_gradient((row, jnp.asarray(beta, jnp.float32)))
+    beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
+    row, beta = lax.stop_gradient((row, beta))
     exponent = -beta
     if normalize == "batch":
         probability, valid = row

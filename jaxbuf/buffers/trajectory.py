@@ -3,7 +3,6 @@
 from typing import Any, Self
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -13,7 +12,7 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.lookups import EpisodeLookups, broadcast_steps
 from jaxbuf.buffers.retire import Retiring
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe, fields, numbers, sizes, storage, trees
+from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
 from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
@@ -139,14 +138,11 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         common.check_sampler(sampler)
         if sampler.uses_score:
             raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
+        common.check_parts(episodes=episodes, freshness=freshness)
         data = storage.allocate(example, (num_envs, length))
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
         slots = num_envs * (length // period)
         avoids = episodes is not None and episodes.boundary == "avoid"
-        if freshness is not None and not isinstance(freshness, Freshness):
-            raise ValueError(
-                f"freshness is {freshness!r}; expected None or jaxbuf.Freshness(max_use, ...)"
-            )
         picks = avoids or freshness is not None
         occupancy = Subset.create(rings, slots) if picks else rings
         if getattr(sampler, "uses_age", False):
@@ -512,6 +508,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
 
         Of rows that are not valid the environment is ``num_envs``.
         """
+        common.check_slots(slots)
         env, position = self.rings.starts_at(slots.index, slots.generation)
         return jnp.where(slots.index < self.capacity, env, self.num_envs), position
 
@@ -569,7 +566,8 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             of a ring begin with its earliest step, and those past the newest one are invalid.
         """
         self = common.check_single(self)
-        skip = self.num_earliest_ignored if ignore_earliest else 0
+        ignore = checks.check_flag("ignore_earliest", ignore_earliest)
+        skip = self.num_earliest_ignored if ignore else 0
         return self._earliest(self.length, skip)
 
     def dequeue(self, n: int, *, mask: Bool[Array, " E"] | None = None) -> tuple[Self, Steps]:
@@ -598,10 +596,12 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         n = common.check_count("n", n)
         if n > self.length:
             raise ValueError(f"n is {n}, but a ring has length {self.length}")
-        steps = self._earliest(n, 0)
+        taken: Any = None
         if mask is not None:
             shape = (self.num_envs,)
             taken = storage.check_rows(mask, "mask", shape, np.bool_, "(num_envs,)")
+        steps = self._earliest(n, 0)
+        if taken is not None:
             steps = steps.replace(valid=steps.valid & taken[:, None])
         count = jnp.sum(steps.valid, axis=1, dtype=jnp.int32)
         rings, gone = self.rings.drop(count, n)
@@ -778,11 +778,9 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
 
     def _check_env_ids(self, env_ids: Any) -> Int[Array, " K"]:
         """``env_ids`` as an array."""
-        given: Any = env_ids if isinstance(env_ids, jax.core.Tracer) else np.asarray(env_ids)
+        given = numbers.ids(env_ids, "env_ids")
         if given.ndim != 1:
             raise ValueError(f"env_ids has shape {given.shape}; expected (K,)")
-        if given.size and not jnp.issubdtype(given.dtype, jnp.integer):
-            raise ValueError(f"env_ids has dtype {given.dtype}; expected integers")
         if isinstance(given, np.ndarray):
             wrong = given[(given < 0) | (given >= self.num_envs)]
             if wrong.size:
@@ -829,7 +827,7 @@ def _check_windows(sequence_length: int, length: int, ignored: int) -> None:
 
 def _per_step(value: Any, name: str, batch: tuple[int, ...], axes: str) -> Int[Array, "E T"]:
     """One integer for each step, or the same for all steps of an environment."""
-    shape = batch[:1] if jnp.ndim(value) == 1 else batch
+    shape = batch[:1] if np.ndim(value) == 1 else batch
     array = storage.check_rows(value, name, shape, np.int32, axes).reshape(batch[0], -1)
     return jnp.broadcast_to(array, (batch[0], batch[1] if len(batch) > 1 else 1))
 

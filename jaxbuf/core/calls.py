@@ -56,6 +56,10 @@ def _run(
         # What XLA says of a donated argument names neither it nor the way out.
         check_there(args[0], "buffer")
         raise
+    except (TypeError, OverflowError):
+        # jax.jit refuses what is not an array by its path in here; the function knows its name.
+        jax.eval_shape(lambda: function(*args))
+        raise
 
 
 @functools.cache

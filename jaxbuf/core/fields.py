@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from jaxbuf.core import checks
+
 
 def find(tree: Any, path: str) -> Any:
     """The field at a dotted path; None if there is none, or nothing in it.
@@ -36,6 +38,7 @@ def need(tree: Any, path: str, name: str, where: str) -> Any:
         Traceback (most recent call last):
         ValueError: reward is 'gain', but the window has no such field; there are obs.goal, reward
     """
+    checks.check_field(name, path)
     found = find(tree, path)
     if found is None:
         paths = jax.tree_util.tree_leaves_with_path(tree)
@@ -63,7 +66,7 @@ def truncation(tree: Any, terminated: str, given: str | None) -> str | None:
     """
     if given is not None:
         return given
-    beside = terminated.rpartition(".")[0]
+    beside = checks.check_field("terminated", terminated).rpartition(".")[0]
     paths = (f"{beside}.truncated", "truncated") if beside else ("truncated",)
     return next((path for path in paths if find(tree, path) is not None), None)
 

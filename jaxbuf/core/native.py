@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxbuf.core import checks
+
 _SOURCE = Path(__file__).with_suffix(".cc")
 _TARGETS = ("set_leaves", "find", "get_leaves", "take")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-DNDEBUG")
@@ -53,7 +55,7 @@ def enable_native(enabled: bool = True) -> None:
         >>> import jaxbuf
         >>> jaxbuf.enable_native()  # doctest: +SKIP
     """
-    if enabled:
+    if checks.check_flag("enabled", enabled):
         _register()
     _in_use.set_global(enabled)
 

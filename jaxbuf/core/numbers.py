@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from jaxbuf.core import trees
+from jaxbuf.core import checks, trees
 
 # A number may become one of the same kind or of a later one: bool, integer, floating, complex.
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
@@ -27,11 +27,65 @@ def abstract(value: Any, name: str) -> jax.ShapeDtypeStruct:
             # Only the value of a Python integer can be too large to have a type.
             aval = jax.typeof(value * 0 if type(value) is int else value)
         except TypeError as error:
-            raise ValueError(f"{name} is a {type(value).__name__}; expected an array") from error
+            kind = checks.kind_of(value)
+            raise ValueError(f"{name} is {kind}; expected an array of numbers") from error
     dtype = aval.dtype
     if is_number(dtype):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=bool(aval.weak_type))
+
+
+def given(value: Any, name: str) -> jax.ShapeDtypeStruct:
+    """The same of what must hold numbers, and not only say what they are like.
+
+    Raises:
+        ValueError: If it is neither an array nor a number.
+    """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise ValueError(f"{name} is a ShapeDtypeStruct, which holds no numbers; expected an array")
+    return abstract(value, name)
+
+
+def arrays(tree: PyTree, name: str) -> PyTree[Array]:
+    """A pytree with its leaves as jax arrays.
+
+    Raises:
+        ValueError: If there are none, or a leaf is neither an array nor a number; it names the
+            leaf.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    if not leaves:
+        raise ValueError(f"{name} is {checks.name_of(tree)}; expected a pytree of arrays")
+    out: list[Array] = []
+    for path, leaf in leaves:
+        label = name + jax.tree_util.keystr(path)
+        got = given(leaf, label)
+        out.append(jnp.asarray(convert(leaf, label, got.dtype) if is_number(got.dtype) else leaf))
+    return jax.tree.unflatten(treedef, out)
+
+
+def array(value: Any, name: str) -> Array:
+    """One jax array.
+
+    Raises:
+        ValueError: If it is neither an array nor a number.
+    """
+    given(value, name)
+    return arrays(value, name)
+
+
+def ids(value: Any, name: str) -> Any:
+    """Integers that name something: a NumPy array, or a traced one.
+
+    Raises:
+        ValueError: If they are not integers.
+    """
+    if isinstance(value, list | tuple):
+        value = np.asarray(value)
+    got = given(value, name)
+    if not jnp.issubdtype(got.dtype, jnp.integer) and (got.shape == () or 0 not in got.shape):
+        raise ValueError(f"{name} has dtype {got.dtype}; expected integers")
+    return value if isinstance(value, jax.core.Tracer) else np.asarray(value)
 
 
 def is_number(dtype: Any) -> bool:
@@ -85,7 +139,7 @@ def convert(value: Any, name: str, dtype: Any, *, infinite: bool = False) -> Any
     if host.dtype == object:
         # A Python integer of more than 64 bits.
         _refuse(name, value, dtype)
-    if host.dtype == dtype or not may_become(host.dtype, dtype):
+    if host.dtype == dtype or host.dtype.kind not in "biufcV" or not may_become(host.dtype, dtype):
         return value
     if _may_overflow(host.dtype, dtype, infinite):
         _check_fit(host, name, dtype)
@@ -99,7 +153,7 @@ def integers(value: Any, name: str) -> Int[Array, "..."]:
     Raises:
         ValueError: If they are not integers, or one that can be seen does not fit.
     """
-    got = abstract(value, name)
+    got = given(value, name)
     if not jnp.issubdtype(got.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {got.dtype}; expected integers")
     return jnp.asarray(convert(value, name, np.dtype("int32")), jnp.int32)

@@ -11,8 +11,10 @@ import numpy as np
 
 # Slots are numbered by int32, and trees over them have up to twice as many nodes.
 MOST_ROWS = 2**30
+# What counts rows on disk, steps or bytes need not fit an array of JAX.
+MOST_ON_HOST = 2**63 - 1
 # XLA counts the bytes of an array in a signed 64-bit integer, and aborts where it overflows.
-_MOST_BYTES = 2**63 - 1
+_MOST_BYTES = MOST_ON_HOST
 
 
 def format_bytes(number: int) -> str:

@@ -86,7 +86,7 @@ def check(
     for (path, stored), leaf in zip(paths, jax.tree.leaves(items), strict=True):
         label = _name(name, path)
         shape, dtype = stored.shape[skip:], stored.dtype
-        got = numbers.abstract(leaf, label)
+        got = numbers.given(leaf, label)
         expected = (*axes, *shape)
         if len(got.shape) != len(expected) or any(
             isinstance(want, int) and want != have
@@ -136,7 +136,7 @@ def check_rows(
         ValueError: If the shape differs, if the dtype is of another kind (bool, integer or
             floating), or if a number that can be seen does not fit.
     """
-    got = numbers.abstract(value, name)
+    got = numbers.given(value, name)
     if got.shape != shape:
         raise ValueError(f"{name} has shape {got.shape}; expected {shape}, which is {axes}")
     if not _is_castable(got, dtype):

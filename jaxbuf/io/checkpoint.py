@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
 from jaxbuf.io import describe, records, resizing, versions, zarr
 from jaxbuf.io.describe import Leaf
@@ -120,7 +121,8 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
         >>> large.capacity, large.data[:3].tolist()
         (100, [0.0, 1.0, 2.0])
     """
-    folder = Path(path).resolve()
+    folder = checks.check_path("path", path).resolve()
+    checks.check_flag("resize", resize)
     with versions.locked(folder, shared=True):
         found = versions.find(folder)
         if not found:
@@ -134,7 +136,7 @@ def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: If it is a file.
     """
-    folder = Path(path).resolve()
+    folder = checks.check_path(name, path).resolve()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{name} is {path}, which is a file; choose a folder")
     return folder

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, ops
@@ -16,6 +16,7 @@ from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.core import checks
 from jaxbuf.strategies.recent import Recent
 
 State = TypeVar("State")
@@ -54,8 +55,10 @@ class Holder(Generic[State]):
     """
 
     def __init__(self, state: State, *, recheck: float | None = None) -> None:
-        if recheck is not None and not 0.0 < recheck < math.inf:
-            raise ValueError(f"recheck is {recheck}; expected None or seconds, more than 0")
+        if recheck is not None:
+            recheck = checks.check_number(
+                "recheck", recheck, "None or seconds, more than 0", lambda x: 0 < x < math.inf
+            )
         self._state = state
         self._recheck = recheck
         self._turn = threading.Condition()
@@ -145,7 +148,7 @@ class Holder(Generic[State]):
         when = None
         if hasattr(self._state, "can_add"):
             # Items without rows fit, so ``ops.add`` says at once what is wrong with them.
-            rows = max((len(leaf) for leaf in jax.tree.leaves(items) if jnp.ndim(leaf)), default=0)
+            rows = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
             _check_room(self._state, f"items asks for {rows} rows at a time", rows)
             when = functools.partial(_CAN_ADD, rows=rows)
 
@@ -218,7 +221,12 @@ class Holder(Generic[State]):
 
     def _wait(self, when: Callable[[State], Any] | None, timeout: float | None) -> None:
         """Wait for a condition; the turn is ours before and after."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None
+        if timeout is not None:
+            timeout = checks.check_number(
+                "timeout", timeout, "seconds, or None", lambda x: not math.isnan(x)
+            )
+            deadline = time.monotonic() + timeout
         while not self._stopped:
             if when is None or bool(when(self._state)):
                 return

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import jax
 
-from jaxbuf.core.sizes import format_bytes
+from jaxbuf.core import checks
+from jaxbuf.core.sizes import MOST_ON_HOST, check_count, format_bytes
 from jaxbuf.io.hlo import Copy, Parameter, Program
 
 Fate = Literal["in place", "read", "copied"]
@@ -183,8 +184,9 @@ def explain_memory(
         >>> kept.copied, kept.bytes_copied
         (("self.data['obs']", 'self.occupancy.counters', 'self.counters'), 320020)
     """
-    if smallest < 1:
-        raise ValueError(f"smallest is {smallest}; expected a number of bytes from 1 on")
+    smallest = check_count("smallest", smallest, most=MOST_ON_HOST)
+    if not callable(fn):
+        raise ValueError(f"fn is {checks.name_of(fn)}; expected a function")
     owner = getattr(fn, "__self__", None)
     if _is_buffer(owner):
         fn, args = getattr(fn, "__func__", fn), (owner, *args)

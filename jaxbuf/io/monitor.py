@@ -18,6 +18,8 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Int, PyTree
 
+from jaxbuf.core import checks, numbers, sizes
+
 
 class Writer(Protocol):
     """Where a ``Monitor`` writes to. Any object with these methods will do."""
@@ -88,10 +90,23 @@ class Monitor:
             raise ValueError(
                 f"every_steps is {every_steps} and every_seconds is {every_seconds}; choose one"
             )
-        if every_steps is not None and (every_steps < 1 or int(every_steps) != every_steps):
-            raise ValueError(f"every_steps is {every_steps}; expected a whole number from 1 on")
-        if every_seconds is not None and not 0 < every_seconds < math.inf:
-            raise ValueError(f"every_seconds is {every_seconds}; expected a number above 0")
+        if every_steps is not None:
+            every_steps = sizes.check_count("every_steps", every_steps, most=sizes.MOST_ON_HOST)
+        if every_seconds is not None:
+            every_seconds = checks.check_number(
+                "every_seconds", every_seconds, "a number above 0", lambda x: 0 < x < math.inf
+            )
+        if resume_at is not None and not isinstance(resume_at, int | np.integer):
+            raise ValueError(
+                f"resume_at is {checks.name_of(resume_at)}; expected None or the number of a step"
+            )
+        if not isinstance(writers, Sequence) or not all(
+            hasattr(writer, "write") and not isinstance(writer, type) for writer in writers
+        ):
+            raise ValueError(
+                f"writers is {checks.name_of(writers)}; expected a list of writers, such as "
+                "[jaxbuf.TerminalWriter()]"
+            )
         self._writers = tuple(writers)
         self._every_steps = every_steps
         self._every_seconds = every_seconds
@@ -117,6 +132,9 @@ class Monitor:
         Raises:
             ValueError: If ``step`` holds different numbers, or two metrics have one name.
         """
+        known = isinstance(step, int | np.integer | np.ndarray | jax.Array)
+        if not known or not jnp.issubdtype(getattr(step, "dtype", np.int64), jnp.integer):
+            raise ValueError(f"step is {checks.name_of(step)}; expected an integer")
         steps = np.asarray(step).reshape(-1)
         if steps.size == 0 or (steps != steps[0]).any():
             raise ValueError(f"step is {steps.tolist()}; expected one number, the same in all rows")
@@ -226,7 +244,7 @@ class CsvWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = checks.check_path("path", path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns, rows, whole = _read_table(self._path)
         if not whole:
@@ -419,6 +437,9 @@ def _flatten(metrics: PyTree) -> dict[str, float]:
     flat: dict[str, float] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
         start = jax.tree_util.keystr(path, simple=True, separator="/")
+        got = numbers.given(leaf, f"metrics[{start!r}]")
+        if not numbers.is_number(got.dtype) or np.asarray(leaf).dtype.kind not in "biufV":
+            raise ValueError(f"metrics[{start!r}] is {checks.kind_of(leaf)}; expected numbers")
         values = np.asarray(leaf)
         for place in np.ndindex(values.shape):
             name = "/".join(part for part in (start, *map(str, place)) if part)

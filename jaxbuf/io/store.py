@@ -14,7 +14,6 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
@@ -22,9 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.buffers import common, ops
+from jaxbuf.buffers import ops
+from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import numbers, storage
+from jaxbuf.core import checks, numbers, storage
+from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
 from jaxbuf.io import describe, records, resizing, zarr
 from jaxbuf.io.ranges import Ranges
 
@@ -107,9 +108,8 @@ class Store:
         chunk: int | None = None,
         cache_bytes: int = 2**26,
     ) -> None:
-        if mode not in ("a", "r"):
-            raise ValueError(f"mode is {mode!r}; expected 'a' or 'r'")
-        self._folder = Path(path).resolve()
+        checks.check_choice("mode", mode, ("a", "r"))
+        self._folder = checks.check_path("path", path).resolve()
         self._like = _like(example)
         self._names = [*describe.leaves(self._like, "")]
         self._pins: collections.Counter[int] = collections.Counter()
@@ -198,7 +198,7 @@ class Store:
         count = leaves[0].shape[0]
         with self._mutex:
             self._check_writable()
-            first = self._rows if start is None else common.check_count("start", start, 0)
+            first = self._rows if start is None else check_count("start", start, 0, MOST_ON_HOST)
             if first > self._rows:
                 raise ValueError(
                     f"start is {start}, but the store has {self._rows} rows; expected from 0 to "
@@ -338,14 +338,14 @@ class Store:
                 is empty; and with any, if its rows are damaged on disk, or hold 64-bit numbers
                 that do not fit the device's 32 bits while ``jax_enable_x64`` is off.
         """
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("seed", seed, 0),
-            ("start", start, 0),
-            ("steps", 0 if steps is None else steps, 0),
-            ("prefetch", prefetch, 1),
+        for name, value, least, most in (
+            ("batch_size", batch_size, 1, MOST_ROWS),
+            ("seed", seed, 0, MOST_ON_HOST),
+            ("start", start, 0, MOST_ON_HOST),
+            ("steps", 0 if steps is None else steps, 0, MOST_ON_HOST),
+            ("prefetch", prefetch, 1, MOST_ROWS),
         ):
-            common.check_count(name, value, least)
+            check_count(name, value, least, most)
         numbers = itertools.count(start) if steps is None else iter(range(start, start + steps))
         return self._batches(batch_size, seed, numbers, prefetch, device)
 
@@ -374,13 +374,15 @@ class Store:
             ValueError: If rows and buffer differ, a number is illegal, or the rows are damaged.
             IndexError: If there are no such rows.
         """
-        rows_at_a_time = common.check_count("rows_at_a_time", rows_at_a_time)
-        start = common.check_count("start", start, 0)
+        check_options(buffer, "add", {})
+        rows_at_a_time = check_count("rows_at_a_time", rows_at_a_time)
+        start = check_count("start", start, 0, MOST_ON_HOST)
         if start > self._rows:
             raise IndexError(f"start is {start}, but the store has {self._rows} rows")
-        stop = self._rows if stop is None else common.check_count("stop", stop, start)
+        stop = self._rows if stop is None else check_count("stop", stop, start, MOST_ON_HOST)
+        if stop > start:
+            self._check_rows(np.asarray([stop - 1]))
         rows = np.arange(start, stop, dtype=np.int64)
-        self._check_rows(rows[-1:])
         rows = rows[~self._deleted.contains(rows)]
         size = min(rows_at_a_time, max(len(rows), 1))
         filled: Any = buffer
@@ -437,6 +439,12 @@ class Store:
         """The numbers of the rows that NumPy would take."""
         if isinstance(rows, slice):
             return np.arange(self._rows)[rows]
+        known = isinstance(rows, int | np.integer | Sequence | np.ndarray | jax.Array)
+        key = describe.is_key(getattr(rows, "dtype", None))
+        if not known or key or isinstance(rows, str | bytes):
+            raise ValueError(
+                f"rows is {checks.name_of(rows)}; expected integers, a mask or a slice of all rows"
+            )
         array = np.asarray(rows)
         if array.dtype == bool:
             if array.shape != (self._rows,):
@@ -566,7 +574,7 @@ class Store:
             if describe.is_key(leaf.dtype):
                 raise ValueError(f"example{name} is a PRNG key; store its jax.random.key_data")
             leaves[name] = {"shape": [*leaf.shape[1:]], "dtype": leaf.dtype}
-        cache = zarr.new_cache(common.check_count("cache_bytes", cache_bytes, 0))
+        cache = zarr.new_cache(check_count("cache_bytes", cache_bytes, 0, MOST_ON_HOST))
         if (self._folder / "store.json").exists():
             return self._open(leaves, cache)
         self._check_new()
@@ -592,7 +600,7 @@ class Store:
         if chunk is None:
             row_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._like))
             chunk = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
-        chunk = common.check_count("chunk", chunk)
+        chunk = check_count("chunk", chunk)
         shutil.rmtree(self._folder / "leaves", ignore_errors=True)
         self._open_arrays(chunk, cache, create=True)
         self._commit(0, Ranges.of([]), Ranges.of([]))
@@ -685,6 +693,10 @@ class Store:
         if jax.tree.structure(items) == jax.tree.structure(self._like):
             items = jax.tree.map_with_path(stored, items, self._like)
         with jax.enable_x64(True):
+            items = jax.tree.map_with_path(
+                lambda path, leaf: numbers.abstract(leaf, f"items{jax.tree_util.keystr(path)}"),
+                items,
+            )
             jax.eval_shape(lambda x: storage.check(self._like, x, "items", ("B",))[0], items)
 
     def _check_rows(self, rows: Int[np.ndarray, " ..."]) -> None:

@@ -9,7 +9,7 @@ References:
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import describe, numbers, sizes, storage
+from jaxbuf.core import checks, describe, numbers, sizes, storage
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -124,9 +124,10 @@ class Percentile:
 
     def __post_init__(self) -> None:
         _check_alpha(self)
-        object.__setattr__(self, "q", float(self.q))
-        if not 0 <= self.q <= 1:
-            raise ValueError(f"q is {self.q}; expected from 0, the smallest score, to 1")
+        q = checks.check_number(
+            "q", self.q, "a number from 0, the smallest score, to 1", lambda x: 0 <= x <= 1
+        )
+        object.__setattr__(self, "q", q)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
         """The percentile of the finite scores, or −inf if there is none."""
@@ -204,8 +205,7 @@ def combine(
     import mpi4jax
     from mpi4py import MPI
 
-    if by not in get_args(Agreement):
-        raise ValueError(f"by is {by!r}; choose from {get_args(Agreement)}")
+    checks.check_choice("by", by, get_args(Agreement))
     if by == "min":
         return mpi4jax.allreduce(baseline, op=MPI.MIN, comm=comm)
     if by == "max":
@@ -279,7 +279,10 @@ class BaselineFilter(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a shape or dtype differs.
         """
-        rows = numbers.abstract(score, "score").shape[:1]
+        got = numbers.given(score, "score")
+        if len(got.shape) != 1:
+            raise ValueError(f"score has shape {got.shape}; expected (B,)")
+        rows = got.shape
         score = storage.check_rows(score, "score", rows, np.float32, "(B,)")
         offered = jnp.ones(rows, bool)
         if mask is not None:
@@ -317,8 +320,21 @@ def _least_finite(score: Float[Array, " N"]) -> Float[Array, ""]:
     return jnp.min(jnp.where(jnp.isfinite(score), score, infinity), initial=infinity)
 
 
+def check_filter(filter: Any) -> None:  # noqa: A002
+    """Refuse what is neither None nor a filter.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if filter is not None and not isinstance(filter, BaselineFilter):
+        raise ValueError(
+            f"filter is {checks.name_of(filter)}; expected None or "
+            "jaxbuf.mpi.BaselineFilter.create(...)"
+        )
+
+
 def _check_alpha(baseline: Baseline) -> None:
-    # NumPy scalars compare unequal to the same Python number, and would retrace.
-    object.__setattr__(baseline, "alpha", float(baseline.alpha))
-    if not 0 < baseline.alpha <= 1:
-        raise ValueError(f"alpha is {baseline.alpha}; expected above 0 and at most 1")
+    alpha = checks.check_number(
+        "alpha", baseline.alpha, "a number above 0 and at most 1", lambda x: 0 < x <= 1
+    )
+    object.__setattr__(baseline, "alpha", alpha)

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.core import describe, storage
-from jaxbuf.mpi.baseline import Agreement, BaselineFilter, combine
+from jaxbuf.mpi.baseline import Agreement, BaselineFilter, check_filter, combine
 from jaxbuf.mpi.layout import Communicators
 from jaxbuf.mpi.manager import Manager, check_rows
 from jaxbuf.mpi.scores import uses_score
@@ -147,10 +147,7 @@ class LockStep(struct.PyTreeNode):
             raise ValueError(
                 f"agreement is {agreement!r}; choose None or from {get_args(Agreement)}"
             )
-        if filter is not None and not isinstance(filter, BaselineFilter):
-            raise ValueError(
-                f"filter is {filter!r}; expected None or jaxbuf.mpi.BaselineFilter.create(...)"
-            )
+        check_filter(filter)
         link = _Link(group, communicators.managers)
         made = jax.eval_shape(lambda: manager(link.manager))
         if not isinstance(made, Manager):

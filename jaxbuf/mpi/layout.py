@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxbuf.core import sizes
+from jaxbuf.core import checks, sizes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -83,7 +83,8 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("world_size", "num_managers"):
             object.__setattr__(self, name, sizes.check_count(name, getattr(self, name)))
-        object.__setattr__(self, "coordinator", bool(self.coordinator))
+        coordinator = checks.check_flag("coordinator", self.coordinator)
+        object.__setattr__(self, "coordinator", coordinator)
         needed = 2 * self.num_managers + self.coordinator
         if self.world_size < needed:
             raise ValueError(
@@ -92,6 +93,11 @@ class Layout:
                 "start more, or lower num_managers"
             )
         if self.nodes is not None:
+            if not isinstance(self.nodes, list | tuple):
+                raise ValueError(
+                    f"nodes is {checks.name_of(self.nodes)}; expected None or the name of the node "
+                    "of each rank"
+                )
             object.__setattr__(self, "nodes", tuple(str(node) for node in self.nodes))
             if len(self.nodes) != self.world_size:
                 raise ValueError(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import describe, storage
+from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.ranking import Ranking
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.scores import DEFAULT, Batch, ScoreFunction, StatefulScore, uses_score
@@ -77,8 +77,16 @@ class Manager(struct.PyTreeNode):
             ValueError: If the buffer is no ``ItemBuffer``, or keeps no scores that the baseline
                 could go by.
         """
-        if not isinstance(buffer, ItemBuffer):
-            raise ValueError(f"buffer is a {type(buffer).__name__}; expected a jaxbuf.ItemBuffer")
+        checks.check_kind("buffer", buffer, ItemBuffer, "a jaxbuf.ItemBuffer")
+        if isinstance(baseline, type) or not hasattr(baseline, "uses_buffer"):
+            raise ValueError(
+                f"baseline is {checks.name_of(baseline)}; expected a baseline such as {EMA()}"
+            )
+        if isinstance(scores, type) or not (callable(scores) or isinstance(scores, StatefulScore)):
+            raise ValueError(
+                f"scores is {checks.name_of(scores)}; expected a function that scores a batch, or "
+                "a StatefulScore"
+            )
         if baseline.uses_buffer and _kept_scores(buffer) is None:
             raise ValueError(
                 f"{baseline} goes by the scores in the buffer, which keeps none; create it with "
@@ -92,7 +100,7 @@ class Manager(struct.PyTreeNode):
             score_state=scores.init(num_workers) if isinstance(scores, StatefulScore) else (),
             baseline=baseline,
             scores=scores,
-            store=bool(store),
+            store=checks.check_flag("store", store),
         )
 
     def receive(

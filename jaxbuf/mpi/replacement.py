@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.core import describe, numbers, sizes, storage
+from jaxbuf.core import checks, describe, numbers, sizes, storage
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -90,23 +90,19 @@ class ReplaceWorst:
     every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "worst_ratio"):
+        for name, expected, legal in (
+            ("threshold", "a score, or None", lambda x: not math.isnan(x)),
+            ("worst_ratio", "a number above 0 and at most 1, or None", lambda x: 0 < x <= 1),
+            ("donor_ratio", "a number above 0 and at most 1", lambda x: 0 < x <= 1),
+            ("momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1),
+        ):
             value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else float(value))
-        for name in ("donor_ratio", "momentum"):
-            object.__setattr__(self, name, float(getattr(self, name)))
+            if value is not None or name in ("donor_ratio", "momentum"):
+                number = checks.check_number(name, value, expected, legal)
+                object.__setattr__(self, name, number)
         object.__setattr__(self, "every", common.check_count("every", self.every))
         object.__setattr__(self, "age", _check_ages(self.age))
-        if self.threshold is not None and math.isnan(self.threshold):
-            raise ValueError("threshold is nan; expected a score, or None")
-        for name in ("worst_ratio", "donor_ratio"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} is {value}; expected above 0 and at most 1")
-        if self.average not in get_args(Average):
-            raise ValueError(f"average is {self.average!r}; choose from {get_args(Average)}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum}; expected from 0 to below 1")
+        checks.check_choice("average", self.average, get_args(Average))
         if self.threshold is None and self.worst_ratio is None and self.ages[1] == 0:
             raise ValueError("nothing says who is replaced; give threshold, worst_ratio or age")
 
@@ -450,10 +446,11 @@ def _check_params(params: PyTree) -> list[Array]:
 
 
 def _check_ages(age: Any) -> int | tuple[int, int]:
-    ages = tuple(age) if isinstance(age, Sequence) else (age,)
+    ages = tuple(age) if isinstance(age, list | tuple) else (age,)
     if len(ages) not in (1, 2):
         raise ValueError(
-            f"age is {age!r}; expected an integer, or the least and the largest of a range"
+            f"age is {checks.name_of(age)}; expected an integer, or the least and the largest of a "
+            "range"
         )
     least, largest = (sizes.check_count("age", one, 0, 2**31 - 2) for one in (ages[0], ages[-1]))
     if least > largest:

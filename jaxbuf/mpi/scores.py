@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.core import checks
 from jaxbuf.core.points import Ball, Computed, Others, Points, finite
 from jaxbuf.strategies.diversity import Diversity, Key
 
@@ -125,9 +126,11 @@ class Novelty:
     p: float = 2.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "p", float(self.p))
-        if self.p not in (1.0, 2.0, math.inf):
-            raise ValueError(f"p is {self.p}; expected a norm: 1, 2 or inf")
+        p = checks.check_number(
+            "p", self.p, "a norm: 1, 2 or inf", lambda x: x in (1.0, 2.0, math.inf)
+        )
+        object.__setattr__(self, "p", p)
+        Diversity(key=self.key)
 
     def __call__(
         self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
@@ -185,9 +188,13 @@ class NewModes:
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "cutoff", "p"):
-            object.__setattr__(self, name, float(getattr(self, name)))
-        Diversity(self.cutoff, self.p, self.key)
+        threshold = checks.check_number(
+            "threshold", self.threshold, "a score", lambda x: not math.isnan(x)
+        )
+        object.__setattr__(self, "threshold", threshold)
+        part = Diversity(self.cutoff, self.p, self.key)
+        for name in ("cutoff", "p"):
+            object.__setattr__(self, name, getattr(part, name))
         if self.cutoff < 0:
             raise ValueError(f"cutoff is {self.cutoff}; expected 0 or more")
 
@@ -244,14 +251,18 @@ class WeightedSum:
     alpha: float = 0.1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parts, list | tuple) or not all(
+            callable(part) or isinstance(part, StatefulScore) for part in self.parts
+        ):
+            raise ValueError(
+                f"parts is {checks.name_of(self.parts)}; expected a list of score functions"
+            )
         object.__setattr__(self, "parts", tuple(self.parts))
-        pairs = sorted((str(name), float(weight)) for name, weight in dict(self.weights).items())
-        object.__setattr__(self, "weights", tuple(pairs))
-        object.__setattr__(self, "alpha", float(self.alpha))
-        if not pairs:
-            raise ValueError("weights is empty; expected a weight for each score that counts")
-        if not 0 < self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}; expected above 0 and at most 1")
+        object.__setattr__(self, "weights", _check_weights(self.weights))
+        alpha = checks.check_number(
+            "alpha", self.alpha, "a number above 0 and at most 1", lambda x: 0 < x <= 1
+        )
+        object.__setattr__(self, "alpha", alpha)
 
     def init(self, num_workers: int) -> Float[Array, " W"]:
         """No averages: −inf."""
@@ -283,6 +294,27 @@ class WeightedSum:
         after = jnp.where(counts, jnp.where(before == -jnp.inf, total, mixed), before)
         scores["score"] = jnp.where(after == -jnp.inf, jnp.float32(0), after)
         return state.at[sender].set(after), scores
+
+
+def _check_weights(weights: Any) -> tuple[tuple[str, float], ...]:
+    """Weights by name as sorted pairs."""
+    pairs = weights.items() if isinstance(weights, Mapping) else weights
+    if not isinstance(weights, Mapping) and not (
+        isinstance(weights, tuple)
+        and all(isinstance(pair, tuple) and len(pair) == 2 for pair in weights)
+    ):
+        raise ValueError(
+            f"weights is {checks.name_of(weights)}; expected a dict of weights by name"
+        )
+    found = {
+        str(name): checks.check_number(
+            f"weights[{name!r}]", weight, "a finite number", math.isfinite
+        )
+        for name, weight in pairs
+    }
+    if not found:
+        raise ValueError("weights is empty; expected a weight for each score that counts")
+    return tuple(sorted(found.items()))
 
 
 def uses_score(buffer: ItemBuffer) -> bool:

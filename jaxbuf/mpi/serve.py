@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxbuf.buffers import common
+from jaxbuf.core import checks
 from jaxbuf.core.calls import compiler_options
 from jaxbuf.core.donation import is_gone
 from jaxbuf.io import checkpoint
@@ -104,8 +105,7 @@ def serve(
     group = communicators.group
     if group is None or communicators.managers is None:
         raise ValueError("this rank is no manager; only the manager of a group serves it")
-    if not isinstance(manager, Manager):
-        raise ValueError(f"manager is a {type(manager).__name__}; expected a jaxbuf.mpi.Manager")
+    checks.check_kind("manager", manager, Manager, "a jaxbuf.mpi.Manager")
     workers = group.Get_size() - 1
     if manager.counters.shape[0] != workers:
         raise ValueError(
@@ -113,8 +113,8 @@ def serve(
             f"create it with num_workers={workers}"
         )
     rows = common.check_count("rows", rows)
-    check_seconds("timeout", timeout)
-    check_seconds("save_every", save_every)
+    timeout = checks.check_seconds("timeout", timeout)
+    save_every = checks.check_seconds("save_every", save_every)
     if save_every is not None and save_to is None:
         raise ValueError(f"save_every is {save_every}, but save_to is None; give it a folder")
     if save_to is not None:
@@ -149,12 +149,6 @@ def forms(manager: Manager, rows: int) -> dict[Kind, Form]:
     out[Kind.HOLD] = Form(Kind.HOLD, ())
     notes = (Kind.EXIT, Kind.GOODBYE, Kind.REFUSAL, Kind.FAILURE)
     return out | {kind: wire.note_form(kind) for kind in notes}
-
-
-def check_seconds(name: str, value: float | None) -> None:
-    """Raise if ``value`` is no length of time."""
-    if value is not None and not value > 0:
-        raise ValueError(f"{name} is {value}; expected seconds, more than 0, or None")
 
 
 @functools.cache

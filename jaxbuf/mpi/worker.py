@@ -13,14 +13,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.buffers import common
-from jaxbuf.core import numbers, storage
+from jaxbuf.core import checks, numbers, storage
 from jaxbuf.core.donation import check_there
 from jaxbuf.mpi import wire
-from jaxbuf.mpi.baseline import BaselineFilter
+from jaxbuf.mpi.baseline import BaselineFilter, check_filter
 from jaxbuf.mpi.layout import Communicators
 from jaxbuf.mpi.manager import Manager, check_rows
 from jaxbuf.mpi.scores import uses_score
-from jaxbuf.mpi.serve import check_seconds, forms
+from jaxbuf.mpi.serve import forms
 from jaxbuf.mpi.wire import Arrival, ExchangeError, Form, Kind, Message, Sending
 from jaxbuf.mpi.worker_state import WorkerState
 from jaxbuf.views.terminal import terminal_states
@@ -115,17 +115,13 @@ class Worker:
         group = communicators.group
         if group is None or communicators.agents is None:
             raise ValueError("this rank is no worker; only the workers of a group have one")
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode is {mode!r}; choose from {get_args(Mode)}")
-        if filter is not None and not isinstance(filter, BaselineFilter):
-            raise ValueError(
-                f"filter is {filter!r}; expected None or jaxbuf.mpi.BaselineFilter.create(...)"
-            )
+        checks.check_choice("mode", mode, get_args(Mode))
+        check_filter(filter)
         self._rows = common.check_count("rows", rows)
         self._every = common.check_count("every", every)
         in_flight = common.check_count("in_flight", in_flight)
         self._in_flight = in_flight if mode == "pipelined" else 1
-        check_seconds("timeout", timeout)
+        timeout = checks.check_seconds("timeout", timeout)
         self._mode: Mode = mode
         made = jax.eval_shape(lambda: manager(group.Get_size() - 1))
         if not isinstance(made, Manager):
@@ -147,7 +143,7 @@ class Worker:
             _step,
             needs_score=uses_score(made.buffer),
             every=self._every,
-            scoring_only=bool(scoring_only),
+            scoring_only=checks.check_flag("scoring_only", scoring_only),
         )
         # What batches that were sent as a whole add to the counters of the state; and what such
         # batches have looked like.

@@ -8,8 +8,9 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
+from jaxbuf.buffers import common
 from jaxbuf.core import describe, storage
-from jaxbuf.mpi.baseline import BaselineFilter
+from jaxbuf.mpi.baseline import BaselineFilter, check_filter
 
 
 class WorkerState(struct.PyTreeNode):
@@ -50,7 +51,13 @@ class WorkerState(struct.PyTreeNode):
             example: One unbatched item.
             rows: The most rows of a message.
             filter: Which items to send; None sends all of them.
+
+        Raises:
+            ValueError: If ``rows`` is not an integer of at least 1, ``example`` holds anything but
+                arrays, or ``filter`` is no ``BaselineFilter``.
         """
+        rows = common.check_count("rows", rows)
+        check_filter(filter)
         return cls(
             items=storage.allocate(example, (rows,)),
             score=jnp.full((rows,), jnp.nan, jnp.float32),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 
+from jaxbuf.core import checks
 from jaxbuf.core.ages import age_range, in_part, ring_of
 from jaxbuf.core.slots import Occupancy, random_words, scale_word
 from jaxbuf.strategies.samplers import Draw, Stateless, Support
@@ -50,7 +51,7 @@ class Balanced(Stateless):
     uses_age = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "replacement", bool(self.replacement))
+        object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
 
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draw ``batch_size`` windows, environment by environment."""

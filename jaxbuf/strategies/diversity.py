@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.core import fields, rowwise
+from jaxbuf.core import checks, fields, rowwise
 from jaxbuf.core.points import Ball, Points, finite, pairwise
 from jaxbuf.core.ranking import to_rank
 from jaxbuf.core.slots import Occupancy
@@ -97,32 +97,31 @@ class Diversity:
     uses_score = True
 
     def __post_init__(self) -> None:
-        # NumPy scalars compare unequal to the same Python number, and would retrace.
-        object.__setattr__(self, "cutoff", float(self.cutoff))
-        object.__setattr__(self, "p", float(self.p))
-        if not (self.cutoff <= 0 or 2.0**-40 <= self.cutoff <= 2.0**40):
-            raise ValueError(
-                f"cutoff is {self.cutoff}; expected a distance: 0, or from 2**-40 to 2**40 (scale "
-                "the numbers with a key function)"
-            )
+        cutoff = checks.check_number(
+            "cutoff",
+            self.cutoff,
+            "a distance: 0, or from 2**-40 to 2**40 (scale the numbers with a key function)",
+            lambda x: x <= 0 or 2.0**-40 <= x <= 2.0**40,
+        )
+        object.__setattr__(self, "cutoff", cutoff)
         # For a smaller one all distances look alike in float32.
-        if not (self.p == 0 or self.p >= 0.01):
-            raise ValueError(
-                f"p is {self.p}; expected a norm: 1, 2, inf, any number of at least 0.01, or 0"
-            )
+        p = checks.check_number(
+            "p",
+            self.p,
+            "a norm: 1, 2, inf, any number of at least 0.01, or 0",
+            lambda x: x == 0 or x >= 0.01,
+        )
+        object.__setattr__(self, "p", p)
         if isinstance(self.key, list):
             object.__setattr__(self, "key", tuple(cast("list[Key]", self.key)))
         for part in _parts(self.key):
             if not (isinstance(part, str) or callable(part)):
                 raise ValueError(
-                    f"key is {self.key!r}; expected a field such as 'obs.position', a function of "
-                    "one item, or a tuple of these"
+                    f"key is {checks.name_of(self.key)}; expected a field such as 'obs.position', "
+                    "a function of one item, or a tuple of these"
                 )
         for name, known in (("within_batch", WithinBatch), ("active", Active)):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; choose from {get_args(known)}"
-                )
+            checks.check_choice(name, getattr(self, name), get_args(known))
 
     def init(self, example: PyTree, capacity: int) -> DiversityState:
         """No points, of as many coordinates as ``example`` (one item) has.
@@ -269,7 +268,7 @@ def _get(item: Any, part: Key) -> Any:
         return fields.need(item, part, "key", "items have")
     try:
         return part(item)
-    except (KeyError, AttributeError, IndexError) as error:
+    except (KeyError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise ValueError(
             f"key {part!r} fails on an item with {type(error).__name__}: {error}; it gets one item "
             "like the example"

@@ -13,7 +13,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.core import fields, storage
+from jaxbuf.core import checks, fields, storage
 from jaxbuf.core.rings import Rings
 
 Boundary = Literal["cross", "mask", "avoid"]
@@ -99,24 +99,33 @@ class Episodes:
     recurrence: Recurrence = "plain"
 
     def __post_init__(self) -> None:
-        # NumPy scalars compare unequal to the same Python number, and would retrace.
-        for name in ("discount", "default_return"):
-            object.__setattr__(self, name, float(getattr(self, name)))
-        object.__setattr__(self, "record_return", bool(self.record_return))
+        for name in ("terminated", "truncated", "last", "reward"):
+            path = getattr(self, name)
+            if path is not None or name in ("terminated", "reward"):
+                checks.check_field(name, path)
         for name, choices in (("boundary", Boundary), ("recurrence", Recurrence)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; choose one of {get_args(choices)}"
-                )
-        if not 0 <= self.discount <= 1:
-            raise ValueError(f"discount is {self.discount}; expected a factor in [0, 1]")
-        if math.isnan(self.default_return):
-            raise ValueError("default_return is nan; expected a number to compare with")
+            checks.check_choice(name, getattr(self, name), get_args(choices))
+        record_return = checks.check_flag("record_return", self.record_return)
+        object.__setattr__(self, "record_return", record_return)
+        discount = checks.check_number(
+            "discount", self.discount, "a factor in [0, 1]", lambda x: 0 <= x <= 1
+        )
+        object.__setattr__(self, "discount", discount)
+        default_return = checks.check_number(
+            "default_return",
+            self.default_return,
+            "a number to compare with",
+            lambda x: not math.isnan(x),
+        )
+        object.__setattr__(self, "default_return", default_return)
         if self.reward_clip is not None:
-            low, high = (float(bound) for bound in self.reward_clip)
-            if not low <= high:
-                raise ValueError(f"reward_clip is {self.reward_clip}; expected (low, high)")
-            object.__setattr__(self, "reward_clip", (low, high))
+            clip = checks.check_pair(
+                "reward_clip",
+                self.reward_clip,
+                "two numbers, (low, high)",
+                lambda low, high: low <= high,
+            )
+            object.__setattr__(self, "reward_clip", clip)
 
     def init(self, data: PyTree[Array]) -> "EpisodeIndex":
         """The index of an empty buffer.

@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core import in_place, rowwise, sizes, storage
+from jaxbuf.core import checks, in_place, rowwise, sizes, storage
 
 Comparison = Literal[">=", ">"]
 
@@ -137,10 +137,7 @@ class Freshness:
     comparison: Comparison = ">="
 
     def __post_init__(self) -> None:
-        if self.comparison not in get_args(Comparison):
-            raise ValueError(
-                f"comparison is {self.comparison!r}; choose from {get_args(Comparison)}"
-            )
+        checks.check_choice("comparison", self.comparison, get_args(Comparison))
         least = {"max_use": 1, "max_staleness": 1 if self.comparison == ">=" else 0}
         for name, low in least.items():
             value = getattr(self, name)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import describe, sizes
+from jaxbuf.core import checks, describe, numbers, sizes, storage
 
 # A ratio is kept as a fraction with at most this denominator, so that errors add up to nothing.
 _DENOMINATOR = 1000
@@ -88,18 +88,23 @@ class RateLimiter(struct.PyTreeNode):
             ValueError: If a number is out of its range, or the tolerance so small that inserts and
                 samples would block each other.
         """
-        ratio = float(samples_per_insert)
-        if not 0 < ratio < math.inf:
-            raise ValueError(f"samples_per_insert is {ratio}; expected a positive number")
+        ratio = checks.check_number(
+            "samples_per_insert",
+            samples_per_insert,
+            "a positive number",
+            lambda x: 0 < x < math.inf,
+        )
         min_size = sizes.check_count("min_size", min_size)
         fraction = fractions.Fraction(ratio).limit_denominator(_DENOMINATOR)
         if not fraction:
             raise ValueError(f"samples_per_insert is {ratio}; expected at least 1 / {_DENOMINATOR}")
         start = int(min_size) * ratio
+        expected = "a number, or bounds (low, high)"
         if isinstance(tolerance, tuple | list):
-            low, high = (float(bound) for bound in tolerance)
+            low, high = checks.check_pair("tolerance", tolerance, expected, _are_numbers)
         else:
-            low, high = start - float(tolerance), start + float(tolerance)
+            around = checks.check_number("tolerance", tolerance, expected, _are_numbers)
+            low, high = start - around, start + around
         least = 2 * max(1.0, ratio)
         if not high - low >= least - _ROUNDING:
             raise ValueError(
@@ -230,20 +235,20 @@ class ThroughputLimiter(struct.PyTreeNode):
         Raises:
             ValueError: If a number is out of its range.
         """
-        low, high = (float(bound) for bound in inserts_per_sample)
-        if not 0 <= low <= high or low == math.inf:
-            raise ValueError(
-                f"inserts_per_sample is {(low, high)}; expected bounds with 0 <= least <= largest"
-            )
-        if not 0 < float(window) < math.inf:
-            raise ValueError(f"window is {window}; expected a positive number of seconds")
-        if not 1 <= float(min_batches) < math.inf:
-            raise ValueError(f"min_batches is {min_batches}; expected at least 1")
         return cls(
             counts=jnp.zeros((2,), jnp.float32),
-            inserts_per_sample=(low, high),
-            window=float(window),
-            min_batches=float(min_batches),
+            inserts_per_sample=checks.check_pair(
+                "inserts_per_sample",
+                inserts_per_sample,
+                "bounds with 0 <= least <= largest",
+                lambda low, high: 0 <= low <= high and low < math.inf,
+            ),
+            window=checks.check_number(
+                "window", window, "a positive number of seconds", lambda x: 0 < x < math.inf
+            ),
+            min_batches=checks.check_number(
+                "min_batches", min_batches, "a number of at least 1", lambda x: 1 <= x < math.inf
+            ),
         )
 
     def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
@@ -272,7 +277,7 @@ class ThroughputLimiter(struct.PyTreeNode):
 
     def after(self, seconds: float | Float[Array, ""]) -> Self:
         """Once ``seconds`` have passed; a negative time and a NaN count as none."""
-        passed = jnp.asarray(seconds, jnp.float32)
+        passed = storage.check_rows(seconds, "seconds", (), np.float32, "one number")
         passed = jnp.where(passed > 0, passed, 0.0)
         decay = jnp.exp(passed * jnp.float32(math.log(0.01) / self.window))
         return self.replace(counts=self.counts * decay)
@@ -280,6 +285,10 @@ class ThroughputLimiter(struct.PyTreeNode):
     def metrics(self) -> dict[str, Array]:
         """Numbers worth watching, all scalars: recent ``inserts`` and ``samples``."""
         return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}
+
+
+def _are_numbers(*bounds: float) -> bool:
+    return not any(math.isnan(bound) for bound in bounds)
 
 
 def _integer(number: Any, name: str) -> Int[Array, ""]:
@@ -293,6 +302,9 @@ def _integer(number: Any, name: str) -> Int[Array, ""]:
         if not isinstance(number, int | np.integer) or not 0 <= number <= most:
             raise ValueError(f"{name} is {number}; expected an integer from 0 to 2**31 - 1")
         return jnp.int32(int(number))
+    got = numbers.given(number, name)
+    if got.shape:
+        raise ValueError(f"{name} has shape {got.shape}; expected one integer")
     array = jnp.asarray(number)
     if array.dtype == np.bool_:
         return array.astype(jnp.int32)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxbuf.core import sizes
+from jaxbuf.core import checks, sizes
 from jaxbuf.core.ages import Ages, age_range, spread
 from jaxbuf.core.slots import Occupancy, random_words
 from jaxbuf.strategies.samplers import Draw, KnownSampler, Support, Uniform
@@ -63,16 +63,14 @@ class Recent:
     uses_age = True
 
     def __post_init__(self) -> None:
-        # NumPy scalars compare unequal to the same Python number, and would retrace.
-        object.__setattr__(self, "ratio", float(self.ratio))
-        if not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
-            raise ValueError(f"ratio is {self.ratio}; expected a fraction in [0, 1]")
+        object.__setattr__(self, "ratio", checks.check_fraction("ratio", self.ratio))
         steps = sizes.check_count("steps", self.steps, most=2**31 - 1)
         object.__setattr__(self, "steps", steps)
-        if isinstance(self.base, type) or not hasattr(self.base, "probability"):
+        known = all(hasattr(self.base, name) for name in ("draw", "probability"))
+        if isinstance(self.base, type) or not known:
             raise ValueError(
-                f"base is {self.base!r}, which cannot tell the probability of items it did not "
-                "draw; choose jaxbuf.Uniform(...) or jaxbuf.Prioritized(...)"
+                f"base is {checks.name_of(self.base)}, which cannot tell the probability of items "
+                "it did not draw; choose jaxbuf.Uniform(...) or jaxbuf.Prioritized(...)"
             )
 
     @property

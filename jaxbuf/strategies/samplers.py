@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
-from jaxbuf.core import rowwise
+from jaxbuf.core import checks, rowwise
 from jaxbuf.core.distinct import distinct
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Occupancy, random_words
@@ -203,7 +203,7 @@ class Uniform(Stateless):
     replacement: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "replacement", bool(self.replacement))
+        object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
 
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draw ``batch_size`` of the live items."""
@@ -280,13 +280,18 @@ class Prioritized:
     uses_score = False
 
     def __post_init__(self) -> None:
-        # NumPy scalars compare unequal to the same Python number, and would retrace.
-        for name in ("alpha", "initial_priority", "epsilon", "uniform_mix"):
-            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        for name in ("alpha", "initial_priority", "epsilon"):
+            number = checks.check_number(
+                name,
+                getattr(self, name),
+                "a finite number of at least 0",
+                lambda x: 0 <= x < math.inf,
+            )
+            object.__setattr__(self, name, number)
+        mix = checks.check_fraction("uniform_mix", self.uniform_mix)
+        object.__setattr__(self, "uniform_mix", mix)
         for name in ("stratified", "replacement"):
-            object.__setattr__(self, name, bool(getattr(self, name)))
-        if self.uniform_mix > 1:
-            raise ValueError(f"uniform_mix is {self.uniform_mix}; expected a fraction in [0, 1]")
+            object.__setattr__(self, name, checks.check_flag(name, getattr(self, name)))
 
     def init(self, capacity: int) -> SegmentTree:
         """A tree of masses, all zero."""
@@ -545,11 +550,3 @@ def _point(
 def _share(size: Int[Array, ""]) -> Float[Array, ""]:
     """One over the size; 0 if there is nothing."""
     return jnp.where(size > 0, 1.0 / jnp.maximum(size, 1).astype(jnp.float32), 0.0)
-
-
-def _number(name: str, value: Any) -> float:
-    """A configuration value as a finite Python float that is not negative."""
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{name} is {number}; expected a finite number of at least 0")
-    return number

@@ -10,7 +10,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxbuf.core import rowwise
+from jaxbuf.core import checks, rowwise
 from jaxbuf.core.distinct import distinct
 from jaxbuf.core.ranking import score_metrics
 from jaxbuf.core.segment_tree import SegmentTree
@@ -85,12 +85,15 @@ class Softmax:
     uses_score = True
 
     def __post_init__(self) -> None:
-        # NumPy scalars compare unequal to the same Python number, and would retrace.
-        object.__setattr__(self, "temperature", float(self.temperature))
-        object.__setattr__(self, "replacement", bool(self.replacement))
-        object.__setattr__(self, "fallback", bool(self.fallback))
-        if not (math.isfinite(self.temperature) and self.temperature >= _TINY):
-            raise ValueError(f"temperature is {self.temperature}; expected a finite number above 0")
+        temperature = checks.check_number(
+            "temperature",
+            self.temperature,
+            "a finite number above 0",
+            lambda x: _TINY <= x < math.inf,
+        )
+        object.__setattr__(self, "temperature", temperature)
+        for name in ("replacement", "fallback"):
+            object.__setattr__(self, name, checks.check_flag(name, getattr(self, name)))
         if self.fallback and self.replacement:
             raise ValueError("fallback is for replacement=False; leave it out, or set that")
 

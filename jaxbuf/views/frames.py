@@ -7,7 +7,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.core import describe, fields, sizes, storage
+from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
 
 
 class FrameStack(struct.PyTreeNode):
@@ -101,7 +101,7 @@ def stack_frames(
         ``FrameStacker`` of ALF, https://github.com/HorizonRobotics/alf.
     """
     frames = fields.need(window, field, "field", "the window has")
-    frames = jax.tree.map(jnp.asarray, frames)
+    frames = numbers.arrays(frames, "field")
     ends = _ends(window, terminated, truncated, last)
     batch, length = ends.shape
     for leaf in jax.tree.leaves(frames):
@@ -134,9 +134,11 @@ def stack_frames(
 def _take(leaf: Array, source: Int[Array, "B L n"], axis: int) -> Array:
     """Frames at places of the folded windows, with the axis of ``n`` where it is wanted."""
     frame = leaf.shape[2:]
-    if not -len(frame) - 1 <= axis <= len(frame):
+    least, most = -len(frame) - 1, len(frame)
+    if not isinstance(axis, int | np.integer) or not least <= axis <= most:
         raise ValueError(
-            f"axis is {axis}; a stack of frames of shape {frame} has {len(frame) + 1} axes"
+            f"axis is {checks.name_of(axis)}; expected an integer from {least} to {most}, for a "
+            f"stack of frames of shape {frame} has {most + 1} axes"
         )
     rows = storage.read(leaf.reshape(-1, *frame), source.reshape(-1))
     stacks = rows.reshape(*source.shape, *frame)
@@ -160,7 +162,7 @@ def _ends(
 
 
 def _flags(window: PyTree[Array], path: str, name: str) -> Bool[Array, "B L"]:
-    flags = jnp.asarray(fields.need(window, path, name, "the window has"))
+    flags = numbers.array(fields.need(window, path, name, "the window has"), name)
     if flags.dtype != jnp.bool_:
         raise ValueError(f"{name} has dtype {flags.dtype}; expected bool")
     if flags.ndim != 2:

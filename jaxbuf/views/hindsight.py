@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.common import check_key
-from jaxbuf.core import fields
+from jaxbuf.core import checks, fields, numbers, storage
 
 Strategy = Literal["final", "future", "episode", "random"]
 Lookup = Callable[[Int[Array, " B"], Int[Array, " B"]], PyTree[Array]]
@@ -130,17 +130,20 @@ def hindsight(
         Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3.3 and 4.5;
         ``"random"`` draws from the batch, which stands for the whole training there.
     """
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy is {strategy!r}; choose one of {', '.join(get_args(Strategy))}")
-    if isinstance(fraction, int | float | np.number) and not 0 <= fraction <= 1:
-        raise ValueError(f"fraction is {fraction}; expected a share from 0 to 1")
+    checks.check_choice("strategy", strategy, get_args(Strategy))
+    if isinstance(fraction, int | float | np.number) or not hasattr(fraction, "dtype"):
+        fraction = checks.check_fraction("fraction", fraction)
+    share = storage.check_rows(fraction, "fraction", (), np.float32, "one number")
+    if not callable(reward_fn):
+        raise ValueError(f"reward_fn is {checks.name_of(reward_fn)}; expected a function")
     check_key(key)
     rewards = _field(batch, reward, "reward")
     if not isinstance(rewards, jax.Array) or rewards.ndim not in (1, 2):
         shape = jax.tree.map(jnp.shape, rewards)
         raise ValueError(f"reward has shape {shape}; expected (B,) or (B, L)")
     now = _field(batch, achieved, "achieved")
-    goals = (goal,) if isinstance(goal, str) else tuple(goal)
+    several = isinstance(goal, Sequence) and not isinstance(goal, str | bytes)
+    goals = tuple(goal) if several else (checks.check_field("goal", goal),)
     asked = [_field(batch, path, "goal") for path in goals]
     rows = rewards.shape[:1]
     t = _counts(t, "t", rows)
@@ -155,7 +158,7 @@ def hindsight(
         first = t if strategy == "future" else jnp.zeros_like(t)
         last = length.at[row].get(mode="clip")
         step = jax.random.randint(step_key, rows, first, last, jnp.int32)
-    coin = jax.random.bernoulli(coin_key, jnp.asarray(fraction, jnp.float32), rows)
+    coin = jax.random.bernoulli(coin_key, share, rows)
     relabeled = coin & (t >= 0) & (t < length)
 
     # Rows that are not relabeled may have no such step; what is read for them is not used.
@@ -207,11 +210,14 @@ def _episodes(
     achieved_goals: PyTree[Array] | Lookup, length: Any, rows: tuple[int, ...]
 ) -> tuple[Lookup, Int[Array, " B"]]:
     """How to look a goal up, and how many steps each episode has."""
+    if isinstance(achieved_goals, type):
+        given = checks.name_of(achieved_goals)
+        raise ValueError(f"achieved_goals is {given}; expected arrays, or a function")
     if callable(achieved_goals):
         if length is None:
             raise ValueError("achieved_goals is a function; pass length=[B] as well")
         return achieved_goals, _counts(length, "length", rows)
-    stored = jax.tree.map(jnp.asarray, achieved_goals)
+    stored = numbers.arrays(achieved_goals, "achieved_goals")
     shapes = [leaf.shape[:2] for leaf in jax.tree.leaves(stored)]
     if not shapes or any(len(s) < 2 or s[:1] != rows or s != shapes[0] for s in shapes):
         raise ValueError(
@@ -228,7 +234,7 @@ def _episodes(
 
 
 def _counts(value: Any, name: str, rows: tuple[int, ...]) -> Int[Array, " B"]:
-    array = jnp.asarray(value)
+    array = numbers.array(value, name)
     if array.shape != rows or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"{name} is {array.dtype} of shape {array.shape}; expected integers of shape {rows}"
@@ -260,4 +266,4 @@ def _earned(value: Any, rewards: Array) -> Array:
 
 
 def _field(batch: Any, path: str, name: str) -> Any:
-    return jax.tree.map(jnp.asarray, fields.need(batch, path, name, "the batch has"))
+    return numbers.arrays(fields.need(batch, path, name, "the batch has"), name)

@@ -7,7 +7,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import describe, fields, sizes
+from jaxbuf.core import describe, fields, numbers, sizes, storage
 
 
 class NStep(struct.PyTreeNode):
@@ -96,7 +96,8 @@ def n_step(
             "observation to bootstrap from must be in the window"
         )
     starts = length - int(n)
-    factor = jnp.asarray(discount, rewards.dtype)
+    dtype: Any = rewards.dtype
+    factor = storage.check_rows(discount, "discount", (), dtype, "one number")
 
     def extend(
         carry: tuple[NStep, Bool[Array, "B M"]], offset: Int[Array, ""]
@@ -135,7 +136,7 @@ def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) 
 
 
 def _field(window: PyTree[Array], path: str, name: str, kind: Any) -> Array:
-    array = jnp.asarray(fields.need(window, path, name, "the window has"))
+    array = numbers.array(fields.need(window, path, name, "the window has"), name)
     if not jnp.issubdtype(array.dtype, kind):
         expected = "bool" if kind is jnp.bool_ else "a floating dtype"
         raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")

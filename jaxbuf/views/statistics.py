@@ -18,7 +18,7 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.parts import PRIORITIES
 from jaxbuf.buffers.retire import uses_and_staleness
-from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.sample import Sample, check_sample
 from jaxbuf.core import describe, in_place, storage
 
 _COLUMNS = (
@@ -120,6 +120,7 @@ class Statistics(struct.PyTreeNode):
                 differs.
         """
         _check_buffer(buffer)
+        check_sample("batch", batch)
         valid, index = batch.valid, batch.slots.index
         values: dict[str, Array] = {}
         if getattr(buffer, "freshness", None) is not None:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
+from jaxbuf.core import numbers
+
 
 def terminal_states(
     trajectories: PyTree[Array],
@@ -37,10 +39,11 @@ def terminal_states(
     given = lengths if mask is None else mask
     if given is None or (lengths is not None and mask is not None):
         raise ValueError("give lengths=[B] or mask=[B, T], one of the two")
-    given = jnp.asarray(given)
     name, kind, words = "lengths", jnp.integer, "integers"
     if mask is not None:
         name, kind, words = "mask", jnp.bool_, "bool"
+    given = numbers.array(given, name)
+    trajectories = numbers.arrays(trajectories, "trajectories")
     if not jnp.issubdtype(given.dtype, kind):
         raise ValueError(f"{name} has dtype {given.dtype}; expected {words}")
     axes = "(B,)" if mask is None else "(B, T)"

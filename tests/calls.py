@@ -1,0 +1,838 @@
+"""Every public function with the arguments it takes, and values of every kind to give it instead.
+
+``CALLS`` names the calls; each of its arguments has a legal value and a kind. ``HOSTILE`` names the
+values, and ``LEGAL`` tells which of them are legal for an argument of a kind, or may be.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxbuf
+
+ROWS = 4
+
+
+def step():
+    return {
+        "obs": jnp.zeros(2),
+        "reward": jnp.float32(0),
+        "terminated": jnp.bool_(False),
+        "group": jnp.int32(0),
+    }
+
+
+def rows(*leading):
+    return jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), step())
+
+
+@dataclasses.dataclass
+class Things:
+    """Buffers and what else calls are made with; made once, since no call may change them."""
+
+    item: Any
+    scored: Any
+    plain: Any
+    trajectory: Any
+    queue: Any
+    mixture: Any
+    statistics: Any
+    episodes: Any
+    chunks: Any
+    batch: Any
+    windows: Any
+    groups: Any
+
+    @classmethod
+    def make(cls):
+        fresh = jaxbuf.Freshness(max_use=4, max_staleness=8)
+        item = jaxbuf.ItemBuffer.create(step(), 8, sampler=jaxbuf.Prioritized(), freshness=fresh)
+        scored = jaxbuf.reward_prioritized(step(), 8, temperature=1.0)
+        plain = jaxbuf.ItemBuffer.create(step(), 8)
+        trajectory = jaxbuf.TrajectoryBuffer.create(
+            step(),
+            ROWS,
+            8,
+            sequence_length=2,
+            sampler=jaxbuf.Prioritized(),
+            episodes=jaxbuf.Episodes(boundary="mask", record_return=True),
+            freshness=fresh,
+        )
+        parts = [jaxbuf.ItemBuffer.create(step(), 8, sampler=jaxbuf.Prioritized()), plain.clear()]
+        zeros = jnp.zeros((ROWS,), jnp.int32)
+        slots = jaxbuf.Slots(index=zeros, generation=zeros.astype(jnp.uint32))
+        probability, valid = jnp.ones((ROWS,)), jnp.ones((ROWS,), bool)
+        return cls(
+            item=item,
+            scored=scored,
+            plain=plain,
+            trajectory=trajectory,
+            queue=jaxbuf.Queue.create(step(), 8),
+            mixture=jaxbuf.Mixture.create(parts, [1, 1]),
+            statistics=jaxbuf.Statistics.create(item, 4),
+            episodes=jaxbuf.EpisodeAccumulator.create(step(), ROWS, 4),
+            chunks=jaxbuf.ChunkAccumulator.create(step(), 2, 2, freshness=fresh),
+            batch=jaxbuf.Sample(rows(ROWS), slots, probability, valid),
+            windows=rows(ROWS, 3),
+            groups=jaxbuf.ItemBuffer.create(step(), 8),
+        )
+
+
+THINGS = Things.make()
+KEY = jax.random.key(0)
+
+HOSTILE: dict[str, Any] = {
+    "none": None,
+    "string": "x",
+    "bytes": b"x",
+    "list": [1, 2],
+    "dict": {"a": 1},
+    "tuple": (1, "x"),
+    "object": object(),
+    "class": int,
+    "strategy class": jaxbuf.Uniform,
+    "function": lambda *_: None,
+    "module": jaxbuf,
+    "key": KEY,
+    "shape": jax.ShapeDtypeStruct((ROWS,), jnp.float32),
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "minus inf": -float("inf"),
+    "negative": -1,
+    "minus half": -0.5,
+    "zero": 0,
+    "half": 0.5,
+    "five halves": 2.5,
+    "huge": 2**62,
+    "giant": 2**2000,
+    "true": True,
+    "complex": 1j,
+    "scalar": jnp.float32(0.5),
+    "integers": np.arange(3),
+    "grid": jnp.zeros((2, 2)),
+    "bools": jnp.ones(3, bool),
+    "objects": np.array([object()] * ROWS),
+    "strings": np.array(["a"] * ROWS),
+    "keys": jax.random.split(KEY, ROWS),
+    "queue": THINGS.queue,
+    "slots": THINGS.batch.slots,
+    "bad slots": jaxbuf.Slots(index=jnp.zeros(3), generation="x"),  # pyright: ignore
+    "sample": THINGS.batch,
+    "sampler": jaxbuf.Uniform(),
+    "evictor": jaxbuf.Oldest(),
+    "filter": jaxbuf.Diversity(),
+    "freshness": jaxbuf.Freshness(max_use=1),
+    "episodes": jaxbuf.Episodes(),
+}
+
+ARRAYS = {"integers", "grid", "bools", "keys"}
+REAL = {"zero", "half", "scalar"}
+LARGE = {"five halves", "huge"}
+EXAMPLE = (
+    REAL
+    | LARGE
+    | ARRAYS
+    | {"list", "dict", "key", "shape", "nan", "inf", "minus inf", "negative", "minus half", "true"}
+    | {"complex", "queue", "slots", "sample", "giant"}
+)
+# What is legal where, so that it is left out; or what may be, depending on other arguments.
+LEGAL: dict[str, set[str]] = {
+    "nothing": set(),
+    "flag": {"true"},
+    "groups": {"integers", "list"},
+    "count": set(),
+    "count or none": {"none"},
+    "count from 0": {"zero"},
+    "count on the host": {"huge"},
+    "count on the host or none": {"huge", "none"},
+    "count on the host from 0": {"zero", "huge"},
+    "integer": {"zero", "negative", "true"},
+    "integer or none": {"zero", "negative", "true", "none"},
+    "wanted": {"zero", "negative", "true"},
+    "fraction": REAL,
+    "above 0 to 1": {"half", "scalar"},
+    "norm 1 or 2": {"inf", "giant"},
+    "score": REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant"},
+    "score or none": REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant", "none"},
+    "distance from 0": REAL | LARGE,
+    "below 1": REAL,
+    "time": REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant", "none"},
+    "seconds, finite": (REAL | LARGE | {"none"}) - {"zero"},
+    "count, also true": {"zero", "true"},
+    "window": {"episodes"},
+    "trajectories": {"keys", "slots", "sample"},
+    "metrics": REAL
+    | LARGE
+    | {"negative", "minus half", "nan", "inf", "minus inf", "true", "none", "list", "dict"}
+    | {"integers", "grid", "bools", "queue", "slots", "sample"},
+    "step": {"zero", "negative", "true", "huge", "giant"},
+    "step or none": {"zero", "negative", "true", "huge", "giant", "none"},
+    "size in bytes": {"zero", "huge"},
+    "norm": REAL | LARGE | {"inf", "giant"},
+    "distance": REAL | LARGE | {"negative", "minus half", "minus inf"},
+    "at least 0": REAL | LARGE,
+    "above 0": (REAL | LARGE) - {"zero"},
+    "at least 1": LARGE,
+    "any number": REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant"},
+    "number or none": REAL
+    | LARGE
+    | {"negative", "minus half", "none", "inf", "minus inf", "giant"},
+    "temperature": (REAL | LARGE | {"none"}) - {"zero"},
+    "seconds": (REAL | LARGE | {"none", "giant", "inf"}) - {"zero"},
+    "traced number": REAL | LARGE | {"negative", "minus half", "nan", "inf", "minus inf", "true"},
+    "beta": REAL | LARGE,
+    "pair": {"list"},
+    "pair or none": {"none", "list"},
+    "rows or none": {"none"},
+    "rows": set(),
+    "rows of any number": {"integers", "bools"},
+    "key": {"key"},
+    "example": EXAMPLE,
+    "items": set(),
+    "buffer": set(),
+    "buffer to add to": {"queue"},
+    "buffer or none": {"none"},
+    "queue": {"queue"},
+    "slots": {"slots"},
+    "sample": {"sample"},
+    "sampler": {"sampler"},
+    "known sampler": {"sampler"},
+    "evictor": {"evictor"},
+    "filter": {"none", "filter"},
+    "freshness": {"none", "freshness"},
+    "episodes": {"none", "episodes"},
+    "field": {"string"},
+    "field or none": {"string", "none"},
+    "field there": set(),
+    "field there or none": {"none"},
+    "what is compared": {"none", "string", "class", "strategy class", "function"},
+    "choice": set(),
+    "choice or none": {"none"},
+    "folder": {"string"},
+    "example on disk": EXAMPLE | {"giant"},
+    "start or none": {"none", "zero"},
+    "steps or none": {"none", "zero", "huge"},
+    "what waits": {"queue"},
+    "anything": set(HOSTILE),
+    "weights": {"dict"},
+    "age": {"zero", "list"},
+    "above 0 to 1 or none": {"half", "scalar", "none"},
+    "just functions": {"function"},
+    "function": {"class", "strategy class", "function"},
+    "function or none": {"class", "strategy class", "function", "none"},
+    "environments": {"none", "integers", "list"},
+    "steps": {"zero", "negative", "integers", "slots", "bad slots"},
+    "row numbers": {"zero", "negative", "huge", "giant", "list", "integers"},
+    "pytree": set(HOSTILE),
+}
+
+
+@dataclasses.dataclass
+class Call:
+    """A function, and for each of its arguments a legal value and what is legal there.
+
+    ``host`` says that it cannot be traced, and ``consumes`` that it donates what it is given.
+    """
+
+    function: Callable[..., Any]
+    arguments: dict[str, tuple[Any, str]]
+    host: bool = False
+    consumes: bool = False
+
+
+def call(function, host=False, consumes=False, **arguments):
+    return Call(function, arguments, host, consumes)
+
+
+def of(name, method, **arguments):
+    """A method of one of the things."""
+    return call(lambda **options: getattr(getattr(THINGS, name), method)(**options), **arguments)
+
+
+ZEROS = jnp.zeros((ROWS,))
+MASK = jnp.ones((ROWS,), bool)
+COUNTS = jnp.zeros((ROWS,), jnp.int32)
+SLOTS = (THINGS.batch.slots, "slots")
+ENVS = {"where": (COUNTS, "steps"), "positions": (COUNTS, "steps")}
+SAMPLING = {"key": (KEY, "key"), "batch_size": (2, "count")}
+RANGE = {
+    **SAMPLING,
+    "start": (-2, "integer or none"),
+    "stop": (None, "integer or none"),
+    "by_priority": (False, "flag"),
+    "replacement": (False, "flag"),
+}
+UPDATE = {"slots": SLOTS, "priority": (ZEROS, "rows"), "mask": (MASK, "rows or none")}
+VERSION = {"version": (COUNTS, "rows or none"), "session": (COUNTS, "rows or none")}
+FLAGS = {"terminated": ("terminated", "field there"), "truncated": (None, "field there or none")}
+
+
+def achieved(row, step):
+    return jnp.zeros((ROWS, 2))
+
+
+def goals(first, second):
+    return jnp.zeros((ROWS,))
+
+
+BATCH = {"achieved_goal": jnp.zeros((ROWS, 2)), "goal": jnp.zeros((ROWS, 2)), "reward": ZEROS}
+
+
+FOLDER = tempfile.TemporaryDirectory()
+
+
+def folder():
+    return tempfile.mkdtemp(dir=FOLDER.name)
+
+
+def saved():
+    path = folder()
+    jaxbuf.save(path, THINGS.plain)
+    return path
+
+
+@functools.cache
+def store():
+    opened = jaxbuf.Store(folder(), step())
+    opened.append(rows(ROWS))
+    return opened
+
+
+def on_store(method, **arguments):
+    return call(lambda **options: getattr(store(), method)(**options), host=True, **arguments)
+
+
+@functools.cache
+def holder(name):
+    full = getattr(THINGS, name).clear().add(rows(ROWS))
+    return jaxbuf.Holder(full)
+
+
+def on_holder(name, method, **arguments):
+    return call(lambda **options: getattr(holder(name), method)(**options), host=True, **arguments)
+
+
+CALLS: dict[str, Call] = {
+    # Functions.
+    "add": call(
+        jaxbuf.add,
+        buffer=(THINGS.item, "buffer to add to"),
+        items=(rows(ROWS), "items"),
+        donate=(False, "flag"),
+        priority=(ZEROS, "rows or none"),
+    ),
+    "add donated": call(
+        jaxbuf.add,
+        buffer=(THINGS.plain, "buffer to add to"),
+        items=(rows(ROWS), "items"),
+        mask=(MASK, "rows or none"),
+        consumes=True,
+    ),
+    "sample": call(jaxbuf.sample, buffer=(THINGS.item, "buffer"), **SAMPLING),
+    "sample windows": call(
+        jaxbuf.sample,
+        buffer=(THINGS.trajectory, "buffer"),
+        **SAMPLING,
+        sequence_length=(2, "count or none"),
+    ),
+    "update_priority": call(
+        jaxbuf.update_priority,
+        buffer=(THINGS.item, "buffer"),
+        slots=SLOTS,
+        priority=(ZEROS, "rows"),
+        donate=(False, "flag"),
+    ),
+    "importance_weights": call(
+        jaxbuf.importance_weights,
+        buffer=(THINGS.item, "buffer"),
+        sample=(THINGS.batch, "sample"),
+        beta=(0.4, "beta"),
+        normalize=("buffer", "choice or none"),
+    ),
+    "sample_groups": call(
+        jaxbuf.sample_groups,
+        buffer=(THINGS.groups, "buffer"),
+        key=(KEY, "key"),
+        groups=(2, "groups"),
+        num_groups=(4, "count"),
+        size=(2, "count"),
+        group=("group", "field there"),
+        order=("age", "choice"),
+        padding=("none", "choice"),
+        replacement=(False, "flag"),
+    ),
+    "n_step": call(
+        jaxbuf.n_step,
+        window=(THINGS.windows, "window"),
+        n=(1, "count"),
+        discount=(0.9, "traced number"),
+        reward=("reward", "field there"),
+        **FLAGS,
+    ),
+    "stack_frames": call(
+        jaxbuf.stack_frames,
+        window=(THINGS.windows, "window"),
+        n=(2, "count"),
+        field=("obs", "field there"),
+        **FLAGS,
+        last=(None, "field there or none"),
+        first=(MASK, "rows or none"),
+        axis=(-1, "integer"),
+    ),
+    "hindsight": call(
+        jaxbuf.hindsight,
+        key=(KEY, "key"),
+        batch=(BATCH, "window"),
+        achieved_goals=(jnp.zeros((ROWS, 3, 2)), "nothing"),
+        t=(COUNTS, "rows"),
+        length=(COUNTS + 3, "rows or none"),
+        reward_fn=(goals, "function"),
+        strategy=("future", "choice"),
+        fraction=(0.8, "fraction"),
+        achieved=("achieved_goal", "field there"),
+        goal=("goal", "field there"),
+        reward=("reward", "field there"),
+    ),
+    "terminal_states": call(
+        lambda **options: jaxbuf.terminal_states(**options),
+        trajectories=(THINGS.windows, "trajectories"),
+        lengths=(COUNTS, "rows"),
+    ),
+    "terminal_states with a mask": call(
+        lambda **options: jaxbuf.terminal_states(**options),
+        trajectories=(THINGS.windows, "trajectories"),
+        mask=(jnp.ones((ROWS, 3), bool), "rows"),
+    ),
+    "plot": call(jaxbuf.plot, buffer=(THINGS.plain, "queue"), host=True),
+    "enable_native": call(jaxbuf.enable_native, host=True, enabled=(True, "flag")),
+    # Buffers.
+    "ItemBuffer.create": call(
+        jaxbuf.ItemBuffer.create,
+        example=(step(), "example"),
+        capacity=(8, "count"),
+        sampler=(jaxbuf.Uniform(), "sampler"),
+        evictor=(jaxbuf.Oldest(), "evictor"),
+        freshness=(None, "freshness"),
+        diversity=(None, "filter"),
+    ),
+    "TrajectoryBuffer.create": call(
+        jaxbuf.TrajectoryBuffer.create,
+        example=(step(), "example"),
+        num_envs=(2, "count"),
+        length=(8, "count"),
+        sequence_length=(2, "count"),
+        period=(1, "count"),
+        num_earliest_ignored=(0, "count from 0"),
+        sampler=(jaxbuf.Uniform(), "sampler"),
+        episodes=(None, "episodes"),
+        freshness=(None, "freshness"),
+    ),
+    "Queue.create": call(jaxbuf.Queue.create, example=(step(), "example"), capacity=(8, "count")),
+    "Mixture.create": call(
+        jaxbuf.Mixture.create, buffers=([THINGS.plain], "buffer"), ratios=([1], "nothing")
+    ),
+    "EpisodeAccumulator.create": call(
+        jaxbuf.EpisodeAccumulator.create,
+        num_envs=(2, "count"),
+        max_length=(4, "count"),
+        per_add=(None, "count or none"),
+        waiting=(None, "count or none"),
+        example=(step(), "nothing"),
+        **FLAGS,
+    ),
+    "ChunkAccumulator.create": call(
+        jaxbuf.ChunkAccumulator.create,
+        example=(step(), "example"),
+        num_workers=(2, "count"),
+        fragments_per_chunk=(2, "count"),
+        per_add=(None, "count or none"),
+        waiting=(None, "count or none"),
+        freshness=(None, "freshness"),
+    ),
+    "Statistics.create": call(
+        jaxbuf.Statistics.create, buffer=(THINGS.plain, "queue"), window=(4, "count")
+    ),
+    "reward_prioritized": call(
+        jaxbuf.reward_prioritized,
+        example=(step(), "example"),
+        capacity=(8, "count"),
+        temperature=(1.0, "temperature"),
+        fallback=(False, "flag"),
+    ),
+    "diverse_reward_prioritized": call(
+        jaxbuf.diverse_reward_prioritized,
+        example=(step(), "example"),
+        capacity=(8, "count"),
+        cutoff=(0.0, "distance"),
+        p=(1.0, "norm"),
+        key=("obs", "what is compared"),
+        temperature=(1.0, "temperature"),
+        fallback=(False, "flag"),
+    ),
+    "terminating_states": call(
+        jaxbuf.terminating_states, example=(step(), "example"), capacity=(8, "count")
+    ),
+    # Strategies.
+    "Uniform": call(jaxbuf.Uniform, replacement=(True, "flag")),
+    "Balanced": call(jaxbuf.Balanced, replacement=(True, "flag")),
+    "Prioritized": call(
+        jaxbuf.Prioritized,
+        alpha=(0.6, "at least 0"),
+        initial_priority=(1.0, "at least 0"),
+        epsilon=(0.0, "at least 0"),
+        uniform_mix=(0.0, "fraction"),
+        stratified=(True, "flag"),
+        replacement=(True, "flag"),
+    ),
+    "Softmax": call(
+        jaxbuf.Softmax,
+        temperature=(1.0, "above 0"),
+        replacement=(False, "flag"),
+        fallback=(False, "flag"),
+    ),
+    "Recent": call(
+        jaxbuf.Recent,
+        ratio=(0.5, "fraction"),
+        steps=(4, "count"),
+        base=(jaxbuf.Uniform(), "known sampler"),
+    ),
+    "Diversity": call(
+        jaxbuf.Diversity,
+        cutoff=(0.0, "distance"),
+        p=(1.0, "norm"),
+        key=("obs", "what is compared"),
+        within_batch=("greedy", "choice"),
+        active=("full", "choice"),
+    ),
+    "Freshness": call(
+        jaxbuf.Freshness,
+        max_use=(1, "count or none"),
+        max_staleness=(1, "count or none"),
+        comparison=(">=", "choice"),
+    ),
+    "Episodes": call(
+        jaxbuf.Episodes,
+        terminated=("terminated", "field"),
+        truncated=(None, "field or none"),
+        last=(None, "field or none"),
+        reward=("reward", "field"),
+        boundary=("mask", "choice"),
+        record_return=(True, "flag"),
+        discount=(0.9, "fraction"),
+        default_return=(0.0, "any number"),
+        reward_clip=(None, "pair or none"),
+        recurrence=("plain", "choice"),
+    ),
+    "RateLimiter.create": call(
+        jaxbuf.RateLimiter.create,
+        samples_per_insert=(1.0, "above 0"),
+        min_size=(1, "count"),
+        tolerance=(10.0, "any number"),
+    ),
+    "ThroughputLimiter.create": call(
+        jaxbuf.ThroughputLimiter.create,
+        inserts_per_sample=((0.5, 2.0), "pair"),
+        window=(30.0, "above 0"),
+        min_batches=(1.0, "at least 1"),
+    ),
+    # Methods.
+    "ItemBuffer.add": of(
+        "item",
+        "add",
+        items=(rows(ROWS), "items"),
+        priority=(ZEROS, "rows or none"),
+        mask=(MASK, "rows or none"),
+        **VERSION,
+    ),
+    "ItemBuffer.add scored": of(
+        "scored", "add", items=(rows(ROWS), "items"), score=(ZEROS, "rows")
+    ),
+    "ItemBuffer.sample": of("item", "sample", **SAMPLING),
+    "ItemBuffer.sample_range": of("plain", "sample_range", **RANGE),
+    "ItemBuffer.latest": of("plain", "latest", n=(2, "count")),
+    "ItemBuffer.can_sample": of("item", "can_sample", batch_size=(1, "wanted")),
+    "ItemBuffer.update_priority": of("item", "update_priority", **UPDATE),
+    "ItemBuffer.mark_used": of("item", "mark_used", slots=SLOTS, mask=(MASK, "rows or none")),
+    "ItemBuffer.set_version": of(
+        "item", "set_version", version=(1, "integer"), session=(0, "integer or none")
+    ),
+    "ItemBuffer.use_count": of("item", "use_count", slots=SLOTS),
+    "ItemBuffer.staleness": of("item", "staleness", slots=SLOTS),
+    "TrajectoryBuffer.add": of(
+        "trajectory",
+        "add",
+        steps=(rows(ROWS), "items"),
+        priority=(ZEROS, "rows or none"),
+        mask=(MASK, "rows or none"),
+        env_ids=(np.arange(ROWS), "environments"),
+        **VERSION,
+    ),
+    "TrajectoryBuffer.add rollouts": of(
+        "trajectory",
+        "add",
+        steps=(rows(ROWS, 3), "items"),
+        priority=(jnp.zeros((ROWS, 3)), "rows or none"),
+        mask=(jnp.ones((ROWS, 3), bool), "rows or none"),
+        version=(jnp.zeros((ROWS, 3), jnp.int32), "rows or none"),
+        session=(jnp.zeros((ROWS, 3), jnp.int32), "rows or none"),
+    ),
+    "TrajectoryBuffer.sample": of(
+        "trajectory", "sample", **SAMPLING, sequence_length=(2, "count or none")
+    ),
+    "TrajectoryBuffer.sample_range": of(
+        "trajectory", "sample_range", **SAMPLING, start=(-2, "integer or none")
+    ),
+    "TrajectoryBuffer.can_sample": of("trajectory", "can_sample", batch_size=(1, "wanted")),
+    "TrajectoryBuffer.update_priority": of("trajectory", "update_priority", **UPDATE),
+    "TrajectoryBuffer.mark_used": of(
+        "trajectory", "mark_used", slots=SLOTS, mask=(MASK, "rows or none")
+    ),
+    "TrajectoryBuffer.use_count": of("trajectory", "use_count", slots=SLOTS),
+    "TrajectoryBuffer.staleness": of("trajectory", "staleness", slots=SLOTS),
+    "TrajectoryBuffer.locate": of("trajectory", "locate", slots=SLOTS),
+    "TrajectoryBuffer.clear": of("trajectory", "clear", envs=(MASK, "environments")),
+    "TrajectoryBuffer.get_field": of(
+        "trajectory",
+        "get_field",
+        path=("obs", "field there"),
+        env_ids=(COUNTS, "steps"),
+        positions=(COUNTS, "steps"),
+    ),
+    "TrajectoryBuffer.gather_all": of("trajectory", "gather_all", ignore_earliest=(True, "flag")),
+    "TrajectoryBuffer.dequeue": of(
+        "trajectory", "dequeue", n=(2, "count"), mask=(MASK, "rows or none")
+    ),
+    "TrajectoryBuffer.episode_begin_position": of(
+        "trajectory", "episode_begin_position", **ENVS, held=(False, "flag")
+    ),
+    "TrajectoryBuffer.last_terminated_position": of(
+        "trajectory", "last_terminated_position", **ENVS
+    ),
+    "TrajectoryBuffer.steps_to_episode_end": of("trajectory", "steps_to_episode_end", **ENVS),
+    "TrajectoryBuffer.is_episode_first": of("trajectory", "is_episode_first", **ENVS),
+    "TrajectoryBuffer.is_episode_last": of("trajectory", "is_episode_last", **ENVS),
+    "TrajectoryBuffer.episode_return": of("trajectory", "episode_return", **ENVS),
+    "TrajectoryBuffer.episode_mask": of(
+        "trajectory", "episode_mask", slots=SLOTS, sequence_length=(2, "count or none")
+    ),
+    "Queue.add": of("queue", "add", items=(rows(ROWS), "items"), mask=(MASK, "rows or none")),
+    "Queue.take": of("queue", "take", batch_size=(2, "count")),
+    "Queue.can_add": of("queue", "can_add", batch_size=(2, "wanted")),
+    "Queue.can_sample": of("queue", "can_sample", batch_size=(2, "wanted")),
+    "Queue.accepts": of(
+        "queue", "accepts", rows=(ROWS, "count from 0"), mask=(MASK, "rows or none")
+    ),
+    "Mixture.add": of("mixture", "add", items=(rows(ROWS), "items"), part=(0, "count from 0")),
+    "Mixture.sample": of("mixture", "sample", **SAMPLING),
+    "Mixture.can_sample": of("mixture", "can_sample", batch_size=(2, "wanted")),
+    "Mixture.counts": of("mixture", "counts", batch_size=(2, "count")),
+    "Mixture.replace_part": of(
+        "mixture", "replace_part", part=(1, "count from 0"), buffer=(THINGS.plain, "buffer")
+    ),
+    "Mixture.part_of": of("mixture", "part_of", slots=SLOTS),
+    "Mixture.part_slots": of("mixture", "part_slots", slots=SLOTS, part=(0, "count from 0")),
+    "Mixture.update_priority": of("mixture", "update_priority", **UPDATE),
+    "EpisodeAccumulator.add": of(
+        "episodes", "add", steps=(rows(ROWS), "items"), mask=(MASK, "rows or none")
+    ),
+    "EpisodeAccumulator.drop": of("episodes", "drop", envs=(MASK, "rows")),
+    "ChunkAccumulator.add": of(
+        "chunks",
+        "add",
+        fragments=(rows(ROWS), "items"),
+        worker=(COUNTS, "rows"),
+        number=(COUNTS, "rows"),
+        mask=(MASK, "rows or none"),
+        **VERSION,
+    ),
+    "ChunkAccumulator.drop": of("chunks", "drop", workers=(jnp.ones(2, bool), "rows")),
+    "ChunkAccumulator.set_version": of(
+        "chunks", "set_version", version=(1, "integer"), session=(0, "integer or none")
+    ),
+    "Statistics.sampled": of(
+        "statistics",
+        "sampled",
+        buffer=(THINGS.item, "queue"),
+        batch=(THINGS.batch, "sample"),
+        priority=(ZEROS, "rows or none"),
+    ),
+    "Statistics.metrics": of("statistics", "metrics", buffer=(THINGS.item, "queue")),
+    "Statistics.next_period": of("statistics", "next_period", buffer=(THINGS.item, "queue")),
+    "RateLimiter.can_insert": call(
+        lambda **options: jaxbuf.RateLimiter.create(1.0).can_insert(**options),
+        size=(1, "count, also true"),
+        count=(1, "count, also true"),
+    ),
+    "RateLimiter.inserted": call(
+        lambda **options: jaxbuf.RateLimiter.create(1.0).inserted(**options),
+        count=(1, "count, also true"),
+    ),
+    "ThroughputLimiter.can_sample": call(
+        lambda **options: jaxbuf.ThroughputLimiter.create((0.5, 2.0)).can_sample(**options),
+        size=(1, "count, also true"),
+        count=(1, "count, also true"),
+    ),
+    "ThroughputLimiter.after": call(
+        lambda **options: jaxbuf.ThroughputLimiter.create().after(**options),
+        seconds=(1.0, "traced number"),
+    ),
+    "explain_memory": call(
+        lambda fn, smallest: jaxbuf.explain_memory(fn, jnp.zeros(3), smallest=smallest),
+        host=True,
+        fn=(jnp.sin, "function"),
+        smallest=(1024, "count on the host"),
+    ),
+    # What is kept on disk, waits, or writes.
+    "save": call(
+        lambda path: jaxbuf.save(path, THINGS.plain), host=True, path=(folder(), "folder")
+    ),
+    "load": call(
+        lambda path, resize: jaxbuf.load(path, THINGS.plain, resize=resize),
+        host=True,
+        path=(saved(), "folder"),
+        resize=(False, "flag"),
+    ),
+    "Store": call(
+        lambda **options: jaxbuf.Store(**options).close(),
+        host=True,
+        path=(folder(), "folder"),
+        example=(step(), "example on disk"),
+        mode=("a", "choice"),
+        chunk=(4, "count or none"),
+        cache_bytes=(2**20, "size in bytes"),
+    ),
+    "Store.append": on_store(
+        "append",
+        items=(rows(ROWS), "items"),
+        mask=(np.ones(ROWS, bool), "rows or none"),
+        start=(None, "start or none"),
+    ),
+    "Store.read": on_store("read", rows=([0, 1], "row numbers")),
+    "Store.delete": on_store("delete", rows=([], "row numbers")),
+    "Store.batches": on_store(
+        "batches",
+        batch_size=(2, "count"),
+        seed=(0, "count on the host from 0"),
+        start=(0, "count on the host from 0"),
+        steps=(1, "steps or none"),
+        prefetch=(2, "count"),
+    ),
+    "Store.load_into": on_store(
+        "load_into",
+        buffer=(THINGS.plain.clear(), "buffer to add to"),
+        start=(0, "count on the host from 0"),
+        stop=(0, "steps or none"),
+        rows_at_a_time=(4, "count"),
+    ),
+    "Holder": call(jaxbuf.Holder, host=True, state=(0, "anything"), recheck=(1.0, "seconds")),
+    "Holder.add": on_holder(
+        "plain",
+        "add",
+        items=(rows(ROWS), "items"),
+        mask=(MASK, "rows or none"),
+        timeout=(0.0, "time"),
+    ),
+    "Holder.add to a queue": on_holder(
+        "queue",
+        "add",
+        items=(rows(ROWS), "what waits"),
+        mask=(MASK, "rows or none"),
+        timeout=(0.0, "time"),
+    ),
+    "Holder.sample": on_holder(
+        "plain", "sample", **SAMPLING, least=(1, "count or none"), timeout=(0.0, "time")
+    ),
+    "Holder.take": on_holder("queue", "take", batch_size=(1, "count"), timeout=(0.0, "time")),
+    "Monitor": call(
+        jaxbuf.Monitor,
+        host=True,
+        writers=([], "nothing"),
+        every_steps=(2, "count on the host or none"),
+        resume_at=(0, "step or none"),
+    ),
+    "Monitor every few seconds": call(
+        jaxbuf.Monitor, host=True, writers=([], "nothing"), every_seconds=(2.0, "seconds")
+    ),
+    "Monitor.write": call(
+        lambda **options: jaxbuf.Monitor([]).write(**options),
+        host=True,
+        step=(1, "step"),
+        metrics=({"loss": 1.0}, "metrics"),
+    ),
+    "CsvWriter": call(
+        lambda path: jaxbuf.CsvWriter(path).close(),
+        host=True,
+        path=(folder() + "/log.csv", "folder"),
+    ),
+}
+
+
+if importlib.util.find_spec("mpi4jax") is not None:
+    from jaxbuf import mpi
+
+    CALLS |= {
+        "EMA": call(mpi.EMA, alpha=(0.1, "above 0 to 1")),
+        "Min": call(mpi.Min, alpha=(0.1, "above 0 to 1")),
+        "Percentile": call(mpi.Percentile, q=(0.1, "fraction"), alpha=(0.1, "above 0 to 1")),
+        "BaselineFilter.create": call(
+            mpi.BaselineFilter.create, refresh_after=(10, "count or none")
+        ),
+        "BaselineFilter.select": call(
+            lambda **options: mpi.BaselineFilter.create().select(**options),
+            score=(ZEROS, "rows of any number"),
+            baseline=(0.0, "traced number"),
+            mask=(MASK, "rows or none"),
+        ),
+        "Layout": call(
+            mpi.Layout,
+            world_size=(4, "count"),
+            num_managers=(1, "count"),
+            coordinator=(False, "flag"),
+            nodes=(None, "rows or none"),
+        ),
+        "ReplaceWorst": call(
+            mpi.ReplaceWorst,
+            threshold=(0.0, "score or none"),
+            worst_ratio=(0.5, "above 0 to 1 or none"),
+            age=(1, "age"),
+            donor_ratio=(0.5, "above 0 to 1"),
+            average=("mean", "choice"),
+            momentum=(0.5, "below 1"),
+            every=(1, "count"),
+        ),
+        "Novelty": call(mpi.Novelty, key=(None, "what is compared"), p=(2.0, "norm 1 or 2")),
+        "NewModes": call(
+            mpi.NewModes,
+            threshold=(0.0, "score"),
+            key=(None, "what is compared"),
+            cutoff=(0.0, "distance from 0"),
+            p=(1.0, "norm"),
+        ),
+        "WeightedSum": call(
+            mpi.WeightedSum,
+            parts=((mpi.Retained(),), "nothing"),
+            weights=({"retained": 1.0}, "weights"),
+            alpha=(0.1, "above 0 to 1"),
+        ),
+        "Manager.create": call(
+            mpi.Manager.create,
+            buffer=(THINGS.scored, "buffer"),
+            num_workers=(2, "count"),
+            baseline=(mpi.EMA(), "nothing"),
+            scores=(mpi.DEFAULT, "just functions"),
+            store=(True, "flag"),
+        ),
+        "WorkerState.create": call(
+            mpi.WorkerState.create,
+            example=(step(), "example"),
+            rows=(2, "count"),
+            filter=(None, "rows or none"),
+        ),
+    }
