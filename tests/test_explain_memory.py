@@ -184,7 +184,7 @@ def test_without_buffers_all_arguments_are_looked_at():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="smallest is 0; expected a number of bytes from 1 on"):
+    with pytest.raises(ValueError, match="smallest is 0; expected an integer of at least 1"):
         jaxbuf.explain_memory(jaxbuf.add, create(), items(), smallest=0)
 
 

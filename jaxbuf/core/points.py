@@ -167,7 +167,7 @@ class Others(abc.ABC):
 
         def step(k: Array, carry: Any) -> Any:
             # A loop with known bounds counts in 64 bits where these are on.
-            k = k.astype(jnp.int32)
+            k = jnp.asarray(k, jnp.int32)
             first, block = k // blocks, k % blocks
             slot, theirs = self.open(block)
             slot = slot + lane

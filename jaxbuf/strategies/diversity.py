@@ -220,7 +220,7 @@ def _crowded(
 
     def tile(k: Array, crowded: Bool[Array, " P"]) -> Bool[Array, " P"]:
         # A loop with known bounds counts in 64 bits where these are on.
-        k = k.astype(jnp.int32)
+        k = jnp.asarray(k, jnp.int32)
         first = k * height
         enters = entering & ~crowded
         # Those of earlier tiles are settled; within the tile one row settles after the other.
