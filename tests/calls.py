@@ -187,7 +187,7 @@ LEGAL: dict[str, set[str]] = {
     "temperature": (REAL | LARGE | {"none"}) - {"zero"},
     "seconds": (REAL | LARGE | {"none", "giant", "inf"}) - {"zero"},
     "traced number": REAL | LARGE | {"negative", "minus half", "nan", "inf", "minus inf", "true"},
-    "beta": REAL | LARGE,
+    "beta": REAL | LARGE | {"negative", "minus half"},
     "pair": {"list"},
     "pair or none": {"none", "list"},
     "rows or none": {"none"},

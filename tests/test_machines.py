@@ -128,7 +128,12 @@ clear = jax.jit(lambda buffer: buffer.clear())
 
 @jax.jit
 def observe_queue(queue, counts):
-    return queue.metrics(), queue.size, queue.can_add(counts), queue.can_sample(counts)
+    return (
+        queue.metrics(),
+        queue.size,
+        jax.vmap(queue.can_add)(counts),
+        jax.vmap(queue.can_sample)(counts),
+    )
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -277,7 +282,7 @@ ITEMS = (
 def observe_items(buffer, counts):
     sample = buffer.sample(jax.random.key(0), buffer.capacity)
     latest = buffer.latest(buffer.capacity)
-    return sample, latest, buffer.metrics(), buffer.can_sample(counts)
+    return sample, latest, buffer.metrics(), jax.vmap(buffer.can_sample)(counts)
 
 
 class ItemMachine(BufferMachine):
@@ -357,7 +362,7 @@ weights = st.lists(st.lists(st.sampled_from(PRIORITIES), max_size=8), max_size=3
 def observe_windows(buffer, counts):
     sample = buffer.sample(jax.random.key(0), buffer.max_windows)
     latest = buffer.latest(buffer.length // buffer.period)
-    return sample, latest, buffer.metrics(), buffer.size, buffer.can_sample(counts)
+    return sample, latest, buffer.metrics(), buffer.size, jax.vmap(buffer.can_sample)(counts)
 
 
 class TrajectoryMachine(BufferMachine):

@@ -94,9 +94,7 @@ def importance_weights(
     check_options(buffer, "support", {})
     check_sample("sample", sample)
     if isinstance(beta, int | float | np.number) or not hasattr(beta, "dtype"):
-        beta = checks.check_number(
-            "beta", beta, "a finite number of at least 0", lambda x: 0 <= x < math.inf
-        )
+        beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
     # The weights of a batch relative to each other do not depend on what else there is.
     whole = None if normalize == "batch" else buffer
     row = (sample.probability, sample.valid)
