@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.random import threefry_2x32
 
 from jaxbuf.core import rowwise
 from jaxbuf.core.slots import random_words
@@ -77,19 +76,6 @@ def test_lanes_of_rows_and_of_what_they_share():
         for i in range(3)
     ]
     assert_same(mapped(batch, table), jax.tree.map(lambda *rows: jnp.stack(rows), *lanes))
-
-
-@pytest.mark.parametrize("count", [1, 2, 127, 128, 129, 130, 4001])
-def test_random_words_are_those_of_threefry(count):
-    half = -(-count // 2)
-    key = jax.random.key(9)
-    counters = jnp.arange(2 * half, dtype=jnp.uint32)
-    expected = threefry_2x32(jax.random.key_data(key), counters)[:count]
-    np.testing.assert_array_equal(random_words(key, (count,)), expected)
-    with rowwise.alone():
-        np.testing.assert_array_equal(
-            jax.jit(random_words, static_argnums=1)(key, (count,)), expected
-        )
 
 
 def test_random_words_are_the_same_everywhere():

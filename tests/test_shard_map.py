@@ -21,41 +21,99 @@ DEVICES = 4
 AXIS = "devices"
 
 # What loops over rows on a CPU, and carries through that loop what does not vary over devices at
-# first. Of each operation the buffers whose strategies do so; None for all that have it.
-_SCORELESS = {
-    "uniform",
-    "uniform-distinct",
-    "prioritized",
-    "prioritized-mix",
-    "prioritized-distinct",
-    "recent",
-}
-_ADD = {
-    "diverse",
-    "diverse-greedy-lowest",
-    "fresh",
-    "fresh-prioritized",
-    "fresh-lowest-softmax",
-    "windows-fresh",
-    "windows-episodes",
-    "windows-avoid",
-    "mixture",
-}
+# first. Of each operation the buffers whose strategies do so.
 LOOPS = {
-    "sample": None,
-    "sample_longer": None,
-    "sample_range": None,
-    "sample_range_by_priority": None,
-    "sample_groups": None,
-    "mark_used": None,
-    "set_version": None,
-    "add": _ADD,
-    "add_to_some": _ADD,
-    "add_plainly": _ADD | _SCORELESS,
-    "clear_some": {"windows-fresh", "windows-avoid"},
-    "dequeue": {"windows-fresh", "windows-avoid"},
+    "sample": {
+        "uniform-distinct",
+        "prioritized-distinct",
+        "softmax-distinct",
+        "softmax-fallback",
+        "fresh",
+        "fresh-prioritized",
+        "windows",
+        "windows-distinct",
+        "windows-prioritized",
+        "windows-prioritized-distinct",
+        "windows-recent",
+        "windows-balanced",
+        "windows-balanced-distinct",
+        "windows-fresh",
+        "windows-episodes",
+        "windows-lives",
+        "windows-avoid",
+        "mixture",
+    },
+    "sample_range_by_priority": {
+        "prioritized",
+        "prioritized-mix",
+        "prioritized-distinct",
+        "recent",
+        "fresh-prioritized",
+        "windows-prioritized",
+        "windows-prioritized-distinct",
+        "windows-fresh",
+        "windows-avoid",
+    },
     "importance_weights": {"recent"},
     "metrics": {"recent"},
+    "add": {
+        "diverse",
+        "diverse-greedy-lowest",
+        "fresh",
+        "fresh-prioritized",
+        "fresh-lowest-softmax",
+        "windows-fresh",
+        "windows-episodes",
+        "windows-avoid",
+        "mixture",
+    },
+    "add_plainly": {
+        "diverse",
+        "diverse-greedy-lowest",
+        "fresh",
+        "fresh-prioritized",
+        "fresh-lowest-softmax",
+        "windows-fresh",
+        "windows-episodes",
+        "windows-avoid",
+    },
+    "sample_range": {
+        "fresh",
+        "fresh-prioritized",
+        "windows",
+        "windows-distinct",
+        "windows-prioritized",
+        "windows-prioritized-distinct",
+        "windows-recent",
+        "windows-balanced",
+        "windows-balanced-distinct",
+        "windows-fresh",
+        "windows-episodes",
+        "windows-lives",
+        "windows-avoid",
+    },
+    "mark_used": {"fresh", "fresh-prioritized", "fresh-lowest-softmax", "windows-fresh", "mixture"},
+    "set_version": {
+        "fresh",
+        "fresh-prioritized",
+        "fresh-lowest-softmax",
+        "windows-fresh",
+        "mixture",
+    },
+    "sample_longer": {
+        "windows",
+        "windows-distinct",
+        "windows-prioritized",
+        "windows-prioritized-distinct",
+        "windows-recent",
+        "windows-balanced",
+        "windows-balanced-distinct",
+        "windows-episodes",
+        "windows-lives",
+    },
+    "add_to_some": {"windows-fresh", "windows-episodes", "windows-avoid"},
+    "clear_some": {"windows-fresh", "windows-avoid"},
+    "dequeue": {"windows-fresh", "windows-avoid"},
 }
 
 # Some that change a buffer, of each kind.
@@ -79,7 +137,7 @@ def on_every_device(function, mesh):
 
 
 def case(name, what):
-    loops = what in LOOPS and (LOOPS[what] is None or name in LOOPS[what])
+    loops = name in LOOPS.get(what, ())
     marks = pytest.mark.xfail(reason="a loop over rows on a CPU", strict=True) if loops else ()
     return pytest.param(name, what, marks=marks)
 

@@ -1,6 +1,5 @@
 """What buffers check and do alike, whatever a slot of theirs holds."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import checks, rowwise, storage, trees
+from jaxbuf.core import checks, storage, trees
 from jaxbuf.core.ages import Ages, Bound, age_range, grid, keeps_order, spread
 from jaxbuf.core.distinct import distinct
 from jaxbuf.core.donation import check_there
@@ -285,9 +284,10 @@ def gather(
         capacity: Of the buffer.
         read: The data at the indices.
     """
-    row = (draw.index, draw.probability, draw.valid)
-    slots, probability = rowwise.each(_name, row, occupancy, (capacity,))
-    return Sample(data=read(slots.index), slots=slots, probability=probability, valid=draw.valid)
+    index = jnp.where(draw.valid, draw.index, capacity)
+    slots = Slots(index=index, generation=occupancy.generation(index))
+    probability = jnp.where(draw.valid, draw.probability, 0.0)
+    return Sample(data=read(index), slots=slots, probability=probability, valid=draw.valid)
 
 
 def check_steps(
@@ -349,25 +349,10 @@ def set_priority(
     check_slots(slots)
     shape = slots.index.shape
     value = check_priority(priority, shape, "that of slots")
-    taken = [occupancy.holds(slots)]
+    taken = occupancy.holds(slots)
     if mask is not None:
-        taken.append(storage.check_rows(mask, "mask", shape, np.bool_, "that of slots"))
-    row = (slots.index, value, taken)
-    index, refused = rowwise.each(_aim, row, static=(sampler, capacity))
-    state = sampler.updated(jax.lax.stop_gradient(state), index, value)
-    return state, rowwise.reduce(jax.lax.add, refused, 0)
-
-
-def _name(row: Any, occupancy: Occupancy, capacity: int) -> tuple[Slots, Array]:
-    index, probability, valid = row
-    index = jnp.where(valid, index, capacity)
-    slots = Slots(index=index, generation=occupancy.generation(index))
-    return slots, jnp.where(valid, probability, 0.0)
-
-
-def _aim(row: Any, _: Any, sampler: Sampler, capacity: int) -> tuple[Array, Array]:
-    """Where a priority goes, and whether it is refused."""
-    index, value, taken = row
-    taken = functools.reduce(jnp.logical_and, taken)
+        taken &= storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
     legal = sampler.accepts(value)
-    return jnp.where(taken & legal, index, capacity), (taken & ~legal).astype(jnp.uint32)
+    index = jnp.where(taken & legal, slots.index, capacity)
+    state = sampler.updated(jax.lax.stop_gradient(state), index, value)
+    return state, jnp.sum(taken & ~legal, dtype=jnp.uint32)

@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks, describe, fields, numbers, rowwise, storage, trees
+from jaxbuf.core import checks, describe, fields, numbers, storage, trees
 from jaxbuf.core.slots import Ring, Slots, random_words, scale_word
+from jaxbuf.core.varying import vary_with
 
 Order = Literal["age", "random"]
 Padding = Literal["none", "random"]
@@ -96,7 +97,7 @@ def sample_groups(
         ...     buffer, jax.random.key(0), jnp.array([4]), num_groups=6, size=5, padding="random"
         ... )
         >>> padded.data["value"].tolist(), padded.valid.tolist()
-        ([[4, 6, 6, 4, 4]], [[True, True, True, True, True]])
+        ([[4, 6, 4, 4, 6]], [[True, True, True, True, True]])
 
     References:
         Niu et al., DI-engine, its ``group_sample`` and ``padding`` middleware.
@@ -231,7 +232,8 @@ def _by_age(occupancy: Any, slot: Int[Array, " N"], live: Bool[Array, " N"]) -> 
 
 def _by_group(name: Int[Array, " N"], num_groups: int) -> tuple[Int[Array, " N"], Int[Array, " M"]]:
     """The places of all names, sorted by name and then by place, and where each group begins."""
-    rising, place = rowwise.sort(name, num_groups + 1)
+    place = jnp.arange(name.shape[0], dtype=jnp.int32)
+    rising, place = lax.sort((name, place), num_keys=1)
     return place, jnp.searchsorted(rising, jnp.arange(num_groups + 1, dtype=name.dtype))
 
 
@@ -240,7 +242,7 @@ def _shuffled(words: UInt[Array, "B K"], held: Int[Array, " B"]) -> Int[Array, "
 
     Fisher and Yates without the deck: of each swap only the card that was put back is kept.
     """
-    none = jnp.full(words.shape, -1, jnp.int32)
+    none = vary_with(jnp.full(words.shape, -1, jnp.int32), words, held)
 
     def swap(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         spots, cards, drawn = carry

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.buffers.options import check_options
-from jaxbuf.core import checks, describe, rowwise, storage
+from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.samplers import Support
@@ -124,27 +124,14 @@ def check_sample(name: str, sample: Any) -> None:
 def _weights(buffer: Any, row: Any, beta: Any, normalize: str | None) -> Array:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     row, beta = lax.stop_gradient((row, beta))
-    exponent = -beta
+    probability, valid = row
+    probability = jnp.where(valid, probability, 1.0)
     if normalize == "batch":
-        probability, valid = row
-        least = rowwise.reduce(lax.min, jnp.where(valid, probability, 1.0), 1.0)
-        return rowwise.each(_relative_weight, row, (least, exponent))
-    support = buffer.support()
-    if normalize == "buffer":
-        least = support.least_probability
-        shared = (jnp.where(least > 0, least, 1.0), exponent)
-        return rowwise.each(_relative_weight, row, shared)
-    count = support.count if normalize == "mean" else buffer.occupancy.size
-    return rowwise.each(_weight, row, (count.astype(jnp.float32), exponent))
-
-
-def _relative_weight(row: Any, shared: Any) -> Array:
-    probability, valid = row
-    least, exponent = shared
-    return jnp.where(valid, (jnp.where(valid, probability, 1.0) / least) ** exponent, 0.0)
-
-
-def _weight(row: Any, shared: Any) -> Array:
-    probability, valid = row
-    count, exponent = shared
-    return jnp.where(valid, (jnp.where(valid, probability, 1.0) * count) ** exponent, 0.0)
+        ratio = probability / jnp.min(probability, initial=1.0)
+    elif normalize == "buffer":
+        least = buffer.support().least_probability
+        ratio = probability / jnp.where(least > 0, least, 1.0)
+    else:
+        count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
+        ratio = probability * count.astype(jnp.float32)
+    return jnp.where(valid, ratio**-beta, 0.0)

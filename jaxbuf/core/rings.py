@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core import rowwise
 from jaxbuf.core.ages import AgeRange
 from jaxbuf.core.slots import Slots, same_item, scale_word
 
@@ -170,7 +169,7 @@ class Rings(struct.PyTreeNode):
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
         """Whether the windows that these names mean are still there."""
-        return rowwise.each(same_item, slots, self)
+        return same_item(slots, self)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The lap in which the first step of the window at ``index`` was written."""

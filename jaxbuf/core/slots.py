@@ -4,17 +4,12 @@ A slot is named by its index and its generation, which is another one each time 
 A name kept from an earlier sample therefore tells whether the item it meant is still there.
 """
 
-import math
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
-from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int, UInt
-
-from jaxbuf.core import rowwise
 
 
 class Slots(struct.PyTreeNode):
@@ -116,17 +111,14 @@ class Ring(struct.PyTreeNode):
         position, lap, size = self.counters[0], self.counters[1], self.counters[2]
         capacity = jnp.uint32(self.capacity)
         if mask is None:
-            until = jnp.asarray(np.arange(1, rows + 1, dtype=np.uint32))
-            taken, count = jnp.ones((rows,), bool), jnp.uint32(rows)
+            rank, taken = jnp.arange(rows, dtype=jnp.uint32), jnp.ones((rows,), bool)
+            count = jnp.uint32(rows)
         else:
-            until = jnp.cumsum(mask, dtype=jnp.uint32)
-            taken, count = mask, until[-1]
-        index = rowwise.each(
-            _next_slot,
-            (until, taken),
-            (position, count, capacity),
-            most=rowwise.SHORT_RUN,
-        )
+            rank, taken = jnp.cumsum(mask, dtype=jnp.uint32) - jnp.uint32(1), mask
+            count = jnp.sum(mask, dtype=jnp.uint32)
+        stays = taken & (rank + capacity >= count)
+        slot = ((position + rank) % capacity).astype(jnp.int32)
+        index = jnp.where(stays, slot, self.capacity)
         end = position + count
         counters = jnp.stack(
             [end % capacity, lap + end // capacity, jnp.minimum(size + count, capacity)]
@@ -144,7 +136,7 @@ class Ring(struct.PyTreeNode):
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
         """Whether the items that these names mean are still there."""
-        return rowwise.each(same_item, slots, self)
+        return same_item(slots, self)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The lap in which ``index`` was written."""
@@ -154,7 +146,7 @@ class Ring(struct.PyTreeNode):
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """A live slot for each random word, all equally likely; arbitrary if there is none."""
         # Until the ring is full its items are the first ones, afterwards they are all of them.
-        return rowwise.each(_scale, words, self.counters[2])
+        return scale_word(words, self.counters[2]).astype(jnp.int32)
 
     def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
         """The slot of the earliest item, and how many items follow from there."""
@@ -187,11 +179,7 @@ def scale_word(word: UInt[Array, " B"], below: UInt[Array, ""]) -> UInt[Array, "
     return word_high * below_high + (middle >> half) + (carry >> half)
 
 
-def _scale(word: UInt[Array, " B"], below: UInt[Array, ""]) -> Int[Array, " B"]:
-    return scale_word(word, below).astype(jnp.int32)
-
-
-def same_item(slots: Slots, occupancy: Occupancy) -> Bool[Array, " B"]:
+def same_item(slots: Slots, occupancy: Any) -> Bool[Array, " B"]:
     """Whether an item is live and of the generation that its name says."""
     live = occupancy.live(slots.index)
     return live & (occupancy.generation(slots.index) == slots.generation)
@@ -199,56 +187,4 @@ def same_item(slots: Slots, occupancy: Occupancy) -> Bool[Array, " B"]:
 
 def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
     """Uniform 32-bit words."""
-    count = math.prod(shape)
-    if str(jax.random.key_impl(key)) != "threefry2x32" or count == 0:
-        return jax.random.bits(key, shape, jnp.uint32)
-    half = -(-count // 2)
-    rows = jnp.arange(half, dtype=jnp.uint32)
-    pairs = rowwise.each(
-        _two_words, rows, jax.random.key_data(key), (half,), at_once=_two_words_of_all
-    )
-    return jnp.concatenate(pairs)[:count].reshape(shape)
-
-
-def _two_words(
-    row: UInt[Array, " H"], key: UInt[Array, " 2"], half: int
-) -> tuple[UInt[Array, " H"], UInt[Array, " H"]]:
-    """What threefry makes of the numbers ``row`` and ``row + half``."""
-    first, second = threefry_2x32(key, jnp.stack([row, row + jnp.uint32(half)]))
-    return first, second
-
-
-def _two_words_of_all(
-    row: UInt[Array, " H"], key: UInt[Array, " 2"], half: int
-) -> tuple[UInt[Array, " H"], UInt[Array, " H"]]:
-    """The same in one kernel: Threefry-2x32 with 20 rounds.
-
-    On a CPU ``threefry_2x32`` is a loop over rounds of twenty kernels each. But those count for
-    fewer operations, where a program is to be short.
-
-    References:
-        Salmon et al., 2011, Parallel random numbers: as easy as 1, 2, 3.
-    """
-    first, second = row, row + jnp.uint32(half)
-    keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
-    first, second = first + keys[0], second + keys[1]
-    for group in range(1, 6):
-        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[(group - 1) % 2]:
-            first = first + second
-            left, right = jnp.uint32(rotation), jnp.uint32(32 - rotation)
-            second = ((second << left) | (second >> right)) ^ first
-        first = first + keys[group % 3]
-        second = second + keys[(group + 1) % 3] + jnp.uint32(group)
-    return first, second
-
-
-def _next_slot(
-    row: tuple[UInt[Array, " B"], Bool[Array, " B"]],
-    ring: tuple[UInt[Array, ""], UInt[Array, ""], UInt[Array, ""]],
-) -> Int[Array, " B"]:
-    """Where a row goes, of which ``until`` rows up to and with itself are taken."""
-    until, taken = row
-    position, count, capacity = ring
-    stays = taken & (until + capacity > count)
-    slot = (position + until - jnp.uint32(1)) % capacity
-    return jnp.where(stays, slot, capacity).astype(jnp.int32)
+    return jax.random.bits(key, shape, jnp.uint32)

@@ -124,7 +124,7 @@ def hindsight(
         ...     reward_fn=lambda achieved, goal: jnp.where(achieved == goal, 0.0, -1.0),
         ... )
         >>> position.tolist(), batch["goal"].tolist()
-        ([6, 3, 5, 3], [[7, 7], [4, 4], [5, 5], [5, 5]])
+        ([6, 6, 3, 4], [[7, 7], [6, 6], [5, 5], [5, 5]])
 
     References:
         Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3.3 and 4.5;
