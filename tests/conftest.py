@@ -1,5 +1,6 @@
 """What every test runs under: the CPU unless told otherwise, and no silent promotion."""
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -44,6 +45,15 @@ def _forget_programs():
     yield
     if psutil.Process().memory_info().rss > MOST_MEMORY:
         jax.clear_caches()
+        gc.collect()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A quarter of the time that tracing takes is garbage collection, most of it in vain."""
+    # Modules and tests stay until the end, so nobody need look whether they are garbage.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.hookimpl(tryfirst=True)
