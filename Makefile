@@ -41,6 +41,10 @@ MPI_COMPILER := $(abspath $(VENV)/bin/mpicc)
 endif
 MPI_STAMP := $(STAMPS)/mpi$(if $(MPICC),$(subst /,-,$(MPI_COMPILER)))
 
+# What tells most in least time, without MPI, notebooks and examples: tests/test_NAME.py each.
+QUICK := item_buffer presets published_numbers importance_weights groups n_step frames numbers \
+  subset bitset distinct queue options rate_limiter sizes sampling_as_in_alf
+
 TEST_NEEDS := $(STAMPS)/test
 ifneq ($(MPI),0)
 TEST_NEEDS += $(MPI_STAMP)
@@ -49,7 +53,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-mpi test notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled clean
+.PHONY: help demo demo-mpi test test-quick notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -66,6 +70,10 @@ demo-mpi: $(STAMPS)/demo $(MPI_STAMP)  ## train GFlowNets on several ranks with 
 
 test: $(TEST_NEEDS)  ## run all tests and doctests (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
 	@MPI=$(MPI) $(RUN) -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+test-quick: $(STAMPS)/test  ## run the tests for use while you work, a minute or two (JOBS: processes; ARGS: for pytest)
+	@MPI=0 $(RUN) -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder \
+	  $(QUICK:%=tests/test_%.py) $(ARGS)
 
 notebooks: $(TEST_NEEDS)  ## run the notebooks again and keep what they show (ARGS: only some, by name)
 	@$(RUN) -m notebooks $(ARGS)

@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxbuf
@@ -22,7 +23,24 @@ def test_no_key_is_used_twice_and_nothing_is_sent_to_a_device_unasked(name, what
     _, function = operations.OPERATIONS[what]
     args = (*operations.abstract(name), number(), jax.random.key(0))
     with jax.debug_key_reuse(True), jax.transfer_guard("disallow"):
-        jax.jit(function).lower(*args)
+        jax.jit(function).trace(*args)
+
+
+def test_both_are_found_when_a_program_is_traced():
+    """So that none of those above need be compiled."""
+
+    def reuses(key):
+        return jax.random.normal(key) + jax.random.uniform(key)
+
+    def sends(key):
+        with jax.ensure_compile_time_eval():
+            return jnp.add(np.arange(3), key.shape[0])
+
+    key = jax.random.key(0)
+    with jax.debug_key_reuse(True), pytest.raises(jax.errors.KeyReuseError):
+        jax.jit(reuses).trace(key)
+    with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError):
+        jax.jit(sends).trace(jnp.zeros(3))
 
 
 @pytest.mark.parametrize("name", ["prioritized", "windows-prioritized"])
@@ -81,7 +99,11 @@ def test_a_plot_computes_no_nan(name):
         jaxbuf.plot(buffer)
 
 
-@pytest.mark.parametrize("scores", [[jnp.inf], [-jnp.inf], [jnp.inf, -jnp.inf], [3.0, -jnp.inf]])
+# Of one length, so that what runs without jit is compiled once.
+INFINITE = [[jnp.inf] * 2, [-jnp.inf] * 2, [jnp.inf, -jnp.inf], [3.0, -jnp.inf]]
+
+
+@pytest.mark.parametrize("scores", INFINITE)
 @pytest.mark.parametrize("name", ["softmax-distinct", "lowest-softmax"])
 def test_infinite_scores_make_no_nan(name, scores):
     key, rows = jax.random.key(0), operations.rows(number(), len(scores))

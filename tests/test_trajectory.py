@@ -122,7 +122,17 @@ def test_windows_of_another_length_agree_with_a_twin_of_that_length(configuratio
     prioritized = isinstance(sampler, jaxbuf.Prioritized)
     random = np.random.default_rng(11)
     buffer, twin = create(*configuration), twin_of(*configuration)
-    for i in range(12):
+    sizes = sorted({1, own, min(own + 1, length), length})
+
+    @jax.jit
+    def draw(buffer, key):
+        """Of every size a sample, and whether the buffer knows its handles."""
+        samples = [
+            buffer.sample(key, num_envs * length // period, sequence_length=size) for size in sizes
+        ]
+        return [(sample, buffer.occupancy.holds(sample.slots)) for sample in samples]
+
+    for i in range(8):
         t = np.arange(3 * num_envs).reshape(num_envs, 3) + 3 * num_envs * i
         mask = random.random(t.shape) < 0.8
         priority = random.choice([0.0, 0.5, 3.0], size=t.shape).astype(np.float32)
@@ -130,10 +140,8 @@ def test_windows_of_another_length_agree_with_a_twin_of_that_length(configuratio
         buffer = jaxbuf.add(buffer, steps(t), mask=mask, **given)
         twin.add(t.tolist(), given.get("priority"), mask)
         default = max([twin.initial_priority, *(w[0].priority for w in twin.windows)])
-        for size in sorted({1, own, min(own + 1, length), length}):
-            sample = jaxbuf.sample(
-                buffer, jax.random.key(i), num_envs * length // period, sequence_length=size
-            )
+        drawn = jax.device_get(draw(buffer, jax.random.key(i)))
+        for size, (sample, held) in zip(sizes, drawn, strict=True):
             assert sample.data["t"].shape[1] == size
             other = twin_of(num_envs, length, size, period, sampler)
             other.rings = [[copy.copy(step) for step in ring] for ring in twin.rings]
@@ -155,7 +163,6 @@ def test_windows_of_another_length_agree_with_a_twin_of_that_length(configuratio
                 index: row for (index, *row), valid in zip(rows, sample.valid, strict=True) if valid
             }
             assert {i: tuple(row) for i, row in found.items()} == expected
-            held = buffer.occupancy.holds(sample.slots)
             windows_here = {twin.slot(window[0]) for window in twin.windows}
             names = np.asarray(sample.slots.index)
             np.testing.assert_array_equal(held, np.isin(names, list(windows_here)) & sample.valid)
@@ -180,23 +187,26 @@ def test_rows_of_some_environments_are_those_of_all_with_a_mask(rows):
         EXAMPLE, 5, 4, sequence_length=2, sampler=REVEAL_PRIORITIES, freshness=freshness
     )
     shape = (5, rows) if rows else (5,)
-    for i in range(8):
-        count = random.integers(0, 6)
-        ids = random.permutation(5)[:count]
+    add_to_all = jax.jit(lambda buffer, rows, given: buffer.add(rows, **given))
+    for i in range(6):
+        # Few different counts, each of which is a program of its own.
+        ids = random.permutation(5)[: (3, 0, 5)[i // 2]]
         t = np.arange(np.prod(shape)).reshape(shape) + 100 * i
         priority = random.random(shape).astype(np.float32)
         version = random.integers(-9, 3, shape).astype(np.int32)
         mask = random.random(shape) < 0.8
         given = {"priority": priority, "version": version, "mask": mask}
         inside = np.isin(np.arange(5), ids).reshape(5, *(1,) * (len(shape) - 1))
-        every = every.add(steps(t), **{**given, "mask": mask & inside})
+        every = add_to_all(every, steps(t), {**given, "mask": mask & inside})
         some = {name: value[ids] for name, value in given.items()}
         if i % 2:
             few = jaxbuf.add(
                 few, steps(t[ids]), **some, env_ids=jnp.asarray(ids, jnp.int32), donate=False
             )
         else:
-            few = few.add(steps(t[ids]), **some, env_ids=ids)
+            few = jax.jit(lambda few, rows, some, ids=ids: few.add(rows, **some, env_ids=ids))(
+                few, steps(t[ids]), some
+            )
         chex.assert_trees_all_equal(few, every)
 
 
@@ -564,6 +574,7 @@ def step_of_training(buffer, key, *, prioritized):
 @pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), REVEAL, jaxbuf.Prioritized()])
 def test_eager_jit_scan_vmap_and_donated_agree(sampler):
     step = functools.partial(step_of_training, prioritized=sampler.uses_priority)
+    jitted, eager_steps = jax.jit(step), 2
     keys = jax.random.split(jax.random.key(3), (2, 7))
     start = create(3, 5, 2, sampler=sampler)
 
@@ -574,21 +585,21 @@ def test_eager_jit_scan_vmap_and_donated_agree(sampler):
             samples.append(sample)
         return buffer, jax.tree.map(lambda *leaves: jnp.stack(leaves), *samples)
 
-    compiled = run(jax.jit(step), keys[0])
+    compiled, few = run(jitted, keys[0]), run(jitted, keys[0, :eager_steps])
     scan = functools.partial(jax.lax.scan, step)
     lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
     both = jax.jit(jax.vmap(scan))(lanes, keys)
-    for other in (
-        run(step, keys[0]),
-        run(jax.jit(step, donate_argnums=0), keys[0]),
-        jax.jit(scan)(start, keys[0]),
-        jax.tree.map(lambda leaf: leaf[0], both),
+    for expected, other in (
+        (few, run(step, keys[0, :eager_steps])),
+        (compiled, run(jax.jit(step, donate_argnums=0), keys[0])),
+        (compiled, jax.jit(scan)(start, keys[0])),
+        (compiled, jax.tree.map(lambda leaf: leaf[0], both)),
     ):
-        np.testing.assert_array_equal(other[1].slots.index, compiled[1].slots.index)
-        chex.assert_trees_all_equal(other[1].data, compiled[1].data)
-        np.testing.assert_allclose(other[1].probability, compiled[1].probability, rtol=1e-6)
-        np.testing.assert_array_equal(other[0].occupancy.counters, compiled[0].occupancy.counters)
-    alone = run(jax.jit(step), keys[1])
+        np.testing.assert_array_equal(other[1].slots.index, expected[1].slots.index)
+        chex.assert_trees_all_equal(other[1].data, expected[1].data)
+        np.testing.assert_allclose(other[1].probability, expected[1].probability, rtol=1e-6)
+        np.testing.assert_array_equal(other[0].occupancy.counters, expected[0].occupancy.counters)
+    alone = run(jitted, keys[1])
     np.testing.assert_array_equal(both[1].slots.index[1], alone[1].slots.index)
     np.testing.assert_array_equal(both[0].size, [compiled[0].size, alone[0].size])
 
