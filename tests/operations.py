@@ -305,8 +305,8 @@ def sample_groups(buffer, sample, scale, key):
 def statistics(buffer, sample, scale, key):
     priority = scale * jnp.ones(BATCH) if has_priorities(buffer) else None
     kept = jaxbuf.Statistics.create(buffer, 3)
-    kept, again = kept.sampled(buffer, sample, priority=priority)
-    return kept, again, kept.metrics(buffer), kept.next_period(buffer)
+    kept = kept.sampled(buffer, sample, priority=priority)
+    return kept, kept.metrics(buffer), kept.next_period(buffer)
 
 
 @operation(is_windows)

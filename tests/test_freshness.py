@@ -468,37 +468,3 @@ def test_a_sampler_that_cannot_let_go_is_refused():
 
     with pytest.raises(ValueError, match="cannot be told that an item retires; give it a method"):
         create(jaxbuf.Freshness(max_use=1), 3, Stubborn())
-
-
-def test_no_look_at_rows_is_shared_between_threads():
-    # XLA:CPU would wait for the second thread to wake up.
-    freshness = jaxbuf.Freshness(max_use=3, max_staleness=10)
-    sampler = jaxbuf.Prioritized()
-
-    def create():
-        return jaxbuf.ItemBuffer.create(jnp.float32(0), 2**20, sampler=sampler, freshness=freshness)
-
-    def step(carry, slots):
-        buffer, statistics = carry
-        batch = jaxbuf.Sample(
-            data=(), slots=slots, probability=jnp.ones(256), valid=jnp.ones(256, bool)
-        )
-        statistics, batch = statistics.sampled(buffer, batch, priority=jnp.ones(256))
-        buffer = buffer.mark_used(batch.slots).update_priority(batch.slots, jnp.ones(256))
-        return (buffer, statistics), None
-
-    buffer = jax.eval_shape(create)
-    statistics = jax.eval_shape(jaxbuf.Statistics.create, buffer)
-    slots = Slots(
-        index=jax.ShapeDtypeStruct((3, 256), jnp.int32),
-        generation=jax.ShapeDtypeStruct((3, 256), jnp.uint32),
-    )
-    scan = jax.jit(lambda carry, slots: jax.lax.scan(step, carry, slots), donate_argnums=0)
-    text = scan.lower((buffer, statistics), slots).compile().as_text()
-    counted = []
-    for computation in text.split("\n}\n"):
-        lines = [line for line in computation.splitlines() if "outer_dimension_partitions" in line]
-        shared = [line.split(" = ")[0].strip() for line in lines]
-        # Only in the step itself: what retires items seldom runs.
-        counted += shared if any("scatter" in name for name in shared) else []
-    assert all("scatter" in name for name in counted), counted

@@ -56,27 +56,8 @@ LOOPS = {
     },
     "importance_weights": {"recent"},
     "metrics": {"recent"},
-    "add": {
-        "diverse",
-        "diverse-greedy-lowest",
-        "fresh",
-        "fresh-prioritized",
-        "fresh-lowest-softmax",
-        "windows-fresh",
-        "windows-episodes",
-        "windows-avoid",
-        "mixture",
-    },
-    "add_plainly": {
-        "diverse",
-        "diverse-greedy-lowest",
-        "fresh",
-        "fresh-prioritized",
-        "fresh-lowest-softmax",
-        "windows-fresh",
-        "windows-episodes",
-        "windows-avoid",
-    },
+    "add": {"diverse", "diverse-greedy-lowest", "windows-episodes"},
+    "add_plainly": {"diverse", "diverse-greedy-lowest", "windows-episodes"},
     "sample_range": {
         "fresh",
         "fresh-prioritized",
@@ -92,7 +73,6 @@ LOOPS = {
         "windows-lives",
         "windows-avoid",
     },
-    "mark_used": {"fresh", "fresh-prioritized", "fresh-lowest-softmax", "windows-fresh", "mixture"},
     "set_version": {
         "fresh",
         "fresh-prioritized",
@@ -111,9 +91,7 @@ LOOPS = {
         "windows-episodes",
         "windows-lives",
     },
-    "add_to_some": {"windows-fresh", "windows-episodes", "windows-avoid"},
-    "clear_some": {"windows-fresh", "windows-avoid"},
-    "dequeue": {"windows-fresh", "windows-avoid"},
+    "add_to_some": {"windows-episodes"},
 }
 
 # Some that change a buffer, of each kind.

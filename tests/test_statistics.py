@@ -75,7 +75,7 @@ def step(carry, inputs):
     buffer = buffer.set_version(version)
     batch = buffer.sample(key, BATCH)
     seen = buffer.use_count(batch.slots), buffer.staleness(batch.slots), batch.valid, priority
-    statistics, batch = statistics.sampled(buffer, batch, priority=priority)
+    statistics = statistics.sampled(buffer, batch, priority=priority)
     buffer = buffer.mark_used(batch.slots).update_priority(batch.slots, priority)
     live = buffer.occupancy.live(jnp.arange(CAPACITY))
     named = batch.data, left, (buffer.data, live)
@@ -145,7 +145,8 @@ def test_trajectories_and_counters_that_wrap():
     buffer = buffer.replace(counters=jnp.array([2**32 - 3, 0], jnp.uint32))
     statistics = jaxbuf.Statistics.create(buffer)
     buffer = buffer.add(jnp.zeros((2, 3))).add(jnp.zeros((2, 3)))
-    statistics, batch = statistics.sampled(buffer, buffer.sample(jax.random.key(0), 6))
+    batch = buffer.sample(jax.random.key(0), 6)
+    statistics = statistics.sampled(buffer, batch)
     chex.assert_shape(batch.data, (6, 1))
     metrics = {name: int(value) for name, value in statistics.metrics(buffer).items()}
     assert metrics == {"pushed": 12, "sampled": 6, "removed": 4, "current": 8, "samples": 1}
@@ -162,11 +163,11 @@ def test_the_time_of_a_read_out_wraps_with_its_record():
     statistics = statistics.replace(counters=statistics.counters.at[0].set(np.uint32(last)))
     record, batch = jax.jit(jaxbuf.Statistics.sampled), buffer.sample(jax.random.key(0), 2)
     for value, (time, newest) in enumerate([(last + 1, [1]), (0, [1, 2]), (1, [1, 2, 3])], 1):
-        statistics, _ = record(statistics, buffer, batch, priority=jnp.full(2, value, jnp.float32))
+        statistics = record(statistics, buffer, batch, priority=jnp.full(2, value, jnp.float32))
         metrics = statistics.metrics(buffer)
         assert int(metrics["samples"]) == time
         assert float(metrics["priority_mean"]) == pytest.approx(np.mean(newest))
-    statistics, _ = record(statistics, buffer, batch, priority=jnp.full(2, 4.0))
+    statistics = record(statistics, buffer, batch, priority=jnp.full(2, 4.0))
     assert float(statistics.metrics(buffer)["priority_mean"]) == pytest.approx(3.0)
 
 
@@ -174,7 +175,7 @@ def test_a_queue():
     queue = jaxbuf.Queue.create(jnp.float32(0), 4).add(jnp.zeros(1))
     statistics = jaxbuf.Statistics.create(queue)
     queue, batch = queue.add(jnp.zeros(2)).take(4)
-    statistics, batch = statistics.sampled(queue, batch)
+    statistics = statistics.sampled(queue, batch)
     metrics = {name: int(value) for name, value in statistics.metrics(queue).items()}
     assert metrics == {"pushed": 2, "sampled": 3, "removed": 3, "current": 0, "samples": 1}
     assert int(statistics.next_period(queue).metrics(queue)["removed"]) == 0
@@ -195,7 +196,7 @@ def test_one_part_of_a_mixture():
     batch = mixture.sample(jax.random.key(0), 6)
     part, slots = mixture.parts[1], mixture.part_slots(batch.slots, 1)
     rows = batch.replace(slots=slots, valid=slots.index < part.capacity)
-    statistics, _ = statistics.sampled(part, rows, priority=jnp.arange(6.0))
+    statistics = statistics.sampled(part, rows, priority=jnp.arange(6.0))
     metrics = statistics.metrics(part)
     assert [int(metrics[name]) for name in ("pushed", "removed", "sampled")] == [2, 2, 3]
     assert [float(metrics[name]) for name in ("staleness_mean", "priority_mean")] == [3.0, 4.0]
@@ -230,7 +231,7 @@ def test_reading_copies_nothing():
         buffer = buffer.add(jnp.zeros((8, 2)))
         batch = buffer.sample(key, 64)
         priority = batch.data[:, 0] + 1.0
-        statistics, batch = statistics.sampled(buffer, batch, priority=priority)
+        statistics = statistics.sampled(buffer, batch, priority=priority)
         buffer = buffer.mark_used(batch.slots).update_priority(batch.slots, priority)
         return (buffer, statistics), None
 

@@ -206,7 +206,7 @@ def test_cleared_windows_are_gone_and_the_version_stays():
 
 @pytest.mark.parametrize("length", [4, 200])
 def test_a_saved_buffer_fits_rings_of_another_length(tmp_path, length):
-    freshness = jaxbuf.Freshness(max_use=2, max_staleness=5)
+    freshness = jaxbuf.Freshness(max_use=4, max_staleness=5)
     buffer = create(freshness, sequence_length=3)
     for version in range(4):
         buffer = jaxbuf.add(advance(buffer, version), steps(3 * version, 3))

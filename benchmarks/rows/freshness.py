@@ -117,7 +117,7 @@ def bind_statistics(binding: Binding) -> Binding:
 
     def update(state: Watched, batch: Any, priority: jax.Array) -> Watched:
         assert binding.update is not None
-        statistics, batch = state.statistics.sampled(state.buffer, batch, priority=priority)
+        statistics = state.statistics.sampled(state.buffer, batch, priority=priority)
         return Watched(binding.update(state.buffer, batch.slots, priority), statistics)
 
     return dataclasses.replace(

@@ -8,15 +8,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxbuf.buffers import common
-from jaxbuf.core import in_place, storage, trees
+from jaxbuf.core import storage, trees
+from jaxbuf.core.bitset import Bitset
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
+from jaxbuf.core.varying import vary_with
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
-from jaxbuf.strategies.samplers import Sampler
 
-# How many items retire at a time: each costs a path of every tree. Of rows that were used usually
-# few do, of a block of old items many.
-_FEW, _MANY = 16, 64
+# How many stale items retire at a time, each of which costs a path of every tree.
+_ROWS = 256
 
 # The sampler's state, which items there are, and what is known of their uses and versions.
 _Parts: TypeAlias = tuple[Any, Subset, FreshnessState]
@@ -69,21 +69,10 @@ class Retiring:
             taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
         state, enough = freshness.used(self.freshness_state, slots.index, taken)
         parts = (lax.stop_gradient(self.sampler_state), self.occupancy, state)
-        if freshness.max_use is None:
-            return self._with(parts)
-
-        def some_enough(carry: tuple[tuple[Array, Array], _Parts]) -> Bool[Array, ""]:
-            return jnp.minimum(*carry[0]) > 0
-
-        def retire_used(carry: tuple[tuple[Array, Array], _Parts]) -> Any:
-            # Else XLA looks all uses up once more before it knows whether there are any.
-            index = in_place.later(slots.index, carry[0][1])
-            gone, count = freshness.used_enough(carry[1][2], index, taken)
-            parts = self._retire(carry[1], gone, count, 1, _FEW)
-            return (jnp.int32(0), jnp.int32(0)), parts
-
-        # Runs once or not at all.
-        return self._with(lax.while_loop(some_enough, retire_used, (enough, parts))[1])
+        if freshness.max_use is not None:
+            gone = jnp.where(enough, slots.index, self.occupancy.capacity)
+            parts = self._retire(parts, gone, 1)
+        return self._with(parts)
 
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
@@ -117,17 +106,9 @@ class Retiring:
             if unborn is not None:
                 state = freshness.abandoned(state, unborn)
 
-        def retire_block(parts: _Parts) -> _Parts:
-            sampler_state, occupancy, state = parts
-            state, stale, count = freshness.stale_block(state, floor, occupancy.members.get)
-            return self._retire((sampler_state, occupancy, state), stale, count, 2, _MANY)
-
-        def some_left(parts: _Parts) -> Bool[Array, ""]:
-            return parts[2].oldest < floor
-
         # The items themselves stay out of the loop.
         parts = (lax.stop_gradient(self.sampler_state), self.occupancy, state)
-        parts = lax.while_loop(some_left, retire_block, parts)
+        parts = self._retire_stale(parts, floor)
         if left_at is not None:
             parts = (*parts[:2], self._noted(parts[2], parts[1], left_at))
         return self._with(parts)
@@ -183,20 +164,39 @@ class Retiring:
         sampler_state, occupancy, state = parts
         return self.replace(sampler_state=sampler_state, occupancy=occupancy, freshness_state=state)
 
-    def _retire(
-        self,
-        parts: _Parts,
-        gone: Int[Array, " B"],
-        count: Int[Array, ""],
-        counter: int,
-        at_once: int,
-    ) -> _Parts:
-        """What is kept without the first ``count`` items of ``gone``, and those counted."""
-        sampler_state, before, freshness_state = parts
-        sampler_state, occupancy = retire(self.sampler, sampler_state, before, gone, count, at_once)
+    def _retire_stale(self, parts: _Parts, floor: Int[Array, ""]) -> _Parts:
+        """What is kept without the items of versions below ``floor``: one pass finds them."""
+        freshness, (_, occupancy, state) = self._needs_freshness("set_version"), parts
+        stale = Bitset.of(occupancy.members.mask & (state.versions < floor))
+
+        def some_left(carry: tuple[Array, _Parts]) -> Bool[Array, ""]:
+            return carry[0] < stale.size
+
+        def retire_some(carry: tuple[Array, _Parts]) -> tuple[Array, _Parts]:
+            first, parts = carry
+            rank = first + jnp.arange(_ROWS, dtype=jnp.int32)
+            gone = jnp.where(rank < stale.size, stale.at(rank), occupancy.capacity)
+            sampler_state, members, state = self._retire(parts, gone, 2)
+            # Nobody asks for these versions again, but XLA sees that all have been looked up before
+            # others are written.
+            return first + _ROWS, (sampler_state, members, freshness.retired(state, gone))
+
+        begin = vary_with((jnp.int32(0), parts), stale.size)
+        return lax.while_loop(some_left, retire_some, begin)[1]
+
+    def _retire(self, parts: _Parts, gone: Int[Array, " B"], counter: int) -> _Parts:
+        """What is kept without the items of slots ``gone``, and how many they were, counted.
+
+        A slot may be there twice, or hold no item; one past the end is none.
+        """
+        state, before, freshness_state = parts
+        occupancy = before.exclude(gone)
+        if hasattr(occupancy.inner, "demote"):
+            occupancy = occupancy.replace(inner=occupancy.inner.demote(gone))
         retired = (before.size - occupancy.size).astype(jnp.uint32)
         counters = freshness_state.counters.at[counter].add(retired)
-        return sampler_state, occupancy, freshness_state.replace(counters=counters)
+        freshness_state = freshness_state.replace(counters=counters)
+        return forget(self.sampler, state, gone), occupancy, freshness_state
 
 
 def can_retire(sampler: Any) -> bool:
@@ -213,36 +213,6 @@ def uses_and_staleness(buffer: Retiring, slots: Slots) -> tuple[Int[Array, " B"]
     version, uses = buffer.freshness.look(state, slots.index)
     here = buffer.occupancy.holds(slots)
     return jnp.where(here, uses, 0), jnp.where(here, state.version - version, 0)
-
-
-def retire(
-    sampler: Sampler,
-    state: Any,
-    occupancy: Subset,
-    gone: Int[Array, " B"],
-    count: Int[Array, ""],
-    at_once: int,
-) -> tuple[Any, Subset]:
-    """The sampler's state and the occupancy without the first ``count`` items of ``gone``.
-
-    The cost grows with the number of those, not with ``B``. A slot may be there twice; after them
-    come numbers of no slot.
-    """
-    size = -(-gone.shape[0] // at_once) * at_once
-    slots = jnp.pad(gone, (0, size - gone.shape[0]), constant_values=2**31 - 1)
-
-    def step(carry: tuple[Array, Any, Subset]) -> tuple[Array, Any, Subset]:
-        first, state, occupancy = carry
-        some = lax.dynamic_slice(slots, (first,), (at_once,))
-        occupancy = occupancy.exclude(some)
-        if hasattr(occupancy.inner, "demote"):
-            occupancy = occupancy.replace(inner=occupancy.inner.demote(some))
-        return first + at_once, forget(sampler, state, some), occupancy
-
-    _, state, occupancy = lax.while_loop(
-        lambda carry: carry[0] < count, step, (jnp.int32(0), state, occupancy)
-    )
-    return state, occupancy
 
 
 def forget(sampler: Any, state: Any, index: Int[Array, " B"]) -> Any:

@@ -723,12 +723,11 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         broken: Int[Array, "E R"],
     ) -> tuple[FreshnessState, Int[Array, "E T"], Int[Array, "E Q"]]:
         """Windows begin at new steps, and those that are complete but too stale become broken."""
-        freshness, state = self._needs_freshness("add"), self.freshness_state
-        slots, nowhere = self.rings.capacity, state.uses.shape[0]
+        freshness, slots = self._needs_freshness("add"), self.rings.capacity
         begins = (target < self.capacity) & (target % self.period == 0)
-        state = freshness.begun(state, jnp.where(begins, target // self.period, nowhere), version)
-        there = jnp.where(completed < slots, completed, nowhere)
-        state, stale = freshness.completed(state, there)
+        index = jnp.where(begins, target // self.period, slots)
+        state = freshness.added(self.freshness_state, index, version)
+        state, stale = freshness.completed(state, completed)
         refused = jnp.where(stale, completed, slots)
         kept = jnp.where(stale, slots, completed)
         return state, kept, jnp.concatenate([broken, refused], axis=1)
@@ -737,13 +736,15 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         """Slots of windows of which only the first steps are there, if they are ``wanted``."""
         if self.sequence_length == 1:
             return None
-        rings, nowhere = self.rings, self.freshness_state.uses.shape[0]
+        rings = self.rings
         position, held = (rings.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
         back = jnp.arange(self.sequence_length - 1, dtype=jnp.int32)[None]
         place = (position - 1 - back) % self.length
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         wanted &= (back < held) & (place % self.period == 0)
-        return jnp.where(wanted, env * rings.starts + place // self.period, nowhere).reshape(-1)
+        return jnp.where(wanted, env * rings.starts + place // self.period, rings.capacity).reshape(
+            -1
+        )
 
     def _check_envs(self, envs: Any) -> Bool[Array, " E"]:
         """``envs`` as a mask."""

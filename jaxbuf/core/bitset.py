@@ -7,7 +7,7 @@ References:
     Jacobson, Space-efficient static trees and graphs, FOCS 1989 (rank and select).
 """
 
-import functools
+import itertools
 from typing import Self
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core import in_place, rowwise, storage
+from jaxbuf.core import storage
 
 _SHIFT = 5
 _WIDTH = 1 << _SHIFT
@@ -48,12 +48,37 @@ class Bitset(struct.PyTreeNode):
         starts = _starts(capacity)
         return cls(jnp.zeros((starts[-1],), jnp.uint32), jnp.int32(0), capacity)
 
+    @classmethod
+    def of(cls, mask: Bool[Array, " N"]) -> Self:
+        """The numbers at which ``mask`` is True: one pass over all of them."""
+        starts = _starts(mask.shape[0])
+        bits = jnp.pad(mask, (0, starts[1] * _WIDTH - mask.shape[0])).reshape(-1, _WIDTH)
+        value = _bit(jnp.arange(_WIDTH, dtype=jnp.int32))[None]
+        words = jnp.sum(jnp.where(bits, value, jnp.uint32(0)), axis=1, dtype=jnp.uint32)
+        levels, counts = [words], lax.population_count(words)
+        for start, end in itertools.pairwise(starts[1:]):
+            counts = jnp.sum(counts.reshape(-1, _WIDTH), axis=1, dtype=jnp.uint32)
+            counts = jnp.pad(counts, (0, end - start - counts.shape[0]))
+            levels.append(counts)
+        size = jnp.sum(counts, dtype=jnp.uint32).astype(jnp.int32)
+        return cls(jnp.concatenate(levels), size, mask.shape[0])
+
+    @property
+    def mask(self) -> Bool[Array, " N"]:
+        """Whether each number is a member, ``[capacity]``."""
+        words = self.nodes[: _starts(self.capacity)[1]]
+        bits = words[:, None] & _bit(jnp.arange(_WIDTH, dtype=jnp.int32))[None]
+        return (bits != 0).reshape(-1)[: self.capacity]
+
     def get(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Whether these are members; False for what is out of range."""
-        if index.size == 0:
-            return jnp.zeros(index.shape, bool)
-        found = rowwise.each(_get, index.reshape(-1), self.nodes, (self.capacity,))
-        return found.reshape(index.shape)
+        there = (index >= 0) & (index < self.capacity)
+        at = (jnp.where(there, index, 0) >> _SHIFT).reshape(-1)
+        # A single word would be a slice to XLA, which it repeats wherever it is needed, and so has
+        # to copy the words before they change.
+        two = jnp.repeat(at, 2) if index.size == 1 else at
+        word = storage.select(two, self.nodes)[: at.size].reshape(index.shape)
+        return there & ((word & _bit(index)) != 0)
 
     def set(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
         """Say of numbers whether they are members.
@@ -62,10 +87,21 @@ class Bitset(struct.PyTreeNode):
             index: Which; those out of range are ignored, and the last of equal ones counts.
             member: What they are from now on.
         """
-        if index.shape[0] == 0:
-            return self
-        loop, plain = (functools.partial(f, self.capacity) for f in (_set_loop, _set))
-        nodes, size = rowwise.on_cpu(loop, plain, self.nodes, self.size, index, member)
+        # Equal ones next to each other, in their order: the last of them changes the bit.
+        index, member = lax.sort((index, member), num_keys=1, is_stable=True)
+        last = jnp.append(index[1:] != index[:-1], True)[: index.shape[0]]
+        there = last & (index >= 0) & (index < self.capacity)
+        changes = there & (member != self.get(index))
+        index = jnp.where(changes, index, self.capacity)
+        # Minus one for a member that leaves: unsigned numbers wrap.
+        one = jnp.where(changes, jnp.where(member, jnp.uint32(1), jnp.uint32(2**32 - 1)), 0)
+        # Of a bit that is added or taken away no other bit of its word takes notice.
+        starts = _starts(self.capacity)[:-1]
+        places = [start + (index >> (_SHIFT * (i + 1))) for i, start in enumerate(starts)]
+        more = [_bit(index) * one, *[one] * (len(starts) - 1)]
+        nodes = self.nodes.at[jnp.concatenate(places)].add(jnp.concatenate(more))
+        # Counted in what was written: a look at what was there before would have to be a copy.
+        size = jnp.sum(nodes[starts[-1] :], dtype=jnp.uint32).astype(jnp.int32)
         return self.replace(nodes=nodes, size=size)
 
     def before(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -83,7 +119,7 @@ class Bitset(struct.PyTreeNode):
             return block, count + jnp.sum(jnp.where(inside, counts, 0), axis=1, dtype=jnp.int32)
 
         index = jnp.clip(index, 0, self.capacity)
-        word = rowwise.each(_word, index, self.nodes, most=index.shape[0])
+        word = storage.select(index >> _SHIFT, self.nodes)
         below = _bit(index) - jnp.uint32(1)
         count = lax.population_count(word & below).astype(jnp.int32)
         return lax.fori_loop(0, len(starts) - 1, climb, (index >> _SHIFT, count))[1]
@@ -134,15 +170,6 @@ def _bit(index: Int[Array, " B"]) -> UInt[Array, " B"]:
     return jnp.uint32(1) << (index & (_WIDTH - 1)).astype(jnp.uint32)
 
 
-def _word(index: Int[Array, " B"], nodes: UInt[Array, " P"]) -> UInt[Array, " B"]:
-    return storage.select(index >> _SHIFT, nodes)
-
-
-def _get(index: Int[Array, " B"], nodes: UInt[Array, " P"], capacity: int) -> Bool[Array, " B"]:
-    there = (index >= 0) & (index < capacity)
-    return there & ((_word(jnp.where(there, index, 0), nodes) & _bit(index)) != 0)
-
-
 def _counts(nodes: UInt[Array, "..."], level: Int[Array, ""]) -> Int[Array, "..."]:
     """How many members nodes of this level stand for; those of level 0 are words."""
     return jnp.where(level == 0, lax.population_count(nodes), nodes).astype(jnp.int32)
@@ -158,65 +185,3 @@ def _nth_bit(word: UInt[Array, " B"], rank: Int[Array, " B"]) -> Int[Array, " B"
         word = jnp.where(high, word >> jnp.uint32(half), word)
         place += jnp.where(high, half, 0)
     return place
-
-
-def _set(
-    capacity: int,
-    nodes: UInt[Array, " P"],
-    size: Int[Array, ""],
-    index: Int[Array, " B"],
-    member: Bool[Array, " B"],
-) -> tuple[UInt[Array, " P"], Int[Array, ""]]:
-    starts = _starts(capacity)
-    # Equal ones next to each other, in their order: the last of them changes the bit.
-    index, member = lax.sort((index, member), num_keys=1, is_stable=True)
-    last = jnp.concatenate([index[1:] != index[:-1], jnp.ones((1,), bool)])
-    old = _get(index, nodes, capacity)
-    changes = last & (index >= 0) & (index < capacity) & (member != old)
-    one = jnp.where(member, jnp.uint32(1), jnp.uint32(2**32 - 1))
-    index = jnp.where(changes, index, capacity)
-    one = jnp.where(changes, one, jnp.uint32(0))
-    # Of a bit that is added or taken away no other one takes notice; unsigned numbers wrap.
-    nodes = nodes.at[index >> _SHIFT].add(_bit(index) * one)
-    for level, start in enumerate(starts[1:-1], start=2):
-        nodes = nodes.at[start + (index >> (level * _SHIFT))].add(one)
-    return nodes, size + jnp.sum(one, dtype=jnp.uint32).astype(jnp.int32)
-
-
-def _set_loop(
-    capacity: int,
-    nodes: UInt[Array, " P"],
-    size: Int[Array, ""],
-    index: Int[Array, " B"],
-    member: Bool[Array, " B"],
-) -> tuple[UInt[Array, " P"], Int[Array, ""]]:
-    starts, rows = _starts(capacity), max(index.shape[0], 2)
-    levels = len(starts) - 2
-
-    def change(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        nodes, changed, count = carry
-        at, there, row = in_place.step_of(i, index, capacity)
-        bit, place = _bit(at), at >> _SHIFT
-        word = lax.dynamic_slice(nodes, (place,), (1,))[0]
-        old = (word & bit) != 0
-        new = jnp.where(there, member[row], old)
-        note = (place << 1) + new.astype(jnp.int32)
-        changed, more, written = in_place.append(changed, note, count, new != old)
-        word = jnp.where(new, word | bit, word & ~bit)
-        place = in_place.later(place, written, more)
-        return lax.dynamic_update_slice(nodes, word[None], (place,)), changed, more
-
-    start = (nodes, jnp.zeros((rows,), jnp.int32), jnp.int32(0))
-    nodes, changed, count = lax.fori_loop(0, rows, change, start)
-    first = jnp.asarray(starts[1:-1], jnp.int32)
-
-    def climb(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        nodes, size = carry
-        note, level = changed[i // levels], (i % levels).astype(jnp.int32)
-        place = first[level] + (note >> ((level + 1) * _SHIFT + 1))
-        one = 2 * (note & 1) - 1
-        number = lax.dynamic_slice(nodes, (place,), (1,)) + one.astype(jnp.uint32)
-        nodes = lax.dynamic_update_slice(nodes, number, (place,))
-        return nodes, size + jnp.where(level == 0, one, 0)
-
-    return lax.fori_loop(0, count * levels, climb, (nodes, size))

@@ -1,18 +1,16 @@
 """A set of slots out of which any may be taken, wherever they lie."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import rowwise
 from jaxbuf.core.ages import Bound, clip, ring_of
 from jaxbuf.core.bitset import Bitset
-from jaxbuf.core.slots import Ring, Slots, scale_word
+from jaxbuf.core.slots import Slots, scale_word
 
 
 class Subset(struct.PyTreeNode):
@@ -87,9 +85,7 @@ class Subset(struct.PyTreeNode):
     ) -> tuple[Self, Int[Array, " B"]]:
         """Slots of the inner occupancy for new items, which become members."""
         inner, index = self.inner.place(rows, mask, score)
-        everything = self.size == self.capacity
-        members = _unless(everything, _enter, self.members, index)
-        return self.replace(inner=inner, members=members), index
+        return self.replace(inner=inner).include(index), index
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
         """Which rows the inner occupancy would not keep."""
@@ -97,11 +93,11 @@ class Subset(struct.PyTreeNode):
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is a member at ``index``."""
-        return self._chosen(self.inner.live(index), index)
+        return self.members.get(index)
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
         """Whether the items that these names mean are still there, as members."""
-        return self._chosen(self.inner.holds(slots), slots.index)
+        return self.inner.holds(slots) & self.members.get(slots.index)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The generation of what is at ``index``, member or not."""
@@ -112,13 +108,8 @@ class Subset(struct.PyTreeNode):
 
         It is the ``k``-th member for the number ``k`` that the word scales to.
         """
-        if not isinstance(self.inner, Ring):
-            return self._member(words)
-        # Without holes these are the members, without a look at the tree.
-        whole = self.size == self.inner.size
-        found = self.inner.draw(words)
-
-        return rowwise.unless(whole, lambda _: self._member(words), found)
+        rank = scale_word(words, self.size.astype(jnp.uint32))
+        return self.at(rank.astype(jnp.int32))
 
     @property
     def capacity(self) -> int:
@@ -163,17 +154,6 @@ class Subset(struct.PyTreeNode):
     def metrics(self) -> dict[str, Array]:
         """Those of the inner occupancy."""
         return self.inner.metrics()
-
-    def _chosen(self, live: Bool[Array, " B"], index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Which of those that are live are members."""
-        # Without holes all are, and none looks at a word of its own.
-        whole = self.size == self.inner.size
-        return live & (whole | self.members.get(jnp.where(whole, 0, index)))
-
-    def _member(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
-        """The members in the order of their slots to which these words scale."""
-        rank = scale_word(words, self.size.astype(jnp.uint32))
-        return self.at(rank.astype(jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,28 +202,3 @@ class MemberAges:
 
 def _rows(table: Int[Array, "E 3"], ring: Int[Array, " B"]) -> Int[Array, "B 3"]:
     return table.at[ring].get(mode="clip")
-
-
-def _unless(
-    condition: Bool[Array, ""],
-    function: Callable[..., PyTree[Array]],
-    value: PyTree[Array],
-    *args: PyTree[Array],
-) -> PyTree[Array]:
-    """``function(value, *args)``, which is nothing but ``value`` if the condition is true.
-
-    A CPU then skips it. Elsewhere it takes longer to wait for the answer.
-    """
-
-    def loop(condition: Bool[Array, ""], value: PyTree[Array], *args: PyTree[Array]) -> Any:
-        return rowwise.once_unless(condition, lambda value: function(value, *args), value)
-
-    def plain(condition: Bool[Array, ""], value: PyTree[Array], *args: PyTree[Array]) -> Any:
-        del condition
-        return function(value, *args)
-
-    return rowwise.on_cpu(loop, plain, condition, value, *args)
-
-
-def _enter(members: Bitset, index: Int[Array, " B"]) -> Bitset:
-    return members.set(index, jnp.ones(index.shape, bool))

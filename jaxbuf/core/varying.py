@@ -28,6 +28,8 @@ def vary_with(tree: AnyTree, *others: PyTree[Array]) -> AnyTree:
         >>> jax.eval_shape(mapped, jnp.arange(6.0)).shape
         (2,)
     """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return tree
     # None of no elements is true; whether one is varies as the elements do.
     none = [jnp.any(leaf.reshape(-1)[:0].astype(bool)) for leaf in jax.tree.leaves(others)]
     nothing = functools.reduce(jnp.logical_or, none)

@@ -136,10 +136,6 @@ def _resize(old: Any, size: int) -> Any:
         _check_slots(blank, new.capacity, full, old.capacity)
         return blank.at[index].set(full[order], mode="drop", unique_indices=True)
 
-    if getattr(old, "freshness_state", ()):
-        # Versions are kept by blocks of slots, whose oldest must be known.
-        new = new.replace(freshness_state=_move_freshness(new, old, order, index))
-        old = old.replace(freshness_state=new.freshness_state)
     moved = _move_fields(new, old, move)
     return moved.replace(occupancy=placed, counters=counters)
 
@@ -182,8 +178,13 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
 
     if new.freshness is not None:
         # Also of windows that are not complete yet: their first steps are here.
-        new = new.replace(freshness_state=_move_freshness(new, old, window, begun))
-        old = old.replace(freshness_state=new.freshness_state)
+        known, blank = old.freshness_state, new.freshness_state
+        state = blank.replace(
+            versions=blank.versions.at[begun].set(known.versions[window], mode="drop"),
+            uses=blank.uses.at[begun].set(known.uses[window], mode="drop"),
+            counters=known.counters,
+        )
+        old, new = old.replace(freshness_state=state), new.replace(freshness_state=state)
 
     occupancy: Any = _with_inner(new.occupancy, placed)
     if isinstance(occupancy, Subset):
@@ -214,16 +215,6 @@ def _move_fields(new: Any, old: Any, move: Any) -> Any:
 def _check_slots(blank: Array, new: int, full: Array, old: int) -> None:
     if blank.shape[:1] != (new,) or full.shape != (old, *blank.shape[1:]):
         raise ValueError(f"{full.shape} cannot become {blank.shape}: they do not go by slots")
-
-
-def _move_freshness(new: Any, old: Any, order: Int[Array, " N"], index: Int[Array, " N"]) -> Any:
-    before, blank = old.freshness_state, new.freshness_state
-    at = jnp.where(index < new.capacity, index, blank.uses.shape[0])
-    state = new.freshness.added(blank, at, before.versions[order])
-    return state.replace(
-        items=state.items.at[at, 1].set(before.uses[order], mode="drop"),
-        counters=before.counters,
-    )
 
 
 def _inner(occupancy: Any) -> Any:

@@ -19,7 +19,7 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.parts import PRIORITIES
 from jaxbuf.buffers.retire import uses_and_staleness
 from jaxbuf.buffers.sample import Sample, check_sample
-from jaxbuf.core import describe, in_place, storage
+from jaxbuf.core import describe, storage
 
 _COLUMNS = (
     "use_mean",
@@ -62,7 +62,7 @@ class Statistics(struct.PyTreeNode):
         >>> statistics = jaxbuf.Statistics.create(buffer, window=100)
         >>> buffer = buffer.add(jnp.arange(6.0)).set_version(3)
         >>> batch = buffer.sample(jax.random.key(0), 8)
-        >>> statistics, batch = statistics.sampled(buffer, batch)
+        >>> statistics = statistics.sampled(buffer, batch)
         >>> metrics = statistics.metrics(buffer)
         >>> [int(metrics[name]) for name in ("pushed", "removed", "sampled", "current")]
         [6, 2, 8, 4]
@@ -100,7 +100,7 @@ class Statistics(struct.PyTreeNode):
         batch: Sample,
         *,
         priority: Float[Array, " B"] | None = None,
-    ) -> tuple[Self, Sample]:
+    ) -> Self:
         """Record a sample: of its valid rows, if there are any.
 
         Args:
@@ -110,18 +110,13 @@ class Statistics(struct.PyTreeNode):
             priority: Of each row, ``[B]``: that which ``update_priority`` is about to set. Without,
                 nothing is recorded of priorities.
 
-        Returns:
-            The statistics and the batch. Pass the slots of this one to ``mark_used`` and
-            ``update_priority``: then it is certain that use counts are read before they are
-            changed, and XLA need not copy them.
-
         Raises:
             ValueError: When traced, if ``priority`` is given and the buffer has none, or its shape
                 differs.
         """
         _check_buffer(buffer)
         check_sample("batch", batch)
-        valid, index = batch.valid, batch.slots.index
+        valid = batch.valid
         values: dict[str, Array] = {}
         if getattr(buffer, "freshness", None) is not None:
             use, staleness = uses_and_staleness(buffer, batch.slots)
@@ -138,16 +133,13 @@ class Statistics(struct.PyTreeNode):
                 priority, "priority", valid.shape, np.float32, "(B,)"
             )
         count, record = _summary(valid, values)
-        if "use" in values:
-            # What changes these slots waits until they have been read, for then they are counted.
-            index = in_place.later(index, count)
         some = count > 0
         records = lax.stop_gradient(self.records)
         time, window = self.counters[0], records.shape[0]
         place = ((time % jnp.uint32(window)).astype(jnp.int32), jnp.int32(0))
         before = lax.dynamic_slice(records, place, (1, len(_COLUMNS)))
         record = jnp.where(some, record, before)
-        recorded = self.replace(
+        return self.replace(
             records=lax.dynamic_update_slice(records, record, place),
             counters=jnp.stack(
                 [
@@ -158,7 +150,6 @@ class Statistics(struct.PyTreeNode):
                 ]
             ),
         )
-        return recorded, batch.replace(slots=batch.slots.replace(index=index))
 
     def metrics(self, buffer: Any) -> dict[str, Array]:
         """Of the last ``K`` samples, and of the period until now.
