@@ -1,5 +1,8 @@
 """Replay memory for JAX: every buffer an immutable pytree, every operation a pure function."""
 
+import importlib
+from typing import Any
+
 from jaxbuf.buffers.accumulator import (
     Chunk,
     ChunkAccumulator,
@@ -108,3 +111,10 @@ __all__ = [
     "to_minari",
     "update_priority",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported only where it is used: training does not need it.
+    if name == "testing":
+        return importlib.import_module("jaxbuf.testing")
+    raise AttributeError(f"module 'jaxbuf' has no attribute {name!r}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import jaxbuf
-from jaxbuf import adapters
+from jaxbuf import adapters, testing
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
@@ -71,6 +71,8 @@ def test_every_public_name_is_in_the_reference(pages):
     for name in adapters.__all__:
         found = getattr(adapters, name)
         assert {f"jaxbuf.adapters.{name}", f"{found.__module__}.{name}"} & ids, name
+    for name in testing.__all__:
+        assert f"jaxbuf.testing.{name}" in ids, name
 
 
 def test_every_notebook_is_rendered(site):

@@ -143,6 +143,11 @@ class Ranking(struct.PyTreeNode):
         )
         return self.replace(nodes=nodes[0])
 
+    def recomputed(self) -> Self:
+        """The same, with every node above the leaves computed anew from its children."""
+        slot = jnp.arange(self.capacity, dtype=jnp.int32)
+        return self.replace(nodes=_ascend(self.capacity, self.nodes[None], slot[None])[0])
+
     def clear(self) -> Self:
         """No items. The numbers go on, so that slots sampled before stay stale."""
         counters = jnp.stack([self.counters[0], jnp.uint32(0)])

@@ -32,6 +32,7 @@ class LeafMemory:
             their number is known when the program is compiled, and once otherwise. Copies in the
             branches of conditionals count as if all were taken.
         copies: The copies in detail; none where the result is simply written to other memory.
+        in_buffer: Whether it is part of a buffer.
     """
 
     name: str
@@ -42,6 +43,7 @@ class LeafMemory:
     fate: Fate
     bytes_copied: int
     copies: tuple[Copy, ...]
+    in_buffer: bool
 
     @property
     def in_loop(self) -> bool:
@@ -61,6 +63,7 @@ class MemoryReport:
             backend does not tell.
         closed_over_bytes: Size of the arrays that the function takes from around it, not as
             arguments: constants of the program, which cannot be donated.
+        other_copies: Copies of which the program does not tell whose contents they are of.
     """
 
     name: str
@@ -68,6 +71,7 @@ class MemoryReport:
     smallest: int
     temporary_bytes: int | None
     closed_over_bytes: int
+    other_copies: tuple[Copy, ...]
 
     @property
     def copied(self) -> tuple[str, ...]:
@@ -229,6 +233,7 @@ def explain_memory(
         smallest=smallest,
         temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
         closed_over_bytes=sum(size for size in constants if size >= smallest),
+        other_copies=tuple(copy for copy in copies if copy.parameter is None),
     )
 
 
@@ -319,6 +324,7 @@ def _explain(
         fate=fate,
         bytes_copied=written,
         copies=tuple(copies),
+        in_buffer=leaf.in_buffer,
     )
 
 

@@ -1,0 +1,123 @@
+"""Whether a buffer holds what it should."""
+
+import collections
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from jaxbuf.buffers import common
+from jaxbuf.buffers.mixture import Mixture
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.core import storage
+from jaxbuf.testing.structures import check_concrete, report
+
+# So many items of each kind are shown.
+_SHOWN = 4
+
+
+def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
+    """Check that a buffer holds exactly these items, in any order.
+
+    An item that is there twice must be expected twice. Numbers are compared bit for bit, but that
+    all NaNs are the same, and both zeros.
+
+    Args:
+        buffer: A buffer, or a ``Mixture`` whose parts hold items alike. A ``TrajectoryBuffer``
+            holds steps, whether or not a window is drawn that has them in it.
+        items: The items, leaves ``[n, *shape]``; for a ``TrajectoryBuffer`` steps.
+
+    Raises:
+        AssertionError: It lists what is missing, and what the buffer holds beside.
+        ValueError: If a structure, shape or dtype of the items is not that of the buffer's own, or
+            ``buffer`` is traced, was donated, or is several buffers side by side.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf, jaxbuf.testing
+        >>> buffer = jaxbuf.ItemBuffer.create({"x": jnp.int32(0)}, capacity=3)
+        >>> buffer = jaxbuf.add(buffer, {"x": jnp.arange(5)})
+        >>> jaxbuf.testing.assert_holds(buffer, {"x": jnp.array([4, 2, 3])})
+        >>> jaxbuf.testing.assert_holds(buffer, {"x": jnp.array([4, 2, 1, 1])})
+        Traceback (most recent call last):
+        AssertionError: buffer holds 3 items, which are not the 4 expected:
+          missing: 2 × {'x': 1}
+          not expected: {'x': 3}
+    """
+    check_concrete(buffer, "buffer")
+    storages, held = _storages(buffer), _held(buffer)
+    wanted: Any = items
+    for stored in storages:
+        wanted, _ = storage.check(stored, items, "items", ("n",))
+    expected, shown = _count(jax.device_get(wanted))
+    there, also_shown = _count(held)
+    names = {**shown, **also_shown}
+    problems = [
+        *_list("missing", expected - there, names),
+        *_list("not expected", there - expected, names),
+    ]
+    kind = "steps" if isinstance(buffer, TrajectoryBuffer) else "items"
+    title = (
+        f"buffer holds {sum(there.values())} {kind}, which are not the {sum(expected.values())} "
+        "expected:"
+    )
+    report(title, problems)
+
+
+def _storages(buffer: Any) -> list[PyTree[Any]]:
+    """What items of the buffer, or of each part, are like: leaves with one axis in front."""
+    if isinstance(buffer, Mixture):
+        return [stored for part in buffer.parts for stored in _storages(part)]
+    common.check_single(buffer)
+    skip = 2 if isinstance(buffer, TrajectoryBuffer) else 1
+    return [
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[skip:]), x.dtype), buffer.data)
+    ]
+
+
+def _held(buffer: Any) -> PyTree[np.ndarray[Any, Any]]:
+    """What the buffer holds, leaves ``[n, ...]``."""
+    if isinstance(buffer, Mixture):
+        parts = [_held(part) for part in buffer.parts]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    if isinstance(buffer, TrajectoryBuffer):
+        steps = jax.device_get(buffer.gather_all(ignore_earliest=False))
+        return jax.tree.map(lambda leaf: leaf[steps.valid], steps.data)
+    slot = np.arange(buffer.capacity, dtype=np.int32)
+    live = np.asarray(buffer.occupancy.live(slot))
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[live], buffer.data)
+
+
+def _count(
+    items: PyTree[np.ndarray[Any, Any]],
+) -> tuple[collections.Counter[bytes], dict[Any, Any]]:
+    """How often there is each item, by its bytes, and the items themselves."""
+    leaves, structure = jax.tree.flatten(items)
+    rows = leaves[0].shape[0]
+    # The other zero and other NaNs have other bits.
+    plain = [
+        np.where(leaf != leaf, leaf.dtype.type(np.nan), leaf + leaf.dtype.type(0))
+        if leaf.dtype.kind not in "biu"
+        else leaf
+        for leaf in leaves
+    ]
+    flat = [
+        np.ascontiguousarray(leaf).reshape(rows, math.prod(leaf.shape[1:])).view(np.uint8)
+        for leaf in plain
+    ]
+    keys = [row.tobytes() for row in np.concatenate(flat, axis=1)]
+    shown = {
+        key: jax.tree.unflatten(structure, [leaf[i].tolist() for leaf in leaves])
+        for i, key in enumerate(keys)
+    }
+    return collections.Counter(keys), shown
+
+
+def _list(what: str, items: collections.Counter[bytes], names: dict[Any, Any]) -> list[str]:
+    some = [
+        f"{what}: {f'{times} × ' if times > 1 else ''}{names[key]}"
+        for key, times in list(items.items())[:_SHOWN]
+    ]
+    rest = items.total() - sum(list(items.values())[:_SHOWN])
+    return [*some, *([f"{what}: {rest} more"] if rest else [])]

@@ -1,0 +1,169 @@
+"""What a training step does with the memory of a buffer, and whether it can be interrupted."""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxbuf.core.sizes import check_count, format_bytes
+from jaxbuf.io.checkpoint import load, save
+from jaxbuf.io.hlo import Copy
+from jaxbuf.io.memory import explain_memory
+from jaxbuf.testing.structures import check_concrete, differing, report
+
+
+def assert_no_copy(
+    step: Callable[..., Any],
+    buffer: Any,
+    *args: Any,
+    static_argnums: int | Sequence[int] = (),
+    smallest: int = 1024,
+) -> None:
+    """Check that a step, compiled and given the buffer to keep, updates it in place.
+
+    Nothing runs. A step that is to be repeated by ``jax.lax.scan`` is best checked as it is
+    repeated, for XLA treats loops in another way:
+    ``assert_no_copy(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)``.
+
+    Args:
+        step: The step; its first argument is donated. One that ``jax.jit`` returned keeps its own
+            donated and static arguments.
+        buffer: A buffer, or a training state with buffers in it: arrays, or shapes as
+            ``jax.eval_shape`` makes them.
+        *args: What else the step is called with.
+        static_argnums: Which arguments are static, as in ``jax.jit``.
+        smallest: Leaves of fewer bytes may be copied: counters are all the time.
+
+    Raises:
+        AssertionError: It names the leaves that are copied, how often, and what helps.
+        ValueError: If no leaf is as large as ``smallest``, so that nothing would be checked.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf, jaxbuf.testing
+        >>> buffer = jaxbuf.ItemBuffer.create({"obs": jnp.zeros(8)}, capacity=10_000)
+        >>> items = {"obs": jnp.ones((32, 8))}
+        >>> jaxbuf.testing.assert_no_copy(jaxbuf.ItemBuffer.add, buffer, items)
+        >>> jaxbuf.testing.assert_no_copy(jax.jit(jaxbuf.ItemBuffer.add), buffer, items)
+        Traceback (most recent call last):
+        AssertionError: the step copies what it could update in place:
+          self.data['obs'] (312.5 KiB) is copied
+          What is not donated must stay as it was, ...
+    """
+    smallest = check_count("smallest", smallest)
+    memory = explain_memory(step, buffer, *args, static_argnums=static_argnums, smallest=smallest)
+    watched = [leaf for leaf in memory.leaves if leaf.in_buffer] or list(memory.leaves)
+    large = [leaf for leaf in watched if leaf.nbytes >= smallest]
+    if not large:
+        raise ValueError(
+            f"buffer has no leaf of {smallest} bytes or more, so that nothing would be checked; "
+            "pass a larger one, such as jax.eval_shape makes, or another smallest"
+        )
+    problems = [
+        f"{leaf.name} ({format_bytes(leaf.nbytes)}) is copied{_often(leaf.copies)}"
+        for leaf in large
+        if leaf.fate == "copied"
+    ]
+    # Of what is computed from several arrays the program does not say which of them it was.
+    for copy in memory.other_copies:
+        alike = [leaf.name for leaf in large if leaf.nbytes == copy.nbytes]
+        if alike:
+            problems.append(f"something as large as {alike[0]} is copied{_often([copy])}")
+    if problems:
+        report("the step copies what it could update in place:", [*problems, memory.advice])
+
+
+def _often(copies: Sequence[Copy]) -> str:
+    return " in each step of a loop" if any(copy.in_loop for copy in copies) else ""
+
+
+def assert_resumes(
+    step: Callable[..., Any],
+    buffer: Any,
+    *args: Any,
+    steps: int = 4,
+    path: str | os.PathLike[str] | None = None,
+) -> None:
+    """Check that a run that was saved and loaded half way ends as one that was not.
+
+    ``step`` is called ``steps`` times, each time with what it returned last. Then again, but half
+    way its state goes through ``jaxbuf.save`` and ``jaxbuf.load`` into one that is as it was at the
+    start. Everything must come out the same, bit for bit.
+
+    Args:
+        step: The step: of a state and ``args`` the next state, or a tuple of that and whatever
+            else it returns. It may donate the state.
+        buffer: A buffer, or all that makes up a run: a pytree with the buffer, parameters, the
+            state of an optimizer and a PRNG key. What the step keeps elsewhere is not saved.
+        *args: What else each step is called with.
+        steps: How many steps a run has, at least 2.
+        path: A folder for the checkpoint; one that is deleted afterwards if there is none.
+
+    Raises:
+        AssertionError: If the state cannot be saved or loaded, or the two runs differ. It names the
+            leaves in which they do.
+        ValueError: If ``steps`` is less than 2, or ``buffer`` is traced or was donated.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf, jaxbuf.testing
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 8, sampler=jaxbuf.Prioritized())
+        >>> def step(state):
+        ...     key, subkey = jax.random.split(state["key"])
+        ...     buffer = state["buffer"].add(jnp.arange(3.0))
+        ...     batch = buffer.sample(subkey, 2)
+        ...     buffer = buffer.update_priority(batch.slots, batch.data)
+        ...     return {"buffer": buffer, "key": key}, batch.data.mean()
+        >>> state = {"buffer": buffer, "key": jax.random.key(0)}
+        >>> jaxbuf.testing.assert_resumes(step, state)
+    """
+    check_concrete(buffer, "buffer")
+    steps = check_count("steps", steps, least=2)
+    half = steps // 2
+
+    def run(state: Any, count: int) -> tuple[Any, list[Any]]:
+        state, outputs = _copy(state), []
+        for _ in range(count):
+            state, output = _split(step(state, *args), state)
+            outputs.append(output)
+        return state, outputs
+
+    middle, first = run(buffer, half)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = temporary if path is None else path
+        try:
+            save(folder, middle)
+            loaded = load(folder, like=buffer)
+        except ValueError as error:
+            raise AssertionError(f"a state after {half} steps does not load: {error}") from error
+    end, second = run(loaded, steps - half)
+    whole = run(buffer, steps)
+    problems = _differences(whole, (end, [*first, *second]))
+    if problems:
+        title = f"the run that was loaded after {half} of {steps} steps ends in another way:"
+        if _differences(whole, run(buffer, steps)):
+            title = "the step does not do the same each time, with or without a checkpoint:"
+        report(title, problems)
+
+
+def _copy(state: Any) -> Any:
+    """The same in memory of its own, which may be donated."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array | np.ndarray) else x, state)
+
+
+def _split(result: Any, state: Any) -> tuple[Any, Any]:
+    """What a step returned: the next state, and what else there is."""
+    if isinstance(result, tuple) and jax.tree.structure(result) != jax.tree.structure(state):
+        after: tuple[Any, ...] = result
+        return after[0], after[1:]
+    return result, ()
+
+
+def _differences(whole: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> list[str]:
+    problems: list[str] = []
+    for name, one, two in zip(("buffer", "outputs"), other, whole, strict=True):
+        if jax.tree.structure(one) != jax.tree.structure(two):
+            return [f"{name} is not built as before"]
+        problems += differing(name, one, two, "as without a checkpoint")
+    return problems

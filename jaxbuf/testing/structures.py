@@ -1,0 +1,189 @@
+"""What must hold within the parts that buffers are made of. Each check yields what is wrong."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.core.bitset import Bitset
+from jaxbuf.core.donation import check_there
+from jaxbuf.core.ranking import Ranking
+from jaxbuf.core.rings import Rings
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.slots import Ring
+
+
+def check_concrete(tree: Any, name: str) -> None:
+    """Refuse what has no numbers to look at.
+
+    Raises:
+        ValueError: If it was donated, is traced, or has shapes in place of arrays.
+    """
+    check_there(tree, name)
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+            kind = "traced" if isinstance(leaf, jax.core.Tracer) else "a shape without numbers"
+            raise ValueError(f"{name} is {kind}; call this with arrays, outside of jax.jit")
+
+
+def report(title: str, problems: list[str], most: int = 8) -> None:
+    """Raise if there are problems.
+
+    Raises:
+        AssertionError: It lists the first of them.
+    """
+    if problems:
+        more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+        raise AssertionError("\n  ".join([title, *problems[:most], *more]))
+
+
+def first_wrong(name: str, values: Any, wrong: Any, expected: Any) -> Iterator[str]:
+    """The first of the values that are wrong, and how many there are.
+
+    Args:
+        name: What to call the values.
+        values: Any array.
+        wrong: Which of them are, of the same shape.
+        expected: What all should be: words, or an array of the same shape.
+    """
+    at = np.argwhere(np.asarray(wrong))
+    if len(at):
+        index = tuple(at[0].tolist())
+        place = f"[{', '.join(map(str, index))}]" if index else ""
+        wanted = expected if isinstance(expected, str) else np.asarray(expected)[index]
+        more = f" ({len(at)} in all are wrong)" if len(at) > 1 else ""
+        yield f"{name}{place} is {np.asarray(values)[index]}; expected {wanted}{more}"
+
+
+def differing(name: str, tree: Any, other: Any, expected: str) -> Iterator[str]:
+    """The leaves in which two pytrees are not the same, bit for bit."""
+    others = jax.tree.leaves(other)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(tree), others, strict=True)
+    for (path, leaf), twin in pairs:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, twin = jax.random.key_data(leaf), jax.random.key_data(twin)
+        ours, theirs = np.asarray(leaf), np.asarray(twin)
+        label = name + jax.tree_util.keystr(path)
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            kinds = [f"{array.dtype}{list(array.shape)}" for array in (ours, theirs)]
+            yield f"{label} is {kinds[0]}; expected {kinds[1]}, {expected}"
+            continue
+        words = [np.ascontiguousarray(array[..., None]).view(np.uint8) for array in (ours, theirs)]
+        for line in first_wrong(label, ours, (words[0] != words[1]).any(-1), theirs):
+            yield f"{line}, {expected}"
+
+
+def tree_problems(name: str, tree: SegmentTree) -> Iterator[str]:
+    """Leaves that are no numbers, and reductions that are not those of the leaves."""
+    leaves = np.asarray(tree.leaves)
+    wrong, legal = np.isnan(leaves), "a number"
+    if {"sum", "min_positive"} & set(tree.ops):
+        wrong, legal = ~((leaves >= 0) & (leaves < np.inf)), "a finite number of at least 0"
+    found = list(first_wrong(f"{name}.leaves", leaves, wrong, legal))
+    if found:
+        yield from found
+        return
+    positive = np.sum(leaves > 0)
+    yield from first_wrong(
+        f"{name}.nnz", tree.nnz, tree.nnz != positive, f"{positive}, the number of positive leaves"
+    )
+    again = _set_again(tree)
+    for op in tree.ops:
+        ours, theirs = tree.root(op), again.root(op)
+        what = f"{theirs}, which is what the leaves say"
+        yield from first_wrong(f"{name}.root({op!r})", ours, ours != theirs, what)
+    for line in differing(name, tree, again, "which is what the nodes below say"):
+        yield f"{line}: {_where(tree, again)}"
+
+
+def _where(tree: SegmentTree, again: SegmentTree) -> str:
+    """Over which slots a reduction is not that of the leaves."""
+    width = 2
+    while width < 2 * tree.capacity:
+        for op in tree.ops:
+            ours, theirs = (_reduce(one, width, op) for one in (tree, again))
+            wrong = np.flatnonzero(np.asarray(ours != theirs))
+            if wrong.size:
+                last = min(int(wrong[0]) + width, tree.capacity) - 1
+                return f"the {op} of slots {wrong[0]} to {last}"
+        width *= 2
+    return f"a node above slot {tree.capacity - 1}, the last one"
+
+
+@jax.jit
+def _set_again(tree: SegmentTree) -> SegmentTree:
+    """The tree after each leaf was set to what it is: every node is computed from its children."""
+    index = jnp.arange(tree.capacity, dtype=jnp.int32)
+    return tree.set(index, tree.leaves, contiguous=True)
+
+
+@functools.partial(jax.jit, static_argnames="op")
+def _reduce(tree: SegmentTree, width: Any, op: str) -> Any:
+    """For each slot the reduction over the ``width`` slots, from a multiple on, that it is in."""
+    first = jnp.arange(tree.capacity, dtype=jnp.int32) // width * width
+    return jax.vmap(lambda start: tree.reduce(start, start + width, op))(first)
+
+
+def bitset_problems(name: str, members: Bitset) -> Iterator[str]:
+    """Counts and ranks that are not those of the members."""
+    is_member, before, at = map(np.asarray, _look_up(members))
+    size = int(np.sum(is_member))
+    yield from first_wrong(
+        f"{name}.size", members.size, members.size != size, f"{size}, the number of members"
+    )
+    counts = np.concatenate([[0], np.cumsum(is_member)])
+    yield from first_wrong(f"{name}.before", before, before != counts, counts)
+    slots = np.flatnonzero(is_member)
+    yield from first_wrong(f"{name}.at", at[:size], at[:size] != slots, slots)
+
+
+@jax.jit
+def _look_up(members: Bitset) -> tuple[Any, Any, Any]:
+    index = jnp.arange(members.capacity + 1, dtype=jnp.int32)
+    return members.get(index[:-1]), members.before(index), members.at(index[:-1])
+
+
+def ring_problems(name: str, ring: Ring) -> Iterator[str]:
+    """Counters out of their range."""
+    position, _, size = np.asarray(ring.counters)
+    yield from first_wrong(
+        f"{name}.position", position, position >= ring.capacity, f"less than {ring.capacity}"
+    )
+    yield from first_wrong(
+        f"{name}.size", size, size > ring.capacity, f"at most the capacity, {ring.capacity}"
+    )
+
+
+def rings_problems(name: str, rings: Rings) -> Iterator[str]:
+    """Counters out of their range, ``counters[env, 0]`` and ``counters[env, 2]``."""
+    counters = np.asarray(rings.counters)
+    most = np.array([rings.length - 1, 2**32 - 1, rings.length], np.uint32)
+    limit = f"at most {rings.length - 1} as a position, and {rings.length} as a number of steps"
+    yield from first_wrong(f"{name}.counters", counters, counters > most, limit)
+
+
+def ranking_problems(name: str, ranking: Ranking) -> Iterator[str]:
+    """Scores where there are no items, and nodes that are not the lowest of their children."""
+    capacity, size = ranking.capacity, int(ranking.size)
+    if not 0 <= size <= capacity:
+        yield f"{name}.size is {size}; expected at most the capacity, {capacity}"
+        return
+    slot = np.arange(capacity)
+    score, scored = np.asarray(ranking.score), np.asarray(ranking.scored)
+    yield from first_wrong(f"{name}.score", score, np.isnan(score), "a number")
+    free = f"False: there are only {size} items"
+    yield from first_wrong(f"{name}.scored", scored, scored & (slot >= size), free)
+    number = np.asarray(ranking.generation(jnp.arange(capacity, dtype=jnp.int32)))[:size]
+    _, first, inverse = np.unique(number, return_index=True, return_inverse=True)
+    twice = first[inverse] != slot[:size]
+    yield from first_wrong(f"{name}.generation", number, twice, "a number that no other slot has")
+    yield from differing(name, ranking, _compute_again(ranking), "the lowest of its children")
+
+
+@jax.jit
+def _compute_again(ranking: Ranking) -> Ranking:
+    return ranking.recomputed()

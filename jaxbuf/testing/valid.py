@@ -1,0 +1,369 @@
+"""Whether all that a buffer keeps fits together."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.buffers.queue import Queue
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.core.bitset import Bitset
+from jaxbuf.core.ranking import Ranking
+from jaxbuf.core.rings import Rings
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.slots import Ring
+from jaxbuf.core.subset import Subset
+from jaxbuf.strategies.recent import Recent
+from jaxbuf.strategies.samplers import Prioritized
+from jaxbuf.strategies.softmax import Softmax, SoftmaxState
+from jaxbuf.testing import structures
+from jaxbuf.testing.structures import first_wrong
+
+_BUFFERS = (ItemBuffer, TrajectoryBuffer, Queue)
+_STRUCTURES: dict[type, Callable[[str, Any], Iterator[str]]] = {
+    SegmentTree: structures.tree_problems,
+    Bitset: structures.bitset_problems,
+    Ring: structures.ring_problems,
+    Rings: structures.rings_problems,
+    Ranking: structures.ranking_problems,
+}
+
+
+def assert_valid(buffer: Any) -> None:
+    """Check that all that a buffer keeps fits together.
+
+    Every operation of a buffer leaves it valid, so this finds what else has gone wrong: a leaf that
+    was replaced by hand, a checkpoint of another program, a sampler or an evictor of your own that
+    forgets to note something. Checked are
+
+    * shapes and dtypes, against those of a new buffer of the same configuration;
+    * that positions and sizes are within the capacity;
+    * the sums, maxima and counts of trees, against their leaves, which must be numbers;
+    * that what no item lies in has no mass, and that a sampler's probabilities sum to 1;
+    * scores: that the evictor and the sampler have the same;
+    * limits on freshness: that nothing live has been used too often or is too stale;
+    * what a diversity filter compares, and the index of episodes, against the data.
+
+    Args:
+        buffer: A buffer, or any pytree with buffers in it, such as a training state. Buffers side
+            by side, as ``vmap`` makes them, are checked one by one, as ``buffer[0]`` and so on.
+
+    Raises:
+        AssertionError: If something does not fit. Each line of it begins with what is wrong, as an
+            expression: ``buffer.sampler_state.leaves[3]`` is of slot 3.
+        ValueError: If there is no buffer, or it is traced or was donated.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf, jaxbuf.testing
+        >>> sampler = jaxbuf.Prioritized(alpha=1.0)
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=sampler)
+        >>> buffer = jaxbuf.add(buffer, jnp.ones(2))
+        >>> jaxbuf.testing.assert_valid(buffer)
+        >>> masses = buffer.sampler_state.set(jnp.array([3]), jnp.array([2.0]))
+        >>> jaxbuf.testing.assert_valid(buffer.replace(sampler_state=masses))
+        Traceback (most recent call last):
+        AssertionError: buffer is not valid:
+          buffer.sampler_state.leaves[3] is 2.0; expected 0, for there is no item
+          buffer.support().count is 3; expected at most the size, 2
+          buffer.sampler.probability(...) sums to 0.5 over all items; expected 1
+    """
+    structures.check_concrete(buffer, "buffer")
+    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, _BUFFERS))
+    buffers = [(path, one) for path, one in found if isinstance(one, _BUFFERS)]
+    if not buffers:
+        raise ValueError(f"buffer is a {type(buffer).__name__}, in which there is no buffer")
+    problems: list[str] = []
+    for path, one in buffers:
+        name = "buffer" + jax.tree_util.keystr(path)
+        axes = one.counters.shape[:-1]
+        for index in np.ndindex(axes):
+            part = jax.tree.map(lambda leaf, at=index: leaf[at], one) if axes else one
+            problems += _problems(name + "".join(f"[{i}]" for i in index), part)
+    structures.report("buffer is not valid:", problems)
+
+
+def _problems(name: str, buffer: Any) -> list[str]:
+    """What is wrong with one buffer. What is looked at later relies on what came before."""
+    for checks in ((_shapes,), (_structures,), (_members, _law, _freshness, _contents)):
+        problems = list(itertools.chain.from_iterable(check(name, buffer) for check in checks))
+        if problems:
+            return problems
+    return []
+
+
+def _shapes(name: str, buffer: Any) -> Iterator[str]:
+    """Leaves of another shape or dtype than those of a new buffer."""
+    expected = jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: _new(buffer)))
+    given = jax.tree_util.tree_flatten_with_path(buffer)
+    if given[1] != expected[1]:
+        yield f"{name} is not built as its configuration says: its leaves are other ones"
+        return
+    for (path, leaf), (_, like) in zip(given[0], expected[0], strict=True):
+        if leaf.shape != like.shape or leaf.dtype != like.dtype:
+            yield (
+                f"{name}{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}; expected "
+                f"{like.dtype}{list(like.shape)}"
+            )
+
+
+def _new(buffer: Any) -> Any:
+    """An empty buffer of the same configuration, to hold items like those of the first leaf."""
+    skip = 2 if isinstance(buffer, TrajectoryBuffer) else 1
+    example = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[skip:], leaf.dtype), buffer.data
+    )
+    if isinstance(buffer, Queue):
+        return Queue.create(example, buffer.capacity)
+    options: dict[str, Any] = {"sampler": buffer.sampler, "freshness": buffer.freshness}
+    if isinstance(buffer, ItemBuffer):
+        options |= {"evictor": buffer.evictor, "diversity": buffer.diversity}
+        return ItemBuffer.create(example, buffer.capacity, **options)
+    index = buffer.episode_index
+    return TrajectoryBuffer.create(
+        example,
+        buffer.num_envs,
+        buffer.length,
+        sequence_length=buffer.sequence_length,
+        period=buffer.period,
+        num_earliest_ignored=buffer.num_earliest_ignored,
+        episodes=None if index is None else index.episodes,
+        **options,
+    )
+
+
+def _structures(name: str, buffer: Any) -> Iterator[str]:
+    """What does not hold within one of the parts that the buffer is made of."""
+    kinds = tuple(_STRUCTURES)
+    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, kinds))
+    for path, part in found:
+        for kind, check in _STRUCTURES.items():
+            if isinstance(part, kind):
+                yield from check(name + jax.tree_util.keystr(path), part)
+    ring = getattr(buffer.occupancy, "inner", buffer.occupancy)
+    if isinstance(buffer, ItemBuffer) and isinstance(ring, Ring):
+        # A queue has holes in front, but here the first items are the first slots.
+        position, size = int(ring.position), int(ring.size)
+        if size < ring.capacity and position != size:
+            yield (
+                f"{name}.occupancy.position is {position}; expected {size}, the size, until the "
+                "ring is full"
+            )
+
+
+@jax.jit
+def _live(occupancy: Any, slot: Any) -> Any:
+    return occupancy.live(slot)
+
+
+def _slots(buffer: Any) -> Any:
+    """All slots, as items or windows have them."""
+    windows = isinstance(buffer, TrajectoryBuffer)
+    return jnp.arange(buffer.rings.capacity if windows else buffer.capacity, dtype=jnp.int32)
+
+
+def _members(name: str, buffer: Any) -> Iterator[str]:
+    """Members of a subset that are no items, and items that a ranking has no score of."""
+    occupancy, slot = buffer.occupancy, _slots(buffer)
+    if isinstance(occupancy, Subset):
+        member = np.asarray(occupancy.members.get(slot))
+        wrong = member & ~np.asarray(_live(occupancy.inner, slot))
+        what = "False, for there is no item"
+        yield from first_wrong(f"{name}.occupancy.members", member, wrong, what)
+        occupancy = occupancy.inner
+    if isinstance(occupancy, Ranking):
+        scored = np.asarray(occupancy.scored)
+        wrong = np.asarray(_live(buffer.occupancy, slot)) & ~scored
+        what = "True, for there is an item"
+        yield from first_wrong(f"{name}.occupancy.scored", scored, wrong, what)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _ask(sampler: Any, state: Any, occupancy: Any, slot: Any) -> tuple[Any, Any, Any]:
+    support = sampler.support(state, occupancy)
+    known = hasattr(sampler, "probability")
+    probability = sampler.probability(state, slot, occupancy) if known else None
+    return support.count, support.least_probability, probability
+
+
+def _law(name: str, buffer: Any) -> Iterator[str]:
+    """What a sampler draws that is not there, and probabilities that are none."""
+    if isinstance(buffer, Queue):
+        return
+    slot = _slots(buffer)
+    live = np.asarray(_live(buffer.occupancy, slot))
+    size = int(live.sum())
+    yield from first_wrong(
+        f"{name}.occupancy.size",
+        buffer.occupancy.size,
+        buffer.occupancy.size != size,
+        f"{size}, as many as are live",
+    )
+    state, sampler = buffer.sampler_state, buffer.sampler
+    while isinstance(sampler, Recent):
+        sampler = sampler.base
+    if isinstance(sampler, Prioritized):
+        mass = np.asarray(state.leaves)
+        wrong = ~live & (mass != 0)
+        yield from first_wrong(
+            f"{name}.sampler_state.leaves", mass, wrong, "0, for there is no item"
+        )
+    if isinstance(sampler, Softmax):
+        yield from _softmax(f"{name}.sampler_state", sampler, state, live, buffer.occupancy)
+    count, least, probability = _ask(buffer.sampler, state, buffer.occupancy, slot)
+    if not 0 <= count <= size:
+        yield f"{name}.support().count is {count}; expected at most the size, {size}"
+    if not 0 <= least <= 1:
+        yield f"{name}.support().least_probability is {least}; expected a probability"
+    if probability is not None and size:
+        share = np.asarray(probability)
+        law = f"{name}.sampler.probability(...)"
+        wrong = live & ~((share >= 0) & (share <= 1.0001))
+        yield from first_wrong(law, share, wrong, "a probability")
+        total = float(np.sum(share, where=live, dtype=np.float64))
+        if not abs(total - 1) < 1e-3:
+            yield f"{law} sums to {total:.6g} over all items; expected 1"
+
+
+def _softmax(
+    name: str, sampler: Softmax, state: SoftmaxState, live: Any, occupancy: Any
+) -> Iterator[str]:
+    """Scores of no items, and masses that are not those of the scores."""
+    score, mass = np.asarray(state.scores.leaves), np.asarray(state.masses.leaves)
+    gone = ~live & (score > -np.inf)
+    yield from first_wrong(f"{name}.scores.leaves", score, gone, "-inf, for there is no item")
+    ranking = getattr(occupancy, "inner", occupancy)
+    if isinstance(ranking, Ranking):
+        evicted_by = np.asarray(ranking.score)
+        wrong = live & (score != evicted_by)
+        yield from first_wrong(f"{name}.scores.leaves", score, wrong, evicted_by)
+    reference = np.asarray(state.reference)
+    largest = score.max()
+    if np.isinf(largest) or np.isinf(reference):
+        yield from first_wrong(f"{name}.reference", reference, reference != largest, str(largest))
+        expected = ((score == largest) & (largest > 0)).astype(np.float32)
+    else:
+        expected = np.exp((score - reference) / np.float32(sampler.temperature))
+    # The least masses are taken as none.
+    wrong = ~np.isclose(mass, expected, rtol=1e-3, atol=1e-37)
+    yield from first_wrong(f"{name}.masses.leaves", mass, wrong, expected)
+
+
+def _freshness(name: str, buffer: Any) -> Iterator[str]:
+    """Live items that should have retired."""
+    freshness = getattr(buffer, "freshness", None)
+    if freshness is None:
+        return
+    state, slot = buffer.freshness_state, _slots(buffer)
+    live = np.asarray(_live(buffer.occupancy, slot))
+    uses, version = np.asarray(state.uses), np.asarray(state.versions)
+    yield from first_wrong(f"{name}.freshness_state.uses", uses, uses < 0, "a number of at least 0")
+    if freshness.max_use is not None:
+        limit = f"less than max_use, {freshness.max_use}: the item should have retired"
+        wrong = live & (uses >= freshness.max_use)
+        yield from first_wrong(f"{name}.freshness_state.uses", uses, wrong, limit)
+    floor = int(freshness.floor(state.version))
+    limit = f"at least {floor}: the item is too stale for a learner at {state.version}"
+    wrong = live & (version < floor)
+    yield from first_wrong(f"{name}.freshness_state.versions", version, wrong, limit)
+
+
+def _contents(name: str, buffer: Any) -> Iterator[str]:
+    """What was noted of the data and is not so."""
+    if getattr(buffer, "diversity", None) is not None:
+        yield from _diversity(name, buffer)
+    if getattr(buffer, "episode_index", None) is not None:
+        yield from _episodes(name, buffer)
+
+
+@jax.jit
+def _noted_again(buffer: Any, wanted: Any) -> Any:
+    """What the diversity filter keeps, once it was told again of the items that are wanted."""
+    slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    points = buffer.diversity.points(buffer.data)
+    at = jnp.where(wanted, slot, buffer.capacity)
+    return buffer.diversity.added(buffer.diversity_state, at, points)
+
+
+def _diversity(name: str, buffer: Any) -> Iterator[str]:
+    """Items of which the filter compares something else than they hold."""
+
+    def differs(wanted: Any) -> bool:
+        pairs = zip(
+            jax.tree.leaves(buffer.diversity_state),
+            jax.tree.leaves(_noted_again(buffer, wanted)),
+            strict=True,
+        )
+        # A function of an item may round in another way when it is compiled anew.
+        return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
+
+    some = np.flatnonzero(buffer.live)
+    if not differs(np.isin(np.arange(buffer.capacity), some)):
+        return
+    while len(some) > 1:
+        half = some[: len(some) // 2]
+        inside = differs(np.isin(np.arange(buffer.capacity), half))
+        some = half if inside else some[len(some) // 2 :]
+    yield (
+        f"{name}.diversity_state.points has other numbers for slot {some[0]} than the data: "
+        f"{buffer.diversity.points(buffer.data)[some[0]]}"
+    )
+
+
+@jax.jit
+def _look_up(buffer: Any) -> dict[str, Any]:
+    """What the index says of each step held, what one of only these steps says; and windows."""
+    steps = buffer.gather_all(ignore_earliest=False)
+    begin = Rings.create(buffer.num_envs, buffer.length, 1, 1)
+    rings, target, _, _ = begin.place(buffer.length, steps.valid)
+    index = buffer.episode_index
+    new = index.episodes.init(buffer.data)
+    anew, _ = new.extend(steps.data, begin, target, steps.valid)
+    rank = jnp.broadcast_to(jnp.arange(buffer.length, dtype=jnp.int32), target.shape)
+    env = jnp.broadcast_to(jnp.arange(buffer.num_envs, dtype=jnp.int32)[:, None], target.shape)
+
+    def ask(index: Any, rings: Rings, position: Any, data: Any) -> dict[str, Any]:
+        at = rings, env.reshape(-1), position.reshape(-1)
+        # Before the earliest step held the new index knows nothing.
+        most = rank.reshape(-1).astype(jnp.uint32)
+        found = {
+            "begin": jnp.minimum(at[2] - index.begin(*at), most),
+            "last_terminated": jnp.minimum(at[2] - index.last_terminated(*at, data), most),
+            "is_last": index.is_last(*at),
+        }
+        if index.episodes.record_return:
+            found["recorded"] = index.recorded(*at)
+        return {key: value.reshape(rank.shape) for key, value in found.items()}
+
+    slot = jnp.arange(buffer.rings.capacity, dtype=jnp.int32)
+    whole = jnp.all(index.together(buffer.rings, slot), axis=1)
+    return {
+        "valid": steps.valid,
+        "ours": ask(index, buffer.rings, steps.position, buffer.data),
+        "anew": ask(anew, rings, rank.astype(jnp.uint32), steps.data),
+        "windows": whole & buffer.rings.live(slot),
+    }
+
+
+def _episodes(name: str, buffer: Any) -> Iterator[str]:
+    """Steps whose flags and rewards say something else than the index."""
+    seen: dict[str, Any] = jax.device_get(_look_up(buffer))
+    valid = seen["valid"]
+    for key, ours in seen["ours"].items():
+        anew = seen["anew"][key]
+        size = np.abs(anew, where=valid & np.isfinite(anew), out=np.zeros(anew.shape)).max()
+        wrong = valid & ~np.isclose(ours, anew, rtol=1e-4, atol=1e-5 * size if size > 1 else 1e-5)
+        for line in first_wrong(f"{name}.episode_index.{key}", ours, wrong, anew):
+            yield f"{line} as the data say, [environment, step from the earliest]"
+    if buffer.episode_index.episodes.boundary == "avoid":
+        member = np.asarray(buffer.occupancy.members.get(_slots(buffer)))
+        wrong = member & ~seen["windows"]
+        if buffer.freshness is None:
+            wrong = member != seen["windows"]
+        label = f"{name}.occupancy.members"
+        what = "True exactly for windows that are complete and of one episode"
+        yield from first_wrong(label, member, wrong, what)
