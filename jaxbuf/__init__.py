@@ -21,7 +21,7 @@ from jaxbuf.buffers.presets import (
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
-from jaxbuf.core.native import enable_native
+from jaxbuf.core.native import native_available
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.io.holder import Holder, Stopped
@@ -93,13 +93,13 @@ __all__ = [
     "Writer",
     "add",
     "diverse_reward_prioritized",
-    "enable_native",
     "explain_memory",
     "from_minari",
     "hindsight",
     "importance_weights",
     "load",
     "n_step",
+    "native_available",
     "plot",
     "reward_prioritized",
     "sample",

@@ -411,7 +411,6 @@ CALLS: dict[str, Call] = {
         mask=(jnp.ones((ROWS, 3), bool), "rows"),
     ),
     "plot": call(jaxbuf.plot, buffer=(THINGS.plain, "queue"), host=True),
-    "enable_native": call(jaxbuf.enable_native, host=True, enabled=(True, "flag")),
     # Buffers.
     "ItemBuffer.create": call(
         jaxbuf.ItemBuffer.create,

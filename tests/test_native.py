@@ -1,6 +1,7 @@
-"""The kernels in C++: the same results as without them, on a CPU, and nothing if not asked for."""
+"""The kernels in C++: the same results as without them, on a CPU, and never outside the arrays."""
 
 import functools
+import os
 import subprocess
 import sys
 
@@ -10,112 +11,97 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.core import native, rowwise, storage, tree_kernels
-from jaxbuf.core.tree_kernels import Layout
+from jaxbuf.core import native, storage
+from jaxbuf.core.native import using_native
+from jaxbuf.core.segment_tree import SegmentTree
 from tests.test_compiled import copies
 
 EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0)}
 PRIORITIZED = jaxbuf.Prioritized()
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _built(tmp_path_factory):
-    """Compiles them for this module alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        try:
-            native._compiler()
-        except RuntimeError as reason:
-            pytest.skip(str(reason))
-        jaxbuf.enable_native()
-        jaxbuf.enable_native(False)
-        yield
+pytestmark = pytest.mark.skipif(
+    not native.native_available(), reason="the kernels were not built: no C++ compiler"
+)
 
 
 def same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+def both(function, *args):
+    """What a function returns, which has to be the same with the kernels and without."""
+    with using_native(False):
+        plain = jax.jit(function)(*args)
+    with using_native(True):
+        assert "jaxbuf_" in jax.jit(function).lower(*args).as_text()
+        same(jax.jit(function)(*args), plain)
+    return plain
+
+
 @pytest.mark.parametrize("capacity", [1, 16, 257, 70_000])
 @pytest.mark.parametrize("ops", [("sum", "max", "min_positive"), ("min",)])
-def test_trees_agree_bit_for_bit_with_the_vector_form(capacity, ops):
+def test_trees_agree_bit_for_bit(capacity, ops):
     rng = np.random.default_rng(capacity)
-    layout, trees = Layout(capacity, ops), 2
-    leaves = jnp.asarray(rng.random((trees, capacity)) * (rng.random((trees, capacity)) < 0.7))
-    nodes = jax.vmap(functools.partial(tree_kernels.build, layout))(leaves.astype(jnp.float32))
-    forms = [
-        (jax.jit(functools.partial(getattr(tree_kernels, f"_{name}_{form}"), *static)))
-        for name, static in (
-            ("set", (layout,)),
-            ("read", (layout,)),
-            ("find", (layout, False)),
-            ("find", (layout, True)),
-        )
-        for form in ("vector", "native")
-    ]
-    # 1,500 rows of two trees are enough to be shared between threads.
+    tree = SegmentTree.create(capacity, ops)
+    tree = tree.set_all(jnp.asarray(rng.random(capacity) * (rng.random(capacity) < 0.7), "f4"))
+    before = jax.tree.map(np.asarray, tree)
+    # 1,500 rows are enough to be shared between threads.
     for rows in (1, 33, 1500):
-        index = jnp.asarray(rng.integers(-1, capacity + 2, (trees, rows)), jnp.int32)
-        value = jnp.maximum(jnp.asarray(rng.random((trees, rows)) - 0.2, jnp.float32), 0.0)
+        index = jnp.asarray(rng.integers(-1, capacity + 2, rows), jnp.int32)
+        value = jnp.maximum(jnp.asarray(rng.random(rows) - 0.2, jnp.float32), 0.0)
         value = jnp.where(value > 0.7, jnp.finfo(jnp.float32).tiny, value)
-        before = np.asarray(nodes)
-        result = forms[0](nodes, index, value)
-        same(forms[1](nodes, index, value), result)
-        np.testing.assert_array_equal(nodes, before)
-        nodes, roots, _ = result
-        same(forms[3](nodes, index), forms[2](nodes, index))
+        changed = both(SegmentTree.set, tree, index, value)
+        both(SegmentTree.read, changed, index)
         if "sum" in ops:
-            prefix = jnp.asarray(rng.random((trees, rows)), jnp.float32) * roots[:, :1]
-            refine = prefix * jnp.float32(2.0**-20)
-            same(forms[5](nodes, prefix, refine), forms[4](nodes, prefix, refine))
-            same(forms[7](nodes, prefix, refine), forms[6](nodes, prefix, refine))
+            prefix = jnp.asarray(rng.random(rows), jnp.float32) * changed.root()
+            both(SegmentTree.find, changed, prefix)
+            both(SegmentTree.find, changed, prefix, prefix * jnp.float32(2.0**-20))
+    same(tree, before)
 
 
-def hostile_trees(layout, rng):
+def hostile_trees(capacity, rng):
     """Trees that no sequence of calls makes, but an empty buffer or a damaged file may."""
-    leaves = jnp.asarray(rng.random((1, layout.capacity)), jnp.float32)
-    built = np.asarray(jax.vmap(functools.partial(tree_kernels.build, layout))(leaves))
-    size = (1, layout.size)
+    tree = SegmentTree.create(capacity, ("sum", "max", "min_positive"))
+    built = tree.set_all(jnp.asarray(rng.random(capacity), jnp.float32)).nodes
+    built, size, leaf = np.asarray(built).view(np.float32), built.size, np.arange(built.size)
     special = np.asarray([0.0, 1.0, -1.0, 1e-38, 3e38, np.inf, -np.inf, np.nan], np.float32)
-    return {
+    hostile = {
         "zeros": np.zeros(size, np.float32),
-        "sums of zeros": np.where(np.arange(layout.size) < layout.capacity, 0, built),
-        "zeros under sums": np.where(np.arange(layout.size) < layout.capacity, built, 0),
+        "sums of zeros": np.where(leaf < capacity, np.float32(0), built),
+        "zeros under sums": np.where(leaf < capacity, built, np.float32(0)),
         "random": rng.random(size).astype(np.float32),
         "sparse": (rng.random(size) * (rng.random(size) < 0.05)).astype(np.float32),
         "negative": -built,
         "special": rng.choice(special, size),
     }
+    return {name: tree.replace(nodes=jnp.asarray(x.view(np.int32))) for name, x in hostile.items()}
 
 
-@pytest.mark.parametrize("capacity", [1, 15, 17, 255, 257, 4097, 70_001])
+@pytest.mark.parametrize("capacity", [1, 15, 17, 257, 70_001])
 def test_every_search_ends_in_the_tree_whatever_it_holds(capacity):
-    rng = np.random.default_rng(capacity)
-    layout, rows = Layout(capacity, ("sum", "max", "min_positive")), 66
+    rng, rows = np.random.default_rng(capacity), 66
     total = np.float32(capacity)
     special = [0.0, -0.0, total, 2 * total, -1.0, 1e-45, 1e-38, 3e38, np.inf, -np.inf, np.nan]
     prefix = np.concatenate([special, total * rng.random(rows - len(special))]).astype(np.float32)
     refine = rng.permutation(prefix)
     for refined in (False, True):
-        vector, compiled = (
-            jax.jit(functools.partial(form, layout, refined))
-            for form in (tree_kernels._find_vector, tree_kernels._find_native)
-        )
-        for name, nodes in hostile_trees(layout, rng).items():
-            wanted = vector(nodes, prefix[None], refine[None])
-            found = compiled(nodes, prefix[None], refine[None])
-            assert ((wanted >= 0) & (wanted < capacity)).all(), name
-            np.testing.assert_array_equal(found, wanted, name)
+        args = (prefix, refine) if refined else (prefix,)
+        with using_native(False):
+            plain = jax.jit(SegmentTree.find)
+            wanted = {k: plain(tree, *args)[0] for k, tree in hostile_trees(capacity, rng).items()}
+        with using_native(True):
+            compiled = jax.jit(SegmentTree.find)
+            for name, tree in hostile_trees(capacity, np.random.default_rng(capacity)).items():
+                found, _ = compiled(tree, *args)
+                assert ((found >= 0) & (found < capacity)).all(), name
+                assert ((wanted[name] >= 0) & (wanted[name] < capacity)).all(), name
 
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_searches_for_no_prefix_find_nothing(rows):
-    layout = Layout(20, ("sum",))
-    nodes, prefix = jnp.zeros((1, layout.size)), jnp.zeros((1, rows))
-    with native.using_native():
-        assert jax.jit(functools.partial(tree_kernels._find_native, layout, True))(
-            nodes, prefix, prefix
-        ).shape == (1, rows)
+    tree, prefix = SegmentTree.create(20), jnp.zeros((rows,))
+    index, value = both(SegmentTree.find, tree, prefix, prefix)
+    assert index.shape == value.shape == (rows,)
 
 
 EMPTY = {
@@ -132,7 +118,7 @@ EMPTY = {
 @pytest.mark.parametrize("capacity", [3, 4099, 1_200_007])
 @pytest.mark.parametrize("name", list(EMPTY))
 def test_an_empty_buffer_gives_no_rows(name, capacity):
-    with native.using_native():
+    with using_native(True):
         batch = jaxbuf.sample(EMPTY[name](capacity), jax.random.key(0), 40)
     assert not batch.valid.any()
     assert (batch.slots.index == capacity).all()
@@ -152,15 +138,14 @@ def test_rows_and_runs_are_the_same():
         ring, start = index // 50, index % 50
         for length in (1, 5, 50):
             read = functools.partial(storage.read_runs, data, ring, start, length)
-            without = read()
-            with native.using_native(), rowwise.alone():
+            with using_native(False):
+                without = read()
+            with using_native(True):
                 assert "jaxbuf_take" in jax.jit(read).lower().as_text()
                 same(read(), without)
-        without = storage.read(folded, index)
-        with native.using_native(), rowwise.alone():
-            same(jax.jit(storage.read)(folded, index), without)
-            lanes = jax.vmap(storage.read, (0, None))(data, start)
-        same(lanes, jax.vmap(storage.read, (0, None))(data, start))
+        both(storage.read, folded, index)
+        both(jax.vmap(storage.read, (0, None)), data, start)
+        both(jax.vmap(storage.read, (None, 0)), folded, index[:, None])
 
 
 @pytest.mark.parametrize("runs", [False, True])
@@ -176,8 +161,9 @@ def test_gradients_are_the_same(runs):
             rows = storage.read(jax.tree.map(lambda leaf: leaf[0], leaves), start)
         return jnp.sum(rows["x"] ** 2)
 
-    wanted = jax.grad(loss)(data["x"])
-    with native.using_native(), rowwise.alone():
+    with using_native(False):
+        wanted = jax.grad(loss)(data["x"])
+    with using_native(True):
         assert "jaxbuf_take" in jax.jit(loss).lower(data["x"]).as_text()
         same(jax.jit(jax.grad(loss))(data["x"]), wanted)
 
@@ -206,7 +192,7 @@ def test_a_buffer_does_the_same(name):
         scores = {"score": items["reward"]} if name == "softmax" else {}
         samples = []
         for which, enabled in enumerate((False, True)):
-            with native.using_native(enabled):
+            with using_native(enabled):
                 buffers[which] = jaxbuf.add(buffers[which], items, **scores)
                 sample = jaxbuf.sample(buffers[which], jax.random.key(step), 40)
                 if not scores:
@@ -227,7 +213,7 @@ def test_windows_do_the_same():
     for step in range(6):
         steps = {"obs": jnp.full((4, 30, 7), step, jnp.float32), "reward": jnp.ones((4, 30))}
         for which, enabled in enumerate((False, True)):
-            with native.using_native(enabled):
+            with using_native(enabled):
                 buffers[which] = jaxbuf.add(buffers[which], steps)
                 sample = jaxbuf.sample(buffers[which], jax.random.key(step), 16)
                 buffers[which] = jaxbuf.update_priority(
@@ -255,8 +241,9 @@ def test_a_scan_does_the_same_and_copies_nothing(seeds):
     def program(buffer, keys):
         return jax.lax.scan(step, buffer, keys)
 
-    without = jax.jit(program)(buffer, keys)
-    with native.using_native():
+    with using_native(False):
+        without = jax.jit(program)(buffer, keys)
+    with using_native(True):
         text = jax.jit(program).lower(buffer, keys).as_text()
         assert "jaxbuf_set_leaves" in text
         assert "jaxbuf_find" in text
@@ -264,61 +251,45 @@ def test_a_scan_does_the_same_and_copies_nothing(seeds):
         same(jax.jit(program)(buffer, keys), without)
 
 
-def test_what_was_compiled_before_is_compiled_anew():
+def test_a_program_compiled_with_the_kernels_is_not_used_without():
     traces = []
 
     @jax.jit
-    def total(buffer):
+    def draw(buffer):
         traces.append(None)
         return buffer.sample(jax.random.key(0), 4).slots
 
     buffer = BUFFERS["items"]()
     for enabled in (False, True, False, True):
-        jaxbuf.enable_native(enabled)
-        total(buffer)
-        assert native.in_use() == enabled
-    jaxbuf.enable_native(False)
+        with using_native(enabled):
+            draw(buffer)
     assert len(traces) == 2
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_other_backends_go_on_as_they_do(platform):
     buffer = BUFFERS["items"]()
-    with native.using_native(), rowwise.alone():
+    with using_native(True):
         traced = jax.jit(lambda b: b.sample(jax.random.key(0), 4)).trace(buffer)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert "jaxbuf_" not in text
 
 
-def failing(tmp_path, **environment):
-    """What a new process says that cannot compile the kernels."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import jaxbuf; jaxbuf.enable_native()"],
-        env={"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
+def test_the_environment_turns_them_off():
+    program = (
+        "import jax, jax.numpy as jnp, jaxbuf; from jaxbuf.core.segment_tree import SegmentTree;"
+        "assert jaxbuf.native_available();"
+        "tree, leaf = SegmentTree.create(40), jnp.arange(4);"
+        "print(jax.jit(tree.read).lower(leaf).as_text())"
     )
-    assert done.returncode
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    return done.stderr.splitlines()
-
-
-def test_without_a_compiler_it_says_what_to_do(tmp_path):
-    told = failing(tmp_path, PATH=str(tmp_path))
-    assert told[-1] == (
-        "RuntimeError: there is no C++ compiler for jaxbuf's kernels; go on without them, or "
-        "install one (on Debian and Ubuntu: apt install g++) or name it in CXX"
-    )
-
-
-def test_a_compiler_that_fails_is_named(tmp_path):
-    broken = tmp_path / "bin" / "broken"
-    broken.parent.mkdir()
-    broken.symlink_to("/bin/false")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", str(broken))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        with pytest.raises(RuntimeError, match="broken could not compile jaxbuf's kernels"):
-            native._build()
-    assert not list((tmp_path / "cache").rglob("*.so"))
+    for value, used in (("0", False), ("1", True)):
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXBUF_NATIVE": value}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert ("jaxbuf_read" in done.stdout) == used

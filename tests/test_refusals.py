@@ -17,14 +17,6 @@ import pytest
 import jaxbuf
 from tests.calls import CALLS, HOSTILE, LEGAL, THINGS
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _without_native_kernels():
-    """One of the calls turns them on for the whole process."""
-    yield
-    jaxbuf.enable_native(False)
-
-
 PACKAGE = str(Path(jaxbuf.__file__).parent)
 EXPECTATION = r"expected|choose|give|pass|leave|create|there are|than the example|has no|it has"
 

@@ -236,11 +236,11 @@ def _pick_by_priority(
     mass = sampler.probability(state, ages.at(rank), buffer.occupancy)
     mass = jnp.where(inside, mass, 0.0)
     mass = jnp.where(jnp.any(mass > 0), mass, inside.astype(jnp.float32))
-    tree = SegmentTree.create(capacity).set(rank, mass, contiguous=True)
+    tree = SegmentTree.create(capacity).set_all(mass)
 
     def propose(key: PRNGKeyArray, rows: int, tree: SegmentTree) -> Int[Array, " B"]:
         word, low = random_words(key, (2, rows))
-        return tree.query(*points(word, low, tree.root("sum"), stratified=replacement))
+        return tree.find(*points(word, low, tree.root("sum"), stratified=replacement))[0]
 
     if replacement:
         drawn = propose(key, batch_size, tree)
@@ -250,7 +250,7 @@ def _pick_by_priority(
         drawn, valid = distinct(key, batch_size, count, tree, propose, without, capacity)
         drawn = jnp.sort(jnp.where(valid, drawn, capacity))
     total = tree.root("sum")
-    return Draw(ages.at(drawn), tree.get(drawn) / jnp.where(total > 0, total, 1.0), valid)
+    return Draw(ages.at(drawn), tree.read(drawn)[1] / jnp.where(total > 0, total, 1.0), valid)
 
 
 def newest(occupancy: Any, n: int) -> Draw:

@@ -6,12 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from jaxbuf.core import in_place, rowwise
-
-# Places for each item that is drawn, in a table of those that have been.
-_SPARSE = 4
+from jaxbuf.core.varying import vary_with
 
 
 def distinct(
@@ -46,8 +43,10 @@ def distinct(
     # Of equally likely items batch_size**2 / (2 * capacity) come again, of others several times as
     # many.
     spare = min(max(4 * batch_size**2 // capacity, batch_size // 8, 1), batch_size)
-    first = propose(key, batch_size + spare, scratch)
+    first = propose(jax.random.fold_in(key, 0), batch_size + spare, scratch)
     chosen, filled = first_of_each(first, count, capacity, size=batch_size)
+    # What is drawn from may vary over the devices of a mesh where the key does not, or the reverse.
+    filled, chosen, scratch = vary_with((filled, chosen, scratch), (chosen, scratch))
 
     def unfinished(carry: tuple[Array, Array, Array, Any]) -> Array:
         return carry[1] < count
@@ -56,8 +55,7 @@ def distinct(
         round_, _, chosen, scratch = carry
         if remove is not None:
             scratch = remove(scratch, chosen)
-        # Threefry makes the words of the first round from other numbers than these.
-        proposed = propose(jax.random.fold_in(key, ~round_.astype(jnp.uint32)), batch_size, scratch)
+        proposed = propose(jax.random.fold_in(key, round_), batch_size, scratch)
         both = jnp.concatenate([chosen, proposed])
         chosen, filled = first_of_each(both, count, capacity, size=batch_size)
         return round_ + 1, filled, chosen, scratch
@@ -67,7 +65,7 @@ def distinct(
 
     # A loop copies the scratch, whether or not it takes a step.
     items = more() if remove is None else lax.cond(filled < count, more, lambda: chosen)
-    return items, rowwise.each(jnp.less, jnp.arange(batch_size, dtype=jnp.int32), count)
+    return items, jnp.arange(batch_size, dtype=jnp.int32) < count
 
 
 def first_of_each(
@@ -78,59 +76,12 @@ def first_of_each(
     Returns:
         Those, followed by ``below``; and how many there are.
     """
-    rows = numbers.shape[0]
-
-    def plain(
-        numbers: Int[Array, " P"], count: Int[Array, ""]
-    ) -> tuple[Int[Array, " S"], Int[Array, ""]]:
-        ordered, order = rowwise.sort(numbers, below + 1)
-        repeats = jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] == ordered[:-1]])
-        fresh = ~jnp.zeros_like(repeats).at[order].set(repeats | (ordered == below))
-        packed, found = rowwise.pack(numbers, fresh, below, size=max(rows, size))
-        found = jnp.minimum(found, count)
-        row = jnp.arange(size, dtype=jnp.int32)
-        return jnp.where(row < found, packed[:size], below), found
-
-    def loop(
-        numbers: Int[Array, " P"], count: Int[Array, ""]
-    ) -> tuple[Int[Array, " S"], Int[Array, ""]]:
-        """Looks each up in a table, whose places are tried from where its hash says."""
-        bits = (_SPARSE * size - 1).bit_length()
-
-        def home(number: Int[Array, ""]) -> UInt[Array, ""]:
-            return (number.astype(jnp.uint32) * jnp.uint32(2654435769)) >> jnp.uint32(32 - bits)
-
-        def going(carry: tuple[Array, ...]) -> Array:
-            i, _, _, _, found = carry
-            return (i < rows) & (found < count)
-
-        def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            i, away, table, chosen, found = carry
-            number = in_place.get(numbers, i)
-            at = (home(number) + away) & jnp.uint32(2**bits - 1)
-            # Whoever came first has it, which is read there afterwards: see ``core.in_place``.
-            table = in_place.put(table, at, jnp.minimum(in_place.get(table, at), i))
-            holder = in_place.get(table, at)
-            on = in_place.get(numbers, holder) != number
-            new = (holder == i) & (number < below)
-            chosen = in_place.put(chosen, found, jnp.where(new, number, below))
-            return (
-                jnp.where(on, i, i + 1),
-                jnp.where(on, away + 1, 0).astype(jnp.uint32),
-                table,
-                chosen,
-                found + new.astype(jnp.int32),
-            )
-
-        zero = rowwise.after(numbers)
-        start = (
-            zero,
-            zero.astype(jnp.uint32),
-            jnp.broadcast_to(zero + rows, (2**bits,)),
-            jnp.broadcast_to(zero + below, (size,)),
-            zero,
-        )
-        *_, chosen, found = lax.while_loop(going, step, start)
-        return chosen, found
-
-    return rowwise.on_cpu(loop, plain, numbers, count)
+    row = jnp.arange(numbers.shape[0], dtype=jnp.int32)
+    # Equal numbers follow each other in the order of their rows.
+    ordered, order = lax.sort((numbers, row), num_keys=1)
+    repeats = jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] == ordered[:-1]])
+    new = jnp.zeros(repeats.shape, bool).at[order].set(~repeats & (ordered < below))
+    rank = jnp.cumsum(new, dtype=jnp.int32)
+    place = jnp.where(new & (rank <= count), rank - 1, size)
+    chosen = jnp.full((size,), below, numbers.dtype).at[place].set(numbers, mode="drop")
+    return chosen, jnp.minimum(rank[-1], count)

@@ -1,10 +1,9 @@
 """Arrays that vary over the devices of a mesh, as ``jax.shard_map`` tells them from others."""
 
-import functools
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, PyTree
 
 AnyTree = TypeVar("AnyTree", bound=PyTree[Array])
@@ -28,9 +27,14 @@ def vary_with(tree: AnyTree, *others: PyTree[Array]) -> AnyTree:
         >>> jax.eval_shape(mapped, jnp.arange(6.0)).shape
         (2,)
     """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return tree
-    # None of no elements is true; whether one is varies as the elements do.
-    none = [jnp.any(leaf.reshape(-1)[:0].astype(bool)) for leaf in jax.tree.leaves(others)]
-    nothing = functools.reduce(jnp.logical_or, none)
-    return jax.tree.map(lambda leaf: jnp.where(nothing, jnp.zeros_like(leaf), leaf), tree)
+    axes = frozenset[str]().union(*(_axes(leaf) for leaf in jax.tree.leaves(others)))
+
+    def cast(leaf: Array) -> Array:
+        missing = tuple(sorted(axes - _axes(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def _axes(leaf: Any) -> frozenset[str]:
+    return jax.typeof(leaf).manual_axis_type.varying

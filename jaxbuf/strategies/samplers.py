@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
-from jaxbuf.core import checks, rowwise
+from jaxbuf.core import checks
 from jaxbuf.core.distinct import distinct
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Occupancy, random_words
@@ -322,18 +322,19 @@ class Prioritized:
         contiguous: bool,
     ) -> SegmentTree:
         """Set the masses of new items."""
+        del contiguous
         if value is None:
             first = self.mass(jnp.float32(self.initial_priority))
             mass = jnp.broadcast_to(jnp.maximum(first, state.root("max")), index.shape)
         else:
-            mass = rowwise.each(_mass, value, static=(self,))
-        return state.set(index, mass, contiguous=contiguous)
+            mass = self.mass(value)
+        return state.set(index, mass)
 
     def updated(
         self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
     ) -> SegmentTree:
         """Set the masses of items that are there."""
-        return state.set(index, rowwise.each(_mass, value, static=(self,)))
+        return state.set(index, self.mass(value))
 
     def slid(
         self,
@@ -362,7 +363,8 @@ class Prioritized:
         """Draw ``batch_size`` of the live items."""
         size = occupancy.size
         if self.replacement:
-            index = self._propose(state, key, batch_size, occupancy, jnp.float32(self.uniform_mix))
+            mix = jnp.float32(self.uniform_mix)
+            index, mass = self._propose(state, key, batch_size, occupancy, mix)
             valid = jnp.broadcast_to(size > 0, (batch_size,))
         else:
             total = state.root("sum")
@@ -373,23 +375,18 @@ class Prioritized:
                 mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
                 left = (1 - mix) * scratch.root("sum") / jnp.where(total > 0, total, 1.0)
                 share = jnp.where(mix > 0, mix / (left + mix), 0.0)
-                return self._propose(scratch, key, rows, occupancy, share)
+                return self._propose(scratch, key, rows, occupancy, share)[0]
 
             count = jnp.minimum(batch_size, self.support(state, occupancy).count)
             index, valid = distinct(key, batch_size, count, state, propose, without, state.capacity)
-        mass = state.get(index)
-        row = (index, mass)
-        shared = (state.root("sum"), _share(occupancy.size))
-        # Sums of products come out an ulp apart in a loop and in a vector; a mix has some.
-        most = None if self.uniform_mix == 0 else 0
-        index, probability = rowwise.each(_weigh, row, shared, (self.uniform_mix,), most=most)
-        return Draw(index, probability, valid)
+            index, mass = state.read(index)
+        return Draw(index, self._probability(state, mass, occupancy), valid)
 
     def probability(
         self, state: SegmentTree, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """The probability with which a single draw gives each of these live items."""
-        return self._probability(state, state.get(index), occupancy)
+        return self._probability(state, state.read(index)[1], occupancy)
 
     def support(self, state: SegmentTree, occupancy: Occupancy) -> Support:
         """The items with mass; all live items if there are none, or if draws are mixed."""
@@ -440,8 +437,11 @@ class Prioritized:
         self, state: SegmentTree, mass: Float[Array, "..."], occupancy: Occupancy
     ) -> Float[Array, "..."]:
         """The probability with which a draw gives an item of this mass."""
-        shared = (state.root("sum"), _share(occupancy.size))
-        return _probability(mass, shared, self.uniform_mix)
+        total, uniform = state.root("sum"), _share(occupancy.size)
+        share = mass / jnp.where(total > 0, total, 1.0)
+        if self.uniform_mix > 0:
+            share = (1.0 - self.uniform_mix) * share + self.uniform_mix * uniform
+        return jnp.where(total > 0, share, uniform)
 
     def _propose(
         self,
@@ -450,60 +450,26 @@ class Prioritized:
         batch_size: int,
         occupancy: Occupancy,
         mix: Float[Array, ""],
-    ) -> Int[Array, " B"]:
-        """Draws with replacement, a fraction ``mix`` of them uniform."""
+    ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+        """Slots with replacement, a fraction ``mix`` of them uniform, and their masses."""
         words = 1 if state.capacity <= _ONE_WORD else 2
         words += 2 if self.uniform_mix > 0 else 0
         random = random_words(key, (words, batch_size))
         stratified = self.stratified and self.replacement
         low = random[1] if state.capacity > _ONE_WORD else None
-        index = state.query(*points(random[0], low, state.root("sum"), stratified=stratified))
-        # With no mass at all every draw is a uniform one.
-        by_mass, spare = state.root("sum") > 0, random[0]
-        if self.uniform_mix > 0:
-            coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
-            by_mass, spare = by_mass & (coin >= mix), random[-2]
-
-        def redraw(index: Int[Array, " B"]) -> Int[Array, " B"]:
-            drawn = occupancy.draw(spare)
-            return jnp.where(by_mass, index, drawn) if self.uniform_mix > 0 else drawn
-
-        return rowwise.unless(jnp.all(by_mass), redraw, index)
+        total = state.root("sum")
+        index, mass = state.find(*points(random[0], low, total, stratified=stratified))
+        if self.uniform_mix == 0:
+            # With no mass at all every draw is a uniform one.
+            return jnp.where(total > 0, index, occupancy.draw(random[0])), mass
+        coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+        by_mass = (total > 0) & (coin >= mix)
+        return state.read(jnp.where(by_mass, index, occupancy.draw(random[-2])))
 
 
 def without(masses: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
     """The same with no mass at ``index``."""
     return masses.set(index, jnp.zeros(index.shape, jnp.float32))
-
-
-def _mass(priority: Float[Array, " B"], _: Any, sampler: Prioritized) -> Float[Array, " B"]:
-    return sampler.mass(priority)
-
-
-def _weigh(
-    row: tuple[Int[Array, " B"], Float[Array, " B"]],
-    shared: tuple[Float[Array, ""], Float[Array, ""]],
-    uniform_mix: float,
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """A slot and its probability, from its mass."""
-    index, mass = row
-    # Never false; but a caller who sets priorities without having looked at probabilities must
-    # still wait for this read of the tree, or XLA copies the tree to be able to do both.
-    index = jnp.where(mass >= 0, index, -1)
-    return index, _probability(mass, shared, uniform_mix)
-
-
-def _probability(
-    mass: Float[Array, "..."],
-    shared: tuple[Float[Array, ""], Float[Array, ""]],
-    uniform_mix: float,
-) -> Float[Array, "..."]:
-    """The probability with which a draw gives an item, from the total mass and a uniform share."""
-    total, uniform = shared
-    share = mass / jnp.where(total > 0, total, 1.0)
-    if uniform_mix > 0:
-        share = (1.0 - uniform_mix) * share + uniform_mix * uniform
-    return jnp.where(total > 0, share, uniform)
 
 
 def points(
@@ -517,24 +483,14 @@ def points(
 
     The numerator of a point, the number of its stratum followed by random bits, fills the 24 bits
     that a float32 holds exactly. What is left of the word (or another, ``low``) becomes the second
-    result, which ``SegmentTree.query`` adds half way down: so more slots can be told apart than a
+    result, which ``SegmentTree.find`` adds half way down: so more slots can be told apart than a
     float32 has values.
     """
     strata = word.shape[0] if stratified else 1
-    stratum = jnp.arange(word.shape[0], dtype=jnp.uint32)
-    return rowwise.each(_point, (word, low, stratum), total, (strata,))
-
-
-def _point(
-    row: tuple[UInt[Array, " B"], UInt[Array, " B"] | None, UInt[Array, " B"]],
-    total: Float[Array, ""],
-    strata: int,
-) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    word, low, stratum = row
     bits = max(24 - (strata - 1).bit_length(), 1)
     high = word >> jnp.uint32(32 - bits)
     if strata > 1:
-        high = high | (stratum << jnp.uint32(bits))
+        high = high | (jnp.arange(strata, dtype=jnp.uint32) << jnp.uint32(bits))
     # The bound keeps points below the total. It also keeps XLA from scaling the total by the size
     # of a cell first, which underflows where all masses are tiny.
     cell, below = jnp.float32(1.0 / (strata * 2**bits)), jnp.float32(1.0 - 2.0**-24)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +9,12 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxbuf.core import checks, rowwise
+from jaxbuf.core import checks
 from jaxbuf.core.distinct import distinct
 from jaxbuf.core.ranking import score_metrics
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Occupancy, random_words
+from jaxbuf.core.varying import vary_with
 from jaxbuf.strategies.samplers import Draw, Support, points, without
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -124,26 +124,25 @@ class Softmax:
         """
         if value is None:
             raise ValueError("Softmax draws by score; pass score=[B] to add")
-        scores = state.scores.set(index, value, contiguous=contiguous)
-        mass = self._mass(value, state.reference)
-        masses = state.masses.set(index, mass, contiguous=contiguous)
+        del contiguous
+        scores = state.scores.set(index, value)
+        masses = state.masses.set(index, self._mass(value, state.reference))
         largest = scores.root("max")
+        drift = jnp.float32(_DRIFT * self.temperature)
 
-        def outdated(carry: tuple[SegmentTree, SegmentTree, Array]) -> Array:
+        def outdated(carry: tuple[SegmentTree, Array]) -> Array:
             # Not by their difference, which of equal infinities is no number.
-            drift = jnp.float32(_DRIFT * self.temperature)
-            return (largest > carry[2] + drift) | (largest < carry[2] - drift)
+            return (largest > carry[1] + drift) | (largest < carry[1] - drift)
 
-        def rebuild(carry: tuple[SegmentTree, SegmentTree, Array]) -> Any:
-            scores, masses, _ = carry
-            slot = jnp.arange(scores.capacity, dtype=jnp.int32)
-            mass = self._mass(scores.leaves, largest)
-            return scores, masses.set(slot, mass, contiguous=True), largest
+        def rebuild(carry: tuple[SegmentTree, Array]) -> tuple[SegmentTree, Array]:
+            # Always true here; but what depends on nothing in the loop XLA computes ahead of it, at
+            # every add.
+            leaves = jnp.where(outdated(carry), scores.leaves, -jnp.inf)
+            return carry[0].set_all(self._mass(leaves, largest)), largest
 
-        # A loop of at most one step: unlike a branch, it leaves what it does not touch in place.
-        scores, masses, reference = lax.while_loop(
-            outdated, rebuild, (scores, masses, state.reference)
-        )
+        # A loop of at most one step: under vmap it has none unless a buffer needs it.
+        begin = vary_with((masses, state.reference), (scores, masses))
+        masses, reference = lax.while_loop(outdated, rebuild, begin)
         return SoftmaxState(scores, masses, reference)
 
     def updated(
@@ -164,17 +163,19 @@ class Softmax:
         total = state.masses.root("sum")
         some = jnp.broadcast_to(total > 0, (batch_size,))
         if self.replacement:
-            index, valid = self._with_replacement(state.masses, key, batch_size), some
+            (index, mass), valid = self._with_replacement(state.masses, key, batch_size), some
         elif not self.fallback:
             index, valid = self._without_replacement(state, key, batch_size)
+            index, mass = state.masses.read(index)
         else:
             key, another = jax.random.split(key)
             index, valid = self._without_replacement(state, key, batch_size)
-            repeated = self._with_replacement(state.masses, another, batch_size)
+            repeated, _ = self._with_replacement(state.masses, another, batch_size)
             enough = jnp.all(valid)
-            index, valid = jnp.where(enough, index, repeated), jnp.where(enough, valid, some)
+            index, mass = state.masses.read(jnp.where(enough, index, repeated))
+            valid = jnp.where(enough, valid, some)
         scale = 1.0 / jnp.where(total > 0, total, 1.0)
-        return Draw(index, rowwise.each(_probability, state.masses.get(index), scale), valid)
+        return Draw(index, jnp.maximum(mass * scale, jnp.float32(_TINY)), valid)
 
     def support(self, state: SoftmaxState, occupancy: Occupancy) -> Support:
         """The items whose score is above −inf."""
@@ -212,9 +213,9 @@ class Softmax:
 
     def _with_replacement(
         self, masses: SegmentTree, key: PRNGKeyArray, batch_size: int
-    ) -> Int[Array, " B"]:
+    ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
         word, low = random_words(key, (2, batch_size))
-        return masses.query(*points(word, low, masses.root("sum"), stratified=False))
+        return masses.find(*points(word, low, masses.root("sum"), stratified=False))
 
     def _without_replacement(
         self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
@@ -228,7 +229,7 @@ class Softmax:
                 # Under vmap this runs in any case, and could not end if items were too few.
                 jnp.where(enough, batch_size, 0),
                 state.masses,
-                lambda key, rows, masses: self._with_replacement(masses, key, rows),
+                lambda key, rows, masses: self._with_replacement(masses, key, rows)[0],
                 without,
                 state.masses.capacity,
             )
@@ -254,10 +255,6 @@ class Softmax:
         value, index = _top(rank, min(batch_size, score.shape[0]))
         short = (0, batch_size - index.shape[0])
         return jnp.pad(index, short), jnp.pad(value > -jnp.inf, short)
-
-
-def _probability(mass: Float[Array, " B"], scale: Float[Array, ""]) -> Float[Array, " B"]:
-    return jnp.maximum(mass * scale, jnp.float32(_TINY))
 
 
 def _top(value: Float[Array, " N"], count: int) -> tuple[Float[Array, " B"], Int[Array, " B"]]:

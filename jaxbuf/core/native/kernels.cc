@@ -1,0 +1,433 @@
+// Trees and gathers as XLA custom calls for the CPU; __init__.py tells when they are used.
+//
+// A tree here is what segment_tree.py builds, and every sum, comparison and residual is computed in
+// the same order as there: the results agree bit for bit.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+using Numbers = ffi::Span<const int64_t>;
+
+// FANOUT in segment_tree.py.
+constexpr int kShift = 4;
+constexpr int kFanout = 1 << kShift;
+
+// With less to do, telling another thread takes longer than doing it.
+constexpr int64_t kManyRows = 1024;
+constexpr int64_t kManyBytes = 1 << 18;
+
+// How many rows or nodes ahead to fetch what is needed from memory.
+constexpr int64_t kAhead = 16;
+
+// Runs work(0), ..., work(tasks - 1) on the threads of the pool and on this one, and waits for all.
+// This thread takes whatever no other has begun: a pool that is busy delays nothing.
+template <typename Work>
+void ForEach(ffi::ThreadPool& pool, int64_t tasks, const Work& work) {
+  struct Progress {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto progress = std::make_shared<Progress>();
+  // One that begins late finds no task left, and does not touch `work`, which is gone by then.
+  auto run = [progress, tasks, &work] {
+    for (int64_t task; (task = progress->next++) < tasks; ++progress->done) work(task);
+  };
+  const int64_t helpers = std::min(tasks, pool.num_threads()) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(run)(run));
+  run();
+  while (progress->done < tasks) std::this_thread::yield();
+}
+
+// Where the part of an operand begins that the t-th of all lanes under vmap works with, counted in
+// such parts. An operand that is the same for all lanes of an axis has the length 1 there.
+int64_t PartOf(int64_t t, ffi::Span<const int64_t> own, ffi::Span<const int64_t> all,
+               size_t axes) {
+  int64_t part = 0, stride = 1;
+  for (size_t k = axes; k-- > 0;) {
+    if (own[k] > 1) part += t % all[k] * stride;
+    t /= all[k];
+    stride *= own[k];
+  }
+  return part;
+}
+
+int64_t Product(ffi::Span<const int64_t> dimensions, size_t axes) {
+  int64_t product = 1;
+  for (size_t k = 0; k < axes; ++k) product *= dimensions[k];
+  return product;
+}
+
+// Trees
+
+struct Level {
+  int64_t count, start, width;
+};
+
+// From the leaves to the children of the root.
+std::vector<Level> Levels(int64_t capacity, int64_t ops) {
+  std::vector<Level> levels{{capacity, 0, kFanout}};
+  while (levels.back().count > kFanout) {
+    const Level below = levels.back();
+    const int64_t blocks = (below.count + kFanout - 1) / kFanout;
+    levels.push_back({blocks, below.start + blocks * below.width, kFanout * (ops + 1)});
+  }
+  return levels;
+}
+
+// In the order of OPS in segment_tree.py; what follows the operations of a tree is its count.
+enum Op : int64_t { kSum, kMin, kMax, kMinPositive, kCount };
+
+inline float AsFloat(int32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+inline int32_t AsBits(float value) {
+  int32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+constexpr int32_t kInfinity = 0x7F800000;
+
+// As integers, with the lower bits of negative ones flipped, floats keep their order.
+inline int32_t Ordered(int32_t bits) { return bits < 0 ? bits ^ 0x7FFFFFFF : bits; }
+
+inline float Sum4(const float* c) { return ((c[0] + c[1]) + c[2]) + c[3]; }
+
+inline float Sum(const float* c) {
+  return ((Sum4(c) + Sum4(c + 4)) + Sum4(c + 8)) + Sum4(c + 12);
+}
+
+inline int32_t Combine(int64_t op, const int32_t* children, bool leaves) {
+  if (op == kSum) {
+    float masses[kFanout];
+    std::memcpy(masses, children, sizeof(masses));
+    return AsBits(Sum(masses));
+  }
+  if (op == kCount) {
+    int32_t count = 0;
+    for (int i = 0; i < kFanout; ++i) {
+      count += leaves ? (children[i] > 0) & (children[i] < kInfinity) : children[i];
+    }
+    return count;
+  }
+  if (op == kMinPositive) {
+    int32_t least = kInfinity;
+    for (int i = 0; i < kFanout; ++i) {
+      least = std::min(least, children[i] > 0 ? children[i] : kInfinity);
+    }
+    return least < kInfinity ? least : 0;
+  }
+  int32_t most = Ordered(children[0]);
+  for (int i = 1; i < kFanout; ++i) {
+    const int32_t other = Ordered(children[i]);
+    most = op == kMax ? std::max(most, other) : std::min(most, other);
+  }
+  return Ordered(most);
+}
+
+// Recomputes the nodes above changed leaves, level by level, as far as they change: a sum changes
+// with each of its leaves, an extreme seldom.
+//
+// `nodes` holds the parents of the leaves, each with one bit for every row of it that may change.
+void Refresh(int32_t* tree, const std::vector<Level>& levels, const std::vector<int64_t>& rows,
+             std::vector<std::pair<int32_t, uint32_t>> nodes) {
+  const uint32_t every = (1u << rows.size()) - 1;
+  for (size_t l = 1; l < levels.size() && !nodes.empty(); ++l) {
+    const Level &below = levels[l - 1], &level = levels[l];
+    if (static_cast<int64_t>(nodes.size()) > level.count) {
+      nodes.resize(level.count);
+      for (int64_t i = 0; i < level.count; ++i) nodes[i] = {static_cast<int32_t>(i), every};
+    }
+    const auto block = [&](int32_t node) { return tree + below.start + node * below.width; };
+    const auto place = [&](int32_t node) {
+      return tree + level.start + (node >> kShift) * level.width + (node & (kFanout - 1));
+    };
+    size_t kept = 0;
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      const int32_t soon = nodes[std::min<size_t>(i + kAhead, nodes.size() - 1)].first;
+      __builtin_prefetch(block(soon));
+      __builtin_prefetch(place(soon), 1);
+      const auto [node, may_change] = nodes[i];
+      uint32_t changed = 0;
+      for (size_t r = 0; r < rows.size(); ++r) {
+        if (!(may_change >> r & 1)) continue;
+        const int32_t value = Combine(rows[r], block(node) + (l > 1 ? r * kFanout : 0), l == 1);
+        int32_t& here = place(node)[r * kFanout];
+        changed |= uint32_t{value != here} << r;
+        here = value;
+      }
+      if (!changed) continue;
+      const int32_t parent = node >> kShift;
+      if (kept > 0 && nodes[kept - 1].first == parent) {
+        nodes[kept - 1].second |= changed;
+      } else {
+        nodes[kept++] = {parent, changed};
+      }
+    }
+    nodes.resize(kept);
+  }
+}
+
+// All in one thread: two of them wait for each other longer than one takes.
+ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
+                     ffi::Result<Ints> roots, Numbers ops, int64_t capacity) {
+  const size_t axes = nodes.dimensions().size() - 1;
+  const int64_t trees = Product(nodes.dimensions(), axes), size = nodes.dimensions()[axes];
+  const int64_t count = index.dimensions()[axes];
+  const std::vector<Level> levels = Levels(capacity, ops.size());
+  std::vector<int64_t> rows(ops.begin(), ops.end());
+  rows.push_back(kCount);
+  const uint32_t every = (1u << rows.size()) - 1;
+  if (out->typed_data() != nodes.typed_data()) {
+    std::memcpy(out->typed_data(), nodes.typed_data(), nodes.size_bytes());
+  }
+  std::vector<std::pair<int32_t, uint32_t>> parents;
+  for (int64_t t = 0; t < trees; ++t) {
+    int32_t* tree = out->typed_data() + t * size;
+    const int32_t *at = index.typed_data() + t * count, *to = bits.typed_data() + t * count;
+    const auto legal = [&](int64_t i) { return at[i] >= 0 && at[i] < capacity; };
+    for (int64_t i = 0; i < count; ++i) {
+      if (legal(i)) __builtin_prefetch(tree + at[i], 1);
+    }
+    parents.clear();
+    for (int64_t i = 0; i < count; ++i) {
+      if (!legal(i)) continue;
+      tree[at[i]] = to[i];
+      const int32_t parent = at[i] >> kShift;
+      if (parents.empty() || parents.back().first != parent) parents.push_back({parent, every});
+    }
+    Refresh(tree, levels, rows, parents);
+    const bool only = levels.size() == 1;
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const int32_t* top = tree + levels.back().start + (only ? 0 : r * kFanout);
+      roots->typed_data()[t * rows.size() + r] = Combine(rows[r], top, only);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// As XLA's minimum and maximum: of a NaN and a number they are NaN.
+inline float Min(float a, float b) { return (a < b) | (a != a) ? a : b; }
+inline float Max(float a, float b) { return (a > b) | (a != a) ? a : b; }
+
+// The child that holds `r`, which becomes the residual within it. Without a branch, which nobody
+// could predict.
+//
+// It may be a child that is not there: the last one is chosen of a node without mass, and any of a
+// node whose mass is not the sum of its children's.
+inline int32_t Choose(const float* masses, float& r) {
+  float sums[4];
+  for (int i = 0; i < 4; ++i) sums[i] = Sum4(masses + 4 * i);
+  const float second = sums[0] + sums[1], third = second + sums[2];
+  // A rounded residual may equal the node's whole mass; the last float below keeps it inside.
+  r = Min(r, (third + sums[3]) * (1.0f - 0x1p-24f));
+  const float before[4] = {0.0f, sums[0], second, third};
+  const int group = (r >= before[1]) + (r >= before[2]) + (r >= before[3]);
+  const float base = before[group];
+  const float* inside = masses + 4 * group;
+  const float pair = inside[0] + inside[1];
+  const float bounds[4] = {0.0f, base + inside[0], base + pair, base + (pair + inside[2])};
+  const int child = (r >= bounds[1]) + (r >= bounds[2]) + (r >= bounds[3]);
+  // Of masses that are zero, a bound may lie below the base by a rounding.
+  r -= Max(bounds[child], base);
+  return 4 * group + child;
+}
+
+ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
+                ffi::Result<Ints> found, ffi::Result<Floats> value, bool refined, int64_t row,
+                int64_t ops, int64_t capacity) {
+  const auto all = found->dimensions();
+  const size_t axes = all.size() - 1;
+  const int64_t lanes = Product(all, axes), rows = all[axes], size = nodes.dimensions()[axes];
+  if (lanes * rows == 0) return ffi::Error::Success();
+  const std::vector<Level> levels = Levels(capacity, ops);
+  const size_t depth = levels.size(), middle = refined ? (depth + 1) / 2 : depth;
+  // So many descend side by side, and fetch their next nodes ahead.
+  constexpr int64_t kAbreast = 32;
+  const auto descend = [&](int64_t t, int64_t begin) {
+    const auto part = [&](const auto& array) { return PartOf(t, array.dimensions(), all, axes); };
+    const int32_t* tree = nodes.typed_data() + part(nodes) * size;
+    const float* from = prefix.typed_data() + part(prefix) * rows + begin;
+    const float* finer = refine.typed_data() + part(refine) * rows + begin;
+    const int64_t n = std::min(kAbreast, rows - begin);
+    float residual[kAbreast];
+    std::copy_n(from, n, residual);
+    int32_t* node = found->typed_data() + t * rows + begin;
+    std::fill_n(node, n, 0);
+    for (size_t i = 0; i < depth; ++i) {
+      const Level& level = levels[depth - 1 - i];
+      const Level& next = levels[depth - 1 - std::min(i + 1, depth - 1)];
+      const auto start = [&](const Level& of) {
+        return tree + of.start + (of.start > 0 ? row * kFanout : 0);
+      };
+      const int32_t *here = start(level), *below = start(next);
+      for (int64_t k = 0; k < n; ++k) {
+        float masses[kFanout];
+        std::memcpy(masses, here + node[k] * level.width, sizeof(masses));
+        if (i == middle) {
+          const float mass = Sum(masses);
+          residual[k] += finer[k];
+          if (residual[k] >= mass) residual[k] = Max(residual[k] - mass, 0.0f);
+        }
+        const int32_t child = Choose(masses, residual[k]);
+        if (i == depth - 1) residual[k] = masses[child];
+        node[k] = static_cast<int32_t>(
+            std::min<int64_t>(int64_t{node[k]} * kFanout + child, level.count - 1));
+        __builtin_prefetch(below + node[k] * next.width);
+      }
+    }
+    std::copy_n(residual, n, value->typed_data() + t * rows + begin);
+  };
+  const int64_t groups = (rows + kAbreast - 1) / kAbreast;
+  const int64_t together = lanes * rows >= kManyRows ? std::max<int64_t>(groups / 8, 1) : groups;
+  const int64_t parts = (groups + together - 1) / together;
+  const auto part = [&](int64_t task) {
+    const int64_t begin = task % parts * together;
+    for (int64_t g = begin; g < std::min(begin + together, groups); ++g) {
+      descend(task / parts, g * kAbreast);
+    }
+  };
+  if (parts > 1) {
+    ForEach(pool, lanes * parts, part);
+  } else {
+    for (int64_t t = 0; t < lanes; ++t) part(t);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Read(Ints nodes, Ints index, ffi::Result<Ints> same, ffi::Result<Ints> bits,
+                int64_t capacity) {
+  const auto all = bits->dimensions();
+  const size_t axes = all.size() - 1;
+  const int64_t lanes = Product(all, axes), rows = all[axes], size = nodes.dimensions()[axes];
+  for (int64_t t = 0; t < lanes; ++t) {
+    const int32_t* tree = nodes.typed_data() + PartOf(t, nodes.dimensions(), all, axes) * size;
+    const int32_t* at = index.typed_data() + PartOf(t, index.dimensions(), all, axes) * rows;
+    std::copy_n(at, rows, same->typed_data() + t * rows);
+    int32_t* to = bits->typed_data() + t * rows;
+    for (int64_t i = 0; i < rows; ++i) to[i] = tree[std::clamp<int64_t>(at[i], 0, capacity - 1)];
+  }
+  return ffi::Error::Success();
+}
+
+// Storage
+
+// Copies runs of `length` slots of several arrays at once, each from slot `start` of a ring on.
+//
+// An array holds `rings` rings of `slots` slots, one behind the other, and `start` counts the slots
+// of all of them. A slot of the k-th array has `widths[k]` bytes.
+ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
+                ffi::RemainingRets outs, int64_t rings, int64_t slots, int64_t length,
+                Numbers widths) {
+  const size_t axes = start.dimensions().size() - 1;
+  const int64_t rows = start.dimensions()[axes];
+  for (size_t k = 0; k < arrays.size(); ++k) {
+    auto array = arrays.get<ffi::AnyBuffer>(k);
+    auto out = outs.get<ffi::AnyBuffer>(k);
+    if (array.has_error()) return array.error();
+    if (out.has_error()) return out.error();
+    const auto all = (*out)->dimensions();
+    const int64_t lanes = Product(all, axes), width = widths[k], bytes = length * width;
+    if (lanes * rows * bytes == 0) continue;
+    // One array after the other: a core waits for some ten lines at a time, in few pages.
+    const auto copy = [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const auto slot = [&](int64_t row) {
+          const int64_t t = row / rows;
+          const int64_t from = PartOf(t, start.dimensions(), all, axes) * rows + row % rows;
+          return std::clamp<int64_t>(start.typed_data()[from], 0, rings * slots - 1);
+        };
+        const auto first = [&](int64_t row) {
+          const int64_t part = PartOf(row / rows, array->dimensions(), all, axes);
+          return static_cast<const char*>(array->untyped_data()) +
+                 (part * rings * slots + slot(row)) * width;
+        };
+        if (i + kAhead < end) {
+          // Of a longer run the hardware sees the rest coming by itself.
+          constexpr int64_t kLine = 64, kFar = 8 * kLine;
+          const char* soon = first(i + kAhead);
+          const int64_t near = std::min(bytes, kFar);
+          for (int64_t b = 0; b < near; b += kLine) __builtin_prefetch(soon + b);
+          __builtin_prefetch(soon + near - 1);
+        }
+        const char* from = first(i);
+        const int64_t within = length > 1 ? slot(i) % slots : 0;
+        const int64_t straight = std::min(length, slots - within) * width;
+        char* to = static_cast<char*>((*out)->untyped_data()) + i * bytes;
+        std::memcpy(to, from, straight);
+        // What goes around the end of a ring.
+        if (straight < bytes) std::memcpy(to + straight, from - within * width, bytes - straight);
+      }
+    };
+    const int64_t total = lanes * rows;
+    const int64_t parts = total * bytes >= kManyBytes ? std::min<int64_t>(total, 16) : 1;
+    const auto part = [&](int64_t task) {
+      copy(total * task / parts, total * (task + 1) / parts);
+    };
+    if (parts > 1) {
+      ForEach(pool, parts, part);
+    } else {
+      part(0);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_set_leaves, SetLeaves,
+                              ffi::Ffi::Bind()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Ret<Ints>()
+                                  .Ret<Ints>()
+                                  .Attr<Numbers>("ops")
+                                  .Attr<int64_t>("capacity"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_find, Find,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Ret<Ints>()
+                                  .Ret<Floats>()
+                                  .Attr<bool>("refined")
+                                  .Attr<int64_t>("row")
+                                  .Attr<int64_t>("ops")
+                                  .Attr<int64_t>("capacity"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_read, Read,
+                              ffi::Ffi::Bind()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Ret<Ints>()
+                                  .Ret<Ints>()
+                                  .Attr<int64_t>("capacity"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_take, Take,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Ints>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("rings")
+                                  .Attr<int64_t>("slots")
+                                  .Attr<int64_t>("length")
+                                  .Attr<Numbers>("widths"));
