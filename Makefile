@@ -27,6 +27,9 @@ CUDA_VENV := .venv-cuda
 comma := ,
 INSTALLING = @echo "installing $(1) ($(or $(2),a minute or two))"
 
+# What an installation of the package is made from: with the kernels in C++ it is made anew.
+PACKAGE := pyproject.toml CMakeLists.txt jaxbuf/core/native/kernels.cc
+
 # One empty file per finished installation, all of them gone when .venv is made anew.
 STAMPS := $(VENV)/.stamps
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -131,22 +134,22 @@ $(BASE):
 	@$(INSTALL) --upgrade 'pip>=25.1'
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/demo: pyproject.toml $(BASE)
+$(STAMPS)/demo: $(PACKAGE) $(BASE)
 	$(call INSTALLING,jaxbuf and what its examples need)
 	@$(INSTALL) --editable '.[examples]'
 	@touch $@
 
-$(STAMPS)/test: pyproject.toml $(BASE)
+$(STAMPS)/test: $(PACKAGE) $(BASE)
 	$(call INSTALLING,jaxbuf$(comma) its examples and the test tools)
 	@$(INSTALL) --editable '.[examples]' --group test
 	@touch $@
 
-$(STAMPS)/docs: pyproject.toml $(BASE)
+$(STAMPS)/docs: $(PACKAGE) $(BASE)
 	$(call INSTALLING,jaxbuf and what its site is built with)
 	@$(INSTALL) --editable . --group docs
 	@touch $@
 
-$(STAMPS)/lint: pyproject.toml $(BASE)
+$(STAMPS)/lint: $(PACKAGE) $(BASE)
 	$(call INSTALLING,jaxbuf$(comma) its examples and the linters)
 	@$(INSTALL) --editable '.[examples]' --group lint
 	@touch $@
@@ -156,7 +159,7 @@ $(STAMPS)/wheel: pyproject.toml $(BASE)
 	@$(INSTALL) --group wheel
 	@touch $@
 
-$(STAMPS)/benchmark: pyproject.toml $(BASE)
+$(STAMPS)/benchmark: $(PACKAGE) $(BASE)
 	$(call INSTALLING,jaxbuf$(comma) its examples and the libraries it is measured against)
 	@$(INSTALL) --editable '.[examples]' --group benchmark
 	@touch $@
@@ -166,7 +169,7 @@ $(STAMPS)/benchmark-$(CUDA): $(STAMPS)/benchmark
 	@$(INSTALL) 'jax[$(CUDA)]'
 	@touch $@
 
-$(CUDA_VENV)/.installed: pyproject.toml $(BASE)
+$(CUDA_VENV)/.installed: $(PACKAGE) $(BASE)
 	$(call INSTALLING,jaxbuf$(comma) flashbax and the compiler for $(CUDA) into $(CUDA_VENV))
 	@$(PYTHON) -m venv $(CUDA_VENV)
 	@$(CUDA_VENV)/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'

@@ -13,8 +13,8 @@ import numpy as np
 
 REFERENCE = "jaxbuf"
 """The library to which the others are compared, unless a row names another contestant."""
-NATIVE = "native"
-"""The same library with its kernels in C++."""
+PURE = "pure"
+"""The same library without its kernels in C++."""
 
 
 class Unavailable(Exception):

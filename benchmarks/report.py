@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import NATIVE, REFERENCE, Limit, Options, RowResult, Timing
+from benchmarks.harness import PURE, REFERENCE, Limit, Options, RowResult, Timing
 from benchmarks.targets import verdicts
 
 NOTES = "## What bounds these numbers"
@@ -153,13 +153,13 @@ def targets_markdown(results: Sequence[RowResult], options: Options) -> str:
         return "## Targets\n\nThey are for buffers of full size: a trial says nothing about them."
     found = verdicts(results)
     met = sum(verdict.met for verdict in found)
-    native = sum(verdict.met_by_native for verdict in found)
+    purely = sum(verdict.met_purely for verdict in found)
     measured = sum(verdict.values is not None for verdict in found)
-    header = ["row", "what", "wanted", REFERENCE, "", f"with {NATIVE} kernels", ""]
+    header = ["row", "what", "wanted", REFERENCE, "", PURE, ""]
     table = aligned(header, [verdict.cells for verdict in found])
     return (
-        f"## Targets\n\n{met} of {measured} measured targets are met, and {native} with {NATIVE} "
-        f"kernels where there are some.\n\n{table}"
+        f"## Targets\n\n{met} of {measured} measured targets are met, and {purely} without kernels "
+        f"in C++ ({PURE}).\n\n{table}"
     )
 
 

@@ -10,7 +10,7 @@ compared, and why it is equal work:
 * **rows written**: one add's rows, to consecutive slots.
 * **priorities set**: a batch of leaves, and all that lies above them.
 
-**jaxbuf** and **native** are jaxbuf without and with its kernels in C++; a tree of theirs keeps
+**jaxbuf** and **pure** are jaxbuf with and without its kernels in C++; a tree of theirs keeps
 sums, maxima and least positive numbers, that of **flashbax** sums. It has its own descent and
 update of priorities here, and draws each number with a key of its own, as it does to sample; what
 it does to read rows is what jaxbuf does.
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import (
-    NATIVE,
+    PURE,
     REFERENCE,
     Contestant,
     Operation,
@@ -36,8 +36,8 @@ from benchmarks.harness import (
     import_library,
 )
 from benchmarks.limits import Traffic
-from benchmarks.native import NativeContestant
 from benchmarks.programs import compiled, scanned
+from benchmarks.pure import PureContestant
 from benchmarks.rows import per
 from benchmarks.workload import Workload
 
@@ -66,7 +66,7 @@ def _row(name: str, whole: str, workload: Workload, options: Options) -> Row:
     ours = functools.partial(JaxbufParts, workload, options)
     builders: dict[str, Callable[[], Contestant]] = {
         REFERENCE: ours,
-        NATIVE: lambda: NativeContestant(ours),
+        PURE: lambda: PureContestant(ours),
         "flashbax": lambda: FlashbaxParts(workload, options),
     }
     title = (
@@ -192,10 +192,10 @@ class JaxbufParts(Parts):
         from jaxbuf.core.slots import random_words
 
         job, batch = self._workload, self._workload.sample_size
-        every = jnp.arange(job.capacity, dtype=jnp.int32)
+        jnp.arange(job.capacity, dtype=jnp.int32)
 
         def tree() -> Any:
-            return SegmentTree.create(job.capacity, OPS).set(every, jnp.asarray(self._priorities))
+            return SegmentTree.create(job.capacity, OPS).set_all(jnp.asarray(self._priorities))
 
         still = self._tree = tree()
         data = jax.device_put(job.transitions.items(np.arange(job.capacity)))
@@ -212,7 +212,7 @@ class JaxbufParts(Parts):
             ),
             "scan descent": Part(
                 (jnp.zeros((batch,), jnp.int32), still),
-                lambda state, prefix: (state[1].query(prefix), state[1]),
+                lambda state, prefix: (state[1].find(prefix)[0], state[1]),
                 points,
             ),
             "scan rows read": Part(
@@ -234,7 +234,7 @@ class JaxbufParts(Parts):
 
     def found(self, points: jax.Array) -> jax.Array:
         """See `Parts`."""
-        return self._tree.query(points * self._tree.root())
+        return self._tree.find(points * self._tree.root())[0]
 
 
 class FlashbaxParts(Parts):

@@ -5,7 +5,7 @@ What is compared, and why it is equal work:
 * **jaxbuf**: `ItemBuffer` with `Prioritized(alpha=0.6)`, stratified. From Python through
   `jaxbuf.add`, `jaxbuf.sample` and `jaxbuf.update_priority`, which are jitted and donate; inside a
   scan through the methods.
-* **native**: the same with `jaxbuf.enable_native()`.
+* **pure**: the same without kernels in C++, as with `JAXBUF_NATIVE=0`.
 * **flashbax**: `make_prioritised_item_buffer(add_batches=True)`, its own name for a prioritized
   trajectory buffer with one row, sequence length 1 and period 1 that stores whole transitions.
   It stores and gathers the same bytes as jaxbuf, and flashbax's README recommends this form where
@@ -39,7 +39,7 @@ import numpy as np
 
 from benchmarks import equality
 from benchmarks.harness import (
-    NATIVE,
+    PURE,
     REFERENCE,
     Contestant,
     Operation,
@@ -50,9 +50,9 @@ from benchmarks.harness import (
     repeat_calls,
 )
 from benchmarks.jax_loops import NUM_ARGUMENTS, Binding, ReplayContestant
-from benchmarks.native import NativeContestant
 from benchmarks.peer_process import PeerError, PeerProcess, environment
 from benchmarks.programs import compiler_options
+from benchmarks.pure import PureContestant
 from benchmarks.transitions import ATARI, MINATAR, MUJOCO, Items
 from benchmarks.workload import Workload
 
@@ -104,7 +104,7 @@ def _row(name: str, kind: str, workload: Workload, options: Options) -> Row:
     row = replay_row(name, kind, workload, options)
     builders = {
         REFERENCE: row.builders[REFERENCE],
-        NATIVE: lambda: NativeContestant(row.builders[REFERENCE]),
+        PURE: lambda: PureContestant(row.builders[REFERENCE]),
         **row.builders,
         "cpprb": lambda: CpprbContestant(workload),
         "torchrl": lambda: TorchrlContestant(workload),

@@ -6,7 +6,7 @@
 * **jaxbuf**: `TrajectoryBuffer` with `Uniform()` or `Prioritized(alpha=0.6)`, stratified. From
   Python through `jaxbuf.add`, `jaxbuf.sample` and `jaxbuf.update_priority`, which are jitted and
   donate; inside a scan through the methods.
-* **native**: the same with `jaxbuf.enable_native()`.
+* **pure**: the same without kernels in C++, as with `JAXBUF_NATIVE=0`.
 * **flashbax**: `make_trajectory_buffer` and `make_prioritised_trajectory_buffer` with period 1,
   the latter told its device; its functions are jitted, and the ones that change the state donate
   it.
@@ -29,9 +29,8 @@ import jax
 import numpy as np
 
 from benchmarks import equality
-from benchmarks.harness import NATIVE, Contestant, Operation, Options, Row, import_library
+from benchmarks.harness import PURE, Contestant, Operation, Options, Row, import_library
 from benchmarks.jax_loops import Binding, JaxSubject, ReplayContestant
-from benchmarks.native import NativeContestant
 from benchmarks.programs import (
     compiled,
     compiler_options,
@@ -40,6 +39,7 @@ from benchmarks.programs import (
     scan_add,
     scanned,
 )
+from benchmarks.pure import PureContestant
 from benchmarks.transitions import MUJOCO_STEP, Items
 from benchmarks.workload import Workload
 
@@ -97,7 +97,7 @@ def rows(options: Options) -> list[Row]:
 
         return {
             "jaxbuf": contestant(bind_jaxbuf),
-            NATIVE: lambda: NativeContestant(contestant(bind_jaxbuf)),
+            PURE: lambda: PureContestant(contestant(bind_jaxbuf)),
             "flashbax": contestant(bind_flashbax),
         }
 

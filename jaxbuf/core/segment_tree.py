@@ -345,12 +345,12 @@ def _set_plainly(
         last = nodes.at[leaf].get(mode="fill", fill_value=0) == number
         leaf = jnp.where(last, leaf, nowhere)
     nodes = nodes.at[leaf].set(bits, mode="drop")
-    # Recompute the parents of what has changed, until a level has no more nodes than there are
-    # rows: from there on all nodes are recomputed, which takes no gathers. A dropped row stands for
+    # Recompute the parents of what has changed, until a level has few nodes, or no more than there
+    # are rows: from there on all are recomputed, which takes no gathers. A dropped row stands for
     # the first leaf.
     node = jnp.where(legal, index, 0)
     place = FANOUT * jnp.arange(len(ops) + 1, dtype=jnp.int32)
-    while above and above[0].count > rows:
+    while above and above[0].count > max(rows, FANOUT**2):
         level = above.pop(0)
         node = node >> _SHIFT
         blocks = _read_blocks(nodes, below.start + node * below.width, below.width)

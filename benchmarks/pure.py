@@ -1,23 +1,22 @@
-"""jaxbuf with its kernels in C++, as a contestant beside jaxbuf without."""
+"""jaxbuf without its kernels in C++, as a contestant beside jaxbuf as it is installed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.harness import NATIVE, Contestant, Operation, Unavailable
+from benchmarks.harness import Contestant, Operation, Unavailable
 
 
-class NativeContestant:
-    """Another contestant, in all of whose work the kernels are in use."""
+class PureContestant:
+    """Another contestant, in all of whose work the kernels are not used."""
 
     def __init__(self, build: Callable[[], Contestant]):
-        """Builds the other contestant; `Unavailable` where the kernels cannot be compiled."""
+        """Builds the other contestant; `Unavailable` where there are no kernels to do without."""
         from jaxbuf.core import native
 
+        if not native.native_available():
+            raise Unavailable("jaxbuf is pure as it is: it was installed without a C++ compiler")
         self._using = native.using_native
-        try:
-            self._contestant = self._within(build)()
-        except RuntimeError as error:
-            raise Unavailable(f"{NATIVE} kernels: {error}") from error
+        self._contestant = self._within(build)()
 
     def verify(self) -> None:
         """See `Contestant`."""
@@ -42,7 +41,7 @@ class NativeContestant:
 
     def _within(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            with self._using():
+            with self._using(False):
                 return function(*args)
 
         return call
