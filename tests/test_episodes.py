@@ -285,7 +285,7 @@ def test_returns_by_the_plain_recurrence():
 
 
 @pytest.mark.parametrize("recurrence", ["plain", "alf"])
-def test_the_vector_form_fills_in_what_the_loop_does(recurrence):
+def test_many_steps_at_once_are_filled_in_as_one_after_the_other(recurrence):
     random = np.random.default_rng(1)
     rings, length = 5, 150
     returns = jnp.asarray(random.normal(size=(rings, length)), jnp.float32)
@@ -298,10 +298,18 @@ def test_the_vector_form_fills_in_what_the_loop_does(recurrence):
         *jnp.asarray(random.normal(size=(2, rings)), jnp.float32),
     )
     episodes = jaxbuf.Episodes(recurrence=recurrence, discount=0.95, default_return=-3.0)
-    loop = jax.jit(functools.partial(module._fill_loop, episodes))(*arguments)
-    vector = jax.jit(functools.partial(module._fill_vector, episodes))(*arguments)
-    np.testing.assert_allclose(vector, loop, rtol=1e-5, atol=1e-5)
-    assert np.sum(np.asarray(loop != returns)) == 150 + 64 + 65 + 12
+    expected = np.asarray(returns).copy()
+    position, steps, first, *tails = (np.asarray(argument) for argument in arguments[1:])
+    for ring in range(rings):
+        tail = module._Tail(*(part[ring] for part in tails))
+        for count in range(steps[ring]):
+            place = (position[ring] - 1 - count) % length
+            terminated, last = jnp.bool_(count == first[ring]), jnp.bool_(False)
+            reward = jnp.float32(expected[ring, place])
+            value, tail = module._step_back(episodes, tail, reward, terminated, last)
+            expected[ring, place] = value
+    filled = jax.jit(functools.partial(module._fill, episodes))(*arguments)
+    np.testing.assert_allclose(filled, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_long_episode_loses_its_head():

@@ -15,13 +15,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import checks, fields, storage
 from jaxbuf.core.rings import Rings
+from jaxbuf.core.varying import vary_with
 
 Boundary = Literal["cross", "mask", "avoid"]
 Recurrence = Literal["plain", "alf"]
 
 # Distances stop growing here, so that an episode may go on for ever.
 _FAR = 2**30
-# Steps that the vector form fills in at once.
+# Steps that are filled in at once.
 _CHUNK = 64
 # What is known of the steps before one: nothing yet, their returns, or that there are none.
 _OPEN, _KNOWN, _CUT = 0, 1, 2
@@ -297,7 +298,8 @@ class EpisodeIndex(struct.PyTreeNode):
             same = self._behind(start + (row + further) % length) >= further
             return jnp.where((further <= ahead) & same, further, found)
 
-        found = lax.fori_loop(0, bits, halve, jnp.zeros_like(row))
+        begin = vary_with(jnp.zeros_like(row), self.behind)
+        found = lax.fori_loop(0, bits, halve, begin)
         return jnp.where(row < self.behind.size, found, -1)
 
     def is_first(
@@ -384,6 +386,7 @@ class EpisodeIndex(struct.PyTreeNode):
         nothing = jnp.zeros((num_envs,), jnp.float32)
         tail = _Tail(jnp.full((num_envs,), _OPEN, jnp.int32), nothing, nothing)
         columns = tuple(array.T for array in (rewards, terminated, last, taken))
+        tail = vary_with(tail, columns)
         tail, values = lax.scan(back, tail, columns, reverse=True)
 
         # What comes after the newest row that settled those before it is pending.
@@ -449,22 +452,9 @@ def _step_back(
 
 
 @functools.cache
-def _filler(episodes: Episodes) -> Callable[..., Any]:
-    """A function that turns pending rewards into returns, walking back from the newest.
-
-    Its arguments are the returns ``[E, N]`` and, for each ring ``[E]``, the place after the newest
-    pending step, how many to fill in, which of them had terminated (counted from the newest), and
-    the three parts of ``_Tail``.
-    """
-
-    @custom_vmap
-    def call(returns: Array, *rings: Array) -> Array:
-        return lax.platform_dependent(
-            returns,
-            *rings,
-            cpu=functools.partial(_fill_loop, episodes),
-            default=functools.partial(_fill_vector, episodes),
-        )
+def _filler(episodes: Episodes) -> Callable[..., Array]:
+    """``_fill`` for these episodes, under ``vmap`` as well."""
+    call = custom_vmap(functools.partial(_fill, episodes))
 
     @call.def_vmap
     def _(axis_size: int, batched: list[bool], *args: Array) -> Any:
@@ -481,57 +471,24 @@ def _filler(episodes: Episodes) -> Callable[..., Any]:
     return call
 
 
-def _fill_loop(
+def _fill(
     episodes: Episodes,
-    returns: Array,
-    position: Array,
-    steps: Array,
-    first: Array,
+    returns: Float[Array, "E N"],
+    position: Int[Array, " E"],
+    steps: Int[Array, " E"],
+    first: Int[Array, " E"],
     *tail: Array,
-) -> Array:
-    length = returns.shape[1]
-    # The rings with something to fill in, one after the other.
-    wanted = steps > 0
-    turns = jnp.where(wanted, jnp.cumsum(wanted, dtype=jnp.int32) - 1, steps.size)
-    ring = jnp.arange(steps.size, dtype=jnp.int32)
-    order = jnp.zeros_like(ring).at[turns].set(ring, mode="drop", unique_indices=True)
-    state = tail[0]
-    start = jnp.int32(0)
+) -> Float[Array, "E N"]:
+    """Turn pending rewards into returns, walking back from the newest.
 
-    def back(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        flat, known, turn, count = carry
-        ring = order[turn]
-        place = position[ring] - 1 - count
-        at = ring * length + jnp.where(place < 0, place + length, place)
-        old = lax.dynamic_slice(flat, (at,), (1,))[0]
-        after = _Tail(state[ring], known[ring, 0], known[ring, 1])
-        first_one, no = count == first[ring], jnp.bool_(False)
-        value, before = _step_back(episodes, after, old, first_one, no)
-        known = lax.dynamic_update_slice(
-            known, jnp.stack([value, before.reward])[None], (ring, start)
-        )
-        # XLA copies all returns unless every read of them leads to the next write: hence a value
-        # and a place that depend on what was noted.
-        noted = lax.dynamic_slice(known, (ring, start), (1, 2))[0]
-        held = lax.bitcast_convert_type(noted[1], jnp.int32)
-        at = jnp.maximum(at, jnp.minimum(held, at))
-        flat = lax.dynamic_update_slice(flat, noted[:1], (at,))
-        done = count + 1 == steps[ring]
-        return flat, known, turn + done.astype(jnp.int32), jnp.where(done, 0, count + 1)
-
-    carry = (returns.reshape(-1), jnp.stack(tail[1:], axis=1), start, start)
-    total = jnp.sum(steps, dtype=jnp.int32)
-    return lax.fori_loop(start, total, back, carry)[0].reshape(returns.shape)
-
-
-def _fill_vector(
-    episodes: Episodes,
-    returns: Array,
-    position: Array,
-    steps: Array,
-    first: Array,
-    *tail: Array,
-) -> Array:
+    Args:
+        episodes: The configuration.
+        returns: What is stored.
+        position: The place after the newest pending step of each ring.
+        steps: How many to fill in.
+        first: Which of them had terminated, counted from the newest.
+        tail: The three parts of ``_Tail``.
+    """
     rings, length = returns.shape
     base = jnp.arange(rings, dtype=jnp.int32)[:, None] * length
     state = tail[0][:, None]
@@ -559,7 +516,9 @@ def _fill_vector(
         flat = flat.at[at].set(filled, mode="drop", unique_indices=True)
         return flat, done + _CHUNK, known[:, -1], old[:, -1]
 
-    carry = (returns.reshape(-1), jnp.int32(0), tail[1], tail[2])
+    carry = vary_with(
+        (returns.reshape(-1), jnp.int32(0), tail[1], tail[2]), returns, steps, position, tail
+    )
     return lax.while_loop(unfinished, back, carry)[0].reshape(returns.shape)
 
 
