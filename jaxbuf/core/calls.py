@@ -8,7 +8,6 @@ import jax
 import jax.core
 import jax.extend.core
 
-from jaxbuf.core import rowwise
 from jaxbuf.core.donation import check_there
 
 
@@ -67,13 +66,8 @@ def _compiled(
     function: Callable[..., Any], static: tuple[int, ...], donate: bool
 ) -> Callable[..., Any]:
     """The one jitted form of a function, made when the backend is known."""
-
-    def program(*args: Any) -> Any:
-        with rowwise.alone():
-            return function(*args)
-
     return jax.jit(
-        functools.wraps(function)(program),
+        function,
         static_argnums=static,
         donate_argnums=0 if donate else None,
         compiler_options=compiler_options(),

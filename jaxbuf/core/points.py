@@ -9,10 +9,9 @@ threshold, its remaining coordinates cannot matter. Terms are sums of difference
 import abc
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,18 +19,12 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxbuf.core import rowwise
+from jaxbuf.core.varying import vary_with
 
 # A tile is as many pairs as fit a core's cache, with coordinates taken several at a time.
 _ROWS = 128
 _COLUMNS = 512
 _STRIDE = 8
-# So few rows of a tile that are not done yet go on by themselves.
-_FEW = 16
-# So many groups of a row's coordinates are taken at once.
-_GROUPS = 8
-# XLA:CPU reduces more than so many in two steps, and writes what it reduces to memory before.
-_LANES = 16
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -80,8 +73,8 @@ class Ball:
         return math.inf if self.radius == 0 else self.p
 
 
-# Coordinates of a block: so many groups from a first one on.
-Theirs = Callable[[Int[Array, ""], int], Float[Array, "N S L"]]
+# A group of coordinates of a block.
+Theirs = Callable[[Int[Array, ""]], Float[Array, "S L"]]
 # Which slots count for which rows, given row numbers ``[R, 1]`` and slots ``[1, L]``.
 Usable = Callable[[Int[Array, "R 1"], Int[Array, "1 L"]], Bool[Array, "..."]]
 
@@ -112,69 +105,47 @@ class Others(abc.ABC):
             ball: What is near.
             usable: Which slots count for which rows, ``[R, L]`` or ``[1, L]``.
         """
+        return self.nearest(points, ball, usable, count) <= jnp.float32(ball.limit)
 
-        def tile(
-            carry: tuple[Array, Array], start: Array, ours: Array, theirs: Theirs, counts: Array
-        ) -> tuple[Array, Array]:
-            found, many = carry
-            before = lax.dynamic_slice(found, (start,), (points.height,))
-            close, many = _rows_near(ours, theirs, counts, ball, many)
-            return lax.dynamic_update_slice(found, before | close, (start,)), many
-
-        total = points.capacity
-        begin = jnp.zeros((points.num_tiles * points.height,), bool), jnp.bool_(False)
-        found = self._compare(points, count, usable, begin, tile)[0][:total]
-        return found & (jnp.arange(total, dtype=jnp.int32) < count)
-
-    def nearest(self, points: "Points", ball: Ball, usable: Usable) -> Float[Array, " B"]:
+    def nearest(
+        self, points: "Points", ball: Ball, usable: Usable, count: Int[Array, ""] | None = None
+    ) -> Float[Array, " B"]:
         """What ``ball`` accumulates for each point and the nearest of these.
 
         Args:
             points: ``B`` points of as many coordinates.
             ball: Beyond it sums are only known to be past its limit.
             usable: As for ``near``; infinite where no slot counts.
+            count: How many to look at, the first ones; infinite for the others. None for all.
         """
-
-        def tile(least: Array, start: Array, ours: Array, theirs: Theirs, counts: Array) -> Array:
-            before = lax.dynamic_slice(least, (start,), (points.height,))
-            if ours.shape[0] == 1:
-                found = _least(ours[0], theirs(jnp.int32(0), 1)[0], counts, ball)
-            else:
-                found = pairwise(ours, theirs, counts, ball).least
-            return lax.dynamic_update_slice(least, jnp.minimum(before, found), (start,))
-
-        begin = jnp.full((points.num_tiles * points.height,), jnp.inf, jnp.float32)
-        count = jnp.int32(points.capacity)
-        return self._compare(points, count, usable, begin, tile)[: points.capacity]
-
-    def _compare(
-        self,
-        points: "Points",
-        count: Int[Array, ""],
-        usable: Usable,
-        begin: Any,
-        tile: Callable[..., Any],
-    ) -> Any:
-        """Go over all tiles of ``points``, and for each over all blocks.
-
-        ``tile`` gets a carry, the first row of a tile, its points, those of a block, and which
-        pairs count; it returns the carry for the next.
-        """
-        height, columns = points.height, _columns(self.capacity)
+        total, height, columns = points.capacity, points.height, _columns(self.capacity)
         blocks = math.ceil(self.capacity / columns)
         lane = jnp.arange(columns, dtype=jnp.int32)[None]
         row = jnp.arange(height, dtype=jnp.int32)[:, None]
+        number = jnp.int32(total) if count is None else count
 
-        def step(k: Array, carry: Any) -> Any:
+        def open_(k: Array) -> tuple[Array, Array, Theirs, Array]:
+            """The first row of a tile, its points, those of a block, and which pairs count."""
             # A loop with known bounds counts in 64 bits where these are on.
             k = jnp.asarray(k, jnp.int32)
-            first, block = k // blocks, k % blocks
+            tile, block = k // blocks, k % blocks
             slot, theirs = self.open(block)
             slot = slot + lane
-            counts = usable(first * height + row, slot) & (slot < self.capacity)
-            return tile(carry, first * height, points.tile(first), theirs, counts)
+            counts = usable(tile * height + row, slot) & (slot < self.capacity)
+            return tile * height, points.tile(tile), theirs, counts
 
-        return lax.fori_loop(0, -(-count // height) * blocks, step, begin)
+        # All tiles of points, and for each all blocks.
+        def step(k: Array, least: Float[Array, " P"]) -> Float[Array, " P"]:
+            start, ours, theirs, counts = open_(k)
+            before = lax.dynamic_slice(least, (start,), (height,))
+            found = jnp.minimum(before, pairwise(ours, theirs, counts, ball).least)
+            return lax.dynamic_update_slice(least, found, (start,))
+
+        _, ours, theirs, counts = open_(jnp.int32(0))
+        begin = jnp.full((points.num_tiles * height,), jnp.inf, jnp.float32)
+        begin = vary_with(begin, ours, theirs(jnp.int32(0)), counts, number)
+        least = lax.fori_loop(0, -(-number // height) * blocks, step, begin)[:total]
+        return jnp.where(jnp.arange(total, dtype=jnp.int32) < number, least, jnp.inf)
 
 
 class Points(Others, struct.PyTreeNode):
@@ -237,9 +208,9 @@ class Points(Others, struct.PyTreeNode):
         """The first slot of a block, and its points, of which what is asked for is read."""
         _, _, stride, columns = self.blocks.shape
 
-        def theirs(group: Array, number: int) -> Array:
+        def theirs(group: Array) -> Array:
             begin = (block, group, jnp.int32(0), jnp.int32(0))
-            return lax.dynamic_slice(self.blocks, begin, (1, number, stride, columns))[0]
+            return lax.dynamic_slice(self.blocks, begin, (1, 1, stride, columns))[0, 0]
 
         return block * columns, theirs
 
@@ -262,7 +233,7 @@ class Computed(Others):
         # The last block reaches back into the one before it.
         first = jnp.minimum(block * number, self.capacity - number)
         theirs = Points.of(self.rows(first, number)).blocks[0]
-        return first, functools.partial(lax.dynamic_slice_in_dim, theirs)
+        return first, functools.partial(lax.dynamic_index_in_dim, theirs, keepdims=False)
 
 
 class Sums(NamedTuple):
@@ -284,9 +255,6 @@ def pairwise(
     theirs: Theirs,
     counts: Bool[Array, "..."],
     ball: Ball,
-    *,
-    enough: int = 0,
-    step: int = 1,
 ) -> Sums:
     """What ``ball`` accumulates for each pair; infinite where it does not count.
 
@@ -298,138 +266,31 @@ def pairwise(
         theirs: The others.
         counts: Which pairs matter, ``[R, L]`` or ``[1, L]``.
         ball: Norm and limit.
-        enough: Stop already when no more than so many rows can be near anything.
-        step: So many groups of coordinates are taken at once, which ``G`` is a multiple of.
     """
     groups, _, height = ours.shape
-    sums = jnp.where(counts, jnp.float32(0), jnp.float32(jnp.inf))
-    sums = jnp.broadcast_to(sums, (height, counts.shape[-1]))
-    begin = Sums(jnp.int32(0), sums, jnp.zeros((height,), jnp.float32))
     limit = jnp.float32(ball.limit)
 
-    def operands(first: Array) -> tuple[Array, Array]:
-        first = jnp.minimum(first, groups - step)
-        return lax.dynamic_slice_in_dim(ours, first, step), theirs(first, step)
+    def operands(group: Array) -> tuple[Array, Array]:
+        group = jnp.minimum(group, groups - 1)
+        return lax.dynamic_index_in_dim(ours, group, keepdims=False), theirs(group)
+
+    def unfinished(carry: tuple[Sums, Array, Array]) -> Array:
+        done, *_ = carry
+        return (done.groups < groups) & jnp.any(done.least <= limit)
 
     # Coordinates go through the carry, so that they are sliced once, and not, fused into the
     # arithmetic, for every pair.
-    def unfinished(carry: tuple[Sums, Array, Array]) -> Array:
-        done, *_ = carry
-        return (done.groups < groups) & (jnp.sum(done.least <= limit, dtype=jnp.int32) > enough)
-
     def go_on(carry: tuple[Sums, Array, Array]) -> tuple[Sums, Array, Array]:
         (done, sums, _), one, other = carry
-        for k in itertools.product(range(step), range(_STRIDE)):
-            sums = ball.accumulate(sums, one[k][:, None] - other[k][None])
-        done = done + step
-        return Sums(done, sums, jnp.min(sums, axis=1)), *operands(done)
-
-    return lax.while_loop(unfinished, go_on, (begin, *operands(begin.groups)))[0]
-
-
-def _rows_near(
-    ours: Float[Array, "G S R"],
-    theirs: Theirs,
-    counts: Bool[Array, "..."],
-    ball: Ball,
-    many: Bool[Array, ""],
-) -> tuple[Bool[Array, " R"], Bool[Array, ""]]:
-    """Which rows of a tile have something near them, of what counts.
-
-    The first group of coordinates rules out most rows, and those few that are left go on by
-    themselves: they are no reason to go on with all the others. Where ``many`` had to go on to the
-    end in the tile before, the first group is not tried.
-
-    Returns:
-        Which rows, and whether many had to go on to the end.
-    """
-    groups, _, height = ours.shape
-    limit = jnp.float32(ball.limit)
-
-    def first() -> Float[Array, " R"]:
-        return _least(ours[0], theirs(jnp.int32(0), 1)[0], counts, ball)
-
-    if groups == 1:
-        return first() <= limit, jnp.bool_(False)
-    least = lax.cond(many, lambda: jnp.zeros((height,), jnp.float32), first)
-
-    def together() -> tuple[Bool[Array, " R"], Int[Array, ""]]:
-        step = 2 if groups > 2 and groups % 2 == 0 else 1
-        done = pairwise(ours, theirs, counts, ball, enough=_FEW, step=step)
-        return done.least <= limit, done.groups
-
-    def apart() -> tuple[Bool[Array, " R"], Int[Array, ""]]:
-        return least <= limit, jnp.int32(1)
-
-    can, done = lax.cond(jnp.sum(least <= limit, dtype=jnp.int32) > _FEW, together, apart)
-    row, number = rowwise.pack(jnp.arange(height, dtype=jnp.int32), can, 0, size=height)
-
-    def one(i: Array, near: Bool[Array, " R"]) -> Bool[Array, " R"]:
-        point = lax.dynamic_index_in_dim(ours, row[i], axis=2, keepdims=False)
-        own = lax.dynamic_index_in_dim(counts, row[i] if counts.shape[0] > 1 else 0, keepdims=False)
-        found = _is_near(point, theirs, own, ball)
-        return lax.dynamic_update_slice(near, found[None], (row[i],))
-
-    near = lax.cond(
-        (done < groups) & (number > 0), lambda: lax.fori_loop(0, number, one, can), lambda: can
-    )
-    return near, done == groups
-
-
-def _is_near(
-    point: Float[Array, "G S"],
-    theirs: Theirs,
-    counts: Bool[Array, " L"],
-    ball: Ball,
-) -> Bool[Array, ""]:
-    """Whether one point has something near it, of what counts."""
-    groups = point.shape[0]
-    limit = jnp.float32(ball.limit)
-
-    def add(sums: Array, first: Int[Array, ""], number: int) -> Array:
-        own = lax.dynamic_slice_in_dim(point, first, number)
-        other = theirs(first, number)
-        for k in itertools.product(range(number), range(_STRIDE)):
-            sums = ball.accumulate(sums, own[k] - other[k])
-        return sums
-
-    def unfinished(carry: tuple[Array, Array]) -> Array:
-        done, sums = carry
-        return (done < groups) & jnp.any(sums <= limit)
-
-    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        done, sums = carry
-        return done + _GROUPS, add(sums, done, _GROUPS)
-
-    # So many that a whole number of steps is left.
-    first = (groups - 1) % _GROUPS + 1
-    sums = add(jnp.where(counts, jnp.float32(0), jnp.float32(jnp.inf)), jnp.int32(0), first)
-    if first < groups:
-        _, sums = lax.while_loop(unfinished, step, (jnp.int32(first), sums))
-    return jnp.any(sums <= limit)
-
-
-def _least(
-    ours: Float[Array, "S R"],
-    theirs: Float[Array, "S L"],
-    counts: Bool[Array, "..."],
-    ball: Ball,
-) -> Float[Array, " R"]:
-    """Of each row, the least that is accumulated of one group of coordinates.
-
-    Sums that are not kept take half of the time of those that go to memory and back.
-    """
-    columns = counts.shape[-1]
-    rest = ((0, 0), (0, -columns % _LANES))
-    theirs, counts = jnp.pad(theirs, rest), jnp.pad(counts, rest)
-    least = jnp.full((ours.shape[-1], _LANES), jnp.inf, jnp.float32)
-    for first in range(0, columns, _LANES):
-        lanes = slice(first, first + _LANES)
-        sums = jnp.where(counts[:, lanes], jnp.float32(0), jnp.float32(jnp.inf))
         for k in range(_STRIDE):
-            sums = ball.accumulate(sums, ours[k][:, None] - theirs[k, None, lanes])
-        least = jnp.minimum(least, sums)
-    return jnp.min(least, axis=1)
+            sums = ball.accumulate(sums, one[k][:, None] - other[k][None])
+        return Sums(done + 1, sums, jnp.min(sums, axis=1)), *operands(done + 1)
+
+    sums = jnp.where(counts, jnp.float32(0), jnp.float32(jnp.inf))
+    sums = jnp.broadcast_to(sums, (height, counts.shape[-1]))
+    begin = Sums(jnp.int32(0), sums, jnp.zeros((height,), jnp.float32))
+    first = operands(begin.groups)
+    return lax.while_loop(unfinished, go_on, vary_with((begin, *first), counts, first))[0]
 
 
 def _columns(capacity: int) -> int:

@@ -17,10 +17,11 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.core import checks, fields, rowwise
+from jaxbuf.core import checks, fields
 from jaxbuf.core.points import Ball, Points, finite, pairwise
 from jaxbuf.core.ranking import to_rank
 from jaxbuf.core.slots import Occupancy
+from jaxbuf.core.varying import vary_with
 
 WithinBatch = Literal["suppress", "greedy"]
 Active = Literal["always", "full"]
@@ -160,7 +161,8 @@ class Diversity:
         # sort is never fused into what comes after it, so that the buffer's lowest score is read
         # before the add changes it, or XLA copies what holds it.
         key = jnp.where(offered, jnp.where(low, _LOW, ~to_rank(score)), _NOT_OFFERED)
-        key, order = rowwise.sort(key, 2**32)
+        row = jnp.arange(key.shape[0], dtype=jnp.int32)
+        key, order = lax.sort((key, row), num_keys=1)
         low, left = key == _LOW, key < _LOW
         count = jnp.where(active, jnp.sum(left, dtype=jnp.int32), jnp.int32(0))
         if self.cutoff < 0:
@@ -234,7 +236,7 @@ def _crowded(
         number = jnp.arange(height, dtype=jnp.int32)
         pairs = pairwise(
             block,
-            functools.partial(lax.dynamic_slice_in_dim, block),
+            functools.partial(lax.dynamic_index_in_dim, block, keepdims=False),
             number[None] < number[:, None],
             ball,
         )
@@ -245,11 +247,12 @@ def _crowded(
             beside = lax.dynamic_index_in_dim(near, i, keepdims=False) & offered & ~out
             return lax.dynamic_update_slice(out, (out[i] | jnp.any(beside))[None], (i,))
 
-        settled = lax.fori_loop(0, height, settle, before) & offered
+        settled = lax.fori_loop(0, height, settle, vary_with(before, near, offered)) & offered
         return lax.dynamic_update_slice(crowded, settled, (first,))
 
     steps = -(-count // height)
-    return lax.fori_loop(0, steps, tile, jnp.zeros_like(entering))[:rows]
+    nobody = vary_with(jnp.zeros_like(entering), ranked.blocks)
+    return lax.fori_loop(0, steps, tile, nobody)[:rows]
 
 
 def _parts(key: Any) -> tuple[Any, ...]:
