@@ -15,28 +15,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jaxbuf.core.varying import vary_with
 from tests import operations
 
 DEVICES = 4
 AXIS = "devices"
-
-# What loops over rows on a CPU, and carries through that loop what does not vary over devices at
-# first. Of each operation the buffers whose strategies do so.
-LOOPS = {
-    "add": {"diverse", "diverse-greedy-lowest", "windows-episodes"},
-    "add_plainly": {"diverse", "diverse-greedy-lowest", "windows-episodes"},
-    "sample": {"fresh", "fresh-prioritized", "windows-fresh", "windows-avoid", "mixture"},
-    "sample_range": {"fresh", "fresh-prioritized", "windows-fresh", "windows-avoid"},
-    "set_version": {
-        "fresh",
-        "fresh-prioritized",
-        "fresh-lowest-softmax",
-        "windows-fresh",
-        "mixture",
-    },
-    "sample_range_by_priority": {"fresh-prioritized", "windows-fresh", "windows-avoid"},
-    "add_to_some": {"windows-episodes"},
-}
 
 # Some that change a buffer, of each kind.
 RUN = [
@@ -58,13 +41,7 @@ def on_every_device(function, mesh):
     return jax.shard_map(on_one, mesh=mesh, in_specs=spec, out_specs=spec)
 
 
-def case(name, what):
-    loops = name in LOOPS.get(what, ())
-    marks = pytest.mark.xfail(reason="a loop over rows on a CPU", strict=True) if loops else ()
-    return pytest.param(name, what, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "what"), [case(*each) for each in operations.CASES])
+@pytest.mark.parametrize(("name", "what"), operations.CASES)
 def test_every_operation_passes_the_checks(name, what):
     _, function = operations.OPERATIONS[what]
 
@@ -76,6 +53,31 @@ def test_every_operation_passes_the_checks(name, what):
     out = jax.eval_shape(mapped, *jax.tree.map(of_devices, args))
     alone = jax.tree.map(of_devices, jax.eval_shape(function, *args))
     chex.assert_trees_all_equal_shapes_and_dtypes(out, alone)
+
+
+SAMPLING = [case for case in operations.CASES if case[1].startswith("sample")]
+
+
+@pytest.mark.parametrize("shared", ["buffer", "key"])
+@pytest.mark.parametrize(("name", "what"), SAMPLING)
+def test_sampling_passes_the_checks_where_devices_share_the_buffer_or_the_key(name, what, shared):
+    _, function = operations.OPERATIONS[what]
+    buffer, sample = operations.abstract(name)
+    key = jax.random.key(0)
+
+    def of_device(number):
+        mine = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (buffer, sample))
+        own = jax.random.fold_in(key, number[0])
+        if shared == "key":
+            mine, own = vary_with(mine, number), key
+        drawn = function(*mine, jnp.float32(1), own)
+        return jax.tree.map(lambda leaf: leaf[None], drawn)
+
+    spec = PartitionSpec(AXIS)
+    mesh = AbstractMesh((DEVICES,), (AXIS,))
+    mapped = jax.shard_map(of_device, mesh=mesh, in_specs=spec, out_specs=spec)
+    out = jax.eval_shape(mapped, jax.ShapeDtypeStruct((DEVICES,), jnp.int32))
+    assert all(leaf.shape[0] == DEVICES for leaf in jax.tree.leaves(out))
 
 
 def test_four_devices_do_what_one_does():

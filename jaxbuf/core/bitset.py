@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core import storage
+from jaxbuf.core.varying import vary_with
 
 _SHIFT = 5
 _WIDTH = 1 << _SHIFT
@@ -122,7 +123,8 @@ class Bitset(struct.PyTreeNode):
         word = storage.select(index >> _SHIFT, self.nodes)
         below = _bit(index) - jnp.uint32(1)
         count = lax.population_count(word & below).astype(jnp.int32)
-        return lax.fori_loop(0, len(starts) - 1, climb, (index >> _SHIFT, count))[1]
+        start = vary_with((index >> _SHIFT, count), self.nodes, index)
+        return lax.fori_loop(0, len(starts) - 1, climb, start)[1]
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
         """The members of these ranks, from 0 on; arbitrary for ranks that there are not."""
@@ -146,6 +148,7 @@ class Bitset(struct.PyTreeNode):
             return (node << _SHIFT) + child, rank - passed, value
 
         start = (jnp.zeros_like(rank), rank, jnp.zeros(rank.shape, jnp.uint32))
+        start = vary_with(start, self.nodes, rank)
         node, rank, word = lax.fori_loop(0, top + 1, descend, start)
         return jnp.minimum((node << _SHIFT) + _nth_bit(word, rank), self.capacity - 1)
 

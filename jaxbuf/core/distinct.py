@@ -65,7 +65,7 @@ def distinct(
 
     # A loop copies the scratch, whether or not it takes a step.
     items = more() if remove is None else lax.cond(filled < count, more, lambda: chosen)
-    return items, jnp.arange(batch_size, dtype=jnp.int32) < count
+    return items, vary_with(jnp.arange(batch_size, dtype=jnp.int32) < count, items)
 
 
 def first_of_each(
