@@ -28,7 +28,25 @@ MOST_MEMORY = 2 * 2**30
 MOST_CACHED = 2**30
 
 # Those that take longest begin first, so that no process is left with one of them at the end.
-FIRST = ("mpi", "tests/test_notebooks.py")
+FIRST = (
+    "mpi",
+    "tests/test_notebooks.py",
+    *(
+        f"tests/test_{name}.py"
+        for name in (
+            "debugging",
+            "trajectory",
+            "segment_tree",
+            "recent",
+            "episodes",
+            "contract_item",
+            "diversity",
+            "freshness",
+            "machines",
+            "mixture_parts",
+        )
+    ),
+)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -24,10 +24,14 @@ def integers(*values):
     return jnp.array(values, jnp.int32)
 
 
+@jax.jit
+def live_slots(buffer):
+    return buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
+
+
 def held(buffer):
     """The live items, sorted."""
-    live = buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
-    return sorted(np.asarray(buffer.data)[np.asarray(live)].tolist())
+    return sorted(np.asarray(buffer.data)[np.asarray(live_slots(buffer))].tolist())
 
 
 def names(buffer, items):
@@ -39,6 +43,8 @@ def names(buffer, items):
 
 mark = jax.jit(lambda buffer, slots: buffer.mark_used(slots))
 advance = jax.jit(lambda buffer, version: buffer.set_version(version))
+report = jax.jit(lambda buffer: buffer.metrics())
+told = jax.jit(lambda buffer, slots: (buffer.use_count(slots), buffer.staleness(slots)))
 in_session = jax.jit(lambda buffer, version, session: buffer.set_version(version, session=session))
 
 
@@ -336,9 +342,8 @@ def test_random_operations_against_the_model(capacity, max_use, max_staleness, c
         drawn = np.asarray(batch.data)[np.asarray(batch.valid)].tolist()
         assert all(twin.holds(number) for number in drawn)
         found = [twin.holds(number) for number in drawn]
-        count_of = np.asarray(buffer.use_count(batch.slots))[np.asarray(batch.valid)]
-        assert count_of.tolist() == [item.uses for item in found]
-        behind = np.asarray(buffer.staleness(batch.slots))[np.asarray(batch.valid)]
+        uses, behind = (np.asarray(row)[batch.valid] for row in told(buffer, batch.slots))
+        assert uses.tolist() == [item.uses for item in found]
         assert behind.tolist() == [version - item.version for item in found]
         buffer = mark(buffer, batch.slots)
         twin.mark_used(drawn)
@@ -348,7 +353,7 @@ def test_random_operations_against_the_model(capacity, max_use, max_staleness, c
         buffer = in_session(buffer, version, session)
         twin.set_version(version, session)
         assert held(buffer) == sorted(item.number for item in twin.live)
-        metrics = buffer.metrics()
+        metrics = jax.device_get(report(buffer))
         for name in ("refused_stale", "retired_used", "retired_stale"):
             assert metrics[name] == getattr(twin, name)
         assert metrics["use_max"] == max([item.uses for item in twin.live], default=0)

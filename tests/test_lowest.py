@@ -28,6 +28,9 @@ def integers(*values):
     return jnp.array(values, jnp.int32)
 
 
+report = jax.jit(lambda buffer: buffer.metrics())
+
+
 def held(buffer):
     """The items, sorted."""
     sample = jaxbuf.sample(buffer, jax.random.key(0), buffer.capacity)
@@ -163,7 +166,7 @@ def test_random_adds_against_the_model(capacity, rows):
         twin.add(items.tolist(), score.tolist(), mask)
         buffer = jaxbuf.add(buffer, items, score=score, mask=mask)
         assert held(buffer) == twin.data
-        metrics = buffer.metrics()
+        metrics = jax.device_get(report(buffer))
         assert (metrics["adds"], metrics["rejected"]) == (twin.adds, twin.rejected)
 
 
