@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jaxbuf
+from jaxbuf import testing
 from jaxbuf.io import checkpoint, records
 from tests import kill
 
@@ -42,9 +44,10 @@ def trajectories(length=8, num_envs=2, **options):
     return jaxbuf.TrajectoryBuffer.create(ITEM, num_envs, length, **options)
 
 
-def live_ids(buffer):
-    slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
-    return sorted(np.asarray(buffer.data["id"])[np.asarray(buffer.occupancy.live(slots))].tolist())
+def assert_ids(buffer, ids):
+    """The buffer is valid and holds the items of these numbers."""
+    testing.assert_valid(buffer)
+    testing.assert_holds(buffer, items(*ids))
 
 
 @jax.jit
@@ -104,14 +107,11 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, kind):
             lambda state, steps: jax.vmap(lambda one: run(one, steps))(state), static_argnums=1
         )
     keys = jax.random.split(jax.random.key(1), 2)
-    half = advance(init(keys if kind == "seeds" else keys[0]), 7)
-    jaxbuf.save(tmp_path / "run", half)
+    state, before = init(keys if kind == "seeds" else keys[0]), advance._cache_size()
+    testing.assert_resumes(advance, state, 7, steps=2, path=tmp_path / "run")
+    assert advance._cache_size() == before + 1, "what is loaded makes another program"
     abstract = jax.eval_shape(init, keys if kind == "seeds" else keys[0])
-    resumed = jaxbuf.load(tmp_path / "run", abstract)
-    assert_same(resumed, half)
-    before = advance._cache_size()
-    assert_same(advance(resumed, 7), advance(half, 7))
-    assert advance._cache_size() == before, "what is loaded makes another program"
+    assert_same(jaxbuf.load(tmp_path / "run", abstract), advance(state, 7))
 
 
 def test_a_queue_goes_on_where_it_was(tmp_path):
@@ -575,7 +575,7 @@ def test_another_capacity_keeps_the_newest(tmp_path, capacity, added):
     for i in range(capacity):
         new = jaxbuf.add(new, items(100 + i))
         everything = [*kept.tolist(), *range(100, 101 + i)]
-        assert live_ids(new) == sorted(everything[-capacity:])
+        assert_ids(new, everything[-capacity:])
 
 
 def test_another_capacity_of_many_seeds(tmp_path):
@@ -587,6 +587,7 @@ def test_another_capacity_of_many_seeds(tmp_path):
     jaxbuf.save(tmp_path, {"buffers": jax.vmap(fill)(ids)})
     like = jax.vmap(lambda _: item_buffer(2))(jnp.arange(2))
     new = jaxbuf.load(tmp_path, {"buffers": like}, resize=True)["buffers"]
+    testing.assert_valid(new)
     assert np.sort(new.data["id"], axis=1).tolist() == [[5, 6], [8, 9]]
 
 
@@ -598,14 +599,14 @@ def test_another_capacity_keeps_the_highest_scores(tmp_path, capacity):
     jaxbuf.save(tmp_path, old)
     new = jaxbuf.load(tmp_path, item_buffer(capacity, **options), resize=True)
     twin = sorted(range(10), key=lambda i: (score[i], i))[-min(8, capacity) :]
-    assert live_ids(new) == sorted(twin)
+    assert_ids(new, twin)
     live = np.arange(capacity) < len(twin)
     ids = np.asarray(new.data["id"])[live]
     np.testing.assert_array_equal(np.asarray(new.occupancy.score)[live], score[ids])
     np.testing.assert_array_equal(np.asarray(new.sampler_state.scores.leaves)[live], score[ids])
     # Of equal scores the older goes first, as if nothing had happened.
     new = jaxbuf.add(new, items(99), score=jnp.asarray([7.0]))
-    assert live_ids(new) == ([5, 8, 99] if capacity == 3 else sorted([*twin, 99]))
+    assert_ids(new, [5, 8, 99] if capacity == 3 else [*twin, 99])
 
 
 def test_softmax_forgets_a_largest_score_that_does_not_stay(tmp_path):
@@ -614,6 +615,7 @@ def test_softmax_forgets_a_largest_score_that_does_not_stay(tmp_path):
     old = jaxbuf.add(item_buffer(4, **options), items(0, 1, 2, 3), score=score)
     jaxbuf.save(tmp_path, old)
     new = jaxbuf.load(tmp_path, item_buffer(2, **options), resize=True)
+    testing.assert_valid(new)
     batch = jaxbuf.sample(new, jax.random.key(0), 64)
     assert bool(jnp.all(batch.valid))
     expected = {2: 1 / (1 + np.e), 3: np.e / (1 + np.e)}
@@ -628,6 +630,7 @@ def test_a_shorter_queue_keeps_those_who_came_first(tmp_path, waiting, kept):
     jaxbuf.save(tmp_path, queue)
     new = jaxbuf.load(tmp_path, jaxbuf.Queue.create(ITEM, 4), resize=True)
     assert new.metrics()["rejected"] == waiting - len(kept)
+    assert_ids(new, kept)
     new, batch = new.take(5)
     assert np.asarray(batch.data["id"])[np.asarray(batch.valid)].tolist() == kept
 
@@ -646,7 +649,7 @@ def test_another_length_keeps_the_newest_steps(tmp_path, length, period):
     jaxbuf.save(tmp_path, old)
     new = jaxbuf.load(tmp_path, trajectories(length, **options), resize=True)
     twin = [ids[env, :count][-min(8, length) :].tolist() for env, count in enumerate(counts)]
-    assert int(new.size) == sum(map(len, twin))
+    assert_ids(new, itertools.chain(*twin))
     # Windows start where they started: at even steps, if every other place is a start.
     windows = {
         tuple(ring[i : i + 3]): float(ring[i + 2])
@@ -682,6 +685,7 @@ def test_another_length_keeps_what_is_known_of_episodes(tmp_path, length):
     old = jaxbuf.add(create(8), rows)
     jaxbuf.save(tmp_path, old)
     new = jaxbuf.load(tmp_path, create(length), resize=True)
+    testing.assert_valid(new)
     # What a buffer holds that was as short from the beginning, or what the old one held.
     twin = jaxbuf.add(create(4), rows) if length == 4 else old
     kept = int(twin.size)
@@ -709,9 +713,9 @@ def test_another_capacity_keeps_what_is_known_of_points(tmp_path):
     old = jaxbuf.add(create(6), items(1, 1, 2, 3, 4, 5), score=jnp.zeros(6))
     jaxbuf.save(tmp_path, old)
     new = jaxbuf.load(tmp_path, create(4), resize=True)
-    assert live_ids(new) == [2, 3, 4, 5]
+    assert_ids(new, [2, 3, 4, 5])
     new = jaxbuf.add(new, items(5, 3, 9), score=jnp.zeros(3))
-    assert live_ids(new) == [3, 4, 5, 9]
+    assert_ids(new, [3, 4, 5, 9])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 from absl.testing import parameterized
 
 import jaxbuf
+from jaxbuf import testing
 from tests import reference
 from tests.reference_sampling import RecentItemBuffer
 
@@ -198,6 +199,7 @@ def run_in_python(name, operations, steps, transform):
     for t in range(steps):
         carry, out = function(carry, at(operations, t))
         seen.append(out)
+    testing.assert_valid(carry[0])
     return stack(seen)
 
 
@@ -241,6 +243,7 @@ def run_donated(name, operations):
         if operation["remember"]:
             remembered = sample.slots
         seen.append(out | {"updated": jax.device_get(buffer.metrics())})
+    testing.assert_valid(buffer)
     return stack(seen)
 
 
@@ -447,6 +450,7 @@ def test_scan_is_jitted(name):
     )
     assert_same(jitted(name), jax.tree.map(np.asarray, seen))
     assert final.size == jitted(name)["updated"]["size"][-1]
+    testing.assert_valid(final)
 
 
 @every_sampler
@@ -463,6 +467,7 @@ def test_vmap_is_jitted(name):
     for lane in range(LANES):
         assert_same(jitted(name, lane), jax.tree.map(lambda leaf, lane=lane: leaf[:, lane], seen))
     buffers, _ = carry
+    testing.assert_valid(buffers)
     np.testing.assert_array_equal(buffers.size, seen["updated"]["size"][-1])
     assert buffers.capacity == capacity_of(name)
 

@@ -14,6 +14,7 @@ import pytest
 import scipy.stats
 
 import jaxbuf
+from jaxbuf import testing
 from tests import reference
 
 SIGNIFICANCE = 1e-4
@@ -52,6 +53,18 @@ def assert_law(outcomes, probability):
     assert expected.min() > 5, "too few draws for a chi-square test"
     if possible.sum() > 1:
         assert scipy.stats.chisquare(counts[possible], expected).pvalue > SIGNIFICANCE
+
+
+def assert_draws(buffer, law, batch_size=1, rows=DRAWS, seed=0):
+    """Slots are drawn with these probabilities, and those beyond them never."""
+    testing.assert_distribution(
+        buffer,
+        jax.random.key(seed),
+        np.pad(law, (0, buffer.capacity - len(law))),
+        draws=rows // batch_size,
+        batch_size=batch_size,
+        significance=SIGNIFICANCE,
+    )
 
 
 def twin_of(sampler, priorities):
@@ -93,8 +106,7 @@ def test_a_single_draw_has_the_exact_law(name, how):
 def test_batches_follow_the_law_in_total(stratified, uniform_mix):
     # Stratified counts vary less than multinomial ones, so that chi-square is conservative there.
     sampler = jaxbuf.Prioritized(alpha=1.0, stratified=stratified, uniform_mix=uniform_mix)
-    drawn = samples(filled(sampler, PRIORITIES), 13, 2_000, seed=1)
-    assert_law(drawn.data, twin_of(sampler, PRIORITIES))
+    assert_draws(filled(sampler, PRIORITIES), twin_of(sampler, PRIORITIES), 13, seed=1)
 
 
 def test_every_row_of_an_unstratified_batch_has_the_law():
@@ -148,8 +160,7 @@ def test_uniform_after_wrapping():
     buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 5)
     for start in range(0, 12, 3):
         buffer = jaxbuf.add(buffer, jnp.arange(start, start + 3, dtype=jnp.int32))
-    drawn = samples(buffer, 4, DRAWS // 4, seed=7)
-    assert_law(drawn.data - 7, np.full(5, 0.2))
+    assert_draws(buffer, np.full(5, 0.2), 4, seed=7)
 
 
 def test_rows_of_a_uniform_batch_are_independent():
@@ -264,8 +275,7 @@ def test_alpha_zero_still_skips_zero_priorities():
 
 def test_the_mix_reaches_zero_priorities():
     sampler = jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.5)
-    drawn = samples(filled(sampler, (0.0, 1.0)), 1, DRAWS, seed=19)
-    assert_law(drawn.data, (0.25, 0.75))
+    assert_draws(filled(sampler, (0.0, 1.0)), (0.25, 0.75), seed=19)
 
 
 @pytest.mark.parametrize("priority", [1e-20, 1e-30, 3e-38])
@@ -317,15 +327,15 @@ def test_frequencies_follow_updates():
     )
     changed = np.array(PRIORITIES)
     changed[[0, 2, 4]] = (4.0, 0.0, 0.5)
-    assert_law(samples(buffer, 1, DRAWS, seed=23).data, changed / changed.sum())
+    assert_draws(buffer, changed / changed.sum(), seed=23)
 
 
 def test_every_slot_of_a_larger_buffer_is_reached():
     size = 3000
     sampler = jaxbuf.Prioritized(alpha=1.0, stratified=False)
     priorities = 1.0 + np.arange(size) % 3
-    drawn = samples(filled(sampler, priorities, 3500), 10_000, 20, seed=24)
-    assert_law(drawn.data, priorities / priorities.sum())
+    law = priorities / priorities.sum()
+    assert_draws(filled(sampler, priorities, 3500), law, 10_000, 200_000, seed=24)
 
 
 def test_lanes_of_a_vmapped_buffer_draw_each_from_its_own():

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxbuf
+from jaxbuf import testing
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.testing import structures
 from tests import reference, reference_trajectory
 
 PRIORITIES = [0.0, 1e-6, 0.25, 1.0, 3.0, 1e6, np.nan, -1.0, np.inf]
@@ -114,6 +116,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
+        assert not list(structures.tree_problems("tree", self.tree))
         values, nnz, roots = observe_tree(self.tree)
         expected = {op: self.twin.reduce(op) for op in self.ops}
         chex.assert_trees_all_equal((values, roots), (self.twin.values, expected))
@@ -188,6 +191,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
+        testing.assert_valid(self.queue)
+        testing.assert_holds(self.queue, np.array(self.twin.waiting, np.int32))
         counts = np.arange(self.CAPACITY + 2, dtype=np.int32)
         twin, held = self.twin, len(self.twin.waiting)
         metrics = {"size": held}
@@ -330,6 +335,7 @@ class ItemMachine(BufferMachine):
 
     @invariant()
     def agrees(self):
+        testing.assert_valid(self.buffer)
         twin = self.twin
         counts = np.arange(twin.capacity + 2, dtype=np.int32)
         sample, latest, metrics, can_sample = jax.device_get(observe_items(self.buffer, counts))
@@ -426,6 +432,7 @@ class TrajectoryMachine(BufferMachine):
 
     @invariant()
     def agrees(self):
+        testing.assert_valid(self.buffer)
         twin, windows = self.twin, self.twin.windows
         counts = np.arange(self.buffer.max_windows + 2, dtype=np.int32)
         sample, latest, metrics, size, can_sample = jax.device_get(

@@ -138,8 +138,8 @@ class Ranking(struct.PyTreeNode):
 
     def recomputed(self) -> Self:
         """The same, with every node above the leaves computed anew from its children."""
-        slot = jnp.arange(self.capacity, dtype=jnp.int32)
-        return self.replace(nodes=_ascend(self.capacity, self.nodes[None], slot[None])[0])
+        slot, zero = jnp.arange(self.capacity), self.counters[0] ^ jnp.uint32(1 << 31)
+        return self.replace(nodes=self._written(slot, self.nodes[: self.capacity], zero))
 
     def clear(self) -> Self:
         """No items. The numbers go on, so that slots sampled before stay stale."""

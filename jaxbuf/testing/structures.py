@@ -87,16 +87,11 @@ def tree_problems(name: str, tree: SegmentTree) -> Iterator[str]:
     if found:
         yield from found
         return
-    positive = np.sum(leaves > 0)
-    yield from first_wrong(
-        f"{name}.nnz", tree.nnz, tree.nnz != positive, f"{positive}, the number of positive leaves"
-    )
-    again = _set_again(tree)
-    for op in tree.ops:
-        ours, theirs = tree.root(op), again.root(op)
-        what = f"{theirs}, which is what the leaves say"
-        yield from first_wrong(f"{name}.root({op!r})", ours, ours != theirs, what)
-    for line in differing(name, tree, again, "which is what the nodes below say"):
+    again, said = _set_again(tree), "which is what the leaves say"
+    roots = {f"root({op!r})": (tree.root(op), again.root(op)) for op in tree.ops}
+    for label, (ours, theirs) in {**roots, "nnz": (tree.nnz, again.nnz)}.items():
+        yield from first_wrong(f"{name}.{label}", ours, ours != theirs, f"{theirs}, {said}")
+    for line in differing(name, tree, again, said):
         yield f"{line}: {_where(tree, again)}"
 
 
@@ -116,9 +111,8 @@ def _where(tree: SegmentTree, again: SegmentTree) -> str:
 
 @jax.jit
 def _set_again(tree: SegmentTree) -> SegmentTree:
-    """The tree after each leaf was set to what it is: every node is computed from its children."""
-    index = jnp.arange(tree.capacity, dtype=jnp.int32)
-    return tree.set(index, tree.leaves, contiguous=True)
+    """The same leaves, from which every node is computed anew."""
+    return tree.set_all(tree.leaves)
 
 
 @functools.partial(jax.jit, static_argnames="op")
