@@ -391,6 +391,15 @@ def test_a_batch_size_that_is_no_number_is_named_before_anything_is_compiled(bat
         jaxbuf.sample(filled(), jax.random.key(0), batch_size)
 
 
+@pytest.mark.parametrize("bound", ["start", "stop"])
+@pytest.mark.parametrize("number", [2**40, -(2**31) - 1])
+def test_a_range_that_int32_does_not_hold_is_named(bound, number):
+    rings = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 1, 8).add(jnp.arange(5)[None])
+    for buffer in (filled(), rings):
+        with pytest.raises(ValueError, match=f"{bound} is {number}; expected an integer from"):
+            buffer.sample_range(jax.random.key(0), 4, **{bound: number})
+
+
 def test_a_donated_buffer_says_so_and_what_to_do(tmp_path):
     gone = create()
     buffer = jaxbuf.add(gone, rows())

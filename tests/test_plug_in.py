@@ -134,3 +134,15 @@ def test_a_foreign_evictor_decides_what_stays():
     batch = jaxbuf.sample(buffer, jax.random.key(0), 6)
     assert int(buffer.size) == 3
     assert sorted(np.asarray(batch.data)[np.asarray(batch.valid)].tolist()) == [1, 2, 3]
+
+
+def test_a_foreign_sampler_of_windows_must_be_told_of_them():
+    class Known(LeastUpdated):
+        def probability(self, state, index, occupancy):
+            return jnp.ones(index.shape)
+
+    for sampler in (LeastUpdated(), jaxbuf.Recent(0.5, 2, Known())):
+        with pytest.raises(ValueError, match=r"windows that come and go .* give it a method slid"):
+            jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sampler=sampler)
+        # Items stay where they are until others take their place.
+        jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler)

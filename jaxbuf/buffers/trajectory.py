@@ -18,6 +18,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
 from jaxbuf.strategies.freshness import TOO_OLD, Freshness, FreshnessState
+from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Draw, Support, Uniform, WindowSampler
 
 
@@ -117,9 +118,9 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         Raises:
             ValueError: If a number is not an integer of at least 1, a window is longer than a ring,
                 ``length`` is no multiple of ``period``, too many steps are ignored, there are more
-                than 2**30 steps, the sampler needs scores, ``example`` holds anything but arrays,
-                or ``episodes`` names a field that is missing, of another shape, or of the wrong
-                dtype.
+                than 2**30 steps, the sampler needs scores or is no ``WindowSampler``, ``example``
+                holds anything but arrays, or ``episodes`` names a field that is missing, of another
+                shape, or of the wrong dtype.
         """
         num_envs = common.check_count("num_envs", num_envs)
         length = common.check_count("length", length)
@@ -138,6 +139,12 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         common.check_sampler(sampler)
         if sampler.uses_score:
             raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
+        told = sampler.base if isinstance(sampler, Recent) else sampler
+        if not hasattr(told, "slid"):
+            raise ValueError(
+                f"{told} cannot be told of windows that come and go as steps are written; give "
+                "it a method slid (see WindowSampler)"
+            )
         common.check_parts(episodes=episodes, freshness=freshness)
         data = storage.allocate(example, (num_envs, length))
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)

@@ -137,7 +137,8 @@ class Holder(Generic[State]):
             items: What to add.
             mask: Which rows to take; those masked out must fit as well.
             timeout: As for ``apply``.
-            **options: Those of the buffer's own ``add``: ``priority``, or the ``part`` of a
+            **options: Those of the buffer's own ``add``: ``priority``, ``score``, ``version``,
+                ``session``, the ``env_ids`` of a ``TrajectoryBuffer``, or the ``part`` of a
                 ``Mixture``.
 
         Raises:
