@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxbuf
+import jaxbuf.compat.flashbax as fbx
+from jaxbuf.adapters import rollout
 
 ROWS = 4
 
@@ -49,6 +51,7 @@ class Things:
     batch: Any
     windows: Any
     groups: Any
+    offline: Any
 
     @classmethod
     def make(cls):
@@ -82,6 +85,7 @@ class Things:
             batch=jaxbuf.Sample(rows(ROWS), slots, probability, valid),
             windows=rows(ROWS, 3),
             groups=jaxbuf.ItemBuffer.create(step(), 8),
+            offline=jaxbuf.ItemBuffer.create({"obs": jnp.zeros(2), "reward": jnp.float32(0)}, 8),
         )
 
 
@@ -226,6 +230,8 @@ LEGAL: dict[str, set[str]] = {
     "above 0 to 1 or none": {"half", "scalar", "none"},
     "just functions": {"function"},
     "function": {"class", "strategy class", "function"},
+    "function that is called": {"class", "strategy class", "function"},
+    "episodes of a dataset": set(),
     "function or none": {"class", "strategy class", "function", "none"},
     "environments": {"none", "integers", "list"},
     "steps": {"zero", "negative", "integers", "slots", "bad slots"},
@@ -272,6 +278,22 @@ RANGE = {
 UPDATE = {"slots": SLOTS, "priority": (ZEROS, "rows"), "mask": (MASK, "rows or none")}
 VERSION = {"version": (COUNTS, "rows or none"), "session": (COUNTS, "rows or none")}
 FLAGS = {"terminated": ("terminated", "field there"), "truncated": (None, "field there or none")}
+FBX_WINDOWS = {
+    "add_batch_size": (2, "count"),
+    "sample_batch_size": (2, "count"),
+    "sample_sequence_length": (2, "count"),
+    "period": (1, "count"),
+    "min_length_time_axis": (2, "count from 0"),
+    "max_length_time_axis": (8, "count"),
+}
+FBX_ITEMS = {
+    "max_length": (8, "count"),
+    "min_length": (2, "count from 0"),
+    "sample_batch_size": (2, "count"),
+    "add_sequences": (True, "flag"),
+}
+FBX_PAIRS = {"add_batch_size": (None, "count or none")}
+FBX_EXPONENT = {"priority_exponent": (0.5, "fraction")}
 
 
 def achieved(row, step):
@@ -540,6 +562,44 @@ CALLS: dict[str, Call] = {
         inserts_per_sample=((0.5, 2.0), "pair"),
         window=(30.0, "above 0"),
         min_batches=(1.0, "at least 1"),
+    ),
+    # The layer for programs written for flashbax.
+    "make_trajectory_buffer": call(fbx.make_trajectory_buffer, **FBX_WINDOWS),
+    "make_prioritised_trajectory_buffer": call(
+        fbx.make_prioritised_trajectory_buffer, **FBX_WINDOWS, **FBX_EXPONENT
+    ),
+    "make_flat_buffer": call(fbx.make_flat_buffer, **FBX_ITEMS, **FBX_PAIRS),
+    "make_prioritised_flat_buffer": call(
+        fbx.make_prioritised_flat_buffer, **FBX_ITEMS, **FBX_PAIRS, **FBX_EXPONENT
+    ),
+    "make_item_buffer": call(fbx.make_item_buffer, **FBX_ITEMS, add_batches=(True, "flag")),
+    "make_prioritised_item_buffer": call(
+        fbx.make_prioritised_item_buffer,
+        **FBX_ITEMS,
+        **FBX_EXPONENT,
+        add_batches=(True, "flag"),
+    ),
+    "make_trajectory_queue": call(
+        fbx.make_trajectory_queue,
+        max_length_time_axis=(8, "count"),
+        add_batch_size=(2, "count"),
+        add_sequence_length=(2, "count"),
+        sample_sequence_length=(2, "count"),
+    ),
+    # Environments and their datasets.
+    "rollout": call(
+        rollout,
+        step=(lambda carry, key: (carry, {"obs": carry}), "function that is called"),
+        carry=(ZEROS, "pytree"),
+        key=(KEY, "key"),
+        num_steps=(3, "count"),
+    ),
+    "from_minari": call(
+        jaxbuf.from_minari,
+        host=True,
+        dataset=([], "episodes of a dataset"),
+        buffer=(THINGS.offline, "buffer to add to"),
+        rows_at_a_time=(4, "count"),
     ),
     # Methods.
     "ItemBuffer.add": of(

@@ -7,6 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from jaxbuf.buffers.common import check_key
+from jaxbuf.core.checks import name_of
+from jaxbuf.core.sizes import check_count
+
 Carry = TypeVar("Carry")
 
 
@@ -29,6 +33,9 @@ def rollout(
         Where they stand then, and what is to be stored, leaves ``[E, T, ...]``. For an
         ``ItemBuffer`` fold both axes into one, ``leaf.reshape(-1, *leaf.shape[2:])``.
 
+    Raises:
+        ValueError: If ``step`` is no function, ``key`` not one key or ``num_steps`` below 1.
+
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
         >>> from jaxbuf.adapters import rollout
@@ -41,6 +48,10 @@ def rollout(
         >>> int(buffer.add(steps).size)
         6
     """
+    if not callable(step):
+        raise ValueError(f"step is {name_of(step)}; expected a function")
+    check_key(key)
+    num_steps = check_count("num_steps", num_steps)
     carry, steps = jax.lax.scan(step, carry, jax.random.split(key, num_steps))
     stored: Any = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), steps)
     return carry, stored

@@ -52,6 +52,8 @@ from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.trajectory import Steps
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
 from jaxbuf.core import describe
+from jaxbuf.core.checks import check_flag, check_fraction
+from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.samplers import Prioritized, Uniform, WindowSampler
 
@@ -309,6 +311,12 @@ def make_trajectory_buffer(
         >>> bool(buffer.can_sample(state)), batch.experience["obs"].shape
         (True, (4, 3, 5))
     """
+    _check_counts(
+        add_batch_size=add_batch_size,
+        sample_batch_size=sample_batch_size,
+        sample_sequence_length=sample_sequence_length,
+        period=period,
+    )
     least, length = _lengths(
         add_batch_size,
         sample_sequence_length,
@@ -354,8 +362,13 @@ def make_prioritised_trajectory_buffer(
         ValueError: As ``make_trajectory_buffer``, or if the exponent is out of its range.
     """
     del device
-    if not 0 <= priority_exponent <= 1:
-        raise ValueError(f"priority_exponent is {priority_exponent}; expected from 0 to 1")
+    check_fraction("priority_exponent", priority_exponent)
+    _check_counts(
+        add_batch_size=add_batch_size,
+        sample_batch_size=sample_batch_size,
+        sample_sequence_length=sample_sequence_length,
+        period=period,
+    )
     least, length = _lengths(
         add_batch_size,
         sample_sequence_length,
@@ -537,12 +550,19 @@ def make_trajectory_queue(
     Raises:
         ValueError: If more steps are taken at a time than fit.
     """
-    length = max_length_time_axis
-    if max_size is not None:
+    _check_counts(
+        add_batch_size=add_batch_size,
+        add_sequence_length=add_sequence_length,
+        sample_sequence_length=sample_sequence_length,
+    )
+    if max_size is None:
+        length = check_count("max_length_time_axis", max_length_time_axis)
+    else:
         length = _length_of(max_size, add_batch_size)
     if sample_sequence_length > length:
         raise ValueError(
-            f"sample_sequence_length is {sample_sequence_length}, but a row has {length} steps"
+            f"sample_sequence_length is {sample_sequence_length}, but a row has {length} steps; "
+            "choose a smaller one"
         )
 
     def init(experience: PyTree) -> TrajectoryQueueState:
@@ -595,8 +615,7 @@ def make_mixer(
         )
     if any(type(buffer) is not type(buffers[0]) for buffer in buffers):
         raise ValueError("buffers are of different kinds; expected all with priorities or none")
-    if sample_batch_size < 1:
-        raise ValueError(f"sample_batch_size is {sample_batch_size}; expected at least 1")
+    check_count("sample_batch_size", sample_batch_size)
     counts = [int(share / sum(proportions) * sample_batch_size) for share in proportions]
     counts[0] += sample_batch_size - sum(counts)
 
@@ -650,6 +669,8 @@ def _init(
 
 def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..., Any]:
     """An ``add`` of what may lack an axis for the batch, or for time."""
+    check_flag("add_batches", batches)
+    check_flag("add_sequences", sequences)
 
     def shaped(leaf: Any) -> Array:
         array = jnp.asarray(leaf)
@@ -699,12 +720,13 @@ def _set_priorities(
 def _prioritised(
     state: TrajectoryBufferState, drawn: Sample, experience: PyTree[Array], kind: type[Any]
 ) -> Any:
+    _, priorities = state.buffer.sampler_state.read(drawn.slots.index)
     return kind(
         experience=experience,
         valid=drawn.valid,
         indices=drawn.slots.index,
         probabilities=drawn.probability,
-        priorities=state.buffer.sampler_state.get(drawn.slots.index),
+        priorities=jnp.where(drawn.valid, priorities, 0.0),
         slots=drawn.slots,
     )
 
@@ -717,7 +739,14 @@ def _step(windows: PyTree[Array], number: int) -> PyTree[Array]:
     return jax.tree.map(lambda leaf: leaf[:, number], windows)
 
 
+def _check_counts(**counts: Any) -> None:
+    """Raise ``ValueError`` unless all of these are integers of at least 1."""
+    for name, value in counts.items():
+        check_count(name, value)
+
+
 def _length_of(max_size: int, add_batch_size: int) -> int:
+    check_count("max_size", max_size)
     length = max_size // add_batch_size
     warnings.warn(
         f"max_size is {max_size}, so rows have max_size // add_batch_size = {length} steps",
@@ -738,8 +767,10 @@ def _lengths(
     if (max_size is None) == (length is None):
         raise ValueError("give max_length_time_axis or max_size, one of the two")
     if max_size is not None:
-        length = _length_of(max_size, add_batch_size)
-    rows = int(length or 0)
+        rows = _length_of(max_size, add_batch_size)
+    else:
+        rows = check_count("max_length_time_axis", length)
+    check_count("min_length_time_axis", least, least=0)
     if sequence_length > least:
         warnings.warn(
             f"min_length_time_axis is {least}, but windows have {sequence_length} steps, so that "
@@ -771,9 +802,11 @@ def _of_pairs(
     max_length: int, min_length: int, sample_batch_size: int, add_batch_size: int | None
 ) -> dict[str, int]:
     """The arguments of a buffer of windows that makes one of pairs."""
-    rows = 1 if add_batch_size is None else add_batch_size
+    rows = 1 if add_batch_size is None else check_count("add_batch_size", add_batch_size)
+    _check_items(max_length, min_length, sample_batch_size)
     length, least = max_length // rows, min_length // rows + 1
-    _check_items(max_length, least, sample_batch_size)
+    if least > max_length:
+        raise ValueError(f"min_length is {min_length}, but max_length only {max_length}")
     if length < 2:
         raise ValueError(
             f"max_length is {max_length} and add_batch_size {rows}, so rows have "
@@ -803,6 +836,8 @@ def _of_items(max_length: int, min_length: int, sample_batch_size: int) -> dict[
 
 
 def _check_items(max_length: int, min_length: int, sample_batch_size: int) -> None:
+    _check_counts(max_length=max_length, sample_batch_size=sample_batch_size)
+    check_count("min_length", min_length, least=0)
     if sample_batch_size > max_length:
         raise ValueError(
             f"sample_batch_size is {sample_batch_size}, but max_length only {max_length}"

@@ -5,7 +5,7 @@ References:
 """
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -13,8 +13,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxbuf.buffers import ops
+from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import numbers, storage
+from jaxbuf.core.checks import name_of
+from jaxbuf.core.sizes import check_count
 from jaxbuf.io import resizing
 
 Buffer = TypeVar("Buffer", bound=Any)
@@ -40,12 +43,15 @@ def from_minari(dataset: Any, buffer: Buffer, *, rows_at_a_time: int = 1024) -> 
         rows_at_a_time: How many rows are added in one step.
 
     Raises:
-        ValueError: If the buffer's items are no such dict, or a shape differs.
+        ValueError: If the buffer's items are no such dict, or a shape differs, or the dataset holds
+            no episodes.
     """
+    check_options(buffer, "add", {})
+    rows_at_a_time = check_count("rows_at_a_time", rows_at_a_time)
     fields = buffer.data
     if not isinstance(fields, dict) or not set(fields) <= set(_FIELDS):
         raise ValueError(
-            f"the items of the buffer are {jax.tree.structure(fields)}; expected a dict with any "
+            f"the items of buffer are {jax.tree.structure(fields)}; expected a dict with any "
             f"of {', '.join(_FIELDS)}"
         )
     skip = 2 if isinstance(buffer, TrajectoryBuffer) else 1
@@ -96,8 +102,22 @@ def to_minari(dataset_id: str, source: Any, **options: Any) -> Any:
     return minari.create_dataset_from_buffers(dataset_id, buffers, **options)
 
 
-def _episodes(dataset: Any) -> Iterable[Any]:
-    return dataset.iterate_episodes() if hasattr(dataset, "iterate_episodes") else dataset
+def _episodes(dataset: Any) -> Iterator[Any]:
+    whole = hasattr(dataset, "iterate_episodes")
+    try:
+        every = iter(dataset.iterate_episodes() if whole else dataset)
+    except TypeError as error:
+        raise ValueError(
+            f"dataset is {name_of(dataset)}; expected what minari.load_dataset returns, or another "
+            "iterable of episodes"
+        ) from error
+    needed = ("observations", "actions", "rewards", "terminations", "truncations")
+    for episode in every:
+        if not all(hasattr(episode, name) for name in needed):
+            raise ValueError(
+                f"dataset holds {name_of(episode)}; expected episodes with {', '.join(needed)}"
+            )
+        yield episode
 
 
 def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
