@@ -469,7 +469,9 @@ def test_bad_use():
 
 def test_a_sampler_that_cannot_let_go_is_refused():
     class Stubborn(jaxbuf.Prioritized):
-        slid = property()
+        remove = jaxbuf.strategies.Sampler.remove
 
     with pytest.raises(ValueError, match="cannot be told that an item retires; give it a method"):
         create(jaxbuf.Freshness(max_use=1), 3, Stubborn())
+    with pytest.raises(ValueError, match="cannot be told that a window is gone"):
+        jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 8, sampler=Stubborn())

@@ -10,7 +10,7 @@ from flax import struct
 
 import jaxbuf
 from jaxbuf.core.slots import Ring
-from jaxbuf.strategies.samplers import Draw, Support
+from jaxbuf.strategies import Draw, Evictor, KnownSampler, Sampler
 
 
 class Counts(struct.PyTreeNode):
@@ -21,11 +21,10 @@ class Counts(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class LeastUpdated:
+class LeastUpdated(Sampler):
     """Draws the live items whose priority has been updated least often, lowest slot first."""
 
     uses_priority = True
-    uses_score = False
 
     def init(self, capacity):
         return Counts(seen=jnp.zeros(capacity, jnp.int32), last=jnp.zeros(capacity))
@@ -33,16 +32,13 @@ class LeastUpdated:
     def accepts(self, value):
         return value < 100
 
-    def added(self, state, index, value, *, contiguous):
-        del value, contiguous
+    def on_add(self, state, index, value):
+        del value
         return state.replace(seen=state.seen.at[index].set(0, mode="drop"))
 
-    def updated(self, state, index, value):
+    def set_priority(self, state, index, value):
         seen = state.seen.at[index].add(1, mode="drop")
         return Counts(seen=seen, last=state.last.at[index].set(value, mode="drop"))
-
-    def cleared(self, state):
-        return jax.tree.map(jnp.zeros_like, state)
 
     def draw(self, state, key, batch_size, occupancy):
         del key
@@ -52,20 +48,14 @@ class LeastUpdated:
         valid = jnp.arange(batch_size) < occupancy.size
         return Draw(index, jnp.ones(batch_size), valid)
 
-    def support(self, state, occupancy):
-        del state
-        return Support(occupancy.size, jnp.float32(1))
-
     def metrics(self, state, occupancy):
         del occupancy
         return {"updates": jnp.sum(state.seen)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Halves:
+class Halves(Evictor):
     """A ring that uses only the first half of the slots."""
-
-    uses_score = False
 
     def init(self, capacity):
         return HalfRing(ring=Ring.create(capacity // 2), capacity=capacity)
@@ -137,12 +127,12 @@ def test_a_foreign_evictor_decides_what_stays():
 
 
 def test_a_foreign_sampler_of_windows_must_be_told_of_them():
-    class Known(LeastUpdated):
+    class Known(LeastUpdated, KnownSampler):
         def probability(self, state, index, occupancy):
             return jnp.ones(index.shape)
 
     for sampler in (LeastUpdated(), jaxbuf.Recent(0.5, 2, Known())):
-        with pytest.raises(ValueError, match=r"windows that come and go .* give it a method slid"):
+        with pytest.raises(ValueError, match="that a window is gone; give it a method remove"):
             jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sampler=sampler)
         # Items stay where they are until others take their place.
         jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler)

@@ -20,7 +20,9 @@ from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Oldest
 from jaxbuf.strategies.freshness import Freshness
-from jaxbuf.strategies.samplers import Draw, Sampler, Uniform, points, without
+from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler
+from jaxbuf.strategies.recent import Recent
+from jaxbuf.strategies.samplers import Uniform, points, without
 
 AnyBuffer = TypeVar("AnyBuffer", bound=Any)
 
@@ -51,7 +53,7 @@ def check_key(key: Any) -> None:
     """
     dtype = getattr(key, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    shape = getattr(key, "shape", None)
+    shape: Any = getattr(key, "shape", None)
     one = shape == () if typed else dtype == np.uint32 and np.size(shape) == 1
     if one and not isinstance(key, jax.ShapeDtypeStruct):
         return
@@ -103,25 +105,39 @@ def check_sampler(sampler: Any) -> None:
     """Refuse what cannot draw.
 
     Raises:
-        ValueError: If it is a class, or has no method ``draw``.
+        ValueError: If it is no ``Sampler``.
     """
-    if isinstance(sampler, type) or not hasattr(sampler, "draw"):
+    if not isinstance(sampler, Sampler):
         raise ValueError(
-            f"sampler is {checks.name_of(sampler)}; expected a sampler such as {Uniform()}"
+            f"sampler is {checks.name_of(sampler)}; expected a sampler such as {Uniform()}, or one "
+            "of your own that derives from jaxbuf.strategies.Sampler"
+        )
+
+
+def check_removes(sampler: Sampler, what: str) -> None:
+    """Refuse a sampler with priorities that goes on drawing what is gone.
+
+    Raises:
+        ValueError: If it has no method ``remove`` of its own.
+    """
+    told = sampler.base if isinstance(sampler, Recent) else sampler
+    if told.uses_priority and type(told).remove is Sampler.remove:
+        raise ValueError(
+            f"{told} cannot be told that {what}; give it a method remove (see "
+            "jaxbuf.strategies.Sampler)"
         )
 
 
 def check_evictor(evictor: Any) -> None:
-    """Refuse what does not choose the item that goes: other strategies have an ``init``, too.
+    """Refuse what does not choose the item that goes.
 
     Raises:
-        ValueError: If it is a class, lacks what an evictor has, or is a sampler or a filter.
+        ValueError: If it is no ``Evictor``.
     """
-    has = all(hasattr(evictor, name) for name in ("init", "uses_score"))
-    other = isinstance(evictor, type | Diversity) or hasattr(evictor, "draw")
-    if other or not has:
+    if not isinstance(evictor, Evictor):
         raise ValueError(
-            f"evictor is {checks.name_of(evictor)}; expected an evictor such as {Oldest()}"
+            f"evictor is {checks.name_of(evictor)}; expected an evictor such as {Oldest()}, or one "
+            "of your own that derives from jaxbuf.strategies.Evictor"
         )
 
 
@@ -224,10 +240,10 @@ def _pick_by_priority(
     """Rows from an age range by the probabilities that the sampler gives its items."""
     sampler = buffer.sampler
     needs_priority(sampler, "by_priority is True")
-    if not hasattr(sampler, "probability"):
+    if not isinstance(sampler, KnownSampler):
         raise ValueError(
             f"by_priority is True, but {sampler} cannot tell the probability of items it did not "
-            "draw; give it a method probability (see KnownSampler)"
+            "draw; derive it from jaxbuf.strategies.KnownSampler"
         )
     capacity = ages.most * ages.count.shape[0]
     rank = jnp.arange(capacity, dtype=jnp.int32)
@@ -354,5 +370,5 @@ def set_priority(
         taken &= storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
     legal = sampler.accepts(value)
     index = jnp.where(taken & legal, slots.index, capacity)
-    state = sampler.updated(jax.lax.stop_gradient(state), index, value)
+    state = sampler.set_priority(jax.lax.stop_gradient(state), index, value)
     return state, jnp.sum(taken & ~legal, dtype=jnp.uint32)

@@ -10,15 +10,16 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.retire import Retiring, can_retire
+from jaxbuf.buffers.retire import Retiring
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage, trees
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
-from jaxbuf.strategies.evictors import Evictor, Oldest
+from jaxbuf.strategies.evictors import Oldest
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
-from jaxbuf.strategies.samplers import Draw, Sampler, Support, Uniform
+from jaxbuf.strategies.protocols import Draw, Evictor, Sampler, Support
+from jaxbuf.strategies.samplers import Uniform
 
 
 class ItemBuffer(Retiring, struct.PyTreeNode):
@@ -98,13 +99,9 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         data = storage.allocate(example, (capacity,))
         occupancy = evictor.init(capacity)
         if freshness is not None:
-            if not can_retire(sampler):
-                raise ValueError(
-                    f"{sampler} cannot be told that an item retires; give it a method slid (see "
-                    "WindowSampler), or leave out freshness"
-                )
+            common.check_removes(sampler, "an item retires")
             occupancy = Subset.create(occupancy, capacity)
-        if getattr(sampler, "uses_age", False):
+        if sampler.uses_age:
             common.needs_order(occupancy, f"{sampler}")
         return cls(
             data=data,
@@ -230,11 +227,8 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         return self.replace(
             data=storage.write(self.data, items, index),
             occupancy=occupancy,
-            sampler_state=self.sampler.added(
-                jax.lax.stop_gradient(self.sampler_state),
-                index,
-                value,
-                contiguous=taken is None and rows <= self.capacity,
+            sampler_state=self.sampler.on_add(
+                jax.lax.stop_gradient(self.sampler_state), index, value
             ),
             counters=self.counters + jnp.stack([added, rejected]),
             diversity_state=diversity_state,
@@ -389,7 +383,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         return self.replace(
             data=jax.tree.map(jnp.zeros_like, self.data),
             occupancy=self.occupancy.clear(),
-            sampler_state=self.sampler.cleared(self.sampler_state),
+            sampler_state=self.sampler.init(self.capacity),
             counters=self.counters.copy(),
             diversity_state=jax.tree.map(jnp.copy, self.diversity_state),
             freshness_state=self.freshness.cleared(self.freshness_state) if self.freshness else (),

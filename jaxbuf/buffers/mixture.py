@@ -27,7 +27,7 @@ from jaxbuf.buffers.parts import (
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.slots import Slots, scale_word
-from jaxbuf.strategies.samplers import Support
+from jaxbuf.strategies.protocols import Support
 
 
 @dataclasses.dataclass(frozen=True)

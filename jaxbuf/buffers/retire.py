@@ -196,12 +196,7 @@ class Retiring:
         retired = (before.size - occupancy.size).astype(jnp.uint32)
         counters = freshness_state.counters.at[counter].add(retired)
         freshness_state = freshness_state.replace(counters=counters)
-        return forget(self.sampler, state, gone), occupancy, freshness_state
-
-
-def can_retire(sampler: Any) -> bool:
-    """Whether a sampler can be told that an item is gone."""
-    return hasattr(sampler, "slid") or not sampler.uses_priority
+        return self.sampler.remove(state, gone), occupancy, freshness_state
 
 
 def uses_and_staleness(buffer: Retiring, slots: Slots) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
@@ -213,15 +208,3 @@ def uses_and_staleness(buffer: Retiring, slots: Slots) -> tuple[Int[Array, " B"]
     version, uses = buffer.freshness.look(state, slots.index)
     here = buffer.occupancy.holds(slots)
     return jnp.where(here, uses, 0), jnp.where(here, state.version - version, 0)
-
-
-def forget(sampler: Any, state: Any, index: Int[Array, " B"]) -> Any:
-    """The sampler's state without the items at ``index``."""
-    if hasattr(sampler, "slid"):
-        # Slots whose item is gone are to a sampler what windows are that a write position broke.
-        nothing = jnp.zeros((0,), jnp.int32)
-        return sampler.slid(state, nothing, None, index)
-    if sampler.uses_score:
-        lowest = jnp.full(index.shape, -jnp.inf, jnp.float32)
-        return sampler.added(state, index, lowest, contiguous=False)
-    return state

@@ -14,7 +14,7 @@ from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
-from jaxbuf.strategies.samplers import Support
+from jaxbuf.strategies.protocols import Support
 
 Normalize = Literal["batch", "buffer", "mean"]
 

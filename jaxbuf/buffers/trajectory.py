@@ -18,8 +18,8 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.subset import Subset
 from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
 from jaxbuf.strategies.freshness import TOO_OLD, Freshness, FreshnessState
-from jaxbuf.strategies.recent import Recent
-from jaxbuf.strategies.samplers import Draw, Support, Uniform, WindowSampler
+from jaxbuf.strategies.protocols import Draw, Sampler, Support
+from jaxbuf.strategies.samplers import Uniform
 
 
 class Steps(struct.PyTreeNode):
@@ -75,7 +75,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
     sampler_state: Any
     counters: UInt[Array, " 2"]
     episode_index: EpisodeIndex | None
-    sampler: WindowSampler = struct.field(pytree_node=False)
+    sampler: Sampler = struct.field(pytree_node=False)
     freshness_state: Any = ()
     freshness: Freshness | None = struct.field(pytree_node=False, default=None)
 
@@ -93,7 +93,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         sequence_length: int = 1,
         period: int = 1,
         num_earliest_ignored: int = 0,
-        sampler: WindowSampler = Uniform(),
+        sampler: Sampler = Uniform(),
         episodes: Episodes | None = None,
         freshness: Freshness | None = None,
     ) -> Self:
@@ -137,14 +137,9 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
                 f"length is {length} and period {period}; length must be a multiple of period"
             )
         common.check_sampler(sampler)
+        common.check_removes(sampler, "a window is gone")
         if sampler.uses_score:
             raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
-        told = sampler.base if isinstance(sampler, Recent) else sampler
-        if not hasattr(told, "slid"):
-            raise ValueError(
-                f"{told} cannot be told of windows that come and go as steps are written; give "
-                "it a method slid (see WindowSampler)"
-            )
         common.check_parts(episodes=episodes, freshness=freshness)
         data = storage.allocate(example, (num_envs, length))
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
@@ -152,7 +147,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         avoids = episodes is not None and episodes.boundary == "avoid"
         picks = avoids or freshness is not None
         occupancy = Subset.create(rings, slots) if picks else rings
-        if getattr(sampler, "uses_age", False):
+        if sampler.uses_age:
             common.needs_order(occupancy, f"{sampler}")
         return cls(
             data=data,
@@ -301,7 +296,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         return self.replace(
             data=_unfold(storage.write(_fold(self.data), _fold(steps), target.reshape(-1)), self),
             occupancy=self._seen(rings, completed, broken),
-            sampler_state=self.sampler.slid(
+            sampler_state=self.sampler.on_slide(
                 jax.lax.stop_gradient(self.sampler_state),
                 completed.reshape(-1),
                 None if value is None else value.reshape(-1),
@@ -478,7 +473,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             return self.replace(
                 data=jax.tree.map(jnp.zeros_like, self.data),
                 occupancy=self.occupancy.clear(),
-                sampler_state=self.sampler.cleared(self.sampler_state),
+                sampler_state=self.sampler.init(self.rings.capacity),
                 counters=self.counters.copy(),
                 episode_index=None if self.episode_index is None else self.episode_index.clear(),
                 freshness_state=self.freshness.cleared(self.freshness_state)
@@ -696,7 +691,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
             occupancy=self._seen(rings, nothing, gone),
-            sampler_state=self.sampler.slid(state, nothing, None, gone.reshape(-1)),
+            sampler_state=self.sampler.remove(state, gone.reshape(-1)),
         )
 
     def _seen(self, rings: Rings, completed: Int[Array, "..."], broken: Int[Array, "..."]) -> Any:
@@ -781,7 +776,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             )
         rings, come, gone = self.rings.resize(size)
         state = jax.lax.stop_gradient(self.sampler_state)
-        state = self.sampler.slid(state, come.reshape(-1), None, gone.reshape(-1))
+        state = self.sampler.on_slide(state, come.reshape(-1), None, gone.reshape(-1))
         return self.replace(occupancy=rings, sampler_state=state)
 
     def _check_env_ids(self, env_ids: Any) -> Int[Array, " K"]:

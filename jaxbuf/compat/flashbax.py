@@ -55,7 +55,8 @@ from jaxbuf.core import describe
 from jaxbuf.core.checks import check_flag, check_fraction
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.strategies.samplers import Prioritized, Uniform, WindowSampler
+from jaxbuf.strategies.protocols import Sampler
+from jaxbuf.strategies.samplers import Prioritized, Uniform
 
 __all__ = [
     "ExperiencePair",
@@ -650,7 +651,7 @@ def _dequeue(buffer: Rings, steps: int, wanted: Bool[Array, ""]) -> tuple[Rings,
 
 
 def _init(
-    rows: int, length: int, sequence_length: int, period: int, sampler: WindowSampler
+    rows: int, length: int, sequence_length: int, period: int, sampler: Sampler
 ) -> Callable[[PyTree], TrajectoryBufferState]:
     def init(experience: PyTree) -> TrajectoryBufferState:
         return TrajectoryBufferState(

@@ -138,7 +138,10 @@ class Ranking(struct.PyTreeNode):
 
     def recomputed(self) -> Self:
         """The same, with every node above the leaves computed anew from its children."""
-        slot, zero = jnp.arange(self.capacity), self.counters[0] ^ jnp.uint32(1 << 31)
+        slot, zero = (
+            jnp.arange(self.capacity, dtype=jnp.int32),
+            self.counters[0] ^ jnp.uint32(1 << 31),
+        )
         return self.replace(nodes=self._written(slot, self.nodes[: self.capacity], zero))
 
     def clear(self) -> Self:

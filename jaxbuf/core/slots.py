@@ -29,6 +29,11 @@ class Occupancy(Protocol):
     """What an evictor keeps: which slots are live, and where new items go. An immutable pytree."""
 
     @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        ...
+
+    @property
     def size(self) -> Int[Array, ""]:
         """Live items."""
         ...

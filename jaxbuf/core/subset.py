@@ -26,7 +26,7 @@ class Subset(struct.PyTreeNode):
     the same step: a ring of items overwrites a slot at once, so ``place`` sees to it; where slots
     can be empty in between, as those of windows, ``replace(inner=...)`` comes with an ``exclude``.
     And a sampler with masses of its own has to be told as well, for it draws by them: give excluded
-    slots no mass (``Sampler.updated`` with a priority of zero, or ``slid`` with ``broken``).
+    slots no mass (``Sampler.remove``).
 
     Attributes:
         inner: The occupancy that knows where items lie, and their generations.

@@ -208,7 +208,7 @@ def _move_fields(new: Any, old: Any, move: Any) -> Any:
     if sampler is not None and sampler.uses_score:
         # Lets the sampler see that its largest score may be gone.
         nothing = jnp.full((1,), new.capacity, jnp.int32), jnp.zeros((1,), jnp.float32)
-        moved = moved.replace(sampler_state=sampler.updated(moved.sampler_state, *nothing))
+        moved = moved.replace(sampler_state=sampler.set_priority(moved.sampler_state, *nothing))
     return moved
 
 

@@ -1,1 +1,15 @@
-"""Frozen choices: how to sample, what to evict. They know the core only."""
+"""Frozen choices: how to sample, what to evict; and the classes that your own ones derive from."""
+
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.slots import Occupancy
+from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler, Support
+
+__all__ = [
+    "Draw",
+    "Evictor",
+    "KnownSampler",
+    "Occupancy",
+    "Sampler",
+    "SegmentTree",
+    "Support",
+]

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 from jaxbuf.core import checks
 from jaxbuf.core.ages import age_range, in_part, ring_of
 from jaxbuf.core.slots import Occupancy, random_words, scale_word
-from jaxbuf.strategies.samplers import Draw, Stateless, Support
+from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 
 
 @dataclasses.dataclass(frozen=True)
-class Balanced(Stateless):
+class Balanced(KnownSampler):
     """The same number of windows from every environment of a ``TrajectoryBuffer``.
 
     Of ``B`` rows each of the ``E`` environments that hold a window gives ``B // E``, and ``B % E``

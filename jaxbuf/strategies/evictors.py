@@ -1,33 +1,16 @@
 """What makes room for new items."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 from jaxbuf.core.ranking import Ranking
-from jaxbuf.core.slots import Occupancy, Ring
-
-
-class Evictor(Protocol):
-    """Chooses which item goes when a new one comes.
-
-    An evictor is a frozen, hashable dataclass; what changes is in the occupancy it creates.
-    """
-
-    @property
-    def uses_score(self) -> bool:
-        """Whether ``add`` needs a ``score``."""
-        ...
-
-    def init(self, capacity: int) -> Occupancy:
-        """The occupancy of an empty buffer."""
-        ...
+from jaxbuf.core.slots import Ring
+from jaxbuf.strategies.protocols import Evictor
 
 
 @dataclasses.dataclass(frozen=True)
-class Oldest:
+class Oldest(Evictor):
     """First in, first out: the oldest item goes."""
-
-    uses_score = False
 
     def init(self, capacity: int) -> Any:
         """An empty ring."""
@@ -35,7 +18,7 @@ class Oldest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lowest:
+class Lowest(Evictor):
     """The item with the lowest score goes: the buffer keeps the highest it has seen.
 
     Of equal scores the newer item stays. A new item that ranks below all of a full buffer does not

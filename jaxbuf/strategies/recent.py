@@ -12,11 +12,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxbuf.core import checks, sizes
 from jaxbuf.core.ages import Ages, age_range, spread
 from jaxbuf.core.slots import Occupancy, random_words
-from jaxbuf.strategies.samplers import Draw, KnownSampler, Support, Uniform
+from jaxbuf.strategies.protocols import Draw, KnownSampler, Sampler, Support
+from jaxbuf.strategies.samplers import Uniform
 
 
 @dataclasses.dataclass(frozen=True)
-class Recent:
+class Recent(Sampler):
     """A fixed part of every batch from the newest items, the rest from another sampler.
 
     Of ``B`` rows the first ``R = round(ratio * B)`` are spread evenly over the ``steps`` newest
@@ -35,8 +36,8 @@ class Recent:
     Attributes:
         ratio: Fraction of a batch that is recent, from 0 to 1; a half row counts as one.
         steps: How many items, or windows of each ring, are recent.
-        base: Draws the others: ``Uniform``, ``Prioritized``, or one of your own that has a method
-            ``probability`` as they do.
+        base: Draws the others: ``Uniform``, ``Prioritized``, or one of your own that derives from
+            ``jaxbuf.strategies.KnownSampler`` as they do.
 
     Raises:
         ValueError: If ``ratio`` is no fraction, ``steps`` not an integer of at least 1, or ``base``
@@ -66,22 +67,13 @@ class Recent:
         object.__setattr__(self, "ratio", checks.check_fraction("ratio", self.ratio))
         steps = sizes.check_count("steps", self.steps, most=2**31 - 1)
         object.__setattr__(self, "steps", steps)
-        known = all(hasattr(self.base, name) for name in ("draw", "probability"))
-        if isinstance(self.base, type) or not known:
+        if not isinstance(self.base, KnownSampler):
             raise ValueError(
                 f"base is {checks.name_of(self.base)}, which cannot tell the probability of items "
                 "it did not draw; choose jaxbuf.Uniform(...) or jaxbuf.Prioritized(...)"
             )
-
-    @property
-    def uses_priority(self) -> bool:
-        """As the base."""
-        return self.base.uses_priority
-
-    @property
-    def uses_score(self) -> bool:
-        """As the base."""
-        return self.base.uses_score
+        object.__setattr__(self, "uses_priority", self.base.uses_priority)
+        object.__setattr__(self, "uses_score", self.base.uses_score)
 
     def init(self, capacity: int) -> Any:
         """The state of the base."""
@@ -91,34 +83,27 @@ class Recent:
         """What the base accepts."""
         return self.base.accepts(value)
 
-    def added(
+    def on_add(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"] | None) -> Any:
+        """For the base to note."""
+        return self.base.on_add(state, index, value)
+
+    def set_priority(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
+        """For the base to note."""
+        return self.base.set_priority(state, index, value)
+
+    def remove(self, state: Any, index: Int[Array, " B"]) -> Any:
+        """For the base to note."""
+        return self.base.remove(state, index)
+
+    def on_slide(
         self,
         state: Any,
-        index: Int[Array, " B"],
+        added: Int[Array, " B"],
         value: Float[Array, " B"] | None,
-        *,
-        contiguous: bool,
+        removed: Int[Array, " R"],
     ) -> Any:
         """For the base to note."""
-        return self.base.added(state, index, value, contiguous=contiguous)
-
-    def updated(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
-        """For the base to note."""
-        return self.base.updated(state, index, value)
-
-    def slid(
-        self,
-        state: Any,
-        completed: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        broken: Int[Array, " R"],
-    ) -> Any:
-        """For the base to note."""
-        return self.base.slid(state, completed, value, broken)
-
-    def cleared(self, state: Any) -> Any:
-        """For the base to forget."""
-        return self.base.cleared(state)
+        return self.base.on_slide(state, added, value, removed)
 
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draw ``batch_size`` items, the recent ones first."""

@@ -6,7 +6,7 @@ References:
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
@@ -15,6 +15,7 @@ from jaxbuf.core import checks
 from jaxbuf.core.distinct import distinct
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Occupancy, random_words
+from jaxbuf.strategies.protocols import Draw, KnownSampler, Support, share
 
 # Masses lie in between, so that finite priorities cannot overflow a sum of 2**27 of them.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
@@ -24,175 +25,7 @@ _ONE_WORD = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Draw:
-    """What a sampler drew.
-
-    Attributes:
-        index: Slots ``[B]`` int32.
-        probability: The probability with which a single draw gives each slot, ``[B]`` float32.
-        valid: Whether the row was drawn at all, ``[B]``; the other two are arbitrary if not.
-    """
-
-    index: Int[Array, " B"]
-    probability: Float[Array, " B"]
-    valid: Bool[Array, " B"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Support:
-    """What a sampler can draw.
-
-    Attributes:
-        count: How many items, ``[]`` int32.
-        least_probability: The smallest probability among them, ``[]`` float32; 0 if there are none.
-    """
-
-    count: Int[Array, ""]
-    least_probability: Float[Array, ""]
-
-
-class Sampler(Protocol):
-    """Chooses which items a batch consists of.
-
-    A sampler is a frozen, hashable dataclass: the configuration. What changes is its ``state``, a
-    pytree of arrays (``()`` if there is none) that the buffer keeps and passes in. Indices outside
-    ``[0, capacity)`` name no slot and must be ignored.
-    """
-
-    @property
-    def uses_priority(self) -> bool:
-        """Whether ``add`` takes a ``priority`` and ``update_priority`` is allowed."""
-        ...
-
-    @property
-    def uses_score(self) -> bool:
-        """Whether ``add`` needs a ``score``."""
-        ...
-
-    def init(self, capacity: int) -> Any:
-        """The state of an empty buffer."""
-        ...
-
-    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Which priorities (or scores) are legal. The rows with others are refused and counted."""
-        ...
-
-    def added(
-        self,
-        state: Any,
-        index: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        *,
-        contiguous: bool,
-    ) -> Any:
-        """New items have been written to ``index``, with these priorities (or scores).
-
-        ``contiguous`` promises what ``SegmentTree.set`` asks for.
-        """
-        ...
-
-    def updated(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
-        """The items at ``index`` have new priorities; of several for one item the last counts."""
-        ...
-
-    def cleared(self, state: Any) -> Any:
-        """All items are gone. Shares no array with ``state``."""
-        ...
-
-    def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draw ``batch_size`` of the live items."""
-        ...
-
-    def support(self, state: Any, occupancy: Occupancy) -> Support:
-        """What could be drawn."""
-        ...
-
-    def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
-        """Numbers worth watching, scalars."""
-        ...
-
-
-class WindowSampler(Sampler, Protocol):
-    """A sampler that can also choose windows of a ring, which come and go as steps are written."""
-
-    def slid(
-        self,
-        state: Any,
-        completed: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        broken: Int[Array, " R"],
-    ) -> Any:
-        """Steps were written: some slots hold a new window, others none until it is complete.
-
-        Args:
-            state: The state so far.
-            completed: Slots with a new window.
-            value: Their priorities; a row that is not accepted gets the default.
-            broken: Slots without a window, none of them among ``completed``.
-        """
-        ...
-
-
-class KnownSampler(WindowSampler, Protocol):
-    """A sampler that can tell the probability of any item, drawn or not."""
-
-    def probability(
-        self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
-        """The probability with which a single draw gives each of these live items."""
-        ...
-
-
-class Stateless:
-    """A sampler that keeps nothing: whatever comes and goes, there is nothing to note."""
-
-    uses_priority = False
-    uses_score = False
-
-    def init(self, capacity: int) -> Any:
-        """No state."""
-        del capacity
-        return ()
-
-    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Never asked: it uses neither priorities nor scores."""
-        return jnp.ones(value.shape, bool)
-
-    def added(
-        self,
-        state: Any,
-        index: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        *,
-        contiguous: bool,
-    ) -> Any:
-        """Nothing to note."""
-        del index, value, contiguous
-        return state
-
-    def updated(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
-        """Nothing to note."""
-        del index, value
-        return state
-
-    def slid(
-        self,
-        state: Any,
-        completed: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        broken: Int[Array, " R"],
-    ) -> Any:
-        """Nothing to note."""
-        del completed, value, broken
-        return state
-
-    def cleared(self, state: Any) -> Any:
-        """Nothing to forget."""
-        return state
-
-
-@dataclasses.dataclass(frozen=True)
-class Uniform(Stateless):
+class Uniform(KnownSampler):
     """Every live item with the same probability.
 
     Attributes:
@@ -209,7 +42,7 @@ class Uniform(Stateless):
         """Draw ``batch_size`` of the live items."""
         del state
         size = occupancy.size
-        probability = jnp.broadcast_to(_share(size), (batch_size,))
+        probability = jnp.broadcast_to(share(size), (batch_size,))
         if self.replacement:
             index = occupancy.draw(random_words(key, (batch_size,)))
             return Draw(index, probability, jnp.broadcast_to(size > 0, (batch_size,)))
@@ -220,8 +53,7 @@ class Uniform(Stateless):
             (),
             lambda key, rows, _: occupancy.draw(random_words(key, (rows,))),
             None,
-            # Not every occupancy has to know it.
-            getattr(occupancy, "capacity", 2**31 - 1),
+            occupancy.capacity,
         )
         return Draw(index, probability, valid)
 
@@ -230,12 +62,12 @@ class Uniform(Stateless):
     ) -> Float[Array, " B"]:
         """The probability with which a single draw gives each of these live items."""
         del state
-        return jnp.broadcast_to(_share(occupancy.size), index.shape)
+        return jnp.broadcast_to(share(occupancy.size), index.shape)
 
     def support(self, state: Any, occupancy: Occupancy) -> Support:
         """All live items."""
         del state
-        return Support(occupancy.size, _share(occupancy.size))
+        return Support(occupancy.size, share(occupancy.size))
 
     def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
         """``effective_sample_size``: all of them."""
@@ -244,7 +76,7 @@ class Uniform(Stateless):
 
 
 @dataclasses.dataclass(frozen=True)
-class Prioritized:
+class Prioritized(KnownSampler):
     """Proportional prioritization: probability proportional to the mass ``(p + epsilon) ** alpha``.
 
     A zero mass is never drawn (``0 ** 0`` is 0 here), unless all masses are zero: then all live
@@ -277,7 +109,6 @@ class Prioritized:
     replacement: bool = True
 
     uses_priority = True
-    uses_score = False
 
     def __post_init__(self) -> None:
         for name in ("alpha", "initial_priority", "epsilon"):
@@ -313,49 +144,33 @@ class Prioritized:
         """Finite and not negative."""
         return jnp.isfinite(value) & (value >= 0)
 
-    def added(
-        self,
-        state: SegmentTree,
-        index: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        *,
-        contiguous: bool,
+    def on_add(
+        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"] | None
     ) -> SegmentTree:
         """Set the masses of new items."""
-        del contiguous
-        if value is None:
-            first = self.mass(jnp.float32(self.initial_priority))
-            mass = jnp.broadcast_to(jnp.maximum(first, state.root("max")), index.shape)
-        else:
-            mass = self.mass(value)
-        return state.set(index, mass)
+        return state.set(index, self._new_masses(state, index, value))
 
-    def updated(
+    def set_priority(
         self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
     ) -> SegmentTree:
         """Set the masses of items that are there."""
         return state.set(index, self.mass(value))
 
-    def slid(
+    def remove(self, state: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
+        """Take the masses of items away."""
+        return without(state, index)
+
+    def on_slide(
         self,
         state: SegmentTree,
-        completed: Int[Array, " B"],
+        added: Int[Array, " B"],
         value: Float[Array, " B"] | None,
-        broken: Int[Array, " R"],
+        removed: Int[Array, " R"],
     ) -> SegmentTree:
-        """Set the masses of new windows, and take those of broken ones away."""
-        first = self.mass(jnp.float32(self.initial_priority))
-        default = jnp.maximum(first, state.root("max"))
-        if value is None:
-            mass = jnp.broadcast_to(default, completed.shape)
-        else:
-            mass = jnp.where(self.accepts(value), self.mass(value), default)
-        gone = jnp.zeros(broken.shape, jnp.float32)
-        return state.set(jnp.concatenate([completed, broken]), jnp.concatenate([mass, gone]))
-
-    def cleared(self, state: SegmentTree) -> SegmentTree:
-        """All masses zero."""
-        return state.clear()
+        """Set the masses of new windows, and take those of others away, all at once."""
+        mass = self._new_masses(state, added, value)
+        gone = jnp.zeros(removed.shape, jnp.float32)
+        return state.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, gone]))
 
     def draw(
         self, state: SegmentTree, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
@@ -433,15 +248,25 @@ class Prioritized:
         base = jnp.power(mass, jnp.float32(1.0 / self.alpha))
         return jnp.where(mass > 0, jnp.maximum(base - jnp.float32(self.epsilon), 0.0), 0.0)
 
+    def _new_masses(
+        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"] | None
+    ) -> Float[Array, " B"]:
+        """The masses of new items; the default where no legal priority is given."""
+        first = self.mass(jnp.float32(self.initial_priority))
+        default = jnp.broadcast_to(jnp.maximum(first, state.root("max")), index.shape)
+        if value is None:
+            return default
+        return jnp.where(self.accepts(value), self.mass(value), default)
+
     def _probability(
         self, state: SegmentTree, mass: Float[Array, "..."], occupancy: Occupancy
     ) -> Float[Array, "..."]:
         """The probability with which a draw gives an item of this mass."""
-        total, uniform = state.root("sum"), _share(occupancy.size)
-        share = mass / jnp.where(total > 0, total, 1.0)
+        total, uniform = state.root("sum"), share(occupancy.size)
+        part = mass / jnp.where(total > 0, total, 1.0)
         if self.uniform_mix > 0:
-            share = (1.0 - self.uniform_mix) * share + self.uniform_mix * uniform
-        return jnp.where(total > 0, share, uniform)
+            part = (1.0 - self.uniform_mix) * part + self.uniform_mix * uniform
+        return jnp.where(total > 0, part, uniform)
 
     def _propose(
         self,
@@ -501,8 +326,3 @@ def points(
         jnp.minimum(high.astype(jnp.float32) * cell, below) * total,
         jnp.minimum(fraction * cell, below) * total,
     )
-
-
-def _share(size: Int[Array, ""]) -> Float[Array, ""]:
-    """One over the size; 0 if there is nothing."""
-    return jnp.where(size > 0, 1.0 / jnp.maximum(size, 1).astype(jnp.float32), 0.0)

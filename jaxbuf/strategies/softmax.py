@@ -15,7 +15,8 @@ from jaxbuf.core.ranking import score_metrics
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Occupancy, random_words
 from jaxbuf.core.varying import vary_with
-from jaxbuf.strategies.samplers import Draw, Support, points, without
+from jaxbuf.strategies.protocols import Draw, Sampler, Support
+from jaxbuf.strategies.samplers import points, without
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 # How far, in units of the temperature, the largest score may move from the reference of the masses
@@ -40,7 +41,7 @@ class SoftmaxState(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class Softmax:
+class Softmax(Sampler):
     """Probability proportional to ``exp(score / temperature)``.
 
     Scores are kept relative to a reference near the largest, so any range is stable. A score of
@@ -81,7 +82,6 @@ class Softmax:
     replacement: bool = True
     fallback: bool = False
 
-    uses_priority = False
     uses_score = True
 
     def __post_init__(self) -> None:
@@ -109,13 +109,8 @@ class Softmax:
         """Any number."""
         return ~jnp.isnan(value)
 
-    def added(
-        self,
-        state: SoftmaxState,
-        index: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        *,
-        contiguous: bool,
+    def on_add(
+        self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"] | None
     ) -> SoftmaxState:
         """Set the scores of new items.
 
@@ -124,7 +119,6 @@ class Softmax:
         """
         if value is None:
             raise ValueError("Softmax draws by score; pass score=[B] to add")
-        del contiguous
         scores = state.scores.set(index, value)
         masses = state.masses.set(index, self._mass(value, state.reference))
         largest = scores.root("max")
@@ -145,15 +139,15 @@ class Softmax:
         masses, reference = lax.while_loop(outdated, rebuild, begin)
         return SoftmaxState(scores, masses, reference)
 
-    def updated(
+    def set_priority(
         self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"]
     ) -> SoftmaxState:
         """Set the scores of items that are there."""
-        return self.added(state, index, value, contiguous=False)
+        return self.on_add(state, index, value)
 
-    def cleared(self, state: SoftmaxState) -> SoftmaxState:
-        """No scores."""
-        return self.init(state.scores.capacity)
+    def remove(self, state: SoftmaxState, index: Int[Array, " B"]) -> SoftmaxState:
+        """Take items away."""
+        return self.on_add(state, index, jnp.full(index.shape, -jnp.inf, jnp.float32))
 
     def draw(
         self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
