@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from jaxbuf import testing
 from jaxbuf.core.points import Ball, Points
 from tests import reference_diversity
 
@@ -220,6 +221,7 @@ def test_random_adds_against_the_model(shape, norm, choices):
         assert sorted(number[live].tolist()) == twin.numbers
         assert {name: metrics[f"refused_{name}"] for name in REASONS} == twin.refused
         assert metrics["rejected"] == twin.rejected
+    testing.assert_valid(buffer)
     assert bool(twin.refused["within_batch"] and twin.refused["near_buffer"]) == (count > 1)
 
 

@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 import jaxbuf
+from jaxbuf import testing
 from jaxbuf.strategies import episodes as module
 from tests import reference_episodes as reference
 
@@ -195,6 +196,7 @@ def test_random_adds_agree_with_the_twin_after_every_step(configuration):
         given = steps(*map(lead, (t, terminated, truncated, reward, last)))
         buffer = jaxbuf.add(buffer, given, mask=lead(mask))
         assert_same(buffer, twin)
+        testing.assert_valid(buffer)
         if sampler.uses_priority:
             sample = jaxbuf.sample(buffer, jax.random.key(clock), 6)
             by_slot = {twin.slot(w[0]): w[0] for w in twin.windows}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from jaxbuf import testing
 from jaxbuf.core.slots import Slots
 from tests import reference_freshness
 
@@ -353,6 +354,7 @@ def test_random_operations_against_the_model(capacity, max_use, max_staleness, c
         buffer = in_session(buffer, version, session)
         twin.set_version(version, session)
         assert held(buffer) == sorted(item.number for item in twin.live)
+        testing.assert_valid(buffer)
         metrics = jax.device_get(report(buffer))
         for name in ("refused_stale", "retired_used", "retired_stale"):
             assert metrics[name] == getattr(twin, name)

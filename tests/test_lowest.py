@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from jaxbuf import testing
 from jaxbuf.core.ranking import Ranking
 from tests import reference_scores
 
@@ -168,6 +169,7 @@ def test_random_adds_against_the_model(capacity, rows):
         assert held(buffer) == twin.data
         metrics = jax.device_get(report(buffer))
         assert (metrics["adds"], metrics["rejected"]) == (twin.adds, twin.rejected)
+    testing.assert_valid(buffer)
 
 
 def test_ties_are_exact_while_the_numbers_wrap():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from jaxbuf import testing
 from tests import reference_freshness
 
 KEY = jax.random.key(0)
@@ -162,6 +163,7 @@ def test_random_operations_against_the_model(num_envs, length, sequence_length, 
         buffer = in_session(buffer, version, session)
         twin.set_version(version, session)
         assert firsts(buffer) == sorted(twin.live)
+        testing.assert_valid(buffer)
         metrics = buffer.metrics()
         assert metrics["windows"] == len(twin.live)
         for name in ("refused_stale", "retired_used", "retired_stale"):

@@ -13,7 +13,7 @@ from jaxbuf.core.bitset import Bitset
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.ranking import Ranking
 from jaxbuf.core.rings import Rings
-from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.segment_tree import FANOUT, SegmentTree
 from jaxbuf.core.slots import Ring
 
 
@@ -97,15 +97,15 @@ def tree_problems(name: str, tree: SegmentTree) -> Iterator[str]:
 
 def _where(tree: SegmentTree, again: SegmentTree) -> str:
     """Over which slots a reduction is not that of the leaves."""
-    width = 2
-    while width < 2 * tree.capacity:
+    width = FANOUT
+    while width < FANOUT * tree.capacity:
         for op in tree.ops:
             ours, theirs = (_reduce(one, width, op) for one in (tree, again))
             wrong = np.flatnonzero(np.asarray(ours != theirs))
             if wrong.size:
-                last = min(int(wrong[0]) + width, tree.capacity) - 1
-                return f"the {op} of slots {wrong[0]} to {last}"
-        width *= 2
+                first = int(wrong[0]) * width
+                return f"the {op} of slots {first} to {min(first + width, tree.capacity) - 1}"
+        width *= FANOUT
     return f"a node above slot {tree.capacity - 1}, the last one"
 
 
@@ -115,10 +115,10 @@ def _set_again(tree: SegmentTree) -> SegmentTree:
     return tree.set_all(tree.leaves)
 
 
-@functools.partial(jax.jit, static_argnames="op")
-def _reduce(tree: SegmentTree, width: Any, op: str) -> Any:
-    """For each slot the reduction over the ``width`` slots, from a multiple on, that it is in."""
-    first = jnp.arange(tree.capacity, dtype=jnp.int32) // width * width
+@functools.partial(jax.jit, static_argnames=("width", "op"))
+def _reduce(tree: SegmentTree, width: int, op: str) -> Any:
+    """The reductions over the slots, so many at a time."""
+    first = jnp.arange(0, tree.capacity, width, dtype=jnp.int32)
     return jax.vmap(lambda start: tree.reduce(start, start + width, op))(first)
 
 
