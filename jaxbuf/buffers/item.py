@@ -182,27 +182,11 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         self = common.check_single(self)
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
         row_shape = (rows,)
-        value = None
         taken: Any = None
-        rejected = jnp.uint32(0)
         if mask is not None:
             taken = storage.check_rows(mask, "mask", row_shape, np.bool_, "(B,)")
-        legal = None
-        if priority is not None:
-            common.needs_priority(self.sampler, "priority was given")
-            value = common.check_priority(priority, row_shape, "(B,)")
-            legal = self.sampler.accepts(value)
-        score = self._check_score(score, row_shape)
-        if score is not None:
-            known = ~jnp.isnan(score)
-            legal = known if legal is None else legal & known
-            if self.sampler.uses_score:
-                value = score
-        points: Any = None
-        if self.diversity is not None:
-            points = jax.lax.stop_gradient(self.diversity.points(items))
-            comparable = self.diversity.accepts(points)
-            legal = comparable if legal is None else legal & comparable
+        value, score, points, legal = self._check_given(items, priority, score, row_shape)
+        rejected = jnp.uint32(0)
         if legal is not None:
             offered = jnp.ones(row_shape, bool) if taken is None else taken
             rejected = jnp.sum(offered & ~legal, dtype=jnp.uint32)
@@ -428,6 +412,28 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         """The items that were drawn."""
         read = functools.partial(storage.read, self.data)
         return common.gather(self.occupancy, draw, self.capacity, read)
+
+    def _check_given(
+        self, items: PyTree[Array], priority: Any, score: Any, row_shape: tuple[int, ...]
+    ) -> tuple[Any, Any, Any, Any]:
+        """What is known of each row, and which rows are legal; None for what nothing here uses.
+
+        Returns:
+            What the sampler goes by, the scores, the points that are compared, and a mask.
+        """
+        value, points, legal = None, None, []
+        if priority is not None:
+            common.needs_priority(self.sampler, "priority was given")
+            value = common.check_priority(priority, row_shape, "(B,)")
+            legal.append(self.sampler.accepts(value))
+        score = self._check_score(score, row_shape)
+        if score is not None:
+            legal.append(~jnp.isnan(score))
+            value = score if self.sampler.uses_score else value
+        if self.diversity is not None:
+            points = jax.lax.stop_gradient(self.diversity.points(items))
+            legal.append(self.diversity.accepts(points))
+        return value, score, points, functools.reduce(jnp.logical_and, legal) if legal else None
 
     def _check_version(
         self, version: Any, session: Any, row_shape: tuple[int, ...], taken: Any

@@ -277,16 +277,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         if rows == 0:
             return self
         rings, target, broken, completed = self.rings.place(rows, taken)
-        index = jax.lax.stop_gradient(self.episode_index)
-        if index is not None:
-            flags = jax.lax.stop_gradient(steps)
-            index, behind = index.extend(flags, self.rings, target, taken)
-            if index.episodes.boundary == "avoid":
-                crosses = behind < self.sequence_length - 1
-                nowhere = jnp.int32(self.num_envs * rings.starts)
-                crossing = jnp.where(crosses, completed, nowhere)
-                completed = jnp.where(crosses, nowhere, completed)
-                broken = jnp.concatenate([broken, crossing], axis=1)
+        index, completed, broken = self._mark_episodes(steps, target, taken, completed, broken)
         freshness_state = self.freshness_state
         if self.freshness is not None:
             freshness_state, completed, broken = self._age(made_by, target, completed, broken)
@@ -716,6 +707,26 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             same = _per_step(session, "session", batch, axes) == learner.session
             made_by = jnp.where(same, made_by, TOO_OLD)
         return made_by
+
+    def _mark_episodes(
+        self,
+        steps: PyTree[Array],
+        target: Int[Array, "E T"],
+        taken: Bool[Array, "E T"] | None,
+        completed: Int[Array, "E T"],
+        broken: Int[Array, "E R"],
+    ) -> tuple[EpisodeIndex | None, Int[Array, "E T"], Int[Array, "E Q"]]:
+        """The index with new steps; windows across episodes become broken if they are avoided."""
+        if self.episode_index is None:
+            return None, completed, broken
+        index, steps = jax.lax.stop_gradient((self.episode_index, steps))
+        index, behind = index.extend(steps, self.rings, target, taken)
+        if index.episodes.boundary == "avoid":
+            crosses = behind < self.sequence_length - 1
+            crossing = jnp.where(crosses, completed, self.rings.capacity)
+            completed = jnp.where(crosses, self.rings.capacity, completed)
+            broken = jnp.concatenate([broken, crossing], axis=1)
+        return index, completed, broken
 
     def _age(
         self,

@@ -5,14 +5,13 @@ References:
     https://github.com/opendilab/DI-engine
 """
 
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
@@ -33,12 +32,6 @@ _COLUMNS = (
 
 # No NaN, which would stop a program that looks for bugs by ``jax_debug_nans``.
 _UNKNOWN = -np.inf
-
-_MERGES: dict[str, tuple[np.float32, Callable[..., Array]]] = {
-    "mean": (np.float32(0), lax.add),
-    "max": (np.float32(-np.inf), lax.max),
-    "min": (np.float32(np.inf), lax.min),
-}
 
 
 class Statistics(struct.PyTreeNode):
@@ -116,23 +109,15 @@ class Statistics(struct.PyTreeNode):
         """
         _check_buffer(buffer)
         check_sample("batch", batch)
-        valid = batch.valid
-        values: dict[str, Array] = {}
-        if getattr(buffer, "freshness", None) is not None:
-            use, staleness = uses_and_staleness(buffer, batch.slots)
-            values["use"] = use.astype(jnp.float32)
-            values["staleness"] = staleness.astype(jnp.float32)
-        if priority is not None:
-            if not hasattr(buffer, "sampler"):
-                raise ValueError(
-                    f"priority was given, but a {type(buffer).__name__} has no priorities; leave "
-                    "it out"
-                )
-            common.needs_priority(buffer.sampler, "priority was given")
-            values["priority"] = storage.check_rows(
-                priority, "priority", valid.shape, np.float32, "(B,)"
-            )
-        count, record = _summary(valid, values)
+        valid, values = batch.valid, _values(buffer, batch, priority)
+        count = jnp.sum(valid, dtype=jnp.int32)
+        known = {name: values.get(name.split("_")[0]) for name in _COLUMNS}
+        record = jnp.stack(
+            [
+                jnp.float32(_UNKNOWN) if value is None else _reduce(name, value, valid)
+                for name, value in known.items()
+            ]
+        )[None]
         some = count > 0
         records = lax.stop_gradient(self.records)
         time, window = self.counters[0], records.shape[0]
@@ -231,6 +216,24 @@ def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 6"]:
     return jnp.stack([time, nothing, size, buffer.counters[..., 0], *totals])
 
 
+def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Float[Array, " B"]]:
+    """What is recorded of each row."""
+    values: dict[str, Array] = {}
+    if getattr(buffer, "freshness", None) is not None:
+        use, staleness = uses_and_staleness(buffer, batch.slots)
+        values["use"] = use.astype(jnp.float32)
+        values["staleness"] = staleness.astype(jnp.float32)
+    if priority is not None:
+        if not hasattr(buffer, "sampler"):
+            raise ValueError(
+                f"priority was given, but a {type(buffer).__name__} has no priorities; leave it out"
+            )
+        common.needs_priority(buffer.sampler, "priority was given")
+        shape = batch.valid.shape
+        values["priority"] = storage.check_rows(priority, "priority", shape, np.float32, "(B,)")
+    return values
+
+
 def _counts_uses(buffer: Any) -> bool:
     return isinstance(buffer, ItemBuffer) and buffer.freshness is not None
 
@@ -245,38 +248,6 @@ def _totals(buffer: ItemBuffer) -> tuple[UInt[Array, ""], UInt[Array, ""]]:
         jnp.sum(jnp.where(live, uses, jnp.uint32(0)), dtype=jnp.uint32),
         freshness.staleness_of_gone(state, buffer.size, live),
     )
-
-
-def _summary(
-    valid: Bool[Array, " B"], values: dict[str, Float[Array, " B"]]
-) -> tuple[Int[Array, ""], Float[Array, "1 7"]]:
-    """How many rows are valid, and a record of the values of those."""
-    names = [name for name in _COLUMNS if name.split("_")[0] in values]
-    share = 1.0 / max(valid.shape[0], 1)
-    rows: list[Array] = [valid.astype(jnp.int32)]
-    start: list[Any] = [np.int32(0)]
-    merge: list[Callable[..., Array]] = [lax.add]
-    for name in names:
-        value = values[name.split("_")[0]]
-        first, combine = _MERGES[name.split("_")[1]]
-        # The sum itself might be too large for a number.
-        value = value * np.float32(share) if combine is lax.add else value
-        rows.append(jnp.where(valid, value, first))
-        start.append(first)
-        merge.append(combine)
-
-    def step(one: Any, other: Any) -> Any:
-        return [f(a, b) for f, a, b in zip(merge, one, other, strict=True)]
-
-    # All in one kernel: in several their number matters more than that of the rows.
-    count, *found = lax.reduce(rows, start, step, (0,))
-    scale = valid.shape[0] / jnp.maximum(count, 1).astype(jnp.float32)
-    summary = {
-        name: number * scale if name.endswith("_mean") else number
-        for name, number in zip(names, found, strict=True)
-    }
-    record = [summary.get(name, jnp.float32(_UNKNOWN)) for name in _COLUMNS]
-    return count, jnp.stack(record)[None]
 
 
 def _reduce(name: str, values: Float[Array, " N"], known: Bool[Array, " N"]) -> Array:
