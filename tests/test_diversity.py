@@ -394,7 +394,8 @@ def test_bad_use():
     assert jaxbuf.Diversity(np.float32(1), np.int32(2)) == jaxbuf.Diversity(1.0, 2.0)
 
 
-def test_an_add_copies_neither_points_nor_storage():
+@pytest.mark.parametrize("count", [1, 16])
+def test_an_add_copies_neither_points_nor_storage(count):
     buffer = create(jaxbuf.Diversity(1.0, within_batch="greedy"), 5000, 11)
 
     def many(buffer, points, score):
@@ -403,7 +404,7 @@ def test_an_add_copies_neither_points_nor_storage():
 
         return jax.lax.scan(step, buffer, (points, score))[0]
 
-    inputs = jnp.zeros((3, 16, 11)), jnp.zeros((3, 16))
+    inputs = jnp.zeros((3, count, 11)), jnp.zeros((3, count))
     text = jax.jit(many, donate_argnums=0).lower(buffer, *inputs).compile().as_text()
     big = [leaf.shape for leaf in jax.tree.leaves(buffer) if leaf.size >= 5000]
     shapes = ["[" + ",".join(map(str, shape)) + "]" for shape in big]

@@ -222,7 +222,8 @@ def test_vmapped_buffers_are_independent():
     np.testing.assert_array_equal(jax.vmap(lambda buffer: buffer.size)(many), [2, 2, 2])
 
 
-def test_an_add_copies_neither_the_tree_nor_the_storage():
+@pytest.mark.parametrize("rows", [1, 16])
+def test_an_add_copies_neither_the_tree_nor_the_storage(rows):
     capacity = 5000
 
     def step(buffer, inputs):
@@ -231,7 +232,7 @@ def test_an_add_copies_neither_the_tree_nor_the_storage():
     def many(buffer, items, score):
         return jax.lax.scan(step, buffer, (items, score))[0]
 
-    inputs = jnp.zeros((7, 16), jnp.int32), jnp.zeros((7, 16), jnp.float32)
+    inputs = jnp.zeros((7, rows), jnp.int32), jnp.zeros((7, rows), jnp.float32)
     program = jax.jit(many, donate_argnums=0).lower(create(capacity), *inputs).compile().as_text()
     nodes = create(capacity).occupancy.nodes.shape[0]
     copies = [

@@ -153,6 +153,13 @@ class Diversity:
         occupancy: Occupancy,
     ) -> tuple[DiversityState, Bool[Array, " B"]]:
         """Which of the offered rows enter; the others are counted."""
+        if score.shape[0] == 1:
+            # Beside a row that is not offered, for XLA drops a sort of one row.
+            two, more = jnp.repeat(points, 2, axis=0), (0, 1)
+            state, enters = self.admit(
+                state, two, jnp.pad(score, more), jnp.pad(offered, more), occupancy
+            )
+            return state, enters[:1]
         active = jnp.bool_(True)
         if self.active == "full":
             active = occupancy.size == state.points.capacity
