@@ -21,6 +21,7 @@ from jaxbuf.buffers.presets import (
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
+from jaxbuf.core.calls import compiler_options
 from jaxbuf.core.native import native_available
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
@@ -92,6 +93,7 @@ __all__ = [
     "WandbWriter",
     "Writer",
     "add",
+    "compiler_options",
     "diverse_reward_prioritized",
     "explain_memory",
     "from_minari",

@@ -663,6 +663,15 @@ def test_the_scanned_cycle_copies_neither_storage_nor_tree(sampler, masked):
     assert memory.temp_size_in_bytes < data / 2
 
 
+def test_windows_are_counted():
+    buffer = create(2, 8, sequence_length=3, example=jnp.int32(0))
+    assert int(buffer.num_windows) == 0
+    for count in (2, 3, 9):
+        buffer = buffer.add(jnp.zeros((2, count), jnp.int32))
+        assert int(buffer.num_windows) == int(buffer.metrics()["windows"])
+    assert int(buffer.num_windows) == buffer.max_windows == 12
+
+
 def test_state_takes_few_bytes_per_step():
     buffer = large(jaxbuf.Prioritized())
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer))

@@ -205,9 +205,14 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         """Steps held now, of all environments together."""
         return self.rings.steps
 
+    @property
+    def num_windows(self) -> Int[Array, ""]:
+        """Windows that can be drawn now, of all environments together."""
+        return self.occupancy.size
+
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Whether there are at least ``batch_size`` windows; at most ``max_windows`` can be."""
-        return self.occupancy.size >= common.check_wanted(batch_size)
+        return self.num_windows >= common.check_wanted(batch_size)
 
     def add(
         self,

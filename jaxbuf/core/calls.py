@@ -36,10 +36,29 @@ def call(
 
 
 def compiler_options() -> dict[str, str] | None:
-    """How to compile what buffers do, on the backend that there is.
+    """Options of ``jax.jit`` with which programs that work on buffers run fast here.
 
     These programs are many tiny kernels in a row: handing each to a thread pool, as XLA:CPU does by
-    default, costs more than the kernels do.
+    default, costs more than the kernels do. ``jaxbuf.add``, ``jaxbuf.sample`` and
+    ``jaxbuf.update_priority`` are compiled like this; for your own steps pass it to the outermost
+    ``jax.jit``, the only one that takes options.
+
+    Returns:
+        What to pass as ``compiler_options``, for the default backend; None where there is nothing
+        to say.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> take = jax.jit(
+        ...     jaxbuf.Queue.take,
+        ...     static_argnums=1,
+        ...     donate_argnums=0,
+        ...     compiler_options=jaxbuf.compiler_options(),
+        ... )
+        >>> queue = jaxbuf.Queue.create(jnp.int32(0), 8).add(jnp.arange(5))
+        >>> queue, batch = take(queue, 3)
+        >>> batch.data.tolist(), int(queue.size)
+        ([0, 1, 2], 2)
     """
     if jax.default_backend() != "cpu":
         return None

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
 
 import jaxbuf
-from jaxbuf.core.calls import compiler_options
 from jaxbuf.examples import _cli, _report
 from jaxbuf.examples._run_folder import SAVES, RunError, RunFolder, save_is_due
 
@@ -291,7 +290,7 @@ def _chunk(agent: Agent, length: int) -> Callable[[Any], tuple[Any, EpisodeLog, 
         return jax.vmap(lambda state: agent.train(state, length))(states)
 
     # Donated, so that the buffers are updated where they are.
-    return jax.jit(chunk, donate_argnums=0, compiler_options=compiler_options())
+    return jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
 
 
 def _mean_returns(log: EpisodeLog) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from jaxbuf.core.calls import compiler_options
+import jaxbuf
 from jaxbuf.examples import _cli, _report
 from jaxbuf.examples._gflownet import BUFFERS, NEVER, Agent, GFlowNet, Options, TrainState
 from jaxbuf.examples._run_folder import SAVES, RunError, RunFolder, save_is_due
@@ -202,7 +202,7 @@ def _init(agent: Agent) -> Callable[[PRNGKeyArray], TrainState]:
 def _chunk(agent: Agent, length: int) -> Callable[[TrainState], TrainState]:
     chunk = jax.vmap(lambda state: agent.train(state, length))
     # Donated, so that the buffers are updated where they are.
-    return jax.jit(chunk, donate_argnums=0, compiler_options=compiler_options())
+    return jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
 
 
 @functools.cache

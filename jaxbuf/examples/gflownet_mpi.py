@@ -24,7 +24,6 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 import jaxbuf
-from jaxbuf.core.calls import compiler_options
 from jaxbuf.examples import _cli, _report
 from jaxbuf.examples._gflownet import BUFFERS, NEVER, Agent, Options, TrainState
 from jaxbuf.examples._hypergrid import HyperGrid
@@ -312,7 +311,7 @@ class _Learner:
         self._agent = Agent(config, config.buffer)
         self._key = jax.random.key(config.seed + rank)
         self._init = jax.jit(self._agent.init)
-        train = jax.jit(self._updates, donate_argnums=0, compiler_options=compiler_options())
+        train = jax.jit(self._updates, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
         # What there is to borrow before the first answer.
         self._nothing = {
             "states": np.zeros((config.borrowed, config.dims), np.int32),

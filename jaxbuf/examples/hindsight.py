@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
 
 import jaxbuf
-from jaxbuf.core.calls import compiler_options
 from jaxbuf.examples import _cli, _report
 from jaxbuf.examples._lenient import lenient_promotion
 from jaxbuf.examples._network import QNetwork
@@ -402,7 +401,7 @@ def _programs(
     init = jax.vmap(jax.vmap(agent.init, in_axes=(0, None)), in_axes=(None, 0))
     # Donated, so that the buffers are updated where they are.
     chunk = jax.jit(
-        jax.vmap(jax.vmap(go_on)), donate_argnums=0, compiler_options=compiler_options()
+        jax.vmap(jax.vmap(go_on)), donate_argnums=0, compiler_options=jaxbuf.compiler_options()
     )
     return jax.jit(init), chunk
 
