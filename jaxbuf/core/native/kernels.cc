@@ -28,6 +28,8 @@ constexpr int kFanout = 1 << kShift;
 // With less to do, telling another thread takes longer than doing it.
 constexpr int64_t kManyRows = 1024;
 constexpr int64_t kManyBytes = 1 << 18;
+// More parts than threads, so that all end together.
+constexpr int64_t kManyParts = 16;
 
 // How many rows or nodes ahead to fetch what is needed from memory.
 constexpr int64_t kAhead = 16;
@@ -334,56 +336,74 @@ ffi::Error Read(Ints nodes, Ints index, ffi::Result<Ints> same, ffi::Result<Ints
 ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
                 ffi::RemainingRets outs, int64_t rings, int64_t slots, int64_t length,
                 Numbers widths) {
+  struct Array {
+    ffi::AnyBuffer from;
+    char* to;
+    int64_t width;
+  };
   const size_t axes = start.dimensions().size() - 1;
   const int64_t rows = start.dimensions()[axes];
+  // All results have the same lanes, by which an operand that is alike in some is repeated.
+  std::vector<int64_t> lanes(axes, 1);
+  std::vector<Array> all;
+  int64_t width = 0;
   for (size_t k = 0; k < arrays.size(); ++k) {
     auto array = arrays.get<ffi::AnyBuffer>(k);
     auto out = outs.get<ffi::AnyBuffer>(k);
     if (array.has_error()) return array.error();
     if (out.has_error()) return out.error();
-    const auto all = (*out)->dimensions();
-    const int64_t lanes = Product(all, axes), width = widths[k], bytes = length * width;
-    if (lanes * rows * bytes == 0) continue;
-    // One array after the other: a core waits for some ten lines at a time, in few pages.
-    const auto copy = [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const auto slot = [&](int64_t row) {
-          const int64_t t = row / rows;
-          const int64_t from = PartOf(t, start.dimensions(), all, axes) * rows + row % rows;
-          return std::clamp<int64_t>(start.typed_data()[from], 0, rings * slots - 1);
-        };
-        const auto first = [&](int64_t row) {
-          const int64_t part = PartOf(row / rows, array->dimensions(), all, axes);
-          return static_cast<const char*>(array->untyped_data()) +
-                 (part * rings * slots + slot(row)) * width;
-        };
-        if (i + kAhead < end) {
-          // Of a longer run the hardware sees the rest coming by itself.
-          constexpr int64_t kLine = 64, kFar = 8 * kLine;
-          const char* soon = first(i + kAhead);
-          const int64_t near = std::min(bytes, kFar);
-          for (int64_t b = 0; b < near; b += kLine) __builtin_prefetch(soon + b);
-          __builtin_prefetch(soon + near - 1);
-        }
-        const char* from = first(i);
-        const int64_t within = length > 1 ? slot(i) % slots : 0;
-        const int64_t straight = std::min(length, slots - within) * width;
-        char* to = static_cast<char*>((*out)->untyped_data()) + i * bytes;
-        std::memcpy(to, from, straight);
-        // What goes around the end of a ring.
-        if (straight < bytes) std::memcpy(to + straight, from - within * width, bytes - straight);
+    for (size_t axis = 0; axis < axes; ++axis) lanes[axis] = (*out)->dimensions()[axis];
+    all.push_back({*array, static_cast<char*>((*out)->untyped_data()), widths[k]});
+    width += widths[k];
+  }
+  const auto part_of = [&](int64_t row, const auto& array) {
+    return PartOf(row / rows, array.dimensions(), lanes, axes);
+  };
+  const auto slot = [&](int64_t row) {
+    const int64_t at = start.typed_data()[part_of(row, start) * rows + row % rows];
+    return std::clamp<int64_t>(at, 0, rings * slots - 1);
+  };
+  const auto copy = [&](const Array& array, int64_t begin, int64_t end) {
+    const int64_t bytes = length * array.width;
+    const auto first = [&](int64_t row) {
+      return static_cast<const char*>(array.from.untyped_data()) +
+             (part_of(row, array.from) * rings * slots + slot(row)) * array.width;
+    };
+    for (int64_t row = begin; row < end; ++row) {
+      if (row + kAhead < end) {
+        // Of a longer run the hardware sees the rest coming by itself.
+        constexpr int64_t kLine = 64, kFar = 8 * kLine;
+        const char* soon = first(row + kAhead);
+        const int64_t near = std::min(bytes, kFar);
+        for (int64_t b = 0; b < near; b += kLine) __builtin_prefetch(soon + b);
+        __builtin_prefetch(soon + near - 1);
       }
-    };
-    const int64_t total = lanes * rows;
-    const int64_t parts = total * bytes >= kManyBytes ? std::min<int64_t>(total, 16) : 1;
-    const auto part = [&](int64_t task) {
-      copy(total * task / parts, total * (task + 1) / parts);
-    };
-    if (parts > 1) {
-      ForEach(pool, parts, part);
-    } else {
-      part(0);
+      const char* from = first(row);
+      const int64_t within = length > 1 ? slot(row) % slots : 0;
+      const int64_t straight = std::min(length, slots - within) * array.width;
+      char* to = array.to + row * bytes;
+      std::memcpy(to, from, straight);
+      // What goes around the end of a ring.
+      if (straight < bytes) {
+        std::memcpy(to + straight, from - within * array.width, bytes - straight);
+      }
     }
+  };
+  int64_t total = rows;
+  for (const int64_t lane : lanes) total *= lane;
+  const int64_t parts =
+      total * length * width >= kManyBytes ? std::min<int64_t>(total, kManyParts) : 1;
+  const auto part = [&](int64_t task) {
+    // One array after the other: a core waits for some ten lines at a time, in few pages.
+    for (const Array& array : all) {
+      if (array.width == 0) continue;
+      copy(array, total * task / parts, total * (task + 1) / parts);
+    }
+  };
+  if (parts > 1) {
+    ForEach(pool, parts, part);
+  } else {
+    part(0);
   }
   return ffi::Error::Success();
 }
