@@ -230,6 +230,10 @@ def test_scores_are_those_of_the_items():
     masses = state.masses.set(jnp.array([1]), jnp.array([0.5]))
     with says("buffer.sampler_state.masses.leaves[1] is 0.5; expected 0.36"):
         testing.assert_valid(buffer.replace(sampler_state=state.replace(masses=masses)))
+    # So far away that no mass is a number.
+    distant = state.replace(reference=jnp.float32(-1e6))
+    with says("buffer.sampler_state.masses.leaves[0] is 1.0; expected inf"):
+        testing.assert_valid(buffer.replace(sampler_state=distant))
     infinite = state.replace(reference=jnp.float32(jnp.inf))
     with says("buffer.sampler_state.reference is inf; expected 5.0"):
         testing.assert_valid(buffer.replace(sampler_state=infinite))
@@ -375,6 +379,28 @@ def test_shapes_and_dtypes_are_those_of_a_new_buffer():
         testing.assert_valid(buffer.replace(counters=buffer.counters.astype(jnp.int32)))
     with says("buffer is not built as its configuration says"):
         testing.assert_valid(buffer.replace(sampler=jaxbuf.Uniform()))
+
+
+def test_names_lead_to_what_is_wrong():
+    limits = jaxbuf.Freshness(max_use=3)
+    buffer = ranked(freshness=limits)
+    for broken, message in (
+        (buffer.occupancy.inner.replace(counters=jnp.array([7, 9], jnp.uint32)), "size"),
+        (buffer.occupancy.inner.demote(jnp.array([2])), "scored[2]"),
+    ):
+        with says(f"buffer.occupancy.inner.{message} is"):
+            occupancy = buffer.occupancy.replace(inner=broken)
+            testing.assert_valid(buffer.replace(occupancy=occupancy))
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 9, freshness=limits)
+    ring = buffer.occupancy.inner.replace(counters=jnp.array([3, 1, 0], jnp.uint32))
+    with says("buffer.occupancy.inner.position is 3; expected 0, the size"):
+        testing.assert_valid(buffer.replace(occupancy=buffer.occupancy.replace(inner=ring)))
+
+
+def test_arrays_of_the_host_are_as_good():
+    for make in (prioritized, ranked, trajectories, lambda: fresh(max_use=2)):
+        buffer = jax.device_get(make())
+        testing.assert_valid(buffer)
 
 
 def test_buffers_are_found_wherever_they_are():

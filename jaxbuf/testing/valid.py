@@ -12,6 +12,7 @@ import numpy as np
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.core import trees
 from jaxbuf.core.bitset import Bitset
 from jaxbuf.core.ranking import Ranking
 from jaxbuf.core.rings import Rings
@@ -83,6 +84,7 @@ def assert_valid(buffer: Any) -> None:
         axes = one.counters.shape[:-1]
         for index in np.ndindex(axes):
             part = jax.tree.map(lambda leaf, at=index: leaf[at], one) if axes else one
+            part = trees.on_device(part)
             problems += _problems(name + "".join(f"[{i}]" for i in index), part)
     structures.report("buffer is not valid:", problems)
 
@@ -144,15 +146,20 @@ def _structures(name: str, buffer: Any) -> Iterator[str]:
         for kind, check in _STRUCTURES.items():
             if isinstance(part, kind):
                 yield from check(name + jax.tree_util.keystr(path), part)
-    ring = getattr(buffer.occupancy, "inner", buffer.occupancy)
+    label, ring = _inner(f"{name}.occupancy", buffer.occupancy)
     if isinstance(buffer, ItemBuffer) and isinstance(ring, Ring):
         # A queue has holes in front, but here the first items are the first slots.
         position, size = int(ring.position), int(ring.size)
         if size < ring.capacity and position != size:
             yield (
-                f"{name}.occupancy.position is {position}; expected {size}, the size, until the "
-                "ring is full"
+                f"{label}.position is {position}; expected {size}, the size, until the ring is full"
             )
+
+
+def _inner(label: str, occupancy: Any) -> tuple[str, Any]:
+    """What knows where items lie, and what it is called."""
+    subset = isinstance(occupancy, Subset)
+    return (f"{label}.inner", occupancy.inner) if subset else (label, occupancy)
 
 
 @jax.jit
@@ -174,12 +181,12 @@ def _members(name: str, buffer: Any) -> Iterator[str]:
         wrong = member & ~np.asarray(_live(occupancy.inner, slot))
         what = "False, for there is no item"
         yield from first_wrong(f"{name}.occupancy.members", member, wrong, what)
-        occupancy = occupancy.inner
-    if isinstance(occupancy, Ranking):
-        scored = np.asarray(occupancy.scored)
+    label, ranking = _inner(f"{name}.occupancy", occupancy)
+    if isinstance(ranking, Ranking):
+        scored = np.asarray(ranking.scored)
         wrong = np.asarray(_live(buffer.occupancy, slot)) & ~scored
         what = "True, for there is an item"
-        yield from first_wrong(f"{name}.occupancy.scored", scored, wrong, what)
+        yield from first_wrong(f"{label}.scored", scored, wrong, what)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -219,7 +226,7 @@ def _law(name: str, buffer: Any) -> Iterator[str]:
         yield f"{name}.support().count is {count}; expected at most the size, {size}"
     if not 0 <= least <= 1:
         yield f"{name}.support().least_probability is {least}; expected a probability"
-    if probability is not None and size:
+    if probability is not None and count > 0:
         share = np.asarray(probability)
         law = f"{name}.sampler.probability(...)"
         wrong = live & ~((share >= 0) & (share <= 1.0001))
@@ -236,7 +243,7 @@ def _softmax(
     score, mass = np.asarray(state.scores.leaves), np.asarray(state.masses.leaves)
     gone = ~live & (score > -np.inf)
     yield from first_wrong(f"{name}.scores.leaves", score, gone, "-inf, for there is no item")
-    ranking = getattr(occupancy, "inner", occupancy)
+    _, ranking = _inner("", occupancy)
     if isinstance(ranking, Ranking):
         evicted_by = np.asarray(ranking.score)
         wrong = live & (score != evicted_by)
@@ -247,7 +254,8 @@ def _softmax(
         yield from first_wrong(f"{name}.reference", reference, reference != largest, str(largest))
         expected = ((score == largest) & (largest > 0)).astype(np.float32)
     else:
-        expected = np.exp((score - reference) / np.float32(sampler.temperature))
+        with np.errstate(over="ignore"):
+            expected = np.exp((score - reference) / np.float32(sampler.temperature))
     # The least masses are taken as none.
     wrong = ~np.isclose(mass, expected, rtol=1e-3, atol=1e-37)
     yield from first_wrong(f"{name}.masses.leaves", mass, wrong, expected)
