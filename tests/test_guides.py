@@ -1,5 +1,6 @@
 """What the guides name exists, and what they link to is there. Their snippets run as doctests."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -8,21 +9,34 @@ import pytest
 import jaxbuf
 from jaxbuf.compat import flashbax
 
-GUIDES = sorted((Path(__file__).parent.parent / "docs").rglob("*.md"))
+ROOT = Path(__file__).parent.parent
+GUIDES = sorted((ROOT / "docs").rglob("*.md"))
 OWNERS = [
     jaxbuf,
     jaxbuf.ItemBuffer,
     jaxbuf.TrajectoryBuffer,
     jaxbuf.Queue,
     jaxbuf.Mixture,
+    jaxbuf.ChunkAccumulator,
+    jaxbuf.EpisodeAccumulator,
+    jaxbuf.Holder,
+    jaxbuf.Statistics,
     jaxbuf.Slots,
     jaxbuf.Sample,
 ]
 
 
+ARGUMENTS = {"base", "fallback", "period", "sequence_length", "valid"}
+STORIES = ["torchgfn", "di_engine", "minestudio", "alf"]
+
+
+def guide(name):
+    return next(path for path in GUIDES if path.name == name).read_text()
+
+
 def last_cells():
     """Code in the last column of every table of the guide on moving."""
-    text = next(path for path in GUIDES if path.name == "moving.md").read_text()
+    text = guide("moving.md")
     rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     return [code for row in rows for code in re.findall(r"`([^`]+)`", row.split(" | ")[-1])]
 
@@ -36,7 +50,7 @@ def test_every_call_that_replaces_another_exists():
             parts = name.split(".")
             if parts[0] == "jnp":
                 continue
-            if parts[0] in ("buffer", "jaxbuf"):
+            if parts[0] in ("buffer", "jaxbuf", "accumulator"):
                 parts = parts[1:]
             if not hasattr(jaxbuf, parts[0]):
                 found = next((owner for owner in OWNERS if hasattr(owner, parts[0])), None)
@@ -47,10 +61,34 @@ def test_every_call_that_replaces_another_exists():
 
 
 def test_the_names_of_flashbax_are_those_of_the_facade():
-    text = next(path for path in GUIDES if path.name == "moving.md").read_text()
-    names = set(re.findall(r"`(make_\w+)\(", text))
+    names = set(re.findall(r"`(make_\w+)\(", guide("moving.md")))
     assert len(names) >= 7
     assert all(hasattr(flashbax, name) for name in names)
+
+
+def test_every_choice_exists():
+    rows = [line for line in guide("choosing.md").splitlines() if line.startswith("| ")]
+    rows = [row.split(" | ") for row in rows if "---" not in row]
+    assert len(rows) > 40
+    notebooks = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+    for row in rows:
+        for code in re.findall(r"(?<!notebook )`([^`]+)`", " ".join(row[1:])):
+            name = re.match(r"(jaxbuf\.)?(\w+)", code)[2]
+            known = name in ARGUMENTS or any(hasattr(owner, name) for owner in OWNERS)
+            assert known or importlib.util.find_spec(code), f"{row[0]}: there is no {code}"
+        named = set(re.findall(r"notebook `(\w+)`", row[-1]))
+        assert named <= notebooks, row
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_stories_and_tables_link_to_each_other(name):
+    story, table = guide(f"from_{name}.md"), guide("moving.md")
+    assert "\n## Before\n" in story
+    assert "\n## After\n" in story
+    assert "\n## Left out on purpose\n" in story
+    anchor = re.search(r"\]\(moving\.md#([\w-]+)\)", story)[1]
+    section = next(part for part in table.split("\n## ") if part.lower().startswith(f"{anchor}\n"))
+    assert f"(from_{name}.md)" in section
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
