@@ -197,6 +197,7 @@ class EpisodeLookups:
             >>> buffer.episode_mask(buffer.sample(jax.random.key(0), 1).slots).tolist()
             [[True, True, False, False]]
         """
+        self = trees.on_device(self)
         index = self._index()
         if index.episodes.boundary == "cross":
             raise ValueError(
