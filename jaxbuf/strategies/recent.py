@@ -12,12 +12,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxbuf.core import checks, sizes
 from jaxbuf.core.ages import Ages, age_range, spread
 from jaxbuf.core.slots import Occupancy, random_words
-from jaxbuf.strategies.protocols import Draw, KnownSampler, Sampler, Support
+from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 from jaxbuf.strategies.samplers import Uniform
 
 
 @dataclasses.dataclass(frozen=True)
-class Recent(Sampler):
+class Recent(KnownSampler):
     """A fixed part of every batch from the newest items, the rest from another sampler.
 
     Of ``B`` rows the first ``R = round(ratio * B)`` are spread evenly over the ``steps`` newest
