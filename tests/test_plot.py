@@ -37,7 +37,7 @@ def test_all_there_is_of_an_item_buffer():
     )
     priority = jnp.concatenate([jnp.full(60, 0.5), jnp.full(10, 4.0)])
     buffer = jaxbuf.add(buffer, jnp.ones(70), priority=priority)
-    use = jax.jit(lambda buffer: buffer.mark_used(buffer.sample(KEY, 60).slots).set_version(3))
+    use = jax.jit(lambda buffer: buffer.mark_used(buffer.sample(KEY, 40).slots).set_version(3))
     buffer = use(buffer)
     size = int(buffer.size)
     assert 0 < size < 50
