@@ -46,7 +46,7 @@ from benchmarks.rows import freshness, gflownet, per, windows
 from benchmarks.rows.growth import SMALL
 from benchmarks.running import progress_bar
 from benchmarks.workload import Workload
-from jaxbuf.io.hlo import Program
+from jaxbuf.monitoring.hlo import Program
 
 DEVICE = Path(__file__).with_name("h200.txtpb")
 SCAN_LENGTH = 100

@@ -9,7 +9,6 @@ from jaxbuf.buffers.accumulator import (
     EpisodeAccumulator,
     PaddedEpisode,
 )
-from jaxbuf.buffers.groups import Groups, sample_groups
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.ops import add, sample, update_priority
@@ -26,9 +25,10 @@ from jaxbuf.core.native import native_available
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.io.holder import Holder, Stopped
-from jaxbuf.io.memory import MemoryReport, explain_memory
 from jaxbuf.io.minari_dataset import from_minari, to_minari
-from jaxbuf.io.monitor import (
+from jaxbuf.io.store import Store, StoreBatch
+from jaxbuf.monitoring.memory import MemoryReport, explain_memory
+from jaxbuf.monitoring.monitor import (
     CsvWriter,
     Monitor,
     TensorBoardWriter,
@@ -36,8 +36,8 @@ from jaxbuf.io.monitor import (
     WandbWriter,
     Writer,
 )
-from jaxbuf.io.plot import plot
-from jaxbuf.io.store import Store, StoreBatch
+from jaxbuf.monitoring.plot import plot
+from jaxbuf.monitoring.statistics import Statistics
 from jaxbuf.strategies.balanced import Balanced
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
@@ -48,9 +48,9 @@ from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 from jaxbuf.strategies.softmax import Softmax
 from jaxbuf.views.frames import FrameStack, stack_frames
+from jaxbuf.views.groups import Groups, sample_groups
 from jaxbuf.views.hindsight import hindsight
 from jaxbuf.views.n_step import NStep, n_step
-from jaxbuf.views.statistics import Statistics
 from jaxbuf.views.terminal import terminal_states
 
 __all__ = [

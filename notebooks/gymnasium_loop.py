@@ -37,7 +37,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from jaxbuf.adapters import gymnasium_transitions, transition_like
+from jaxbuf.interop import gymnasium_transitions, transition_like
 
 plt.rcParams["figure.dpi"] = 80
 

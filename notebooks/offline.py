@@ -35,7 +35,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
-from jaxbuf.adapters import gymnasium_transitions, transition_like
+from jaxbuf.interop import gymnasium_transitions, transition_like
 
 plt.rcParams["figure.dpi"] = 80
 folder = tempfile.TemporaryDirectory()

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxbuf
-import jaxbuf.compat.flashbax as fbx
-from jaxbuf.adapters import rollout
+import jaxbuf.interop.flashbax as fbx
+from jaxbuf.interop import rollout
 
 ROWS = 4
 

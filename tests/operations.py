@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxbuf
-from jaxbuf.core.subset import Subset
+from jaxbuf.occupancy.subset import Subset
 
 CAPACITY = 6
 ENVS, LENGTH = 2, 6

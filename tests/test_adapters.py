@@ -15,7 +15,8 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import jaxbuf
-from jaxbuf.adapters import (
+from jaxbuf.examples._lenient import lenient_promotion
+from jaxbuf.interop import (
     FinalObs,
     brax_transitions,
     gymnasium_transitions,
@@ -24,7 +25,6 @@ from jaxbuf.adapters import (
     rollout,
     transition_like,
 )
-from jaxbuf.examples._lenient import lenient_promotion
 
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 NUM_ENVS, STEPS = 3, 40

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.core.bitset import Bitset
-from jaxbuf.io.hlo import Program
+from jaxbuf.monitoring.hlo import Program
+from jaxbuf.occupancy.bitset import Bitset
 
 
 @jax.jit

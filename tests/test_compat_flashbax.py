@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxbuf.compat.flashbax as facade
+import jaxbuf.interop.flashbax as facade
 
 STEP = {"obs": jnp.array([5, 4]), "reward": jnp.array(1.0)}
 KEY = jax.random.PRNGKey(0)

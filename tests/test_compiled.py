@@ -9,7 +9,7 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core import native
-from jaxbuf.io.hlo import Program
+from jaxbuf.monitoring.hlo import Program
 
 CAPACITY = 2**14
 EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0), "frame": jnp.zeros((8, 9, 2), bool)}

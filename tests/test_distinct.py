@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.core.distinct import distinct, first_of_each
+from jaxbuf.strategies.distinct import distinct, first_of_each
 
 
 def twin(numbers, count, below, size):

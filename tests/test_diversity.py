@@ -13,7 +13,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
-from jaxbuf.core.points import Ball, Points
+from jaxbuf.strategies.points import Ball, Points
 from tests import reference_diversity
 
 INF = math.inf

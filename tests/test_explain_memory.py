@@ -8,7 +8,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.core.sizes import format_bytes
-from jaxbuf.io.hlo import Launches, Program
+from jaxbuf.monitoring.hlo import Launches, Program
 
 CAPACITY = 2**12
 EXAMPLE = {"obs": jnp.zeros(7), "next_obs": jnp.zeros(7), "reward": jnp.float32(0)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import jaxbuf
-from jaxbuf.compat import flashbax
+from jaxbuf.interop import flashbax
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "docs").rglob("*.md"))

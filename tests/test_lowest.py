@@ -8,7 +8,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
-from jaxbuf.core.ranking import Ranking
+from jaxbuf.occupancy.ranking import Ranking
 from tests import reference_scores
 
 REVEAL = jaxbuf.Uniform(replacement=False)

@@ -9,7 +9,7 @@ import pytest
 from flax import struct
 
 import jaxbuf
-from jaxbuf.core.slots import Ring
+from jaxbuf.occupancy.ring import Ring
 from jaxbuf.strategies import Draw, Evictor, KnownSampler, Sampler
 
 

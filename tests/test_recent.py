@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 
 import jaxbuf
-from jaxbuf.core.ages import spread
-from jaxbuf.core.slots import random_words
+from jaxbuf.core.random import random_words
+from jaxbuf.occupancy.ages import spread
 from tests import reference_sampling as reference
 
 ITEM = jax.ShapeDtypeStruct((), jnp.int32)

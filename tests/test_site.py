@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import jaxbuf
-from jaxbuf import adapters, testing
+from jaxbuf import interop, testing
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
@@ -68,9 +68,9 @@ def test_every_public_name_is_in_the_reference(pages):
     ids = set().union(*(page.ids for page in pages.values()))
     missing = sorted(name for name in jaxbuf.__all__ if f"jaxbuf.{name}" not in ids)
     assert not missing, f"add ::: jaxbuf.NAME to a page in docs/reference for {missing}"
-    for name in adapters.__all__:
-        found = getattr(adapters, name)
-        assert {f"jaxbuf.adapters.{name}", f"{found.__module__}.{name}"} & ids, name
+    for name in interop.__all__:
+        found = getattr(interop, name)
+        assert {f"jaxbuf.interop.{name}", f"{found.__module__}.{name}"} & ids, name
     for name in testing.__all__:
         assert f"jaxbuf.testing.{name}" in ids, name
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.core.slots import random_words
+from jaxbuf.core.random import random_words
 
 
 def test_random_words_are_the_same_everywhere():

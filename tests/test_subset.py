@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxbuf.core.rings import Rings
-from jaxbuf.core.slots import Occupancy, Ring, random_words
-from jaxbuf.core.subset import Subset
+from jaxbuf.core.random import random_words
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.occupancy.ring import Ring
+from jaxbuf.occupancy.rings import Rings
+from jaxbuf.occupancy.subset import Subset
 
 CAPACITY = 40
 

@@ -12,7 +12,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
-from jaxbuf.core.slots import Ring
+from jaxbuf.occupancy.ring import Ring
 from tests import operations
 
 CAPACITY = 300

@@ -188,8 +188,8 @@ class JaxbufParts(Parts):
         """All of them."""
         import_library("jaxbuf")
         from jaxbuf.core import storage
+        from jaxbuf.core.random import random_words
         from jaxbuf.core.segment_tree import SegmentTree
-        from jaxbuf.core.slots import random_words
 
         job, batch = self._workload, self._workload.sample_size
         jnp.arange(job.capacity, dtype=jnp.int32)

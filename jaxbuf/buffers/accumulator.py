@@ -9,8 +9,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.lanes import Lanes
 from jaxbuf.core import describe, fields, storage, trees
-from jaxbuf.core.lanes import Lanes
 from jaxbuf.strategies.freshness import Freshness
 
 

@@ -10,12 +10,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, storage, trees
-from jaxbuf.core.ages import Ages, Bound, age_range, grid, keeps_order, spread
-from jaxbuf.core.distinct import distinct
 from jaxbuf.core.donation import check_there
+from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.sizes import check_count
-from jaxbuf.core.slots import Occupancy, Slots, random_words, scale_word
+from jaxbuf.core.slots import Slots
+from jaxbuf.occupancy.ages import Ages, Bound, age_range, grid, keeps_order, spread
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Oldest

@@ -14,7 +14,7 @@ from jaxbuf.buffers.retire import Retiring
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage, trees
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.subset import Subset
+from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Oldest
 from jaxbuf.strategies.freshness import Freshness, FreshnessState

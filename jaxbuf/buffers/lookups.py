@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers.common import check_slots
 from jaxbuf.core import checks, numbers, trees
-from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.subset import Subset
+from jaxbuf.occupancy.rings import Rings
+from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.episodes import EpisodeIndex
 
 

@@ -26,7 +26,8 @@ from jaxbuf.buffers.parts import (
 )
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, storage
-from jaxbuf.core.slots import Slots, scale_word
+from jaxbuf.core.random import scale_word
+from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import Support
 
 

@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage
-from jaxbuf.core.slots import Ring, Slots
+from jaxbuf.core.slots import Slots
+from jaxbuf.occupancy.ring import Ring
 
 
 class Queue(struct.PyTreeNode):

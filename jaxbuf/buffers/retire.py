@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Int
 
 from jaxbuf.buffers import common
 from jaxbuf.core import storage, trees
-from jaxbuf.core.bitset import Bitset
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.subset import Subset
 from jaxbuf.core.varying import vary_with
+from jaxbuf.occupancy.bitset import Bitset
+from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
 
 # How many stale items retire at a time, each of which costs a path of every tree.

@@ -13,9 +13,9 @@ from jaxbuf.buffers.lookups import EpisodeLookups, broadcast_steps
 from jaxbuf.buffers.retire import Retiring
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
-from jaxbuf.core.rings import Rings
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.subset import Subset
+from jaxbuf.occupancy.rings import Rings
+from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
 from jaxbuf.strategies.freshness import TOO_OLD, Freshness, FreshnessState
 from jaxbuf.strategies.protocols import Draw, Sampler, Support

@@ -1,1 +1,1 @@
-"""Other libraries' call signatures over jaxbuf's buffers."""
+"""The place that ``jaxbuf.interop.flashbax`` had in version 0.1."""

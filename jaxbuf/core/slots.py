@@ -4,12 +4,10 @@ A slot is named by its index and its generation, which is another one each time 
 A name kept from an earlier sample therefore tells whether the item it meant is still there.
 """
 
-from typing import Any, Protocol, Self
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Int, UInt
 
 
 class Slots(struct.PyTreeNode):
@@ -25,171 +23,7 @@ class Slots(struct.PyTreeNode):
     generation: UInt[Array, " B"]
 
 
-class Occupancy(Protocol):
-    """What an evictor keeps: which slots are live, and where new items go. An immutable pytree."""
-
-    @property
-    def capacity(self) -> int:
-        """Number of slots."""
-        ...
-
-    @property
-    def size(self) -> Int[Array, ""]:
-        """Live items."""
-        ...
-
-    def place(
-        self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
-    ) -> tuple[Self, Int[Array, " B"]]:
-        """Choose slots for ``rows`` new items.
-
-        Returns:
-            The new occupancy, and a slot for each row ``[B]``: the capacity for rows that are
-            masked out or do not stay. No slot is given twice.
-        """
-        ...
-
-    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Which rows could not stay even if they came alone, because of their score."""
-        ...
-
-    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether there is an item at ``index``."""
-        ...
-
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Whether the items that these names mean are still there."""
-        ...
-
-    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
-        """The generation of what is at ``index``."""
-        ...
-
-    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
-        """A live slot for each random word, all equally likely; arbitrary if there is none."""
-        ...
-
-    def clear(self) -> Self:
-        """No items; what was there stays stale. Shares no array with the original."""
-        ...
-
-    def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, scalars."""
-        ...
-
-
-class Ring(struct.PyTreeNode):
-    """First in, first out: the next item goes where the oldest is.
-
-    A slot's generation is the lap in which it was written, which follows from the write position
-    and the number of laps: nothing is stored per slot. All counters wrap safely.
-
-    Attributes:
-        counters: Write position, lap and size, ``[3]`` uint32.
-        capacity: Number of slots.
-    """
-
-    counters: UInt[Array, " 3"]
-    capacity: int = struct.field(pytree_node=False)
-
-    @classmethod
-    def create(cls, capacity: int) -> Self:
-        """An empty ring of ``capacity`` slots."""
-        # The laps start at 1, so that no generation a caller makes up as zero is ever live.
-        return cls(counters=jnp.asarray([0, 1, 0], jnp.uint32), capacity=capacity)
-
-    @property
-    def position(self) -> Int[Array, ""]:
-        """The slot that is written next."""
-        return self.counters[..., 0].astype(jnp.int32)
-
-    @property
-    def size(self) -> Int[Array, ""]:
-        """Live items."""
-        return self.counters[..., 2].astype(jnp.int32)
-
-    def place(
-        self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
-    ) -> tuple[Self, Int[Array, " B"]]:
-        """Consecutive slots for the rows in order; of more rows than slots, the last ones stay."""
-        del score
-        position, lap, size = self.counters[0], self.counters[1], self.counters[2]
-        capacity = jnp.uint32(self.capacity)
-        if mask is None:
-            rank, taken = jnp.arange(rows, dtype=jnp.uint32), jnp.ones((rows,), bool)
-            count = jnp.uint32(rows)
-        else:
-            rank, taken = jnp.cumsum(mask, dtype=jnp.uint32) - jnp.uint32(1), mask
-            count = jnp.sum(mask, dtype=jnp.uint32)
-        stays = taken & (rank + capacity >= count)
-        slot = ((position + rank) % capacity).astype(jnp.int32)
-        index = jnp.where(stays, slot, self.capacity)
-        end = position + count
-        counters = jnp.stack(
-            [end % capacity, lap + end // capacity, jnp.minimum(size + count, capacity)]
-        )
-        return self.replace(counters=counters), index
-
-    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """None: scores do not matter here."""
-        return jnp.zeros(score.shape, bool)
-
-    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether there is an item at ``index``."""
-        behind = (self.position - 1 - index) % self.capacity
-        return (index >= 0) & (index < self.capacity) & (behind < self.size)
-
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Whether the items that these names mean are still there."""
-        return same_item(slots, self)
-
-    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
-        """The lap in which ``index`` was written."""
-        lap = self.counters[..., 1]
-        return jnp.where(index < self.position, lap, lap - jnp.uint32(1))
-
-    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
-        """A live slot for each random word, all equally likely; arbitrary if there is none."""
-        # Until the ring is full its items are the first ones, afterwards they are all of them.
-        return scale_word(words, self.counters[2]).astype(jnp.int32)
-
-    def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
-        """The slot of the earliest item, and how many items follow from there."""
-        return ((self.position - self.size) % self.capacity)[None], self.size[None]
-
-    def clear(self) -> Self:
-        """No items. Two laps on, no generation that was ever handed out is met again."""
-        lap = self.counters[1] + jnp.uint32(2)
-        zero = jnp.uint32(0)
-        return self.replace(counters=jnp.stack([zero, lap, zero]))
-
-    def metrics(self) -> dict[str, Array]:
-        """Nothing."""
-        return {}
-
-
-def scale_word(word: UInt[Array, " B"], below: UInt[Array, ""]) -> UInt[Array, " B"]:
-    """A random 32-bit word as an integer in ``[0, below)``: the high half of their product.
-
-    Unlike scaling a float, this reaches every integer, and each with the same probability up to
-    ``below / 2**32``.
-    """
-    half = jnp.uint32(16)
-    low = jnp.uint32(0xFFFF)
-    below = jnp.broadcast_to(below, word.shape)
-    word_high, word_low = word >> half, word & low
-    below_high, below_low = below >> half, below & low
-    middle = word_high * below_low + ((word_low * below_low) >> half)
-    carry = (middle & low) + word_low * below_high
-    return word_high * below_high + (middle >> half) + (carry >> half)
-
-
 def same_item(slots: Slots, occupancy: Any) -> Bool[Array, " B"]:
     """Whether an item is live and of the generation that its name says."""
     live = occupancy.live(slots.index)
     return live & (occupancy.generation(slots.index) == slots.generation)
-
-
-def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
-    """Uniform 32-bit words."""
-    return jax.random.bits(key, shape, jnp.uint32)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from jaxbuf.adapters import GymnaxState, gymnax_reset, gymnax_step
 from jaxbuf.examples._lenient import lenient_promotion
+from jaxbuf.interop import GymnaxState, gymnax_reset, gymnax_step
 
 MINATAR = (
     "Asterix-MinAtar",

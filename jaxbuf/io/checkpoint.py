@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
-from jaxbuf.io import describe, records, resizing, versions, zarr
-from jaxbuf.io.describe import Leaf
+from jaxbuf.io import records, resizing, structure, versions, zarr
+from jaxbuf.io.structure import Leaf
 
 Tree = TypeVar("Tree")
 
@@ -60,7 +60,7 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
     """
     folder = check_folder("path", path)
     check_there(buffer, "buffer")
-    described = describe.leaves(buffer, "buffer")
+    described = structure.leaves(buffer, "buffer")
     if not described:
         raise ValueError(
             f"buffer is {buffer!r}, in which there are no arrays; expected a buffer or a pytree of "
@@ -75,10 +75,10 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
             "bytes": array.size,
             "crc32": zlib.crc32(array.data),
         }
-        if describe.is_key(leaf.dtype):
+        if structure.is_key(leaf.dtype):
             leaves[name]["key"] = str(jax.random.key_impl(value))
     chunk = min(max(1, sum(array.size for array in arrays)), _CHUNK_BYTES)
-    configuration = describe.configuration(buffer)
+    configuration = structure.configuration(buffer)
 
     def write(version: Path) -> None:
         _write(version, arrays, chunk)
@@ -188,7 +188,7 @@ def _compare(
     Raises:
         ValueError: It names the first differences.
     """
-    missing, wanted = "nothing", describe.configuration(target)
+    missing, wanted = "nothing", structure.configuration(target)
     parts: list[str] = []
     sizes = True
     for name in sorted({*configuration, *wanted}):
@@ -206,7 +206,7 @@ def _compare(
         hint = "pass resize=True to load into another capacity" if sizes else "create it alike"
     else:
         hint = "pass a pytree like the one that was saved"
-        given = describe.leaves(target, "like")
+        given = structure.leaves(target, "like")
         messages = [f"like{name} is not in the checkpoint" for name in given if name not in saved]
         messages += [f"like{name} is missing" for name in saved if name not in given]
         for name in saved.keys() & given.keys() if not messages else ():
@@ -292,7 +292,7 @@ def _to_bytes(leaf: Any, name: str) -> np.ndarray[Any, Any]:
         raise ValueError(f"{name} is a shape without numbers; pass arrays")
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(f"{name} is on devices of other processes; save what each of them holds")
-    if isinstance(leaf, jax.Array) and describe.is_key(leaf.dtype):
+    if isinstance(leaf, jax.Array) and structure.is_key(leaf.dtype):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
     if array.dtype.hasobject:
@@ -301,7 +301,7 @@ def _to_bytes(leaf: Any, name: str) -> np.ndarray[Any, Any]:
 
 
 def _from_bytes(array: Any, saved: Leaf, record: dict[str, Any], like: Any) -> Any:
-    if describe.is_key(saved.dtype):
+    if structure.is_key(saved.dtype):
         words = jax.random.key_data(jax.random.key(0, impl=record["key"])).shape
         data = jnp.array(array.view(np.uint32).reshape(*saved.shape, *words))
         return jax.random.wrap_key_data(data, impl=record["key"])

@@ -14,12 +14,12 @@ from jaxtyping import Array, Bool, Int, PyTree
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core.bitset import Bitset
-from jaxbuf.core.points import Points
-from jaxbuf.core.ranking import Ranking
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.slots import Ring
-from jaxbuf.core.subset import Subset
+from jaxbuf.occupancy.bitset import Bitset
+from jaxbuf.occupancy.ranking import Ranking
+from jaxbuf.occupancy.ring import Ring
+from jaxbuf.occupancy.subset import Subset
+from jaxbuf.strategies.points import Points
 
 Tree = TypeVar("Tree")
 Buffer = ItemBuffer | Queue | TrajectoryBuffer
@@ -32,7 +32,7 @@ def as_saved(like: PyTree, configuration: dict[str, Any]) -> PyTree:
 
     Args:
         like: A pytree with buffers.
-        configuration: What ``describe.configuration`` said of the one that was saved.
+        configuration: What ``structure.configuration`` said of the one that was saved.
 
     Returns:
         A pytree of ``jax.ShapeDtypeStruct`` where a buffer has another size, else as it was.

@@ -26,7 +26,7 @@ from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, numbers, storage
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
-from jaxbuf.io import describe, records, resizing, zarr
+from jaxbuf.io import records, resizing, structure, zarr
 from jaxbuf.io.ranges import Ranges
 
 Buffer = TypeVar("Buffer", bound=Any)
@@ -111,7 +111,7 @@ class Store:
         checks.check_choice("mode", mode, ("a", "r"))
         self._folder = checks.check_path("path", path).resolve()
         self._like = _like(example)
-        self._names = [*describe.leaves(self._like, "")]
+        self._names = [*structure.leaves(self._like, "")]
         self._pins: collections.Counter[int] = collections.Counter()
         self._mutex = threading.RLock()
         self._closed = False
@@ -440,7 +440,7 @@ class Store:
         if isinstance(rows, slice):
             return np.arange(self._rows)[rows]
         known = isinstance(rows, int | np.integer | Sequence | np.ndarray | jax.Array)
-        key = describe.is_key(getattr(rows, "dtype", None))
+        key = structure.is_key(getattr(rows, "dtype", None))
         if not known or key or isinstance(rows, str | bytes):
             raise ValueError(
                 f"rows is {checks.name_of(rows)}; expected integers, a mask or a slice of all rows"
@@ -570,8 +570,8 @@ class Store:
         self, path: str | os.PathLike[str], chunk: int | None, cache_bytes: int
     ) -> int:
         leaves: dict[str, Any] = {}
-        for name, leaf in describe.leaves(self._like, "").items():
-            if describe.is_key(leaf.dtype):
+        for name, leaf in structure.leaves(self._like, "").items():
+            if structure.is_key(leaf.dtype):
                 raise ValueError(f"example{name} is a PRNG key; store its jax.random.key_data")
             leaves[name] = {"shape": [*leaf.shape[1:]], "dtype": leaf.dtype}
         cache = zarr.new_cache(check_count("cache_bytes", cache_bytes, 0, MOST_ON_HOST))
@@ -686,7 +686,7 @@ class Store:
                 name = f"items{jax.tree_util.keystr(path)}"
                 raise ValueError(f"{name} is a {type(leaf).__name__}; expected an array") from error
             canonical = jax.dtypes.canonicalize_dtype
-            if describe.is_key(got.dtype) or canonical(got.dtype) != canonical(like.dtype):
+            if structure.is_key(got.dtype) or canonical(got.dtype) != canonical(like.dtype):
                 return leaf
             return jax.ShapeDtypeStruct(got.shape, like.dtype)
 

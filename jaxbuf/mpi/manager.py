@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, describe, storage
-from jaxbuf.core.ranking import Ranking
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.scores import DEFAULT, Batch, ScoreFunction, StatefulScore, uses_score
+from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.strategies.softmax import Softmax
 
 

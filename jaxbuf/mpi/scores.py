@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
-from jaxbuf.core.points import Ball, Computed, Others, Points, finite
 from jaxbuf.strategies.diversity import Diversity, Key
+from jaxbuf.strategies.points import Ball, Computed, Others, Points, finite
 
 # Distances beyond this count as this.
 _FAR = 2.0**40

@@ -8,8 +8,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
-from jaxbuf.core.ages import age_range, in_part, ring_of
-from jaxbuf.core.slots import Occupancy, random_words, scale_word
+from jaxbuf.core.random import random_words, scale_word
+from jaxbuf.occupancy.ages import age_range, in_part, ring_of
+from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 
 

@@ -18,10 +18,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import checks, fields
-from jaxbuf.core.points import Ball, Points, finite, pairwise
-from jaxbuf.core.ranking import to_rank
-from jaxbuf.core.slots import Occupancy
 from jaxbuf.core.varying import vary_with
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.occupancy.ranking import to_rank
+from jaxbuf.strategies.points import Ball, Points, finite, pairwise
 
 WithinBatch = Literal["suppress", "greedy"]
 Active = Literal["always", "full"]

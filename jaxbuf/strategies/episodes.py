@@ -14,8 +14,8 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import checks, fields, storage
-from jaxbuf.core.rings import Rings
 from jaxbuf.core.varying import vary_with
+from jaxbuf.occupancy.rings import Rings
 
 Boundary = Literal["cross", "mask", "avoid"]
 Recurrence = Literal["plain", "alf"]

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from jaxbuf.core.ranking import Ranking
-from jaxbuf.core.slots import Ring
+from jaxbuf.occupancy.ranking import Ranking
+from jaxbuf.occupancy.ring import Ring
 from jaxbuf.strategies.protocols import Evictor
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxbuf.core.slots import Occupancy
+from jaxbuf.occupancy.protocol import Occupancy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxbuf.core import checks, sizes
-from jaxbuf.core.ages import Ages, age_range, spread
-from jaxbuf.core.slots import Occupancy, random_words
+from jaxbuf.core.random import random_words
+from jaxbuf.occupancy.ages import Ages, age_range, spread
+from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 from jaxbuf.strategies.samplers import Uniform
 

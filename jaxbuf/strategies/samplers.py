@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
-from jaxbuf.core.distinct import distinct
+from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.slots import Occupancy, random_words
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support, share
 
 # Masses lie in between, so that finite priorities cannot overflow a sum of 2**27 of them.

@@ -10,11 +10,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxbuf.core import checks
-from jaxbuf.core.distinct import distinct
-from jaxbuf.core.ranking import score_metrics
+from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.slots import Occupancy, random_words
 from jaxbuf.core.varying import vary_with
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.occupancy.ranking import score_metrics
+from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.protocols import Draw, Sampler, Support
 from jaxbuf.strategies.samplers import points, without
 

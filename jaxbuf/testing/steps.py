@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxbuf.core.sizes import check_count, format_bytes
 from jaxbuf.io.checkpoint import load, save
-from jaxbuf.io.hlo import Copy
-from jaxbuf.io.memory import explain_memory
+from jaxbuf.monitoring.hlo import Copy
+from jaxbuf.monitoring.memory import explain_memory
 from jaxbuf.testing.structures import check_concrete, differing, report
 
 

@@ -9,12 +9,12 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.core.bitset import Bitset
 from jaxbuf.core.donation import check_there
-from jaxbuf.core.ranking import Ranking
-from jaxbuf.core.rings import Rings
 from jaxbuf.core.segment_tree import FANOUT, SegmentTree
-from jaxbuf.core.slots import Ring
+from jaxbuf.occupancy.bitset import Bitset
+from jaxbuf.occupancy.ranking import Ranking
+from jaxbuf.occupancy.ring import Ring
+from jaxbuf.occupancy.rings import Rings
 
 
 def check_concrete(tree: Any, name: str) -> None:

@@ -13,12 +13,12 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import trees
-from jaxbuf.core.bitset import Bitset
-from jaxbuf.core.ranking import Ranking
-from jaxbuf.core.rings import Rings
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.slots import Ring
-from jaxbuf.core.subset import Subset
+from jaxbuf.occupancy.bitset import Bitset
+from jaxbuf.occupancy.ranking import Ranking
+from jaxbuf.occupancy.ring import Ring
+from jaxbuf.occupancy.rings import Rings
+from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized
 from jaxbuf.strategies.softmax import Softmax, SoftmaxState

@@ -11,7 +11,7 @@ import jax
 
 from jaxbuf.core import checks
 from jaxbuf.core.sizes import MOST_ON_HOST, check_count, format_bytes
-from jaxbuf.io.hlo import Copy, Parameter, Program
+from jaxbuf.monitoring.hlo import Copy, Parameter, Program
 
 Fate = Literal["in place", "read", "copied"]
 

@@ -18,7 +18,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core.slots import Slots, same_item, scale_word
+from jaxbuf.core.random import scale_word
+from jaxbuf.core.slots import Slots, same_item
 
 _SHIFT = 4
 # Children of a node.

@@ -58,7 +58,7 @@ def gymnasium_transitions(
 
     Example:
         >>> import gymnasium, jaxbuf
-        >>> from jaxbuf.adapters import gymnasium_transitions, transition_like
+        >>> from jaxbuf.interop import gymnasium_transitions, transition_like
         >>> envs = gymnasium.make_vec("CartPole-v1", num_envs=4, vectorization_mode="sync")
         >>> buffer = jaxbuf.ItemBuffer.create(transition_like(envs), capacity=1_000)
         >>> obs, _ = envs.reset(seed=0)

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core.ages import AgeRange
-from jaxbuf.core.slots import Slots, same_item, scale_word
+from jaxbuf.core.random import scale_word
+from jaxbuf.core.slots import Slots, same_item
+from jaxbuf.occupancy.ages import AgeRange
 
 
 class Rings(struct.PyTreeNode):
@@ -19,7 +20,7 @@ class Rings(struct.PyTreeNode):
     the one that is overwritten first, was written. Both follow from the write positions and laps:
     nothing is stored per step. All counters wrap safely.
 
-    To samplers this is an occupancy whose items are the windows; see ``core.slots.Occupancy``.
+    To samplers this is an occupancy whose items are the windows; see ``Occupancy``.
 
     A step's position is how many places of its ring were passed before it: it always grows, wraps
     at 2**32, and is the place once divided by ``length``, as in ALF's replay buffer. ``clear``

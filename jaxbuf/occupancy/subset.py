@@ -8,15 +8,16 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core.ages import Bound, clip, ring_of
-from jaxbuf.core.bitset import Bitset
-from jaxbuf.core.slots import Slots, scale_word
+from jaxbuf.core.random import scale_word
+from jaxbuf.core.slots import Slots
+from jaxbuf.occupancy.ages import Bound, clip, ring_of
+from jaxbuf.occupancy.bitset import Bitset
 
 
 class Subset(struct.PyTreeNode):
     """Some of the live slots of another occupancy: its *members*.
 
-    To a sampler it is an occupancy like any other (see ``core.slots.Occupancy``): ``size`` counts
+    To a sampler it is an occupancy like any other (see ``Occupancy``): ``size`` counts
     members, ``draw`` gives each of them with the same probability, ``live`` is False for the rest.
     Names of slots stay those of the inner occupancy, so an update of a slot that has been excluded
     is dropped like that of one that has been overwritten. Counting is a path of a tree for each
@@ -34,7 +35,7 @@ class Subset(struct.PyTreeNode):
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jaxbuf.core.slots import Ring
+        >>> from jaxbuf.occupancy.ring import Ring
         >>> subset = Subset.create(Ring.create(4), 4)
         >>> subset, index = subset.place(3, None, None)
         >>> subset = subset.exclude(jnp.array([1]))
@@ -158,7 +159,7 @@ class Subset(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class MemberAges:
-    """Members of every ring whose age lies in a range: ``core.ages.Ages`` where there are holes.
+    """Members of every ring whose age lies in a range: ``Ages`` where there are holes.
 
     Attributes:
         subset: Whose members.

@@ -13,8 +13,10 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, describe, fields, numbers, storage, trees
-from jaxbuf.core.slots import Ring, Slots, random_words, scale_word
+from jaxbuf.core.random import random_words, scale_word
+from jaxbuf.core.slots import Slots
 from jaxbuf.core.varying import vary_with
+from jaxbuf.occupancy.ring import Ring
 
 Order = Literal["age", "random"]
 Padding = Literal["none", "random"]

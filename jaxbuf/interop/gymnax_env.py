@@ -52,7 +52,7 @@ def gymnax_step(
 
     Example:
         >>> import gymnax, jax, jaxbuf
-        >>> from jaxbuf.adapters import gymnax_reset, gymnax_step, rollout
+        >>> from jaxbuf.interop import gymnax_reset, gymnax_step, rollout
         >>> env, params = gymnax.make("CartPole-v1")
         >>> def step(state, key):
         ...     action = jax.random.randint(key, (8,), 0, env.num_actions)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from jaxbuf.core.describe import summary
 from jaxbuf.core.donation import check_there
-from jaxbuf.core.ranking import Ranking
-from jaxbuf.core.subset import Subset
+from jaxbuf.occupancy.ranking import Ranking
+from jaxbuf.occupancy.subset import Subset
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

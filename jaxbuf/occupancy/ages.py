@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core.slots import scale_word
+from jaxbuf.core.random import scale_word
 
 # Up to this many rings, comparing with all of them beats a binary search.
 _FEW_RINGS = 128

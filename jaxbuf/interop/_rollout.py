@@ -38,7 +38,7 @@ def rollout(
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
-        >>> from jaxbuf.adapters import rollout
+        >>> from jaxbuf.interop import rollout
         >>> def count(position, key):
         ...     return position + 1, {"obs": position}
         >>> position, steps = rollout(count, jnp.array([0, 10]), jax.random.key(0), num_steps=3)

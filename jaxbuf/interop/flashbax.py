@@ -1,0 +1,847 @@
+"""flashbax's call signatures over jaxbuf's buffers.
+
+A program written for flashbax 0.1 runs after one change:
+
+    import jaxbuf.interop.flashbax as fbx  # was: import flashbax as fbx
+
+Shapes, structures, capacities, write positions, ``can_sample``, ``can_add`` and the numbers in
+``indices`` are those of flashbax. What differs, and why:
+
+* **Draws.** The same key gives another batch; the distribution is the same. Draws are with
+  replacement and, with priorities, stratified, as there.
+* **Sampling too early.** Where flashbax returns arbitrary rows, these samples say so: ``valid`` is
+  False and probabilities are 0. A queue that cannot be sampled from stays as it is.
+* **Stale priorities.** An index names a place, not an item, so flashbax gives a new item the
+  priority that was meant for the one it replaced. Pass ``batch.slots`` instead of
+  ``batch.indices`` to ``set_priorities`` and such rows are dropped. Rows for windows that are not
+  complete are dropped in any case: flashbax would make them drawable.
+* **New items** get the largest priority that is in the buffer now (1 if that is larger), not the
+  largest there ever was: one outlier does not raise them for ever.
+* **NaN, negative and infinite priorities** are refused instead of poisoning every sum, and sums are
+  recomputed, not accumulated, so that they do not drift.
+* **Full queues** refuse what does not fit; flashbax overwrites what was not read. Look at
+  ``can_add`` as before.
+* **A period that does not divide the length** shortens the length to a multiple of it, with a
+  warning, also without priorities: windows start at multiples of ``period`` from the beginning of
+  the memory, not from the oldest step.
+* **Shapes and dtypes** of what is added raise ``ValueError`` naming the leaf. More steps at once
+  than fit are no error: the last ones stay.
+* **A mixer's buffers** must each sample enough rows for their share; flashbax returns fewer.
+* ``device`` is accepted and ignored: what is fastest is chosen by where the arrays are.
+* Of a state's fields ``experience``, ``current_index``, ``is_full``, ``running_index``,
+  ``read_index`` and ``write_index`` can be read; of the sum tree only its root,
+  ``sum_tree_state.nodes[0]``. There is no vault: see ``jaxbuf.Store``.
+
+``state.buffer`` is the buffer of jaxbuf inside, with ``metrics()`` and all the rest, for moving
+over bit by bit.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+
+from jaxbuf.buffers import ops
+from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.trajectory import Steps
+from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
+from jaxbuf.core import describe
+from jaxbuf.core.checks import check_flag, check_fraction
+from jaxbuf.core.sizes import check_count
+from jaxbuf.core.slots import Slots
+from jaxbuf.strategies.protocols import Sampler
+from jaxbuf.strategies.samplers import Prioritized, Uniform
+
+__all__ = [
+    "ExperiencePair",
+    "Mixer",
+    "PrioritisedTrajectoryBuffer",
+    "PrioritisedTrajectoryBufferSample",
+    "PrioritisedTransitionSample",
+    "TrajectoryBuffer",
+    "TrajectoryBufferSample",
+    "TrajectoryBufferState",
+    "TrajectoryQueue",
+    "TrajectoryQueueSample",
+    "TrajectoryQueueState",
+    "TransitionSample",
+    "make_flat_buffer",
+    "make_item_buffer",
+    "make_mixer",
+    "make_prioritised_flat_buffer",
+    "make_prioritised_item_buffer",
+    "make_prioritised_trajectory_buffer",
+    "make_trajectory_buffer",
+    "make_trajectory_queue",
+]
+
+
+_Windows = TypeVar("_Windows", bound="TrajectoryBuffer")
+
+
+class SumTreeRoot(NamedTuple):
+    """What can be read of a sum tree: ``nodes[0]``, the sum of all priorities to the exponent."""
+
+    nodes: Float[Array, " 1"]
+
+
+class TrajectoryBufferState(struct.PyTreeNode):
+    """The state of a buffer: a ``jaxbuf.TrajectoryBuffer`` whose rings are written together.
+
+    Attributes:
+        buffer: That buffer.
+    """
+
+    buffer: Rings
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
+
+    @property
+    def experience(self) -> PyTree[Array]:
+        """The steps, leaves ``[add_batch_size, max_length_time_axis, ...]``."""
+        return self.buffer.data
+
+    @property
+    def current_index(self) -> Int[Array, ""]:
+        """Where the next step goes along the time axis."""
+        return self._counter(0).astype(jnp.int32)
+
+    @property
+    def is_full(self) -> Bool[Array, ""]:
+        """Whether every place holds a step."""
+        return self._counter(2) == jnp.uint32(self.buffer.length)
+
+    @property
+    def running_index(self) -> Int[Array, ""]:
+        """How many steps were added to each row."""
+        laps = self._counter(1) - jnp.uint32(1)
+        return (laps * jnp.uint32(self.buffer.length) + self._counter(0)).astype(jnp.int32)
+
+    @property
+    def sum_tree_state(self) -> SumTreeRoot:
+        """The root of the sum tree.
+
+        Raises:
+            AttributeError: If the buffer has no priorities.
+        """
+        if not self.buffer.sampler.uses_priority:
+            raise AttributeError("this buffer has no priorities, so it keeps no sum tree")
+        return SumTreeRoot(nodes=self.buffer.sampler_state.root("sum")[..., None])
+
+    def _counter(self, number: int) -> Array:
+        """A counter of the rings, which is the same for all of them."""
+        return self.buffer.rings.counters[..., 0, number]
+
+
+class TrajectoryQueueState(TrajectoryBufferState):
+    """The state of a queue."""
+
+    @property
+    def write_index(self) -> Int[Array, ""]:
+        """Where the next step is written along the time axis."""
+        return self.current_index
+
+    @property
+    def read_index(self) -> Int[Array, ""]:
+        """Where the next sample begins along the time axis."""
+        return (self.current_index - self._counter(2).astype(jnp.int32)) % self.buffer.length
+
+
+class ExperiencePair(NamedTuple):
+    """Two consecutive steps, leaves ``[B, ...]``."""
+
+    first: PyTree[Array]
+    second: PyTree[Array]
+
+
+class TrajectoryBufferSample(struct.PyTreeNode):
+    """A batch.
+
+    Attributes:
+        experience: Leaves ``[B, sample_sequence_length, ...]``; ``[B, ...]`` for items.
+        valid: Which rows were drawn, ``[B]``; all, once ``can_sample`` is True.
+    """
+
+    experience: PyTree[Array]
+    valid: Bool[Array, " B"]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
+
+
+class TransitionSample(TrajectoryBufferSample):
+    """A batch whose ``experience`` is an ``ExperiencePair``."""
+
+
+class PrioritisedTrajectoryBufferSample(TrajectoryBufferSample):
+    """A batch drawn by priorities.
+
+    Attributes:
+        indices: Where the windows lie, ``[B]``.
+        probabilities: With which probability a draw gives each, ``[B]``.
+        priorities: Their priorities to the exponent, ``[B]``: what flashbax before 0.1.3 had
+            instead of probabilities.
+        slots: Which windows these are, for ``set_priorities``: unlike ``indices``, it tells whether
+            a window was overwritten since.
+    """
+
+    indices: Int[Array, " B"]
+    probabilities: Float[Array, " B"]
+    priorities: Float[Array, " B"]
+    slots: Slots
+
+
+class PrioritisedTransitionSample(PrioritisedTrajectoryBufferSample):
+    """A batch drawn by priorities whose ``experience`` is an ``ExperiencePair``."""
+
+
+class TrajectoryQueueSample(TrajectoryBufferSample):
+    """What was taken out of a queue, leaves ``[add_batch_size, sample_sequence_length, ...]``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryBuffer:
+    """The functions of a buffer.
+
+    Attributes:
+        init: From one step, its state.
+        add: From a state and experience, the next state.
+        sample: From a state and a key, a batch.
+        can_sample: Whether a state holds enough.
+    """
+
+    init: Callable[..., TrajectoryBufferState]
+    add: Callable[..., TrajectoryBufferState]
+    sample: Callable[..., TrajectoryBufferSample]
+    can_sample: Callable[..., Bool[Array, ""]]
+
+    def replace(self, **functions: Callable[..., Any]) -> Self:
+        """The same with other functions, such as jitted ones."""
+        return dataclasses.replace(self, **functions)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrioritisedTrajectoryBuffer(TrajectoryBuffer):
+    """The functions of a buffer with priorities.
+
+    Attributes:
+        set_priorities: From a state, indices (or slots) and priorities, the next state.
+    """
+
+    set_priorities: Callable[..., TrajectoryBufferState]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryQueue:
+    """The functions of a queue.
+
+    Attributes:
+        init: From one step, its state.
+        add: From a state and experience ``[add_batch_size, add_sequence_length, ...]``, the next
+            state.
+        sample: From a state, the next state and a batch.
+        can_sample: Whether a state holds enough.
+        can_add: Whether as much as is added fits.
+    """
+
+    init: Callable[..., TrajectoryQueueState]
+    add: Callable[..., TrajectoryQueueState]
+    sample: Callable[..., tuple[TrajectoryQueueState, TrajectoryQueueSample]]
+    can_sample: Callable[..., Bool[Array, ""]]
+    can_add: Callable[..., Bool[Array, ""]]
+
+    def replace(self, **functions: Callable[..., Any]) -> Self:
+        """The same with other functions, such as jitted ones."""
+        return dataclasses.replace(self, **functions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """The functions of a mixer.
+
+    Attributes:
+        sample: From a list of states and a key, one batch.
+        can_sample: Whether all of these states hold enough.
+    """
+
+    sample: Callable[..., Any]
+    can_sample: Callable[..., Bool[Array, ""]]
+
+
+def make_trajectory_buffer(
+    add_batch_size: int,
+    sample_batch_size: int,
+    sample_sequence_length: int,
+    period: int,
+    min_length_time_axis: int,
+    max_size: int | None = None,
+    max_length_time_axis: int | None = None,
+) -> TrajectoryBuffer:
+    """A buffer of windows, drawn uniformly: ``jaxbuf.TrajectoryBuffer``.
+
+    Args:
+        add_batch_size: Rows added at a time: rings.
+        sample_batch_size: Windows in a batch.
+        sample_sequence_length: Steps in a window.
+        period: Distance between the places where windows start.
+        min_length_time_axis: From how many steps in each row on ``can_sample`` is True.
+        max_size: Steps of all rows together, instead of ``max_length_time_axis``.
+        max_length_time_axis: Steps in each row.
+
+    Raises:
+        ValueError: If both or none of the lengths are given, or a window or the least length is
+            longer than a row.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jaxbuf.interop.flashbax as fbx
+        >>> buffer = fbx.make_trajectory_buffer(
+        ...     add_batch_size=2, sample_batch_size=4, sample_sequence_length=3, period=1,
+        ...     min_length_time_axis=3, max_length_time_axis=10,
+        ... )
+        >>> state = buffer.init({"obs": jnp.zeros(5)})
+        >>> state = buffer.add(state, {"obs": jnp.ones((2, 6, 5))})
+        >>> batch = buffer.sample(state, jax.random.PRNGKey(0))
+        >>> bool(buffer.can_sample(state)), batch.experience["obs"].shape
+        (True, (4, 3, 5))
+    """
+    _check_counts(
+        add_batch_size=add_batch_size,
+        sample_batch_size=sample_batch_size,
+        sample_sequence_length=sample_sequence_length,
+        period=period,
+    )
+    least, length = _lengths(
+        add_batch_size,
+        sample_sequence_length,
+        period,
+        min_length_time_axis,
+        max_size,
+        max_length_time_axis,
+    )
+    init = _init(add_batch_size, length, sample_sequence_length, period, Uniform())
+
+    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
+        drawn = ops.sample(state.buffer, rng_key, sample_batch_size)
+        return TrajectoryBufferSample(experience=drawn.data, valid=drawn.valid)
+
+    return TrajectoryBuffer(init=init, add=_add, sample=sample, can_sample=_can_sample(least))
+
+
+def make_prioritised_trajectory_buffer(
+    add_batch_size: int,
+    sample_batch_size: int,
+    sample_sequence_length: int,
+    period: int,
+    min_length_time_axis: int,
+    max_size: int | None = None,
+    max_length_time_axis: int | None = None,
+    priority_exponent: float = 0.6,
+    device: str = "cpu",
+) -> PrioritisedTrajectoryBuffer:
+    """A buffer of windows, drawn by priority: ``TrajectoryBuffer`` with ``Prioritized``.
+
+    Args:
+        add_batch_size: Rows added at a time: rings.
+        sample_batch_size: Windows in a batch.
+        sample_sequence_length: Steps in a window.
+        period: Distance between the places where windows start.
+        min_length_time_axis: From how many steps in each row on ``can_sample`` is True.
+        max_size: Steps of all rows together, instead of ``max_length_time_axis``.
+        max_length_time_axis: Steps in each row.
+        priority_exponent: The ``alpha`` of ``jaxbuf.Prioritized``, from 0 to 1.
+        device: Ignored.
+
+    Raises:
+        ValueError: As ``make_trajectory_buffer``, or if the exponent is out of its range.
+    """
+    del device
+    check_fraction("priority_exponent", priority_exponent)
+    _check_counts(
+        add_batch_size=add_batch_size,
+        sample_batch_size=sample_batch_size,
+        sample_sequence_length=sample_sequence_length,
+        period=period,
+    )
+    least, length = _lengths(
+        add_batch_size,
+        sample_sequence_length,
+        period,
+        min_length_time_axis,
+        max_size,
+        max_length_time_axis,
+    )
+    init = _init(
+        add_batch_size, length, sample_sequence_length, period, Prioritized(alpha=priority_exponent)
+    )
+
+    def sample(
+        state: TrajectoryBufferState, rng_key: PRNGKeyArray
+    ) -> PrioritisedTrajectoryBufferSample:
+        drawn = ops.sample(state.buffer, rng_key, sample_batch_size)
+        return _prioritised(state, drawn, drawn.data, PrioritisedTrajectoryBufferSample)
+
+    return PrioritisedTrajectoryBuffer(
+        init=init,
+        add=_add,
+        sample=sample,
+        can_sample=_can_sample(least),
+        set_priorities=_set_priorities,
+    )
+
+
+def make_flat_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    add_sequences: bool = False,
+    add_batch_size: int | None = None,
+) -> TrajectoryBuffer:
+    """A buffer of pairs of consecutive steps, drawn uniformly.
+
+    Args:
+        max_length: Steps held, of all rows together.
+        min_length: From how many pairs on ``can_sample`` is True.
+        sample_batch_size: Pairs in a batch.
+        add_sequences: Whether what is added has a time axis.
+        add_batch_size: Rows added at a time; None if what is added has no axis for them.
+
+    Raises:
+        ValueError: If the lengths do not fit together.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jaxbuf.interop.flashbax as fbx
+        >>> buffer = fbx.make_flat_buffer(max_length=32, min_length=2, sample_batch_size=1)
+        >>> state = buffer.init({"obs": jnp.array([0, 0]), "reward": jnp.array(0.0)})
+        >>> for i in range(3):
+        ...     print(buffer.can_sample(state))
+        ...     state = buffer.add(state, {"obs": jnp.array([i, i]), "reward": jnp.array(1.0)})
+        False
+        False
+        False
+        >>> pair = buffer.sample(state, jax.random.PRNGKey(0)).experience
+        >>> (pair.second["obs"] - pair.first["obs"]).tolist()
+        [[1, 1]]
+    """
+    buffer = make_trajectory_buffer(
+        **_of_pairs(max_length, min_length, sample_batch_size, add_batch_size)
+    )
+
+    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TransitionSample:
+        drawn = buffer.sample(state, rng_key)
+        return TransitionSample(experience=_pair(drawn.experience), valid=drawn.valid)
+
+    return buffer.replace(add=_adder(add_batch_size is not None, add_sequences), sample=sample)
+
+
+def make_prioritised_flat_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    add_sequences: bool = False,
+    add_batch_size: int | None = None,
+    priority_exponent: float = 0.6,
+    device: str = "cpu",
+) -> PrioritisedTrajectoryBuffer:
+    """A buffer of pairs of consecutive steps, drawn by priority.
+
+    Args:
+        max_length: Steps held, of all rows together.
+        min_length: From how many pairs on ``can_sample`` is True.
+        sample_batch_size: Pairs in a batch.
+        add_sequences: Whether what is added has a time axis.
+        add_batch_size: Rows added at a time; None if what is added has no axis for them.
+        priority_exponent: The ``alpha`` of ``jaxbuf.Prioritized``, from 0 to 1.
+        device: Ignored.
+
+    Raises:
+        ValueError: If the lengths do not fit together, or the exponent is out of its range.
+    """
+    buffer = make_prioritised_trajectory_buffer(
+        **_of_pairs(max_length, min_length, sample_batch_size, add_batch_size),
+        priority_exponent=priority_exponent,
+        device=device,
+    )
+
+    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> PrioritisedTransitionSample:
+        drawn = ops.sample(state.buffer, rng_key, sample_batch_size)
+        return _prioritised(state, drawn, _pair(drawn.data), PrioritisedTransitionSample)
+
+    return buffer.replace(add=_adder(add_batch_size is not None, add_sequences), sample=sample)
+
+
+def make_item_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    add_sequences: bool = False,
+    add_batches: bool = False,
+) -> TrajectoryBuffer:
+    """A buffer of independent items, drawn uniformly.
+
+    Args:
+        max_length: Items held.
+        min_length: From how many items on ``can_sample`` is True.
+        sample_batch_size: Items in a batch.
+        add_sequences: Whether what is added has a time axis.
+        add_batches: Whether what is added has a batch axis.
+
+    Raises:
+        ValueError: If the lengths do not fit together.
+    """
+    buffer = make_trajectory_buffer(**_of_items(max_length, min_length, sample_batch_size))
+    return _without_time(buffer, add_batches, add_sequences)
+
+
+def make_prioritised_item_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    add_sequences: bool = False,
+    add_batches: bool = False,
+    priority_exponent: float = 0.6,
+    device: str = "cpu",
+) -> PrioritisedTrajectoryBuffer:
+    """A buffer of independent items, drawn by priority.
+
+    Args:
+        max_length: Items held.
+        min_length: From how many items on ``can_sample`` is True.
+        sample_batch_size: Items in a batch.
+        add_sequences: Whether what is added has a time axis.
+        add_batches: Whether what is added has a batch axis.
+        priority_exponent: The ``alpha`` of ``jaxbuf.Prioritized``, from 0 to 1.
+        device: Ignored.
+
+    Raises:
+        ValueError: If the lengths do not fit together, or the exponent is out of its range.
+    """
+    buffer = make_prioritised_trajectory_buffer(
+        **_of_items(max_length, min_length, sample_batch_size),
+        priority_exponent=priority_exponent,
+        device=device,
+    )
+    return _without_time(buffer, add_batches, add_sequences)
+
+
+def make_trajectory_queue(
+    max_length_time_axis: int,
+    add_batch_size: int,
+    add_sequence_length: int,
+    sample_sequence_length: int,
+    max_size: int | None = None,
+) -> TrajectoryQueue:
+    """A queue of steps: what is sampled is taken out, in order of time.
+
+    Args:
+        max_length_time_axis: Steps in each row.
+        add_batch_size: Rows.
+        add_sequence_length: Steps added at a time, for ``can_add``.
+        sample_sequence_length: Steps taken at a time.
+        max_size: Steps of all rows together, instead of ``max_length_time_axis``.
+
+    Raises:
+        ValueError: If more steps are taken at a time than fit.
+    """
+    _check_counts(
+        add_batch_size=add_batch_size,
+        add_sequence_length=add_sequence_length,
+        sample_sequence_length=sample_sequence_length,
+    )
+    if max_size is None:
+        length = check_count("max_length_time_axis", max_length_time_axis)
+    else:
+        length = _length_of(max_size, add_batch_size)
+    if sample_sequence_length > length:
+        raise ValueError(
+            f"sample_sequence_length is {sample_sequence_length}, but a row has {length} steps; "
+            "choose a smaller one"
+        )
+
+    def init(experience: PyTree) -> TrajectoryQueueState:
+        return TrajectoryQueueState(Rings.create(experience, add_batch_size, length))
+
+    def can_add(state: TrajectoryQueueState) -> Bool[Array, ""]:
+        return state.buffer.rings.held[..., 0] + jnp.uint32(add_sequence_length) <= length
+
+    def can_sample(state: TrajectoryQueueState) -> Bool[Array, ""]:
+        return state.buffer.rings.held[..., 0] >= sample_sequence_length
+
+    def add(state: TrajectoryQueueState, batch: PyTree[Array]) -> TrajectoryQueueState:
+        steps = jax.tree.leaves(batch)[0].shape[1]
+        fits = state.buffer.rings.held[0] + jnp.uint32(steps) <= length
+        mask = jnp.broadcast_to(fits, (add_batch_size, steps))
+        return state.replace(buffer=ops.add(state.buffer, batch, mask=mask, donate=False))
+
+    def sample(state: TrajectoryQueueState) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
+        buffer, steps = _dequeue(state.buffer, sample_sequence_length, can_sample(state))
+        sample = TrajectoryQueueSample(experience=steps.data, valid=jnp.all(steps.valid, axis=1))
+        return state.replace(buffer=buffer), sample
+
+    return TrajectoryQueue(
+        init=init, add=add, sample=sample, can_sample=can_sample, can_add=can_add
+    )
+
+
+def make_mixer(
+    buffers: Sequence[TrajectoryBuffer],
+    sample_batch_size: int,
+    proportions: Sequence[float],
+) -> Mixer:
+    """One batch from several buffers; see also ``jaxbuf.Mixture``.
+
+    Args:
+        buffers: What to draw from, all of one kind.
+        sample_batch_size: Rows in a batch.
+        proportions: How many of them come from each buffer, relative to the others. Shares are
+            rounded down; what is left over comes from the first.
+
+    Raises:
+        ValueError: If there are not as many proportions as buffers, the buffers are of different
+            kinds, or ``sample_batch_size`` is below 1; and when sampled, if a buffer samples
+            fewer rows than its share.
+    """
+    if len(buffers) != len(proportions) or not buffers:
+        raise ValueError(
+            f"there are {len(buffers)} buffers and {len(proportions)} proportions; expected one "
+            "for each"
+        )
+    if any(type(buffer) is not type(buffers[0]) for buffer in buffers):
+        raise ValueError("buffers are of different kinds; expected all with priorities or none")
+    check_count("sample_batch_size", sample_batch_size)
+    counts = [int(share / sum(proportions) * sample_batch_size) for share in proportions]
+    counts[0] += sample_batch_size - sum(counts)
+
+    def sample(states: Sequence[TrajectoryBufferState], key: PRNGKeyArray) -> Any:
+        drawn: list[Any] = []
+        keys = jax.random.split(key, len(buffers))
+        for i, (buffer, state, count) in enumerate(zip(buffers, states, counts, strict=True)):
+            rows = buffer.sample(state, keys[i])
+            if rows.valid.shape[0] < count:
+                raise ValueError(
+                    f"buffers[{i}] samples {rows.valid.shape[0]} rows, but its share is {count}; "
+                    "make it with a larger sample_batch_size"
+                )
+            drawn.append(jax.tree.map(lambda leaf, count=count: leaf[:count], rows))
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *drawn)
+
+    def can_sample(states: Sequence[TrajectoryBufferState]) -> Bool[Array, ""]:
+        pairs = zip(buffers, states, strict=True)
+        return jnp.all(jnp.stack([buffer.can_sample(state) for buffer, state in pairs]))
+
+    return Mixer(sample=sample, can_sample=can_sample)
+
+
+def _add(state: TrajectoryBufferState, batch: PyTree[Array]) -> TrajectoryBufferState:
+    """Append steps ``[add_batch_size, T, ...]``."""
+    return state.replace(buffer=ops.add(state.buffer, batch, donate=False))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequeue(buffer: Rings, steps: int, wanted: Bool[Array, ""]) -> tuple[Rings, Steps]:
+    return buffer.dequeue(steps, mask=jnp.broadcast_to(wanted, (buffer.num_envs,)))
+
+
+def _init(
+    rows: int, length: int, sequence_length: int, period: int, sampler: Sampler
+) -> Callable[[PyTree], TrajectoryBufferState]:
+    def init(experience: PyTree) -> TrajectoryBufferState:
+        return TrajectoryBufferState(
+            Rings.create(
+                experience,
+                rows,
+                length,
+                sequence_length=sequence_length,
+                period=period,
+                sampler=sampler,
+            )
+        )
+
+    return init
+
+
+def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..., Any]:
+    """An ``add`` of what may lack an axis for the batch, or for time."""
+    check_flag("add_batches", batches)
+    check_flag("add_sequences", sequences)
+
+    def shaped(leaf: Any) -> Array:
+        array = jnp.asarray(leaf)
+        if not batches:
+            array = array[None]
+        if not sequences:
+            array = array[:, None]
+        return array.reshape(1, -1, *array.shape[2:]) if flatten else array
+
+    def add(state: TrajectoryBufferState, batch: PyTree[Array]) -> TrajectoryBufferState:
+        return _add(state, jax.tree.map(shaped, batch))
+
+    return add
+
+
+def _without_time(buffer: _Windows, batches: bool, sequences: bool) -> _Windows:
+    """The same for items: windows of one step, without their axis of time."""
+
+    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
+        drawn = buffer.sample(state, rng_key)
+        return drawn.replace(experience=_step(drawn.experience, 0))
+
+    return buffer.replace(add=_adder(batches, sequences, flatten=True), sample=sample)
+
+
+def _can_sample(least: int) -> Callable[..., Any]:
+    def can_sample(state: TrajectoryBufferState) -> Bool[Array, ""]:
+        return state.is_full | (state.current_index >= least)
+
+    return can_sample
+
+
+def _set_priorities(
+    state: TrajectoryBufferState,
+    indices: Int[Array, " B"] | Slots,
+    priorities: Float[Array, " B"],
+) -> TrajectoryBufferState:
+    """Set the priorities of windows, by where they lie or by which they are."""
+    if isinstance(indices, Slots):
+        slots = indices
+    else:
+        index = jnp.asarray(indices).astype(jnp.int32)
+        slots = Slots(index=index, generation=state.buffer.occupancy.generation(index))
+    return state.replace(buffer=ops.update_priority(state.buffer, slots, priorities, donate=False))
+
+
+def _prioritised(
+    state: TrajectoryBufferState, drawn: Sample, experience: PyTree[Array], kind: type[Any]
+) -> Any:
+    _, priorities = state.buffer.sampler_state.read(drawn.slots.index)
+    return kind(
+        experience=experience,
+        valid=drawn.valid,
+        indices=drawn.slots.index,
+        probabilities=drawn.probability,
+        priorities=jnp.where(drawn.valid, priorities, 0.0),
+        slots=drawn.slots,
+    )
+
+
+def _pair(windows: PyTree[Array]) -> ExperiencePair:
+    return ExperiencePair(first=_step(windows, 0), second=_step(windows, 1))
+
+
+def _step(windows: PyTree[Array], number: int) -> PyTree[Array]:
+    return jax.tree.map(lambda leaf: leaf[:, number], windows)
+
+
+def _check_counts(**counts: Any) -> None:
+    """Raise ``ValueError`` unless all of these are integers of at least 1."""
+    for name, value in counts.items():
+        check_count(name, value)
+
+
+def _length_of(max_size: int, add_batch_size: int) -> int:
+    check_count("max_size", max_size)
+    length = max_size // add_batch_size
+    warnings.warn(
+        f"max_size is {max_size}, so rows have max_size // add_batch_size = {length} steps",
+        stacklevel=3,
+    )
+    return length
+
+
+def _lengths(
+    add_batch_size: int,
+    sequence_length: int,
+    period: int,
+    least: int,
+    max_size: int | None,
+    length: int | None,
+) -> tuple[int, int]:
+    """From how many steps in a row on may be sampled, and how many it has."""
+    if (max_size is None) == (length is None):
+        raise ValueError("give max_length_time_axis or max_size, one of the two")
+    if max_size is not None:
+        rows = _length_of(max_size, add_batch_size)
+    else:
+        rows = check_count("max_length_time_axis", length)
+    check_count("min_length_time_axis", least, least=0)
+    if sequence_length > least:
+        warnings.warn(
+            f"min_length_time_axis is {least}, but windows have {sequence_length} steps, so that "
+            "many are waited for",
+            stacklevel=3,
+        )
+    least = max(least, sequence_length)
+    if period > sequence_length:
+        warnings.warn(
+            f"period is {period} and windows have {sequence_length} steps, so "
+            f"{period - sequence_length} of {period} steps are never sampled",
+            stacklevel=3,
+        )
+    if least > rows:
+        raise ValueError(
+            f"sample_sequence_length is {sequence_length} and min_length_time_axis {least}, but a "
+            f"row has {rows} steps; make rows longer"
+        )
+    if rows % period:
+        warnings.warn(
+            f"rows have {rows} steps and period is {period}; they are shortened to "
+            f"{rows - rows % period}, a multiple of it",
+            stacklevel=3,
+        )
+    return least, rows - rows % period
+
+
+def _of_pairs(
+    max_length: int, min_length: int, sample_batch_size: int, add_batch_size: int | None
+) -> dict[str, int]:
+    """The arguments of a buffer of windows that makes one of pairs."""
+    rows = 1 if add_batch_size is None else check_count("add_batch_size", add_batch_size)
+    _check_items(max_length, min_length, sample_batch_size)
+    length, least = max_length // rows, min_length // rows + 1
+    if least > max_length:
+        raise ValueError(f"min_length is {min_length}, but max_length only {max_length}")
+    if length < 2:
+        raise ValueError(
+            f"max_length is {max_length} and add_batch_size {rows}, so rows have "
+            f"{length} steps; they need 2 for a pair"
+        )
+    return {
+        "add_batch_size": rows,
+        "sample_batch_size": sample_batch_size,
+        "sample_sequence_length": 2,
+        "period": 1,
+        "min_length_time_axis": least,
+        "max_length_time_axis": length,
+    }
+
+
+def _of_items(max_length: int, min_length: int, sample_batch_size: int) -> dict[str, int]:
+    """The arguments of a buffer of windows that makes one of items."""
+    _check_items(max_length, min_length, sample_batch_size)
+    return {
+        "add_batch_size": 1,
+        "sample_batch_size": sample_batch_size,
+        "sample_sequence_length": 1,
+        "period": 1,
+        "min_length_time_axis": min_length,
+        "max_length_time_axis": max_length,
+    }
+
+
+def _check_items(max_length: int, min_length: int, sample_batch_size: int) -> None:
+    _check_counts(max_length=max_length, sample_batch_size=sample_batch_size)
+    check_count("min_length", min_length, least=0)
+    if sample_batch_size > max_length:
+        raise ValueError(
+            f"sample_batch_size is {sample_batch_size}, but max_length only {max_length}"
+        )
+    if min_length > max_length:
+        raise ValueError(f"min_length is {min_length}, but max_length only {max_length}")

@@ -1,0 +1,1 @@
+"""Statistics, logs, plots and memory: what a run does while it runs."""

@@ -1,0 +1,100 @@
+"""One ring: first in, first out."""
+
+from typing import Self
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxbuf.core.random import scale_word
+from jaxbuf.core.slots import Slots, same_item
+
+
+class Ring(struct.PyTreeNode):
+    """First in, first out: the next item goes where the oldest is.
+
+    A slot's generation is the lap in which it was written, which follows from the write position
+    and the number of laps: nothing is stored per slot. All counters wrap safely.
+
+    Attributes:
+        counters: Write position, lap and size, ``[3]`` uint32.
+        capacity: Number of slots.
+    """
+
+    counters: UInt[Array, " 3"]
+    capacity: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(cls, capacity: int) -> Self:
+        """An empty ring of ``capacity`` slots."""
+        # The laps start at 1, so that no generation a caller makes up as zero is ever live.
+        return cls(counters=jnp.asarray([0, 1, 0], jnp.uint32), capacity=capacity)
+
+    @property
+    def position(self) -> Int[Array, ""]:
+        """The slot that is written next."""
+        return self.counters[..., 0].astype(jnp.int32)
+
+    @property
+    def size(self) -> Int[Array, ""]:
+        """Live items."""
+        return self.counters[..., 2].astype(jnp.int32)
+
+    def place(
+        self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
+    ) -> tuple[Self, Int[Array, " B"]]:
+        """Consecutive slots for the rows in order; of more rows than slots, the last ones stay."""
+        del score
+        position, lap, size = self.counters[0], self.counters[1], self.counters[2]
+        capacity = jnp.uint32(self.capacity)
+        if mask is None:
+            rank, taken = jnp.arange(rows, dtype=jnp.uint32), jnp.ones((rows,), bool)
+            count = jnp.uint32(rows)
+        else:
+            rank, taken = jnp.cumsum(mask, dtype=jnp.uint32) - jnp.uint32(1), mask
+            count = jnp.sum(mask, dtype=jnp.uint32)
+        stays = taken & (rank + capacity >= count)
+        slot = ((position + rank) % capacity).astype(jnp.int32)
+        index = jnp.where(stays, slot, self.capacity)
+        end = position + count
+        counters = jnp.stack(
+            [end % capacity, lap + end // capacity, jnp.minimum(size + count, capacity)]
+        )
+        return self.replace(counters=counters), index
+
+    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
+        """None: scores do not matter here."""
+        return jnp.zeros(score.shape, bool)
+
+    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Whether there is an item at ``index``."""
+        behind = (self.position - 1 - index) % self.capacity
+        return (index >= 0) & (index < self.capacity) & (behind < self.size)
+
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Whether the items that these names mean are still there."""
+        return same_item(slots, self)
+
+    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
+        """The lap in which ``index`` was written."""
+        lap = self.counters[..., 1]
+        return jnp.where(index < self.position, lap, lap - jnp.uint32(1))
+
+    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
+        """A live slot for each random word, all equally likely; arbitrary if there is none."""
+        # Until the ring is full its items are the first ones, afterwards they are all of them.
+        return scale_word(words, self.counters[2]).astype(jnp.int32)
+
+    def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
+        """The slot of the earliest item, and how many items follow from there."""
+        return ((self.position - self.size) % self.capacity)[None], self.size[None]
+
+    def clear(self) -> Self:
+        """No items. Two laps on, no generation that was ever handed out is met again."""
+        lap = self.counters[1] + jnp.uint32(2)
+        zero = jnp.uint32(0)
+        return self.replace(counters=jnp.stack([zero, lap, zero]))
+
+    def metrics(self) -> dict[str, Array]:
+        """Nothing."""
+        return {}
