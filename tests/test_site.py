@@ -99,7 +99,11 @@ def test_links_and_anchors_lead_somewhere(pages):
 
 
 def test_prompts_are_marked_so_that_they_are_not_copied(site):
-    for path in (site / "guides").glob("*.html"):
+    guides = (ROOT / "docs" / "guides").glob("*.md")
+    examples = [path.stem for path in guides if ">>> " in path.read_text()]
+    assert len(examples) > 8
+    for name in examples:
+        path = site / "guides" / f"{name}.html"
         text = path.read_text()
         assert '<span class="gp">&gt;&gt;&gt; </span>' in text, path.name
         # Where the language was not recognized a prompt is an operator.
