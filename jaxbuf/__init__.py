@@ -9,6 +9,7 @@ from jaxbuf.buffers.accumulator import (
     EpisodeAccumulator,
     PaddedEpisode,
 )
+from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.ops import add, sample, update_priority
@@ -65,6 +66,7 @@ __all__ = [
     "Freshness",
     "Groups",
     "Holder",
+    "Hosted",
     "ItemBuffer",
     "Lowest",
     "MemoryReport",

@@ -14,7 +14,7 @@ from jaxbuf.buffers.common import check_batch_size, check_key
 from jaxbuf.buffers.options import check_options, split_options
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, numbers
-from jaxbuf.core.calls import call
+from jaxbuf.core.calls import OwnPrograms, call
 from jaxbuf.core.slots import Slots
 
 
@@ -84,6 +84,8 @@ def add(
     """
     given = {name: value for name, value in options.items() if value is not None}
     check_options(buffer, "add", given)
+    if isinstance(buffer, OwnPrograms):
+        return buffer.add(items, donate=donate, **given)
     donate = checks.check_flag("donate", donate)
     traced, static = split_options(given)
     traced = _converted(traced)
@@ -123,6 +125,8 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
     """
     given = {name: value for name, value in options.items() if value is not None}
     check_options(buffer, "sample", given)
+    if isinstance(buffer, OwnPrograms):
+        return buffer.sample(key, batch_size, **given)
     check_key(key)
     rows = check_batch_size(batch_size)
     traced, static = split_options(given)
@@ -169,6 +173,8 @@ def update_priority(
     """
     given = {name: value for name, value in options.items() if value is not None}
     check_options(buffer, "update_priority", given)
+    if isinstance(buffer, OwnPrograms):
+        return buffer.update_priority(slots, priority, donate=donate, **given)
     donate = checks.check_flag("donate", donate)
     priority = _converted({"priority": priority})["priority"]
     traced, static = split_options(given)

@@ -7,8 +7,13 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core
+from jaxtyping import PyTree
 
 from jaxbuf.core.donation import check_there
+
+
+class OwnPrograms:
+    """A buffer whose methods are compiled on their own, so that no other program can call them."""
 
 
 def call(
@@ -25,7 +30,9 @@ def call(
     Raises:
         ValueError: If the buffer was donated before.
     """
-    if _is_outside():
+    if isinstance(args[0], OwnPrograms):
+        return function(*args)
+    if is_outside():
         return _run(function, static, donate, args)
     # Inside somebody else's transformation theirs is the program that is compiled.
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
@@ -35,7 +42,7 @@ def call(
         return _run(function, static, donate, args)
 
 
-def compiler_options() -> dict[str, str] | None:
+def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
     """Options of ``jax.jit`` with which programs that work on buffers run fast here.
 
     These programs are many tiny kernels in a row: handing each to a thread pool, as XLA:CPU does by
@@ -43,9 +50,13 @@ def compiler_options() -> dict[str, str] | None:
     ``jaxbuf.update_priority`` are compiled like this; for your own steps pass it to the outermost
     ``jax.jit``, the only one that takes options.
 
+    Args:
+        arrays: What the program will be called with, such as a buffer. They say which device it
+            runs on: one that they are committed to, or else the one that they are on. Without any
+            it is the default backend.
+
     Returns:
-        What to pass as ``compiler_options``, for the default backend; None where there is nothing
-        to say.
+        The value to pass as ``compiler_options``; None if the program does not run on a CPU.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -60,7 +71,23 @@ def compiler_options() -> dict[str, str] | None:
         >>> batch.data.tolist(), int(queue.size)
         ([0, 1, 2], 2)
     """
-    if jax.default_backend() != "cpu":
+    return _options(platform_of(arrays))
+
+
+def platform_of(arrays: PyTree) -> str:
+    """The platform of the device that a program runs on which is called with these arrays."""
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
+    found = next((leaf for leaf in leaves if leaf.committed), leaves[0] if leaves else None)
+    return jax.default_backend() if found is None else next(iter(found.devices())).platform
+
+
+def is_outside() -> bool:
+    """Whether nothing is being traced: cheaper to ask than to look at each array of a buffer."""
+    return _state() == _OUTSIDE
+
+
+def _options(platform: str) -> dict[str, str] | None:
+    if platform != "cpu":
         return None
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
@@ -69,7 +96,7 @@ def _run(
     function: Callable[..., Any], static: tuple[int, ...], donate: bool, args: tuple[Any, ...]
 ) -> Any:
     try:
-        return _compiled(function, static, donate)(*args)
+        return _compiled(function, static, donate, platform_of(args))(*args)
     except (ValueError, RuntimeError):
         # What XLA says of a donated argument names neither it nor the way out.
         check_there(args[0], "buffer")
@@ -82,14 +109,14 @@ def _run(
 
 @functools.cache
 def _compiled(
-    function: Callable[..., Any], static: tuple[int, ...], donate: bool
+    function: Callable[..., Any], static: tuple[int, ...], donate: bool, platform: str
 ) -> Callable[..., Any]:
-    """The one jitted form of a function, made when the backend is known."""
+    """The one jitted form of a function for a platform."""
     return jax.jit(
         function,
         static_argnums=static,
         donate_argnums=0 if donate else None,
-        compiler_options=compiler_options(),
+        compiler_options=_options(platform),
     )
 
 
@@ -100,8 +127,3 @@ def _state() -> Any:
 
 with jax.ensure_compile_time_eval():
     _OUTSIDE = _state()
-
-
-def _is_outside() -> bool:
-    """Whether nothing is being traced: cheaper to ask than to look at each array of a buffer."""
-    return _state() == _OUTSIDE

@@ -12,11 +12,13 @@ import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, ops
+from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks
+from jaxbuf.core.calls import call
 from jaxbuf.strategies.recent import Recent
 
 State = TypeVar("State")
@@ -151,7 +153,7 @@ class Holder(Generic[State]):
             # Items without rows fit, so ``ops.add`` says at once what is wrong with them.
             rows = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
             _check_room(self._state, f"items asks for {rows} rows at a time", rows)
-            when = functools.partial(_CAN_ADD, rows=rows)
+            when = functools.partial(_asked, "can_add", rows)
 
         def change(state: Any) -> tuple[Any, None]:
             return ops.add(state, items, mask=mask, **options), None
@@ -191,7 +193,9 @@ class Holder(Generic[State]):
         def draw(state: Any) -> Sample:
             return ops.sample(state, key, batch_size)
 
-        return self.read(draw, when=functools.partial(_CAN_SAMPLE, rows=enough), timeout=timeout)
+        return self.read(
+            draw, when=functools.partial(_asked, "can_sample", enough), timeout=timeout
+        )
 
     def take(self, batch_size: int, *, timeout: float | None = None) -> Sample:
         """The oldest items of the ``Queue`` that is held, as soon as there are enough.
@@ -210,9 +214,11 @@ class Holder(Generic[State]):
         _check_room(self._state, f"batch_size asks for {rows} rows at a time", rows)
 
         def change(state: Any) -> tuple[Any, Sample]:
-            return _TAKE(state, rows)
+            return call(_take, state, rows, static=(1,), donate=True)
 
-        return self.apply(change, when=functools.partial(_CAN_SAMPLE, rows=rows), timeout=timeout)
+        return self.apply(
+            change, when=functools.partial(_asked, "can_sample", rows), timeout=timeout
+        )
 
     def stop(self) -> None:
         """Refuse whatever waits and all further changes with ``Stopped``; ``read`` still works."""
@@ -247,6 +253,9 @@ def _check_room(state: Any, asks: str, rows: int) -> None:
     Raises:
         ValueError: If the state can never hold so much.
     """
+    if isinstance(state, Hosted):
+        _check_room(state.buffer, asks, rows)
+        return
     if isinstance(state, Mixture):
         for i, count in enumerate(state.counts(rows)):
             if state.ratios[i] > 0:
@@ -264,6 +273,14 @@ def _check_room(state: Any, asks: str, rows: int) -> None:
         raise ValueError(f"{asks}, but the {kind.format(room)}; this would wait for ever")
 
 
-_CAN_ADD = jax.jit(lambda queue, rows: queue.can_add(rows))
-_CAN_SAMPLE = jax.jit(lambda buffer, rows: buffer.can_sample(rows))
-_TAKE = jax.jit(lambda queue, rows: queue.take(rows), static_argnums=1, donate_argnums=0)
+def _asked(method: str, rows: int, state: Any) -> Array:
+    """Whether the state says yes to so many rows."""
+    return call(_ask, state, method, rows, static=(1,))
+
+
+def _ask(state: Any, method: str, rows: Any) -> Array:
+    return getattr(state, method)(rows)
+
+
+def _take(queue: Any, rows: int) -> Any:
+    return queue.take(rows)

@@ -66,7 +66,7 @@ def leaves(tree: PyTree, name: str) -> dict[str, Leaf]:
 def configuration(tree: PyTree) -> dict[str, Any]:
     """Everything static in the dataclasses of a pytree, by where it stands.
 
-    Functions are code rather than configuration, and left out.
+    Functions are code rather than configuration, and left out; so are devices and shardings.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -120,6 +120,9 @@ def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, repr(value)
     elif value is None or isinstance(value, bool | int | float | str):
         yield path, value
+    elif isinstance(value, jax.Device | jax.sharding.Sharding):
+        # Where arrays live is not what they mean.
+        return
     elif not callable(value):
         yield path, type(value).__qualname__
 

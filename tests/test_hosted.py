@@ -1,0 +1,344 @@
+"""`Hosted`: a buffer on a CPU device, called from Python, with batches sent elsewhere."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxbuf
+from jaxbuf.core import calls
+
+DEVICES = 4
+CAPACITY = 64
+
+
+def rows(first, count=16):
+    number = np.arange(first, first + count, dtype=np.float32)
+    return {"obs": np.stack([number] * 3, axis=1), "reward": number}
+
+
+def prioritized():
+    return jaxbuf.ItemBuffer.create(
+        {"obs": jnp.zeros(3), "reward": jnp.float32(0)},
+        CAPACITY,
+        sampler=jaxbuf.Prioritized(),
+        freshness=jaxbuf.Freshness(max_use=3, max_staleness=4),
+    )
+
+
+def windows():
+    return jaxbuf.TrajectoryBuffer.create(
+        {"obs": jnp.zeros(3), "reward": jnp.float32(0)},
+        2,
+        CAPACITY // 2,
+        sequence_length=3,
+        sampler=jaxbuf.Prioritized(),
+    )
+
+
+def hosted(make=prioritized, **options):
+    return jaxbuf.Hosted.create(make, **options)
+
+
+def same(sample, other):
+    chex.assert_trees_all_equal(jax.device_get(sample), jax.device_get(other))
+
+
+def steps(first):
+    return jax.tree.map(lambda leaf: leaf.reshape(2, 8, *leaf.shape[1:]), rows(first))
+
+
+@pytest.mark.parametrize(("make", "items"), [(prioritized, rows), (windows, steps)])
+def test_it_does_what_the_buffer_does_bit_for_bit_and_in_place(make, items):
+    plain, buffer = make(), hosted(make)
+    place = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(buffer.buffer.data)]
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        plain, buffer = jaxbuf.add(plain, items(16 * i)), jaxbuf.add(buffer, items(16 * i))
+        key = jax.random.key(i)
+        batch, ours = jaxbuf.sample(plain, key, 24), jaxbuf.sample(buffer, key, 24)
+        same(batch, ours)
+        for normalize in ("batch", "buffer", "mean", None):
+            expected = jaxbuf.importance_weights(plain, batch, 0.4, normalize)
+            weights = jaxbuf.importance_weights(buffer, ours, 0.4, normalize)
+            chex.assert_trees_all_close(weights, expected, rtol=1e-6)
+        priority = rng.random(24, np.float32)
+        plain = jaxbuf.update_priority(plain, batch.slots, priority)
+        buffer = jaxbuf.update_priority(buffer, ours.slots, priority)
+        if make is prioritized:
+            plain = plain.mark_used(batch.slots).set_version(i)
+            buffer = buffer.mark_used(ours.slots).set_version(i)
+            same(plain.use_count(batch.slots), buffer.use_count(ours.slots))
+            same(plain.staleness(batch.slots), buffer.staleness(ours.slots))
+        same(plain, buffer.buffer)
+        assert (buffer.size, buffer.capacity) == (plain.size, plain.capacity)
+        assert buffer.can_sample(1) == plain.can_sample(1)
+        assert buffer.can_sample(2000) == plain.can_sample(2000)
+    same(plain.metrics(), buffer.metrics())
+    same(plain.latest(5), buffer.latest(5))
+    options = {"by_priority": True, "replacement": True}
+    same(
+        plain.sample_range(jax.random.key(9), 8, -20, **options),
+        buffer.sample_range(jax.random.key(9), 8, -20, **options),
+    )
+    assert place == [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(buffer.buffer.data)]
+    same(plain.clear(), buffer.clear(donate=False).buffer)
+    same(plain.clear(), buffer.clear().buffer)
+
+
+def test_options_of_the_buffer_inside_are_passed_on():
+    mixture = hosted(lambda: jaxbuf.Mixture.create([prioritized(), prioritized()], [1, 1]))
+    mixture = jaxbuf.add(mixture, rows(0), part=1, mask=np.arange(16) < 4)
+    batch = jaxbuf.sample(mixture, jax.random.key(0), 8)
+    assert batch.valid.tolist() == [False] * 4 + [True] * 4
+    trajectories = jaxbuf.add(hosted(windows), steps(0))
+    batch = jaxbuf.sample(trajectories, jax.random.key(0), 8, sequence_length=5)
+    assert batch.data["obs"].shape == (8, 5, 3)
+    with pytest.raises(ValueError, match="score was given"):
+        jaxbuf.add(hosted(), rows(0), score=np.zeros(16, np.float32))
+
+
+def test_priorities_may_be_one_step_late():
+    """The next batch is drawn before those of the step are set; what was overwritten is dropped."""
+    plain, buffer = prioritized(), hosted()
+    plain, buffer = jaxbuf.add(plain, rows(0, 48)), jaxbuf.add(buffer, rows(0, 48))
+    train = jax.jit(lambda data: data["reward"] ** 2 + 1)
+    batch, drawn = (jaxbuf.sample(each, jax.random.key(0), 16) for each in (plain, buffer))
+    dropped = 0
+    for step in range(1, 6):
+        td_error = train(drawn.data)
+        following = jaxbuf.sample(buffer, jax.random.key(step), 16)
+        buffer = jaxbuf.add(buffer, rows(100 * step))
+        buffer = jaxbuf.update_priority(buffer, drawn.slots, td_error)
+        drawn = following
+
+        late, batch = batch, jaxbuf.sample(plain, jax.random.key(step), 16)
+        plain = jaxbuf.add(plain, rows(100 * step))
+        dropped += int(np.sum(~plain.occupancy.holds(late.slots)))
+        plain = jaxbuf.update_priority(plain, late.slots, late.data["reward"] ** 2 + 1)
+        same(batch, drawn)
+    assert dropped > 0
+    same(plain, buffer.buffer)
+
+
+def test_without_donating_the_old_one_stays():
+    buffer = jaxbuf.add(hosted(), rows(0))
+    larger = jaxbuf.add(buffer, rows(16), donate=False)
+    batch = jaxbuf.sample(buffer, jax.random.key(0), 4)
+    other = buffer.update_priority(batch.slots, jnp.full(4, 9.0), donate=False)
+    assert (buffer.size, larger.size, other.size) == (16, 32, 16)
+    assert buffer.metrics()["priority_max"] != other.metrics()["priority_max"]
+    jaxbuf.add(buffer, rows(0))
+    with pytest.raises(ValueError, match="buffer was donated"):
+        buffer.sample(jax.random.key(0), 4)
+
+
+def test_it_is_not_called_while_something_is_traced():
+    buffer = jaxbuf.add(hosted(), rows(0))
+    key = jax.random.key(0)
+    from_python = "is called from Python; sample before your jitted step"
+    with pytest.raises(ValueError, match=f"sample was called inside.*{from_python}"):
+        jax.jit(lambda buffer: buffer.sample(key, 4))(buffer)
+    # A constant of the program would be the same batch each time.
+    with pytest.raises(ValueError, match=f"sample was called inside.*{from_python}"):
+        jax.jit(lambda x: x + buffer.sample(key, 4).data["reward"])(jnp.zeros(4))
+    with pytest.raises(ValueError, match=f"add was called inside.*{from_python}"):
+        jax.vmap(lambda items: jaxbuf.add(buffer, items))(jax.tree.map(lambda x: x[None], rows(0)))
+    with pytest.raises(ValueError, match=f"metrics was called inside.*{from_python}"):
+        jax.lax.scan(lambda carry, _: (carry, buffer.metrics()), 0, length=2)
+    with pytest.raises(ValueError, match="create it in Python, before your loop"):
+        jax.eval_shape(hosted)
+    assert buffer.size == 16
+
+
+def test_a_process_without_a_cpu_device_is_told_how_to_get_one(monkeypatch):
+    def none(backend=None):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    with pytest.raises(ValueError, match='JAX_PLATFORMS="cuda,cpu"'):
+        hosted()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (prioritized(), {}, "make is .*ItemBuffer.*; expected a function that makes a buffer"),
+        (lambda: 3, {}, "what make returns is .*; expected a buffer"),
+        (lambda: jaxbuf.Queue.create(jnp.float32(0), 4), {}, "Queue, which has no method sample"),
+        (lambda: hosted(), {}, "make returns a Hosted buffer"),
+        (prioritized, {"to": "gpu"}, "to is .*; expected a device"),
+        (prioritized, {"to": jax.devices}, "to is .*; expected a device"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.Hosted.create(make, **options)
+
+
+def test_a_holder_shares_it_between_threads():
+    holder = jaxbuf.Holder(hosted())
+    with pytest.raises(ValueError, match=f"capacity is {CAPACITY}"):
+        holder.sample(jax.random.key(0), CAPACITY + 1)
+
+    def produce(first):
+        for i in range(4):
+            holder.add(rows(first + 8 * i, 8))
+
+    actors = [threading.Thread(target=produce, args=(100 * i,)) for i in range(2)]
+    for actor in actors:
+        actor.start()
+    batch = holder.sample(jax.random.key(0), CAPACITY, timeout=60.0)
+    for actor in actors:
+        actor.join()
+    numbers = {float(100 * i + j) for i in range(2) for j in range(32)}
+    assert set(batch.data["reward"].tolist()) <= numbers
+    found = holder.read(lambda buffer: np.asarray(buffer.buffer.data["reward"]))
+    assert sorted(found.tolist()) == sorted(numbers)
+    slots = batch.slots
+    holder.apply(lambda buffer: (jaxbuf.update_priority(buffer, slots, np.full(64, 9.0)), None))
+    assert holder.read(lambda buffer: float(buffer.metrics()["priority_max"])) == pytest.approx(9.0)
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
+    buffer = jaxbuf.add(hosted(), rows(0, 40))
+    jaxbuf.save(tmp_path / "whole", {"replay": buffer})
+    loaded = jaxbuf.load(tmp_path / "whole", like={"replay": hosted()})["replay"]
+    same(buffer.buffer, loaded.buffer)
+    assert all(leaf.committed for leaf in jax.tree.leaves(loaded))
+    for each in (buffer, loaded):
+        assert jaxbuf.add(each, rows(40), donate=False).size == 56
+    same(*(each.sample(jax.random.key(3), 8) for each in (buffer, loaded)))
+    # The buffer inside can be saved by itself, for use without ``Hosted`` as well.
+    jaxbuf.save(tmp_path / "inner", buffer.buffer)
+    same(jaxbuf.load(tmp_path / "inner", like=prioritized()), buffer.buffer)
+    inner = jaxbuf.load(tmp_path / "inner", like=loaded.buffer)
+    same(loaded.replace(buffer=inner).sample(jax.random.key(3), 8).data, {**_data(loaded)})
+    with pytest.raises(ValueError, match="alpha"):
+        jaxbuf.load(
+            tmp_path / "whole",
+            like={
+                "replay": hosted(
+                    lambda: jaxbuf.ItemBuffer.create(
+                        {"obs": jnp.zeros(3), "reward": jnp.float32(0)},
+                        CAPACITY,
+                        sampler=jaxbuf.Prioritized(alpha=0.7),
+                        freshness=jaxbuf.Freshness(max_use=3, max_staleness=4),
+                    )
+                )
+            },
+        )
+
+
+def _data(buffer):
+    return jax.device_get(buffer.sample(jax.random.key(3), 8).data)
+
+
+def test_it_says_where_it_is():
+    lines = str(jaxbuf.add(hosted(), rows(0))).splitlines()
+    device = jax.devices()[0]
+    assert lines[0] == f"Hosted: on {device}, batches go to {device}"
+    assert lines[1].startswith("  ItemBuffer: 16 of 64 items")
+
+
+def test_programs_are_compiled_for_the_device_of_the_buffer(monkeypatch):
+    """As on a machine whose default backend is a GPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert jaxbuf.compiler_options() is None
+    buffer = hosted()
+    assert calls.platform_of(buffer) == "cpu"
+    assert jaxbuf.compiler_options(buffer) == {
+        "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    }
+    # A committed array decides, wherever it stands among others.
+    there = jax.device_put(jnp.zeros(2), jax.devices()[0])
+    assert calls.platform_of((np.zeros(2), {"a": jnp.zeros(2), "b": there})) == "cpu"
+    assert calls.platform_of((np.zeros(2), 3)) == "gpu"
+
+    given = []
+    jit = jax.jit
+    monkeypatch.setattr(
+        jax, "jit", lambda *args, **options: given.append(options) or jit(*args, **options)
+    )
+
+    def size(buffer):
+        return buffer.size
+
+    assert calls.call(size, buffer.buffer) == 0
+    assert [options["compiler_options"] for options in given] == [jaxbuf.compiler_options(buffer)]
+    # Another platform has a program of its own.
+    monkeypatch.setattr(calls, "platform_of", lambda _: "gpu")
+    assert calls.call(size, buffer.buffer) == 0
+    assert given[1]["compiler_options"] is None
+
+
+def test_batches_go_to_several_devices():
+    """In a process of its own, since the number of devices is fixed when jax begins."""
+    devices = {"JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    subprocess.run(
+        [sys.executable, "-m", __name__], env=os.environ | devices, check=True, timeout=300
+    )
+
+
+def main():
+    cpu, *others = jax.devices()
+    mesh = jax.make_mesh((DEVICES,), ("data",))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    for to in (others[1], split, NamedSharding(mesh, PartitionSpec())):
+        plain, buffer = prioritized(), hosted(to=to)
+        plain = jaxbuf.add(plain, rows(0))
+        # Items, keys and priorities come from other devices, from one or from all of them.
+        buffer = jaxbuf.add(buffer, jax.device_put(rows(0), split))
+        batch = jaxbuf.sample(plain, jax.random.key(0), 8)
+        ours = jaxbuf.sample(buffer, jax.device_put(jax.random.key(0), others[0]), 8)
+        same(batch, ours)
+        for leaf in jax.tree.leaves(ours):
+            wanted = {to} if isinstance(to, jax.Device) else to.device_set
+            assert leaf.sharding.device_set == wanted, leaf.sharding
+        td_error = jax.jit(lambda data: data["reward"] + 1.0)(ours.data)
+        plain = jaxbuf.update_priority(plain, batch.slots, batch.data["reward"] + 1.0)
+        buffer = jaxbuf.update_priority(buffer, ours.slots, td_error)
+        same(plain, buffer.buffer)
+        assert all(leaf.devices() == {cpu} for leaf in jax.tree.leaves(buffer))
+        for normalize in ("batch", "buffer", "mean", None):
+            weights = jaxbuf.importance_weights(buffer, ours, 0.4, normalize)
+            expected = jaxbuf.importance_weights(plain, batch, 0.4, normalize)
+            np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    draws_while_another_device_works(others[1])
+    buffer = hosted(to=split)
+    with pytest.raises(ValueError, match="the batch has 6 rows, which the sharding"):
+        jaxbuf.sample(buffer, jax.random.key(0), 6)
+    with pytest.raises(ValueError, match="batches can be split by their rows only"):
+        hosted(to=NamedSharding(mesh, PartitionSpec("data", None)))
+
+
+def draws_while_another_device_works(device):
+    buffer = jaxbuf.add(hosted(to=device), rows(0))
+
+    @jax.jit
+    def train(reward):
+        # On so few numbers XLA:CPU would work in the thread that calls it.
+        many = jnp.repeat(reward, 2_500)
+        many = jax.lax.fori_loop(0, 20_000, lambda _, x: jnp.sin(x) + 1.0, many)
+        return many[::2_500]
+
+    key = jax.random.key(0)
+    batch = jaxbuf.sample(buffer, key, 8)
+    work = train.lower(batch.data["reward"]).compile()
+    td_error = work(batch.data["reward"])
+    following = jax.block_until_ready(jaxbuf.sample(buffer, key, 8))
+    assert not td_error.is_ready(), "sample waited for the learner's step"
+    buffer = jaxbuf.update_priority(buffer, batch.slots, td_error)
+    same(following.slots, batch.slots)
+    assert np.isfinite(buffer.metrics()["priority_max"])
+
+
+if __name__ == "__main__":
+    main()
