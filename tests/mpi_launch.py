@@ -1,8 +1,8 @@
-"""Starts a program on several MPI ranks, and leaves no process behind whatever happens.
+"""Starts a program on several MPI ranks, and never leaves a process behind.
 
 Run as a script, this file is what each rank starts with: it sends the rank's output to files of its
-own, so that ranks do not interleave under any launcher, and then runs the program, or one program
-after the other for `run_in_turn`.
+own, so that ranks do not interleave under any launcher, and then runs the program, or several
+programs one after the other for `run_in_turn`.
 """
 
 import atexit
@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 _GRACE_SECONDS = 5.0
-# In place of a program: one after the other.
+# Stands for programs that are given one after the other.
 _IN_TURN = "-"
 
 
 class RankOutput(NamedTuple):
-    """What one rank printed."""
+    """The output of one rank."""
 
     stdout: str
     stderr: str
@@ -76,8 +76,8 @@ def run_ranks(
         *args: the program's arguments, turned into strings.
         timeout: seconds after which all ranks are ended.
         env: environment variables on top of, or instead of, those of the tests.
-        linger: until this file is there, the launcher does not see that a rank was killed, and
-            does not end the others.
+        linger: until this file exists, the launcher does not see that a rank was killed, and does
+            not end the others.
 
     Returns:
         The output of each rank, in the order of ranks.
@@ -102,10 +102,10 @@ def run_ranks(
 def run_in_turn(
     n: int, program: str | os.PathLike[str], *args: object, timeout: float = 120.0
 ) -> list[RankOutput]:
-    """Runs a program as `run_ranks` does, on ranks that have run others before and stay for more.
+    """Runs a program as `run_ranks` does, on ranks that stay to run further programs.
 
-    They have imported everything and hold what they compiled. Once a program has failed, the next
-    one gets new ranks.
+    The ranks keep their imports and compiled programs. After a program has failed, the next one
+    runs on new ranks.
 
     Args:
         n: number of ranks.
@@ -128,7 +128,7 @@ def run_in_turn(
 
 
 class _Standing:
-    """Ranks that wait for programs: each is a file in their folder."""
+    """Ranks that wait for programs, which are files in a folder."""
 
     def __init__(self, n: int):
         self._n = n
@@ -206,7 +206,7 @@ def _outputs(
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    # This package's root, for programs that live in it, installed or not.
+    # The root of this repository, for programs in it, whether or not the package is installed.
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,

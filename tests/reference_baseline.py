@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Baselines:
-    """A manager that keeps the highest scores in a list, and one kind of baseline."""
+    """A manager with one kind of baseline that keeps the highest scores in a list."""
 
     def __init__(self, capacity, kind, alpha=0.1, q=0.1):
         self.capacity, self.kind, self.alpha, self.q = capacity, kind, alpha, q

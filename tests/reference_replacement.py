@@ -1,4 +1,4 @@
-"""Who is replaced in a population, and by whom, in plain NumPy, one rank after the other."""
+"""Replacement in a population in plain NumPy, one rank after the other."""
 
 import math
 
@@ -12,7 +12,7 @@ def count(ratio, ranks):
 
 
 def choose(rule, score, age, spared, shuffled, points):
-    """``shuffled`` tells equal scores apart, ``points`` draws donors, the lowest first."""
+    """Choose ranks. ``shuffled`` breaks ties; the donors with the lowest ``points`` are drawn."""
     ranks = len(score)
     score = [None if math.isnan(x) else np.clip(np.float32(x), -LARGEST, LARGEST) for x in score]
 
@@ -50,7 +50,7 @@ def choose(rule, score, age, spared, shuffled, points):
 
 
 class Rank:
-    """One rank's part in a population; ``update_all`` takes all of them through a call."""
+    """One rank's part in a population. ``update_all`` calls all of them."""
 
     def __init__(self, params):
         self.params = params
@@ -65,7 +65,7 @@ class Rank:
 
 
 def update_all(ranks, rule, score, draws):
-    """One call on all ranks; ``draws`` gives the random numbers of ``choose``."""
+    """Make one call on all ranks; ``draws`` returns the random numbers of ``choose``."""
     for rank, own in zip(ranks, score, strict=True):
         rank.age += 1
         rank.calls += 1

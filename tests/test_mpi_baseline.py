@@ -1,4 +1,4 @@
-"""Baselines against published sequences and a naive twin, and the filter that goes by them."""
+"""Baselines and their filter agree with published sequences and a NumPy twin."""
 
 import functools
 import math
@@ -100,7 +100,7 @@ def test_a_full_buffer_without_finite_scores_falls_back():
     ("baseline", "sent", "skipped"),
     [(_NONE, [0, 1, 2, 3, 4], 0), (100.0, [], 1), (2.0, [2, 3, 4], 0)],
 )
-def test_what_passes_the_filter(baseline, sent, skipped):
+def test_the_filter_passes_these_rows(baseline, sent, skipped):
     after, mask = BaselineFilter.create().select(jnp.arange(5.0), baseline)
 
     assert np.flatnonzero(mask).tolist() == sent

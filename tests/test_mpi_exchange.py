@@ -1,6 +1,6 @@
-"""The exchange in lock step: real ranks end up with what one process computes without any.
+"""The exchange in lock step: real ranks hold what one process computes without MPI.
 
-Run as a program, this file is what the ranks do: it writes what each of them holds in the end.
+Run as a program, this file is the program of the ranks, which writes what each of them holds.
 """
 
 import functools
@@ -34,7 +34,7 @@ from jaxbuf.mpi import (
 )
 
 _STEPS, _ROWS, _WIDTH = 8, 3, 2
-# In this step no rank has anything to send; in the next, the first worker has nothing.
+# In this step no rank sends anything; in the next one the first worker does not.
 _SILENT = 3
 
 
@@ -75,12 +75,12 @@ _CASES = {
     "diverse": (_diverse, None),
     "plain": (_plain, None),
 }
-# A start with many ranks costs much, and a program more: each number of ranks has cases of its own.
+# Starting ranks and compiling take long, so each number of ranks has its own cases.
 _CASES_OF = {2: ("plain",), 3: ("prioritized", "diverse"), 4: ("prioritized",)}
 
 
 def _inputs(rank):
-    """What a rank offers in each step: items, rewards and mask."""
+    """Return the states, rewards and mask of each step of a rank."""
     random = np.random.default_rng(rank)
     states = random.integers(0, 3, (_STEPS, _ROWS, _WIDTH)).astype(np.int32)
     reward = random.normal(size=(_STEPS, _ROWS)).astype(np.float32)
@@ -92,7 +92,7 @@ def _inputs(rank):
 
 
 def _train(count, batch, scored):
-    """A training step in small: what it offers depends on how often it was answered."""
+    """Return the batch of a small training step, which depends on how often it was answered."""
     states, reward, mask = batch
     items = {
         "state": states + count,
@@ -104,7 +104,7 @@ def _train(count, batch, scored):
 
 
 def _reference(name, layout):
-    """All ranks in one process, one after the other."""
+    """Compute what all ranks hold in one process, one rank after the other."""
     make, chosen = _CASES[name]
     scored = name != "plain"
     receive, select = jax.jit(Manager.receive), jax.jit(BaselineFilter.select)
@@ -183,7 +183,7 @@ def _agreeing(rank):
 
 
 def test_a_rank_outside_of_groups_cannot_exchange():
-    with pytest.raises(ValueError, match="this rank is in no group"):
+    with pytest.raises(ValueError, match="this rank is not in a group"):
         LockStep.create(Communicators(None, None, None, None), _plain)
 
 
@@ -199,9 +199,9 @@ def test_unknown_choices_say_why(choice, message):
         LockStep.create(Communicators(object(), None, None, None), _plain, **choice)
 
 
-def test_what_a_manager_refuses():
+def test_a_manager_refuses_bad_arguments():
     plain = jaxbuf.ItemBuffer.create(jnp.float32(0), 4)
-    with pytest.raises(ValueError, match=r"Min\(alpha=0.1\) goes by the scores in the buffer"):
+    with pytest.raises(ValueError, match=r"Min\(alpha=0.1\) uses the scores in the buffer"):
         Manager.create(plain, 1, baseline=Min())
     with pytest.raises(ValueError, match="buffer is a Queue; expected a jaxbuf"):
         Manager.create(jaxbuf.Queue.create(jnp.float32(0), 4), 1)
@@ -210,7 +210,7 @@ def test_what_a_manager_refuses():
     with pytest.raises(ValueError, match="scores returned a float; expected a dict of arrays"):
         Manager.create(plain, 1, scores=lambda *_: 0.0).receive(jnp.zeros(2))
     scored = Manager.create(jaxbuf.reward_prioritized(jnp.float32(0), 4), 1)
-    with pytest.raises(ValueError, match=r"goes by the score of items; pass score=\[B\]"):
+    with pytest.raises(ValueError, match=r"uses the score of items; pass score=\[B\]"):
         scored.receive(jnp.zeros(2))
 
 
@@ -265,7 +265,7 @@ def _run_case(name, communicators, rank, size):
 
 
 def _collectives(jaxpr):
-    """The names of what communicates outside of branches."""
+    """Return the names of the operations that communicate outside of branches."""
     names = []
     for equation in jaxpr.eqns:
         if equation.primitive.name.endswith("_mpi"):
@@ -298,7 +298,7 @@ def _program(folder):
     def agree(mine):
         return jnp.stack([combine(mine, world, by) for by in ("min", "mean", "max")])
 
-    # The first rank has no baseline of its own; then no rank has.
+    # First only the first rank has no baseline; then none of them has one.
     known = agree(jnp.float32(rank if rank else -jnp.inf))
     others = agree(jnp.float32(-jnp.inf))
     out = {

@@ -1,6 +1,6 @@
-"""What goes wrong between a manager and its workers: nobody waits for ever, and all is told.
+"""Faults of a manager and its workers: no rank waits forever, and all faults are reported.
 
-Run as a program, this file is what the ranks do: it prints what each of them saw.
+Run as a program, this file is the program of the ranks, which prints what each of them saw.
 """
 
 import contextlib
@@ -30,13 +30,12 @@ from jaxbuf.mpi import (
     serve,
     wire,
 )
-from jaxbuf.mpi.wire import Kind
+from jaxbuf.mpi.wire import Header, Kind
 
 _ROWS = 4
-# Long enough for a step under load, short enough to wait for; and so for a start, with all that is
-# imported and compiled then.
+# Long enough for a step on a busy machine, and for a start, which imports and compiles.
 _SECONDS, _START_SECONDS = 6.0, 20.0
-# Scores that score functions of these tests fail at, or take long for.
+# Scores for which the score functions of these tests fail, or take long.
 _BAD, _SLOW = -50.0, -70.0
 
 
@@ -84,7 +83,7 @@ def _add(worker, low):
 
 
 def _run_killing(ranks, case, folder):
-    """What each rank printed, where one is killed: the launcher may think that all is well."""
+    """Return the output of each rank where one is killed, whether or not the launcher sees it."""
     try:
         return run_ranks(ranks, __file__, case, folder, linger=folder / f"{case} is over")
     except RanksFailedError as failure:
@@ -102,15 +101,16 @@ def test_faults_that_leave_everybody_alive(tmp_path):
     manager, first, second = (_told(printed[rank]) for rank in (2, 0, 1))
 
     refused = [
-        "its tag is 7099, which none of ours has",
-        "it has 8 bytes",
-        "its magic number is 0x0; expected 0x6a78626601",
-        "its magic number is 0x6a78626602; expected 0x6a78626601, as this version of jaxbuf has it",
-        "its kind is 4; expected 1, which its tag stands for",
-        "it says that it is from rank 1 of the group, which it is not",
-        "it counts 99 rows; expected from 0 to 4",
-        "it counts 3 rows, but marks 4",
-        "its arrays have other shapes or dtypes (192 bytes; expected 256): rows and the example",
+        "its tag is 7099; expected 7102",
+        "its header has 8 bytes; expected 40",
+        "its magic number is 0x0; expected 0x6a78626602",
+        "its magic number is 0x6a78626603; expected 0x6a78626602: both ends need the same version",
+        "its kind is 4, which only a manager sends",
+        "its kind is 77; expected 1 to 10",
+        "its number is -1; expected at least 0",
+        "it has 99 rows; expected 0 to 4",
+        "its arrays have other shapes or dtypes: rows and the example must be the same",
+        "an array of it has 8 bytes; expected 32",
     ]
     faults = manager["malformed"]["faults"]
     assert len(faults) == len(refused)
@@ -123,7 +123,9 @@ def test_faults_that_leave_everybody_alive(tmp_path):
     assert second["answered"] == 5
     assert first["answered after that"]
 
-    anew = "its session is 3; expected 2: who leaves may begin anew once all have left"
+    anew = (
+        "its tag is 7106; expected 7104: a worker that has left may begin anew once all have left"
+    )
     assert manager["early"]["faults"] == [
         "rank 1 left early: ValueError: enough",
         "rank 1 sent a message that was refused: its sender had left",
@@ -134,7 +136,7 @@ def test_faults_that_leave_everybody_alive(tmp_path):
 
     assert "its sender had left" in second["told"]
     lost, back = manager["silent"]["faults"]
-    assert lost.startswith("rank 1 is lost: it has said nothing for ")
+    assert lost.startswith("rank 1 is lost: it has sent nothing for ")
     assert lost.endswith("after 1 batches, and has not left")
     assert back == "rank 1 is back"
     assert second["came back"]
@@ -164,10 +166,10 @@ def test_a_killed_worker_is_named_and_the_others_go_on(tmp_path):
     printed = _run_killing(3, "worker", tmp_path)
     manager, first = (_told(printed[rank]) for rank in (2, 0))
     assert len(manager["faults"]) == 1
-    assert manager["faults"][0].startswith("rank 1 is lost: it has said nothing for ")
+    assert manager["faults"][0].startswith("rank 1 is lost: it has sent nothing for ")
     assert first == {"answered": 10}
     assert manager["batches"] == 10 + 3
-    # The next run goes on from what was saved; then its manager is killed.
+    # The next run continues from the checkpoint; then its manager is killed.
     worker = _told(_run_killing(2, "manager", tmp_path)[0])
     assert worker["batches"] == 10 + 3 + 1
     unanswered = f"rank 1, the manager, has not answered batch 2, 3 within {_START_SECONDS:g} s"
@@ -193,7 +195,7 @@ def _program(case, folder):
     out = _CASES[case](communicators, world.Get_rank(), folder)
     print(json.dumps(out), flush=True)
     if case != "alive":
-        # Who ends first takes the others along: all but the one that was killed wait for all.
+        # A rank that ends would end the others, so all wait except the one that was killed.
         Path(folder, f"{case}-{world.Get_rank()}").touch()
         while len(list(Path(folder).glob(f"{case}-*"))) < world.Get_size() - 1:
             time.sleep(0.05)
@@ -240,7 +242,7 @@ def _run_alive(communicators, rank, folder):
             _wait_for(folder, "early")
             assert _add(end, 0)
             assert _add(end, 1)
-            # The manager is there for as long as this rank is, and refuses what the other sends.
+            # While this rank stays, the manager stays, and refuses what the other one sends.
             _wait_for(folder, "told")
         Path(folder, "all have left").touch()
     else:
@@ -248,13 +250,12 @@ def _run_alive(communicators, rank, folder):
             _add(end, 0)
             raise ValueError("enough")
         Path(folder, "early").touch()
-        # It leaves once more, and then sends what nobody waits for.
-        wire_end = end._channel
-        for kind, tree in ((Kind.EXIT, {"note": wire.note("")}), (Kind.BATCH, _raw(end))):
-            message = end._forms[kind].new()
-            sending = wire_end.send(message, wire_end.manager, tree, sequence=9, rows=_ROWS)
-            while not sending.done():
-                pass
+        # It leaves once more, and then sends a batch for which nobody waits.
+        channel = end._mail.channel
+        channel.send(Kind.LEAVE, channel.manager)
+        channel.send(Kind.BATCH, channel.manager, _raw(), number=9, rows=_ROWS)
+        while channel.sending:
+            channel.collect()
         out["told"] = ""
         while not out["told"]:
             time.sleep(0.05)
@@ -277,13 +278,13 @@ def _run_alive(communicators, rank, folder):
                 _add(end, k)
         else:
             _wait_for(folder, "back", meanwhile=lambda: _add(end, 0))
-            # For longer than this, but the manager says all the while that it is there.
+            # It waits longer than its timeout, because the manager keeps saying that it is there.
             out["waited with patience"] = end.exit(timeout=_SECONDS / 2).reason == ""
 
     end = Worker(communicators, _manager, rows=_ROWS, timeout=60)
     _add(end, 0)
     if rank == 1:
-        # It is gone without a word.
+        # It is garbage-collected without leaving.
         del end
     else:
         end.exit()
@@ -291,7 +292,7 @@ def _run_alive(communicators, rank, folder):
     try:
         with Worker(communicators, _calls_back, rows=_ROWS, mode="pipelined", timeout=60) as end:
             if rank == 0:
-                # Its answer comes when it is not waited for any more.
+                # Its answer comes after it was given up.
                 _add(end, _SLOW)
                 out["missing"] = end.drain(0.5)._asdict()
                 end.request_metadata()
@@ -306,39 +307,53 @@ def _run_alive(communicators, rank, folder):
 
 
 def _wait_for(folder, name, meanwhile=lambda: None):
-    """Wait until another rank has come to a place, without a word to the manager about it."""
+    """Wait until another rank has reached a place, without a message to the manager."""
     while not Path(folder, name).exists():
         meanwhile()
         time.sleep(0.1)
 
 
-def _raw(end):
-    items, score = _batch(0)
-    return {"items": items, "score": score, "mask": np.ones(_ROWS, bool)}
+def _raw():
+    return _batch(0), np.ones(_ROWS, bool)
 
 
 def _send_malformed(end, group):
     from mpi4py import MPI
 
     manager = group.Get_size() - 1
-    tag = Kind.BATCH.tag
+    tag = end._mail.channel.tag
     kept = []
 
     def send(data, tag=tag):
+        data = np.asarray(data).reshape(-1).view(np.uint8)
         kept.append((data, group.Isend([data, MPI.BYTE], manager, tag)))
 
-    send(np.zeros(64, np.uint8), 7099)
+    def send_header(**fields):
+        header = Header(wire.MAGIC, Kind.BATCH, 77, _ROWS, checksum)._replace(**fields)
+        send(np.array(header, wire.HEADER))
+
+    checksum = end._mail.channel.schemas[Kind.BATCH].checksum
+    send(np.zeros(40, np.uint8), 7099)
     send(np.zeros(8, np.uint8))
-    form = end._forms[Kind.BATCH]
-    for place, value in ((0, 0), (0, wire.MAGIC + 1), (2, 4), (3, 1), (5, 99), (5, 3)):
-        message = form.new()
-        message.write(_raw(end), sender=0, session=1, sequence=77, rows=_ROWS)
-        message.memory[:64].view(np.int64)[place] = value
-        send(message.memory)
-    other = wire.Form(Kind.BATCH, {"items": jnp.zeros((2, 2)), "score": jnp.zeros(2)}).new()
-    other.write({"items": jnp.zeros((2, 2)), "score": jnp.zeros(2)}, sender=0, session=1, rows=2)
-    send(other.memory)
-    while end.metrics()["refused"] < len(kept):
+    send_header(magic=0)
+    send_header(magic=wire.MAGIC + 1)
+    metadata = end._mail.channel.schemas[Kind.METADATA]
+    send_header(kind=int(Kind.METADATA), rows=0, checksum=metadata.checksum)
+    for array in metadata.allocate():
+        send(array, tag + 1)
+    send_header(kind=77)
+    send_header(number=-1)
+    send_header(rows=99)
+    send_header(checksum=checksum + 1)
+    # The arrays of a message that was refused are dropped.
+    send(np.zeros(_ROWS), tag + 1)
+    # The first array is too short, and the others are dropped.
+    send_header()
+    send(np.zeros(1), tag + 1)
+    send(np.zeros(_ROWS), tag + 1)
+    # A message that was cut short does not disturb the next one.
+    send_header()
+    while end.metrics()["refused"] < 10:
         end.request_metadata()
     for _, request in kept:
         request.Wait()
@@ -365,7 +380,7 @@ def _run_manager(communicators, rank, folder):
     if communicators.managers is not None:
         saved = jaxbuf.load(f"{folder}/lost", like=_manager(2))
         assert int(saved.buffer.size) == 13 * _ROWS
-        # There is one worker less than before.
+        # This run has one worker less.
         counters = saved.counters.sum(0, keepdims=True, dtype=jnp.uint32)
         _serve(communicators, lambda _: saved.replace(counters=counters, scores=_ends_itself))
     out = {}

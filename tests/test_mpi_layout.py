@@ -1,4 +1,4 @@
-"""Who does what: properties of the plan over many sizes, and the communicators of real ranks."""
+"""Layouts: properties over many sizes, and the communicators of real ranks."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from jaxbuf.mpi import Layout, Role, make_communicators, node_names
 
 
 def _check(layout):
-    """What holds for every layout."""
+    """Check what holds for every layout."""
     groups = layout.groups
     assert len(groups) == layout.num_managers
     everyone = sorted(rank for workers, manager in groups for rank in (*workers, manager))
@@ -109,7 +109,7 @@ def test_impossible_layouts_say_why(arguments, message):
 
 
 def test_there_is_no_other_rank():
-    with pytest.raises(ValueError, match="rank is 4; expected from 0 to 3"):
+    with pytest.raises(ValueError, match="rank is 4; expected 0 to 3"):
         Layout(4).role(4)
 
 
@@ -145,7 +145,7 @@ def test_communicators_on_real_ranks():
         [[0, 1], None, [1], None],
         [None, None, None, None],
     ]
-    assert all("world_size is 4, but 3 ranks are here" in rank["error"] for rank in ranks)
+    assert all("world_size is 4, but 3 ranks were started" in rank["error"] for rank in ranks)
     assert all(len(rank["nodes"]) == 3 for rank in ranks)
 
 

@@ -1,4 +1,4 @@
-"""Replacing the worst: the choice as in NumPy, and real ranks as in one process.
+"""Replacing the worst ranks: choices agree with NumPy, and real ranks with one process.
 
 Run as a program, this file is what the ranks do: it writes what each of them holds in the end.
 """
@@ -32,7 +32,7 @@ _RULES = {
 
 
 def _choose(rule, score, age=None, spared=None, seed=0):
-    """The choice, once it agrees with the twin."""
+    """Return the choice after checking it against the NumPy twin."""
     ranks = len(score)
     age = [1] * ranks if age is None else age
     key = jax.random.key(seed)
@@ -75,7 +75,7 @@ def test_choices_as_in_numpy():
     assert seen > 50
 
 
-def test_nobody_is_replaced_for_scoring_as_much_as_all():
+def test_no_rank_is_replaced_if_all_score_the_same():
     for rule in (ReplaceWorst(worst_ratio=0.5), ReplaceWorst(threshold=9.0)):
         for score in (2.0, math.inf, math.nan):
             chosen = _choose(rule, [score] * 4)
@@ -83,7 +83,7 @@ def test_nobody_is_replaced_for_scoring_as_much_as_all():
             assert not chosen.weights.any()
 
 
-def test_nobody_is_replaced_who_reaches_the_threshold():
+def test_no_rank_is_replaced_that_reaches_the_threshold():
     assert not _choose(ReplaceWorst(threshold=1.0), [1.0, 1.5, 1.0, 3.0]).replaced.any()
 
 
@@ -94,7 +94,7 @@ def test_more_can_be_replaced_than_there_are_donors():
     assert chosen.weights[0].tolist() == [0, 0, 1, 0]
 
 
-def test_the_young_are_spared():
+def test_young_ranks_are_spared():
     rule = ReplaceWorst(worst_ratio=0.5, age=5)
     assert _choose(rule, [0.0, 1.0, 2.0, 3.0], [4, 5, 6, 0]).replaced.tolist() == [
         False,
@@ -104,12 +104,12 @@ def test_the_young_are_spared():
     ]
 
 
-def test_the_old_go_whatever_they_score():
+def test_by_age_alone_old_ranks_are_replaced_whatever_they_score():
     chosen = _choose(ReplaceWorst(age=5), [2.0, 2.0, 3.0, 1.0], [5, 4, 9, 7])
     assert chosen.replaced.tolist() == [True, False, False, True]
 
 
-def test_who_has_no_score_is_the_worst_and_gives_nothing():
+def test_a_rank_without_score_is_the_worst_and_no_donor():
     chosen = _choose(ReplaceWorst(worst_ratio=0.25, donor_ratio=1), [1.0, math.nan, -math.inf, 2.0])
     assert chosen.replaced.tolist() == [False, True, False, False]
     np.testing.assert_allclose(chosen.weights[1], [1 / 3, 0, 1 / 3, 1 / 3])
@@ -117,7 +117,7 @@ def test_who_has_no_score_is_the_worst_and_gives_nothing():
     assert spared.weights[0].tolist() == [0, 0, 1]
 
 
-def test_infinite_scores_weigh_as_large_ones():
+def test_infinite_scores_weigh_like_large_ones():
     rule = ReplaceWorst(worst_ratio=0.3, average="weighted_mean", donor_ratio=1)
     weights = _choose(rule, [math.inf, 1.0, math.inf, -math.inf]).weights[3]
     np.testing.assert_allclose(weights, [0.4, 0.2, 0.4, 0], rtol=1e-6)
@@ -132,7 +132,7 @@ def test_equal_scores_at_the_border_take_turns():
     assert np.any(gone, axis=0).tolist() == [True, True, True, False]
 
 
-def test_donors_are_drawn_for_each_on_its_own():
+def test_donors_are_drawn_for_each_rank_separately():
     rule = ReplaceWorst(threshold=1.0, donor_ratio=0.2)
     score = [0.0] * 5 + [2.0] * 5
     weights = np.asarray(_choose(rule, score).weights)
@@ -143,16 +143,16 @@ def test_donors_are_drawn_for_each_on_its_own():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "nothing says who is replaced; give threshold, worst_ratio or age"),
+        ({}, "no rank would ever be chosen; give threshold, worst_ratio or age"),
         ({"threshold": math.nan}, "threshold is nan; expected a score, or None"),
         ({"worst_ratio": 0}, "worst_ratio is 0; expected a number above 0 and at most 1"),
         ({"age": 1, "donor_ratio": 1.5}, "donor_ratio is 1.5; expected a number above 0"),
         ({"age": 1, "average": "median"}, "average is 'median'; choose from"),
-        ({"age": 1, "momentum": 1}, "momentum is 1; expected a number from 0 to below 1"),
+        ({"age": 1, "momentum": 1}, "momentum is 1; expected a number of at least 0 and below 1"),
         ({"age": 1, "every": 0}, "every is 0; expected an integer of at least 1"),
         ({"age": -1}, "age is -1; expected an integer of at least 0"),
-        ({"age": (5, 2)}, r"age is \(5, 2\); expected the least of the range before the largest"),
-        ({"age": ()}, r"age is \(\); expected an integer, or the least and the largest"),
+        ({"age": (5, 2)}, r"age is \(5, 2\); expected the lower bound of the range before the"),
+        ({"age": ()}, r"age is \(\); expected an integer, or the lower and the upper"),
     ],
 )
 def test_bad_rules_say_why(options, message):
@@ -167,7 +167,7 @@ def test_rules_are_compared_by_value():
     assert hash(one) == hash(other)
 
 
-def test_what_a_population_refuses():
+def test_a_population_refuses_bad_arguments():
     from mpi4py import MPI
 
     key, rule = jax.random.key(0), ReplaceWorst(age=1)
@@ -186,13 +186,13 @@ def test_what_a_population_refuses():
         population.update(key, {"w": jnp.ones(2)}, jnp.zeros(1))
 
 
-def test_alone_nobody_is_replaced():
+def test_a_single_rank_is_never_replaced():
     from mpi4py import MPI
 
     population = Population.create(ReplaceWorst(age=1), MPI.COMM_SELF, jax.random.key(0))
     params = {"w": jnp.array([1.0, jnp.nan])}
     for call in range(3):
-        # Keys of the older kind are told as they are.
+        # Raw keys work like typed ones.
         population, params, replaced = population.update(jax.random.PRNGKey(call), params, call)
         assert not replaced
     metrics = population.metrics()
@@ -211,7 +211,7 @@ def _params(rank):
 
 
 def _scores(rank, ranks):
-    """In turn each rank does worst; one has no score at first, another once an infinite one."""
+    """Return scores such that each rank is worst in turn; some are missing or infinite."""
     score = np.array([(rank + call // 3) % ranks for call in range(_CALLS)], np.float32) / ranks
     if rank == 1:
         score[:2] = np.nan
@@ -271,7 +271,7 @@ def _program(folder):
             population, params = carry
             call, score = inputs
             params = {**params, "dense": params["dense"] + 0.125}
-            # Only the key of the first rank counts.
+            # Only the key of the first rank is used.
             key = jax.random.key(call + 100 * rank)
             population, params, replaced = population.update(key, params, score)
             return (population, params), replaced

@@ -1,4 +1,4 @@
-"""Score functions against what NumPy says of the same batches."""
+"""Score functions agree with NumPy on the same batches."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ def _batches(rows=4, values=4, steps=12):
     for step in range(steps):
         ids = np.arange(rows, dtype=np.int32) + step * rows
         states = np.zeros((rows, 10), np.int32)
-        # The last coordinate lies in another group of eight.
+        # The last coordinate lies in another group of eight coordinates.
         states[:, [0, 9]] = random.integers(0, values, (rows, 2))
         score = random.integers(-3, 4, rows).astype(np.float32)
         mask = random.random(rows) < (0 if step == 5 else 0.8)
@@ -32,13 +32,13 @@ def _batches(rows=4, values=4, steps=12):
 
 
 def _held(buffer):
-    """The ids and states in the buffer."""
+    """Return the ids and states in the buffer."""
     live = np.asarray(buffer.occupancy.live(jnp.arange(buffer.capacity)))
     return np.asarray(buffer.data["id"])[live], np.asarray(buffer.data["state"])[live]
 
 
 def _what_differs(item):
-    """The coordinates of the state that are not always zero."""
+    """Return the coordinates of the state that are not always zero."""
     return item["state"][::9]
 
 
@@ -51,7 +51,7 @@ def _buffer(kind, capacity=_CAPACITY, key="state"):
     return jaxbuf.ItemBuffer.create(_ITEM, capacity)
 
 
-# Items are compared in tiles of 128 and blocks of 512, which a capacity need not fill.
+# Items are compared in tiles of 128 and blocks of 512, which these capacities do not fill.
 @pytest.mark.parametrize(
     ("capacity", "key"),
     [(_CAPACITY, "state"), (200, "state"), (600, "state"), (600, _what_differs)],
@@ -138,11 +138,11 @@ def test_configurations_are_compared_by_value():
     ("build", "message"),
     [
         (lambda: Novelty(p=3), "p is 3; expected a norm: 1, 2 or inf"),
-        (lambda: NewModes(0.0, cutoff=-1.0), "cutoff is -1.0; expected 0 or more"),
+        (lambda: NewModes(0.0, cutoff=-1.0), "cutoff is -1.0; expected at least 0"),
         (lambda: NewModes(0.0, p=0.005), "p is 0.005; expected a norm"),
         (lambda: WeightedSum((Retained(),), {}), "weights is empty"),
         (lambda: WeightedSum((Retained(),), {"retained": 1.0}, alpha=0), "alpha is 0; expected"),
-        (lambda: _with_weights({"novel": 1.0}), r"weights has 'novel', which no part gives"),
+        (lambda: _with_weights({"novel": 1.0}), r"weights has 'novel', which no part returns"),
     ],
 )
 def test_bad_choices_say_why(build, message):

@@ -1,6 +1,6 @@
-"""MPI itself works here: ranks start, talk inside jit, and end, whatever goes wrong.
+"""MPI itself works: ranks start, communicate inside jit, and always end.
 
-Run as a program, this file is what the ranks of these tests do.
+Run as a program, this file is the program of the ranks.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""The free-running exchange: real ranks end up with what was sent, and hear what one process would.
+"""The free-running exchange: real ranks agree with a manager and a worker in one process.
 
-Run as a program, this file is what the ranks do: it prints what each of them saw.
+Run as a program, this file is the program of the ranks, which prints what each of them saw.
 """
 
 import json
@@ -32,7 +32,7 @@ from jaxbuf.mpi import (
 )
 
 _ADDS, _ROWS, _EVERY, _CAPACITY = 7, 4, 3, 16
-# Floats of an item so large that it does not travel with the rest of a message.
+# Floats of a large item: MPI sends messages of this size in another way than short ones.
 _WIDTH = 40_000
 _MODES = ("sync", "deferred", "pipelined")
 _ITEM = {"state": jnp.zeros(3, jnp.int32), "half": jnp.bfloat16(0)}
@@ -78,11 +78,11 @@ _BASELINES = {"min": Min(), "percentile": Percentile(0.1), "ema": EMA(0.1)}
 
 
 def _inputs(worker):
-    """What a worker offers in each add: items, scores and mask."""
+    """Return the items, scores and mask of each add of a worker."""
     random = np.random.default_rng(worker)
     states = random.integers(0, 100, (_ADDS, _ROWS, 3)).astype(np.int32)
     score = random.permutation(_ADDS * _ROWS).reshape(_ADDS, _ROWS).astype(np.float32)
-    # No two workers have a score in common.
+    # Scores of different workers differ.
     score = score + np.float32(0.25 * worker)
     mask = random.random((_ADDS, _ROWS)) < 0.8
     items = {"state": jnp.asarray(states), "half": jnp.asarray(score, jnp.bfloat16)}
@@ -97,7 +97,7 @@ def _trajectories():
 
 
 def _reference(worker):
-    """A manager with one worker, in one process: batch by batch, as ``every`` cuts them."""
+    """Return a manager and its answers to one worker, computed in one process."""
     items, score, mask = _inputs(worker)
     manager, answers = _prioritized(1), []
     receive = jax.jit(Manager.receive)
@@ -174,7 +174,7 @@ def _check_answers(seen, mode, rank, alone):
 def _check_others(seen):
     if "filter" not in seen:
         return
-    # Rows that were sent, if any: all, none, whole again, those from 2 on.
+    # The first batch is sent, the second is skipped, the third is sent whole, the last in part.
     assert seen["filter"]["answered"] == [True, False, True, True]
     counts = {name: seen["filter"]["metrics"][name] for name in ("offered", "sent", "skipped")}
     assert counts == {"offered": 19, "sent": 13, "skipped": 1}
@@ -186,7 +186,7 @@ def _check_others(seen):
     np.testing.assert_allclose(seen["ema"], expected, rtol=1e-6)
     assert seen["only scores"] == [0.0, 6.0, 0.0]
     assert seen["large"]["answered"] == 4
-    # Adds, rows offered, batches and rows sent, nothing skipped, as they were after each add.
+    # Adds, rows offered, batches sent, rows sent and batches skipped, after each add.
     assert seen["large"]["counters"] == [
         [1, 2, 1, 2, 0],
         [2, 4, 2, 4, 0],
@@ -220,7 +220,7 @@ def _check_managers(seen):
         ({"timeout": 0}, "timeout is 0; expected seconds, more than 0, or None"),
     ],
 )
-def test_what_a_worker_refuses(choice, message):
+def test_a_worker_refuses_bad_arguments(choice, message):
     communicators = Communicators(object(), None, None, object())
     with pytest.raises(ValueError, match=message):
         Worker(communicators, _prioritized, **{"rows": 4, **choice})
@@ -231,12 +231,12 @@ class _Group:
         return 3
 
 
-def test_what_a_worker_refuses_of_its_manager_and_state():
+def test_a_worker_refuses_other_managers_and_states():
     communicators = Communicators(_Group(), None, None, object())
     with pytest.raises(ValueError, match="expected a function that takes a number"):
         Worker(communicators, lambda workers: workers, rows=4)
     other = WorkerState.create(_ITEM, 5)
-    with pytest.raises(ValueError, match="state is of a worker with another example"):
+    with pytest.raises(ValueError, match="state belongs to a worker with another example"):
         Worker(communicators, _prioritized, rows=4, state=other)
 
 
@@ -251,7 +251,7 @@ def test_what_a_worker_refuses_of_its_manager_and_state():
         ({"save_to": __file__}, "save_to is .*, which is a file; choose a folder"),
     ],
 )
-def test_what_serving_refuses(choice, message):
+def test_serving_refuses_bad_arguments(choice, message):
     communicators = Communicators(_Group(), None, object(), None)
     workers = choice.pop("manager", 2)
     manager = workers if workers == 3 else _prioritized(workers)
@@ -259,14 +259,14 @@ def test_what_serving_refuses(choice, message):
         serve(communicators, manager, **{"rows": 4, **choice})
 
 
-def test_who_can_neither_serve_nor_be_served():
-    with pytest.raises(ValueError, match="this rank is no worker"):
+def test_only_managers_serve_and_only_workers_are_served():
+    with pytest.raises(ValueError, match="this rank is not a worker"):
         Worker(Communicators(None, None, None, None), _prioritized, rows=4)
-    with pytest.raises(ValueError, match="this rank is no manager"):
+    with pytest.raises(ValueError, match="this rank is not a manager"):
         serve(Communicators(object(), None, None, object()), _prioritized(1), rows=4)
 
 
-def test_a_state_goes_on_where_it_was_saved(tmp_path):
+def test_a_state_continues_where_it_was_saved(tmp_path):
     chosen = BaselineFilter.create(refresh_after=2)
     state = WorkerState.create(jnp.zeros(2), 6, chosen)
     add, contact = jax.jit(WorkerState.add), jax.jit(WorkerState.contact)
@@ -279,7 +279,7 @@ def test_a_state_goes_on_where_it_was_saved(tmp_path):
     assert {k: int(v) for k, v in loaded.metrics().items()} == {
         "adds": 2, "offered": 3, "batches": 0, "sent": 0, "skipped": 0, "kept": 3,
     }  # fmt: skip
-    # Nothing reaches this, so nothing is sent, and after that nothing is kept.
+    # No row reaches this baseline, so nothing is sent, and the rows are dropped.
     state, sent, count = contact(loaded.replace(baseline=jnp.float32(5)))
     assert not sent.any()
     assert int(count) == 0
@@ -326,7 +326,7 @@ def _run_mode(mode, communicators, worker):
             answer = end.add(rows, score=score[k], mask=mask[k])
             out["returned"].append(answer is not None)
             answers += [] if answer is None else [answer]
-        # Under its own tag, while a batch is under way.
+        # Metadata can be requested while a batch is on its way.
         end.request_metadata()
         drained = end.drain()
         assert drained.missing == ()
@@ -350,7 +350,7 @@ def _run_filter(communicators):
         for low in (10.0, 0.0, 0.0):
             score = jnp.arange(5, dtype=jnp.float32) + low
             answered.append(end.add(score, score=score) is not None)
-        # The refreshed batch has made the baseline 0, so only those above are left out.
+        # The batch that was sent whole made the baseline 0, so only the first row is left out.
         score = jnp.array([-1.0, 0.0, 1.0, 2.0])
         answered.append(end.add(score, score=score) is not None)
         metrics = end.metrics()
@@ -362,7 +362,7 @@ def _check_refusals(end):
     score = jnp.zeros(3)
     with pytest.raises(ValueError, match="items have 3 rows, but a message has room for 2 more"):
         end.add(score, score=score)
-    with pytest.raises(ValueError, match="goes by the score of items"):
+    with pytest.raises(ValueError, match="uses the score of items"):
         end.add(score[:2])
     with pytest.raises(ValueError, match=r"items has dtype int32; expected float32"):
         end.add(score[:2].astype(jnp.int32), score=score[:2])
@@ -382,16 +382,16 @@ def _run_large(communicators):
         counters = []
         items = np.full((2, _WIDTH), 1, np.float32)
         end.add(items)
-        # It was sent as it was then.
+        # The batch was sent as it was before this change.
         items[:] = 9
-        counters.append(end.state.counters)
+        counters.append(end.state.counters.tolist())
         for rows, value in ((2, 2.0), (1, 3.0)):
             end.add(jnp.full((rows, _WIDTH), value))
-            counters.append(end.state.counters)
+            counters.append(end.state.counters.tolist())
         end.add(jnp.full((2, _WIDTH), 4.0), mask=jnp.array([False, True]))
-        counters.append(end.state.counters)
+        counters.append(end.state.counters.tolist())
         assert len(end.drain().answers) <= 4
-        return {"answered": end.metrics()["answered"], "counters": np.stack(counters).tolist()}
+        return {"answered": end.metrics()["answered"], "counters": counters}
 
 
 def _run_terminal(communicators, make):

@@ -1,6 +1,6 @@
-"""Manager and workers over MPI: who does what, what is exchanged, and which scores come back.
+"""Shared replay buffers over MPI: a manager stores and scores what its workers send.
 
-Importing this package does not start MPI: what communicates does so when it is called.
+Importing this package does not start MPI. Functions that communicate start it when they are called.
 """
 
 import importlib.util
@@ -22,7 +22,8 @@ from jaxbuf.mpi.baseline import (  # noqa: E402
     combine,
     update_average,
 )
-from jaxbuf.mpi.exchange import LockStep, Reply  # noqa: E402
+from jaxbuf.mpi.batch import Batch, Reply  # noqa: E402
+from jaxbuf.mpi.exchange import LockStep  # noqa: E402
 from jaxbuf.mpi.layout import (  # noqa: E402
     Communicators,
     Group,
@@ -31,11 +32,11 @@ from jaxbuf.mpi.layout import (  # noqa: E402
     make_communicators,
     node_names,
 )
+from jaxbuf.mpi.mailbox import Answer  # noqa: E402
 from jaxbuf.mpi.manager import Manager  # noqa: E402
 from jaxbuf.mpi.replacement import Choice, Population, ReplaceWorst  # noqa: E402
 from jaxbuf.mpi.scores import (  # noqa: E402
     DEFAULT,
-    Batch,
     NewModes,
     Novelty,
     Retained,
@@ -47,7 +48,7 @@ from jaxbuf.mpi.scores import (  # noqa: E402
 from jaxbuf.mpi.serve import Served, serve  # noqa: E402
 from jaxbuf.mpi.traffic import Traffic  # noqa: E402
 from jaxbuf.mpi.wire import ExchangeError  # noqa: E402
-from jaxbuf.mpi.worker import Answer, Drained, Worker  # noqa: E402
+from jaxbuf.mpi.worker import Drained, Worker  # noqa: E402
 from jaxbuf.mpi.worker_state import WorkerState  # noqa: E402
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""From which score on an item is worth sending: what managers tell workers, and what these do.
+"""Baselines: the score from which an item is worth sending, and the filter that uses it.
 
-A baseline is a number, and −inf where there is none. Managers follow the batches that they get by a
-moving average, an array ``[]`` that starts at −inf, and look at the scores in their buffer.
+A baseline is a number; −inf means that there is none yet. A manager computes it from a moving
+average of the batches it receives, an array ``[]`` that starts at −inf, and from the scores in its
+buffer.
 
 References:
     Lahlou et al., torchgfn: A PyTorch GFlowNet library, 2023, https://arxiv.org/abs/2305.14594
@@ -26,7 +27,7 @@ Agreement = Literal["min", "mean", "max"]
 
 
 class Baseline(Protocol):
-    """Chooses the score from which on an item is worth sending: a frozen, hashable dataclass."""
+    """Chooses the score from which an item is worth sending: a frozen, hashable dataclass."""
 
     @property
     def alpha(self) -> float:
@@ -35,11 +36,11 @@ class Baseline(Protocol):
 
     @property
     def uses_buffer(self) -> bool:
-        """Whether it goes by the scores in a buffer, once that is full."""
+        """True if it uses the scores in the buffer once that is full."""
         ...
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
-        """The baseline of a full buffer with these scores; −inf if none of them is finite."""
+        """Return the baseline of a full buffer with these scores; −inf if none is finite."""
         ...
 
 
@@ -47,7 +48,8 @@ class Baseline(Protocol):
 class EMA:
     """An exponential moving average of the smallest finite score of each batch.
 
-    It starts at that of the first batch that has one; a batch without leaves it as it is.
+    It starts at the smallest finite score of the first batch that has one. Batches without a finite
+    score do not change it.
 
     Attributes:
         alpha: The weight of the newest batch, above 0 and at most 1.
@@ -74,17 +76,17 @@ class EMA:
         _check_alpha(self)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
-        """None: the buffer does not matter."""
+        """Return −inf: the scores in the buffer are not used."""
         del score
         return jnp.float32(-jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
 class Min:
-    """The smallest finite score in the buffer once it is full; until then, as ``EMA``.
+    """The smallest finite score in the buffer once it is full; until then like ``EMA``.
 
     Attributes:
-        alpha: The weight of the newest batch until then, above 0 and at most 1.
+        alpha: The weight of the newest batch in the moving average, above 0 and at most 1.
 
     Raises:
         ValueError: If ``alpha`` is out of its range.
@@ -98,20 +100,20 @@ class Min:
         _check_alpha(self)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
-        """The smallest finite score, or −inf."""
+        """Return the smallest finite score; −inf if there is none."""
         least = _least_finite(score)
         return jnp.where(jnp.isfinite(least), least, jnp.float32(-jnp.inf))
 
 
 @dataclasses.dataclass(frozen=True)
 class Percentile:
-    """A percentile of the finite scores in the buffer once it is full; until then, as ``EMA``.
+    """A percentile of the finite scores in the buffer once it is full; until then like ``EMA``.
 
-    Between two scores it interpolates linearly. It sorts all scores of the buffer each time.
+    It interpolates linearly between two scores, and sorts all scores of the buffer at every call.
 
     Attributes:
-        q: From 0, the smallest score, to 1, the largest.
-        alpha: The weight of the newest batch until then, above 0 and at most 1.
+        q: The percentile, from 0 (the smallest score) to 1 (the largest).
+        alpha: The weight of the newest batch in the moving average, above 0 and at most 1.
 
     Raises:
         ValueError: If ``q`` or ``alpha`` is out of its range.
@@ -125,12 +127,12 @@ class Percentile:
     def __post_init__(self) -> None:
         _check_alpha(self)
         q = checks.check_number(
-            "q", self.q, "a number from 0, the smallest score, to 1", lambda x: 0 <= x <= 1
+            "q", self.q, "a number from 0 (the smallest score) to 1", lambda x: 0 <= x <= 1
         )
         object.__setattr__(self, "q", q)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
-        """The percentile of the finite scores, or −inf if there is none."""
+        """Return the percentile of the finite scores; −inf if there are none."""
         finite = jnp.isfinite(score)
         rising = jnp.sort(jnp.where(finite, score, jnp.float32(jnp.inf)))
         count = jnp.sum(finite, dtype=jnp.int32)
@@ -149,12 +151,12 @@ def update_average(
     score: Float[Array, " B"],
     mask: Bool[Array, " B"] | None = None,
 ) -> Float[Array, ""]:
-    """The moving average after a batch.
+    """Return the moving average after a batch.
 
     Args:
-        baseline: Knows the weight of a batch.
-        average: The one before; −inf before the first batch.
-        score: Of each row, ``[B]``; those that are not finite do not count.
+        baseline: The baseline, whose ``alpha`` weighs the batch.
+        average: The average before; −inf before the first batch.
+        score: The score of each row, ``[B]``. Scores that are not finite are ignored.
         mask: Which rows count, ``[B]``.
     """
     least = _least_finite(score if mask is None else jnp.where(mask, score, jnp.float32(jnp.inf)))
@@ -170,13 +172,13 @@ def baseline_value(
     score: Float[Array, " N"] | None = None,
     full: bool | Bool[Array, ""] = False,
 ) -> Float[Array, ""]:
-    """The baseline now.
+    """Return the current baseline.
 
     Args:
         baseline: How it is chosen.
-        average: The moving average, the newest batch included.
-        score: Of each slot of the buffer, ``[N]``, the newest batch stored; not finite where there
-            is no item.
+        average: The moving average, including the newest batch.
+        score: The score in each slot of the buffer, ``[N]``, after the newest batch was stored; not
+            finite in empty slots.
         full: Whether the buffer is full.
     """
     if score is None or not baseline.uses_buffer:
@@ -188,16 +190,17 @@ def baseline_value(
 def combine(
     baseline: Float[Array, ""], comm: "MPI.Intracomm", by: Agreement = "min"
 ) -> Float[Array, ""]:
-    """The baseline on which several managers agree. All of them call this, also inside jit.
+    """Return a baseline on which several managers agree. All of them call this, also inside jit.
 
     Args:
-        baseline: One's own.
-        comm: The communicator of managers.
-        by: ``"min"`` keeps nothing away that one of the managers would store, so that all is sent
-            while one has no baseline; ``"mean"`` and ``"max"`` are over those that have one.
+        baseline: The baseline of this manager.
+        comm: The communicator of the managers.
+        by: ``"min"`` withholds no item that one of the managers would store, so everything is sent
+            while a manager has no baseline. ``"mean"`` and ``"max"`` use only the managers that
+            have one.
 
     Returns:
-        The same number on every manager; −inf if there is none.
+        The same number on every manager; −inf if none has a baseline.
 
     Raises:
         ValueError: If ``by`` is none of these.
@@ -217,17 +220,18 @@ def combine(
 
 
 class BaselineFilter(struct.PyTreeNode):
-    """Decides in a worker which items to send, and counts what it did. An immutable pytree.
+    """Chooses the items that a worker sends, and counts them. An immutable pytree.
 
-    Items that score at least the baseline are sent. Of a batch in which none does, nothing is; but
-    of ``refresh_after`` such batches in a row the last is sent whole, so that a worker whose items
+    Items that score at least the baseline are sent. A batch in which no item does is skipped; but
+    the last of ``refresh_after`` such batches in a row is sent whole, so that a worker whose items
     have become worse still hears from its manager.
 
     Attributes:
-        counters: Rows that were offered, that scored enough and that were sent, and batches of
-            which none was; ``[4]`` uint32, wrapping.
-        filtered: Batches in a row in which nothing scored enough, ``[]`` int32.
-        refresh_after: After how many of them one is sent whole; None never.
+        counters: Rows that were offered, rows that scored at least the baseline, rows that were
+            sent, and batches that were skipped, ``[4]`` uint32; they wrap.
+        filtered: The number of batches in a row in which no item scored enough, ``[]`` int32.
+        refresh_after: The number of such batches of which the last is sent whole; None never sends
+            one.
 
     Example:
         >>> import jax.numpy as jnp
@@ -247,7 +251,7 @@ class BaselineFilter(struct.PyTreeNode):
 
     @classmethod
     def create(cls, refresh_after: int | None = 10) -> Self:
-        """A filter that has seen nothing.
+        """Create a filter that has seen no batch.
 
         Raises:
             ValueError: If ``refresh_after`` is neither None nor an integer of at least 1.
@@ -266,15 +270,16 @@ class BaselineFilter(struct.PyTreeNode):
         baseline: float | Float[Array, ""],
         mask: Bool[Array, " B"] | None = None,
     ) -> tuple[Self, Bool[Array, " B"]]:
-        """Which rows of a batch to send.
+        """Choose the rows of a batch to send.
 
         Args:
-            score: Of each row, ``[B]``; NaN is sent only while there is no baseline.
-            baseline: The last one heard of; −inf if none.
-            mask: Which rows there are, ``[B]``. A batch without any changes nothing.
+            score: The score of each row, ``[B]``. NaN is sent only while there is no baseline.
+            baseline: The last baseline; −inf if there is none.
+            mask: Which rows are part of the batch, ``[B]``. A batch without rows changes nothing.
 
         Returns:
-            The filter that goes on, and the rows to send ``[B]``: none if the batch is skipped.
+            The new filter, and the mask of the rows to send ``[B]``, all False if the batch is
+            skipped.
 
         Raises:
             ValueError: When traced, if a shape or dtype differs.
@@ -304,24 +309,24 @@ class BaselineFilter(struct.PyTreeNode):
         return after, sent
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars, counted since creation and wrapping at 2**32.
+        """Return metrics, all scalars. Counts since creation wrap at 2**32.
 
         Returns:
-            Rows: ``offered``, ``kept`` (that scored at least the baseline) and ``sent`` (these, and
-            those of batches that went out whole). Batches: ``skipped``, of which nothing was sent.
+            The numbers of rows ``offered``, ``kept`` (they scored at least the baseline) and
+            ``sent`` (kept, or in a batch that was sent whole), and of batches ``skipped``.
         """
         names = ("offered", "kept", "sent", "skipped")
         return {name: self.counters[..., k] for k, name in enumerate(names)}
 
 
 def _least_finite(score: Float[Array, " N"]) -> Float[Array, ""]:
-    """The smallest finite score; +inf if there is none."""
+    """Return the smallest finite score; +inf if there is none."""
     infinity = jnp.float32(jnp.inf)
     return jnp.min(jnp.where(jnp.isfinite(score), score, infinity), initial=infinity)
 
 
 def check_filter(filter: Any) -> None:  # noqa: A002
-    """Refuse what is neither None nor a filter.
+    """Check that an argument is None or a filter.
 
     Raises:
         ValueError: If it is neither.

@@ -1,8 +1,8 @@
 """The exchange in lock step: all ranks of a group call one pure function, inside jit.
 
-Each call is a fixed sequence of collectives, so that it composes with ``lax.scan`` and with the
-whole training step in one program. Everything a rank decides by, all ranks know: none ever waits
-for a message that another one does not send.
+Each call is a fixed sequence of collectives, so it can be part of a ``lax.scan`` or of a whole
+training step in one program. All ranks branch on the same values, so no rank ever waits for a
+message that another one does not send.
 """
 
 import dataclasses
@@ -15,53 +15,16 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import describe, storage
+from jaxbuf.core import describe
 from jaxbuf.mpi.baseline import Agreement, BaselineFilter, check_filter, combine
-from jaxbuf.mpi.layout import Communicators
-from jaxbuf.mpi.manager import Manager, check_rows
-from jaxbuf.mpi.scores import uses_score
-
-
-class Reply(struct.PyTreeNode):
-    """What a rank hears in an exchange.
-
-    Attributes:
-        scores: The scores of its batch; zeros if it sent none.
-        baseline: From which score on an item is worth sending, ``[]``.
-        answered: Whether it sent a batch, ``[]`` bool; never on the manager.
-    """
-
-    scores: dict[str, Array]
-    baseline: Float[Array, ""]
-    answered: Bool[Array, ""]
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
-
-
-@dataclasses.dataclass(frozen=True)
-class _Link:
-    """Communicators as configuration: those of one handle are the same."""
-
-    group: Any
-    managers: Any
-
-    def __hash__(self) -> int:
-        return hash((self.rank, self.manager))
-
-    @property
-    def rank(self) -> int:
-        return self.group.Get_rank()
-
-    @property
-    def manager(self) -> int:
-        """The rank of the manager, the last of the group."""
-        return self.group.Get_size() - 1
+from jaxbuf.mpi.batch import Reply, check_batch, uses_score
+from jaxbuf.mpi.layout import Communicators, Ranks
+from jaxbuf.mpi.manager import Manager, outline, receive_batch
 
 
 @dataclasses.dataclass(frozen=True)
 class _Outline:
-    """Shapes and dtypes of a pytree, as configuration."""
+    """The shapes and dtypes of a pytree as static configuration."""
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     treedef: Any
@@ -79,18 +42,19 @@ class _Outline:
 class LockStep(struct.PyTreeNode):
     """One rank's end of the exchange between a manager and its workers: an immutable pytree.
 
-    In each exchange every worker offers a batch of a fixed shape. The manager takes the batches in
-    the order of ranks, each as ``Manager.receive`` does, and sends back to each worker its scores,
-    and to all of them the baseline. If no worker has a row to send, neither items nor replies
-    travel: one number, summed over all ranks, is all.
+    In each exchange every worker offers a batch of a fixed shape. The manager receives the batches
+    in the order of ranks, and sends each worker the scores of its batch, and all of them the
+    baseline. If no worker has a row to send, only one number is exchanged, the sum over all ranks
+    of whether they have any.
 
     Attributes:
-        manager: What the manager keeps; None on workers.
-        filter: Which items to send; None sends all of them.
-        baseline: The last one heard of, ``[]``.
+        manager: The manager; None on workers.
+        filter: Chooses the items to send; None sends all of them.
+        baseline: The last baseline, ``[]``.
         agreement: How several managers agree on a baseline; None if each has its own.
-        link: Communicators.
-        outline: The shapes of what the manager keeps, known on every rank.
+        group: The communicator of the workers and their manager, which has the last rank.
+        managers: The communicator of all managers; None on workers.
+        outline: The shapes of the manager's arrays, known on every rank.
 
     Example:
         Under ``mpiexec -n 4 python program.py``, three workers and a manager run this one program:
@@ -111,7 +75,8 @@ class LockStep(struct.PyTreeNode):
     filter: BaselineFilter | None
     baseline: Float[Array, ""]
     agreement: Agreement | None = struct.field(pytree_node=False)
-    link: _Link = struct.field(pytree_node=False)
+    group: Ranks = struct.field(pytree_node=False)
+    managers: Ranks | None = struct.field(pytree_node=False)
     outline: _Outline = struct.field(pytree_node=False)
 
     __repr__ = describe.text
@@ -126,43 +91,39 @@ class LockStep(struct.PyTreeNode):
         filter: BaselineFilter | None = None,  # noqa: A002
         agreement: Agreement | None = None,
     ) -> Self:
-        """This rank's end. Every rank of a group calls this alike.
+        """Create this rank's end. Every rank of a group calls this with the same arguments.
 
         Args:
-            communicators: Those of this rank.
-            manager: Makes the manager, given the number of its workers. Workers only look at the
-                shapes of what it makes.
-            filter: Which items to send; None sends all of them.
-            agreement: How several managers agree on a baseline; see ``combine``. Then all groups
-                exchange equally often. None: each manager has its own.
+            communicators: The communicators of this rank.
+            manager: Makes the manager, given the number of its workers. Workers use only the shapes
+                and the configuration of the result.
+            filter: Chooses the items to send; None sends all of them.
+            agreement: How several managers agree on a baseline; see ``combine``. It requires that
+                all groups exchange equally often. With None each manager has its own.
 
         Raises:
-            ValueError: If this rank is in no group, ``manager`` makes none, ``filter`` is no
-                ``BaselineFilter``, or ``agreement`` is unknown.
+            ValueError: If this rank is not in a group, ``manager`` does not make a manager,
+                ``filter`` is not a ``BaselineFilter``, or ``agreement`` is unknown.
         """
-        group = communicators.group
-        if group is None:
-            raise ValueError("this rank is in no group; only managers and workers exchange")
+        if communicators.group is None:
+            raise ValueError("this rank is not in a group; only managers and workers exchange")
         if agreement is not None and agreement not in get_args(Agreement):
             raise ValueError(
                 f"agreement is {agreement!r}; choose None or from {get_args(Agreement)}"
             )
         check_filter(filter)
-        link = _Link(group, communicators.managers)
-        made = jax.eval_shape(lambda: manager(link.manager))
-        if not isinstance(made, Manager):
-            raise ValueError(
-                f"manager makes a {type(made).__name__}; expected a function that takes a number "
-                "of workers and returns a jaxbuf.mpi.Manager"
-            )
-        is_manager = link.rank == link.manager
+        group = Ranks(communicators.group)
+        made = outline(manager, group.last)
+        is_manager = group.rank == group.last
+        managers = communicators.managers
         return cls(
-            manager=manager(link.manager) if is_manager else None,
-            # A copy, so that the caller keeps its own when this end is donated.
+            manager=manager(group.last) if is_manager else None,
+            # A copy, so that the caller's filter survives the donation of this end.
             filter=None if is_manager else jax.tree.map(jnp.copy, filter),
             baseline=jnp.float32(-jnp.inf),
             agreement=agreement,
-            link=link,
+            group=group,
+            managers=None if managers is None else Ranks(managers),
             outline=_Outline.of(made),
         )
 
@@ -178,46 +139,45 @@ class LockStep(struct.PyTreeNode):
         score: Float[Array, " B"] | None = None,
         mask: Bool[Array, " B"] | None = None,
     ) -> tuple[Self, Reply]:
-        """Send a batch and hear of the last one: every rank of the group calls this, equally often.
+        """Send a batch and receive its scores. Every rank of the group calls this equally often.
 
         Args:
-            items: Leaves ``[B, ...]``, of the same shapes on every rank. What the manager passes is
-                not looked at; zeros will do.
-            score: Of each item, such as its log reward, ``[B]``; on every rank or on none.
-            mask: Which rows to send, ``[B]``; all False if there is nothing.
+            items: Leaves ``[B, ...]``, with the same shapes on every rank. The values that the
+                manager passes are not used, so it can pass zeros.
+            score: The score of each item, such as its log reward, ``[B]``; on every rank or none.
+            mask: Which rows to send, ``[B]``; all False to send nothing.
 
         Returns:
-            This end, going on, and what it hears.
+            The new end, and the reply.
 
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example of the
-                manager's buffer, or a score that is needed is missing.
+                manager's buffer, or a required score is missing.
         """
         import mpi4jax
         from mpi4py import MPI
 
         abstract: Manager = self.outline.tree
-        items, (rows,) = storage.check(abstract.buffer.data, items, "items", ("B",))
+        buffer = abstract.buffer
         if self.filter is not None and score is None:
-            raise ValueError("the filter goes by the score of items; pass score=[B]")
-        there, score = check_rows(uses_score(abstract.buffer), rows, score, mask)
+            raise ValueError("the filter needs the score of items; pass score=[B]")
+        batch, mask = check_batch(buffer.data, items, score, mask, needs_score=uses_score(buffer))
         end = self
         if self.is_manager:
-            there = jnp.zeros_like(there)
+            mask = jnp.zeros_like(mask)
         elif self.filter is not None:
-            chosen, there = self.filter.select(score, self.baseline, there)
+            chosen, mask = self.filter.select(batch.score, self.baseline, mask)
             end = end.replace(filter=chosen)
-        sends = jnp.any(there)
-        senders = mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.link.group)
+        sends = jnp.any(mask)
+        senders = mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.group.comm)
         travels = senders > 0
 
-        payload = (items, score, there)
-        shapes = jax.eval_shape(lambda m: m.receive(items, score=score, mask=there)[1], abstract)
+        shapes = jax.eval_shape(lambda m: receive_batch(m, batch, mask, 0)[1], abstract)
         scores = self._zeros(shapes)
-        gathered = lax.cond(travels, self._gather, self._zeros, payload)
+        gathered = lax.cond(travels, self._gather, self._zeros, (batch, mask))
         baseline = self.baseline
         if end.manager is not None:
-            count = jnp.where(travels, self.link.manager, 0)
+            count = jnp.where(travels, self.group.last, 0)
             manager, scores = _take_all(end.manager, gathered, count, scores)
             baseline = manager.baseline_value()
             end = end.replace(manager=manager)
@@ -225,57 +185,57 @@ class LockStep(struct.PyTreeNode):
         if self.agreement is None:
             baseline = lax.cond(travels, self._broadcast, jnp.copy, baseline)
         else:
-            # Here all groups take part, whether or not something travels within one's own.
-            if self.is_manager:
-                baseline = combine(baseline, self.link.managers, self.agreement)
+            # All groups take part, also those in which no worker sends anything.
+            if self.managers is not None:
+                baseline = combine(baseline, self.managers.comm, self.agreement)
             baseline = self._broadcast(baseline)
         reply = Reply(
             scores=jax.tree.map(lambda x: jnp.where(sends, x, jnp.zeros_like(x)), scores),
             baseline=baseline,
             answered=sends,
         )
-        # Whoever donates one of the two keeps the other.
+        # A copy, so that the reply survives the donation of this end.
         return end.replace(baseline=baseline.copy()), reply
 
     def _zeros(self, tree: Any) -> Any:
-        """Like what this rank holds for all others: on the manager, a row for each rank."""
-        rows = (self.link.manager + 1,) if self.is_manager else ()
+        """Return zeros like a tree; on the manager, with a row for each rank."""
+        rows = (self.group.size,) if self.is_manager else ()
         return jax.tree.map(lambda x: jnp.zeros((*rows, *x.shape), x.dtype), tree)
 
     def _own(self, tree: Any) -> Any:
-        """What ``_zeros`` holds for this rank."""
-        return jax.tree.map(lambda x: x[self.link.manager], tree) if self.is_manager else tree
+        """Return this rank's row of a tree that ``_zeros`` has made."""
+        return jax.tree.map(lambda x: x[self.group.last], tree) if self.is_manager else tree
 
     def _gather(self, tree: Any) -> Any:
         import mpi4jax
 
-        link = self.link
-        return _in_words(lambda x: mpi4jax.gather(x, root=link.manager, comm=link.group), tree)
+        group = self.group
+        return _in_words(lambda x: mpi4jax.gather(x, root=group.last, comm=group.comm), tree)
 
     def _scatter(self, tree: Any) -> Any:
         import mpi4jax
 
-        link = self.link
-        return _in_words(lambda x: mpi4jax.scatter(x, root=link.manager, comm=link.group), tree)
+        group = self.group
+        return _in_words(lambda x: mpi4jax.scatter(x, root=group.last, comm=group.comm), tree)
 
     def _broadcast(self, tree: Any) -> Any:
         import mpi4jax
 
-        link = self.link
-        return _in_words(lambda x: mpi4jax.bcast(x, root=link.manager, comm=link.group), tree)
+        group = self.group
+        return _in_words(lambda x: mpi4jax.bcast(x, root=group.last, comm=group.comm), tree)
 
 
 def _take_all(
     manager: Manager, gathered: Any, count: Int[Array, ""], scores: Any
 ) -> tuple[Manager, Any]:
-    """The manager after the batches of the first ``count`` ranks, and a row of scores for each."""
+    """Receive the batches of the first ``count`` ranks; returns a row of scores for each."""
 
     def take(sender: Array, carry: tuple[Manager, Any]) -> tuple[Manager, Any]:
         manager, scores = carry
-        items, score, there = jax.tree.map(
+        batch, mask = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, sender, keepdims=False), gathered
         )
-        manager, row = manager.receive(items, score=score, mask=there, sender=sender)
+        manager, row = receive_batch(manager, batch, mask, sender)
         scores = jax.tree.map(lambda all_, x: all_.at[sender].set(x), scores, row)
         return manager, scores
 
@@ -283,7 +243,7 @@ def _take_all(
 
 
 def _in_words(send: Callable[[Array], Array], tree: Any) -> Any:
-    """Send each leaf, the small floats that MPI does not know as the words they lie in."""
+    """Send each leaf; MPI does not know the small floats, so their bits are sent as integers."""
 
     def send_leaf(x: Array) -> Array:
         unknown = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4

@@ -1,4 +1,4 @@
-"""Which rank does what: a plan that is the same on every rank, computed without communication.
+"""The roles of all ranks: the same plan on every rank, computed without communication.
 
 References:
     Lahlou et al., torchgfn: A PyTorch GFlowNet library, 2023, https://arxiv.org/abs/2305.14594
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """A manager and the workers it serves, by their ranks.
+    """The ranks of a manager and of the workers that it serves.
 
     Attributes:
-        workers: In rising order; at least one.
-        manager: Not one of them.
+        workers: The ranks of the workers, in rising order; at least one.
+        manager: The rank of the manager.
     """
 
     workers: tuple[int, ...]
@@ -32,11 +32,11 @@ class Group(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What a rank does.
+    """The role of a rank.
 
     Attributes:
         kind: ``"worker"``, ``"manager"`` or ``"coordinator"``.
-        group: The number of its group; None for the coordinator.
+        group: The number of the rank's group; None for the coordinator.
     """
 
     kind: Literal["worker", "manager", "coordinator"]
@@ -47,22 +47,24 @@ class Role(NamedTuple):
 class Layout:
     """Splits ``world_size`` ranks into groups of one manager and the workers it serves.
 
-    The ranks of a group follow each other, and the last one is its manager. Groups are of the same
-    size, or the first of them larger by one. With a coordinator, that is the last rank of all.
+    The ranks of a group are consecutive, and the last one is its manager. Groups have the same
+    size, or the first ones have one rank more. The coordinator, if there is one, is the last of all
+    ranks.
 
-    With ``nodes``, no group spans two nodes if there are at least as many managers as nodes, and on
-    every node at least two ranks for each of its managers: then nodes get managers in proportion to
-    their ranks, and the ranks of each node are split as above. Otherwise groups are of even size,
-    and their ranks still follow each other node by node.
+    With ``nodes``, managers are distributed over the nodes in proportion to their ranks, and the
+    ranks of each node are split as above, so no group spans two nodes. This requires at least one
+    manager per node, and at least two ranks per manager on each node. Otherwise groups have even
+    sizes, and the ranks are ordered node by node.
 
     Attributes:
-        world_size: Number of ranks.
-        num_managers: Number of groups.
-        coordinator: Whether one rank stays out of all groups.
-        nodes: The name of the node of each rank; None if it does not matter. See ``node_names``.
+        world_size: The number of ranks.
+        num_managers: The number of groups.
+        coordinator: Whether one rank belongs to no group.
+        nodes: The name of the node of each rank; None to ignore nodes. See ``node_names``.
 
     Raises:
-        ValueError: If a group would have no worker, or there are not as many nodes as ranks.
+        ValueError: If a group would have no worker, or ``nodes`` does not have a name for each
+            rank.
 
     Example:
         >>> from jaxbuf.mpi import Layout
@@ -107,7 +109,7 @@ class Layout:
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
-        """All groups, in the order of their first ranks."""
+        """The groups, in the order of their first ranks."""
         nodes = self._ranks_of_nodes()
         managers = _share(self.num_managers, [len(ranks) for ranks in nodes])
         if managers is None:
@@ -131,25 +133,25 @@ class Layout:
 
     @property
     def coordinator_rank(self) -> int | None:
-        """The rank outside all groups, if there is one."""
+        """The rank that belongs to no group; None without a coordinator."""
         return self.world_size - 1 if self.coordinator else None
 
     @property
     def is_node_local(self) -> bool:
-        """Whether no group spans two nodes; True if nodes are not known."""
+        """True if no group spans two nodes, or nodes are not known."""
         nodes = self.nodes
         if nodes is None:
             return True
         return all(len({nodes[rank] for rank in (*w, manager)}) == 1 for w, manager in self.groups)
 
     def role(self, rank: int) -> Role:
-        """What ``rank`` does.
+        """Return the role of a rank.
 
         Raises:
-            ValueError: If there is no such rank.
+            ValueError: If ``rank`` is out of range.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank is {rank}; expected from 0 to {self.world_size - 1}")
+            raise ValueError(f"rank is {rank}; expected 0 to {self.world_size - 1}")
         for number, group in enumerate(self.groups):
             if rank == group.manager:
                 return Role("manager", number)
@@ -158,7 +160,7 @@ class Layout:
         return Role("coordinator", None)
 
     def _ranks_of_nodes(self) -> list[list[int]]:
-        """The ranks that are in groups, node by node, in the order of their first ranks."""
+        """Return the ranks that belong to groups, node by node, in the order of first ranks."""
         grouped = range(self.world_size - self.coordinator)
         if self.nodes is None:
             return [list(grouped)]
@@ -168,14 +170,39 @@ class Layout:
         return list(ranks.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """A communicator as static configuration of a pytree; equal if it is the same communicator."""
+
+    comm: Any
+
+    def __hash__(self) -> int:
+        return hash((self.rank, self.size))
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.comm.Get_rank()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.comm.Get_size()
+
+    @property
+    def last(self) -> int:
+        """The last rank, which is the manager of a group."""
+        return self.size - 1
+
+
 class Communicators(NamedTuple):
-    """What a rank talks through; None for what it does not belong to.
+    """The communicators of a rank; None where it is not a member.
 
     Attributes:
-        group: Its manager and the other workers of that; the manager has the last rank.
+        group: The workers of the rank's group and their manager, which has the last rank.
         training: All workers.
         managers: All managers.
-        agents: The workers of its group.
+        agents: The workers of the rank's group.
     """
 
     group: "MPI.Intracomm | None"
@@ -185,21 +212,21 @@ class Communicators(NamedTuple):
 
 
 def make_communicators(layout: Layout, world: "MPI.Intracomm | None" = None) -> Communicators:
-    """The communicators of a layout. Every rank of ``world`` calls this, with the same layout.
+    """Create the communicators of a layout. Every rank of ``world`` calls this alike.
 
     Args:
-        layout: Who does what.
-        world: All ranks; by default those that the launcher has started.
+        layout: The roles of all ranks.
+        world: The communicator of all ranks; by default ``MPI.COMM_WORLD``.
 
     Raises:
-        ValueError: If the layout is for another number of ranks.
+        ValueError: If the layout has another number of ranks.
     """
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD if world is None else world
     if world.Get_size() != layout.world_size:
         raise ValueError(
-            f"world_size is {layout.world_size}, but {world.Get_size()} ranks are here; start "
+            f"world_size is {layout.world_size}, but {world.Get_size()} ranks were started; start "
             "as many (mpiexec -n), or make the layout for world.Get_size()"
         )
     rank = world.Get_rank()
@@ -209,7 +236,7 @@ def make_communicators(layout: Layout, world: "MPI.Intracomm | None" = None) -> 
         made = world.Split(MPI.UNDEFINED if number is None else number, key=rank)
         return None if made == MPI.COMM_NULL else made
 
-    # Every rank takes part in every split, in the same order. Managers are the last of their group.
+    # Split is collective: every rank calls it equally often, in the same order.
     return Communicators(
         group=split(group),
         training=split(0 if kind == "worker" else None),
@@ -219,7 +246,7 @@ def make_communicators(layout: Layout, world: "MPI.Intracomm | None" = None) -> 
 
 
 def node_names(world: "MPI.Intracomm | None" = None) -> tuple[str, ...]:
-    """The name of the node of each rank. Every rank of ``world`` calls this."""
+    """Return the name of the node of each rank. Every rank of ``world`` calls this."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD if world is None else world
@@ -227,12 +254,12 @@ def node_names(world: "MPI.Intracomm | None" = None) -> tuple[str, ...]:
 
 
 def _share(managers: int, ranks: Sequence[int]) -> list[int] | None:
-    """Managers for each node, in proportion to its ranks; None if some group must span nodes."""
+    """Return the number of managers of each node; None if a group would have to span nodes."""
     if managers < len(ranks):
         return None
     shares = [1] * len(ranks)
     for _ in range(managers - len(ranks)):
-        # The node whose groups would stay the largest gets one more.
+        # The next manager goes to the node whose groups would still be the largest with it.
         sizes = [count / (share + 1) for count, share in zip(ranks, shares, strict=True)]
         shares[int(np.argmax(sizes))] += 1
     enough = all(count >= 2 * share for count, share in zip(ranks, shares, strict=True))

@@ -1,30 +1,33 @@
-"""What a manager keeps and does with a batch: store it, score it, and say what is worth sending."""
+"""The manager of a shared buffer: it stores and scores batches, and knows what is worth sending."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks, describe, storage
+from jaxbuf.core import checks, describe
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
-from jaxbuf.mpi.scores import DEFAULT, Batch, ScoreFunction, StatefulScore, uses_score
+from jaxbuf.mpi.batch import Batch, check_batch, uses_score
+from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.strategies.softmax import Softmax
 
 
 class Manager(struct.PyTreeNode):
-    """A shared buffer with scores for those who fill it. An immutable pytree; it communicates not.
+    """A shared replay buffer that scores incoming batches.
+
+    An immutable pytree with pure methods: ``serve`` and ``LockStep`` do the communication.
 
     Attributes:
-        buffer: What workers have sent.
+        buffer: The items that workers have sent.
         average: The moving average of ``update_average``, ``[]``.
-        counters: Batches and rows of each worker so far, ``[W, 2]`` uint32; they wrap.
-        score_state: What the score function remembers; nothing if it is a plain function.
+        counters: Batches and rows received from each worker, ``[W, 2]`` uint32; they wrap.
+        score_state: The state of the score function; empty for a plain function.
         baseline: How the baseline is chosen.
         scores: The score function.
         store: Whether batches are stored, or only scored.
@@ -61,21 +64,21 @@ class Manager(struct.PyTreeNode):
         scores: ScoreFunction | StatefulScore = DEFAULT,
         store: bool = True,
     ) -> Self:
-        """A manager that has received nothing.
+        """Create a manager that has received nothing.
 
         Args:
-            buffer: Where batches are stored; it may hold items already.
-            num_workers: How many workers it serves.
-            baseline: From which score on an item is worth sending.
-            scores: Scores a batch, given the buffer before the batch is stored, the batch, which of
-                its rows are there ``[B]``, and the number of the worker ``[]``: a pure function
-                that returns a dict of arrays; or a ``StatefulScore``. It is configuration: pass the
-                same one each time.
+            buffer: The buffer in which batches are stored; it may hold items already.
+            num_workers: The number of workers.
+            baseline: Chooses the score from which an item is worth sending.
+            scores: Scores a batch. Either a pure function of the buffer before the batch is stored,
+                the batch, the mask of its rows ``[B]`` and the number of the worker ``[]``, which
+                returns a dict of arrays; or a ``StatefulScore``. It is configuration, so pass the
+                same object each time.
             store: Whether batches are stored, or only scored.
 
         Raises:
-            ValueError: If the buffer is no ``ItemBuffer``, or keeps no scores that the baseline
-                could go by.
+            ValueError: If the buffer is not an ``ItemBuffer``, keeps no scores although the
+                baseline needs them, or another argument is invalid.
         """
         checks.check_kind("buffer", buffer, ItemBuffer, "a jaxbuf.ItemBuffer")
         if isinstance(baseline, type) or not hasattr(baseline, "uses_buffer"):
@@ -89,7 +92,7 @@ class Manager(struct.PyTreeNode):
             )
         if baseline.uses_buffer and _kept_scores(buffer) is None:
             raise ValueError(
-                f"{baseline} goes by the scores in the buffer, which keeps none; create it with "
+                f"{baseline} uses the scores in the buffer, which keeps none; create it with "
                 "evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax(), or use EMA()"
             )
         num_workers = common.check_count("num_workers", num_workers)
@@ -111,30 +114,31 @@ class Manager(struct.PyTreeNode):
         mask: Bool[Array, " B"] | None = None,
         sender: int | Int[Array, ""] = 0,
     ) -> tuple[Self, dict[str, Array]]:
-        """Take a batch from a worker.
+        """Score and store a batch from a worker.
 
         Args:
             items: Leaves ``[B, ...]``, like the buffer's example.
-            score: Of each item, such as its log reward, ``[B]``; needed where the buffer goes by
-                scores, and without them there is no baseline.
-            mask: Which rows there are, ``[B]``. A batch without any leaves the manager as it is.
-            sender: The number of the worker, from 0.
+            score: The score of each item, such as its log reward, ``[B]``. It is required if the
+                buffer uses scores; without scores there is no baseline.
+            mask: Which rows are part of the batch, ``[B]``. A batch without rows changes nothing.
+            sender: The number of the worker, counted from 0.
 
         Returns:
-            The manager that goes on, and the scores of the batch.
+            The new manager, and the scores of the batch.
 
         Raises:
-            ValueError: When traced, if a structure, shape or dtype differs, a score that is needed
-                is missing, or the score function returns no dict of arrays.
+            ValueError: When traced, if a structure, shape or dtype differs, a required score is
+                missing, or the score function does not return a dict of arrays.
         """
-        items, (rows,) = storage.check(self.buffer.data, items, "items", ("B",))
-        there, score = check_rows(uses_score(self.buffer), rows, score, mask)
+        batch, present = check_batch(
+            self.buffer.data, items, score, mask, needs_score=uses_score(self.buffer)
+        )
         sender = jnp.asarray(sender, jnp.int32)
-        batch, state = Batch(items, score), self.score_state
+        state = self.score_state
         if isinstance(self.scores, StatefulScore):
-            state, scores = self.scores.update(state, self.buffer, batch, there, sender)
+            state, scores = self.scores.update(state, self.buffer, batch, present, sender)
         else:
-            scores = self.scores(self.buffer, batch, there, sender)
+            scores = self.scores(self.buffer, batch, present, sender)
         if not isinstance(scores, dict):
             raise ValueError(
                 f"scores returned a {type(scores).__name__}; expected a dict of arrays, such as "
@@ -142,27 +146,26 @@ class Manager(struct.PyTreeNode):
             )
         buffer = self.buffer
         if self.store:
-            given = score if uses_score(buffer) else None
-            buffer = buffer.add(items, score=given, mask=there)
-        average = update_average(self.baseline, self.average, score, there)
-        count = jnp.sum(there, dtype=jnp.uint32)
+            given = batch.score if uses_score(buffer) else None
+            buffer = buffer.add(batch.items, score=given, mask=present)
+        count = jnp.sum(present, dtype=jnp.uint32)
         received = jnp.stack([(count > 0).astype(jnp.uint32), count])
         manager = self.replace(
             buffer=buffer,
-            average=average,
+            average=update_average(self.baseline, self.average, batch.score, present),
             counters=self.counters.at[sender].add(received),
             score_state=state,
         )
         return manager, jax.tree.map(jnp.asarray, scores)
 
     def baseline_value(self) -> Float[Array, ""]:
-        """The baseline of what was received so far; −inf if there is none."""
+        """Return the baseline after all batches so far; −inf if there is none yet."""
         kept = _kept_scores(self.buffer) if self.baseline.uses_buffer else None
         full = self.buffer.size == self.buffer.capacity
         return baseline_value(self.baseline, self.average, kept, full)
 
     def metrics(self) -> dict[str, Array]:
-        """The buffer's metrics, and ``baseline``, ``batches`` and ``rows`` received; scalars."""
+        """Return the buffer's metrics, and ``baseline``, ``batches`` and ``rows`` received."""
         return {
             **self.buffer.metrics(),
             "baseline": self.baseline_value(),
@@ -171,22 +174,30 @@ class Manager(struct.PyTreeNode):
         }
 
 
-def check_rows(
-    needs_score: bool, rows: int, score: Any, mask: Any
-) -> tuple[Bool[Array, " B"], Float[Array, " B"]]:
-    """The mask and the score of a batch, made up where they are not given."""
-    there = jnp.ones((rows,), bool)
-    if mask is not None:
-        there = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
-    if score is not None:
-        return there, storage.check_rows(score, "score", (rows,), np.float32, "(B,)")
-    if needs_score:
-        raise ValueError("the manager's buffer goes by the score of items; pass score=[B]")
-    return there, jnp.full((rows,), jnp.nan, jnp.float32)
+def receive_batch(
+    manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: int | Int[Array, ""]
+) -> tuple[Manager, dict[str, Array]]:
+    """Call ``Manager.receive`` with a batch and its mask, as they travel."""
+    return manager.receive(batch.items, score=batch.score, mask=mask, sender=sender)
+
+
+def outline(make: Callable[[int], Manager], num_workers: int) -> Manager:
+    """Return the shapes and the configuration of the manager that a function makes.
+
+    Raises:
+        ValueError: If it does not make a manager.
+    """
+    made = jax.eval_shape(lambda: make(num_workers))
+    if not isinstance(made, Manager):
+        raise ValueError(
+            f"manager makes a {type(made).__name__}; expected a function that takes a number of "
+            "workers and returns a jaxbuf.mpi.Manager"
+        )
+    return made
 
 
 def _kept_scores(buffer: ItemBuffer) -> Float[Array, " N"] | None:
-    """The score in each slot, not finite where there is no item; None if none are kept."""
+    """Return the score in each slot, not finite where it is empty; None if none are kept."""
     ranking = buffer.occupancy.inner if buffer.freshness else buffer.occupancy
     if isinstance(ranking, Ranking):
         return ranking.score

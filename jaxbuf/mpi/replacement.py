@@ -1,8 +1,8 @@
-"""Workers as a population: those that do worst go on from the average of others.
+"""Workers as a population: the worst ones continue from the average of others.
 
 References:
     Jaderberg et al., Population Based Training of Neural Networks, 2017,
-    https://arxiv.org/abs/1711.09846 (those that do worst go on from those that do best).
+    https://arxiv.org/abs/1711.09846 (the worst members continue from the best).
 
     Lahlou et al., torchgfn: A PyTorch GFlowNet library, 2023, https://arxiv.org/abs/2305.14594
     (its distributed examples replace agents by the mean of random others).
@@ -22,23 +22,24 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.core import checks, describe, numbers, sizes, storage
+from jaxbuf.mpi.layout import Ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 Average = Literal["mean", "weighted_mean", "best"]
 
-# Infinite scores count as this: their differences are finite, and the inverse of these is normal.
+# Infinite scores are clipped to this, so that differences are finite and can be inverted.
 _LARGEST = 1e30
 
 
 class Choice(NamedTuple):
-    """Who is replaced, and by whom.
+    """The ranks to replace, and the averages that replace them.
 
     Attributes:
-        replaced: Which ranks, ``[W]``.
-        weights: In row ``i`` the share of each rank in what rank ``i`` is replaced by, ``[W, W]``:
-            a row sums to 1, or is zero if its rank stays.
+        replaced: Which ranks are replaced, ``[W]``.
+        weights: Row ``i`` holds the weight of each rank in the average that replaces rank ``i``,
+            ``[W, W]``. A row sums to 1, or is zero if its rank is not replaced.
     """
 
     replaced: Bool[Array, " W"]
@@ -47,29 +48,32 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReplaceWorst:
-    """Which ranks are replaced, by the average of which others.
+    """Replaces the worst ranks by averages of others.
 
-    A rank is replaced if it is old enough, and by each of ``threshold`` and ``worst_ratio`` that is
-    given; with neither, age alone decides. The best rank stays in any case, and no score is a
-    reason to replace one that scores as much. A rank without a score (NaN) is the worst there is,
-    and nobody gets anything from it. Donors are drawn for each replaced rank on its own, from those
-    that stay, so that ranks do not all become the same.
+    A rank is replaced if it is old enough and meets each of ``threshold`` and ``worst_ratio`` that
+    is given; with neither, age alone decides. The best rank and ranks that score as much are never
+    replaced because of their score. A rank without a score (NaN) ranks last and is never a donor.
+    Donors are drawn separately for each replaced rank from those that are not replaced, so that
+    the replaced ranks differ.
 
     Attributes:
         threshold: Replaces ranks that score less.
-        worst_ratio: Replaces this share of the ranks, those of lowest scores: rounded down, but at
-            least one; above 0 and at most 1. Equal scores are told apart at random.
-        age: How many calls a rank is spared from the beginning, or since it was last replaced: a
-            whole number, or the least and the largest of a range from which each draws its own.
-        donor_ratio: How many donors a rank gets, as a share of all ranks: rounded down, but at
-            least one, and no more than there are; above 0 and at most 1.
-        average: ``"mean"`` of donors; ``"weighted_mean"``, by how much each scores above the worst
-            rank of all; or ``"best"``, the best rank alone.
-        momentum: The share of its own parameters that a replaced rank keeps, from 0 to below 1.
-        every: Ranks are compared in every so many calls; in others nothing travels.
+        worst_ratio: Replaces this share of the ranks, those with the lowest scores, rounded down
+            but at least one; above 0 and at most 1. Ties are broken at random.
+        age: The number of calls, since the beginning or since it was last replaced, before a rank
+            can be replaced: an integer, or the bounds of a range from which each rank draws its
+            own.
+        donor_ratio: The number of donors of a rank as a share of all ranks, rounded down but at
+            least one, and at most as many as there are; above 0 and at most 1.
+        average: ``"mean"`` of the donors; ``"weighted_mean"``, weighted by how much each scores
+            above the worst of all ranks; or ``"best"``, the best rank alone.
+        momentum: The share of its own parameters that a replaced rank keeps, at least 0 and
+            below 1.
+        every: Ranks are compared once in this many calls. Other calls do not communicate.
 
     Raises:
-        ValueError: If a value is out of its range, or nothing says who is replaced.
+        ValueError: If a value is out of its range, or none of ``threshold``, ``worst_ratio`` and
+            ``age`` is given.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -94,7 +98,7 @@ class ReplaceWorst:
             ("threshold", "a score, or None", lambda x: not math.isnan(x)),
             ("worst_ratio", "a number above 0 and at most 1, or None", lambda x: 0 < x <= 1),
             ("donor_ratio", "a number above 0 and at most 1", lambda x: 0 < x <= 1),
-            ("momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1),
+            ("momentum", "a number of at least 0 and below 1", lambda x: 0 <= x < 1),
         ):
             value = getattr(self, name)
             if value is not None or name in ("donor_ratio", "momentum"):
@@ -104,11 +108,11 @@ class ReplaceWorst:
         object.__setattr__(self, "age", _check_ages(self.age))
         checks.check_choice("average", self.average, get_args(Average))
         if self.threshold is None and self.worst_ratio is None and self.ages[1] == 0:
-            raise ValueError("nothing says who is replaced; give threshold, worst_ratio or age")
+            raise ValueError("no rank would ever be chosen; give threshold, worst_ratio or age")
 
     @property
     def ages(self) -> tuple[int, int]:
-        """The range from which each rank draws how many calls it is spared."""
+        """The bounds of the range from which each rank draws the calls that it is spared."""
         return self.age if isinstance(self.age, tuple) else (self.age, self.age)
 
     def choose(
@@ -118,13 +122,14 @@ class ReplaceWorst:
         age: Int[Array, " W"],
         spared: Int[Array, " W"] | None = None,
     ) -> Choice:
-        """Who is replaced, and by whom: the same on every rank that passes the same.
+        """Choose the ranks to replace. Ranks that pass the same arguments get the same choice.
 
         Args:
-            key: Tells equal scores apart, and draws donors.
-            score: Of each rank, in one unit, the higher the better; NaN if it has none.
-            age: Calls of each since the beginning, or since it was last replaced.
-            spared: For how many calls each rank is spared; None takes the least of ``age``.
+            key: The key that breaks ties and draws donors.
+            score: The score of each rank, ``[W]``, higher is better; NaN if it has none.
+            age: The calls of each rank since the beginning, or since it was last replaced, ``[W]``.
+            spared: The calls for which each rank is spared, ``[W]``; None takes the lower bound of
+                ``age``.
 
         Raises:
             ValueError: When traced, if a shape or dtype differs.
@@ -145,7 +150,7 @@ class ReplaceWorst:
         best = place == ranks[0] - 1
         worse = ~known | (score < score[order[-1]])
 
-        # If the best has no score, none has one to give.
+        # If the best rank has no score, no rank has one, so there are no donors.
         replaced = (age >= least) & ~best & known[order[-1]]
         if self.threshold is not None:
             replaced &= worse & (~known | (score < jnp.float32(self.threshold)))
@@ -162,51 +167,33 @@ class ReplaceWorst:
             worst = jnp.min(score, where=known, initial=_LARGEST)
             above = jnp.where(drawn, (score - worst)[None], jnp.float32(0))
             most = jnp.max(above, axis=1, keepdims=True)
-            # They all score as little as the worst: then they count alike.
+            # If all donors score as little as the worst rank, they get equal weights.
             weights = jnp.where(most > 0, above / jnp.where(most > 0, most, 1.0), weights)
         total = jnp.sum(weights, axis=1, keepdims=True)
         weights = weights / jnp.where(total > 0, total, 1.0)
         return Choice(replaced, jnp.where(replaced[:, None], weights, jnp.float32(0)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ranks:
-    """A communicator as configuration: those of one handle are the same."""
-
-    comm: Any
-
-    def __hash__(self) -> int:
-        return hash((self.rank, self.size))
-
-    @property
-    def rank(self) -> int:
-        return self.comm.Get_rank()
-
-    @property
-    def size(self) -> int:
-        return self.comm.Get_size()
-
-
 class Population(struct.PyTreeNode):
-    """One rank's part in a population of which the worst are replaced: an immutable pytree.
+    """One rank's part in a population whose worst members are replaced: an immutable pytree.
 
-    Ranks are compared in one unit whatever their ages: by their mean score per call since they
-    began or were last replaced. Calls without a score (NaN) do not count in it, and infinite scores
-    as ±1e30. A rank with a parameter that is not finite has no score.
+    Ranks are compared by their mean score per call since they began or were last replaced, so ranks
+    of different ages can be compared. Calls without a score (NaN) do not count, and infinite scores
+    count as ±1e30. A rank with a parameter that is not finite has no score.
 
     Attributes:
-        age: Calls since it began or was last replaced, ``[]``.
-        spared: For how many of them it is not replaced, ``[]``.
-        score: The mean score of those that had one, ``[]``.
-        scored: How many had one, ``[]``.
-        counters: Calls, how often this rank was replaced, and how often any was, ``[3]`` uint32;
+        age: The number of calls since the rank began or was last replaced, ``[]``.
+        spared: The number of these calls in which it cannot be replaced, ``[]``.
+        score: The mean score of the calls that had one, ``[]``.
+        scored: The number of calls that had a score, ``[]``.
+        counters: Calls, replacements of this rank, and replacements of all ranks, ``[3]`` uint32;
             they wrap.
-        rule: Who is replaced, and by whom.
+        rule: The rule that chooses the ranks to replace.
         ranks: The communicator.
 
     Example:
-        Under ``mpiexec -n 4 python program.py``, three workers of a manager run this program, in
-        which the training step returns new parameters and a score, such as new modes:
+        Under ``mpiexec -n 4 python program.py``, three workers of a manager run this program. The
+        training step returns new parameters and a score, such as the number of new modes:
 
         >>> import jax, jax.numpy as jnp
         >>> from jaxbuf.mpi import Layout, Population, ReplaceWorst, make_communicators
@@ -226,28 +213,28 @@ class Population(struct.PyTreeNode):
     scored: Int[Array, ""]
     counters: UInt[Array, " 3"]
     rule: ReplaceWorst = struct.field(pytree_node=False)
-    ranks: _Ranks = struct.field(pytree_node=False)
+    ranks: Ranks = struct.field(pytree_node=False)
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
 
     @classmethod
     def create(cls, rule: ReplaceWorst, comm: "MPI.Intracomm", key: PRNGKeyArray) -> Self:
-        """This rank's part. Every rank of ``comm`` calls this alike.
+        """Create this rank's part. Every rank of ``comm`` calls this with the same arguments.
 
         Args:
-            rule: Who is replaced, and by whom.
-            comm: Those that are compared, such as ``Communicators.training``.
-            key: Draws for how long each rank is spared.
+            rule: The rule that chooses the ranks to replace.
+            comm: The communicator of the ranks to compare, such as ``Communicators.training``.
+            key: The key from which each rank draws how long it is spared.
 
         Raises:
-            ValueError: If ``rule`` is none, or this rank is not in ``comm``.
+            ValueError: If ``rule`` is not a ``ReplaceWorst``, or this rank is not in ``comm``.
         """
         if not isinstance(rule, ReplaceWorst):
             raise ValueError(f"rule is {rule!r}; expected jaxbuf.mpi.ReplaceWorst(...)")
         if comm is None:
-            raise ValueError("this rank is not in comm; only those that train are compared")
-        ranks = _Ranks(comm)
+            raise ValueError("this rank is not in comm; only its members are compared")
+        ranks = Ranks(comm)
         return cls(
             age=jnp.int32(0),
             spared=_draw_spared(rule, key, ranks),
@@ -261,23 +248,24 @@ class Population(struct.PyTreeNode):
     def update(
         self, key: PRNGKeyArray, params: PyTree[Array], score: float | Float[Array, ""]
     ) -> tuple[Self, PyTree[Array], Bool[Array, ""]]:
-        """Count a call, and replace the worst: every rank calls this, equally often, also in jit.
+        """Count a call, and replace the worst ranks. Every rank calls this equally often.
 
-        One short message goes around for the comparison, and one sum of parameters for each rank
-        that is replaced.
+        It works inside jit. A comparison exchanges one short message, and one sum of parameters for
+        each rank that is replaced.
 
         Args:
-            key: Source of the choice; that of the first rank counts.
-            params: What is averaged, floating point numbers of any shapes, alike on every rank.
-            score: What this rank's training since the last call is worth, in one unit on all ranks,
-                the higher the better; NaN if it is not known.
+            key: The key of the choice. The key of the first rank is used on all ranks.
+            params: The parameters to average: floating-point arrays, with the same shapes on every
+                rank.
+            score: The score of this rank's training since the last call, higher is better; NaN if
+                it is not known.
 
         Returns:
-            This part, going on; the parameters to go on with; and whether they were replaced, for
-            those who begin with a new optimizer then.
+            The new part, the new parameters, and whether they were replaced, ``[]`` bool; if so,
+            the caller may want to reset its optimizer.
 
         Raises:
-            ValueError: When traced, if there are no parameters, or a leaf is not floating point.
+            ValueError: When traced, if there are no parameters, or a leaf is not floating-point.
         """
         leaves = _check_params(params)
         score = storage.check_rows(score, "score", (), np.float32, "a number")
@@ -301,12 +289,12 @@ class Population(struct.PyTreeNode):
         return cast("Self", after), params, replaced
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers of this rank worth watching, all scalars.
+        """Return metrics of this rank, all scalars.
 
         Returns:
-            ``score``, the mean per call since it was last replaced, NaN if there is none, and
-            ``age``, these calls; ``calls`` of all time, in how many of them it was ``replaced``,
-            and ``replacements`` of all ranks.
+            ``score``, the mean score per call since it was last replaced, NaN if there is none;
+            ``age``, the number of calls since then; ``calls`` in total; how often this rank was
+            ``replaced``; and the ``replacements`` of all ranks.
         """
         names = ("calls", "replaced", "replacements")
         return {
@@ -324,7 +312,7 @@ def _compare(
     rule, ranks = population.rule, population.ranks
     healthy = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]).all()
     own = jnp.where(healthy, _known_score(population), jnp.float32(jnp.nan))
-    # If ranks drew from different keys, they would wait for each other forever.
+    # All ranks use the key of the first: if they chose differently, they would deadlock.
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     bits = jax.random.key_data(key) if is_typed else key
     facts = jnp.stack([_as_int(own), population.age, population.spared])
@@ -344,7 +332,7 @@ def _compare(
             for own, other in zip(leaves, averaged, strict=True)
         ]
 
-    # All ranks know who is replaced. With nobody, nothing travels, and nothing is copied.
+    # All ranks have made the same choice. If it is empty, nothing is sent and nothing is copied.
     leaves = lax.cond(jnp.any(choice.replaced), give_and_take, list, leaves)
     counts = [replaced, jnp.sum(choice.replaced)]
     counts = jnp.stack([jnp.uint32(0), *(count.astype(jnp.uint32) for count in counts)])
@@ -371,12 +359,12 @@ def _go_on(
     return population, leaves, jnp.bool_(False)
 
 
-def _average(choice: Choice, leaves: Sequence[Array], ranks: _Ranks) -> list[Array]:
-    """What this rank gets from its donors, in wide dtypes; what it has, if it is not replaced."""
+def _average(choice: Choice, leaves: Sequence[Array], ranks: Ranks) -> list[Array]:
+    """Return the average of this rank's donors, in wide dtypes; its own leaves without donors."""
     import mpi4jax
     from mpi4py import MPI
 
-    # MPI does not know the small floats, and sums of them are rough.
+    # MPI does not know the small floats, and their sums would be inaccurate.
     wide = [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in leaves]
     dtypes = sorted({leaf.dtype for leaf in wide}, key=str)
     packed = [
@@ -388,7 +376,7 @@ def _average(choice: Choice, leaves: Sequence[Array], ranks: _Ranks) -> list[Arr
     def give(turn: Array, received: list[Array]) -> list[Array]:
         receiver = receivers[turn]
         share = choice.weights[receiver, ranks.rank]
-        # Who gives nothing may hold what is not finite.
+        # A rank with weight 0 may hold values that are not finite.
         given = [jnp.where(share > 0, share.astype(x.dtype) * x, jnp.zeros_like(x)) for x in packed]
         sums = [mpi4jax.allreduce(x, op=MPI.SUM, comm=ranks.comm) for x in given]
         mine = receiver == ranks.rank
@@ -406,7 +394,7 @@ def _average(choice: Choice, leaves: Sequence[Array], ranks: _Ranks) -> list[Arr
 
 
 def _mix(own: Array, other: Array, momentum: float) -> Array:
-    """``other`` and a share of ``own``, where that is finite; in the dtype of ``own``."""
+    """Mix ``other`` with a share of ``own``, where that is finite, in the dtype of ``own``."""
     kept = jnp.asarray(momentum, other.dtype)
     mixed = kept * own.astype(other.dtype) + (1 - kept) * other
     return jnp.where(jnp.isfinite(own), mixed, other).astype(own.dtype)
@@ -416,7 +404,7 @@ def _known_score(population: Population) -> Float[Array, ""]:
     return jnp.where(population.scored > 0, population.score, jnp.float32(jnp.nan))
 
 
-def _draw_spared(rule: ReplaceWorst, key: PRNGKeyArray, ranks: _Ranks) -> Int[Array, ""]:
+def _draw_spared(rule: ReplaceWorst, key: PRNGKeyArray, ranks: Ranks) -> Int[Array, ""]:
     low, high = rule.ages
     return jax.random.randint(key, (ranks.size,), low, high + 1, jnp.int32)[ranks.rank]
 
@@ -426,8 +414,8 @@ def _as_int(x: Array) -> Int[Array, "..."]:
 
 
 def _share(ratio: float, ranks: int) -> int:
-    """This share of the ranks, rounded down, but at least one."""
-    # 0.29 * 100 is a little less than 29.
+    """Return this share of the ranks, rounded down, but at least one."""
+    # In floating point, 0.29 * 100 is slightly less than 29.
     return max(1, math.floor(ratio * ranks + 1e-6))
 
 
@@ -439,8 +427,8 @@ def _check_params(params: PyTree) -> list[Array]:
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)} has dtype {dtype}; only floating point "
-                "numbers are averaged, so pass the parameters without it"
+                f"params{jax.tree_util.keystr(path)} has dtype {dtype}; only floating-point "
+                "leaves can be averaged, so pass the parameters without it"
             )
     return [jnp.asarray(leaf) for _, leaf in leaves]
 
@@ -449,10 +437,10 @@ def _check_ages(age: Any) -> int | tuple[int, int]:
     ages = tuple(age) if isinstance(age, list | tuple) else (age,)
     if len(ages) not in (1, 2):
         raise ValueError(
-            f"age is {checks.name_of(age)}; expected an integer, or the least and the largest of a "
-            "range"
+            f"age is {checks.name_of(age)}; expected an integer, or the lower and the upper "
+            "bound of a range"
         )
     least, largest = (sizes.check_count("age", one, 0, 2**31 - 2) for one in (ages[0], ages[-1]))
     if least > largest:
-        raise ValueError(f"age is {age!r}; expected the least of the range before the largest")
+        raise ValueError(f"age is {age!r}; expected the lower bound of the range before the upper")
     return least if len(ages) == 1 else (least, largest)

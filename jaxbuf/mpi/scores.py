@@ -1,7 +1,7 @@
-"""What a batch is worth to the shared buffer: score functions, pure and frozen.
+"""Score functions: they measure what a batch is worth to the shared buffer.
 
 A score function is any pure function of the manager's buffer before the batch is stored, the batch,
-which of its rows are there, and the number of the worker; it returns a dict of arrays.
+the mask of its rows ``[B]``, and the number of the worker ``[]``. It returns a dict of arrays.
 
 References:
     Lahlou et al., torchgfn: A PyTorch GFlowNet library, 2023, https://arxiv.org/abs/2305.14594
@@ -11,32 +11,21 @@ References:
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
+from jaxbuf.mpi.batch import Batch, uses_score
 from jaxbuf.strategies.diversity import Diversity, Key
 from jaxbuf.strategies.points import Ball, Computed, Others, Points, finite
 
-# Distances beyond this count as this.
+# The largest distance: larger ones count as this.
 _FAR = 2.0**40
-
-
-class Batch(NamedTuple):
-    """What a worker sends.
-
-    Attributes:
-        items: Leaves ``[B, ...]``.
-        score: Of each item, such as its log reward, ``[B]``; NaN where there is none.
-    """
-
-    items: PyTree[Array]
-    score: Float[Array, " B"]
 
 
 ScoreFunction = Callable[[ItemBuffer, Batch, Bool[Array, " B"], Int[Array, ""]], dict[str, Array]]
@@ -44,10 +33,10 @@ ScoreFunction = Callable[[ItemBuffer, Batch, Bool[Array, " B"], Int[Array, ""]],
 
 @runtime_checkable
 class StatefulScore(Protocol):
-    """A score function that remembers something, in a state that the manager keeps for it."""
+    """A score function with a state, which the manager keeps for it."""
 
     def init(self, num_workers: int) -> Any:
-        """What it remembers at first: a pytree of arrays."""
+        """Return the first state, a pytree of arrays."""
         ...
 
     def update(
@@ -58,14 +47,14 @@ class StatefulScore(Protocol):
         mask: Bool[Array, " B"],
         sender: Int[Array, ""],
     ) -> tuple[Any, dict[str, Array]]:
-        """What it remembers after a batch, and the scores of that."""
+        """Return the state after a batch, and the scores of the batch."""
         ...
 
 
 def default_score(
     buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
 ) -> dict[str, Array]:
-    """The score of every batch if there is no other score function: +inf."""
+    """Return the score +inf for every batch, the default of ``Manager``."""
     del buffer, batch, mask, sender
     return {"score": jnp.float32(jnp.inf)}
 
@@ -75,10 +64,10 @@ DEFAULT: ScoreFunction = default_score
 
 @dataclasses.dataclass(frozen=True)
 class Retained:
-    """``retained``: how many rows the buffer keeps once the batch is stored.
+    """``retained``: the number of rows that the buffer keeps once the batch is stored.
 
-    It goes by the buffer's own rules (evictor, diversity, limits), and costs a pass over its slots
-    and, under ``Lowest``, a copy of their scores.
+    It applies the buffer's own evictor, diversity filter and limits. It costs a pass over the slots
+    and, with ``Lowest``, a copy of their scores.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -95,9 +84,9 @@ class Retained:
     def __call__(
         self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
     ) -> dict[str, Array]:
-        """The number of rows kept, as a float."""
+        """Return the number of rows kept, as a float."""
         del sender
-        # Of this add only what the occupancy needs is computed: the rest is not used.
+        # Only the occupancy is used, so XLA drops the rest of this add.
         score = batch.score if uses_score(buffer) else None
         after = buffer.add(batch.items, score=score, mask=mask).occupancy
         before = buffer.occupancy
@@ -110,13 +99,13 @@ class Retained:
 class Novelty:
     """``novelty``: the mean distance of rows to the nearest item in the buffer before the batch.
 
-    It is 0 while the buffer is empty; a coordinate that is NaN counts as 0. All rows are compared
-    with all items, block by block; what is compared is at hand if the buffer has a ``Diversity``
-    with the same ``key``.
+    It is 0 while the buffer is empty. A coordinate that is NaN counts as 0. All rows are compared
+    with all items, block by block. This is faster if the buffer has a ``Diversity`` with the same
+    ``key``, which keeps the coordinates of all items.
 
     Attributes:
-        key: What is compared; see ``Diversity``. None compares all of an item.
-        p: Norm of the distance: 1, 2 or infinity.
+        key: The part of an item to compare; see ``Diversity``. None compares whole items.
+        p: The norm of the distance: 1, 2 or infinity.
 
     Raises:
         ValueError: If ``p`` is another number.
@@ -135,7 +124,7 @@ class Novelty:
     def __call__(
         self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
     ) -> dict[str, Array]:
-        """The mean distance; 0 for a batch without rows."""
+        """Return the mean distance; 0 for a batch without rows."""
         del sender
         part = Diversity(key=self.key)
         points = Points.of(finite(part.points(batch.items)))
@@ -150,7 +139,7 @@ class Novelty:
 
 @dataclasses.dataclass(frozen=True)
 class RewardSum:
-    """``reward_sum``: the sum of ``exp(score)`` over the rows: of rewards, if scores are their log.
+    """``reward_sum``: the sum of ``exp(score)``, the total reward if scores are log rewards.
 
     Rows without a score do not count.
     """
@@ -158,7 +147,7 @@ class RewardSum:
     def __call__(
         self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
     ) -> dict[str, Array]:
-        """The sum."""
+        """Return the sum."""
         del buffer, sender
         score = jnp.where(mask & ~jnp.isnan(batch.score), batch.score, jnp.float32(-jnp.inf))
         return {"reward_sum": jnp.sum(jnp.exp(score))}
@@ -166,17 +155,17 @@ class RewardSum:
 
 @dataclasses.dataclass(frozen=True)
 class NewModes:
-    """``new_modes``: how many different modes of the batch are not in the buffer yet.
+    """``new_modes``: the number of different modes in the batch that are not in the buffer yet.
 
-    A mode is a row with a score of at least ``threshold``. It is new if no item of the buffer, as
-    it was before the batch, and no earlier mode of the batch is within ``cutoff``. A mode that the
-    buffer has lost again counts once more.
+    A mode is a row with a score of at least ``threshold``. It is new if neither an item in the
+    buffer before the batch nor an earlier mode of the batch is within ``cutoff``. A mode that the
+    buffer has evicted counts as new again.
 
     Attributes:
-        threshold: The least score of a mode.
-        key: What tells modes apart; see ``Diversity``. None compares all of an item.
+        threshold: The smallest score of a mode.
+        key: The part of an item to compare; see ``Diversity``. None compares whole items.
         cutoff: The largest distance at which two rows are the same mode.
-        p: Norm of the distance.
+        p: The norm of the distance.
 
     Raises:
         ValueError: If ``cutoff`` or ``p`` is out of the range that ``Diversity`` allows.
@@ -196,12 +185,12 @@ class NewModes:
         for name in ("cutoff", "p"):
             object.__setattr__(self, name, getattr(part, name))
         if self.cutoff < 0:
-            raise ValueError(f"cutoff is {self.cutoff}; expected 0 or more")
+            raise ValueError(f"cutoff is {self.cutoff}; expected at least 0")
 
     def __call__(
         self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
     ) -> dict[str, Array]:
-        """The number of new modes, as a float."""
+        """Return the number of new modes, as a float."""
         del sender
         is_mode = mask & (batch.score >= jnp.float32(self.threshold))
         part, ball = Diversity(key=self.key), Ball(self.cutoff, self.p)
@@ -223,17 +212,18 @@ class NewModes:
 class WeightedSum:
     """``score``: a weighted sum of other scores, averaged for each worker; and these scores.
 
-    The average is exponential over the batches of a worker, and starts at the first. A batch
-    without rows, or whose sum is not finite, leaves it as it is; before the first it is 0.
+    The exponential moving average starts at the first batch of a worker, and is 0 before. A batch
+    without rows, or with a sum that is not finite, does not change it.
 
     Attributes:
         parts: The score functions.
-        weights: The weight of each score that counts, by name: a dict, kept as pairs.
+        weights: A dict from the names of scores to their weights, stored as sorted pairs. Scores
+            that are not in it do not count.
         alpha: The weight of the newest batch, above 0 and at most 1.
 
     Raises:
         ValueError: If there are no weights, or ``alpha`` is out of its range; when traced, if no
-            part gives a score that has a weight.
+            part returns a score that has a weight.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -265,7 +255,7 @@ class WeightedSum:
         object.__setattr__(self, "alpha", alpha)
 
     def init(self, num_workers: int) -> Float[Array, " W"]:
-        """No averages: −inf."""
+        """Return −inf for each worker, which stands for no average."""
         return jnp.full((num_workers,), -jnp.inf, jnp.float32)
 
     def update(
@@ -276,7 +266,7 @@ class WeightedSum:
         mask: Bool[Array, " B"],
         sender: Int[Array, ""],
     ) -> tuple[Float[Array, " W"], dict[str, Array]]:
-        """The averages after a batch, and its scores."""
+        """Return the averages after a batch, and its scores."""
         scores: dict[str, Array] = {}
         for part in self.parts:
             scores |= part(buffer, batch, mask, sender)
@@ -284,7 +274,7 @@ class WeightedSum:
         for name, weight in cast("tuple[tuple[str, float], ...]", self.weights):
             if name not in scores:
                 raise ValueError(
-                    f"weights has {name!r}, which no part gives; they give {sorted(scores)}"
+                    f"weights has {name!r}, which no part returns; they return {sorted(scores)}"
                 )
             total = total + jnp.float32(weight) * scores[name].astype(jnp.float32)
         before = state[sender]
@@ -297,7 +287,7 @@ class WeightedSum:
 
 
 def _check_weights(weights: Any) -> tuple[tuple[str, float], ...]:
-    """Weights by name as sorted pairs."""
+    """Return the weights by name as sorted pairs."""
     pairs = weights.items() if isinstance(weights, Mapping) else weights
     if not isinstance(weights, Mapping) and not (
         isinstance(weights, tuple)
@@ -317,14 +307,8 @@ def _check_weights(weights: Any) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(found.items()))
 
 
-def uses_score(buffer: ItemBuffer) -> bool:
-    """Whether something in the buffer goes by the scores of items."""
-    parts = (buffer.sampler, buffer.evictor, buffer.diversity)
-    return any(part is not None and part.uses_score for part in parts)
-
-
 def _others(buffer: ItemBuffer, part: Diversity) -> Others:
-    """What is compared of the buffer's items."""
+    """Return the coordinates of the buffer's items, stored ones if the buffer keeps them."""
     if buffer.diversity is not None and buffer.diversity.key == part.key:
         return buffer.diversity_state.points
 

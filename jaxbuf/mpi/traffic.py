@@ -1,4 +1,4 @@
-"""What went through a manager, and how long that took: for each worker, and in all."""
+"""Counts and times of the messages that a manager handles, for each worker and in total."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ class Traffic:
     """Counts requests, bytes and time by phase for each worker of a manager.
 
     A batch is received, handled (stored and scored, in one program) and answered. A request is a
-    batch or a question for metadata. Bytes are those of whole messages in both directions.
+    batch or a request for metadata. Bytes count whole messages in both directions.
 
     Args:
-        names: What the workers are called.
+        names: The names of the workers.
 
     Example:
         >>> from jaxbuf.mpi import Traffic
@@ -33,12 +33,12 @@ class Traffic:
         self._received = np.zeros((len(self.names),), np.int64)
 
     def count(self, worker: int, **amounts: float) -> None:
-        """Add to what is known of a worker.
+        """Add to the counts of a worker.
 
         Args:
-            worker: Its number.
+            worker: The number of the worker.
             **amounts: ``requests``, ``batches``, ``rows``, ``bytes`` (received) and ``answered``
-                (bytes sent), and the seconds of ``receive``, ``handle`` and ``send``.
+                (bytes sent); and the seconds of ``receive``, ``handle`` and ``send``.
         """
         for name, amount in amounts.items():
             if name in _PHASES:
@@ -51,12 +51,12 @@ class Traffic:
                     self._received[worker] += int(amount)
 
     def metrics(self) -> dict[str, Any]:
-        """All numbers, as Python's own.
+        """Return all counts and times as Python numbers.
 
         Returns:
             ``requests``, ``batches``, ``rows``, ``bytes``, ``receive_seconds``, ``handle_seconds``,
-            ``send_seconds`` and ``bandwidth``, which is the bytes received for each second of
-            receiving (0 before anything was); and for each worker the same after its name, such as
+            ``send_seconds`` and ``bandwidth``, the bytes received per second of receiving (0 if
+            nothing was received); and the same for each worker, with its name in front, such as
             ``rank 1/requests``.
         """
         out = _row(self._counts.sum(0), self._seconds.sum(0), self._received.sum())
@@ -66,7 +66,7 @@ class Traffic:
         return out
 
     def table(self) -> str:
-        """All numbers, a line for each worker and one for all of them."""
+        """Return all counts and times as text: a line for each worker and one for the total."""
         header = ["", *_COUNTS, *(f"{phase} ms" for phase in _PHASES), "MB/s"]
         metrics = self.metrics()
         lines = [header]

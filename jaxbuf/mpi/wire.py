@@ -1,16 +1,20 @@
-"""Messages between a manager and its workers: a header and arrays of known shapes.
+"""Messages between a manager and its workers.
 
-Both sides know the shapes, so a message is as long as it always is and nothing is pickled. Each
-kind has a tag of its own. Who receives a message checks its header before looking at anything else.
-Header and small arrays travel in one piece; each large array of a batch follows on its own, from
-the memory that it lies in, so that it is not copied before.
+A message is a header, which is a record of a fixed NumPy dtype, followed by the arrays of a pytree
+whose shapes both ends know. Header and arrays are sent one after the other, each from the memory
+that it lies in, so nothing is pickled, padded or copied.
+
+Each run of the exchange has two tags of its own, one for headers and one for arrays. Messages that
+an earlier run left behind are therefore recognized and dropped. A communicator for each run would
+do the same, but creating one is a collective call, in which a rank that crashed cannot take part.
 """
 
 import enum
+import math
 import os
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
@@ -21,233 +25,179 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # The last byte is the version of this format.
-MAGIC = 0x6A786266_01
-# Flags of an exit: it follows an error; whoever sent it waits for a goodbye.
-FAILED = 1
-WAITS = 2
-# Tags are of the whole group, which may have other messages.
+MAGIC = 0x6A786266_02
+HEADER = np.dtype([(name, np.int64) for name in ("magic", "kind", "number", "rows", "checksum")])
+# The application may send messages of its own through the communicator, usually with small tags.
 FIRST_TAG = 7100
-# The tags of large arrays follow from here on, and arrays from so many bytes on are large.
-FIRST_PART, LAST_PART = FIRST_TAG + 100, FIRST_TAG + 1099
-_PART_BYTES = 2**18
-# The length of a header; arrays begin at multiples of it.
-HEADER_BYTES = 64
 _NOTE_BYTES = 512
-# For so long whoever waits only gives way; after that it sleeps, and longer the longer it waits.
-# While a message of its own is under way it goes on for longer: MPI may need it for that.
+# XLA reads arrays that begin at a multiple of this without copying them.
+_ALIGNMENT = 64
+# A waiting rank first only yields the processor, for longer while a message of its own is on its
+# way, because MPI may need calls from it to deliver that. Then it sleeps, longer and longer.
 _EAGER_SECONDS = 1e-2
 _EAGER_SECONDS_SENDING = 0.5
 _LONGEST_SLEEP = 1e-3
 _ABANDONED: list[Any] = []
-# What a communicator keeps its count of sessions under.
-_sessions: int | None = None
+# The key under which a communicator keeps its number of runs.
+_runs: int | None = None
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     BATCH = 1
     REPLY = 2
     METADATA_REQUEST = 3
     METADATA = 4
-    EXIT = 5
-    # The manager has left, too: it has stored all that it was sent.
-    GOODBYE = 6
+    # A worker leaves and waits for a goodbye; or it leaves after an error, which the note names.
+    LEAVE = 5
+    ABORT = 6
+    # The manager has stored everything, and leaves too.
+    GOODBYE = 7
     # The manager could not read a message, or cannot go on; the note says why.
-    REFUSAL = 7
-    FAILURE = 8
-    # The manager has nothing to say yet, but is there.
-    HOLD = 9
-
-    @property
-    def tag(self) -> int:
-        """The tag under which it travels."""
-        return FIRST_TAG + self
+    REFUSAL = 8
+    FAILURE = 9
+    # The manager is still there, but the other workers have not left yet.
+    HOLD = 10
 
 
 class ExchangeError(RuntimeError):
-    """The other end of an exchange refused a message, failed, or left something unanswered."""
+    """The other end of an exchange refused a message, failed, or did not answer."""
 
 
 class Header(NamedTuple):
-    """What each message begins with, eight numbers of eight bytes.
+    """The first part of each message: five integers of eight bytes, as ``HEADER`` lays them out.
 
     Attributes:
-        magic: Tells that this is a message, and of which version.
-        session: How often the group has been served, this time included: what is left over from
-            before is not looked at.
+        magic: Identifies a message of this format and version.
         kind: A ``Kind``.
-        sender: The rank in the group that it comes from.
-        sequence: The number of the batch or request that it is, or answers; 0 if of none.
-        rows: How many rows are there.
-        flags: Of an exit: ``FAILED``, ``WAITS``.
-        form: A checksum of the shapes and dtypes that follow.
+        number: The number of the batch or request that the message is or answers; 0 for others.
+        rows: The number of rows in the arrays of a batch; 0 for other kinds.
+        checksum: The checksum of the schema of the arrays.
     """
 
     magic: int
-    session: int
     kind: int
-    sender: int
-    sequence: int
-    rows: int
-    flags: int
-    form: int
+    number: int = 0
+    rows: int = 0
+    checksum: int = 0
 
 
-class Message:
-    """A header and arrays, all but the large ones in one piece of memory, of which they are views.
-
-    Attributes:
-        memory: That piece, ``[size]`` uint8.
-        leaves: The arrays.
-        parts: The large ones, each as bytes.
-    """
-
-    def __init__(self, form: "Form", memory: np.ndarray[Any, Any]) -> None:
-        self.memory = memory[: form.size]
-        self._form = form
-        self._header = self.memory[:HEADER_BYTES].view(np.int64)
-        self._own: list[np.ndarray[Any, Any]] = []
-        self.leaves: list[np.ndarray[Any, Any]] = []
-        for start, leaf in zip(form.starts, form.leaves, strict=True):
-            size = leaf.size * leaf.dtype.itemsize
-            if start is None:
-                self._own.append(aligned(size))
-            data = self._own[-1] if start is None else self.memory[start : start + size]
-            self.leaves.append(data.view(leaf.dtype).reshape(leaf.shape))
-        self.parts = list(self._own)
-
-    @property
-    def kind(self) -> Kind:
-        """What it is."""
-        return self._form.kind
-
-    @property
-    def header(self) -> Header:
-        """The header, as it lies there."""
-        return Header(*self._header.tolist())
-
-    @property
-    def tree(self) -> Any:
-        """The arrays as the pytree that they are."""
-        return jax.tree.unflatten(self._form.treedef, self.leaves)
-
-    def write(
-        self,
-        tree: PyTree,
-        *,
-        sender: int,
-        session: int,
-        sequence: int = 0,
-        rows: int = 0,
-        flags: int = 0,
-        lends: bool = False,
-    ) -> None:
-        """Write a whole message; where ``tree`` has fewer rows than it, the others are zero.
-
-        If it ``lends`` its arrays, which then never change, the large ones are not copied.
-        """
-        kind, checksum = self._form.kind, self._form.checksum
-        self._header[:] = MAGIC, session, kind, sender, sequence, rows, flags, checksum
-        parts: list[np.ndarray[Any, Any]] = []
-        leaves = zip(self.leaves, self._form.starts, jax.tree.leaves(tree), strict=True)
-        for view, start, leaf in leaves:
-            array = np.asarray(leaf)
-            if start is None:
-                whole = array.shape == view.shape and array.flags.c_contiguous
-                if lends and whole:
-                    parts.append(array.reshape(-1).view(np.uint8))
-                    continue
-                parts.append(self._own[len(parts)])
-            if array.shape != view.shape:
-                view[len(array) :] = 0
-                view = view[: len(array)]
-            np.copyto(view, array)
-        self.parts = parts
-
-    def give_back(self) -> None:
-        """Forget the arrays that were lent."""
-        self.parts = list(self._own)
-
-
-class Form:
-    """How messages of one kind look: the same on both sides, whatever the arrays hold.
+class Schema:
+    """The shapes and dtypes of the arrays in one kind of message, the same at both ends.
 
     Args:
-        kind: What they are.
         tree: A pytree of arrays or ``jax.ShapeDtypeStruct``.
+        rows: If given, all arrays have a leading axis of this length, and a message may have fewer
+            rows.
 
     Attributes:
-        kind: What they are.
         leaves: Shapes and dtypes.
         treedef: Their structure.
-        starts: Where each array begins, in bytes; None for large ones, which follow on their own.
-        size: Bytes of the piece that all but these are in.
-        checksum: Of structure, shapes and dtypes.
+        rows: The largest number of rows; None if arrays have no leading axis of rows.
+        checksum: A checksum of structure, shapes and dtypes.
     """
 
-    def __init__(self, kind: Kind, tree: PyTree) -> None:
+    def __init__(self, tree: PyTree, rows: int | None = None) -> None:
         leaves, self.treedef = jax.tree.flatten(tree)
-        self.kind = kind
         self.leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for x in leaves]
-        self.starts: list[int | None] = []
-        self.size = HEADER_BYTES
-        for leaf in self.leaves:
-            length = leaf.size * leaf.dtype.itemsize
-            apart = kind == Kind.BATCH and length >= _PART_BYTES
-            self.starts.append(None if apart else self.size)
-            self.size += 0 if apart else -(-length // HEADER_BYTES) * HEADER_BYTES
+        self.rows = rows
         names = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
         described = [(leaf.shape, leaf.dtype.name) for leaf in self.leaves]
         self.checksum = zlib.crc32(repr((names, described)).encode())
 
-    def new(self) -> Message:
-        """A message in memory of its own."""
-        return Message(self, aligned(self.size))
+    def allocate(self) -> list[np.ndarray]:
+        """Return zeros for each array."""
+        return [_zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
-    def fault(self, header: Header, size: int, sender: int, session: int, rows: int) -> str | None:
-        """What is wrong with a message that came as one of this kind; None if nothing is.
 
-        Args:
-            header: Its header.
-            size: Its length in bytes.
-            sender: The rank that it came from.
-            session: The session of who received it.
-            rows: The most rows that it can hold.
-        """
-        if header.magic != MAGIC:
-            other = header.magic >> 8 == MAGIC >> 8
-            return (
-                f"its magic number is {header.magic:#x}; expected {MAGIC:#x}"
-                f"{', as this version of jaxbuf has it' if other else ''}"
-            )
-        if header.kind != self.kind:
-            return f"its kind is {header.kind}; expected {int(self.kind)}, which its tag stands for"
-        if header.sender != sender:
-            return f"it says that it is from rank {header.sender} of the group, which it is not"
-        if header.session != session:
-            return (
-                f"its session is {header.session}; expected {session}: who leaves may begin anew "
-                "once all have left"
-            )
-        if header.sequence < 0:
-            return f"its number is {header.sequence}; expected 0 or more"
-        if not 0 <= header.rows <= rows:
-            return f"it counts {header.rows} rows; expected from 0 to {rows}"
-        if header.form != self.checksum or size != self.size:
-            return (
-                f"its arrays have other shapes or dtypes ({size} bytes; expected {self.size}): "
-                "rows and the example must be the same on both sides"
-            )
-        return None
+_NOTE = Schema(jax.ShapeDtypeStruct((_NOTE_BYTES,), np.uint8))
+_NOTES = (Kind.ABORT, Kind.REFUSAL, Kind.FAILURE)
+# Kinds that are not listed have no arrays.
+_SCHEMAS = {kind: _NOTE if kind in _NOTES else Schema(()) for kind in Kind}
+
+
+class Message(NamedTuple):
+    """A message that was received.
+
+    Attributes:
+        source: The rank in the group that sent it.
+        tag: The tag of its header.
+        size: Bytes received, arrays included.
+        header: Its header; zeros if it could not be read.
+        tree: Its arrays, valid until the next message is received; None if there is a fault.
+        fault: Why it cannot be used; empty if it can.
+    """
+
+    source: int
+    tag: int
+    size: int
+    header: Header
+    tree: Any = None
+    fault: str = ""
+
+
+class Sending(NamedTuple):
+    """A message on its way. The requests keep the memory of its arrays alive.
+
+    Attributes:
+        to: The rank that it goes to.
+        kind: Its kind.
+        size: Its bytes.
+        requests: One for the header and one for each array.
+    """
+
+    to: int
+    kind: Kind
+    size: int
+    requests: "list[MPI.Request]"
+
+    def done(self) -> bool:
+        """Return whether MPI needs the memory no longer."""
+        return all(request.Test() for request in self.requests)
+
+
+class _Partial:
+    """A message whose header was received, but not all of its arrays."""
+
+    def __init__(self, message: Message, schema: Schema, arrays: list[np.ndarray]) -> None:
+        self.message, self.schema, self.arrays = message, schema, arrays
+        self.size = message.size
+        self._received = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self._received == len(self.arrays)
+
+    def next(self) -> np.ndarray:
+        """Return the memory of the array that comes next."""
+        array = self.arrays[self._received]
+        return _bytes(array if self.schema.rows is None else array[: self.message.header.rows])
+
+    def advance(self) -> None:
+        """Go on to the next array, setting rows to zero that this one does not have."""
+        if self.schema.rows is not None:
+            self.arrays[self._received][self.message.header.rows :] = 0
+        self.size += self.next().size
+        self._received += 1
+
+    def finish(self) -> Message:
+        tree = jax.tree.unflatten(self.schema.treedef, self.arrays)
+        return self.message._replace(tree=tree, size=self.size)
 
 
 class Channel:
-    """The ends of a group's messages: its communicator, and what its ranks are called elsewhere.
+    """One end of the messages of a group, for one run of the exchange.
 
     Args:
-        group: The communicator of a manager, the last rank, and its workers.
-        timeout: Seconds after which whoever waits gives up; None never.
+        group: The communicator of the workers and their manager, which has the last rank.
+        timeout: Seconds after which a wait ends; None waits forever.
+
+    Attributes:
+        names: What each rank of the group is called in texts.
+        schemas: The schema of each kind of message.
+        sending: Messages on their way, in the order in which they were sent.
+        tag: The tag of this run's headers. Arrays have the next one.
     """
 
     def __init__(self, group: "MPI.Intracomm", timeout: float | None) -> None:
@@ -257,139 +207,172 @@ class Channel:
         self.rank = group.Get_rank()
         self.manager = group.Get_size() - 1
         self.timeout = timeout
-        self.session = _next_session(group)
+        self.tag = FIRST_TAG + 2 * _count_run(group)
+        self.schemas: dict[Kind, Schema] = dict(_SCHEMAS)
+        self.sending: list[Sending] = []
         ranks = list(range(group.Get_size()))
         ours, world = group.Get_group(), MPI.COMM_WORLD.Get_group()
-        # A rank is known by its number in the whole run, if it has one.
+        # Name ranks by their number in the whole program, if they have one.
         known = ours.Translate_ranks(ranks, world)
         self.names = [f"rank {r if k == MPI.UNDEFINED else k}" for r, k in enumerate(known)]
+        self._source = MPI.ANY_SOURCE if self.rank == self.manager else self.manager
+        self._partial: dict[int, _Partial] = {}
+        # Memory to receive into, by kind, and that of the message that was returned last.
+        self._free: dict[int, list[list[np.ndarray]]] = {kind: [] for kind in Kind}
+        self._lent: tuple[int, list[np.ndarray]] | None = None
+
+    @property
+    def manager_name(self) -> str:
+        """The name of the manager, for texts."""
+        return f"{self.names[self.manager]}, the manager,"
+
+    def add_schemas(self, schemas: Mapping[Kind, Schema]) -> None:
+        """Set the schemas of the kinds that depend on what is exchanged."""
+        self.schemas |= schemas
 
     def send(
         self,
-        message: Message,
+        kind: Kind,
         to: int,
-        tree: PyTree,
+        tree: PyTree = (),
         *,
-        sequence: int = 0,
+        number: int = 0,
         rows: int = 0,
-        flags: int = 0,
-        lends: bool = False,
-        session: int | None = None,
-    ) -> "Sending":
-        """Write a message and begin to send it; its memory must stay as it is until that is done.
+        tag: int | None = None,
+    ) -> int:
+        """Begin to send a message.
 
         Args:
-            message: Where to write.
+            kind: Its kind.
             to: The rank in the group that it goes to.
-            tree: Its arrays.
-            sequence: The number of the batch or request that it is, or answers.
-            rows: How many rows are there.
-            flags: Of an exit.
-            lends: Whether large arrays are sent from where they lie.
-            session: Of whom it is for; by default that of the sender, too.
+            tree: Its arrays, as the schema of the kind has them. They must not change until the
+                message is no longer in ``sending``.
+            number: The number of the batch or request that it is or answers.
+            rows: The number of rows of a batch.
+            tag: The tag of its header; that of this run by default.
+
+        Returns:
+            The bytes of the message.
         """
         from mpi4py import MPI
 
-        message.write(
-            tree,
-            sender=self.rank,
-            session=self.session if session is None else session,
-            sequence=sequence,
-            rows=rows,
-            flags=flags,
-            lends=lends,
-        )
-        pieces = [(message.memory, message.kind.tag)]
-        pieces += [(part, FIRST_PART + k) for k, part in enumerate(message.parts)]
-        return Sending(
-            [self.comm.Isend([data, MPI.BYTE], dest=to, tag=tag) for data, tag in pieces], message
-        )
+        tag = self.tag if tag is None else tag
+        header = Header(MAGIC, kind, number, rows, self.schemas[kind].checksum)
+        parts = [_bytes(np.array(header, HEADER))]
+        parts += [_bytes(np.asarray(leaf)) for leaf in jax.tree.leaves(tree)]
+        requests = [
+            self.comm.Isend([part, MPI.BYTE], dest=to, tag=tag + (k > 0))
+            for k, part in enumerate(parts)
+        ]
+        size = sum(part.size for part in parts)
+        self.sending.append(Sending(to, kind, size, requests))
+        return size
 
-    def receive_parts(self, source: int, message: Message) -> str | None:
-        """Receive the large arrays that follow a message; what is wrong with them, or None."""
+    def collect(self) -> None:
+        """Forget messages that have left."""
+        self.sending = [sending for sending in self.sending if not sending.done()]
+
+    def abandon(self) -> None:
+        """Keep what is still on its way, and its memory, until the process ends."""
+        _ABANDONED.extend(self.sending)
+        self.sending = []
+
+    def receive(self) -> Message | None:
+        """Return the next message that is complete or faulty; None if there is none yet."""
         from mpi4py import MPI
 
-        wait = Wait(self.timeout)
-        for k, part in enumerate(message.parts):
-            status = MPI.Status()
-            while (matched := self.comm.Improbe(source, FIRST_PART + k, status)) is None:
-                if not wait.pause(sending=True):
-                    return f"its large arrays did not follow within {self.timeout} s"
-            size = status.Get_count(MPI.BYTE)
-            fits = size == part.size
-            matched.Recv([part if fits else np.empty(size, np.uint8), MPI.BYTE])
-            if not fits:
-                return f"a large array of it has {size} bytes; expected {part.size}"
+        if self._lent is not None:
+            kind, arrays = self._lent
+            self._free[kind].append(arrays)
+            self._lent = None
+        status = MPI.Status()
+        while matched := self.comm.Improbe(self._source, MPI.ANY_TAG, status):
+            source, tag, size = status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
+            if tag == self.tag + 1:
+                message = self._receive_array(matched, source, size)
+            else:
+                message = self._receive_header(matched, source, tag, size)
+            if message is not None:
+                return message
         return None
 
-    def is_old(self, header: Header) -> bool:
-        """Whether a message is left over from an earlier session."""
-        return header.magic == MAGIC and 0 < header.session < self.session
-
-    def receive(
-        self, source: int | None, tag: int | None, memory: np.ndarray[Any, Any]
-    ) -> "Arrival | None":
-        """Receive into ``memory`` what has come, if something has.
-
-        Args:
-            source: The rank from which; None any.
-            tag: The tag under which; None any.
-            memory: Room for it. Of a longer message only the size is told.
-        """
+    def _receive_header(
+        self, matched: "MPI.Message", source: int, tag: int, size: int
+    ) -> Message | None:
         from mpi4py import MPI
 
-        status = MPI.Status()
-        matched = self.comm.Improbe(
-            MPI.ANY_SOURCE if source is None else source,
-            MPI.ANY_TAG if tag is None else tag,
-            status,
-        )
-        if matched is None:
+        data = np.zeros(max(size, HEADER.itemsize), np.uint8)
+        matched.Recv([data[:size], MPI.BYTE])
+        if tag >= FIRST_TAG and (tag < self.tag or tag % 2):
+            # From an earlier run, or an array of a message that was refused.
             return None
-        size = status.Get_count(MPI.BYTE)
-        fits = 0 <= size <= memory.size
-        matched.Recv([memory if fits else np.empty(max(size, 0), np.uint8), MPI.BYTE])
-        return Arrival(status.Get_source(), status.Get_tag(), size, fits)
+        header = Header(*data[: HEADER.itemsize].view(HEADER)[0].tolist())
+        fault = self._fault(header, tag, size)
+        message = Message(source, tag, size, header, fault=fault)
+        if fault:
+            readable = size == HEADER.itemsize and header.magic == MAGIC
+            return message if readable else message._replace(header=Header(0, 0))
+        schema, free = self.schemas[Kind(header.kind)], self._free[header.kind]
+        arrays = free.pop() if free else schema.allocate()
+        return self._go_on(source, _Partial(message, schema, arrays))
 
+    def _receive_array(self, matched: "MPI.Message", source: int, size: int) -> Message | None:
+        from mpi4py import MPI
 
-class Sending:
-    """A message under way.
+        partial = self._partial.pop(source, None)
+        memory = None if partial is None else partial.next()
+        if partial is None or memory is None or memory.size != size:
+            matched.Recv([np.empty(size, np.uint8), MPI.BYTE])
+            if partial is None or memory is None:
+                return None
+            fault = f"an array of it has {size} bytes; expected {memory.size}"
+            return partial.message._replace(fault=fault)
+        matched.Recv([memory, MPI.BYTE])
+        partial.advance()
+        return self._go_on(source, partial)
 
-    Attributes:
-        message: What is sent.
-    """
+    def _go_on(self, source: int, partial: _Partial) -> Message | None:
+        """Return the message if it is complete, and otherwise wait for its next array."""
+        if not partial.is_complete:
+            # An earlier message that is still incomplete was cut short by an error of its sender.
+            self._partial[source] = partial
+            return None
+        self._lent = (partial.message.header.kind, partial.arrays)
+        return partial.finish()
 
-    def __init__(self, requests: "list[MPI.Request]", message: Message) -> None:
-        self._requests = requests
-        self.message = message
-
-    def done(self) -> bool:
-        """Whether its memory may change again."""
-        self._requests = [request for request in self._requests if not request.Test()]
-        return not self._requests
-
-
-class Arrival(NamedTuple):
-    """What is known of a message from outside.
-
-    Attributes:
-        source: The rank that it came from.
-        tag: The tag under which it came.
-        size: Its length in bytes.
-        fits: Whether it was received.
-    """
-
-    source: int
-    tag: int
-    size: int
-    fits: bool
+    def _fault(self, header: Header, tag: int, size: int) -> str:
+        """Return why a header cannot be used; empty if it can."""
+        if tag != self.tag:
+            return (
+                f"its tag is {tag}; expected {self.tag}: a worker that has left may begin anew "
+                "once all have left"
+            )
+        if size != HEADER.itemsize:
+            return f"its header has {size} bytes; expected {HEADER.itemsize}"
+        if header.magic != MAGIC:
+            other = header.magic >> 8 == MAGIC >> 8
+            hint = ": both ends need the same version of jaxbuf" if other else ""
+            return f"its magic number is {header.magic:#x}; expected {MAGIC:#x}{hint}"
+        if header.kind not in self.schemas:
+            return f"its kind is {header.kind}; expected 1 to {len(Kind)}"
+        schema = self.schemas[Kind(header.kind)]
+        if header.number < 0:
+            return f"its number is {header.number}; expected at least 0"
+        if not 0 <= header.rows <= (schema.rows or 0):
+            return f"it has {header.rows} rows; expected 0 to {schema.rows or 0}"
+        if header.checksum != schema.checksum:
+            return (
+                "its arrays have other shapes or dtypes: rows and the example must be the same at "
+                "both ends"
+            )
+        return ""
 
 
 class Wait:
-    """Waits, a little longer each time, until a time limit.
+    """Waits in steps that become longer, up to a time limit.
 
     Args:
-        timeout: Seconds from now; None has no limit.
+        timeout: Seconds from now; None sets no limit.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -397,7 +380,11 @@ class Wait:
         self._began = self._idle_since = time.monotonic()
 
     def pause(self, sending: bool = False) -> bool:
-        """Wait a little, less while ``sending``; False, and at once, if the time is over."""
+        """Wait for one step, a short one while ``sending``.
+
+        Returns:
+            False, without waiting, if the time is over.
+        """
         now = time.monotonic()
         waited = now - self._began
         if self.timeout is not None and waited >= self.timeout:
@@ -412,28 +399,16 @@ class Wait:
         return True
 
     def restart(self) -> Self:
-        """Begin anew, with the same limit."""
+        """Begin again, with the same limit."""
         self._began = self._idle_since = time.monotonic()
         return self
 
 
-def aligned(size: int) -> np.ndarray[Any, Any]:
-    """Memory ``[size]`` uint8 that begins where arrays of any dtype may."""
-    memory = np.zeros((size + HEADER_BYTES,), np.uint8)
-    start = -memory.ctypes.data % HEADER_BYTES
-    return memory[start : start + size]
-
-
-def abandon(requests: Iterable[Any]) -> None:
-    """Keep what is still under way, and its memory, for as long as the process runs."""
-    _ABANDONED.extend(requests)
-
-
-def note(text: str) -> np.ndarray[Any, Any]:
-    """A text as an array of fixed size, without its middle if it is longer."""
+def note(text: str) -> np.ndarray:
+    """Return a text as an array of fixed size, without its middle if it is too long."""
     raw = text.encode()
     if len(raw) > _NOTE_BYTES:
-        # Errors say what they are at the beginning, or at the end of many lines.
+        # The type of an error is at the beginning of its text; the cause is often at the end.
         half = _NOTE_BYTES // 2 - 2
         raw = raw[:half] + b" .. " + raw[-half:]
     data = np.zeros((_NOTE_BYTES,), np.uint8)
@@ -441,23 +416,30 @@ def note(text: str) -> np.ndarray[Any, Any]:
     return data
 
 
-def read_note(data: np.ndarray[Any, Any]) -> str:
-    """The text that ``note`` made an array of."""
+def read_note(data: np.ndarray) -> str:
+    """Return the text that ``note`` turned into an array."""
     return bytes(data).rstrip(b"\0").decode(errors="replace")
 
 
-def note_form(kind: Kind) -> Form:
-    """How messages look that hold nothing but a text."""
-    return Form(kind, {"note": jax.ShapeDtypeStruct((_NOTE_BYTES,), np.uint8)})
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """Return the memory of an array, ``[size]`` uint8; a copy if it is not contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _next_session(group: "MPI.Intracomm") -> int:
-    """The number of this session: how often this rank has come to the group's communicator."""
+def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros((size + _ALIGNMENT,), np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _count_run(group: "MPI.Intracomm") -> int:
+    """Return how often this rank has begun a run with the communicator, this one included."""
     from mpi4py import MPI
 
-    global _sessions
-    if _sessions is None:
-        _sessions = MPI.Comm.Create_keyval()
-    session = (group.Get_attr(_sessions) or 0) + 1
-    group.Set_attr(_sessions, session)
-    return session
+    global _runs
+    if _runs is None:
+        _runs = MPI.Comm.Create_keyval()
+    run = (group.Get_attr(_runs) or 0) + 1
+    group.Set_attr(_runs, run)
+    return run

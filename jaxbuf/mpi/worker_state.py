@@ -1,4 +1,4 @@
-"""What a worker has yet to send, and what it did: the pure part of it."""
+"""The pure part of a worker: the rows that it has not sent yet, and its counters."""
 
 from typing import Self
 
@@ -14,17 +14,17 @@ from jaxbuf.mpi.baseline import BaselineFilter, check_filter
 
 
 class WorkerState(struct.PyTreeNode):
-    """What a worker has yet to send, and what it did: an immutable pytree, for checkpoints.
+    """The rows that a worker has not sent yet, and its counters: an immutable pytree.
 
     Attributes:
-        items: Rows to send, leaves ``[rows, ...]``.
-        score: Of each, ``[rows]``; NaN where there is none.
-        mask: Which rows there are, ``[rows]``.
-        place: Rows that are taken, and adds since the last contact, ``[2]`` int32.
-        baseline: The last one heard of, ``[]``.
-        counters: Adds; rows that were offered; batches that were sent and rows in them; and batches
-            of which nothing was sent; ``[5]`` uint32, wrapping.
-        filter: Which items to send; None sends all of them.
+        items: Rows that are kept for the next message, leaves ``[R, ...]``.
+        score: The score of each row, ``[R]``; NaN where it has none.
+        mask: Which rows are used, ``[R]``.
+        place: The number of rows kept, and of adds since the last message, ``[2]`` int32.
+        baseline: The last baseline, ``[]``.
+        counters: Adds, rows offered, batches sent, rows sent, and batches of which nothing was
+            sent, ``[5]`` uint32; they wrap.
+        filter: Chooses the items to send; None sends all of them.
     """
 
     items: PyTree[Array]
@@ -45,16 +45,16 @@ class WorkerState(struct.PyTreeNode):
         rows: int,
         filter: BaselineFilter | None = None,  # noqa: A002
     ) -> Self:
-        """Nothing to send yet.
+        """Create a state without rows.
 
         Args:
             example: One unbatched item.
-            rows: The most rows of a message.
-            filter: Which items to send; None sends all of them.
+            rows: The largest number of rows of a message, R.
+            filter: Chooses the items to send; None sends all of them.
 
         Raises:
-            ValueError: If ``rows`` is not an integer of at least 1, ``example`` holds anything but
-                arrays, or ``filter`` is no ``BaselineFilter``.
+            ValueError: If ``rows`` is not an integer of at least 1, ``example`` is not a pytree of
+                arrays, or ``filter`` is not a ``BaselineFilter``.
         """
         rows = common.check_count("rows", rows)
         check_filter(filter)
@@ -65,7 +65,7 @@ class WorkerState(struct.PyTreeNode):
             place=jnp.zeros((2,), jnp.int32),
             baseline=jnp.float32(-jnp.inf),
             counters=jnp.zeros((5,), jnp.uint32),
-            # A copy, so that the caller keeps its own when this state is donated.
+            # A copy, so that the caller's filter survives the donation of this state.
             filter=jax.tree.map(jnp.copy, filter),
         )
 
@@ -75,7 +75,7 @@ class WorkerState(struct.PyTreeNode):
         score: Float[Array, " B"],
         mask: Bool[Array, " B"],
     ) -> Self:
-        """Keep a batch ``[B, ...]`` for the next contact; there must be room for it."""
+        """Keep a batch, leaves ``[B, ...]``, for the next message. It must have room for it."""
         start = self.place[0]
 
         def put(kept: Array, rows: Array) -> Array:
@@ -90,15 +90,16 @@ class WorkerState(struct.PyTreeNode):
         )
 
     def offer(self, mask: Bool[Array, " B"]) -> Self:
-        """Count a batch, without keeping it."""
+        """Count a batch that is not kept."""
         offered = jnp.sum(mask, dtype=jnp.uint32)
         return self.replace(counters=self.counters.at[:2].add(jnp.stack([jnp.uint32(1), offered])))
 
     def contact(self) -> tuple[Self, Bool[Array, " R"], Int[Array, ""]]:
-        """Which of the rows kept to send, and how many those are; after that none are kept.
+        """Choose the rows to send, and forget all rows.
 
-        A contact without any row is none; one of which the filter lets no row pass is counted as
-        skipped.
+        Returns:
+            The new state, the mask ``[R]`` of the rows to send, and their number ``[]``. If the
+            filter lets none of the rows pass, the batch is counted as skipped.
         """
         state, sent, count = self.choose(self.score, self.mask)
         state = state.replace(mask=jnp.zeros_like(self.mask), place=jnp.zeros_like(self.place))
@@ -107,7 +108,7 @@ class WorkerState(struct.PyTreeNode):
     def choose(
         self, score: Float[Array, " B"], mask: Bool[Array, " B"]
     ) -> tuple[Self, Bool[Array, " B"], Int[Array, ""]]:
-        """As ``contact``, of rows that are not kept."""
+        """Choose the rows to send, as ``contact``, of a batch that is not kept."""
         state, sent = self, mask
         if self.filter is not None:
             chosen, sent = self.filter.select(score, self.baseline, mask)
@@ -119,11 +120,12 @@ class WorkerState(struct.PyTreeNode):
         return state.replace(counters=counters), sent, count.astype(jnp.int32)
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars, counted since creation and wrapping at 2**32.
+        """Return metrics, all scalars. Counts since creation wrap at 2**32.
 
         Returns:
-            ``adds``; rows: ``offered`` and ``sent``; batches: ``batches`` that were sent, and
-            ``skipped``, of which nothing was sent; and ``kept``, rows for the next contact.
+            ``adds``; the numbers of rows ``offered`` and ``sent``; the numbers of ``batches`` sent,
+            and ``skipped`` because the filter let no row pass; and ``kept``, the number of rows
+            kept for the next message.
         """
         names = ("adds", "offered", "batches", "sent", "skipped")
         counts = {name: self.counters[..., k] for k, name in enumerate(names)}

@@ -1,0 +1,77 @@
+"""What a worker sends and what it hears, in both forms of the exchange; and the one check."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.core import describe, storage
+
+
+class Batch(NamedTuple):
+    """A batch of items from a worker.
+
+    Attributes:
+        items: Leaves ``[B, ...]``.
+        score: The score of each item, such as its log reward, ``[B]``; NaN where it has none.
+    """
+
+    items: PyTree[Array]
+    score: Float[Array, " B"]
+
+
+class Reply(struct.PyTreeNode):
+    """The manager's reply to a worker.
+
+    Attributes:
+        scores: The scores of the worker's batch; zeros if it sent none.
+        baseline: The score from which an item is worth sending, ``[]``.
+        answered: Whether the worker sent a batch, ``[]`` bool; always False on the manager.
+    """
+
+    scores: dict[str, Array]
+    baseline: Float[Array, ""]
+    answered: Bool[Array, ""]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
+
+
+def check_batch(
+    like: PyTree[Array], items: PyTree, score: Any, mask: Any, *, needs_score: bool
+) -> tuple[Batch, Bool[Array, " B"]]:
+    """Check a batch, and fill in the score and the mask if they are not given.
+
+    Args:
+        like: Arrays ``[N, ...]`` with the dtypes and, after the first axis, the shapes of items.
+        items: Leaves ``[B, ...]``.
+        score: The score of each item, ``[B]``; NaN is filled in for None.
+        mask: Which rows are part of the batch, ``[B]``; None means all of them.
+        needs_score: Whether the manager's buffer uses scores.
+
+    Returns:
+        The batch and its mask.
+
+    Raises:
+        ValueError: If a structure, shape or dtype differs, or a required score is missing.
+    """
+    items, (rows,) = storage.check(like, items, "items", ("B",))
+    present = jnp.ones((rows,), bool)
+    if mask is not None:
+        present = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
+    if score is not None:
+        score = storage.check_rows(score, "score", (rows,), np.float32, "(B,)")
+    elif needs_score:
+        raise ValueError("the manager's buffer uses the score of items; pass score=[B]")
+    else:
+        score = jnp.full((rows,), jnp.nan, jnp.float32)
+    return Batch(items, score), present
+
+
+def uses_score(buffer: ItemBuffer) -> bool:
+    """Return whether a strategy of the buffer uses the scores of items."""
+    parts = (buffer.sampler, buffer.evictor, buffer.diversity)
+    return any(part is not None and part.uses_score for part in parts)
