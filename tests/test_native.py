@@ -14,6 +14,7 @@ import jaxbuf
 from jaxbuf.core import native, storage
 from jaxbuf.core.native import using_native
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.occupancy.ranking import Ranking
 from tests.test_compiled import copies
 
 EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0)}
@@ -95,6 +96,60 @@ def test_every_search_ends_in_the_tree_whatever_it_holds(capacity):
                 found, _ = compiled(tree, *args)
                 assert ((found >= 0) & (found < capacity)).all(), name
                 assert ((wanted[name] >= 0) & (wanted[name] < capacity)).all(), name
+
+
+RANKED = [-np.inf, -2.5, -0.0, 0.0, 1e-30, 3.0, np.inf]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "rows"), [(1, 1), (3, 2), (17, 40), (70, 13), (600, 37), (5000, 90)]
+)
+def test_rows_are_placed_where_the_definition_puts_them(capacity, rows):
+    rng = np.random.default_rng(capacity)
+    # The numbers of arrival wrap on the way.
+    ranking = Ranking.create(capacity)
+    ranking = ranking.replace(counters=jnp.asarray([2**32 - 100, 0], jnp.uint32))
+
+    def place(ranking, score, mask):
+        return ranking.place(rows, mask, score)
+
+    with using_native(False):
+        plainly = jax.jit(place)
+    with using_native(True):
+        natively = jax.jit(place)
+    for turn in range(30):
+        # Few different scores, so that there are ties, and in every third turn others.
+        score = rng.choice(RANKED, rows) if turn % 3 else rng.normal(size=rows) + turn / 10
+        args = ranking, jnp.asarray(score, jnp.float32), jnp.asarray(rng.random(rows) < 0.8)
+        with using_native(True):
+            assert turn or "jaxbuf_place" in natively.lower(*args).as_text()
+            got = natively(*args)
+        with using_native(False):
+            wanted = plainly(*args)
+        same(got, wanted)
+        ranking = wanted[0]
+    assert ranking.size == min(capacity, int(ranking.counters[0] + np.uint32(100)))
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), ranking)
+    scores = jnp.asarray(rng.choice(RANKED, (3, rows)), jnp.float32)
+    both(jax.vmap(lambda ranking, score: ranking.place(rows, None, score)), many, scores)
+
+
+@pytest.mark.parametrize("capacity", [1, 15, 17, 257, 70_001])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_rows_are_placed_in_the_tree_whatever_it_holds(capacity, rows):
+    rng = np.random.default_rng(capacity)
+    ranking = Ranking.create(capacity)
+    score = jnp.asarray(rng.choice(RANKED, rows), jnp.float32)
+    with using_native(True):
+        compiled = jax.jit(lambda ranking, score: ranking.place(rows, None, score))
+        for size in (0, 5, capacity, 2**31 - 1, 2**32 - 1):
+            for limit in (2, 2**32):
+                nodes = rng.integers(0, limit, ranking.nodes.shape, dtype=np.uint32)
+                hostile = ranking.replace(
+                    nodes=jnp.asarray(nodes), counters=jnp.asarray([7, size], jnp.uint32)
+                )
+                slot = compiled(hostile, score)[1]
+                assert ((slot >= 0) & (slot <= capacity)).all()
 
 
 @pytest.mark.parametrize("rows", [0, 1])

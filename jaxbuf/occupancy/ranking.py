@@ -18,6 +18,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jaxbuf.core import native
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots, same_item
 
@@ -89,24 +90,10 @@ class Ranking(struct.PyTreeNode):
         arrival = self.counters[0] + jnp.cumsum(taken, dtype=jnp.uint32) - jnp.uint32(1)
         count = jnp.sum(taken, dtype=jnp.uint32)
         rank = jnp.where(taken, to_rank(score), jnp.uint32(0))
-        # Best first; of equal ones the newest. Rows that are not taken have rank 0 and come last.
-        row = jnp.arange(rows, dtype=jnp.int32)
-        falling, order = lax.sort((~rank[::-1], row[::-1]), num_keys=1)
-        rank, arrival = ~falling, arrival[order]
-        # Seen from the oldest possible number all numbers rise, also where they wrap.
-        zero = self.counters[0] ^ jnp.uint32(1 << 31)
-        lowest, lowest_rank, lowest_age = self._lowest(rows, zero)
-        free = self.size + row
-        which = jnp.clip(free - self.capacity, 0, lowest.shape[0] - 1)
-        older = lowest_age[which] < arrival - zero
-        above = (lowest_rank[which] < rank) | ((lowest_rank[which] == rank) & older)
-        evicts = above & (free - self.capacity < lowest.shape[0])
-        slot = jnp.where(free < self.capacity, free, lowest[which])
-        slot = jnp.where((rank > 0) & ((free < self.capacity) | evicts), slot, self.capacity)
-        nodes = self._written(slot, jnp.stack([rank, arrival], axis=-1), zero)
+        nodes, slot = _place(self.nodes, self.counters, rank, arrival, self.capacity)
         size = jnp.minimum(self.counters[1] + count, jnp.uint32(self.capacity))
-        placed = self.replace(nodes=nodes, counters=jnp.stack([self.counters[0] + count, size]))
-        return placed, jnp.zeros((rows,), jnp.int32).at[order].set(slot, unique_indices=True)
+        counters = jnp.stack([self.counters[0] + count, size])
+        return self.replace(nodes=nodes, counters=counters), slot
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
         """Which rows rank below everything here, with no slot free: they cannot stay."""
@@ -134,16 +121,14 @@ class Ranking(struct.PyTreeNode):
         """The items at ``index`` rank below all others from now on, and go first."""
         slot = jnp.where(self.live(index), index, self.capacity)
         item = jnp.stack([jnp.full(slot.shape, _DEMOTED), self.generation(index)], axis=-1)
-        zero = self.counters[0] ^ jnp.uint32(1 << 31)
-        return self.replace(nodes=self._written(slot, item, zero))
+        zero = _zero(self.counters)
+        return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
 
     def recomputed(self) -> Self:
         """The same, with every node above the leaves computed anew from its children."""
-        slot, zero = (
-            jnp.arange(self.capacity, dtype=jnp.int32),
-            self.counters[0] ^ jnp.uint32(1 << 31),
-        )
-        return self.replace(nodes=self._written(slot, self.nodes[: self.capacity], zero))
+        slot, item = jnp.arange(self.capacity, dtype=jnp.int32), self.nodes[: self.capacity]
+        zero = _zero(self.counters)
+        return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
 
     def clear(self) -> Self:
         """No items. The numbers go on, so that slots sampled before stay stale."""
@@ -157,59 +142,6 @@ class Ranking(struct.PyTreeNode):
     @property
     def _ranks(self) -> UInt[Array, " N"]:
         return self.nodes[..., : self.capacity, 0]
-
-    def _lowest(
-        self, count: int, zero: UInt[Array, ""]
-    ) -> tuple[Int[Array, " K"], UInt[Array, " K"], UInt[Array, " K"]]:
-        """The slots of the lowest ``count`` items, their ranks and ages, lowest first.
-
-        There are fewer where there are fewer leaves; free ones have the highest rank.
-
-        Args:
-            count: How many.
-            zero: The number from which ages count.
-        """
-        starts = _starts(self.capacity)
-        # All nodes of a level that has few enough of them, and then the children of the lowest.
-        widths = [stop - start for start, stop in itertools.pairwise(starts)]
-        level = next(i for i, width in enumerate(widths) if width <= _FANOUT * count)
-        node = jnp.arange(widths[level], dtype=jnp.int32)
-        exists = jnp.ones(node.shape, bool)
-        while True:
-            found = self.nodes.at[starts[level] + node].get(mode="clip")
-            rank = jnp.where(exists, found[:, 0], _FREE)
-            rank, age, node = lax.sort((rank, found[:, 1] - zero, node), num_keys=2)
-            rank, age, node = rank[:count], age[:count], node[:count]
-            if level == 0:
-                return node, rank, age
-            level -= 1
-            # A node that pads its level has no children.
-            exists = jnp.repeat(rank != _FREE, _FANOUT)
-            lane = jnp.arange(_FANOUT, dtype=jnp.int32)[None]
-            node = (node[:, None] * _FANOUT + lane).reshape(-1)
-
-    def _written(
-        self, slot: Int[Array, " B"], item: UInt[Array, "B 2"], zero: UInt[Array, ""]
-    ) -> UInt[Array, "P 2"]:
-        """The nodes once items are in these slots; those of the capacity are dropped."""
-        starts, rows = _starts(self.capacity), slot.shape[0]
-        at = jnp.where(slot < self.capacity, slot, starts[-1])
-        nodes = self.nodes.at[at].set(item, mode="drop")
-        # Below, the parents of what has changed; a dropped row stands for the last leaf.
-        node, level = jnp.minimum(slot, self.capacity - 1), 0
-        lane = jnp.arange(_FANOUT, dtype=jnp.int32)[None]
-        while starts[level + 2] - starts[level + 1] > max(rows, _FANOUT):
-            node = node >> _SHIFT
-            blocks = nodes[starts[level] + node[:, None] * _FANOUT + lane]
-            level += 1
-            nodes = nodes.at[starts[level] + node].set(_least(blocks, zero))
-        # Above, where there are no more nodes than rows, all of them.
-        parts, values = [], nodes[starts[level] : starts[level + 1]]
-        for start, stop in itertools.pairwise(starts[level + 1 :]):
-            values = _least(values.reshape(-1, _FANOUT, 2), zero)
-            parts += [values, _empty(self.capacity)[: stop - start - values.shape[0]]]
-            values = jnp.concatenate(parts[-2:])
-        return nodes.at[starts[level + 1] :].set(jnp.concatenate(parts))
 
 
 def score_metrics(score: Float[Array, " N"], live: Bool[Array, " N"]) -> dict[str, Array]:
@@ -265,3 +197,101 @@ def _least(blocks: UInt[Array, "B K 2"], zero: UInt[Array, ""]) -> UInt[Array, "
     least = jnp.min(rank, axis=1)
     age = jnp.min(jnp.where(rank == least[:, None], age, _FREE), axis=1)
     return jnp.stack([least, age + zero], axis=-1)
+
+
+def _zero(counters: UInt[Array, " 2"]) -> UInt[Array, ""]:
+    """The oldest possible number: seen from it all numbers rise, also where they wrap."""
+    return counters[0] ^ jnp.uint32(1 << 31)
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def _place(
+    nodes: UInt[Array, "P 2"],
+    counters: UInt[Array, " 2"],
+    rank: UInt[Array, " B"],
+    arrival: UInt[Array, " B"],
+    capacity: int,
+) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
+    """The nodes with these rows in them, and the slot of each; rows of rank 0 are not taken."""
+    natively = functools.partial(native.place, capacity=capacity)
+    plainly = functools.partial(_place_plainly, capacity)
+    return native.either(natively, plainly, nodes, counters, rank, arrival)
+
+
+def _place_plainly(
+    capacity: int,
+    nodes: UInt[Array, "P 2"],
+    counters: UInt[Array, " 2"],
+    rank: UInt[Array, " B"],
+    arrival: UInt[Array, " B"],
+) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
+    # Best first; of equal ones the newest. Rows that are not taken have rank 0 and come last.
+    row = jnp.arange(rank.shape[0], dtype=jnp.int32)
+    falling, order = lax.sort((~rank[::-1], row[::-1]), num_keys=1)
+    rank, arrival = ~falling, arrival[order]
+    zero = _zero(counters)
+    lowest, lowest_rank, lowest_age = _lowest(nodes, rank.shape[0], zero, capacity)
+    free = counters[1].astype(jnp.int32) + row
+    which = jnp.clip(free - capacity, 0, lowest.shape[0] - 1)
+    older = lowest_age[which] < arrival - zero
+    above = (lowest_rank[which] < rank) | ((lowest_rank[which] == rank) & older)
+    evicts = above & (free - capacity < lowest.shape[0])
+    slot = jnp.where(free < capacity, free, lowest[which])
+    slot = jnp.where((rank > 0) & ((free < capacity) | evicts), slot, capacity)
+    nodes = _write(nodes, slot, jnp.stack([rank, arrival], axis=-1), zero, capacity)
+    return nodes, jnp.zeros_like(slot).at[order].set(slot, unique_indices=True)
+
+
+def _lowest(
+    nodes: UInt[Array, "P 2"], count: int, zero: UInt[Array, ""], capacity: int
+) -> tuple[Int[Array, " K"], UInt[Array, " K"], UInt[Array, " K"]]:
+    """The slots of the lowest ``count`` items, their ranks and ages, lowest first.
+
+    There are fewer where there are fewer leaves; free ones have the highest rank.
+    """
+    starts = _starts(capacity)
+    # All nodes of a level that has few enough of them, and then the children of the lowest.
+    widths = [stop - start for start, stop in itertools.pairwise(starts)]
+    level = next(i for i, width in enumerate(widths) if width <= _FANOUT * count)
+    node = jnp.arange(widths[level], dtype=jnp.int32)
+    exists = jnp.ones(node.shape, bool)
+    while True:
+        found = nodes.at[starts[level] + node].get(mode="clip")
+        rank = jnp.where(exists, found[:, 0], _FREE)
+        rank, age, node = lax.sort((rank, found[:, 1] - zero, node), num_keys=2)
+        rank, age, node = rank[:count], age[:count], node[:count]
+        if level == 0:
+            return node, rank, age
+        level -= 1
+        # A node that pads its level has no children.
+        exists = jnp.repeat(rank != _FREE, _FANOUT)
+        lane = jnp.arange(_FANOUT, dtype=jnp.int32)[None]
+        node = (node[:, None] * _FANOUT + lane).reshape(-1)
+
+
+def _write(
+    nodes: UInt[Array, "P 2"],
+    slot: Int[Array, " B"],
+    item: UInt[Array, "B 2"],
+    zero: UInt[Array, ""],
+    capacity: int,
+) -> UInt[Array, "P 2"]:
+    """The nodes once items are in these slots; those of the capacity are dropped."""
+    starts, rows = _starts(capacity), slot.shape[0]
+    at = jnp.where(slot < capacity, slot, starts[-1])
+    nodes = nodes.at[at].set(item, mode="drop")
+    # Below, the parents of what has changed; a dropped row stands for the last leaf.
+    node, level = jnp.minimum(slot, capacity - 1), 0
+    lane = jnp.arange(_FANOUT, dtype=jnp.int32)[None]
+    while starts[level + 2] - starts[level + 1] > max(rows, _FANOUT):
+        node = node >> _SHIFT
+        blocks = nodes[starts[level] + node[:, None] * _FANOUT + lane]
+        level += 1
+        nodes = nodes.at[starts[level] + node].set(_least(blocks, zero))
+    # Above, where there are no more nodes than rows, all of them.
+    parts, values = [], nodes[starts[level] : starts[level + 1]]
+    for start, stop in itertools.pairwise(starts[level + 1 :]):
+        values = _least(values.reshape(-1, _FANOUT, 2), zero)
+        parts += [values, _empty(capacity)[: stop - start - values.shape[0]]]
+        values = jnp.concatenate(parts[-2:])
+    return nodes.at[starts[level + 1] :].set(jnp.concatenate(parts))

@@ -20,7 +20,7 @@ import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxbuf.core.varying import vary_with
 
@@ -42,7 +42,7 @@ def native_available() -> bool:
     if path is None:
         return False
     library = ctypes.CDLL(str(path))
-    for name in ("set_leaves", "find", "read", "take"):
+    for name in ("set_leaves", "find", "read", "place", "take"):
         symbol = getattr(library, f"jaxbuf_{name}")
         jax.ffi.register_ffi_target(f"jaxbuf_{name}", jax.ffi.pycapsule(symbol), platform="cpu")
     return True
@@ -122,6 +122,24 @@ def read(
     """Read leaves of a ``SegmentTree``; returns the index and the bits that are there."""
     call = _call("read", (index, index), nodes, "expand_dims")
     return call(nodes, index, capacity=np.int64(capacity))
+
+
+def place(
+    nodes: UInt[Array, "P 2"],
+    counters: UInt[Array, " 2"],
+    rank: UInt[Array, " B"],
+    arrival: UInt[Array, " B"],
+    *,
+    capacity: int,
+) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
+    """Put rows into the nodes of a ``Ranking``; those of rank 0 are not taken.
+
+    Returns:
+        The nodes, in place where XLA allows it, and the slot of each row.
+    """
+    out = (nodes, jax.ShapeDtypeStruct(rank.shape, jnp.int32))
+    call = _call("place", out, nodes, "broadcast_all", input_output_aliases={0: 0})
+    return call(nodes, counters, rank, arrival, capacity=np.int64(capacity))
 
 
 def take(

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -19,6 +20,7 @@ namespace {
 namespace ffi = xla::ffi;
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
+using Words = ffi::Buffer<ffi::U32>;
 using Numbers = ffi::Span<const int64_t>;
 
 // FANOUT in segment_tree.py.
@@ -91,12 +93,6 @@ std::vector<Level> Levels(int64_t capacity, int64_t ops) {
 // In the order of OPS in segment_tree.py; what follows the operations of a tree is its count.
 enum Op : int64_t { kSum, kMin, kMax, kMinPositive, kCount };
 
-inline float AsFloat(int32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
 inline int32_t AsBits(float value) {
   int32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -108,18 +104,17 @@ constexpr int32_t kInfinity = 0x7F800000;
 // As integers, with the lower bits of negative ones flipped, floats keep their order.
 inline int32_t Ordered(int32_t bits) { return bits < 0 ? bits ^ 0x7FFFFFFF : bits; }
 
-inline float Sum4(const float* c) { return ((c[0] + c[1]) + c[2]) + c[3]; }
+// A float that lies in an array of bits.
+using Mass __attribute__((may_alias)) = float;
 
-inline float Sum(const float* c) {
+inline float Sum4(const Mass* c) { return ((c[0] + c[1]) + c[2]) + c[3]; }
+
+inline float Sum(const Mass* c) {
   return ((Sum4(c) + Sum4(c + 4)) + Sum4(c + 8)) + Sum4(c + 12);
 }
 
 inline int32_t Combine(int64_t op, const int32_t* children, bool leaves) {
-  if (op == kSum) {
-    float masses[kFanout];
-    std::memcpy(masses, children, sizeof(masses));
-    return AsBits(Sum(masses));
-  }
+  if (op == kSum) return AsBits(Sum(reinterpret_cast<const Mass*>(children)));
   if (op == kCount) {
     int32_t count = 0;
     for (int i = 0; i < kFanout; ++i) {
@@ -232,7 +227,7 @@ inline float Max(float a, float b) { return (a > b) | (a != a) ? a : b; }
 //
 // It may be a child that is not there: the last one is chosen of a node without mass, and any of a
 // node whose mass is not the sum of its children's.
-inline int32_t Choose(const float* masses, float& r) {
+inline int32_t Choose(const Mass* masses, float& r) {
   float sums[4];
   for (int i = 0; i < 4; ++i) sums[i] = Sum4(masses + 4 * i);
   const float second = sums[0] + sums[1], third = second + sums[2];
@@ -241,7 +236,7 @@ inline int32_t Choose(const float* masses, float& r) {
   const float before[4] = {0.0f, sums[0], second, third};
   const int group = (r >= before[1]) + (r >= before[2]) + (r >= before[3]);
   const float base = before[group];
-  const float* inside = masses + 4 * group;
+  const Mass* inside = masses + 4 * group;
   const float pair = inside[0] + inside[1];
   const float bounds[4] = {0.0f, base + inside[0], base + pair, base + (pair + inside[2])};
   const int child = (r >= bounds[1]) + (r >= bounds[2]) + (r >= bounds[3]);
@@ -279,8 +274,7 @@ ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
       };
       const int32_t *here = start(level), *below = start(next);
       for (int64_t k = 0; k < n; ++k) {
-        float masses[kFanout];
-        std::memcpy(masses, here + node[k] * level.width, sizeof(masses));
+        const Mass* masses = reinterpret_cast<const Mass*>(here + node[k] * level.width);
         if (i == middle) {
           const float mass = Sum(masses);
           residual[k] += finer[k];
@@ -327,6 +321,81 @@ ffi::Error Read(Ints nodes, Ints index, ffi::Result<Ints> same, ffi::Result<Ints
   return ffi::Error::Success();
 }
 
+// Ranking
+
+// Puts rows into the tree of ranking.py, best first, each where the lowest item is while that ranks
+// below it: an item placed before ranks above all rows that are left, and is never the lowest of
+// those they are compared with.
+ffi::Error Place(Words nodes, Words counters, Words rank, Words arrival, ffi::Result<Words> out,
+                 ffi::Result<Ints> slot, int64_t capacity) {
+  const size_t axes = slot->dimensions().size() - 1;
+  const int64_t trees = Product(slot->dimensions(), axes), rows = slot->dimensions()[axes];
+  const int64_t size = 2 * nodes.dimensions()[axes];
+  // From the leaves to the root.
+  std::vector<Level> levels{{capacity, 0, kFanout}};
+  while (levels.back().count > 1 || levels.size() < 2) {
+    const Level below = levels.back();
+    const int64_t blocks = (below.count + kFanout - 1) / kFanout;
+    levels.push_back({blocks, below.start + blocks * kFanout, kFanout});
+  }
+  const size_t top = levels.size() - 1;
+  if (out->typed_data() != nodes.typed_data()) {
+    std::memcpy(out->typed_data(), nodes.typed_data(), nodes.size_bytes());
+  }
+  std::vector<int32_t> order(rows);
+  for (int64_t t = 0; t < trees; ++t) {
+    uint32_t* tree = out->typed_data() + t * size;
+    const uint32_t *ranks = rank.typed_data() + t * rows, *arrivals = arrival.typed_data() + t * rows;
+    int32_t* to = slot->typed_data() + t * rows;
+    const uint32_t next = counters.typed_data()[2 * t], live = counters.typed_data()[2 * t + 1];
+    // Seen from the oldest possible number all numbers rise, also where they wrap.
+    const uint32_t zero = next ^ (1u << 31);
+    const auto key = [&](uint32_t rank, uint32_t number) {
+      return uint64_t{rank} << 32 | (number - zero);
+    };
+    const auto read = [&](int64_t node) { return key(tree[2 * node], tree[2 * node + 1]); };
+    const auto write = [&](int64_t node, uint64_t item) {
+      tree[2 * node] = static_cast<uint32_t>(item >> 32);
+      tree[2 * node + 1] = static_cast<uint32_t>(item) + zero;
+    };
+    // The lowest of a block of siblings, the first of which is given.
+    const auto lowest = [&](int64_t first) {
+      std::pair<uint64_t, int64_t> least{read(first), first};
+      for (int64_t i = 1; i < kFanout; ++i) {
+        const uint64_t item = read(first + i);
+        least = {std::min(item, least.first), item < least.first ? first + i : least.second};
+      }
+      return least;
+    };
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+      return ranks[a] != ranks[b] ? ranks[a] > ranks[b] : a > b;
+    });
+    std::fill_n(to, rows, static_cast<int32_t>(capacity));
+    for (int64_t i = 0; i < rows && ranks[order[i]] > 0; ++i) {
+      const uint64_t item = key(ranks[order[i]], arrivals[order[i]]);
+      int64_t node = live + i;
+      if (node >= capacity) {
+        if (read(levels[top].start) >= item) break;
+        node = 0;
+        for (size_t l = top; l-- > 0;) {
+          const int64_t start = levels[l].start;
+          node = std::min(lowest(start + node * kFanout).second - start, levels[l].count - 1);
+        }
+      }
+      to[order[i]] = static_cast<int32_t>(node);
+      write(node, item);
+      for (size_t l = 0; l < top; ++l) {
+        const uint64_t least = lowest(levels[l].start + (node & ~int64_t{kFanout - 1})).first;
+        node >>= kShift;
+        if (read(levels[l + 1].start + node) == least) break;
+        write(levels[l + 1].start + node, least);
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
 // Storage
 
 // Copies runs of `length` slots of several arrays at once, each from slot `start` of a ring on.
@@ -336,74 +405,59 @@ ffi::Error Read(Ints nodes, Ints index, ffi::Result<Ints> same, ffi::Result<Ints
 ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
                 ffi::RemainingRets outs, int64_t rings, int64_t slots, int64_t length,
                 Numbers widths) {
-  struct Array {
-    ffi::AnyBuffer from;
-    char* to;
-    int64_t width;
-  };
   const size_t axes = start.dimensions().size() - 1;
-  const int64_t rows = start.dimensions()[axes];
-  // All results have the same lanes, by which an operand that is alike in some is repeated.
-  std::vector<int64_t> lanes(axes, 1);
-  std::vector<Array> all;
-  int64_t width = 0;
+  const int64_t rows = start.dimensions()[axes], last = rings * slots - 1;
+  int64_t lanes = 1, width = 0;
   for (size_t k = 0; k < arrays.size(); ++k) {
     auto array = arrays.get<ffi::AnyBuffer>(k);
     auto out = outs.get<ffi::AnyBuffer>(k);
     if (array.has_error()) return array.error();
     if (out.has_error()) return out.error();
-    for (size_t axis = 0; axis < axes; ++axis) lanes[axis] = (*out)->dimensions()[axis];
-    all.push_back({*array, static_cast<char*>((*out)->untyped_data()), widths[k]});
+    lanes = Product((*out)->dimensions(), axes);
     width += widths[k];
   }
-  const auto part_of = [&](int64_t row, const auto& array) {
-    return PartOf(row / rows, array.dimensions(), lanes, axes);
-  };
-  const auto slot = [&](int64_t row) {
-    const int64_t at = start.typed_data()[part_of(row, start) * rows + row % rows];
-    return std::clamp<int64_t>(at, 0, rings * slots - 1);
-  };
-  const auto copy = [&](const Array& array, int64_t begin, int64_t end) {
-    const int64_t bytes = length * array.width;
-    const auto first = [&](int64_t row) {
-      return static_cast<const char*>(array.from.untyped_data()) +
-             (part_of(row, array.from) * rings * slots + slot(row)) * array.width;
+  // Rows `begin` to `end` of one array in the t-th lane.
+  const auto copy = [&](size_t k, int64_t t, int64_t begin, int64_t end) {
+    const ffi::AnyBuffer array = *arrays.get<ffi::AnyBuffer>(k);
+    const ffi::AnyBuffer out = **outs.get<ffi::AnyBuffer>(k);
+    const auto part = [&](const auto& of) {
+      return PartOf(t, of.dimensions(), out.dimensions(), axes);
     };
-    for (int64_t row = begin; row < end; ++row) {
+    const int64_t bytes = length * widths[k];
+    const int32_t* at = start.typed_data() + part(start) * rows;
+    const char* const slot_0 = static_cast<const char*>(array.untyped_data()) +
+                               part(array) * (last + 1) * widths[k];
+    const auto slot = [&](int64_t row) { return std::clamp<int64_t>(at[row], 0, last); };
+    char* to = static_cast<char*>(out.untyped_data()) + (t * rows + begin) * bytes;
+    for (int64_t row = begin; row < end; ++row, to += bytes) {
       if (row + kAhead < end) {
-        // Of a longer run the hardware sees the rest coming by itself.
-        constexpr int64_t kLine = 64, kFar = 8 * kLine;
-        const char* soon = first(row + kAhead);
-        const int64_t near = std::min(bytes, kFar);
-        for (int64_t b = 0; b < near; b += kLine) __builtin_prefetch(soon + b);
-        __builtin_prefetch(soon + near - 1);
+        // The hardware sees what lies between coming by itself.
+        const char* soon = slot_0 + slot(row + kAhead) * widths[k];
+        __builtin_prefetch(soon);
+        __builtin_prefetch(soon + bytes - 1);
       }
-      const char* from = first(row);
+      const char* from = slot_0 + slot(row) * widths[k];
       const int64_t within = length > 1 ? slot(row) % slots : 0;
-      const int64_t straight = std::min(length, slots - within) * array.width;
-      char* to = array.to + row * bytes;
+      const int64_t straight = std::min(length, slots - within) * widths[k];
       std::memcpy(to, from, straight);
       // What goes around the end of a ring.
       if (straight < bytes) {
-        std::memcpy(to + straight, from - within * array.width, bytes - straight);
+        std::memcpy(to + straight, from - within * widths[k], bytes - straight);
       }
     }
   };
-  int64_t total = rows;
-  for (const int64_t lane : lanes) total *= lane;
-  const int64_t parts =
-      total * length * width >= kManyBytes ? std::min<int64_t>(total, kManyParts) : 1;
+  const int64_t parts = lanes * rows * length * width >= kManyBytes ? kManyParts : 1;
   const auto part = [&](int64_t task) {
+    const int64_t t = task / parts, p = task % parts;
     // One array after the other: a core waits for some ten lines at a time, in few pages.
-    for (const Array& array : all) {
-      if (array.width == 0) continue;
-      copy(array, total * task / parts, total * (task + 1) / parts);
+    for (size_t k = 0; k < arrays.size(); ++k) {
+      if (widths[k] > 0) copy(k, t, rows * p / parts, rows * (p + 1) / parts);
     }
   };
   if (parts > 1) {
-    ForEach(pool, parts, part);
+    ForEach(pool, lanes * parts, part);
   } else {
-    part(0);
+    for (int64_t t = 0; t < lanes; ++t) part(t);
   }
   return ffi::Error::Success();
 }
@@ -438,6 +492,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_read, Read,
                                   .Arg<Ints>()
                                   .Arg<Ints>()
                                   .Ret<Ints>()
+                                  .Ret<Ints>()
+                                  .Attr<int64_t>("capacity"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_place, Place,
+                              ffi::Ffi::Bind()
+                                  .Arg<Words>()
+                                  .Arg<Words>()
+                                  .Arg<Words>()
+                                  .Arg<Words>()
+                                  .Ret<Words>()
                                   .Ret<Ints>()
                                   .Attr<int64_t>("capacity"));
 
