@@ -36,7 +36,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import jaxbuf
-from benchmarks import report
+from benchmarks import hlo, report
 from benchmarks.__main__ import pattern
 from benchmarks.gpu import GATHER, LARGEST_POWER, REPLAY
 from benchmarks.harness import Options, Unavailable
@@ -46,7 +46,6 @@ from benchmarks.rows import freshness, gflownet, per, windows
 from benchmarks.rows.growth import SMALL
 from benchmarks.running import progress_bar
 from benchmarks.workload import Workload
-from jaxbuf.monitoring.hlo import Program
 
 DEVICE = Path(__file__).with_name("h200.txtpb")
 SCAN_LENGTH = 100
@@ -178,11 +177,9 @@ def device() -> Any:
 
 def count(program: Any, capacity: int, calls: int = 1) -> Counts:
     """What one call does of a program of several."""
-    text = Program(program.as_text())
-    launches = text.launches
-    copied = sum((copy.times or 1) * copy.nbytes for copy in text.copies(capacity))
+    work = hlo.work(program.as_text(), capacity)
     return Counts(
-        launches.kernels // calls, launches.waits // calls, memory_beyond(program), copied // calls
+        work.kernels // calls, work.waits // calls, memory_beyond(program), work.copied // calls
     )
 
 

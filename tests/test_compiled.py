@@ -9,7 +9,7 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core import native
-from jaxbuf.monitoring.hlo import Program
+from jaxbuf.testing import hlo
 
 CAPACITY = 2**14
 EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0), "frame": jnp.zeros((8, 9, 2), bool)}
@@ -23,7 +23,7 @@ def items(rows):
 def copies(function, *args):
     """The copies of arrays with at least one number per slot in the compiled ``function``."""
     compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
-    found = Program(compiled.as_text()).copies(4 * CAPACITY)
+    found = hlo.copies(compiled.as_text(), 4 * CAPACITY)
     return [copy for copy in found if max(copy.shape) >= CAPACITY]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -11,9 +12,16 @@ import jax
 
 from jaxbuf.core import checks
 from jaxbuf.core.sizes import MOST_ON_HOST, check_count, format_bytes
-from jaxbuf.monitoring.hlo import Copy, Parameter, Program
 
 Fate = Literal["in place", "read", "copied"]
+
+ORDER = (
+    "XLA copies what a step reads before it writes and still needs after: add before you sample, "
+    "and read nothing of the old buffer once there is a new one."
+)
+
+# In the first line of a program: `input_output_alias={ {0}: (2, {}, may-alias), ... }`.
+_ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +34,9 @@ class LeafMemory:
         dtype: Name of its dtype.
         nbytes: Its size in bytes.
         donated: Whether the program may write to its memory.
-        fate: ``"in place"`` if the result lies in the same memory, and nothing was copied on the
-            way; ``"read"`` if there is no result and no copy; ``"copied"`` otherwise.
-        bytes_copied: What copies of it write in one call, a loop's steps counted one by one if
-            their number is known when the program is compiled, and once otherwise. Copies in the
-            branches of conditionals count as if all were taken.
-        copies: The copies in detail; none where the result is simply written to other memory.
         in_buffer: Whether it is part of a buffer.
+        fate: ``"in place"`` if a result lies in the same memory; ``"copied"`` if a buffer like the
+            one it is part of is returned and lies elsewhere; ``"read"`` otherwise.
     """
 
     name: str
@@ -40,15 +44,8 @@ class LeafMemory:
     dtype: str
     nbytes: int
     donated: bool
-    fate: Fate
-    bytes_copied: int
-    copies: tuple[Copy, ...]
     in_buffer: bool
-
-    @property
-    def in_loop(self) -> bool:
-        """Whether it is copied in each step of a loop."""
-        return any(copy.in_loop for copy in self.copies)
+    fate: Fate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,26 +53,24 @@ class MemoryReport:
     """What a compiled function does with the memory of its buffers. Its ``str`` is a table.
 
     Attributes:
-        name: Of the function.
+        name: The name of the function.
         leaves: The arrays looked at.
-        smallest: Copies of fewer bytes are ignored.
-        temporary_bytes: What the program needs beside its arguments and results; None where the
-            backend does not tell.
+        result_bytes: Size of the results that do not lie in the memory of an argument.
+        temporary_bytes: What the program needs beside its arguments and results. A program that
+            copies an array on the way to a result needs at least the size of that array.
         closed_over_bytes: Size of the arrays that the function takes from around it, not as
-            arguments: constants of the program, which cannot be donated.
-        other_copies: Copies of which the program does not tell whose contents they are of.
+            arguments: they are constants of the program and cannot be donated.
     """
 
     name: str
     leaves: tuple[LeafMemory, ...]
-    smallest: int
-    temporary_bytes: int | None
+    result_bytes: int
+    temporary_bytes: int
     closed_over_bytes: int
-    other_copies: tuple[Copy, ...]
 
     @property
     def copied(self) -> tuple[str, ...]:
-        """Names of the leaves that are copied."""
+        """Names of the leaves whose new contents lie in other memory."""
         return self._names("copied")
 
     @property
@@ -90,8 +85,8 @@ class MemoryReport:
 
     @property
     def bytes_copied(self) -> int:
-        """What all copies together write in one call."""
-        return sum(leaf.bytes_copied for leaf in self.leaves)
+        """Size of the leaves that are copied."""
+        return sum(leaf.nbytes for leaf in self.leaves if leaf.fate == "copied")
 
     @property
     def bytes_in_place(self) -> int:
@@ -108,11 +103,12 @@ class MemoryReport:
         sizes = [format_bytes(leaf.nbytes) for leaf in self.leaves]
         wide = max((len(size) for size in sizes), default=0)
         lines = [
-            f"{self.name}: {_size(self.bytes_copied, self.leaves)} copied, "
-            f"{format_bytes(self.bytes_in_place)} updated in place"
+            f"{self.name}: {format_bytes(self.bytes_copied)} copied, "
+            f"{format_bytes(self.bytes_in_place)} updated in place, "
+            f"{format_bytes(self.temporary_bytes)} of temporary memory"
         ]
         for leaf, size in zip(self.leaves, sizes, strict=True):
-            lines.append(f"  {leaf.name:<{width}}  {size:>{wide}}  {_fate(leaf)}")
+            lines.append(f"  {leaf.name:<{width}}  {size:>{wide}}  {leaf.fate}")
         return "\n".join([*lines, *self._advice()])
 
     def __repr__(self) -> str:
@@ -122,28 +118,25 @@ class MemoryReport:
         return tuple(leaf.name for leaf in self.leaves if leaf.fate == fate)
 
     def _advice(self) -> Iterator[str]:
-        copied = [leaf for leaf in self.leaves if leaf.fate == "copied"]
         if self.closed_over_bytes:
             yield (
                 f"The function closes over {format_bytes(self.closed_over_bytes)} of arrays, which "
                 "are constants of the program and copied where they change: pass a buffer as an "
                 "argument."
             )
-        if any(not leaf.donated for leaf in copied):
+        if any(leaf.fate == "copied" for leaf in self.leaves):
             yield (
-                "What is not donated must stay as it was, so its new contents need memory of their "
-                "own: donate the buffer (jax.jit(..., donate_argnums=...); jaxbuf.add and "
+                "A buffer that is not donated must stay as it was, so its new contents need memory "
+                "of their own: donate the buffer (jax.jit(..., donate_argnums=...); jaxbuf.add and "
                 "jaxbuf.update_priority do) and go on with the result."
             )
-        if any(leaf.in_loop for leaf in copied):
+        updated = [leaf for leaf in self.leaves if leaf.in_buffer and leaf.fate == "in place"]
+        largest = max(updated, key=lambda leaf: leaf.nbytes, default=None)
+        beside = self.temporary_bytes + self.result_bytes
+        if largest is not None and beside >= largest.nbytes:
             yield (
-                "A step of a loop copies what it reads before it writes and still needs after: add "
-                "before you sample, and read nothing of the old buffer once there is a new one."
-            )
-        elif any(leaf.donated for leaf in copied):
-            yield (
-                "What is donated is copied if the old contents are needed after the new ones are "
-                "written: return only the new buffer, and sample from that one."
+                f"The program needs {format_bytes(beside)} beside its arguments, as much as "
+                f"{largest.name} takes. {ORDER} jaxbuf.testing.assert_no_copy names what is copied."
             )
 
 
@@ -154,112 +147,99 @@ def explain_memory(
     static_argnums: int | Sequence[int] = (),
     smallest: int = 1024,
 ) -> MemoryReport:
-    """Compile a function and tell which arrays of its buffers it copies.
+    """Compile a function, and tell which arrays of a buffer it updates in place.
 
-    Nothing runs, so it also tells of buffers that do not fit in memory: any argument may consist of
-    ``jax.ShapeDtypeStruct`` instead of arrays (see ``jax.eval_shape``).
+    Nothing runs. Arguments may be arrays or ``jax.ShapeDtypeStruct``, so it takes no memory either.
 
     Args:
-        fn: The function: a training step, or a method such as ``jaxbuf.ItemBuffer.add`` or
-            ``buffer.add``, of which the buffer is the first argument. One that ``jax.jit`` returned
-            keeps its own donated and static arguments.
-        *args: What it is called with.
+        fn: The function to explain, such as ``jaxbuf.add``, a training step, or a method of a
+            buffer: then the buffer is the first argument. One that ``jax.jit`` returned keeps its
+            own donated and static arguments.
+        *args: The arguments of the function.
         donate_argnums: Which arguments it may overwrite, as in ``jax.jit``; ``()`` for none.
         static_argnums: Which arguments are static, as in ``jax.jit``.
-        smallest: Ignore copies of fewer bytes: counters are copied all the time.
+        smallest: Arrays of fewer bytes may be closed over.
 
     Returns:
         A ``MemoryReport`` on the leaves of all buffers among the arguments, and of those that are
         donated; on all arguments if there are none of either kind.
 
     Raises:
-        ValueError: If ``smallest`` is below 1.
+        ValueError: If ``smallest`` is below 1, or ``fn`` is not a function.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
         >>> buffer = jaxbuf.ItemBuffer.create({"obs": jnp.zeros(8)}, capacity=10_000)
         >>> items = {"obs": jnp.ones((32, 8))}
         >>> print(jaxbuf.explain_memory(buffer.add, items))
-        add: 0 B copied, 312.5 KiB updated in place
+        add: 0 B copied, 312.5 KiB updated in place, ... of temporary memory
           self.data['obs']         312.5 KiB  in place
-          self.occupancy.counters       12 B  in place
-          self.counters                  8 B  in place
-        >>> kept = jaxbuf.explain_memory(buffer.add, items, donate_argnums=())
-        >>> kept.copied, kept.bytes_copied
-        (("self.data['obs']", 'self.occupancy.counters', 'self.counters'), 320020)
+          ...
+        >>> jaxbuf.explain_memory(buffer.add, items, donate_argnums=()).copied
+        ("self.data['obs']", ...)
     """
     smallest = check_count("smallest", smallest, most=MOST_ON_HOST)
     if not callable(fn):
         raise ValueError(f"fn is {checks.name_of(fn)}; expected a function")
+    return compile_step(fn, args, donate_argnums, static_argnums, smallest)[0]
+
+
+def compile_step(
+    fn: Any,
+    args: tuple[Any, ...],
+    donate_argnums: int | Sequence[int],
+    static_argnums: int | Sequence[int],
+    smallest: int,
+) -> tuple[MemoryReport, str]:
+    """The report of ``explain_memory``, and the text of the program that it is on."""
     owner = getattr(fn, "__self__", None)
     if _is_buffer(owner):
         fn, args = getattr(fn, "__func__", fn), (owner, *args)
     jitted: Any = fn
     if not hasattr(fn, "trace"):
-        jitted = jax.jit(
-            fn, donate_argnums=donate_argnums, static_argnums=static_argnums, keep_unused=True
-        )
+        jitted = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     with warnings.catch_warnings():
-        # What is donated in vain is in the report.
+        # The report tells what is donated in vain.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*args)
         lowered = traced.lower()
         compiled = lowered.compile()
-    program = Program(compiled.as_text())
-    # A program from the compilation cache bears the names of the one that was compiled first.
-    parameters = Program(lowered.as_text("hlo", debug_info=True)).parameters
-    leaves = _leaves(lowered.args_info, lowered.out_info)
-    number = dict(_matches(leaves, parameters))
-    copies = program.copies(smallest)
-    names = _names(fn, lowered.args_info)
-    found = [
-        _explain(
-            leaf,
-            parameters[number[i]].label if i in number else "",
-            names,
-            [copy for copy in copies if i in number and copy.parameter == number[i]],
-            i in number and number[i] in program.aliased,
-        )
-        for i, leaf in enumerate(leaves)
-    ]
-    watched = [leaf.in_buffer or leaf.info.donated for leaf in leaves]
-    if not any(watched):
-        watched = [True] * len(leaves)
+    # The program has no parameter for an argument that nothing uses.
+    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda x: x is None)
+    used = [i for i, sharding in enumerate(shardings) if sharding is not None]
+    text = compiled.as_text() or ""
+    aliased = {used[int(number)] for number in _ALIASED.findall(text.partition("\n")[0])}
+
+    leaves: list[LeafMemory] = []
+    names = _names(fn, lowered.args_info, static_argnums)
+    nodes = jax.tree_util.tree_leaves_with_path(lowered.args_info, is_leaf=_is_buffer)
+    for path, node in nodes:
+        # Of a buffer that is not among the results there are no new contents.
+        other: Fate = "copied" if _is_buffer(node) and _is_in(node, lowered.out_info) else "read"
+        for inner, info in jax.tree_util.tree_leaves_with_path(node):
+            _, argument, *rest = (*path, *inner)
+            leaves.append(
+                LeafMemory(
+                    name=names[argument.idx] + jax.tree_util.keystr(tuple(rest)),
+                    shape=tuple(info.shape),
+                    dtype=str(info.dtype),
+                    nbytes=math.prod(info.shape) * getattr(info.dtype, "itemsize", 1),
+                    donated=info.donated,
+                    in_buffer=_is_buffer(node),
+                    fate="in place" if len(leaves) in aliased else other,
+                )
+            )
+    watched = [leaf for leaf in leaves if leaf.in_buffer or leaf.donated] or leaves
     memory = compiled.memory_analysis()
     constants = [getattr(value, "nbytes", 0) for value in traced.jaxpr.consts]
-    return MemoryReport(
+    report = MemoryReport(
         name=getattr(fn, "__name__", type(fn).__name__),
-        leaves=tuple(leaf for leaf, wanted in zip(found, watched, strict=True) if wanted),
-        smallest=smallest,
-        temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
+        leaves=tuple(watched),
+        result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0,
+        temporary_bytes=memory.temp_size_in_bytes if memory else 0,
         closed_over_bytes=sum(size for size in constants if size >= smallest),
-        other_copies=tuple(copy for copy in copies if copy.parameter is None),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """An array of the arguments: where it stands, and whether there is a new form of it."""
-
-    path: tuple[Any, ...]
-    info: Any
-    in_buffer: bool
-    returned: bool
-
-    @property
-    def inner(self) -> str:
-        """Its name within its argument."""
-        return jax.tree_util.keystr(self.path[2:])
-
-
-def _leaves(args_info: Any, out_info: Any) -> list[_Leaf]:
-    """All arrays of the arguments, in order."""
-    found: list[_Leaf] = []
-    for path, node in jax.tree_util.tree_leaves_with_path(args_info, is_leaf=_is_buffer):
-        returned = _is_buffer(node) and _is_in(node, out_info)
-        for inner, info in jax.tree_util.tree_leaves_with_path(node):
-            found.append(_Leaf((*path, *inner), info, _is_buffer(node), returned))
-    return found
+    return report, text
 
 
 def _is_buffer(node: Any) -> bool:
@@ -268,79 +248,20 @@ def _is_buffer(node: Any) -> bool:
 
 def _is_in(buffer: Any, out_info: Any) -> bool:
     """Whether there is a buffer like this one among the results."""
-    wanted = jax.tree.structure(buffer)
-    shapes = [info.shape for info in jax.tree.leaves(buffer)]
-    return any(
-        jax.tree.structure(out) == wanted and [x.shape for x in jax.tree.leaves(out)] == shapes
-        for out in jax.tree.leaves(out_info, is_leaf=_is_buffer)
-    )
+
+    def kind(node: Any) -> tuple[Any, ...]:
+        return jax.tree.structure(node), *(leaf.shape for leaf in jax.tree.leaves(node))
+
+    return kind(buffer) in map(kind, jax.tree.leaves(out_info, is_leaf=_is_buffer))
 
 
-def _matches(leaves: list[_Leaf], parameters: list[Parameter]) -> Iterator[tuple[int, int]]:
-    """Which argument each parameter is: all in order, but those that nothing uses may be gone."""
-    at = 0
-    for number, parameter in enumerate(parameters):
-        while at < len(leaves):
-            leaf = leaves[at]
-            root = parameter.label.removesuffix(leaf.inner)
-            known = not parameter.label or (
-                parameter.label.endswith(leaf.inner) and root.replace("*", "").isidentifier()
-            )
-            at += 1
-            if len(leaves) == len(parameters) or known:
-                yield at - 1, number
-                break
-
-
-def _names(fn: Any, args_info: Any) -> list[str]:
-    """What the positional arguments are called."""
+def _names(fn: Any, args_info: Any, static_argnums: int | Sequence[int]) -> list[str]:
+    """The names of the positional arguments that are not static."""
+    count = len(args_info[0])
     try:
-        given = list(inspect.signature(fn).parameters)
+        given = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         given = []
-    count = len(args_info[0])
-    return given if len(given) == count else [f"args[{i}]" for i in range(count)]
-
-
-def _explain(
-    leaf: _Leaf,
-    label: str,
-    names: list[str],
-    copies: list[Copy],
-    aliased: bool,
-) -> LeafMemory:
-    shape, dtype = tuple(leaf.info.shape), leaf.info.dtype
-    nbytes = math.prod(shape) * getattr(dtype, "itemsize", 1)
-    written = sum(copy.nbytes * (1 if copy.times is None else copy.times) for copy in copies)
-    if not copies and not aliased and leaf.returned:
-        written = nbytes
-    fate: Fate = "copied" if written else "in place" if aliased else "read"
-    return LeafMemory(
-        name=label or names[leaf.path[1].idx] + leaf.inner,
-        shape=shape,
-        dtype=str(dtype),
-        nbytes=nbytes,
-        donated=leaf.info.donated,
-        fate=fate,
-        bytes_copied=written,
-        copies=tuple(copies),
-        in_buffer=leaf.in_buffer,
-    )
-
-
-def _size(nbytes: int, leaves: Sequence[LeafMemory]) -> str:
-    """What is copied, which is less where a conditional takes another branch."""
-    at_most = any(copy.conditional for leaf in leaves for copy in leaf.copies)
-    return f"{'up to ' if at_most else ''}{format_bytes(nbytes)}"
-
-
-def _fate(leaf: LeafMemory) -> str:
-    if leaf.fate != "copied":
-        return leaf.fate
-    text = f"copied: {_size(leaf.bytes_copied, [leaf])}"
-    loops = [copy for copy in leaf.copies if copy.in_loop]
-    if loops:
-        steps = {copy.times for copy in loops}
-        often = f" of {steps.pop()}" if len(steps) == 1 and None not in steps else ""
-        text += f", {len(loops)} × in each step of a loop{often}"
-    return text
+    static = [static_argnums] if isinstance(static_argnums, int) else [*static_argnums]
+    names = [p.name for i, p in enumerate(given) if p.kind < p.VAR_POSITIONAL and i not in static]
+    return names if len(names) == count else [f"args[{i}]" for i in range(count)]

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxbuf.core.describe import summary
 from jaxbuf.core.donation import check_there
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.subset import Subset
@@ -98,7 +97,7 @@ def plot(buffer: Any) -> "Figure":
     parts = _parts(buffer)
     for part in parts:
         _check(part)
-    looks = [(summary(part).title, _map(part), _panels(part)) for part in parts]
+    looks = [(_title(part), _map(part), _panels(part)) for part in parts]
     heights = [2.4 + 2.2 * _rows(panels) for _, _, panels in looks]
 
     class Shown(module.Figure):
@@ -115,6 +114,11 @@ def plot(buffer: Any) -> "Figure":
         place.suptitle(title)
         _draw(place, where, panels)
     return figure
+
+
+def _title(buffer: Any) -> str:
+    unit = "steps" if hasattr(buffer, "num_envs") else "items"
+    return f"{type(buffer).__name__}: {int(buffer.size):,} of {buffer.capacity:,} {unit}"
 
 
 def _parts(buffer: Any) -> list[Any]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxbuf.core.sizes import check_count, format_bytes
 from jaxbuf.io.checkpoint import load, save
-from jaxbuf.monitoring.hlo import Copy
-from jaxbuf.monitoring.memory import explain_memory
+from jaxbuf.monitoring.memory import ORDER, LeafMemory, compile_step
+from jaxbuf.testing.hlo import copies
 from jaxbuf.testing.structures import check_concrete, differing, report
 
 
@@ -50,10 +50,10 @@ def assert_no_copy(
         Traceback (most recent call last):
         AssertionError: the step copies what it could update in place:
           self.data['obs'] (312.5 KiB) is copied
-          What is not donated must stay as it was, ...
+          A buffer that is not donated must stay as it was, ...
     """
     smallest = check_count("smallest", smallest)
-    memory = explain_memory(step, buffer, *args, static_argnums=static_argnums, smallest=smallest)
+    memory, program = compile_step(step, (buffer, *args), 0, static_argnums, smallest)
     watched = [leaf for leaf in memory.leaves if leaf.in_buffer] or list(memory.leaves)
     large = [leaf for leaf in watched if leaf.nbytes >= smallest]
     if not large:
@@ -61,22 +61,23 @@ def assert_no_copy(
             f"buffer has no leaf of {smallest} bytes or more, so that nothing would be checked; "
             "pass a larger one, such as jax.eval_shape makes, or another smallest"
         )
-    problems = [
-        f"{leaf.name} ({format_bytes(leaf.nbytes)}) is copied{_often(leaf.copies)}"
-        for leaf in large
-        if leaf.fate == "copied"
-    ]
-    # Of what is computed from several arrays the program does not say which of them it was.
-    for copy in memory.other_copies:
-        alike = [leaf.name for leaf in large if leaf.nbytes == copy.nbytes]
+    problems = {leaf.name: _says(leaf) for leaf in large if leaf.fate == "copied"}
+    found = copies(program, smallest)
+    for copy in sorted(found, key=lambda copy: -copy.nbytes):
+        # The program does not tell whose contents it copies, but how much.
+        alike = [leaf for leaf in large if leaf.nbytes == copy.nbytes]
+        alike = [leaf for leaf in alike if leaf.shape == copy.shape] or alike
+        often = " in each step of a loop" if copy.in_loop else ""
         if alike:
-            problems.append(f"something as large as {alike[0]} is copied{_often([copy])}")
+            names = " or ".join(leaf.name for leaf in alike)
+            problems[names] = _says(alike[0], names) + often
     if problems:
-        report("the step copies what it could update in place:", [*problems, memory.advice])
+        title = "the step copies what it could update in place:"
+        report(title, [*problems.values(), memory.advice or ORDER])
 
 
-def _often(copies: Sequence[Copy]) -> str:
-    return " in each step of a loop" if any(copy.in_loop for copy in copies) else ""
+def _says(leaf: LeafMemory, names: str = "") -> str:
+    return f"{names or leaf.name} ({format_bytes(leaf.nbytes)}) is copied"
 
 
 def assert_resumes(

@@ -1,0 +1,125 @@
+"""Finds the copies in the text of a compiled program.
+
+The text is public and nearly the same on every backend. Only the instructions called ``copy`` are
+looked at, and which computation calls which.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z\d\-]*)\((.*)$")
+_CALLED = re.compile(
+    r"(?:body|condition|calls|to_apply|\w+_computations?)=(?:\{([^}]*)\}|%?([\w.\-]+))"
+)
+_ARRAY = re.compile(r"^\(?(\w+)\[([\d,]*)\]")
+_BITS = re.compile(r"\d+")
+
+
+class Instruction(NamedTuple):
+    """One line of a program.
+
+    Attributes:
+        name: The name of its result.
+        root: Whether it is the result of its computation.
+        type: The type of its result.
+        opcode: What it does.
+        rest: Its operands and attributes.
+    """
+
+    name: str
+    root: bool
+    type: str
+    opcode: str
+    rest: str
+
+    @property
+    def called(self) -> list[str]:
+        """The computations that it calls."""
+        found = [several or one for several, one in _CALLED.findall(self.rest)]
+        return [name for names in found for name in re.findall(r"[\w.\-]+", names)]
+
+
+class Copy(NamedTuple):
+    """A copy of an array.
+
+    Attributes:
+        shape: Its shape.
+        nbytes: Its size in bytes.
+        in_loop: Whether it happens in each step of a loop.
+        conditional: Whether it happens in a branch of a conditional only.
+    """
+
+    shape: tuple[int, ...]
+    nbytes: int
+    in_loop: bool
+    conditional: bool
+
+
+def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The computations of a program by name, and the name of the first one to run."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, inside = "", list[Instruction]()
+    for line in text.splitlines():
+        if begins := _COMPUTATION.match(line):
+            inside = computations.setdefault(begins[2], [])
+            entry = begins[2] if begins[1] else entry
+        elif found := _INSTRUCTION.match(line):
+            inside.append(Instruction(found[2], bool(found[1]), *found.groups()[2:]))
+    return computations, entry
+
+
+def copies(text: str, smallest: int) -> list[Copy]:
+    """The copies of arrays of at least ``smallest`` bytes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> change = jax.jit(lambda x: x.at[0].set(2.0))
+        >>> copies(change.lower(jnp.zeros(1000)).compile().as_text(), 4000)
+        [Copy(shape=(1000,), nbytes=4000, in_loop=False, conditional=False)]
+    """
+    computations, _ = parse(text)
+    callers = {
+        name: (caller, instruction.opcode)
+        for caller, instructions in computations.items()
+        for instruction in instructions
+        for name in instruction.called
+    }
+    found: list[Copy] = []
+    for name, instructions in computations.items():
+        around = list(_around(name, callers))
+        for instruction in instructions:
+            shape, nbytes = size(instruction)
+            copied = instruction.opcode in ("copy", "copy-start") and nbytes >= smallest
+            # What a fusion computes on its way is never stored.
+            if copied and not (around[:1] == ["fusion"] and not stored(instruction, instructions)):
+                found.append(Copy(shape, nbytes, "while" in around, "conditional" in around))
+    return found
+
+
+def stored(instruction: Instruction, instructions: Sequence[Instruction]) -> bool:
+    """Whether an instruction gives a result of its computation, or a part of it."""
+    [root] = [other for other in instructions if other.root]
+    names = re.findall(r"[\w.\-]+", root.rest) if root.opcode == "tuple" else [root.name]
+    return instruction.name in names
+
+
+def size(instruction: Instruction) -> tuple[tuple[int, ...], int]:
+    """The shape and the bytes of an array; of a tuple those of its first one."""
+    found = _ARRAY.match(instruction.type)
+    if found is None:
+        return (), 0
+    shape = tuple(int(axis) for axis in found[2].split(",") if axis)
+    bits = _BITS.search(found[1])
+    return shape, -(-math.prod(shape) * (int(bits[0]) if bits else 8) // 8)
+
+
+def _around(name: str, callers: Mapping[str, tuple[str, str]]) -> list[str]:
+    """The opcodes of the instructions around a computation, from the inside out."""
+    opcodes: list[str] = []
+    while name in callers:
+        name, opcode = callers[name]
+        opcodes.append(opcode)
+    return opcodes
