@@ -1,7 +1,5 @@
 """Programs written for flashbax run on jaxbuf, and what they can rely on is the same."""
 
-import contextlib
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,16 +7,10 @@ import numpy as np
 import pytest
 
 import jaxbuf.interop.flashbax as facade
+from tests.lenient import lenient
 
 STEP = {"obs": jnp.array([5, 4]), "reward": jnp.array(1.0)}
 KEY = jax.random.PRNGKey(0)
-
-
-@contextlib.contextmanager
-def lenient():
-    """With the promotion of dtypes and ranks that flashbax counts on."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def flashbax():

@@ -4,6 +4,15 @@ A program written for flashbax 0.1 runs after one change:
 
     import jaxbuf.interop.flashbax as fbx  # was: import flashbax as fbx
 
+| flashbax | jaxbuf |
+| --- | --- |
+| `make_trajectory_buffer` | `TrajectoryBuffer` with `add_batch_size` environments, written as one |
+| `make_flat_buffer` | the same with windows of two steps, handed out as pairs |
+| `make_item_buffer` | the same with one environment and windows of one step |
+| `make_prioritised_…` | the same with `Prioritized(alpha=priority_exponent)` |
+| `make_trajectory_queue` | `TrajectoryBuffer.dequeue` |
+| `make_mixer` | batches of several buffers, joined; see also `Mixture` |
+
 Shapes, structures, capacities, write positions, ``can_sample``, ``can_add`` and the numbers in
 ``indices`` are those of flashbax. What differs, and why:
 
@@ -37,10 +46,9 @@ over bit by bit.
 """
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +56,6 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import ops
-from jaxbuf.buffers.sample import Sample
-from jaxbuf.buffers.trajectory import Steps
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
 from jaxbuf.core import describe
 from jaxbuf.core.checks import check_flag, check_fraction
@@ -82,17 +88,14 @@ __all__ = [
 ]
 
 
-_Windows = TypeVar("_Windows", bound="TrajectoryBuffer")
-
-
 class SumTreeRoot(NamedTuple):
-    """What can be read of a sum tree: ``nodes[0]``, the sum of all priorities to the exponent."""
+    """The part of a sum tree that can be read: ``nodes[0]``, the sum of all leaves."""
 
     nodes: Float[Array, " 1"]
 
 
 class TrajectoryBufferState(struct.PyTreeNode):
-    """The state of a buffer: a ``jaxbuf.TrajectoryBuffer`` whose rings are written together.
+    """The state of a buffer or a queue: a ``jaxbuf.TrajectoryBuffer`` written in all rings at once.
 
     Attributes:
         buffer: That buffer.
@@ -110,8 +113,18 @@ class TrajectoryBufferState(struct.PyTreeNode):
 
     @property
     def current_index(self) -> Int[Array, ""]:
-        """Where the next step goes along the time axis."""
+        """The index on the time axis of the next step."""
         return self._counter(0).astype(jnp.int32)
+
+    @property
+    def write_index(self) -> Int[Array, ""]:
+        """The same, as queues call it."""
+        return self.current_index
+
+    @property
+    def read_index(self) -> Int[Array, ""]:
+        """The index on the time axis of the earliest step, which a queue gives next."""
+        return (self.current_index - self._counter(2).astype(jnp.int32)) % self.buffer.length
 
     @property
     def is_full(self) -> Bool[Array, ""]:
@@ -121,8 +134,7 @@ class TrajectoryBufferState(struct.PyTreeNode):
     @property
     def running_index(self) -> Int[Array, ""]:
         """How many steps were added to each row."""
-        laps = self._counter(1) - jnp.uint32(1)
-        return (laps * jnp.uint32(self.buffer.length) + self._counter(0)).astype(jnp.int32)
+        return self.buffer.end_position[..., 0].astype(jnp.int32)
 
     @property
     def sum_tree_state(self) -> SumTreeRoot:
@@ -140,18 +152,7 @@ class TrajectoryBufferState(struct.PyTreeNode):
         return self.buffer.rings.counters[..., 0, number]
 
 
-class TrajectoryQueueState(TrajectoryBufferState):
-    """The state of a queue."""
-
-    @property
-    def write_index(self) -> Int[Array, ""]:
-        """Where the next step is written along the time axis."""
-        return self.current_index
-
-    @property
-    def read_index(self) -> Int[Array, ""]:
-        """Where the next sample begins along the time axis."""
-        return (self.current_index - self._counter(2).astype(jnp.int32)) % self.buffer.length
+TrajectoryQueueState = TrajectoryBufferState
 
 
 class ExperiencePair(NamedTuple):
@@ -165,31 +166,29 @@ class TrajectoryBufferSample(struct.PyTreeNode):
     """A batch.
 
     Attributes:
-        experience: Leaves ``[B, sample_sequence_length, ...]``; ``[B, ...]`` for items.
-        valid: Which rows were drawn, ``[B]``; all, once ``can_sample`` is True.
+        experience: Windows ``[B, sample_sequence_length, ...]``, items ``[B, ...]``, an
+            ``ExperiencePair`` of them, or what was taken out of a queue, ``[add_batch_size,
+            sample_sequence_length, ...]``.
+        valid: Which rows were drawn, ``[B]``; all of them, once ``can_sample`` is True.
     """
 
-    experience: PyTree[Array]
+    experience: Any
     valid: Bool[Array, " B"]
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
 
 
-class TransitionSample(TrajectoryBufferSample):
-    """A batch whose ``experience`` is an ``ExperiencePair``."""
-
-
 class PrioritisedTrajectoryBufferSample(TrajectoryBufferSample):
     """A batch drawn by priorities.
 
     Attributes:
-        indices: Where the windows lie, ``[B]``.
-        probabilities: With which probability a draw gives each, ``[B]``.
+        indices: The numbers of the windows, ``[B]``.
+        probabilities: The probability of each in a draw, ``[B]``.
         priorities: Their priorities to the exponent, ``[B]``: what flashbax before 0.1.3 had
             instead of probabilities.
-        slots: Which windows these are, for ``set_priorities``: unlike ``indices``, it tells whether
-            a window was overwritten since.
+        slots: The windows, for ``set_priorities``: unlike ``indices`` they tell whether a window
+            was overwritten since.
     """
 
     indices: Int[Array, " B"]
@@ -198,12 +197,8 @@ class PrioritisedTrajectoryBufferSample(TrajectoryBufferSample):
     slots: Slots
 
 
-class PrioritisedTransitionSample(PrioritisedTrajectoryBufferSample):
-    """A batch drawn by priorities whose ``experience`` is an ``ExperiencePair``."""
-
-
-class TrajectoryQueueSample(TrajectoryBufferSample):
-    """What was taken out of a queue, leaves ``[add_batch_size, sample_sequence_length, ...]``."""
+TransitionSample = TrajectoryQueueSample = TrajectoryBufferSample
+PrioritisedTransitionSample = PrioritisedTrajectoryBufferSample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +214,7 @@ class TrajectoryBuffer:
 
     init: Callable[..., TrajectoryBufferState]
     add: Callable[..., TrajectoryBufferState]
-    sample: Callable[..., TrajectoryBufferSample]
+    sample: Callable[..., Any]
     can_sample: Callable[..., Bool[Array, ""]]
 
     def replace(self, **functions: Callable[..., Any]) -> Self:
@@ -239,27 +234,14 @@ class PrioritisedTrajectoryBuffer(TrajectoryBuffer):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrajectoryQueue:
-    """The functions of a queue.
+class TrajectoryQueue(TrajectoryBuffer):
+    """The functions of a queue; ``sample`` takes no key, and returns the next state and a batch.
 
     Attributes:
-        init: From one step, its state.
-        add: From a state and experience ``[add_batch_size, add_sequence_length, ...]``, the next
-            state.
-        sample: From a state, the next state and a batch.
-        can_sample: Whether a state holds enough.
         can_add: Whether as much as is added fits.
     """
 
-    init: Callable[..., TrajectoryQueueState]
-    add: Callable[..., TrajectoryQueueState]
-    sample: Callable[..., tuple[TrajectoryQueueState, TrajectoryQueueSample]]
-    can_sample: Callable[..., Bool[Array, ""]]
     can_add: Callable[..., Bool[Array, ""]]
-
-    def replace(self, **functions: Callable[..., Any]) -> Self:
-        """The same with other functions, such as jitted ones."""
-        return dataclasses.replace(self, **functions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,14 +266,14 @@ def make_trajectory_buffer(
     max_size: int | None = None,
     max_length_time_axis: int | None = None,
 ) -> TrajectoryBuffer:
-    """A buffer of windows, drawn uniformly: ``jaxbuf.TrajectoryBuffer``.
+    """A buffer of windows, drawn uniformly.
 
     Args:
-        add_batch_size: Rows added at a time: rings.
+        add_batch_size: Rows added at a time.
         sample_batch_size: Windows in a batch.
         sample_sequence_length: Steps in a window.
         period: Distance between the places where windows start.
-        min_length_time_axis: From how many steps in each row on ``can_sample`` is True.
+        min_length_time_axis: Steps in each row for ``can_sample`` to be True.
         max_size: Steps of all rows together, instead of ``max_length_time_axis``.
         max_length_time_axis: Steps in each row.
 
@@ -312,27 +294,15 @@ def make_trajectory_buffer(
         >>> bool(buffer.can_sample(state)), batch.experience["obs"].shape
         (True, (4, 3, 5))
     """
-    _check_counts(
-        add_batch_size=add_batch_size,
-        sample_batch_size=sample_batch_size,
-        sample_sequence_length=sample_sequence_length,
-        period=period,
-    )
-    least, length = _lengths(
+    return _windows(
         add_batch_size,
+        sample_batch_size,
         sample_sequence_length,
         period,
         min_length_time_axis,
         max_size,
         max_length_time_axis,
     )
-    init = _init(add_batch_size, length, sample_sequence_length, period, Uniform())
-
-    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
-        drawn = ops.sample(state.buffer, rng_key, sample_batch_size)
-        return TrajectoryBufferSample(experience=drawn.data, valid=drawn.valid)
-
-    return TrajectoryBuffer(init=init, add=_add, sample=sample, can_sample=_can_sample(least))
 
 
 def make_prioritised_trajectory_buffer(
@@ -346,54 +316,23 @@ def make_prioritised_trajectory_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
 ) -> PrioritisedTrajectoryBuffer:
-    """A buffer of windows, drawn by priority: ``TrajectoryBuffer`` with ``Prioritized``.
+    """``make_trajectory_buffer`` with draws by priority.
 
-    Args:
-        add_batch_size: Rows added at a time: rings.
-        sample_batch_size: Windows in a batch.
-        sample_sequence_length: Steps in a window.
-        period: Distance between the places where windows start.
-        min_length_time_axis: From how many steps in each row on ``can_sample`` is True.
-        max_size: Steps of all rows together, instead of ``max_length_time_axis``.
-        max_length_time_axis: Steps in each row.
-        priority_exponent: The ``alpha`` of ``jaxbuf.Prioritized``, from 0 to 1.
-        device: Ignored.
+    ``priority_exponent``, from 0 to 1, is the ``alpha`` of ``jaxbuf.Prioritized``. ``device`` is
+    ignored.
 
     Raises:
-        ValueError: As ``make_trajectory_buffer``, or if the exponent is out of its range.
+        ValueError: As that one, or if the exponent is out of its range.
     """
-    del device
-    check_fraction("priority_exponent", priority_exponent)
-    _check_counts(
-        add_batch_size=add_batch_size,
-        sample_batch_size=sample_batch_size,
-        sample_sequence_length=sample_sequence_length,
-        period=period,
-    )
-    least, length = _lengths(
+    return _windows(
         add_batch_size,
+        sample_batch_size,
         sample_sequence_length,
         period,
         min_length_time_axis,
         max_size,
         max_length_time_axis,
-    )
-    init = _init(
-        add_batch_size, length, sample_sequence_length, period, Prioritized(alpha=priority_exponent)
-    )
-
-    def sample(
-        state: TrajectoryBufferState, rng_key: PRNGKeyArray
-    ) -> PrioritisedTrajectoryBufferSample:
-        drawn = ops.sample(state.buffer, rng_key, sample_batch_size)
-        return _prioritised(state, drawn, drawn.data, PrioritisedTrajectoryBufferSample)
-
-    return PrioritisedTrajectoryBuffer(
-        init=init,
-        add=_add,
-        sample=sample,
-        can_sample=_can_sample(least),
-        set_priorities=_set_priorities,
+        sampler=_prioritized(priority_exponent),
     )
 
 
@@ -408,10 +347,10 @@ def make_flat_buffer(
 
     Args:
         max_length: Steps held, of all rows together.
-        min_length: From how many pairs on ``can_sample`` is True.
+        min_length: Pairs held for ``can_sample`` to be True.
         sample_batch_size: Pairs in a batch.
-        add_sequences: Whether what is added has a time axis.
-        add_batch_size: Rows added at a time; None if what is added has no axis for them.
+        add_sequences: Whether added experience has a time axis.
+        add_batch_size: Rows added at a time; None if added experience has no axis for them.
 
     Raises:
         ValueError: If the lengths do not fit together.
@@ -431,15 +370,7 @@ def make_flat_buffer(
         >>> (pair.second["obs"] - pair.first["obs"]).tolist()
         [[1, 1]]
     """
-    buffer = make_trajectory_buffer(
-        **_of_pairs(max_length, min_length, sample_batch_size, add_batch_size)
-    )
-
-    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TransitionSample:
-        drawn = buffer.sample(state, rng_key)
-        return TransitionSample(experience=_pair(drawn.experience), valid=drawn.valid)
-
-    return buffer.replace(add=_adder(add_batch_size is not None, add_sequences), sample=sample)
+    return _pairs(max_length, min_length, sample_batch_size, add_sequences, add_batch_size)
 
 
 def make_prioritised_flat_buffer(
@@ -451,31 +382,19 @@ def make_prioritised_flat_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
 ) -> PrioritisedTrajectoryBuffer:
-    """A buffer of pairs of consecutive steps, drawn by priority.
-
-    Args:
-        max_length: Steps held, of all rows together.
-        min_length: From how many pairs on ``can_sample`` is True.
-        sample_batch_size: Pairs in a batch.
-        add_sequences: Whether what is added has a time axis.
-        add_batch_size: Rows added at a time; None if what is added has no axis for them.
-        priority_exponent: The ``alpha`` of ``jaxbuf.Prioritized``, from 0 to 1.
-        device: Ignored.
+    """``make_flat_buffer`` with draws by priority, as in ``make_prioritised_trajectory_buffer``.
 
     Raises:
-        ValueError: If the lengths do not fit together, or the exponent is out of its range.
+        ValueError: As that one, or if the exponent is out of its range.
     """
-    buffer = make_prioritised_trajectory_buffer(
-        **_of_pairs(max_length, min_length, sample_batch_size, add_batch_size),
-        priority_exponent=priority_exponent,
-        device=device,
+    return _pairs(
+        max_length,
+        min_length,
+        sample_batch_size,
+        add_sequences,
+        add_batch_size,
+        sampler=_prioritized(priority_exponent),
     )
-
-    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> PrioritisedTransitionSample:
-        drawn = ops.sample(state.buffer, rng_key, sample_batch_size)
-        return _prioritised(state, drawn, _pair(drawn.data), PrioritisedTransitionSample)
-
-    return buffer.replace(add=_adder(add_batch_size is not None, add_sequences), sample=sample)
 
 
 def make_item_buffer(
@@ -489,16 +408,15 @@ def make_item_buffer(
 
     Args:
         max_length: Items held.
-        min_length: From how many items on ``can_sample`` is True.
+        min_length: Items held for ``can_sample`` to be True.
         sample_batch_size: Items in a batch.
-        add_sequences: Whether what is added has a time axis.
-        add_batches: Whether what is added has a batch axis.
+        add_sequences: Whether added items have a time axis.
+        add_batches: Whether added items have a batch axis.
 
     Raises:
         ValueError: If the lengths do not fit together.
     """
-    buffer = make_trajectory_buffer(**_of_items(max_length, min_length, sample_batch_size))
-    return _without_time(buffer, add_batches, add_sequences)
+    return _items(max_length, min_length, sample_batch_size, add_sequences, add_batches)
 
 
 def make_prioritised_item_buffer(
@@ -510,26 +428,19 @@ def make_prioritised_item_buffer(
     priority_exponent: float = 0.6,
     device: str = "cpu",
 ) -> PrioritisedTrajectoryBuffer:
-    """A buffer of independent items, drawn by priority.
-
-    Args:
-        max_length: Items held.
-        min_length: From how many items on ``can_sample`` is True.
-        sample_batch_size: Items in a batch.
-        add_sequences: Whether what is added has a time axis.
-        add_batches: Whether what is added has a batch axis.
-        priority_exponent: The ``alpha`` of ``jaxbuf.Prioritized``, from 0 to 1.
-        device: Ignored.
+    """``make_item_buffer`` with draws by priority, as in ``make_prioritised_trajectory_buffer``.
 
     Raises:
-        ValueError: If the lengths do not fit together, or the exponent is out of its range.
+        ValueError: As that one, or if the exponent is out of its range.
     """
-    buffer = make_prioritised_trajectory_buffer(
-        **_of_items(max_length, min_length, sample_batch_size),
-        priority_exponent=priority_exponent,
-        device=device,
+    return _items(
+        max_length,
+        min_length,
+        sample_batch_size,
+        add_sequences,
+        add_batches,
+        sampler=_prioritized(priority_exponent),
     )
-    return _without_time(buffer, add_batches, add_sequences)
 
 
 def make_trajectory_queue(
@@ -551,15 +462,12 @@ def make_trajectory_queue(
     Raises:
         ValueError: If more steps are taken at a time than fit.
     """
-    _check_counts(
-        add_batch_size=add_batch_size,
-        add_sequence_length=add_sequence_length,
-        sample_sequence_length=sample_sequence_length,
+    check_count("add_batch_size", add_batch_size)
+    check_count("add_sequence_length", add_sequence_length)
+    check_count("sample_sequence_length", sample_sequence_length)
+    length = _length(
+        add_batch_size, max_size, None if max_size is not None else max_length_time_axis
     )
-    if max_size is None:
-        length = check_count("max_length_time_axis", max_length_time_axis)
-    else:
-        length = _length_of(max_size, add_batch_size)
     if sample_sequence_length > length:
         raise ValueError(
             f"sample_sequence_length is {sample_sequence_length}, but a row has {length} steps; "
@@ -581,8 +489,10 @@ def make_trajectory_queue(
         mask = jnp.broadcast_to(fits, (add_batch_size, steps))
         return state.replace(buffer=ops.add(state.buffer, batch, mask=mask, donate=False))
 
+    @jax.jit
     def sample(state: TrajectoryQueueState) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
-        buffer, steps = _dequeue(state.buffer, sample_sequence_length, can_sample(state))
+        wanted = jnp.broadcast_to(can_sample(state), (add_batch_size,))
+        buffer, steps = state.buffer.dequeue(sample_sequence_length, mask=wanted)
         sample = TrajectoryQueueSample(experience=steps.data, valid=jnp.all(steps.valid, axis=1))
         return state.replace(buffer=buffer), sample
 
@@ -645,31 +555,8 @@ def _add(state: TrajectoryBufferState, batch: PyTree[Array]) -> TrajectoryBuffer
     return state.replace(buffer=ops.add(state.buffer, batch, donate=False))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _dequeue(buffer: Rings, steps: int, wanted: Bool[Array, ""]) -> tuple[Rings, Steps]:
-    return buffer.dequeue(steps, mask=jnp.broadcast_to(wanted, (buffer.num_envs,)))
-
-
-def _init(
-    rows: int, length: int, sequence_length: int, period: int, sampler: Sampler
-) -> Callable[[PyTree], TrajectoryBufferState]:
-    def init(experience: PyTree) -> TrajectoryBufferState:
-        return TrajectoryBufferState(
-            Rings.create(
-                experience,
-                rows,
-                length,
-                sequence_length=sequence_length,
-                period=period,
-                sampler=sampler,
-            )
-        )
-
-    return init
-
-
 def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..., Any]:
-    """An ``add`` of what may lack an axis for the batch, or for time."""
+    """An ``add`` of experience that may lack an axis for the batch, or for time."""
     check_flag("add_batches", batches)
     check_flag("add_sequences", sequences)
 
@@ -681,27 +568,7 @@ def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..
             array = array[:, None]
         return array.reshape(1, -1, *array.shape[2:]) if flatten else array
 
-    def add(state: TrajectoryBufferState, batch: PyTree[Array]) -> TrajectoryBufferState:
-        return _add(state, jax.tree.map(shaped, batch))
-
-    return add
-
-
-def _without_time(buffer: _Windows, batches: bool, sequences: bool) -> _Windows:
-    """The same for items: windows of one step, without their axis of time."""
-
-    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
-        drawn = buffer.sample(state, rng_key)
-        return drawn.replace(experience=_step(drawn.experience, 0))
-
-    return buffer.replace(add=_adder(batches, sequences, flatten=True), sample=sample)
-
-
-def _can_sample(least: int) -> Callable[..., Any]:
-    def can_sample(state: TrajectoryBufferState) -> Bool[Array, ""]:
-        return state.is_full | (state.current_index >= least)
-
-    return can_sample
+    return lambda state, batch: _add(state, jax.tree.map(shaped, batch))
 
 
 def _set_priorities(
@@ -709,7 +576,7 @@ def _set_priorities(
     indices: Int[Array, " B"] | Slots,
     priorities: Float[Array, " B"],
 ) -> TrajectoryBufferState:
-    """Set the priorities of windows, by where they lie or by which they are."""
+    """Set the priorities of windows, by their numbers or by their slots."""
     if isinstance(indices, Slots):
         slots = indices
     else:
@@ -718,93 +585,128 @@ def _set_priorities(
     return state.replace(buffer=ops.update_priority(state.buffer, slots, priorities, donate=False))
 
 
-def _prioritised(
-    state: TrajectoryBufferState, drawn: Sample, experience: PyTree[Array], kind: type[Any]
-) -> Any:
-    _, priorities = state.buffer.sampler_state.read(drawn.slots.index)
-    return kind(
-        experience=experience,
-        valid=drawn.valid,
-        indices=drawn.slots.index,
-        probabilities=drawn.probability,
-        priorities=jnp.where(drawn.valid, priorities, 0.0),
-        slots=drawn.slots,
-    )
+def _prioritized(exponent: float) -> Prioritized:
+    return Prioritized(alpha=check_fraction("priority_exponent", exponent))
+
+
+def _step(windows: PyTree[Array], number: int = 0) -> PyTree[Array]:
+    return jax.tree.map(lambda leaf: leaf[:, number], windows)
 
 
 def _pair(windows: PyTree[Array]) -> ExperiencePair:
     return ExperiencePair(first=_step(windows, 0), second=_step(windows, 1))
 
 
-def _step(windows: PyTree[Array], number: int) -> PyTree[Array]:
-    return jax.tree.map(lambda leaf: leaf[:, number], windows)
-
-
-def _check_counts(**counts: Any) -> None:
-    """Raise ``ValueError`` unless all of these are integers of at least 1."""
-    for name, value in counts.items():
-        check_count(name, value)
-
-
-def _length_of(max_size: int, add_batch_size: int) -> int:
-    check_count("max_size", max_size)
-    length = max_size // add_batch_size
-    warnings.warn(
-        f"max_size is {max_size}, so rows have max_size // add_batch_size = {length} steps",
-        stacklevel=3,
-    )
+def _length(rows: int, max_size: int | None, length: int | None) -> int:
+    """Steps in a row, of which one of two arguments tells."""
+    if (max_size is None) == (length is None):
+        raise ValueError("give max_length_time_axis or max_size, one of the two")
+    if max_size is None:
+        return check_count("max_length_time_axis", length)
+    length = check_count("max_size", max_size) // rows
+    _warn(f"max_size is {max_size}, so rows have max_size // add_batch_size = {length} steps")
     return length
 
 
-def _lengths(
-    add_batch_size: int,
+def _check_lengths(max_length: int, min_length: int, sample_batch_size: int) -> None:
+    check_count("max_length", max_length)
+    check_count("sample_batch_size", sample_batch_size)
+    check_count("min_length", min_length, least=0)
+    for name, value in {"sample_batch_size": sample_batch_size, "min_length": min_length}.items():
+        if value > max_length:
+            raise ValueError(f"{name} is {value}, but max_length only {max_length}")
+
+
+def _warn(message: str) -> None:
+    """Warn, as if from the program that makes a buffer."""
+    warnings.warn(message, stacklevel=4)
+
+
+def _windows(
+    rows: int,
+    batch_size: int,
     sequence_length: int,
     period: int,
     least: int,
     max_size: int | None,
-    length: int | None,
-) -> tuple[int, int]:
-    """From how many steps in a row on may be sampled, and how many it has."""
-    if (max_size is None) == (length is None):
-        raise ValueError("give max_length_time_axis or max_size, one of the two")
-    if max_size is not None:
-        rows = _length_of(max_size, add_batch_size)
-    else:
-        rows = check_count("max_length_time_axis", length)
+    max_length: int | None,
+    sampler: Sampler = Uniform(),
+    add: Callable[..., TrajectoryBufferState] = _add,
+    view: Callable[[PyTree[Array]], Any] = lambda data: data,
+) -> Any:
+    """A buffer of windows, which ``view`` hands out."""
+    check_count("add_batch_size", rows)
+    check_count("sample_batch_size", batch_size)
+    check_count("sample_sequence_length", sequence_length)
+    check_count("period", period)
+    length = _length(rows, max_size, max_length)
     check_count("min_length_time_axis", least, least=0)
     if sequence_length > least:
-        warnings.warn(
+        _warn(
             f"min_length_time_axis is {least}, but windows have {sequence_length} steps, so that "
-            "many are waited for",
-            stacklevel=3,
+            "many are waited for"
         )
     least = max(least, sequence_length)
     if period > sequence_length:
-        warnings.warn(
+        _warn(
             f"period is {period} and windows have {sequence_length} steps, so "
-            f"{period - sequence_length} of {period} steps are never sampled",
-            stacklevel=3,
+            f"{period - sequence_length} of {period} steps are never sampled"
         )
-    if least > rows:
+    if least > length:
         raise ValueError(
             f"sample_sequence_length is {sequence_length} and min_length_time_axis {least}, but a "
-            f"row has {rows} steps; make rows longer"
+            f"row has {length} steps; make rows longer"
         )
-    if rows % period:
-        warnings.warn(
-            f"rows have {rows} steps and period is {period}; they are shortened to "
-            f"{rows - rows % period}, a multiple of it",
-            stacklevel=3,
+    if length % period:
+        _warn(
+            f"rows have {length} steps and period is {period}; they are shortened to "
+            f"{length - length % period}, a multiple of it"
         )
-    return least, rows - rows % period
+
+    def init(experience: PyTree) -> TrajectoryBufferState:
+        buffer = Rings.create(
+            experience,
+            rows,
+            length - length % period,
+            sequence_length=sequence_length,
+            period=period,
+            sampler=sampler,
+        )
+        return TrajectoryBufferState(buffer)
+
+    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
+        drawn = ops.sample(state.buffer, rng_key, batch_size)
+        if not sampler.uses_priority:
+            return TrajectoryBufferSample(experience=view(drawn.data), valid=drawn.valid)
+        _, priorities = state.buffer.sampler_state.read(drawn.slots.index)
+        return PrioritisedTrajectoryBufferSample(
+            experience=view(drawn.data),
+            valid=drawn.valid,
+            indices=drawn.slots.index,
+            probabilities=drawn.probability,
+            priorities=jnp.where(drawn.valid, priorities, 0.0),
+            slots=drawn.slots,
+        )
+
+    def can_sample(state: TrajectoryBufferState) -> Bool[Array, ""]:
+        return state.is_full | (state.current_index >= least)
+
+    if not sampler.uses_priority:
+        return TrajectoryBuffer(init, add, sample, can_sample)
+    return PrioritisedTrajectoryBuffer(init, add, sample, can_sample, _set_priorities)
 
 
-def _of_pairs(
-    max_length: int, min_length: int, sample_batch_size: int, add_batch_size: int | None
-) -> dict[str, int]:
-    """The arguments of a buffer of windows that makes one of pairs."""
+def _pairs(
+    max_length: int,
+    min_length: int,
+    batch_size: int,
+    sequences: bool,
+    add_batch_size: int | None,
+    sampler: Sampler = Uniform(),
+) -> Any:
+    """A buffer of windows of two steps, which are handed out as pairs."""
     rows = 1 if add_batch_size is None else check_count("add_batch_size", add_batch_size)
-    _check_items(max_length, min_length, sample_batch_size)
+    _check_lengths(max_length, min_length, batch_size)
     length, least = max_length // rows, min_length // rows + 1
     if least > max_length:
         raise ValueError(f"min_length is {min_length}, but max_length only {max_length}")
@@ -813,35 +715,19 @@ def _of_pairs(
             f"max_length is {max_length} and add_batch_size {rows}, so rows have "
             f"{length} steps; they need 2 for a pair"
         )
-    return {
-        "add_batch_size": rows,
-        "sample_batch_size": sample_batch_size,
-        "sample_sequence_length": 2,
-        "period": 1,
-        "min_length_time_axis": least,
-        "max_length_time_axis": length,
-    }
+    add = _adder(add_batch_size is not None, sequences)
+    return _windows(rows, batch_size, 2, 1, least, None, length, sampler, add, _pair)
 
 
-def _of_items(max_length: int, min_length: int, sample_batch_size: int) -> dict[str, int]:
-    """The arguments of a buffer of windows that makes one of items."""
-    _check_items(max_length, min_length, sample_batch_size)
-    return {
-        "add_batch_size": 1,
-        "sample_batch_size": sample_batch_size,
-        "sample_sequence_length": 1,
-        "period": 1,
-        "min_length_time_axis": min_length,
-        "max_length_time_axis": max_length,
-    }
-
-
-def _check_items(max_length: int, min_length: int, sample_batch_size: int) -> None:
-    _check_counts(max_length=max_length, sample_batch_size=sample_batch_size)
-    check_count("min_length", min_length, least=0)
-    if sample_batch_size > max_length:
-        raise ValueError(
-            f"sample_batch_size is {sample_batch_size}, but max_length only {max_length}"
-        )
-    if min_length > max_length:
-        raise ValueError(f"min_length is {min_length}, but max_length only {max_length}")
+def _items(
+    max_length: int,
+    min_length: int,
+    batch_size: int,
+    sequences: bool,
+    batches: bool,
+    sampler: Sampler = Uniform(),
+) -> Any:
+    """A buffer of windows of one step, in one row, which are handed out without their time axis."""
+    _check_lengths(max_length, min_length, batch_size)
+    add = _adder(batches, sequences, flatten=True)
+    return _windows(1, batch_size, 1, 1, min_length, None, max_length, sampler, add, _step)
