@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxbuf.examples.hindsight import Agent, Config, reward
+from jaxbuf.examples.bit_flipping import Agent, Config, reward
 
 plt.rcParams["figure.dpi"] = 80
 
@@ -36,7 +36,7 @@ plt.rcParams["figure.dpi"] = 80
 # ## Episodes in a buffer
 #
 # Goals come from other steps of the same episode, so items are whole episodes, padded to one
-# length. `Agent` is the one of `python -m jaxbuf.examples.hindsight`. Let it play a little and
+# length. `Agent` is the one of `python -m jaxbuf.examples.bit_flipping`. Let it play a little and
 # store what comes of it.
 
 # %%

@@ -15,7 +15,6 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import jaxbuf
-from jaxbuf.examples._lenient import lenient_promotion
 from jaxbuf.interop import (
     FinalObs,
     brax_transitions,
@@ -25,6 +24,7 @@ from jaxbuf.interop import (
     rollout,
     transition_like,
 )
+from tests.lenient import lenient
 
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 NUM_ENVS, STEPS = 3, 40
@@ -228,7 +228,7 @@ def test_gymnax_steps_are_those_of_single_environments():
     def run(state, t, key):
         return rollout(step, (state, t), key, 15)
 
-    with lenient_promotion():
+    with lenient():
         state = gymnax_reset(env, params, jax.random.key(0), 4)
         (state, t), first = run(state, jnp.int32(0), jax.random.key(1))
         _, second = run(state, t, jax.random.key(3))
@@ -240,7 +240,7 @@ def test_gymnax_steps_are_those_of_single_environments():
     # Within an episode observations go on, and at its end they do not.
     same = np.all(steps["next_obs"][:, :-1] == steps["obs"][:, 1:], axis=-1)
     np.testing.assert_array_equal(same, ~ended[:, :-1])
-    with lenient_promotion():
+    with lenient():
         keys = jax.random.split(jax.random.key(0), 4)
         obs, inner = env.reset(keys[1], params)
         keys = jax.random.split(jax.random.key(1), 15)
@@ -358,7 +358,7 @@ def test_brax_itself():
         env = training.VmapWrapper(envs.get_environment("fast"))
         env = training.EpisodeWrapper(env, episode_length=5, action_repeat=1)
         env = training.AutoResetWrapper(wrapper(env))
-        with lenient_promotion():
+        with lenient():
             steps, mask = play_brax(env, 2, 12)
         limit = np.arange(12) % 5 == 4
         np.testing.assert_array_equal(steps["truncated"], np.broadcast_to(limit, (2, 12)))

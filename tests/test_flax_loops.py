@@ -12,7 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxbuf
-from jaxbuf.examples._lenient import lenient_promotion
+from tests.lenient import lenient
 
 BATCH, ROWS, STEPS = 16, 8, 30
 EXAMPLE = {"obs": jnp.zeros(3), "target": jnp.float32(0)}
@@ -58,7 +58,7 @@ def by_hand():
     for i in range(STEPS):
         key, sample_key = jax.random.split(key)
         gradients, buffer, loss = step(params, buffer, data(i), sample_key)
-        with lenient_promotion():
+        with lenient():
             updates, state = optimizer.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
@@ -78,7 +78,7 @@ def test_a_train_state_is_donated_with_its_buffer(expected, tmp_path):
     def step(learner, items):
         key, sample_key = jax.random.split(learner.key)
         gradients, buffer, loss = learn(learner.params, learner.buffer, items, sample_key)
-        with lenient_promotion():
+        with lenient():
             learner = learner.apply_gradients(grads=gradients)
         return learner.replace(buffer=buffer, key=key), loss
 
@@ -123,7 +123,7 @@ def test_an_nnx_module_holds_a_buffer_in_a_variable(expected):
         traces.append(1)
         params = {"w": model.w.get_value()}
         gradients, buffer, loss = learn(params, model.buffer.get_value(), items, key)
-        with lenient_promotion():
+        with lenient():
             optimizer.update(model, nnx.State({"w": nnx.Param(gradients["w"])}))
         model.buffer.set_value(buffer)
         return loss

@@ -135,9 +135,9 @@ def flashbax_replay(config: Any, step: Any) -> FlashbaxReplay:
     functions = import_library("flashbax").make_prioritised_trajectory_buffer(
         add_batch_size=config.num_envs,
         sample_batch_size=config.batch_size,
-        sample_sequence_length=config.window,
+        sample_sequence_length=config.n_step + 1,
         period=1,
-        min_length_time_axis=config.window,
+        min_length_time_axis=config.n_step + 1,
         max_length_time_axis=config.capacity // config.num_envs,
         priority_exponent=config.alpha,
         device=jax.default_backend(),
@@ -147,7 +147,7 @@ def flashbax_replay(config: Any, step: Any) -> FlashbaxReplay:
 
 def no_replay(config: Any, step: Any) -> NoReplay:
     """Windows of zeros for steps of these shapes."""
-    return NoReplay(_zeros(step, config.batch_size, config.window))
+    return NoReplay(_zeros(step, config.batch_size, config.n_step + 1))
 
 
 def _zeros(step: Any, *leading: int) -> Any:

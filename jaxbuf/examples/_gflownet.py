@@ -8,7 +8,7 @@ origin.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,45 +18,36 @@ from flax import struct
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import jaxbuf
-from jaxbuf.examples import _cli
+from jaxbuf.examples import _run
 from jaxbuf.examples._hypergrid import HyperGrid, Trajectories, pick
-from jaxbuf.examples._lenient import lenient_promotion
 
-BUFFERS = ("none", "fifo", "reward", "diverse")
+Buffer = Literal["none", "fifo", "reward", "diverse"]
 NEVER = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to train, and how.
+    """What to train, and how."""
 
-    Raises:
-        ValueError: When two values do not go together; the message says what to change.
-    """
-
-    dims: int = _cli.option(4, _cli.integer(1, 20), "dimensions of the grid")
-    height: int = _cli.option(8, _cli.integer(1, 2**20), "points along each")
-    background: float = _cli.option(
-        1e-3, _cli.number(0, above=True), "reward between the corners; less is harder"
-    )
-    seed: int = _cli.option(0, _cli.integer(0), "the first seed")
-    steps: int = _cli.option(2_000, _cli.integer(1, 10**6), "updates of each seed")
-    batch_size: int = _cli.option(16, _cli.integer(1, 1000), "trajectories in an update")
-    replay_ratio: float = _cli.option(
-        0.5, _cli.number(0, 1), "share of them that is replayed, if there is a buffer"
-    )
-    capacity: int = _cli.option(300, _cli.integer(1, 2**20), "terminal states in a buffer")
-    temperature: float = _cli.option(
-        1.0, _cli.number(0, above=True), "of drawing from the diverse buffer by log reward"
-    )
-    exploration: float = _cli.option(0.05, _cli.number(0, 1), "share of random actions")
-    lr: float = _cli.option(1e-3, _cli.number(0, above=True), "learning rate of the policy")
-    log_z_lr: float = _cli.option(
-        0.1, _cli.number(0, above=True), "learning rate of the log of the total reward"
-    )
-    hidden: int = _cli.option(64, _cli.integer(1), "width of both hidden layers")
+    dims: int = 4  # dimensions of the grid
+    height: int = 8  # points along each
+    background: float = 1e-3  # reward between the corners; less is harder
+    seed: int = 0  # the first seed
+    steps: int = 2_000  # updates of each seed
+    batch_size: int = 16  # trajectories in an update
+    replay_ratio: float = 0.5  # share of them that is replayed, if there is a buffer
+    capacity: int = 300  # terminal states in a buffer
+    temperature: float = 1.0  # of drawing from the diverse buffer by log reward
+    exploration: float = 0.05  # share of random actions
+    lr: float = 1e-3  # learning rate of the policy
+    log_z_lr: float = 0.1  # learning rate of the log of the total reward
+    hidden: int = 64  # width of both hidden layers
 
     def __post_init__(self) -> None:
+        _run.check(self, 1, "dims", "height", "steps", "batch_size", "capacity", "hidden")
+        _run.check(self, 0, "replay_ratio", "exploration", high=1)
+        _run.check(self, 1e-30, "background", "temperature")
+        _run.check(self, 0, "seed", "lr", "log_z_lr")
         _ = self.grid
         if self.always_fresh:
             return
@@ -66,11 +57,7 @@ class Options:
                 f"{self.replayed} to be replayed; choose a ratio that leaves at least one fresh "
                 "and one replayed, or --buffer none"
             )
-        if self.capacity < self.replayed:
-            raise ValueError(
-                f"a buffer of --capacity {self.capacity} never holds the {self.replayed} that are "
-                "replayed in an update; make the capacity at least as large"
-            )
+        _run.check(self, self.replayed, "capacity")
 
     @property
     def always_fresh(self) -> bool:
@@ -186,6 +173,7 @@ class TrainState(struct.PyTreeNode):
         buffer: Terminal states, or None.
         found: At which fresh trajectory each mode was first reached, ``[M]``; else ``NEVER``.
         fresh: Fresh trajectories so far, scalar.
+        step: Updates so far, scalar.
         key: Source of all later randomness.
     """
 
@@ -194,6 +182,7 @@ class TrainState(struct.PyTreeNode):
     buffer: jaxbuf.ItemBuffer | None
     found: Int[Array, " M"]
     fresh: Int[Array, ""]
+    step: Int[Array, ""]
     key: PRNGKeyArray
 
 
@@ -237,6 +226,7 @@ class Agent:
             buffer=self.new_buffer(),
             found=jnp.full(self.config.grid.num_modes, NEVER, jnp.int32),
             fresh=jnp.int32(0),
+            step=jnp.int32(0),
             key=key,
         )
 
@@ -292,14 +282,14 @@ class Agent:
             return jnp.mean(loss, where=valid)
 
         grads = jax.grad(loss_fn)(state.params)
-        with lenient_promotion():
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         after = state.replace(
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
             buffer=buffer,
             found=found,
             fresh=state.fresh + self.fresh,
+            step=state.step + 1,
             key=key,
         )
         return after, last

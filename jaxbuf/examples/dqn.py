@@ -3,7 +3,7 @@
 ``python -m jaxbuf.examples.dqn`` learns CartPole with four seeds at once. Environment steps, adds,
 samples, updates, annealing and the target network all happen inside one ``lax.scan``, which
 ``vmap`` runs for every seed; Python only calls it, a hundredth of the run at a time, to show
-progress and to save.
+progress, to log and to save.
 
 The agent is double DQN (van Hasselt, Guez and Silver, 2016) with n-step targets and
 proportional prioritized replay (Schaul et al., 2016).
@@ -11,128 +11,121 @@ proportional prioritized replay (Schaul et al., 2016).
 
 import dataclasses
 import functools
+import math
 import sys
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
+import gymnax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import linen as nn
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 import jaxbuf
-from jaxbuf.examples import _cli, _environment, _runner
-from jaxbuf.examples._lenient import lenient_promotion
-from jaxbuf.examples._network import QNetwork
+from jaxbuf.examples import _run
+from jaxbuf.interop import GymnaxState, gymnax_reset, gymnax_step
 
 DESCRIPTION = """Train DQN with prioritized replay on a gymnax environment, several seeds at once.
 
-Shows a progress bar with the return and the environment steps per second of all seeds together;
-ends with a table of returns, a picture of the learning curve and a checkpoint. CartPole takes about
-a minute on two CPU cores; the MinAtar games take hours there, or a GPU.
-
-  --env Breakout-MinAtar          another environment
+CartPole takes about a minute on two CPU cores. Some things to try:
   --sampler uniform               the same agent without priorities
   --n-step 3                      targets of three rewards instead of one
-  --frame-stack 4                 the last four frames of a MinAtar game
-  --log                           losses and more in a CSV and for TensorBoard
-  --resume --steps 500_000        train a finished run for longer"""
-MAX_GRADIENT = 10.0
+  --resume --steps 500_000        train a finished run for longer
+  --env Breakout-MinAtar --steps 1_000_000 --num-envs 16 --warmup 5_000 --capacity 100_000
+    --lr 5e-4 --final-lr 1e-4 --hidden 128          a game; takes hours, or a GPU
+
+Ends with a table. Writes, in runs/dqn or where --out says:
+  learning_curve.png  return of every seed while training
+  log.csv             a hundred times in a run: returns, losses, metrics of the buffer
+  tensorboard/        the same for TensorBoard, with --tensorboard
+  checkpoint/         the whole training state, ten times in a run
+  run.json            the options"""
+EXAMPLE = "dqn"
+CHUNKS = 100
+MinAtar = Literal["Asterix-MinAtar", "Breakout-MinAtar", "Freeway-MinAtar", "SpaceInvaders-MinAtar"]
+Name = Literal["CartPole-v1", "Acrobot-v1", "MountainCar-v0", MinAtar]
 # Keeps what the network already predicts exactly from never being drawn again.
 PRIORITY_EPSILON = 1e-3
-MINATAR_DEFAULTS: dict[str, Any] = {
-    "steps": 1_000_000,
-    "num_envs": 16,
-    "capacity": 100_000,
-    "warmup": 5_000,
-    "lr": 5e-4,
-    "final_lr": 1e-4,
-    "hidden": 128,
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to train, and how.
+    """What to train, and how."""
 
-    Raises:
-        ValueError: When two values do not go together; the message says what to change.
-    """
-
-    env: str = _cli.option("CartPole-v1", _cli.choice(_environment.NAMES), "the environment")
-    sampler: str = _cli.option(
-        "prioritized", _cli.choice(("prioritized", "uniform")), "prioritized or uniform replay"
-    )
-    seeds: int = _cli.option(4, _cli.integer(1), "how many seeds to train at once")
-    seed: int = _cli.option(0, _cli.integer(0), "the first of them")
-    steps: int = _cli.option(200_000, _cli.integer(1), "environment steps of each seed")
-    num_envs: int = _cli.option(8, _cli.integer(1), "environments side by side in each seed")
-    updates: int = _cli.option(1, _cli.integer(1), "learner updates after each of their steps")
-    batch_size: int = _cli.option(64, _cli.integer(1), "transitions in an update")
-    n_step: int = _cli.option(1, _cli.integer(1), "rewards in a target before it bootstraps")
-    frame_stack: int = _cli.option(1, _cli.integer(1), "last frames that the agent sees (MinAtar)")
-    capacity: int = _cli.option(50_000, _cli.integer(1, 2**30), "transitions in each seed's buffer")
-    warmup: int = _cli.option(2_000, _cli.integer(1), "random steps before learning begins")
-    alpha: float = _cli.option(0.6, _cli.number(0), "priority exponent; 0 is uniform")
-    beta: float = _cli.option(0.4, _cli.number(0, 1), "importance exponent at first; ends at 1")
-    lr: float = _cli.option(1e-3, _cli.number(0, above=True), "learning rate, annealed linearly")
-    final_lr: float = _cli.option(1e-5, _cli.number(0), "and its value at the end")
-    discount: float = _cli.option(0.99, _cli.number(0, 1), "discount per step")
-    epsilon: float = _cli.option(0.05, _cli.number(0, 1), "share of random actions after exploring")
-    exploration: float = _cli.option(
-        0.2, _cli.number(0, 1), "share of the run in which that falls from 1 to --epsilon"
-    )
-    target_rate: float = _cli.option(
-        0.01, _cli.number(0, 1, above=True), "how far each update moves the target network"
-    )
-    hidden: int = _cli.option(64, _cli.integer(1), "width of each hidden layer")
-    eval_episodes: int = _cli.option(32, _cli.integer(1), "greedy episodes per seed at the end")
-
-    @classmethod
-    def make(cls, **given: Any) -> "Config":
-        """A configuration in which what is not given suits the environment.
-
-        Example:
-            >>> Config.make(env="Breakout-MinAtar", seeds=2).hidden
-            128
-        """
-        suited = MINATAR_DEFAULTS if given.get("env") in _environment.MINATAR else {}
-        return cls(**{**suited, **given})
+    env: Name = "CartPole-v1"  # the environment
+    sampler: Literal["prioritized", "uniform"] = "prioritized"  # how to draw from the buffer
+    seeds: int = 4  # how many seeds to train at once
+    seed: int = 0  # the first of them
+    steps: int = 200_000  # environment steps of each seed
+    num_envs: int = 8  # environments side by side in each seed
+    batch_size: int = 64  # transitions in an update
+    n_step: int = 1  # rewards in a target before it bootstraps
+    capacity: int = 50_000  # transitions in each seed's buffer
+    warmup: int = 2_000  # random steps before learning begins
+    alpha: float = 0.6  # priority exponent; 0 is uniform
+    beta: float = 0.4  # importance exponent at first; ends at 1
+    lr: float = 1e-3  # learning rate, annealed linearly
+    final_lr: float = 1e-5  # and its value at the end
+    discount: float = 0.99  # discount per step
+    epsilon: float = 0.05  # share of random actions after exploring
+    exploration: float = 0.2  # share of the run in which that falls from 1 to --epsilon
+    target_rate: float = 0.01  # how far each update moves the target network
+    hidden: int = 64  # width of each hidden layer
+    eval_episodes: int = 32  # greedy episodes of each seed at the end
 
     def __post_init__(self) -> None:
-        if self.capacity < self.batch_size:
-            raise ValueError(
-                f"a buffer of --capacity {self.capacity} never holds a batch of --batch-size "
-                f"{self.batch_size}; make the capacity at least as large"
-            )
-        if self.frame_stack > 1 and self.env not in _environment.MINATAR:
-            raise ValueError(
-                f"--frame-stack {self.frame_stack} is for images and {self.env} has none; leave it "
-                "out or choose a MinAtar --env"
-            )
-        for name, steps in (("capacity", self.capacity), ("warmup", self.warmup)):
-            if steps < self.window * self.num_envs:
-                raise ValueError(
-                    f"--{name} {steps} is less than {self.window} steps (--n-step, --frame-stack) "
-                    f"of each of --num-envs {self.num_envs}; make it at least "
-                    f"{self.window * self.num_envs}"
-                )
-        if self.warmup < self.batch_size:
-            raise ValueError(
-                f"--warmup {self.warmup} does not fill a batch of --batch-size {self.batch_size}; "
-                "make the warm-up at least as long"
-            )
-        if self.warmup >= self.steps:
-            raise ValueError(
-                f"--steps {self.steps} end before learning begins at --warmup {self.warmup}; "
-                "ask for more steps or a shorter warm-up"
-            )
+        counts = ("seeds", "num_envs", "batch_size", "n_step", "hidden", "eval_episodes")
+        _run.check(self, 1, *counts)
+        _run.check(self, 0, "seed", "alpha", "lr", "final_lr")
+        _run.check(self, 0, "beta", "discount", "epsilon", "exploration", "target_rate", high=1)
+        _run.check(
+            self, max(self.batch_size, (self.n_step + 1) * self.num_envs), "capacity", "warmup"
+        )
+        _run.check(self, self.warmup + 1, "steps")
 
-    @property
-    def window(self) -> int:
-        """Steps that one transition is made of: older frames, its rewards, and one to end at."""
-        return self.frame_stack + self.n_step
+
+class QNetwork(nn.Module):
+    """One value for each of ``num_actions``, of observations that are vectors or images.
+
+    Vectors go through two hidden layers; images ``[H, W, C]`` through one 3 × 3 convolution with 16
+    features and one hidden layer (Young and Tian, "MinAtar", 2019). Hidden layers are normalized,
+    which keeps values from running away (Gallici et al., "Simplifying Deep Temporal Difference
+    Learning", 2024).
+    """
+
+    num_actions: int
+    hidden: int
+
+    @nn.compact
+    def __call__(self, obs: Shaped[Array, "B ..."]) -> Float[Array, "B A"]:
+        """Values of all actions for B observations."""
+        x = obs.astype(jnp.float32)
+        if x.ndim == 4:
+            # A convolution. Under a vmap over parameters, nn.Conv would be a slow one.
+            x = nn.relu(nn.Dense(16)(patches(x))).reshape(x.shape[0], -1)
+        else:
+            x = nn.relu(nn.LayerNorm()(nn.Dense(self.hidden)(x)))
+        x = nn.relu(nn.LayerNorm()(nn.Dense(self.hidden)(x)))
+        return nn.Dense(self.num_actions)(x)
+
+
+def patches(x: Float[Array, "B H W C"]) -> Float[Array, "B H-2 W-2 9*C"]:
+    """All 3 × 3 patches of an image."""
+    height, width = x.shape[1] - 2, x.shape[2] - 2
+    views = [x[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+    return jnp.concatenate(views, axis=-1)
+
+
+class EpisodeLog(NamedTuple):
+    """How many episodes ended, and the sum of their returns."""
+
+    episodes: Int[Array, ""]
+    total_return: Float[Array, ""]
 
 
 class TrainState(struct.PyTreeNode):
@@ -144,7 +137,7 @@ class TrainState(struct.PyTreeNode):
         opt_state: State of the optimizer.
         buffer: The replay buffer.
         envs: Where the running episodes stand.
-        frames: The last frames of each, ``[E, *obs, frame_stack]``.
+        episode_return: Reward since each began, ``[E]``.
         key: Source of all later randomness.
         step: Environment steps so far, scalar.
     """
@@ -153,95 +146,77 @@ class TrainState(struct.PyTreeNode):
     target_params: Any
     opt_state: optax.OptState
     buffer: jaxbuf.TrajectoryBuffer
-    envs: _environment.EnvStates
-    frames: Shaped[Array, "E ... K"]
+    envs: GymnaxState
+    episode_return: Float[Array, " E"]
     key: PRNGKeyArray
     step: Int[Array, ""]
 
 
+@functools.cache
+def make_env(name: str) -> tuple[Any, Any]:
+    """An environment of gymnax, and its parameters."""
+    # Some hold arrays, which must not belong to a trace that happens to come first.
+    with jax.ensure_compile_time_eval():
+        return gymnax.make(name)
+
+
 @dataclasses.dataclass(frozen=True)
 class Agent:
-    """Double DQN: pure functions of a ``TrainState``, with what never changes as fields.
-
-    Args:
-        config: All settings.
-    """
+    """Double DQN: pure functions of a ``TrainState``."""
 
     config: Config
-
-    @property
-    def title(self) -> str:
-        """Stands above the learning curve."""
-        return f"DQN with {self.config.sampler} replay on {self.config.env}"
-
-    @functools.cached_property
-    def envs(self) -> _environment.Environments:
-        """The environments of one seed."""
-        return _environment.Environments(self.config.env, self.config.num_envs)
 
     @functools.cached_property
     def network(self) -> QNetwork:
         """The Q-network."""
-        return QNetwork(self.envs.num_actions, self.config.hidden)
+        return QNetwork(int(make_env(self.config.env)[0].num_actions), self.config.hidden)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """Adam with clipped gradients and an annealed learning rate."""
         config = self.config
-        updates = (config.steps - config.warmup) * config.updates // config.num_envs
+        updates = (config.steps - config.warmup) // config.num_envs
         schedule = optax.linear_schedule(config.lr, config.final_lr, max(updates, 1))
-        return optax.chain(optax.clip_by_global_norm(MAX_GRADIENT), optax.adam(schedule))
+        return optax.chain(optax.clip_by_global_norm(10.0), optax.adam(schedule))
 
     def init(self, key: PRNGKeyArray) -> TrainState:
         """A new network, and a buffer filled with ``warmup`` random steps."""
         config = self.config
         key, params_key, envs_key = jax.random.split(key, 3)
-        obs = self.envs.obs_example
-        step = {
-            "obs": obs,
-            "action": jnp.int32(0),
-            "reward": jnp.float32(0),
-            "terminated": jnp.bool_(False),
-            "truncated": jnp.bool_(False),
-            "next_obs": obs,
-        }
-        envs = self.envs.reset(envs_key)
-        frames = self.first_frames(envs.obs)
-        params = self.network.init(params_key, _merge(frames))
+        envs = gymnax_reset(*make_env(config.env), envs_key, config.num_envs)
+        params = self.network.init(params_key, envs.obs)
+        action = jnp.zeros(config.num_envs, jnp.int32)
+        steps = jax.eval_shape(self.step, key, envs, action)[1]
+        example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps)
         state = TrainState(
             params=params,
             target_params=jax.tree.map(jnp.copy, params),
             opt_state=self.optimizer.init(params),
-            buffer=self.create_buffer(step),
+            buffer=self.create_buffer(example),
             envs=envs,
-            frames=frames,
+            episode_return=jnp.zeros(config.num_envs, jnp.float32),
             key=key,
             step=jnp.int32(0),
         )
-        iterations = -(-config.warmup // config.num_envs)
-        return jax.lax.scan(
-            lambda state, _: self.interact(state, epsilon=1.0), state, length=iterations
-        )[0]
+        iterations = math.ceil(config.warmup / config.num_envs)
+        return jax.lax.scan(lambda s, _: self.interact(s, 1.0), state, length=iterations)[0]
 
-    def create_buffer(self, step: PyTree) -> jaxbuf.TrajectoryBuffer:
-        """An empty buffer for steps like this one."""
+    def create_buffer(self, step: PyTree) -> Any:
+        """An empty buffer for steps like this one, of one environment."""
         config = self.config
-        sampler = (
-            jaxbuf.Prioritized(alpha=config.alpha, epsilon=PRIORITY_EPSILON)
-            if config.sampler == "prioritized"
-            else jaxbuf.Uniform()
-        )
+        sampler = jaxbuf.Prioritized(alpha=config.alpha, epsilon=PRIORITY_EPSILON)
         return jaxbuf.TrajectoryBuffer.create(
             step,
             config.num_envs,
             config.capacity // config.num_envs,
-            sequence_length=config.window,
-            sampler=sampler,
+            # A transition is the steps of its rewards, and one more to end at.
+            sequence_length=config.n_step + 1,
+            sampler=sampler if config.sampler == "prioritized" else jaxbuf.Uniform(),
         )
 
     def train(
         self, state: TrainState, iterations: int
-    ) -> tuple[TrainState, _runner.EpisodeLog, dict[str, Any]]:
+    ) -> tuple[TrainState, EpisodeLog, dict[str, Any]]:
         """Alternate interaction and learning, all in one ``lax.scan``.
 
         Returns:
@@ -249,16 +224,11 @@ class Agent:
             of the buffer at the end.
         """
 
-        def iteration(
-            state: TrainState, _: None
-        ) -> tuple[TrainState, tuple[_runner.EpisodeLog, Float[Array, ""]]]:
+        def iteration(state: TrainState, _: None) -> tuple[TrainState, Any]:
             # In this order: a buffer that is sampled before it is added to gets copied.
             state, log = self.interact(state, self.epsilon(state.step))
-            total = jnp.float32(0)
-            for _update in range(self.config.updates):
-                state, loss = self.learn(state)
-                total += loss
-            return state, (log, total / self.config.updates)
+            state, loss = self.learn(state)
+            return state, (log, loss)
 
         state, (logs, losses) = jax.lax.scan(iteration, state, length=iterations)
         log = jax.tree.map(lambda leaf: jnp.sum(leaf, dtype=leaf.dtype), logs)
@@ -266,113 +236,91 @@ class Agent:
 
     def interact(
         self, state: TrainState, epsilon: float | Float[Array, ""]
-    ) -> tuple[TrainState, _runner.EpisodeLog]:
+    ) -> tuple[TrainState, EpisodeLog]:
         """One ε-greedy step in every environment, added to the buffer."""
         key, action_key, step_key = jax.random.split(state.key, 3)
-        action = self.act(state.params, state.frames, epsilon, action_key)
-        envs, outcome = self.envs.step(step_key, state.envs, action)
-        buffer = state.buffer.add(
-            {
-                "obs": state.envs.obs,
-                "action": action,
-                "reward": outcome.reward,
-                "terminated": outcome.terminated,
-                "truncated": outcome.truncated,
-                # Where the time limit struck, the obs of the next step is of another episode.
-                "next_obs": outcome.next_obs,
-            }
+        action = self.act(state.params, state.envs.obs, epsilon, action_key)
+        envs, steps = self.step(step_key, state.envs, action)
+        ended = steps["terminated"] | steps["truncated"]
+        episode_return = state.episode_return + steps["reward"]
+        state = state.replace(
+            buffer=state.buffer.add(steps),
+            envs=envs,
+            episode_return=jnp.where(ended, 0.0, episode_return),
+            key=key,
+            step=state.step + self.config.num_envs,
         )
-        ended = outcome.terminated | outcome.truncated
-        frames = self.next_frames(state.frames, envs.obs, ended)
-        log = _runner.EpisodeLog(
-            episodes=jnp.sum(ended, dtype=jnp.int32),
-            total_return=jnp.sum(jnp.where(ended, outcome.episode_return, 0.0)),
-        )
-        step = state.step + self.config.num_envs
-        return state.replace(buffer=buffer, envs=envs, frames=frames, key=key, step=step), log
+        episodes = jnp.sum(ended, dtype=jnp.int32)
+        return state, EpisodeLog(episodes, jnp.sum(jnp.where(ended, episode_return, 0.0)))
 
     def act(
-        self,
-        params: Any,
-        frames: Shaped[Array, "E ... K"],
-        epsilon: float | Float[Array, ""],
-        key: PRNGKeyArray,
+        self, params: Any, obs: Array, epsilon: float | Float[Array, ""], key: PRNGKeyArray
     ) -> Int[Array, " E"]:
         """The best action in each environment, or with probability ``epsilon`` a random one."""
-        greedy = jnp.argmax(self.values(params, frames), axis=-1).astype(jnp.int32)
+        greedy = jnp.argmax(self.values(params, obs), axis=-1).astype(jnp.int32)
         explore_key, action_key = jax.random.split(key)
         explore = jax.random.uniform(explore_key, greedy.shape) < epsilon
-        anything = jax.random.randint(action_key, greedy.shape, 0, self.envs.num_actions)
+        anything = jax.random.randint(action_key, greedy.shape, 0, self.network.num_actions)
         return jnp.where(explore, anything, greedy)
+
+    def step(
+        self, key: PRNGKeyArray, envs: GymnaxState, action: Int[Array, " E"]
+    ) -> tuple[GymnaxState, dict[str, Any]]:
+        """Take one action in each environment. Returns where they stand then, and what to store."""
+        envs, steps = gymnax_step(*make_env(self.config.env), key, envs, action)
+        # Bits are all that observations of MinAtar hold.
+        dtype = jnp.bool_ if self.config.env in get_args(MinAtar) else jnp.float32
+        return envs, {k: v.astype(dtype) if "obs" in k else v for k, v in steps.items()}
 
     def learn(self, state: TrainState) -> tuple[TrainState, Float[Array, ""]]:
         """One update of the network, of its target and of the priorities; and the loss."""
-        config = self.config
         key, sample_key = jax.random.split(state.key)
-        batch = state.buffer.sample(sample_key, config.batch_size)
-        weights = jaxbuf.importance_weights(state.buffer, batch, self.beta(state.step))
+        buffer = state.buffer
+        batch = buffer.sample(sample_key, self.config.batch_size)
+        weights = jaxbuf.importance_weights(buffer, batch, self.beta(state.step))
 
         def loss_fn(params: Any) -> tuple[Float[Array, ""], Float[Array, " B"]]:
             error = self.td_error(params, state.target_params, batch.data)
             return 0.5 * jnp.mean(weights * error**2), error
 
         (loss, error), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        with lenient_promotion():
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        target_params = optax.incremental_update(params, state.target_params, config.target_rate)
-        buffer = state.buffer
-        if config.sampler == "prioritized":
+        rate = self.config.target_rate
+        target_params = optax.incremental_update(params, state.target_params, rate)
+        if self.config.sampler == "prioritized":
             buffer = buffer.update_priority(batch.slots, jnp.abs(error))
-        learned = state.replace(
+        state = state.replace(
             params=params,
             target_params=target_params,
             opt_state=opt_state,
             buffer=buffer,
             key=key,
         )
-        return learned, loss
-
-    def values(self, params: Any, frames: Shaped[Array, "B ... K"]) -> Float[Array, "B A"]:
-        """Of every action, for the last frames of B episodes."""
-        values: Any = self.network.apply(params, _merge(frames))
-        return values
+        return state, loss
 
     def td_error(self, params: Any, target_params: Any, window: Any) -> Float[Array, " B"]:
         """Value minus n-step target, the next action chosen by ``params`` (double DQN)."""
-        config = self.config
-        # The step to learn from; those before it are there for their frames.
-        now = config.frame_stack - 1
-        returns = jaxbuf.n_step(window, config.n_step, config.discount)
-        last = returns.bootstrap_index[:, now] - 1
+        returns = jaxbuf.n_step(window, self.config.n_step, self.config.discount)
+        # The last step of the return, whose "next_obs" is of the same episode.
+        last = returns.bootstrap_index[:, 0] - 1
         row = jnp.arange(last.size)
-        frames = jaxbuf.stack_frames(window, config.frame_stack).frames
-        next_frames = _append(frames[row, last], window["next_obs"][row, last])
-        value = _pick(self.values(params, frames[:, now]), window["action"][:, now])
-        best = jnp.argmax(self.values(params, next_frames), axis=-1)
-        next_value = _pick(self.values(target_params, next_frames), best)
-        target = returns.reward[:, now] + returns.discount[:, now] * next_value
+        next_obs = window["next_obs"][row, last]
+        value = self.values(params, window["obs"][:, 0])[row, window["action"][:, 0]]
+        best = jnp.argmax(self.values(params, next_obs), axis=-1)
+        next_value = self.values(target_params, next_obs)[row, best]
+        target = returns.reward[:, 0] + returns.discount[:, 0] * next_value
         return value - jax.lax.stop_gradient(target)
 
-    def first_frames(self, obs: Shaped[Array, "E ..."]) -> Shaped[Array, "E ... K"]:
-        """What an agent sees at the beginning of an episode: its first frame, repeated."""
-        return jnp.repeat(obs[..., None], self.config.frame_stack, axis=-1)
-
-    def next_frames(
-        self,
-        frames: Shaped[Array, "E ... K"],
-        obs: Shaped[Array, "E ..."],
-        ended: Bool[Array, " E"],
-    ) -> Shaped[Array, "E ... K"]:
-        """What it sees after a step, or at the beginning of the next episode."""
-        begins = jnp.broadcast_to(ended.reshape(-1, *(1,) * obs.ndim), frames.shape)
-        return jnp.where(begins, self.first_frames(obs), _append(frames, obs))
+    def values(self, params: Any, obs: Shaped[Array, "B ..."]) -> Float[Array, "B A"]:
+        """Values of all actions."""
+        values: Any = self.network.apply(params, obs)
+        return values
 
     def epsilon(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Share of random actions: from 1 to ``config.epsilon``, then constant."""
-        config = self.config
-        explored = jnp.minimum(self.progress(step) / max(config.exploration, 1e-6), 1.0)
-        return 1.0 + explored * (config.epsilon - 1.0)
+        explored = jnp.minimum(self.progress(step) / max(self.config.exploration, 1e-6), 1.0)
+        return 1.0 + explored * (self.config.epsilon - 1.0)
 
     def beta(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Importance exponent: from ``config.beta`` to 1."""
@@ -384,49 +332,95 @@ class Agent:
 
     def evaluate(self, state: TrainState, key: PRNGKeyArray) -> Float[Array, " episodes"]:
         """Returns of ``eval_episodes`` greedy episodes."""
-        envs = _environment.Environments(self.config.env, self.config.eval_episodes)
 
         def iteration(carry: Any, key: PRNGKeyArray) -> tuple[Any, None]:
-            states, frames, returns, running = carry
-            action = jnp.argmax(self.values(state.params, frames), axis=-1)
-            states, outcome = envs.step(key, states, action.astype(jnp.int32))
-            returns = jnp.where(running, outcome.episode_return, returns)
-            ended = outcome.terminated | outcome.truncated
-            frames = self.next_frames(frames, states.obs, ended)
-            return (states, frames, returns, running & ~ended), None
+            envs, returns, running = carry
+            action = jnp.argmax(self.values(state.params, envs.obs), axis=-1).astype(jnp.int32)
+            envs, steps = self.step(key, envs, action)
+            returns += jnp.where(running, steps["reward"], 0.0)
+            return (envs, returns, running & ~(steps["terminated"] | steps["truncated"])), None
 
+        env, params = make_env(self.config.env)
         reset_key, step_key = jax.random.split(key)
-        states = envs.reset(reset_key)
-        running = jnp.ones(envs.num_envs, jnp.bool_)
-        start = (states, self.first_frames(states.obs), states.episode_return, running)
-        keys = jax.random.split(step_key, envs.max_episode_steps)
-        return jax.lax.scan(iteration, start, keys)[0][2]
+        count = self.config.eval_episodes
+        envs = gymnax_reset(env, params, reset_key, count)
+        keys = jax.random.split(step_key, params.max_steps_in_episode)
+        start = (envs, jnp.zeros(count), jnp.ones(count, jnp.bool_))
+        return jax.lax.scan(iteration, start, keys)[0][1]
 
 
-def _pick(values: Float[Array, "B A"], action: Int[Array, " B"]) -> Float[Array, " B"]:
-    return jnp.take_along_axis(values, action[:, None], axis=-1)[:, 0]
+# Kept, so that an agent that is run again in the same process is not compiled again.
+@functools.cache
+def programs(agent: Agent, length: int) -> tuple[Any, Any, Any]:
+    """What begins a run, goes on with it and evaluates it, for all seeds at once."""
+    chunk = jax.vmap(lambda state: agent.train(state, length))
+    return (
+        jax.jit(jax.vmap(agent.init)),
+        # Donated, so that the buffers are updated where they are.
+        jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options()),
+        jax.jit(jax.vmap(agent.evaluate)),
+    )
 
 
-def _append(frames: Shaped[Array, "B ... K"], frame: Shaped[Array, "B ..."]) -> Array:
-    """The last frames when another has come."""
-    return jnp.concatenate([frames[..., 1:], frame[..., None]], axis=-1)
+def train(run: _run.Run[Config]) -> None:
+    """Train all seeds, and tell how that went."""
+    began = time.perf_counter()
+    config = run.config
+    length = math.ceil((config.steps - config.warmup) / config.num_envs / CHUNKS)
+    init, chunk, evaluate = programs(Agent(config), length)
+    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+    states = run.load(jax.eval_shape(init, keys)) if run.resume else init(keys)
 
+    def next_chunk(states: TrainState) -> tuple[TrainState, dict[str, Any], str]:
+        states, log, metrics = chunk(states)
+        episodes = np.asarray(log.episodes)
+        returns = np.where(episodes, log.total_return / np.maximum(episodes, 1), np.nan)
+        known = returns[~np.isnan(returns)]
+        shown = f"return {known.mean():.1f}" if known.size else ""
+        return states, {"return": returns, **metrics}, shown
 
-def _merge(frames: Shaped[Array, "B ... K"]) -> Shaped[Array, "B ..."]:
-    """Frames as the channels of one image."""
-    return frames.reshape(*frames.shape[:-2], -1)
+    size = length * config.num_envs
+    done = int(states.step[0])
+    states, seconds = run.train(
+        states,
+        next_chunk,
+        done=done,
+        until=config.steps,
+        size=size,
+        unit="steps",
+        rows=config.seeds,
+    )
+    greedy = np.asarray(evaluate(states, keys)).mean(axis=1)
+
+    steps, returns = run.logged("step"), run.logged("return")
+    _run.plot(
+        run.out / "learning_curve.png",
+        steps,
+        {"": returns},
+        title=f"DQN with {config.sampler} replay on {config.env}",
+        xlabel="environment steps per seed",
+        ylabel="return while training",
+    )
+    late = (
+        np.ma.masked_invalid(returns[-math.ceil(len(returns) / 10) :]).mean(axis=0).filled(np.nan)
+    )
+    step = int(steps[-1])
+    rows = [
+        [str(config.seed + i), f"{greedy[i]:.1f}", f"{late[i]:.1f}", f"{step:,}", "", ""]
+        for i in range(config.seeds)
+    ]
+    # The first chunk is mostly compilation.
+    measured = seconds[1:] or seconds
+    speed = f"{len(measured) * size * config.seeds / sum(measured):,.0f}" if measured else "-"
+    total = [f"{greedy.mean():.1f}", f"{late.mean():.1f}", f"{step * config.seeds:,}", speed]
+    header = ["seed", "greedy return", "return in training", "steps", "steps/s", "time"]
+    print(_run.table(header, [*rows, ["all", *total, f"{time.perf_counter() - began:.1f} s"]]))
+    print(f"learning curve, log and checkpoint are in {run.out}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this example from the command line and return its exit status."""
-    return _runner.main(
-        argv,
-        example="dqn",
-        description=DESCRIPTION,
-        options=Config,
-        make_config=Config.make,
-        make_agent=Agent,
-    )
+    return _run.main(EXAMPLE, train, Config(), DESCRIPTION, argv)
 
 
 if __name__ == "__main__":

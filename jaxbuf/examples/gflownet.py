@@ -5,23 +5,23 @@ Rollouts, adds, draws and updates are one ``lax.scan``, which ``vmap`` runs for 
 
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 import jaxbuf
-from jaxbuf.examples import _cli, _report
-from jaxbuf.examples._gflownet import BUFFERS, NEVER, Agent, GFlowNet, Options, TrainState
-from jaxbuf.examples._run_folder import SAVES, RunError, RunFolder, save_is_due
+from jaxbuf.examples import _run
+from jaxbuf.examples._gflownet import NEVER, Agent, Buffer, GFlowNet, Options, TrainState
 
 DESCRIPTION = """Train GFlowNets on a hypergrid with several replay buffers, to compare them.
 
@@ -33,28 +33,36 @@ as many trajectories as any other, but with a buffer a part of them are replayed
   reward   from those of highest reward, each as often as it was found
   diverse  from distinct ones of highest reward, in proportion to it
 
-Ends with a table (medians over the seeds, and their range) and pictures. Takes a minute or two on
-two CPU cores.
-
-  --buffer none,diverse           only some of the buffers
+Takes a minute or two on two CPU cores. Some things to try:
+  --buffer none diverse           only some of the buffers
   --dims 2 --height 16            another grid
-  --resume --steps 4000           train a finished run for longer"""
+  --resume --steps 4000           train a finished run for longer
+
+Ends with a table (medians over the seeds, and their range). Writes, in runs/gflownet or where --out
+says:
+  modes.png      modes found over fresh trajectories, of every seed with every buffer
+  distance.png   L1 distance to the target over updates
+  marginals.png  the first two coordinates where trajectories stop: the target and what was learned
+  log.csv        modes and distances as numbers, fifty times in a run
+  tensorboard/   the same for TensorBoard, with --tensorboard
+  checkpoint/    the whole training state, ten times in a run
+  run.json       the options"""
 EXAMPLE = "gflownet"
 CHUNKS = 50
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Options):
-    """Which buffers to compare, and what to train with each.
+    """Which buffers to compare, and what to train with each."""
 
-    Raises:
-        ValueError: When two values do not go together; the message says what to change.
-    """
+    buffer: tuple[Buffer, ...] = get_args(Buffer)  # which buffers
+    seeds: int = 4  # how many seeds to train at once
 
-    buffer: tuple[str, ...] = _cli.option(
-        BUFFERS, _cli.choices(BUFFERS), "which buffers, of none, fifo, reward and diverse"
-    )
-    seeds: int = _cli.option(4, _cli.integer(1), "how many seeds to train at once")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _run.check(self, 1, "seeds")
+        if not 0 < len(self.buffer) == len(set(self.buffer)):
+            raise ValueError(f"--buffer is {' '.join(self.buffer)}; name each once")
 
     @property
     def always_fresh(self) -> bool:
@@ -94,124 +102,83 @@ class Outcome(NamedTuple):
         return self.found.max(axis=1)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run this example from the command line and return its exit status."""
-    parser = _parser()
-    given = vars(parser.parse_args(argv))
-    folder = RunFolder(given.pop("out"), EXAMPLE)
-    resume: bool = given.pop("resume")
-    try:
-        record = folder.go_on(given) if resume else None
-        config = Config(**(record["config"] if record else given))
-        if not resume:
-            folder.begin()
-    except (RunError, ValueError) as error:
-        parser.error(str(error))
-    began = time.perf_counter()
-    try:
-        outcomes = _train(config, folder, record)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; {folder.how_to_go_on('update')}", file=sys.stderr)
-        return 130
-    print(_table(outcomes, config))
-    print(compare(outcomes, time.perf_counter() - began))
-    for name, picture in _draw(folder.path, outcomes, config).items():
-        print(f"{name:<15} {picture}")
-    print(f"checkpoint      {folder.checkpoints}")
-    return 0
-
-
-def _parser() -> _cli.Parser:
-    files = f"""\
-  modes.png      modes found over fresh trajectories, of every seed with every buffer
-  distance.png   L1 distance to the target over updates
-  marginals.png  the first two coordinates where trajectories stop: the target and what was learned
-  checkpoint/    the whole training state, {SAVES} times in a run, the latest kept
-  run.json       which example this folder belongs to"""
-    return _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config, amount="steps")
-
-
-def _train(config: Config, folder: RunFolder, record: dict[str, Any] | None) -> dict[str, Outcome]:
-    """One outcome for each buffer, chunk by chunk in turn, so that their speeds compare."""
-    # On the device, as what a checkpoint holds is: so a resumed run is the same program.
-    keys = jax.device_put(
-        jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)]), jax.devices()[0]
-    )
-    target = np.asarray(config.grid.target())
-    length = _length(config)
-    done: int = record["step"] if record else 0
-    chunks = -(-(config.steps - done) // length)
-    agents = {kind: Agent(config, kind) for kind in config.buffer}
-    stops = _stopping_distribution(GFlowNet(config.grid, config.hidden))
-    rows = config.seeds * len(agents)
-    updates: list[int] = record["updates"] if record else []
-    l1: dict[str, list[list[float]]] = record["l1"] if record else {kind: [] for kind in agents}
-    with _report.Progress((done + chunks * length) * rows, unit=" updates") as progress:
-        progress.phase("compiling")
-        like = {kind: jax.eval_shape(_init(agent), keys) for kind, agent in agents.items()}
-        states: dict[str, TrainState] = (
-            folder.load_state(like)
-            if record
-            else {kind: _init(agent)(keys) for kind, agent in agents.items()}
-        )
-        progress.advance(done * rows, np.nan)
-        seconds: dict[str, list[float]] = {kind: [] for kind in agents}
-        modes: dict[str, float] = {}
-        for i in range(chunks):
-            for kind, agent in agents.items():
-                began = time.perf_counter()
-                states[kind] = jax.block_until_ready(_chunk(agent, length)(states[kind]))
-                seconds[kind].append(time.perf_counter() - began)
-                learned = np.asarray(stops(states[kind].params))
-                l1[kind].append(np.abs(learned - target).sum(axis=1).tolist())
-                modes[kind] = np.sum(np.asarray(states[kind].found) < NEVER, axis=1).mean()
-                progress.advance(length * config.seeds, np.nan)
-            progress.phase("modes " + ", ".join(f"{kind} {n:.1f}" for kind, n in modes.items()))
-            done += length
-            updates.append(done)
-            if save_is_due(i, chunks):
-                config_then = dataclasses.asdict(config)
-                now = {"step": done, "config": config_then, "updates": updates, "l1": l1}
-                folder.save(done, states, now)
-    found = {kind: np.asarray(state.found, np.float64) for kind, state in states.items()}
-    return {
-        kind: Outcome(
-            updates=np.asarray(updates),
-            l1=np.asarray(l1[kind]),
-            learned=np.asarray(stops(states[kind].params)),
-            found=np.where(found[kind] < NEVER, found[kind], np.inf),
-            fresh=done * agent.fresh,
-            seconds=seconds[kind],
-        )
-        for kind, agent in agents.items()
-    }
-
-
-def _length(config: Config) -> int:
-    """Updates in a chunk."""
-    return -(-config.steps // CHUNKS)
-
-
 # All are kept, so that an agent that is run again in the same process is not compiled again.
 @functools.cache
-def _init(agent: Agent) -> Callable[[PRNGKeyArray], TrainState]:
-    return jax.jit(jax.vmap(agent.init))
-
-
-@functools.cache
-def _chunk(agent: Agent, length: int) -> Callable[[TrainState], TrainState]:
+def programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What begins training with one buffer and what goes on with it, for all seeds at once."""
     chunk = jax.vmap(lambda state: agent.train(state, length))
     # Donated, so that the buffers are updated where they are.
-    return jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
+    chunk = jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
+    return jax.jit(jax.vmap(agent.init)), chunk
 
 
 @functools.cache
-def _stopping_distribution(gflownet: GFlowNet) -> Callable[[Any], Float[Array, "S N"]]:
+def stopping_distribution(gflownet: GFlowNet) -> Callable[[Any], Float[Array, "S N"]]:
+    """Where the policies of all seeds stop, exactly."""
     return jax.jit(jax.vmap(gflownet.stopping_distribution))
 
 
+def train(run: _run.Run[Config]) -> None:
+    """Train with one buffer after the other, chunk by chunk in turn, and tell how that went."""
+    began = time.perf_counter()
+    config = run.config
+    length = math.ceil(config.steps / CHUNKS)
+    agents = {kind: Agent(config, kind) for kind in config.buffer}
+    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+    inits, chunks = zip(*(programs(agent, length) for agent in agents.values()), strict=True)
+    states: dict[str, TrainState] = {
+        kind: jax.eval_shape(init, keys) if run.resume else init(keys)
+        for kind, init in zip(agents, inits, strict=True)
+    }
+    if run.resume:
+        states = run.load(states)
+    stops = stopping_distribution(GFlowNet(config.grid, config.hidden))
+    target = np.asarray(config.grid.target())
+    seconds: dict[str, list[float]] = {kind: [] for kind in agents}
+
+    def next_chunk(
+        states: dict[str, TrainState],
+    ) -> tuple[dict[str, TrainState], dict[str, Any], str]:
+        states, metrics = dict(states), dict[str, Any]()
+        for kind, chunk in zip(agents, chunks, strict=True):
+            started = time.perf_counter()
+            states[kind] = jax.block_until_ready(chunk(states[kind]))
+            seconds[kind].append(time.perf_counter() - started)
+            l1 = np.abs(np.asarray(stops(states[kind].params)) - target).sum(axis=1)
+            modes = np.sum(np.asarray(states[kind].found) < NEVER, axis=1)
+            metrics[kind] = {"l1": l1, "modes": modes}
+        shown = ", ".join(f"{kind} {m['modes'].mean():.1f}" for kind, m in metrics.items())
+        return states, metrics, f"modes {shown}"
+
+    states, _ = run.train(
+        states,
+        next_chunk,
+        done=int(next(iter(states.values())).step[0]),
+        until=config.steps,
+        size=length,
+        unit="updates",
+        rows=config.seeds * len(agents),
+    )
+    found = {kind: np.asarray(state.found, np.float64) for kind, state in states.items()}
+    outcomes = {
+        kind: Outcome(
+            updates=run.logged("step"),
+            l1=run.logged(f"{kind}/l1"),
+            learned=np.asarray(stops(states[kind].params)),
+            found=np.where(found[kind] < NEVER, found[kind], np.inf),
+            fresh=int(states[kind].fresh[0]),
+            seconds=seconds[kind],
+        )
+        for kind in agents
+    }
+    print(_table(outcomes, config))
+    print(compare(outcomes, time.perf_counter() - began))
+    _draw(run.out, outcomes, config)
+    print(f"pictures, log and checkpoint are in {run.out}")
+
+
 def _table(outcomes: dict[str, Outcome], config: Config) -> str:
-    length = _length(config)
+    length = math.ceil(config.steps / CHUNKS)
     header = [
         "buffer",
         "L1 distance",
@@ -238,7 +205,7 @@ def _table(outcomes: dict[str, Outcome], config: Config) -> str:
                 f"{sum(outcome.seconds):.1f} s",
             ]
         )
-    return _report.table(header, rows)
+    return _run.table(header, rows)
 
 
 def _median(values: NDArray[Any], form: str) -> str:
@@ -262,23 +229,22 @@ def compare(outcomes: dict[str, Outcome], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _draw(folder: Path, outcomes: dict[str, Outcome], config: Config) -> dict[str, Path]:
-    """Write the pictures; returns where each is."""
+def _draw(folder: Path, outcomes: dict[str, Outcome], config: Config) -> None:
+    """Write the pictures."""
     grid = config.grid
     title = f"hypergrid, {config.dims} × {config.height}"
-    pictures = {name: folder / f"{name}.png" for name in ("modes", "distance", "marginals")}
     most = max(outcome.fresh for outcome in outcomes.values())
     fresh = np.unique(np.linspace(0, most, 401).astype(np.int64))
-    _report.plot_groups(
-        pictures["modes"],
+    _run.plot(
+        folder / "modes.png",
         fresh,
         {kind: outcome.modes(fresh) for kind, outcome in outcomes.items()},
         title=title,
         xlabel="fresh trajectories per seed",
         ylabel=f"modes found, of {grid.num_modes}",
     )
-    _report.plot_groups(
-        pictures["distance"],
+    _run.plot(
+        folder / "distance.png",
         next(iter(outcomes.values())).updates,
         {kind: outcome.l1 for kind, outcome in outcomes.items()},
         title=title,
@@ -287,8 +253,7 @@ def _draw(folder: Path, outcomes: dict[str, Outcome], config: Config) -> dict[st
     )
     marginals = {"target": np.asarray(grid.target())}
     marginals |= {kind: outcome.learned.mean(axis=0) for kind, outcome in outcomes.items()}
-    _plot_marginals(pictures["marginals"], marginals, config)
-    return pictures
+    _plot_marginals(folder / "marginals.png", marginals, config)
 
 
 def _plot_marginals(path: Path, distributions: dict[str, NDArray[Any]], config: Config) -> None:
@@ -309,6 +274,11 @@ def _plot_marginals(path: Path, distributions: dict[str, NDArray[Any]], config: 
         axes[0].set_ylabel("second coordinate")
     figure.colorbar(image, ax=axes, label="probability")
     figure.savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this example from the command line and return its exit status."""
+    return _run.main(EXAMPLE, train, Config(), DESCRIPTION, argv)
 
 
 if __name__ == "__main__":

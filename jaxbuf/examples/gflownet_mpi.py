@@ -8,26 +8,28 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import io
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 import jaxbuf
-from jaxbuf.examples import _cli, _report
-from jaxbuf.examples._gflownet import BUFFERS, NEVER, Agent, Options, TrainState
+from jaxbuf.examples import _run
+from jaxbuf.examples._gflownet import NEVER, Agent, Buffer, Options, TrainState
 from jaxbuf.examples._hypergrid import HyperGrid
-from jaxbuf.examples._run_folder import RunError, RunFolder
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,44 +48,37 @@ that they fill, and tells them how many modes of the grid are new. Compares
 Start it on 2 ranks or more, and see the modes that were found against time:
   mpiexec -n 4 python -m jaxbuf.examples.gflownet_mpi
 
-Ends with a table, what went through the manager, and a picture. Takes a minute or two for four
-ranks on two CPU cores.
+Takes a minute or two for four ranks on two CPU cores. Some things to try:
+  --run sync pipelined --every 1       only some, that send after each update
+  --dims 4 --steps 500                 a smaller grid
 
-  --run sync,pipelined --every 1       only some, that send after each update
-  --dims 4 --steps 500                 a smaller grid"""
+Ends with a table, and what went through the manager. Writes, in runs/gflownet_mpi or where --out
+says:
+  modes.png  modes found over time, of every run"""
 EXAMPLE = "gflownet_mpi"
-TYPE_THIS = f"mpiexec -n 4 python -m jaxbuf.examples.{EXAMPLE}"
-MODES = ("sync", "deferred", "pipelined")
-RUNS = ("alone", *MODES)
+PROGRAM = f"python -m jaxbuf.examples.{EXAMPLE}"
+Mode = Literal["alone", "sync", "deferred", "pipelined"]
 # Wherever a launcher says which rank this is.
 RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Options):
-    """What to train, and how workers and their manager talk.
+    """What to train, and how workers and their manager talk."""
 
-    Raises:
-        ValueError: When two values do not go together; the message says what to change.
-    """
+    dims: int = 6  # dimensions of the grid
+    steps: int = 3_000  # updates of each worker
+    buffer: Buffer = "diverse"  # of each worker
+    run: tuple[Mode, ...] = get_args(Mode)  # what to compare
+    every: int = 10  # updates between two messages
+    shared: int = 1000  # terminal states in the manager's buffer
+    borrow: int = 16  # of these in each answer, for the worker to replay
+    out: Path = Path("runs", EXAMPLE)  # the folder to write to
 
-    dims: int = _cli.option(6, _cli.integer(1, 20), "dimensions of the grid")
-    steps: int = _cli.option(3_000, _cli.integer(1, 10**6), "updates of each worker")
-    buffer: str = _cli.option(
-        "diverse",
-        _cli.choice(BUFFERS),
-        "of each worker: none, fifo, reward or diverse",
-    )
-    run: tuple[str, ...] = _cli.option(
-        RUNS, _cli.choices(RUNS), "what to compare, of alone, sync, deferred and pipelined"
-    )
-    every: int = _cli.option(10, _cli.integer(1, 1000), "updates between two messages")
-    shared: int = _cli.option(
-        1000, _cli.integer(1, 2**20), "terminal states in the manager's buffer"
-    )
-    borrow: int = _cli.option(
-        16, _cli.integer(0, 1000), "of these in each answer, for the worker to replay"
-    )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _run.check(self, 1, "every", "shared")
+        _run.check(self, 0, "borrow")
 
     @property
     def always_fresh(self) -> bool:
@@ -171,37 +166,27 @@ class Outcome(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this example from the command line and return its exit status. All ranks call this."""
-    with contextlib.ExitStack() as stack:
-        if any(os.environ.get(name, "0") != "0" for name in RANKS):
-            # What is wrong with the arguments is said once.
-            nowhere = stack.enter_context(Path(os.devnull).open("w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
-        parser = _parser()
-        given = vars(parser.parse_args(argv))
-        folder = RunFolder(given.pop("out"), EXAMPLE)
-        try:
-            config = Config(**given)
-        except ValueError as error:
-            parser.error(str(error))
+    # What is wrong with the arguments is said once.
+    quiet = any(os.environ.get(name, "0") != "0" for name in RANKS)
+    out, err = (io.StringIO(), io.StringIO()) if quiet else (sys.stdout, sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        config = tyro.cli(Config, args=argv, prog=PROGRAM, description=DESCRIPTION)
     try:
         importlib.import_module("jaxbuf.mpi")
     except ImportError as error:
-        parser.error(f"{error}; in a clone, `make demo-mpi` installs all that it needs")
+        _run.fail(f"{error}; in a clone, `make demo-mpi` installs all that it needs")
     # From here on MPI runs.
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     if world.Get_size() < 2:
-        parser.error(f"one rank alone has no manager; start several with `{TYPE_THIS}`")
+        _run.fail(f"one rank alone has no manager; start several with `mpiexec -n 4 {PROGRAM}`")
     try:
-        if error := world.bcast(_begin(folder) if world.Get_rank() == 0 else ""):
-            if world.Get_rank() == 0:
-                parser.exit(2, f"{parser.prog}: error: {error}\n")
+        if not world.bcast(_begin(config) if world.Get_rank() == 0 else None):
             return 2
-        outcomes = _run(config, world)
+        outcomes = _train(config, world)
         if world.Get_rank() == 0:
-            _tell(outcomes, config, folder.path)
+            _tell(outcomes, config)
     except KeyboardInterrupt:
         print("\ninterrupted; nothing was kept", file=sys.stderr, flush=True)
         world.Abort(130)
@@ -213,20 +198,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> _cli.Parser:
-    files = """\
-  modes.png  modes found over time, of every run
-  run.json   which example this folder belongs to"""
-    return _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config)
-
-
-def _begin(folder: RunFolder) -> str:
-    """Make the folder ready; returns what is wrong with it."""
+def _begin(config: Config) -> bool:
+    """Make the folder ready, or say what is wrong with it."""
     try:
-        folder.begin()
-    except RunError as error:
-        return str(error)
-    return ""
+        _run.begin(config.out, EXAMPLE, {})
+    except SystemExit:
+        return False
+    return True
 
 
 def make_manager(config: Config, num_workers: int) -> "Manager":
@@ -238,7 +216,7 @@ def make_manager(config: Config, num_workers: int) -> "Manager":
     return Manager.create(buffer, num_workers, scores=Discoveries(config.grid, config.borrowed))
 
 
-def _run(config: Config, world: "MPI.Intracomm") -> dict[str, Outcome]:
+def _train(config: Config, world: "MPI.Intracomm") -> dict[str, Outcome]:
     """One run after the other; what they came to is known on the first rank."""
     from jaxbuf.mpi import Layout, make_communicators
 
@@ -251,8 +229,9 @@ def _run(config: Config, world: "MPI.Intracomm") -> dict[str, Outcome]:
         progress = None
         if rank == 0:
             total = sum(messages.values()) * config.every
-            progress = stack.enter_context(_report.Progress(total, unit=" updates"))
-            progress.phase("compiling")
+            progress = stack.enter_context(
+                tqdm(desc="compiling", total=total, unit=" updates", dynamic_ncols=True)
+            )
         learner = None
         if communicators.training is not None:
             learner = _Learner(config, rank)
@@ -319,7 +298,7 @@ class _Learner:
         }
         self._train = train.lower(self._init(self._key), self._nothing).compile()
 
-    def alone(self, messages: int, progress: _report.Progress | None) -> dict[str, Any]:
+    def alone(self, messages: int, progress: Any) -> dict[str, Any]:
         """Train without a manager; returns what is to be told of it."""
         found = np.full(self._config.grid.num_modes, np.inf)
 
@@ -336,7 +315,7 @@ class _Learner:
         communicators: "Communicators",
         mode: str,
         messages: int,
-        progress: _report.Progress | None,
+        progress: Any,
     ) -> dict[str, Any]:
         """Train as a worker; returns what is to be told of it."""
         from jaxbuf.mpi import Worker
@@ -357,7 +336,7 @@ class _Learner:
         name: str,
         messages: int,
         share: Callable[[TrainState, dict[str, Any], Array], dict[str, Any]],
-        progress: _report.Progress | None,
+        progress: Any,
     ) -> dict[str, Any]:
         """Train from the beginning, and share what was found after every few updates."""
         state, exchanging, modes = self._init(self._key), 0.0, 0
@@ -372,10 +351,12 @@ class _Learner:
             exchanging += time.perf_counter() - trained
             borrowed = {key: scores.get(key, self._nothing[key]) for key in self._nothing}
             if progress is not None:
-                progress.advance(self._config.every, np.nan)
+                progress.update(self._config.every)
                 if scores.get("modes", modes) != modes:
                     modes = scores["modes"]
-                    progress.phase(f"{name}, {modes} of {self._config.grid.num_modes} modes")
+                    progress.set_description(
+                        f"{name}, {modes} of {self._config.grid.num_modes} modes"
+                    )
         return {
             "seconds": time.perf_counter() - began,
             "exchanging": exchanging,
@@ -416,7 +397,7 @@ def _outcome(of_ranks: list[dict[str, Any]]) -> Outcome:
     )
 
 
-def _tell(outcomes: dict[str, Outcome], config: Config, folder: Path) -> None:
+def _tell(outcomes: dict[str, Outcome], config: Config) -> None:
     """Print the tables, and draw the picture."""
     grid = config.grid
     header = [
@@ -440,13 +421,13 @@ def _tell(outcomes: dict[str, Outcome], config: Config, folder: Path) -> None:
         ]
         for run, outcome in outcomes.items()
     ]
-    print(_report.table(header, rows))
+    print(_run.table(header, rows))
     for run, outcome in outcomes.items():
         if outcome.traffic:
             print(f"\nmanager, {run}\n{outcome.traffic}")
         for fault in outcome.faults:
             print(fault)
-    picture = folder / "modes.png"
+    picture = config.out / "modes.png"
     _plot(picture, outcomes, config)
     print(f"\nmodes  {picture}")
 

@@ -1,4 +1,4 @@
-"""DQN with and without hindsight on flipping bits: ``python -m jaxbuf.examples.hindsight --help``.
+"""DQN with and without hindsight on flipping bits: ``python -m jaxbuf.examples.bit_flipping``.
 
 The task, and why nothing is learned on it without hindsight, is that of section 3.1 of
 Andrychowicz et al., "Hindsight Experience Replay" (2017). Both agents, and all their seeds, are one
@@ -7,83 +7,86 @@ program.
 
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
-from numpy.typing import NDArray
 
 import jaxbuf
-from jaxbuf.examples import _cli, _report
-from jaxbuf.examples._lenient import lenient_promotion
-from jaxbuf.examples._network import QNetwork
-from jaxbuf.examples._run_folder import SAVES, RunError, RunFolder, save_is_due
-from jaxbuf.views.hindsight import Strategy
+from jaxbuf.examples import _run
 
 DESCRIPTION = """Train DQN to flip bits, with hindsight and without, several seeds of each at once.
 
 An episode begins with random bits and asks for other random bits. An action flips one bit; every
 step costs 1 until all bits are right. Of 2**15 goals a random agent meets next to none, so all that
-it ever sees is -1; with hindsight it learns from the goals it met instead. Ends with a table and a
-picture of the success rates of both. Takes less than a minute on two CPU cores.
-
+it ever sees is -1; with hindsight it learns from the goals it met instead. Takes less than a minute
+on two CPU cores. Some things to try:
   --bits 8                        few enough to learn without hindsight as well
   --strategy final                another source of goals
-  --resume --episodes 16_000      train a finished run for longer"""
-EXAMPLE = "hindsight"
+  --resume --episodes 16_000      train a finished run for longer
+
+Ends with a table. Writes, in runs/bit_flipping or where --out says:
+  success.png   success rate of every seed, with hindsight and without
+  log.csv       the same as numbers, fifty times in a run
+  tensorboard/  the same for TensorBoard, with --tensorboard
+  checkpoint/   the whole training state, ten times in a run
+  run.json      the options"""
+EXAMPLE = "bit_flipping"
 CHUNKS = 50
 AGENTS = ("DQN", "DQN with hindsight")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to train, and how.
+    """What to train, and how."""
 
-    Raises:
-        ValueError: When two values do not go together; the message says what to change.
-    """
-
-    bits: int = _cli.option(15, _cli.integer(1, 64), "bits to flip, and steps of an episode")
-    strategy: Literal["final", "future", "episode", "random"] = _cli.option(
-        "future",
-        _cli.choice(get_args(Strategy)),
-        "where hindsight takes goals from: final, future, episode or random",
-    )
-    fraction: float = _cli.option(0.8, _cli.number(0, 1), "share of transitions with such a goal")
-    seeds: int = _cli.option(3, _cli.integer(1), "how many seeds of each agent to train at once")
-    seed: int = _cli.option(0, _cli.integer(0), "the first of them")
-    episodes: int = _cli.option(8_000, _cli.integer(1), "episodes of each seed")
-    num_envs: int = _cli.option(16, _cli.integer(1), "episodes side by side in each seed")
-    updates: int = _cli.option(8, _cli.integer(1), "learner updates after each of these")
-    batch_size: int = _cli.option(64, _cli.integer(1), "transitions in an update")
-    capacity: int = _cli.option(8_000, _cli.integer(1, 2**24), "episodes in each seed's buffer")
-    lr: float = _cli.option(1e-3, _cli.number(0, above=True), "learning rate")
-    discount: float = _cli.option(0.98, _cli.number(0, 1), "discount per step")
-    epsilon: float = _cli.option(0.2, _cli.number(0, 1), "share of random actions")
-    target_rate: float = _cli.option(
-        0.02, _cli.number(0, 1, above=True), "how far each update moves the target network"
-    )
-    hidden: int = _cli.option(128, _cli.integer(1), "width of each hidden layer")
-    eval_episodes: int = _cli.option(100, _cli.integer(1), "greedy episodes per success rate")
+    bits: int = 15  # bits to flip, and steps of an episode
+    strategy: Literal["final", "future", "episode", "random"] = "future"  # where goals come from
+    fraction: float = 0.8  # share of transitions with such a goal
+    seeds: int = 3  # how many seeds of each agent to train at once
+    seed: int = 0  # the first of them
+    episodes: int = 8_000  # episodes of each seed
+    num_envs: int = 16  # episodes side by side in each seed
+    updates: int = 8  # learner updates after each of these
+    batch_size: int = 64  # transitions in an update
+    capacity: int = 8_000  # episodes in each seed's buffer
+    lr: float = 1e-3  # learning rate
+    discount: float = 0.98  # discount per step
+    epsilon: float = 0.2  # share of random actions
+    target_rate: float = 0.02  # how far each update moves the target network
+    hidden: int = 128  # width of each hidden layer
+    eval_episodes: int = 100  # greedy episodes per success rate
 
     def __post_init__(self) -> None:
-        if self.capacity < self.num_envs:
-            raise ValueError(
-                f"--capacity {self.capacity} is less than --num-envs {self.num_envs} episodes side "
-                "by side; make the capacity at least as large"
-            )
-        if self.episodes < self.num_envs:
-            raise ValueError(
-                f"--episodes {self.episodes} are less than --num-envs {self.num_envs} side by "
-                "side; ask for more episodes or fewer environments"
-            )
+        _run.check(self, 1, "bits", high=64)
+        _run.check(self, 1, "seeds", "num_envs", "updates", "batch_size", "hidden", "eval_episodes")
+        _run.check(self, 0, "fraction", "discount", "epsilon", "target_rate", high=1)
+        _run.check(self, 0, "seed", "lr")
+        # As many episodes are played side by side.
+        _run.check(self, self.num_envs, "capacity", "episodes")
+
+
+class QNetwork(nn.Module):
+    """One value per action, through two normalized hidden layers."""
+
+    num_actions: int
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B D"]) -> Float[Array, "B A"]:
+        """Values of all actions for B observations."""
+        for _ in range(2):
+            x = nn.relu(nn.LayerNorm()(nn.Dense(self.hidden)(x)))
+        return nn.Dense(self.num_actions)(x)
 
 
 class TrainState(struct.PyTreeNode):
@@ -96,6 +99,7 @@ class TrainState(struct.PyTreeNode):
         buffer: The replay buffer; its items are whole episodes.
         key: Source of all later randomness.
         fraction: Share of transitions that get another goal; 0 is DQN without hindsight.
+        episodes: Episodes so far, scalar.
     """
 
     params: Any
@@ -104,6 +108,7 @@ class TrainState(struct.PyTreeNode):
     buffer: jaxbuf.ItemBuffer
     key: PRNGKeyArray
     fraction: Float[Array, ""]
+    episodes: Int[Array, ""]
 
 
 class Episodes(NamedTuple):
@@ -126,11 +131,7 @@ class Episodes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Agent:
-    """DQN on flipping bits: pure functions of a ``TrainState``.
-
-    Args:
-        config: All settings.
-    """
+    """DQN on flipping bits: pure functions of a ``TrainState``."""
 
     config: Config
 
@@ -159,6 +160,7 @@ class Agent:
             buffer=jaxbuf.ItemBuffer.create(example, config.capacity),
             key=key,
             fraction=fraction,
+            episodes=jnp.int32(0),
         )
 
     def train(self, state: TrainState, iterations: int) -> TrainState:
@@ -167,7 +169,11 @@ class Agent:
         def iteration(state: TrainState, _: None) -> tuple[TrainState, None]:
             key, play_key = jax.random.split(state.key)
             episodes = self.play(state.params, play_key, self.config.num_envs, self.config.epsilon)
-            state = state.replace(buffer=state.buffer.add(episodes), key=key)
+            state = state.replace(
+                buffer=state.buffer.add(episodes),
+                key=key,
+                episodes=state.episodes + self.config.num_envs,
+            )
             learn = jax.lax.scan(
                 lambda state, _: (self.learn(state), None), state, length=self.config.updates
             )
@@ -214,8 +220,7 @@ class Agent:
             return 0.5 * jnp.mean(self.td_error(params, state.target_params, batch) ** 2)
 
         grads = jax.grad(loss_fn)(state.params)
-        with lenient_promotion():
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         target_params = optax.incremental_update(
             params, state.target_params, self.config.target_rate
@@ -269,7 +274,7 @@ class Agent:
     def values(
         self, params: Any, bits: Bool[Array, "B N"], goal: Bool[Array, "B N"]
     ) -> Float[Array, "B N"]:
-        """Of flipping each bit."""
+        """Values of flipping each bit."""
         values: Any = self.network.apply(params, _inputs(bits, goal))
         return values
 
@@ -288,109 +293,9 @@ def _inputs(bits: Bool[Array, "B N"], goal: Bool[Array, "B N"]) -> Float[Array, 
     return 2.0 * jnp.concatenate([bits, goal], axis=-1).astype(jnp.float32) - 1.0
 
 
-class Outcome(NamedTuple):
-    """What a run came to.
-
-    Attributes:
-        episodes: Episodes of each seed so far, ``[P]``.
-        success: Greedy success rates then, ``[P, 2, seeds]``: without hindsight, and with it.
-        seconds: From start to end.
-    """
-
-    episodes: NDArray[np.int64]
-    success: NDArray[np.float32]
-    seconds: float
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run this example from the command line and return its exit status."""
-    parser = _parser()
-    given = vars(parser.parse_args(argv))
-    folder = RunFolder(given.pop("out"), EXAMPLE)
-    resume: bool = given.pop("resume")
-    try:
-        record = folder.go_on(given, "episodes") if resume else None
-        config = Config(**(record["config"] if record else given))
-        if not resume:
-            folder.begin()
-    except (RunError, ValueError) as error:
-        parser.error(str(error))
-    try:
-        outcome = _train(Agent(config), folder, record)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; {folder.how_to_go_on('episode')}", file=sys.stderr)
-        return 130
-    picture = folder.path / "success.png"
-    _report.plot_groups(
-        picture,
-        outcome.episodes,
-        {name: outcome.success[:, i] for i, name in enumerate(AGENTS)},
-        title=f"flipping {config.bits} bits",
-        xlabel="episodes per seed",
-        ylabel="success rate of greedy episodes",
-    )
-    print(_table(outcome, config))
-    print(f"success rates   {picture}\ncheckpoint      {folder.checkpoints}")
-    return 0
-
-
-def _parser() -> _cli.Parser:
-    files = f"""\
-  success.png  success rate of every seed, with hindsight and without
-  checkpoint/  the whole training state, {SAVES} times in a run, the latest kept
-  run.json     which example this folder belongs to"""
-    return _cli.example_parser(EXAMPLE, DESCRIPTION, files, Config, amount="episodes")
-
-
-def _train(agent: Agent, folder: RunFolder, record: dict[str, Any] | None) -> Outcome:
-    begin = time.perf_counter()
-    config = agent.config
-    length = -(-config.episodes // (config.num_envs * CHUNKS))
-    each = length * config.num_envs
-    done: int = record["step"] if record else 0
-    chunks = -(-(config.episodes - done) // each)
-    episodes: list[int] = record["episodes"] if record else []
-    success: list[list[list[float]]] = record["success"] if record else []
-    init, chunk = _programs(agent, length)
-    # On the device, as what a checkpoint holds is: so a resumed run is the same program.
-    keys, fractions = jax.device_put(
-        (
-            jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)]),
-            jnp.asarray([0.0, config.fraction], jnp.float32),
-        ),
-        jax.devices()[0],
-    )
-    rows = config.seeds * len(AGENTS)
-    with _report.Progress((done + chunks * each) * rows, unit=" episodes") as progress:
-        progress.phase("compiling")
-        # The same seeds with and without.
-        like = jax.eval_shape(init, keys, fractions)
-        states = folder.load_state(like) if record else init(keys, fractions)
-        progress.advance(done * rows, np.nan)
-        for i in range(chunks):
-            states, rates = chunk(states)
-            done += each
-            episodes.append(done)
-            success.append(np.asarray(rates).tolist())
-            without, with_ = np.mean(success[-1], axis=1)
-            progress.phase(f"success {without:.0%} without hindsight, {with_:.0%} with")
-            progress.advance(each * rows, np.nan)
-            if save_is_due(i, chunks):
-                config_then = dataclasses.asdict(config)
-                now = {"step": done, "config": config_then, "episodes": episodes}
-                folder.save(done, states, {**now, "success": success})
-    return Outcome(
-        episodes=np.asarray(episodes),
-        success=np.asarray(success, np.float32),
-        seconds=time.perf_counter() - begin,
-    )
-
-
 # Kept, so that an agent that is run again in the same process is not compiled again.
 @functools.cache
-def _programs(
-    agent: Agent, length: int
-) -> tuple[Callable[..., Any], Callable[[Any], tuple[Any, Array]]]:
+def programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What begins a run and what goes on with it, for all seeds of both agents at once."""
 
     def go_on(state: TrainState) -> tuple[TrainState, Float[Array, ""]]:
@@ -398,6 +303,7 @@ def _programs(
         key, eval_key = jax.random.split(state.key)
         return state.replace(key=key), agent.evaluate(state, eval_key)
 
+    # The same seeds with and without hindsight.
     init = jax.vmap(jax.vmap(agent.init, in_axes=(0, None)), in_axes=(None, 0))
     # Donated, so that the buffers are updated where they are.
     chunk = jax.jit(
@@ -406,15 +312,57 @@ def _programs(
     return jax.jit(init), chunk
 
 
-def _table(outcome: Outcome, config: Config) -> str:
-    final = outcome.success[-1]
+def train(run: _run.Run[Config]) -> None:
+    """Train all seeds of both agents, and tell how that went."""
+    began = time.perf_counter()
+    config = run.config
+    length = math.ceil(config.episodes / config.num_envs / CHUNKS)
+    init, chunk = programs(Agent(config), length)
+    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+    fractions = jnp.asarray([0.0, config.fraction], jnp.float32)
+    like = jax.eval_shape(init, keys, fractions)
+    states = run.load(like) if run.resume else init(keys, fractions)
+
+    def next_chunk(states: TrainState) -> tuple[TrainState, dict[str, Any], str]:
+        states, success = chunk(states)
+        without, with_ = np.mean(success, axis=1)
+        shown = f"success {without:.0%} without hindsight, {with_:.0%} with"
+        return states, dict(zip(AGENTS, success, strict=True)), shown
+
+    run.train(
+        states,
+        next_chunk,
+        done=int(states.episodes[0, 0]),
+        until=config.episodes,
+        size=length * config.num_envs,
+        unit="episodes",
+        rows=config.seeds * len(AGENTS),
+    )
+
+    episodes, success = run.logged("step"), {name: run.logged(name) for name in AGENTS}
+    _run.plot(
+        run.out / "success.png",
+        episodes,
+        success,
+        title=f"flipping {config.bits} bits",
+        xlabel="episodes per seed",
+        ylabel="success rate of greedy episodes",
+    )
+    final = np.stack([rates[-1] for rates in success.values()])
     rows = [
         [str(config.seed + i), *(f"{rate:.0%}" for rate in final[:, i]), "", ""]
         for i in range(config.seeds)
     ]
     means = [f"{rate:.0%}" for rate in final.mean(axis=1)]
-    total = [f"{outcome.episodes[-1]:,}", f"{outcome.seconds:.1f} s"]
-    return _report.table(["seed", *AGENTS, "episodes", "time"], [*rows, ["all", *means, *total]])
+    total = [f"{episodes[-1]:,.0f}", f"{time.perf_counter() - began:.1f} s"]
+    header = ["seed", *AGENTS, "episodes", "time"]
+    print(_run.table(header, [*rows, ["all", *means, *total]]))
+    print(f"success rates, log and checkpoint are in {run.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this example from the command line and return its exit status."""
+    return _run.main(EXAMPLE, train, Config(), DESCRIPTION, argv, may_grow="episodes")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,300 @@
+"""What the examples share: a command line, a folder in which runs can go on, a table and a plot."""
+
+import csv
+import dataclasses
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+import numpy as np
+import tyro
+from matplotlib.colors import TABLEAU_COLORS
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+import jaxbuf
+
+Config = TypeVar("Config")
+State = TypeVar("State")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(Generic[Config]):
+    """One run of an example, as the command line asks for it.
+
+    Attributes:
+        config: What to train, and how.
+        out: The folder to write to.
+        resume: Go on from the checkpoint in --out, with its options.
+        tensorboard: Log for TensorBoard, too.
+    """
+
+    config: tyro.conf.OmitArgPrefixes[Config]
+    out: Path
+    resume: bool = False
+    tensorboard: bool = False
+
+    def train(
+        self,
+        state: State,
+        chunk: Callable[[State], tuple[State, dict[str, Any], str]],
+        *,
+        done: int,
+        until: int,
+        size: int,
+        unit: str,
+        rows: int = 1,
+    ) -> tuple[State, list[float]]:
+        """Train chunk by chunk; show, log and save how it goes.
+
+        Args:
+            state: Where to begin.
+            chunk: From a state, the next one, what to log, and what to show.
+            done: Steps done before.
+            until: Steps at which to end.
+            size: Steps in a chunk.
+            unit: What to call a step.
+            rows: How often to count each step: once for each seed.
+
+        Returns:
+            The state at the end, and how many seconds each chunk took.
+        """
+        chunks = max(0, math.ceil((until - done) / size))
+        seconds: list[float] = []
+        with (
+            self._monitor(done) as monitor,
+            tqdm(
+                total=(done + chunks * size) * rows,
+                initial=done * rows,
+                unit=f" {unit}",
+                unit_scale=True,
+                dynamic_ncols=True,
+            ) as bar,
+        ):
+            for i in range(chunks):
+                began = time.perf_counter()
+                state, metrics, shown = chunk(state)
+                done += size
+                monitor.write(done, metrics)
+                seconds.append(time.perf_counter() - began)
+                bar.set_postfix_str(shown, refresh=False)
+                bar.update(size * rows)
+                if (i + 1) % max(chunks // 10, 1) == 0 or i + 1 == chunks:
+                    # In this order: what was logged after a checkpoint is logged again.
+                    monitor.flush()
+                    jaxbuf.save(self._checkpoint, state)
+        return state, seconds
+
+    def load(self, like: State) -> State:
+        """The training state of the checkpoint; ``like`` has its structure, shapes and dtypes."""
+        try:
+            return jaxbuf.load(self._checkpoint, like)
+        except FileNotFoundError:
+            fail(f"there is no checkpoint in {self.out}; start without --resume")
+
+    def _monitor(self, step: int) -> jaxbuf.Monitor:
+        writers: list[jaxbuf.Writer] = [jaxbuf.CsvWriter(self.out / "log.csv")]
+        if self.tensorboard or (self.out / "tensorboard").is_dir():
+            writers.append(jaxbuf.TensorBoardWriter(self.out / "tensorboard"))
+        return jaxbuf.Monitor(writers, resume_at=step if self.resume else None)
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.out / "checkpoint"
+
+    def logged(self, name: str) -> NDArray[np.float64]:
+        """What was logged under a name: numbers ``[P]``, or arrays ``[P, S]``."""
+        with (self.out / "log.csv").open() as file:
+            header, *rows = csv.reader(file)
+        table = np.asarray(rows, np.float64)
+        if name in header:
+            return table[:, header.index(name)]
+        return table[:, [i for i, column in enumerate(header) if column.startswith(f"{name}/")]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Where:
+    """The options on which the defaults of the others depend."""
+
+    out: Path
+    resume: bool = False
+
+
+def main(
+    example: str,
+    train: Callable[[Run[Config]], None],
+    default: Config,
+    description: str,
+    argv: Sequence[str] | None = None,
+    *,
+    may_grow: str = "steps",
+) -> int:
+    """Run an example from the command line.
+
+    Args:
+        example: The name of its module, and of its folder in ``runs/``.
+        train: Trains and reports.
+        default: A dataclass of options with their defaults.
+        description: For ``--help``.
+        argv: The words after the program's name; None takes those of this process.
+        may_grow: The option that may be larger than before when a run goes on.
+
+    Returns:
+        The exit status: 0, or 130 after an interruption.
+
+    Raises:
+        SystemExit: With status 2 and a message on stderr, when an argument is wrong.
+    """
+    where, _ = tyro.cli(
+        _Where,
+        default=_Where(Path("runs", example)),
+        args=argv,
+        add_help=False,
+        return_unknown_args=True,
+    )
+    saved = _saved_options(where.out, example) if where.resume else {}
+    if where.resume and not saved:
+        fail(f"there is no run in {where.out}; start without --resume")
+    kind: Any = type(default)
+    suited: Any = dataclasses.replace(cast("Any", default), **saved)
+    run: Run[Any] = tyro.cli(
+        Run[kind],
+        default=Run(suited, where.out),
+        args=argv,
+        prog=f"python -m jaxbuf.examples.{example}",
+        description=description,
+    )
+    options = dataclasses.asdict(run.config)
+    for name, before in saved.items():
+        if options[name] != before and not (name == may_grow and options[name] > before):
+            fail(
+                f"the run in {run.out} has --{name.replace('_', '-')} {before}, not "
+                f"{options[name]}; only --{may_grow} may grow. Choose another --out"
+            )
+    begin(run.out, example, options, resume=run.resume)
+    try:
+        train(run)
+    except KeyboardInterrupt:
+        print("\ninterrupted; go on from the last checkpoint with --resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+def begin(out: Path, example: str, options: dict[str, Any], *, resume: bool = False) -> None:
+    """Make the folder of a run; unless it is resumed, empty it of an earlier run of this example.
+
+    Raises:
+        SystemExit: If the folder cannot be written, or holds something else.
+    """
+    _saved_options(out, example)
+    try:
+        if not resume:
+            for name in ("checkpoint", "tensorboard"):
+                shutil.rmtree(out / name, ignore_errors=True)
+            (out / "log.csv").unlink(missing_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        beside = out / "run.json.new"
+        beside.write_text(json.dumps({"example": example, "options": options}))
+        beside.replace(out / "run.json")
+    except OSError as error:
+        fail(f"cannot write to {out} ({error.strerror}); choose another --out")
+
+
+def _saved_options(out: Path, example: str) -> dict[str, Any]:
+    """The options of the run in a folder; none if there is no run."""
+    if out.exists() and not out.is_dir():
+        fail(f"{out} is a file; choose another --out")
+    if not out.exists() or not any(out.iterdir()):
+        return {}
+    try:
+        saved = json.loads((out / "run.json").read_text())
+        ours = saved["example"] == example
+    except (OSError, ValueError, KeyError, TypeError):
+        saved, ours = {}, False
+    if not ours:
+        fail(f"{out} holds other files than those of {example}; choose another --out")
+    # JSON has no tuples.
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in saved["options"].items()}
+
+
+def fail(message: str) -> NoReturn:
+    """Say what is wrong with the command line, and exit."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check(config: Any, low: float, *names: str, high: float = float("inf")) -> None:
+    """Raise ``ValueError`` unless these options are between ``low`` and ``high``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> check(SimpleNamespace(batch_size=0), 1, "batch_size")
+        Traceback (most recent call last):
+        ValueError: --batch-size is 0; expected at least 1
+    """
+    for name in names:
+        if not low <= (value := getattr(config, name)) <= high:
+            most = "" if high == float("inf") else f" and at most {high}"
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}; expected at least {low}{most}"
+            )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in plain text, its columns aligned to the right.
+
+    Example:
+        >>> print(table(["seed", "return"], [["0", "500.0"], ["mean", "500.0"]]))
+        seed  return
+        ----  ------
+           0   500.0
+        mean   500.0
+    """
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def plot(
+    path: Path,
+    x: NDArray[Any],
+    groups: Mapping[str, NDArray[Any]],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+) -> None:
+    """Draw a curve of every seed, and the mean of each group of seeds.
+
+    Args:
+        path: The PNG to write.
+        x: Where the points lie, ``[P]``.
+        groups: By name, the values of each group's seeds, ``[P, seeds]``; NaN where there is none.
+        title: Stands above the axes.
+        xlabel: Stands below them.
+        ylabel: Stands left of them.
+    """
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes: Any = figure.add_subplot()
+    for (name, values), color in zip(groups.items(), TABLEAU_COLORS, strict=False):
+        for seed in values.T:
+            axes.plot(x[~np.isnan(seed)], seed[~np.isnan(seed)], color=color, alpha=0.35, lw=0.9)
+        mean = np.ma.masked_invalid(values).mean(axis=1)
+        known = ~np.ma.getmaskarray(mean)
+        label = f"{name}, mean of {values.shape[1]}".lstrip(", ")
+        axes.plot(x[known], mean[known], color=color, lw=2.0, label=label)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    axes.margins(x=0.01)
+    figure.savefig(path, dpi=150)
