@@ -1,7 +1,7 @@
 """Assertions about buffers, for the tests of programs that use them.
 
-Each raises an ``AssertionError`` that names what is wrong, and where. They run outside of
-``jax.jit``, in any test framework.
+Each raises an ``AssertionError`` that names the wrong values. They run outside of ``jax.jit``, in
+any test framework.
 """
 
 from jaxbuf.testing.contents import assert_holds

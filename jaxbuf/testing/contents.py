@@ -1,4 +1,4 @@
-"""Whether a buffer holds what it should."""
+"""An assertion about the contents of a buffer."""
 
 import collections
 import math
@@ -14,25 +14,25 @@ from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import storage
 from jaxbuf.testing.structures import check_concrete, report
 
-# So many items of each kind are shown.
+# The number of missing and of unexpected items that a message shows.
 _SHOWN = 4
 
 
 def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
     """Check that a buffer holds exactly these items, in any order.
 
-    An item that is there twice must be expected twice. Numbers are compared bit for bit, but that
-    all NaNs are the same, and both zeros.
+    An item that is in the buffer twice must be expected twice. Numbers are compared bit for bit,
+    except that all NaNs are equal, and so are 0.0 and -0.0.
 
     Args:
-        buffer: A buffer, or a ``Mixture`` whose parts hold items alike. A ``TrajectoryBuffer``
-            holds steps, whether or not a window is drawn that has them in it.
-        items: The items, leaves ``[n, *shape]``; for a ``TrajectoryBuffer`` steps.
+        buffer: A buffer, or a ``Mixture`` whose parts hold the same kind of items. The items of a
+            ``TrajectoryBuffer`` are all its steps, even if no window contains them.
+        items: The items, leaves ``[n, *shape]``; for a ``TrajectoryBuffer`` the steps.
 
     Raises:
-        AssertionError: It lists what is missing, and what the buffer holds beside.
-        ValueError: If a structure, shape or dtype of the items is not that of the buffer's own, or
-            ``buffer`` is traced, was donated, or is several buffers side by side.
+        AssertionError: If the contents differ. It lists missing and unexpected items.
+        ValueError: If the structure, a shape or a dtype of the items differs from the buffer's, or
+            ``buffer`` is traced, was donated, or is a batch of buffers.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf, jaxbuf.testing
@@ -66,7 +66,7 @@ def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
 
 
 def _storages(buffer: Any) -> list[PyTree[Any]]:
-    """What items of the buffer, or of each part, are like: leaves with one axis in front."""
+    """Returns an item of the buffer, or of each part, as shapes with one axis in front."""
     if isinstance(buffer, Mixture):
         return [stored for part in buffer.parts for stored in _storages(part)]
     common.check_single(buffer)
@@ -77,7 +77,7 @@ def _storages(buffer: Any) -> list[PyTree[Any]]:
 
 
 def _held(buffer: Any) -> PyTree[np.ndarray[Any, Any]]:
-    """What the buffer holds, leaves ``[n, ...]``."""
+    """Returns the contents of the buffer, leaves ``[n, ...]``."""
     if isinstance(buffer, Mixture):
         parts = [_held(part) for part in buffer.parts]
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
@@ -92,10 +92,10 @@ def _held(buffer: Any) -> PyTree[np.ndarray[Any, Any]]:
 def _count(
     items: PyTree[np.ndarray[Any, Any]],
 ) -> tuple[collections.Counter[bytes], dict[Any, Any]]:
-    """How often there is each item, by its bytes, and the items themselves."""
+    """Counts items by their bytes, and returns the items of these bytes for messages."""
     leaves, structure = jax.tree.flatten(items)
     rows = leaves[0].shape[0]
-    # The other zero and other NaNs have other bits.
+    # Zeros and NaNs may have different bits.
     plain = [
         np.where(leaf != leaf, leaf.dtype.type(np.nan), leaf + leaf.dtype.type(0))
         if leaf.dtype.kind not in "biu"

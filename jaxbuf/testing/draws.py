@@ -1,4 +1,4 @@
-"""Whether a buffer draws by the probabilities that it should."""
+"""An assertion about the probabilities with which a buffer draws."""
 
 import functools
 import math
@@ -15,9 +15,9 @@ from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks
 from jaxbuf.testing.structures import check_concrete, report
 
-# So many samples are drawn at a time: each may need memory as large as the buffer.
+# The number of samples drawn at a time: each may need as much memory as the buffer.
 _AT_ONCE = 500
-# Counts that are expected to be less are no normal ones, and are taken together.
+# The chi-square test needs expected counts of at least this many; rarer slots share a cell.
 _FEW = 5.0
 
 
@@ -32,27 +32,26 @@ def assert_distribution(
 ) -> None:
     """Check by many draws that slots are drawn with given probabilities: a chi-square test.
 
-    All draws are one compiled program. The same key gives the same draws, so that a test that
-    passes keeps passing.
+    All draws are one compiled program. The same key gives the same draws, so a test that passes
+    keeps passing.
 
     Args:
         buffer: A buffer that can be sampled from.
         key: A PRNG key.
-        expected: The probability of each slot, ``[capacity]``; of a ``TrajectoryBuffer`` that of
-            each window by its slot, ``[num_envs * length / period]``. They sum to 1. A slot of
-            probability 0 must never be drawn.
-        draws: How many samples to draw.
-        batch_size: Rows of each sample. All rows are counted, which must follow the law in total:
-            rows of one sample may depend on each other only so that counts vary less, as those of
-            stratified draws do. A ``Mixture`` needs as many as make up its ratios.
-        significance: How likely it is that a buffer that draws as expected fails, for a key taken
-            at random.
+        expected: The probability of each slot, ``[capacity]``; for a ``TrajectoryBuffer``, of each
+            window by its slot, ``[num_envs * length / period]``. Probabilities sum to 1, and a slot
+            of probability 0 must never be drawn.
+        draws: The number of samples to draw.
+        batch_size: Rows of each sample. The test counts all rows. Rows of one sample may depend on
+            each other only if that makes the counts vary less, as in stratified draws. A
+            ``Mixture`` needs a multiple of the sum of its ratios.
+        significance: The probability that a correct buffer fails, for a random key.
 
     Raises:
-        AssertionError: If a row is invalid, a slot is drawn whose probability is 0, or the counts
-            are too far from those expected. It names the slots that are farthest.
-        ValueError: If ``expected`` has another shape or is no distribution, a number is out of its
-            range, or there are too few draws to tell anything.
+        AssertionError: If a row is invalid, a slot of probability 0 is drawn, or the counts are too
+            far from the expected ones. It names the slots that differ most.
+        ValueError: If ``expected`` has the wrong shape or is not a distribution, a number is out of
+            its range, or there are too few draws to distinguish slots.
 
     References:
         Pearson, On the criterion that a given system of deviations..., 1900.
@@ -110,10 +109,10 @@ def assert_distribution(
 
 
 def _check_law(expected: Any, slots: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The probability of each slot.
+    """Returns the probability of each slot.
 
     Raises:
-        ValueError: If these are no probabilities.
+        ValueError: If ``expected`` is not a distribution over the slots.
     """
     law = np.asarray(expected, np.float64)
     if law.shape != (slots,):
@@ -128,7 +127,7 @@ def _check_law(expected: Any, slots: int) -> np.ndarray[Any, np.dtype[np.float64
 
 
 def _cells(often: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Into which cell of the test each slot goes: those that are rare are taken together."""
+    """Returns the cell of the test for each slot. Rare slots share a cell."""
     order = np.argsort(often, kind="stable")
     cell, held = np.zeros(often.size, np.int64), 0.0
     last = 0
@@ -137,13 +136,13 @@ def _cells(often: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         held += float(often[slot])
         if held >= _FEW:
             last, held = last + 1, 0.0
-    # What is left over is too little for a cell of its own.
+    # The remaining slots are too few for their own cell, and join the last one.
     return np.minimum(cell, max(last - 1, 0))
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "draws", "batch_size"))
 def _draw(buffer: Any, key: PRNGKeyArray, slots: int, draws: int, batch_size: int) -> Array:
-    """How often each slot was drawn, and last how many rows were invalid."""
+    """Counts the draws of each slot and, as the last number, invalid rows."""
 
     def draw(key: PRNGKeyArray) -> Array:
         sample = buffer.sample(key, batch_size)

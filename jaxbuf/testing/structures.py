@@ -1,4 +1,4 @@
-"""What must hold within the parts that buffers are made of. Each check yields what is wrong."""
+"""Checks of the parts that buffers are made of. Each check yields the problems that it finds."""
 
 import functools
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from jaxbuf.occupancy.rings import Rings
 
 
 def check_concrete(tree: Any, name: str) -> None:
-    """Refuse what has no numbers to look at.
+    """Refuses trees without numbers.
 
     Raises:
-        ValueError: If it was donated, is traced, or has shapes in place of arrays.
+        ValueError: If the tree was donated, is traced, or has shapes in place of arrays.
     """
     check_there(tree, name)
     for leaf in jax.tree.leaves(tree):
@@ -31,10 +31,10 @@ def check_concrete(tree: Any, name: str) -> None:
 
 
 def report(title: str, problems: list[str], most: int = 8) -> None:
-    """Raise if there are problems.
+    """Raises an error if there are problems.
 
     Raises:
-        AssertionError: It lists the first of them.
+        AssertionError: If there are any. It lists the first of them.
     """
     if problems:
         more = [f"and {len(problems) - most} more"] if len(problems) > most else []
@@ -42,13 +42,13 @@ def report(title: str, problems: list[str], most: int = 8) -> None:
 
 
 def first_wrong(name: str, values: Any, wrong: Any, expected: Any) -> Iterator[str]:
-    """The first of the values that are wrong, and how many there are.
+    """Yields a line about the first wrong value, with the number of wrong values.
 
     Args:
-        name: What to call the values.
+        name: The name of the values in the message.
         values: Any array.
-        wrong: Which of them are, of the same shape.
-        expected: What all should be: words, or an array of the same shape.
+        wrong: A mask of the wrong values, of the same shape.
+        expected: The expected values: a description, or an array of the same shape.
     """
     at = np.argwhere(np.asarray(wrong))
     if len(at):
@@ -60,7 +60,7 @@ def first_wrong(name: str, values: Any, wrong: Any, expected: Any) -> Iterator[s
 
 
 def differing(name: str, tree: Any, other: Any, expected: str) -> Iterator[str]:
-    """The leaves in which two pytrees are not the same, bit for bit."""
+    """Yields a line for each leaf in which two pytrees differ, bit for bit."""
     others = jax.tree.leaves(other)
     pairs = zip(jax.tree_util.tree_leaves_with_path(tree), others, strict=True)
     for (path, leaf), twin in pairs:
@@ -78,7 +78,7 @@ def differing(name: str, tree: Any, other: Any, expected: str) -> Iterator[str]:
 
 
 def tree_problems(name: str, tree: SegmentTree) -> Iterator[str]:
-    """Leaves that are no numbers, and reductions that are not those of the leaves."""
+    """Checks that leaves are numbers, and that reductions are those of the leaves."""
     leaves = np.asarray(tree.leaves)
     wrong, legal = np.isnan(leaves), "a number"
     if {"sum", "min_positive"} & set(tree.ops):
@@ -96,7 +96,7 @@ def tree_problems(name: str, tree: SegmentTree) -> Iterator[str]:
 
 
 def _where(tree: SegmentTree, again: SegmentTree) -> str:
-    """Over which slots a reduction is not that of the leaves."""
+    """Returns the slots over which a reduction is not that of the leaves."""
     width = FANOUT
     while width < FANOUT * tree.capacity:
         for op in tree.ops:
@@ -111,19 +111,19 @@ def _where(tree: SegmentTree, again: SegmentTree) -> str:
 
 @jax.jit
 def _set_again(tree: SegmentTree) -> SegmentTree:
-    """The same leaves, from which every node is computed anew."""
+    """Returns a tree of the same leaves, with every node computed again."""
     return tree.set_all(tree.leaves)
 
 
 @functools.partial(jax.jit, static_argnames=("width", "op"))
 def _reduce(tree: SegmentTree, width: int, op: str) -> Any:
-    """The reductions over the slots, so many at a time."""
+    """Returns the reductions over each ``width`` consecutive slots."""
     first = jnp.arange(0, tree.capacity, width, dtype=jnp.int32)
     return jax.vmap(lambda start: tree.reduce(start, start + width, op))(first)
 
 
 def bitset_problems(name: str, members: Bitset) -> Iterator[str]:
-    """Counts and ranks that are not those of the members."""
+    """Checks counts and ranks against the members."""
     is_member, before, at = map(np.asarray, _look_up(members))
     size = int(np.sum(is_member))
     yield from first_wrong(
@@ -142,7 +142,7 @@ def _look_up(members: Bitset) -> tuple[Any, Any, Any]:
 
 
 def ring_problems(name: str, ring: Ring) -> Iterator[str]:
-    """Counters out of their range."""
+    """Checks that counters are within their ranges."""
     position, _, size = np.asarray(ring.counters)
     yield from first_wrong(
         f"{name}.position", position, position >= ring.capacity, f"less than {ring.capacity}"
@@ -153,7 +153,7 @@ def ring_problems(name: str, ring: Ring) -> Iterator[str]:
 
 
 def rings_problems(name: str, rings: Rings) -> Iterator[str]:
-    """Counters out of their range, ``counters[env, 0]`` and ``counters[env, 2]``."""
+    """Checks that ``counters[env, 0]`` and ``counters[env, 2]`` are within their ranges."""
     counters = np.asarray(rings.counters)
     most = np.array([rings.length - 1, 2**32 - 1, rings.length], np.uint32)
     limit = f"at most {rings.length - 1} as a position, and {rings.length} as a number of steps"
@@ -161,7 +161,7 @@ def rings_problems(name: str, rings: Rings) -> Iterator[str]:
 
 
 def ranking_problems(name: str, ranking: Ranking) -> Iterator[str]:
-    """Scores where there are no items, and nodes that are not the lowest of their children."""
+    """Checks that only items have scores, and that each node is the lowest of its children."""
     capacity, size = ranking.capacity, int(ranking.size)
     if not 0 <= size <= capacity:
         yield f"{name}.size is {size}; expected at most the capacity, {capacity}"

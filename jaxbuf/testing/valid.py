@@ -1,4 +1,4 @@
-"""Whether all that a buffer keeps fits together."""
+"""An assertion that the fields of a buffer are consistent."""
 
 import functools
 import itertools
@@ -36,27 +36,27 @@ _STRUCTURES: dict[type, Callable[[str, Any], Iterator[str]]] = {
 
 
 def assert_valid(buffer: Any) -> None:
-    """Check that all that a buffer keeps fits together.
+    """Check that the fields of a buffer are consistent.
 
-    Every operation of a buffer leaves it valid, so this finds what else has gone wrong: a leaf that
+    Every operation of a buffer leaves it valid, so this finds mistakes outside of it: a leaf that
     was replaced by hand, a checkpoint of another program, a sampler or an evictor of your own that
-    forgets to note something. Checked are
+    misses an update. It checks that
 
-    * shapes and dtypes, against those of a new buffer of the same configuration;
-    * that positions and sizes are within the capacity;
-    * the sums, maxima and counts of trees, against their leaves, which must be numbers;
-    * that what no item lies in has no mass, and that a sampler's probabilities sum to 1;
-    * scores: that the evictor and the sampler have the same;
-    * limits on freshness: that nothing live has been used too often or is too stale;
-    * what a diversity filter compares, and the index of episodes, against the data.
+    * shapes and dtypes are those of a new buffer of the same configuration;
+    * positions and sizes are within the capacity;
+    * the sums, maxima and counts of trees are those of their leaves, which are numbers;
+    * slots without an item have no mass, and a sampler's probabilities sum to 1;
+    * the evictor and the sampler have the same scores;
+    * no live item has been used too often or is too stale for the limits on freshness;
+    * the points of a diversity filter and the index of episodes agree with the data.
 
     Args:
-        buffer: A buffer, or any pytree with buffers in it, such as a training state. Buffers side
-            by side, as ``vmap`` makes them, are checked one by one, as ``buffer[0]`` and so on.
+        buffer: A buffer, or any pytree with buffers in it, such as a training state. The buffers of
+            a batch, as ``vmap`` makes it, are checked one by one, as ``buffer[0]`` and so on.
 
     Raises:
-        AssertionError: If something does not fit. Each line of it begins with what is wrong, as an
-            expression: ``buffer.sampler_state.leaves[3]`` is of slot 3.
+        AssertionError: If a check fails. Each line begins with the wrong value as an expression,
+            such as ``buffer.sampler_state.leaves[3]`` for slot 3.
         ValueError: If there is no buffer, or it is traced or was donated.
 
     Example:
@@ -90,7 +90,7 @@ def assert_valid(buffer: Any) -> None:
 
 
 def _problems(name: str, buffer: Any) -> list[str]:
-    """What is wrong with one buffer. What is looked at later relies on what came before."""
+    """Returns the problems of one buffer. Later checks rely on the results of earlier ones."""
     for checks in ((_shapes,), (_structures,), (_members, _law, _freshness, _contents)):
         problems = list(itertools.chain.from_iterable(check(name, buffer) for check in checks))
         if problems:
@@ -99,7 +99,7 @@ def _problems(name: str, buffer: Any) -> list[str]:
 
 
 def _shapes(name: str, buffer: Any) -> Iterator[str]:
-    """Leaves of another shape or dtype than those of a new buffer."""
+    """Checks that leaves have the shapes and dtypes of a new buffer."""
     expected = jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: _new(buffer)))
     given = jax.tree_util.tree_flatten_with_path(buffer)
     if given[1] != expected[1]:
@@ -114,7 +114,7 @@ def _shapes(name: str, buffer: Any) -> Iterator[str]:
 
 
 def _new(buffer: Any) -> Any:
-    """An empty buffer of the same configuration, to hold items like those of the first leaf."""
+    """Returns an empty buffer of the same configuration, for the same kind of items."""
     skip = 2 if isinstance(buffer, TrajectoryBuffer) else 1
     example = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[skip:], leaf.dtype), buffer.data
@@ -139,7 +139,7 @@ def _new(buffer: Any) -> Any:
 
 
 def _structures(name: str, buffer: Any) -> Iterator[str]:
-    """What does not hold within one of the parts that the buffer is made of."""
+    """Checks each of the parts that the buffer is made of."""
     kinds = tuple(_STRUCTURES)
     found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, kinds))
     for path, part in found:
@@ -157,7 +157,7 @@ def _structures(name: str, buffer: Any) -> Iterator[str]:
 
 
 def _inner(label: str, occupancy: Any) -> tuple[str, Any]:
-    """What knows where items lie, and what it is called."""
+    """Returns the occupancy that places items, and its name."""
     subset = isinstance(occupancy, Subset)
     return (f"{label}.inner", occupancy.inner) if subset else (label, occupancy)
 
@@ -168,13 +168,13 @@ def _live(occupancy: Any, slot: Any) -> Any:
 
 
 def _slots(buffer: Any) -> Any:
-    """All slots, as items or windows have them."""
+    """Returns the indices of all slots, of items or windows."""
     windows = isinstance(buffer, TrajectoryBuffer)
     return jnp.arange(buffer.rings.capacity if windows else buffer.capacity, dtype=jnp.int32)
 
 
 def _members(name: str, buffer: Any) -> Iterator[str]:
-    """Members of a subset that are no items, and items that a ranking has no score of."""
+    """Checks that members of a subset are items, and that items of a ranking have scores."""
     occupancy, slot = buffer.occupancy, _slots(buffer)
     if isinstance(occupancy, Subset):
         member = np.asarray(occupancy.members.get(slot))
@@ -198,7 +198,7 @@ def _ask(sampler: Any, state: Any, occupancy: Any, slot: Any) -> tuple[Any, Any,
 
 
 def _law(name: str, buffer: Any) -> Iterator[str]:
-    """What a sampler draws that is not there, and probabilities that are none."""
+    """Checks that a sampler draws live items only, with probabilities that sum to 1."""
     if isinstance(buffer, Queue):
         return
     slot = _slots(buffer)
@@ -239,7 +239,7 @@ def _law(name: str, buffer: Any) -> Iterator[str]:
 def _softmax(
     name: str, sampler: Softmax, state: SoftmaxState, live: Any, occupancy: Any
 ) -> Iterator[str]:
-    """Scores of no items, and masses that are not those of the scores."""
+    """Checks that only items have scores, and that masses are those of the scores."""
     score, mass = np.asarray(state.scores.leaves), np.asarray(state.masses.leaves)
     gone = ~live & (score > -np.inf)
     yield from first_wrong(f"{name}.scores.leaves", score, gone, "-inf, for there is no item")
@@ -256,13 +256,13 @@ def _softmax(
     else:
         with np.errstate(over="ignore"):
             expected = np.exp((score - reference) / np.float32(sampler.temperature))
-    # The least masses are taken as none.
+    # The smallest masses count as zero.
     wrong = ~np.isclose(mass, expected, rtol=1e-3, atol=1e-37)
     yield from first_wrong(f"{name}.masses.leaves", mass, wrong, expected)
 
 
 def _freshness(name: str, buffer: Any) -> Iterator[str]:
-    """Live items that should have retired."""
+    """Checks that no live item should have retired."""
     freshness = getattr(buffer, "freshness", None)
     if freshness is None:
         return
@@ -281,7 +281,7 @@ def _freshness(name: str, buffer: Any) -> Iterator[str]:
 
 
 def _contents(name: str, buffer: Any) -> Iterator[str]:
-    """What was noted of the data and is not so."""
+    """Checks the records about the data against the data."""
     if getattr(buffer, "diversity", None) is not None:
         yield from _diversity(name, buffer)
     if getattr(buffer, "episode_index", None) is not None:
@@ -290,7 +290,7 @@ def _contents(name: str, buffer: Any) -> Iterator[str]:
 
 @jax.jit
 def _noted_again(buffer: Any, wanted: Any) -> Any:
-    """What the diversity filter keeps, once it was told again of the items that are wanted."""
+    """Returns the state of the diversity filter after the wanted items were added again."""
     slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
     points = buffer.diversity.points(buffer.data)
     at = jnp.where(wanted, slot, buffer.capacity)
@@ -298,7 +298,7 @@ def _noted_again(buffer: Any, wanted: Any) -> Any:
 
 
 def _diversity(name: str, buffer: Any) -> Iterator[str]:
-    """Items of which the filter compares something else than they hold."""
+    """Checks that the points of the filter are those of the items."""
 
     def differs(wanted: Any) -> bool:
         pairs = zip(
@@ -306,7 +306,7 @@ def _diversity(name: str, buffer: Any) -> Iterator[str]:
             jax.tree.leaves(_noted_again(buffer, wanted)),
             strict=True,
         )
-        # A function of an item may round in another way when it is compiled anew.
+        # A function of an item may round differently when it is compiled again.
         return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
 
     some = np.flatnonzero(buffer.live)
@@ -324,7 +324,7 @@ def _diversity(name: str, buffer: Any) -> Iterator[str]:
 
 @jax.jit
 def _look_up(buffer: Any) -> dict[str, Any]:
-    """What the index says of each step held, what one of only these steps says; and windows."""
+    """Returns the index of each step, the index computed again from the steps, and windows."""
     steps = buffer.gather_all(ignore_earliest=False)
     begin = Rings.create(buffer.num_envs, buffer.length, 1, 1)
     rings, target, _, _ = begin.place(buffer.length, steps.valid)
@@ -358,7 +358,7 @@ def _look_up(buffer: Any) -> dict[str, Any]:
 
 
 def _episodes(name: str, buffer: Any) -> Iterator[str]:
-    """Steps whose flags and rewards say something else than the index."""
+    """Checks the index of episodes against the flags and rewards of the steps."""
     seen: dict[str, Any] = jax.device_get(_look_up(buffer))
     valid = seen["valid"]
     for key, ours in seen["ours"].items():

@@ -1,1 +1,1 @@
-"""Pure functions from samples to what a learner wants."""
+"""Pure functions that turn samples into inputs of a learner."""

@@ -1,4 +1,4 @@
-"""Stacks of the last frames, made of single ones when they are sampled."""
+"""Stacks of the last frames, made from single frames after sampling."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ class FrameStack(struct.PyTreeNode):
     """The last ``n`` frames at every step of some windows.
 
     Attributes:
-        frames: Stacks, oldest frame first, leaves ``[B, L, *frame, n]``; where the axis of ``n``
-            lies can be chosen.
-        complete: Whether a stack is the one that the agent saw, ``[B, L]``. The others lack frames
-            from before the window, in whose place is its first one.
+        frames: Stacks, oldest frame first, leaves ``[B, L, *frame, n]``; the place of the axis of
+            ``n`` is an option.
+        complete: Whether a stack is the one that the agent saw, ``[B, L]``. Other stacks need
+            frames from before the window, and have its first frame instead.
     """
 
     frames: PyTree[Array]
@@ -38,18 +38,17 @@ def stack_frames(
     first: Bool[Array, " B"] | None = None,
     axis: int = -1,
 ) -> FrameStack:
-    """Stacks of the last ``n`` frames, so that a buffer holds every frame once.
+    """Stack the last ``n`` frames at every step, so that a buffer can store each frame once.
 
-    A stack never reaches into the episode before: as an agent does after a reset, it repeats the
-    first frame of its own. From step ``n - 1`` of a window on, all stacks are complete, and so are
-    those at earlier steps if their episode began within the window. Sample windows of ``n + 1``
-    steps wherever they lie (of ``n + m`` for ``m``-step returns), and the last two stacks of each
-    are an observation and the next one. Windows that avoid the ends of episodes have no complete
-    stack for the first ``n - 1`` steps of an episode, unless they begin with it: tell which do with
-    ``first``.
+    A stack never reaches into the previous episode: as an agent does after a reset, it repeats the
+    first frame of its own episode. Stacks are complete at step ``n - 1`` of a window and later, and
+    at earlier steps if their episode began within the window. Sample windows of ``n + 1`` steps (of
+    ``n + m`` for ``m``-step returns); the last two stacks of a window are then an observation and
+    the next one. Windows that avoid the ends of episodes have no complete stack for the first
+    ``n - 1`` steps of an episode, unless they begin with it: mark these windows with ``first``.
 
-    A million steps of 84 × 84 bytes, stacks of four: single frames take an eighth of what stacks
-    and next stacks take.
+    For a million steps of 84 × 84 bytes in stacks of four, single frames take an eighth of the
+    memory of stacks and next stacks:
 
     >>> import jax, jax.numpy as jnp, jaxbuf
     >>> def nbytes(create):
@@ -65,25 +64,27 @@ def stack_frames(
     56457000020
 
     Args:
-        window: Windows of consecutive steps: a dict, or anything else with named fields, whose
-            leaves are ``[B, L, ...]``: ``sample.data`` of a ``TrajectoryBuffer``.
+        window: Windows of consecutive steps, such as ``sample.data`` of a ``TrajectoryBuffer``: a
+            dict, or another pytree with named fields, with leaves ``[B, L, ...]``.
         n: Frames in a stack, from 1 to ``L``.
-        field: Name of the frames, an array or several; dots lead into nested fields.
+        field: Name of the frames, one array or a pytree of arrays; dots lead into nested fields.
         terminated: Name of the flags that an episode terminated here, ``[B, L]`` bools.
         truncated: Name of the flags that an episode was cut off here. By default the field
-            ``truncated`` beside ``terminated``, or else at the top, if the window has one; without,
-            no episode is cut off.
-        last: Name of the flags that an episode ended here. By default it does where it terminated
-            or was truncated; give it where values stop before episodes do, as at the loss of a
-            life.
-        first: Which windows begin with the first step of an episode, ``[B]``:
-            ``buffer.is_episode_first(sample.slots)`` of a buffer with ``Episodes``. By default
-            nothing is known of them.
-        axis: Where in a stack the axis of ``n`` lies: last by default, 0 before the frame's own.
+            ``truncated`` beside ``terminated``, or else at the top, if the window has one. If it
+            has none, no episode is cut off.
+        last: Name of the flags that an episode ended here. By default it ends where it terminated
+            or was truncated. Set this if values stop before episodes do, as at the loss of a life.
+        first: A mask of windows that begin with the first step of an episode, ``[B]``:
+            ``buffer.is_episode_first(sample.slots)`` of a buffer with ``Episodes``. By default no
+            window is known to.
+        axis: The place of the axis of ``n`` in a stack: last by default, 0 before the frame's axes.
+
+    Returns:
+        The stacks, and which of them are complete.
 
     Raises:
-        ValueError: If ``n`` is no whole number from 1 to ``L``, or a field is missing, of another
-            shape, or of the wrong dtype.
+        ValueError: If ``n`` is not an integer in ``[1, L]``, or a field is missing or has the wrong
+            shape or dtype.
 
     Example:
         >>> window = {
@@ -132,7 +133,7 @@ def stack_frames(
 
 
 def _take(leaf: Array, source: Int[Array, "B L n"], axis: int) -> Array:
-    """Frames at places of the folded windows, with the axis of ``n`` where it is wanted."""
+    """Reads frames of the flattened windows, and moves the axis of ``n`` to its place."""
     frame = leaf.shape[2:]
     least, most = -len(frame) - 1, len(frame)
     if not isinstance(axis, int | np.integer) or not least <= axis <= most:
@@ -148,7 +149,7 @@ def _take(leaf: Array, source: Int[Array, "B L n"], axis: int) -> Array:
 def _ends(
     window: PyTree[Array], terminated: str, truncated: str | None, last: str | None
 ) -> Bool[Array, "B L"]:
-    """Where episodes end."""
+    """Returns a mask of the steps at which episodes end."""
     if last is not None:
         return _flags(window, last, "last")
     ends = _flags(window, terminated, "terminated")

@@ -27,13 +27,13 @@ class Groups(struct.PyTreeNode):
 
     Attributes:
         data: The items, leaves ``[B, K, ...]``.
-        slots: Where they lie, ``[B, K]``.
-        group: The id of each group, ``[B]`` int32; ``num_groups`` where there was none.
-        valid: Which places hold an item, ``[B, K]``: the first ones of a group, all of them if it
-            was padded, and none where there was no further group. The data of the others is
-            arbitrary.
-        ignored: Items in the whole buffer that belong to no group, since their id is not in
-            ``[0, num_groups)``; ``[]`` int32.
+        slots: The slots of the items, ``[B, K]``.
+        group: The id of each group, ``[B]`` int32; ``num_groups`` for rows without a group.
+        valid: A mask of the places that hold an item, ``[B, K]``: the first places of a group, all
+            places of a padded group, and no place of a row without a group. The data of other
+            places is arbitrary.
+        ignored: The number of items in the whole buffer whose id is not in ``[0, num_groups)``;
+            ``[]`` int32.
     """
 
     data: PyTree[Array]
@@ -58,31 +58,35 @@ def sample_groups(
     padding: Padding = "none",
     replacement: bool = False,
 ) -> Groups:
-    """Draw groups of items, all groups equally likely, and some items of each.
+    """Draw groups of items with equal probability, and some items of each group.
 
-    A group is all items with one id: an episode, an environment, a class. Jitted; one call sorts
-    the buffer's slots by group, ``O(N log N)``.
+    A group consists of all items with the same id, such as an episode, an environment or a class.
+    The function is jitted. Each call sorts the buffer's slots by group, which takes
+    ``O(N log N)``.
 
     Args:
-        buffer: Where from.
+        buffer: The buffer to draw from.
         key: A PRNG key.
-        groups: How many different groups to draw, ``B``, static; or which ones, ``[B]`` ids. If
-            fewer groups have items, the rows that are missing are invalid.
-        num_groups: Ids are below it; static.
-        size: Most items of a group, ``K``; static.
+        groups: The number of different groups to draw, ``B``, static; or the ids of the groups,
+            ``[B]``. If fewer groups have items, the missing rows are invalid.
+        num_groups: An upper bound on ids, which are in ``[0, num_groups)``; static.
+        size: The largest number of items to draw from a group, ``K``; static.
         group: Name of the field that holds the id, one integer; dots lead into nested fields.
-        order: ``"age"`` takes ``size`` consecutive items of the group, oldest first, from a random
-            one on; ``"random"`` any different ones in random order. All of them, if there are not
-            more than ``size``.
-        padding: What follows the items of a group with fewer than ``size``: ``"none"`` leaves these
-            places invalid; ``"random"`` fills each with any item of the group, all equally likely,
-            so that the group has some of them twice or more.
+        order: ``"age"`` draws ``size`` consecutive items of the group, oldest first, starting with
+            a random one; ``"random"`` draws different items in random order. Both draw all items of
+            a group with at most ``size``.
+        padding: What to do with the remaining places of a group with fewer than ``size`` items:
+            ``"none"`` leaves them invalid, and ``"random"`` fills each of them with a random item
+            of the group.
         replacement: Whether a group may be drawn twice.
 
+    Returns:
+        The groups and their items.
+
     Raises:
-        ValueError: If a number is not an integer of at least 1, the field is missing or holds no
-            integers, ids known when traced are out of range, or ``order`` or ``padding`` is none of
-            these.
+        ValueError: If a number is not an integer of at least 1, the field is missing or does not
+            hold integers, ids known when traced are out of range, or ``order`` or ``padding`` is
+            not one of these choices.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -189,7 +193,7 @@ def _sample(
         rank = start.astype(jnp.int32)[:, None] + row
     valid = row < held[:, None]
     for pad_key in pad_keys:
-        # All items of a group that is too small are there, so any of them is one that was drawn.
+        # All items of a group that is too small were drawn, so any item of it may be repeated.
         spare = scale_word(random_words(pad_key, (count, size)), held[:, None].astype(jnp.uint32))
         rank = jnp.where(valid, rank, spare.astype(jnp.int32))
         valid = jnp.broadcast_to(held[:, None] > 0, valid.shape)
@@ -208,7 +212,7 @@ def _sample(
 def _draw_groups(
     key: PRNGKeyArray, there: Bool[Array, " G"], count: int, replacement: bool
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Groups that are there, all equally likely, and which rows hold one."""
+    """Draws groups that have items, and returns them with a mask of the rows that hold one."""
     total = jnp.sum(there, dtype=jnp.int32)
     if replacement:
         rank = scale_word(random_words(key, (count,)), total.astype(jnp.uint32)).astype(jnp.int32)
@@ -223,7 +227,7 @@ def _draw_groups(
 
 
 def _by_age(occupancy: Any, slot: Int[Array, " N"], live: Bool[Array, " N"]) -> Int[Array, " N"]:
-    """The slots, those of earlier items first."""
+    """Returns the slots in the order of their items' ages, oldest first."""
     if isinstance(occupancy, Ring):
         return (occupancy.position + slot) % occupancy.capacity
     # Of two generations the later is larger, unless they have wrapped in between.
@@ -233,16 +237,17 @@ def _by_age(occupancy: Any, slot: Int[Array, " N"], live: Bool[Array, " N"]) -> 
 
 
 def _by_group(name: Int[Array, " N"], num_groups: int) -> tuple[Int[Array, " N"], Int[Array, " M"]]:
-    """The places of all names, sorted by name and then by place, and where each group begins."""
+    """Returns all places sorted by name, then place, and the first place of each group."""
     place = jnp.arange(name.shape[0], dtype=jnp.int32)
     rising, place = lax.sort((name, place), num_keys=1)
     return place, jnp.searchsorted(rising, jnp.arange(num_groups + 1, dtype=name.dtype))
 
 
 def _shuffled(words: UInt[Array, "B K"], held: Int[Array, " B"]) -> Int[Array, "B K"]:
-    """The first ``K`` cards of shuffled decks of ``held`` cards; arbitrary past their end.
+    """Returns the first ``K`` cards of shuffled decks of ``held`` cards; arbitrary past their end.
 
-    Fisher and Yates without the deck: of each swap only the card that was put back is kept.
+    This is Fisher and Yates' method without storing the deck: it keeps only the card that each swap
+    puts back.
     """
     none = vary_with(jnp.full(words.shape, -1, jnp.int32), words, held)
 
@@ -250,7 +255,7 @@ def _shuffled(words: UInt[Array, "B K"], held: Int[Array, " B"]) -> Int[Array, "
         spots, cards, drawn = carry
 
         def look(spot: Int[Array, " B"]) -> Int[Array, " B"]:
-            """The card at a spot: what was put there last, or its own."""
+            """Returns the card at a spot: the last one put there, or its own."""
             turn = jnp.arange(words.shape[1], dtype=jnp.int32)[None]
             last = jnp.max(jnp.where(spots == spot[:, None], turn, -1), axis=1, keepdims=True)
             card = jnp.take_along_axis(cards, jnp.maximum(last, 0), axis=1)

@@ -1,4 +1,4 @@
-"""Hindsight: learn from goals that were reached as if they had been asked for."""
+"""Hindsight: learn from goals that were achieved as if they had been the desired goals."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -32,37 +32,39 @@ def hindsight(
 ) -> tuple[Batch, Bool[Array, " B"]]:
     """Replace the goals of some sampled transitions by goals that were achieved.
 
-    Row ``t`` of an episode holds the goal that was asked for, an action, and what came of it: the
-    reward, and the goal that the action achieved, read off the state *after* it. A relabeled
-    transition gets another goal and the reward that ``reward_fn`` gives for it; all else stays,
-    and what is not relabeled stays bit for bit as it was. A batch of windows ``[B, L, ...]`` gets
-    one goal per window, in every row, so that ``n_step`` returns can be made of it.
+    Row ``t`` of an episode holds the desired goal, an action, the reward, and the goal that the
+    action achieved, which is a function of the state *after* it. A relabeled transition gets
+    another goal and the reward that ``reward_fn`` returns for it. All other fields, and all other
+    transitions, stay the same bit for bit. In a batch of windows ``[B, L, ...]`` all rows of a
+    window get the same goal, so ``n_step`` returns can be computed from it.
 
-    Only data changes: slots, probabilities and importance weights are those of the sample, and
-    ``update_priority`` takes its slots as ever. If reaching a goal ends an episode, compute
-    ``terminated`` from the goals that come back.
+    Only data changes: slots, probabilities and importance weights remain those of the sample, and
+    ``update_priority`` takes its slots as usual. If reaching a goal ends an episode, compute
+    ``terminated`` from the returned goals.
 
     Args:
         key: A PRNG key.
-        batch: Sampled transitions, leaves ``[B, ...]``, or windows, leaves ``[B, L, ...]``: dicts,
-            or anything else with named fields.
-        achieved_goals: The achieved goals of the whole episodes that the batch was taken from,
-            leaves ``[B, T, *goal]``; or, where episodes are no arrays at hand, a function that
-            looks them up: it takes rows of the batch and steps of their episodes, both ``[B]``
-            int32, and gives leaves ``[B, *goal]``. A ring may have lost the first steps of an
-            episode, of which it gives zeros: count ``t``, ``length`` and these steps from the first
-            one that is held, ``buffer.episode_begin_position(slots, held=True)``.
-        t: Which step of its episode each transition is, or the first of each window; ``[B]``.
-        length: Steps of each episode, ``[B]``: ``mask.sum(-1)`` of a padded one. By default all
-            ``T``. A row whose ``t`` is not below it is not relabeled.
-        reward_fn: Takes the goals achieved by the rows of the batch and those asked for, leaves
-            ``[B, *goal]`` or ``[B, L, *goal]``, and gives rewards ``[B]`` or ``[B, L]``.
-        strategy: Where new goals come from, each uniformly: ``"final"`` is the last one the episode
-            achieved, ``"future"`` one it achieved at ``t`` or later, ``"episode"`` one it achieved
-            at any time, and ``"random"`` one that any episode of the batch did.
-        fraction: Share of the transitions that are relabeled, each by a coin of its own; the
-            paper's ``k`` new goals for every original one are ``k / (k + 1)``. An argument:
-            changing it does not retrace.
+        batch: Sampled transitions, leaves ``[B, ...]``, or windows, leaves ``[B, L, ...]``: a dict,
+            or another pytree with named fields.
+        achieved_goals: The achieved goals of the episodes of the batch, leaves ``[B, T, *goal]``;
+            or a function that looks them up. It takes rows of the batch and steps of their
+            episodes, both ``[B]`` int32, and returns leaves ``[B, *goal]``. A ring may have lost
+            the first steps of an episode, for which ``get_field`` returns zeros. In that case count
+            ``t``, ``length`` and these steps from the first step that the ring still holds,
+            ``buffer.episode_begin_position(slots, held=True)``.
+        t: The step of each transition in its episode, or of the first row of each window; ``[B]``.
+        length: The number of steps of each episode, ``[B]``, such as ``mask.sum(-1)`` of a padded
+            one. The default is ``T``. A row is not relabeled unless ``t < length``.
+        reward_fn: A function of the goals that the rows of the batch achieved and of the desired
+            goals, leaves ``[B, *goal]`` or ``[B, L, *goal]``. It returns rewards ``[B]`` or
+            ``[B, L]``.
+        strategy: The source of new goals, from which they are drawn uniformly: ``"final"`` takes
+            the last goal that the episode achieved, ``"future"`` a goal that it achieved at ``t``
+            or later, ``"episode"`` a goal that it achieved at any time, and ``"random"`` a goal
+            that any episode of the batch achieved.
+        fraction: The probability with which each transition is relabeled. The paper's ``k`` new
+            goals for every original one are ``k / (k + 1)``. It may be traced, so changing it does
+            not retrace.
         achieved: Name of the goals that the batch achieved; dots lead into nested fields.
         goal: Name of the goals asked for, or several names where, say, the next observation holds
             the goal too.
@@ -72,10 +74,10 @@ def hindsight(
         The batch with new goals and rewards, and which of its rows have them, ``[B]``.
 
     Raises:
-        ValueError: If ``strategy`` is none of these, ``fraction`` is no share, a field is missing,
-            ``length`` is missing where ``achieved_goals`` is a function, or the goals, ``t``,
-            ``length`` or what ``reward_fn`` gives differ in structure, shape or dtype from what
-            the batch asks for.
+        ValueError: If ``strategy`` is not one of these choices, ``fraction`` is not in ``[0, 1]``,
+            a field is missing, ``length`` is missing although ``achieved_goals`` is a function, or
+            the structure, shape or dtype of the goals, ``t``, ``length`` or the output of
+            ``reward_fn`` does not match the batch.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -94,8 +96,8 @@ def hindsight(
         >>> batch["goal"].tolist(), batch["reward"].tolist(), relabeled.tolist()
         ([3, 6], [-1.0, 0.0], [True, True])
 
-        Windows of a ``TrajectoryBuffer`` with ``Episodes``, whose goals are looked up. Its ring has
-        lost the first two steps of the first episode:
+        Windows of a ``TrajectoryBuffer`` with ``Episodes``, with a function that looks up goals.
+        The ring has lost the first two steps of the first episode:
 
         >>> steps = {
         ...     "achieved_goal": jnp.arange(8)[None],
@@ -161,7 +163,7 @@ def hindsight(
     coin = jax.random.bernoulli(coin_key, share, rows)
     relabeled = coin & (t >= 0) & (t < length)
 
-    # Rows that are not relabeled may have no such step; what is read for them is not used.
+    # Rows that are not relabeled may have no such step; the goals read for them are not used.
     found = look_up(row, jnp.maximum(step, 0))
     leading = {leaf.shape[:1] for leaf in jax.tree.leaves(found)}
     if leading != {rows}:
@@ -177,9 +179,9 @@ def hindsight(
 
 
 def _any_row(key: PRNGKeyArray, length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Rows, each as likely as its episode is long: all steps of the batch are equally likely."""
+    """Draws rows in proportion to the lengths of their episodes: all steps are equally likely."""
     until = jnp.cumsum(jnp.maximum(length, 0).astype(jnp.float32))
-    # Not the last element, which an empty batch lacks.
+    # An empty batch has no last element.
     total = jnp.max(until, initial=0)
     point = jax.random.uniform(key, length.shape, jnp.float32) * total
     return jnp.searchsorted(until, point, side="right").astype(jnp.int32)
@@ -192,7 +194,7 @@ def _relabel(
     relabeled: Bool[Array, " B"],
     path: str,
 ) -> PyTree[Array]:
-    """The goals at ``path`` with those that were found in their place, where relabeled."""
+    """Returns the goals at ``path``, replaced by the found ones in relabeled rows."""
     _check_goals(old, found, shape, f"goal {path!r}")
 
     def choose(before: Array, after: Array) -> Array:
@@ -209,7 +211,7 @@ def _over(mask: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
 def _episodes(
     achieved_goals: PyTree[Array] | Lookup, length: Any, rows: tuple[int, ...]
 ) -> tuple[Lookup, Int[Array, " B"]]:
-    """How to look a goal up, and how many steps each episode has."""
+    """Returns a function that looks up goals, and the number of steps of each episode."""
     if isinstance(achieved_goals, type):
         given = checks.name_of(achieved_goals)
         raise ValueError(f"achieved_goals is {given}; expected arrays, or a function")
@@ -245,7 +247,7 @@ def _counts(value: Any, name: str, rows: tuple[int, ...]) -> Int[Array, " B"]:
 def _check_goals(
     goals: PyTree[Array], found: PyTree[Array], shape: tuple[int, ...], name: str
 ) -> None:
-    """Refuse goals of the batch that are not of the kind that was found."""
+    """Refuses goals whose structure, shape or dtype differs from that of the achieved goals."""
     got = jax.tree.map(lambda leaf: f"{leaf.dtype} {leaf.shape}", goals)
     expected = jax.tree.map(lambda leaf: f"{leaf.dtype} {(*shape, *leaf.shape[1:])}", found)
     if got != expected:
@@ -255,7 +257,7 @@ def _check_goals(
 
 
 def _earned(value: Any, rewards: Array) -> Array:
-    """What a reward function gave, once it is sure that it fits."""
+    """Returns the output of a reward function, after checking its shape and dtype."""
     earned = jnp.asarray(value)
     if earned.shape != rewards.shape or (earned.dtype != rewards.dtype and not earned.weak_type):
         raise ValueError(

@@ -11,16 +11,16 @@ from jaxbuf.core import describe, fields, numbers, sizes, storage
 
 
 class NStep(struct.PyTreeNode):
-    """What an n-step target is made of, for each of the ``M = L - n`` starts in a window.
+    """The parts of an n-step target, for each of the ``M = L - n`` starts in a window.
 
     The target is ``reward + discount * value(observation at bootstrap_index)``.
 
     Attributes:
         reward: Discounted sum of up to ``n`` rewards, ``[B, M]``.
-        discount: What the bootstrapped value counts, ``[B, M]``: 0 if the episode terminated on the
-            way, else ``discount`` to the number of rewards in the sum.
-        bootstrap_index: Where in the window the observation lies that followed the last of these
-            rewards, ``[B, M]`` int32, in ``[1, L - 1]``.
+        discount: The factor of the bootstrapped value, ``[B, M]``: 0 if the episode terminated
+            within the sum, else ``discount`` to the power of the number of rewards.
+        bootstrap_index: The index in the window of the observation after the last of these rewards,
+            ``[B, M]`` int32, in ``[1, L - 1]``.
     """
 
     reward: Float[Array, "B M"]
@@ -40,32 +40,35 @@ def n_step(
     terminated: str = "terminated",
     truncated: str | None = None,
 ) -> NStep:
-    """n-step returns from every step of a window that has ``n`` more behind it.
+    """Compute n-step returns for every step of a window that is followed by ``n`` more.
 
-    A return goes over ``n`` steps or, if that comes first, to the end of the episode: there it
-    stops with nothing to bootstrap from if the episode ``terminated``, and bootstraps if it was
-    ``truncated``. Rewards past the end do not matter, whatever they are.
+    A return sums ``n`` rewards, or fewer if the episode ends first. If the episode ``terminated``,
+    the return has no bootstrapped value; if it was ``truncated``, it bootstraps from the next
+    observation. Rewards after the end have no effect.
 
     Row ``t`` of a window holds the observation before an action, and the reward and the flags after
-    it, so the observation that row ``t`` led to is that of row ``t + 1``. After a truncation that
-    row may belong to the next episode already. If you bootstrap there, either store the last
-    observation of each episode as a row of its own, or store next observations with the rows and
-    read them at ``bootstrap_index - 1``.
+    it, so the observation after row ``t`` is in row ``t + 1``. After a truncation that row may
+    already belong to the next episode. If you bootstrap there, either store the last observation of
+    each episode as a separate row, or store next observations with the rows and read them at
+    ``bootstrap_index - 1``.
 
     Args:
-        window: Windows of consecutive steps: a dict, or anything else with named fields, whose
-            leaves are ``[B, L, ...]``: ``sample.data`` of a ``TrajectoryBuffer``.
-        n: Most rewards in a sum, from 1 to ``L - 1``.
-        discount: Factor per step. An argument: changing it does not retrace.
+        window: Windows of consecutive steps, such as ``sample.data`` of a ``TrajectoryBuffer``: a
+            dict, or another pytree with named fields, with leaves ``[B, L, ...]``.
+        n: The largest number of rewards in a sum, from 1 to ``L - 1``.
+        discount: The factor per step. It may be traced, so changing it does not retrace.
         reward: Name of the rewards, ``[B, L]`` floats; dots lead into nested fields.
         terminated: Name of the flags that an episode ended here, ``[B, L]`` bools.
         truncated: Name of the flags that an episode was cut off here, ``[B, L]`` bools. By default
             the field ``truncated`` beside ``terminated``, or else at the top, if the window has
-            one; without, no episode is cut off.
+            one. If it has none, no episode is cut off.
+
+    Returns:
+        The sums of rewards, the factors of the bootstrapped values, and where to bootstrap from.
 
     Raises:
-        ValueError: If ``n`` is no whole number from 1 to ``L - 1``, or a field is missing, of
-            another shape, or of the wrong dtype.
+        ValueError: If ``n`` is not an integer in ``[1, L - 1]``, or a field is missing or has the
+            wrong shape or dtype.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -116,7 +119,7 @@ def n_step(
         )
         return (extended, running & ~end & ~cut), None
 
-    # Like the rewards in all respects, so that it may vary over devices as they do.
+    # Derived from the rewards, so that it varies over the same devices inside shard_map.
     zeros = jnp.zeros_like(rewards[:, :starts])
     nothing = NStep(
         reward=zeros,

@@ -1,4 +1,4 @@
-"""The last state of each trajectory, for buffers that hold nothing else."""
+"""The last state of each trajectory, for buffers of terminal states."""
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,16 @@ def terminal_states(
     """Take the last real row of each padded trajectory.
 
     Args:
-        trajectories: Leaves ``[B, T, ...]``: states, log rewards and whatever else belongs to a
-            step. A leaf ``[B]`` says something of the whole trajectory and is kept as it is.
-        lengths: Rows of each trajectory that are real, the first ones; ``[B]``, at most ``T``.
-        mask: Instead of ``lengths``, which rows are real; ``[B, T]``.
+        trajectories: Leaves ``[B, T, ...]``: states, log rewards and other fields of a step. A leaf
+            ``[B]`` belongs to the whole trajectory and is returned unchanged.
+        lengths: The number of real rows of each trajectory, which come first; ``[B]``, at most
+            ``T``.
+        mask: Instead of ``lengths``, a mask of the real rows; ``[B, T]``.
 
     Returns:
-        The same pytree with leaves ``[B, ...]``, and which trajectories have a real row at all,
-        ``[B]``: pass it as ``mask`` to ``add``. The others hold their first row.
+        The same pytree with leaves ``[B, ...]``, and a mask of the trajectories with at least one
+        real row, ``[B]``, to be passed to ``add`` as ``mask``. Other trajectories return their
+        first row.
 
     Raises:
         ValueError: If not exactly one of ``lengths`` and ``mask`` is given, its shape or dtype is
