@@ -37,7 +37,7 @@ BENCHMARKS = Program("benchmarks", "jaxbuf and its peers, side by side.", all_ro
 
 
 def pattern(text: str) -> str:
-    """What `--only` is given, if it is a regular expression."""
+    """Parses a value of `--only`, which must be a regular expression."""
     try:
         re.compile(text)
     except re.error as error:

@@ -1,4 +1,4 @@
-"""What a GFlowNet adds to its buffer: rows that get better, and some that came before.
+"""Rows as a GFlowNet adds them to its buffer: they get better, and some of them come again.
 
 NumPy only, so that a peer in another environment makes the same rows.
 """
@@ -40,17 +40,17 @@ class Arrivals:
 
     @property
     def drift(self) -> np.float32:
-        """How much the mean log reward rises from one batch to the next."""
+        """Returns the rise of the mean log reward from one batch to the next."""
         return np.float32(FRESH * self.batch / self.capacity)
 
     @property
     def moves(self) -> np.ndarray:
-        """How far a batch of states moves from one pass to the next, [B, D] float32."""
+        """Returns the distance that a batch of states moves between passes, [B, D] float32."""
         rows = np.arange(self.batch)[:, None] % REPEATED != 0
         return (rows & (np.arange(self.width) >= self.shared)).astype(np.float32)
 
     def initial(self) -> tuple[np.ndarray, np.ndarray]:
-        """What a buffer of the best holds that saw such rows long enough: [N, D] and [N]."""
+        """Returns the contents of a buffer of the best rows after many of them: [N, D] and [N]."""
         rng = np.random.default_rng(0)
         # What is older lies four standard deviations lower: next to nothing of it is left.
         seen = 10 * self.capacity

@@ -42,13 +42,13 @@ class CheckedSample:
 
 
 class RingModel:
-    """What a ring must contain. Serial s lies in slot s mod capacity.
+    """A model of the contents of a ring. Serial number s is in slot s mod capacity.
 
     Attributes:
         workload: The job.
-        serial: [N] serial number of the item in each slot, -1 where there is none.
+        serial: [N] serial number of the item in each slot, -1 for an empty slot.
         mass: [N] priority of the item, or of the window that starts, in each slot, raised to alpha;
-            0 where there is none.
+            0 for an empty slot.
         next_serial: Serial number of the next new item.
     """
 
@@ -121,7 +121,7 @@ class RingModel:
 
 
 class RepeatedModel(RingModel):
-    """What is known of a ring too large for a serial number per item: some lie in it repeatedly.
+    """A model of a ring too large for a serial number per item: some items are in it repeatedly.
 
     Only the data of what is sampled are compared.
     """

@@ -1,4 +1,4 @@
-"""What XLA makes of the operations for a GPU, where there is none: ``make benchmark-gpu-compiled``.
+"""The programs that XLA compiles for a GPU, without one: ``make benchmark-gpu-compiled``.
 
 Compiled for an NVIDIA H200, as the file `h200.txtpb` describes it, by the compiler that a GPU
 machine has. Nothing runs, so there are no times; but what a program does is fixed, and is counted:
@@ -60,7 +60,7 @@ Bind = Callable[[Workload], Binding]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is compiled.
+    """A program to compile.
 
     Attributes:
         name: Of the buffer.
@@ -77,7 +77,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What one call of a program does; see the module's docstring."""
+    """Counts of the work of one call of a program; see the module's docstring."""
 
     kernels: int
     waits: int
@@ -176,7 +176,7 @@ def device() -> Any:
 
 
 def count(program: Any, capacity: int, calls: int = 1) -> Counts:
-    """What one call does of a program of several."""
+    """Counts the work of one call in a program of several."""
     work = hlo.work(program.as_text(), capacity)
     return Counts(
         work.kernels // calls, work.waits // calls, memory_beyond(program), work.copied // calls
@@ -184,7 +184,7 @@ def count(program: Any, capacity: int, calls: int = 1) -> Counts:
 
 
 def counted(job: Job, library: str, operation: str) -> Counts | None:
-    """What an operation of a library does; None if it has none."""
+    """Counts the work of an operation of a library; None if the library lacks it."""
     if library not in job.binds:
         return None
     workload, binding = job.workload, job.binds[library](job.workload)
@@ -223,7 +223,7 @@ def _shapes(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def table(chosen: Sequence[tuple[Job, str]]) -> str:
-    """What these operations do, a line for each.
+    """A table of the work of these operations, a line for each.
 
     Raises:
         Unavailable: If there is no compiler for the device.

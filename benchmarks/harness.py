@@ -1,4 +1,4 @@
-"""What a row of the benchmark is, and the interleaved measurement of one."""
+"""Rows of the benchmark, and the interleaved measurement of a row."""
 
 import collections
 import dataclasses
@@ -35,7 +35,7 @@ def import_library(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line asks for.
+    """The options of the command line.
 
     Attributes:
         quick: Small buffers and few repeats: to see that everything runs, not to quote.
@@ -69,7 +69,7 @@ class Options:
         return 0.005 if self.quick else 0.03
 
     def wants(self, row: str, operation: str) -> bool:
-        """Whether `--only` selects this operation of this row."""
+        """Returns whether `--only` selects this operation of this row."""
         return re.search(self.only, f"{row}/{operation}", re.IGNORECASE) is not None
 
 
@@ -106,7 +106,7 @@ class Contestant(Protocol):
         ...
 
     def facts(self) -> Mapping[str, str]:
-        """What else to report, such as bytes per item; called after the turns."""
+        """Returns other facts to report, such as bytes per item; called after the turns."""
         ...
 
 
@@ -149,7 +149,7 @@ class Timing:
 
     @property
     def compared(self) -> bool:
-        """Whether there is a time to compare the others with."""
+        """Returns whether the reference was timed."""
         return self.reference in self.microseconds
 
     def median(self, library: str) -> float:
@@ -180,7 +180,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What is known of one operation of one library beside its time.
+    """The limits and the memory of one operation of one library.
 
     Attributes:
         floor: The least microseconds that it can take; None where that is not known.
@@ -223,7 +223,7 @@ def repeat_calls(
 
 
 def _calls_per_block(operation: Operation, options: Options) -> int:
-    """How many calls make one block; the first call of all, which compiles, is not counted."""
+    """Returns the number of calls in one block, not counting the first call, which compiles."""
     operation.run(1)
     seconds = min(operation.run(1), operation.run(2) / 2)
     return int(np.clip(options.block_seconds / max(seconds, 1e-9), 1, 2000))
@@ -254,7 +254,7 @@ def time_operation(
             operation = operations[library]
             done = calls[library] * operation.per_call
             seconds[library].append(operation.run(calls[library]) / done)
-        # Whoever came right after itself would find its data in the caches.
+        # A library that followed itself would find its data in the caches.
         order.rotate(-1)
         yield None
     microseconds = {library: np.array(times) * 1e6 for library, times in seconds.items()}

@@ -24,7 +24,7 @@ _NOTHING = frozenset(
 
 
 class Work(NamedTuple):
-    """What one call of a program has a device do, one after the other.
+    """The work of a device in one call of a program, one after the other.
 
     Attributes:
         kernels: The number of kernels and copies; of a conditional all that its branches may come

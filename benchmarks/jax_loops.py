@@ -339,7 +339,7 @@ class ReplayContestant:
         return found
 
     def _dispatches(self, what: str, weights: bool) -> float:
-        """Seconds of the empty calls with as many arrays as those that an operation makes."""
+        """Returns the seconds of empty calls with as many arrays as the calls of an operation."""
         binding, state = self._binding, self._subject.state
         drawn = jax.eval_shape(binding.sample, state, self._keys[0])
         held, items, sampled, slots = (

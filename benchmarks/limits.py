@@ -1,23 +1,22 @@
-"""What the machine can do at best: the floors under the times of the rows.
+"""Limits of the machine: the floors under the times of the rows.
 
 Each is measured in the same run, by the least time of several blocks:
 
-* **copy**: a large jitted copy into memory that is there already; bytes read and bytes written
-  count both.
-* **jump**: the time of one 4-byte read at a random cache line of an array, among very many that do
-  not depend on one another, as a jitted gather does them. Arrays that fit in a cache are faster,
-  so it is measured for an array of the size of what the operation jumps about in.
+* **copy**: a large jitted copy into allocated memory; it counts bytes read and bytes written.
+* **jump**: the time of one 4-byte read at a random cache line of an array, among very many
+  independent ones, as in a jitted gather. Arrays that fit in a cache are faster, so it is measured
+  for an array as large as the memory that the operation jumps about in.
 * **dispatch**: a call of a jitted function that does nothing, from Python until its result is
-  there, with as many arrays given, donated and made as the call has that is timed.
+  there, with as many given, donated and returned arrays as the timed call.
 
-The floor under an operation is what it has to move ([`Traffic`][benchmarks.limits.Traffic]) at
-these rates, plus one dispatch for every call from Python. It is no floor under the time to look
-something up in a tree or to draw random numbers: what an algorithm needs beyond moving the data is
-part of the distance from it. What stays in a cache from one iteration to the next, as large items
-do that are added over and over, may be faster than memory, and so than its floor.
+The floor under an operation is the time to move its data ([`Traffic`][benchmarks.limits.Traffic])
+at these rates, plus one dispatch for every call from Python. It does not include looking something
+up in a tree or drawing random numbers: the distance from the floor is the time that an algorithm
+needs beyond moving data. Data that stays in a cache from one iteration to the next, such as large
+items that are added over and over, may be faster than memory, and thus than the floor.
 
-Whole agents and rows of several processes have no floor: there another contestant of the row, such
-as a step without an exchange, shows what can be reached at best.
+Whole agents and rows of several processes have no floor. In these rows another contestant, such as
+a step without an exchange, shows the best possible time.
 """
 
 import dataclasses
@@ -43,7 +42,7 @@ BLOCKS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What an operation has to move, whatever the library.
+    """The data that an operation has to move in any library.
 
     Attributes:
         streamed: Bytes read or written one after the other: of what is given or returned, and of

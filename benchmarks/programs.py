@@ -58,7 +58,7 @@ def memory_beyond(program: Any) -> int:
 
 
 class Holder(Protocol):
-    """Whoever holds the state that the timed calls go through."""
+    """An object that holds the state that the timed calls go through."""
 
     state: State
 

@@ -15,7 +15,7 @@ from benchmarks.harness import PURE, REFERENCE, Limit, Options, RowResult, Timin
 from benchmarks.targets import verdicts
 
 NOTES = "## What bounds these numbers"
-"""The heading under which somebody says what the tables mean; it outlives them."""
+"""The heading of the notes, which a new report keeps."""
 
 DISTRIBUTIONS = (
     "jaxbuf",
@@ -30,7 +30,7 @@ DISTRIBUTIONS = (
 
 
 def machine() -> dict[str, str]:
-    """The machine, how busy it is, and the versions, as far as they matter to a time."""
+    """Returns the machine, its load, and the versions that matter to times."""
     facts = {
         "CPU": _cpu_model(),
         "cores": str(os.cpu_count()),
@@ -88,7 +88,7 @@ def aligned(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _limits_table(result: RowResult, libraries: Sequence[str]) -> str | None:
-    """The floor under each operation with the distance from it, and the memory it needs."""
+    """Returns a table of the floor under each operation, the distance from it, and its memory."""
     header, columns = ["limits"], list[list[str]]()
     for library in libraries:
         known = {name: found.get(library, Limit()) for name, found in result.limits.items()}
@@ -148,9 +148,9 @@ def row_markdown(result: RowResult) -> str:
 
 
 def targets_markdown(results: Sequence[RowResult], options: Options) -> str:
-    """What was aimed at, and what of it was reached, as a section of markdown."""
+    """Returns the targets, and which of them are met, as a section of markdown."""
     if options.quick or options.capacity:
-        return "## Targets\n\nThey are for buffers of full size: a trial says nothing about them."
+        return "## Targets\n\nTargets are for full buffers: a trial says nothing about them."
     found = verdicts(results)
     met = sum(verdict.met for verdict in found)
     purely = sum(verdict.met_purely for verdict in found)
@@ -164,7 +164,7 @@ def targets_markdown(results: Sequence[RowResult], options: Options) -> str:
 
 
 def _notes(path: Path) -> str:
-    """What somebody wrote below the tables of an earlier report."""
+    """Returns the notes below the tables of an earlier report."""
     if not path.exists():
         return ""
     _, heading, text = path.read_text().partition(f"\n{NOTES}")
@@ -178,13 +178,13 @@ def markdown(
     facts: Mapping[str, str],
     picture: str | None = None,
 ) -> str:
-    """The whole report, with how to read and repeat it.
+    """Returns the whole report, which says how to read and repeat it.
 
     Args:
         results: The rows.
-        options: What was asked for.
+        options: The options of the run.
         command: The command line that repeats it.
-        facts: What `machine` said before the run.
+        facts: The output of `machine` before the run.
         picture: A picture to show, relative to the report, or None.
     """
     lines = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
@@ -199,15 +199,16 @@ def markdown(
     shown = f"## Growth\n\n![Time of each operation against slots]({picture})\n\n"
     return f"""# Benchmark results
 
-Times are microseconds per operation, medians over {turns}. A ratio
-above 1 means that what it divides by, {REFERENCE} in most rows, is faster; it is the median of the
-ratios within a turn, {bounds}. "python" is a call from Python, timed until its result is
-there; "scan" is one iteration inside a compiled `lax.scan`.{scheduler} What exactly is compared is
-said in the docstrings of `benchmarks/rows`.
+Times are microseconds per operation, medians over {turns}. A ratio is the time of
+a library divided by that of {REFERENCE}, or of another reference in some rows: above 1, the
+reference is faster. It is the median of the ratios within a turn, {bounds}.
+"python" is a call from Python, timed until its result is there. "scan" is one iteration inside a
+compiled `lax.scan`.{scheduler} The docstrings in `benchmarks/rows` say what exactly is compared.
 
-A floor is the least time an operation can take on this machine, by what it has to move and, from
-Python, by empty calls (`benchmarks/limits.py`); behind it stands how many times as long the library
-takes. Memory is what the compiled program needs beyond the state, what it returns included.
+A floor is the least time that an operation can take on this machine, by the data that it has to
+move and, from Python, by empty calls (`benchmarks/limits.py`). In brackets is the time of the
+library divided by its floor. Memory is the memory of the compiled program beyond the state,
+including its outputs.
 
 Repeat with `{command}`.
 
@@ -224,7 +225,7 @@ Repeat with `{command}`.
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a report; keeps what was written by hand below the tables of the one before."""
+    """Writes a report, and keeps the notes below the tables of the previous one."""
     path.write_text(text + _notes(path))
 
 

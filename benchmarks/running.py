@@ -14,7 +14,7 @@ from benchmarks.harness import Options, Row, RowResult, Unavailable, merged, run
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Where the results go, and the command that repeats them.
+    """The files of the results, and the command that repeats them.
 
     Attributes:
         json: File for every measured time, or None.

@@ -1,4 +1,4 @@
-"""What is aimed at, as data, and what of it a run has reached.
+"""The targets as data, and which of them a run meets.
 
 A target names a row, one or several operations and a bound. It is met if the bound holds in every
 run, not only in the median of all.
@@ -14,7 +14,7 @@ from benchmarks.harness import PURE, REFERENCE, Limit, RowResult
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """What of the result of a row is bounded.
+    """The number in the result of a row that a target bounds.
 
     Attributes:
         text: What it is, in a few words.
@@ -134,7 +134,7 @@ class Target:
         return f"at {word} {bound:.3g}{without}"
 
     def met(self, values: np.ndarray, *, pure: bool = False) -> bool:
-        """Whether the bound holds for all values."""
+        """Returns whether the bound holds for all values."""
         bound = self.pure if pure and self.pure is not None else self.at_least or self.at_most
         assert bound is not None
         held = values <= bound if self.at_least is None else values >= bound
@@ -210,7 +210,7 @@ GPU_TARGETS = tuple(_gpu())
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of a target.
+    """A target and its values in a run.
 
     Attributes:
         target: The target.
@@ -224,7 +224,7 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        """Whether it was measured, and the bound held."""
+        """Returns whether the target was measured and the bound holds."""
         return self.values is not None and self.target.met(self.values)
 
     @property

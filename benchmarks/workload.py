@@ -1,4 +1,4 @@
-"""What the rows of items and windows ask of a buffer."""
+"""The workload of the rows of items and windows."""
 
 import dataclasses
 import math
@@ -45,16 +45,16 @@ class Workload:
 
     @property
     def behind(self) -> int:
-        """How many serial numbers the start of the newest window lies behind the newest step."""
+        """The serial numbers between the start of the newest window and the newest step."""
         return (self.sequence_length - 1) * self.num_envs
 
     @property
     def distinct(self) -> bool:
-        """Whether every item can have a serial number of its own."""
+        """Returns whether every item can have its own serial number."""
         return self.capacity <= MAX_SERIAL // 2
 
     def traffic(self) -> dict[str, Traffic]:
-        """What each operation has to move, whatever the library, by the operation's name.
+        """Returns the data that each operation has to move in any library, by its name.
 
         * An add reads the new items and writes them one after the other, and a priority for each.
         * A sample jumps to every row of every leaf, and to its priority, and writes the batch.

@@ -12,10 +12,10 @@
 # # A GFlowNet with a diverse replay buffer
 #
 # A GFlowNet learns to build objects with probabilities **proportional to a reward**, rather than to
-# find the best one. When rewards are rare it helps to replay what was found, and then it matters
-# what a buffer keeps: the states of highest reward, but not the same one a hundred times. This
-# notebook builds such a buffer piece by piece, trains with it, and draws what was learned beside
-# the truth.
+# find the best one. When rewards are rare it helps to replay objects that were found. The buffer
+# should keep the states of highest reward, but not the same state a hundred times. This notebook
+# builds such a buffer step by step, trains with it, and compares the learned distribution with the
+# true one.
 
 # %%
 try:
@@ -36,9 +36,9 @@ plt.rcParams["figure.dpi"] = 80
 # %% [markdown]
 # ## The task
 #
-# The hypergrid of Bengio et al. (NeurIPS 2021): start at the origin, let one coordinate after the
-# other grow, stop anywhere. The reward is high near the four corners and next to nothing between
-# them, so whoever follows the reward stays in the first corner.
+# The task is the hypergrid of Bengio et al. (NeurIPS 2021): start at the origin, increase one
+# coordinate at a time, and stop anywhere. The reward is high near the four corners and almost zero
+# between them, so a learner that follows the reward stays in the first corner.
 
 # %%
 config = Config(dims=2, height=16, background=0.01, seeds=3, capacity=100, lr=2e-3, exploration=0.2)
@@ -47,15 +47,18 @@ target = np.asarray(grid.target()).reshape(16, 16)
 plt.figure(figsize=(3.6, 3))
 plt.imshow(target.T, origin="lower")
 plt.colorbar(label="probability")
-plt.title("what is to be learned")
+plt.title("target distribution")
+plt.xlabel("first coordinate")
+plt.ylabel("second coordinate")
 plt.show()
 
 # %% [markdown]
 # ## A buffer that keeps the best
 #
-# Two strategies make it: the lowest score makes room for a higher one, and draws go by the softmax
-# of scores. The score is the logarithm of the reward, so with temperature 1 states are drawn in
-# proportion to their rewards. `jaxbuf.reward_prioritized` is this combination, ready made.
+# This takes two strategies: the evictor `Lowest` replaces the item of the lowest score, and the
+# sampler draws by the softmax of scores. The score is the logarithm of the reward, so with
+# temperature 1 states are drawn in proportion to their rewards. `jaxbuf.reward_prioritized` is a
+# preset for this combination.
 
 # %%
 state = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -71,11 +74,12 @@ assert np.isclose(np.asarray(grid.log_reward(best.data)).min(), np.sort(np.asarr
 best
 
 # %% [markdown]
-# ## ... and only what is new
+# ## ... and only new states
 #
-# Many of these are the same state. With a `Diversity` filter, what lies within a cutoff of a better
-# one is refused, be it in the same batch or in the buffer. (`jaxbuf.diverse_reward_prioritized` is
-# ready made; its filter begins once the buffer is full.)
+# Many of these are the same state. A `Diversity` filter refuses states within a cutoff of a better
+# one, whether that is in the same batch or in the buffer. (`jaxbuf.diverse_reward_prioritized` is a
+# preset whose filter begins once the buffer is full.) In the figure, gray is the target, and larger
+# dots stand for states that are stored several times.
 
 # %%
 diverse = jaxbuf.ItemBuffer.create(
@@ -98,16 +102,18 @@ for axis, states, name in zip(
     where, times = np.unique(states, axis=0, return_counts=True)
     axis.imshow(target.T, origin="lower", cmap="Greys", alpha=0.5)
     axis.scatter(where[:, 0], where[:, 1], s=12 * times, color="tab:blue")
-    axis.set_title(f"{name}: {len(where)} states")
+    axis.set(title=f"{name}: {len(where)} states", xlabel="first coordinate")
+axes[0].set_ylabel("second coordinate")
 plt.show()
 
 # %% [markdown]
 # ## Training with and without
 #
-# `Agent` is the one of `python -m jaxbuf.examples.gflownet`: trajectory balance (Malkin et al.,
-# 2022); an update trains on as many trajectories with a buffer as without, but with one half of
-# them are replayed: terminal states are drawn from the buffer and walked back to the origin. What
-# an agent does with its buffer inside its jitted step is
+# We take `Agent` from `python -m jaxbuf.examples.gflownet`, which uses trajectory balance (Malkin
+# et al., 2022). Each update trains on the same number of trajectories with a buffer and without.
+# With a buffer, half of them are replayed: terminal states are drawn from the buffer, and the
+# backward policy walks from them to the origin. Inside its jitted step, the agent uses its buffer
+# like this:
 #
 # ```python
 # buffer = buffer.add(last, score=grid.log_reward(last), mask=valid)
@@ -141,15 +147,16 @@ for kind, color in {"none": "black", "diverse": "tab:blue"}.items():
     plt.plot(updates, np.median(distance[kind], axis=1), "o-", color=color, label=kind)
 plt.xlabel("updates")
 plt.ylabel("sum of absolute differences")
-plt.title("distance to the target, from 0 to 2")
+plt.title("distance to the target (between 0 and 2)")
 plt.grid(alpha=0.3)
 plt.legend(title="buffer")
 plt.show()
 
 # %% [markdown]
-# ## What was learned, beside the truth
+# ## The learned distribution beside the true one
 #
-# Where the policies stop, computed exactly by passing flow through the grid.
+# The figure shows the probability of stopping in each state, computed exactly by passing flow
+# through the grid.
 
 # %%
 panels = {"target": target}
@@ -159,7 +166,8 @@ for kind in agents:
 figure, axes = plt.subplots(1, 3, figsize=(9, 3), sharey=True, layout="constrained")
 for axis, (name, panel) in zip(axes, panels.items(), strict=True):
     image = axis.imshow(panel.T, origin="lower", vmin=0, vmax=target.max())
-    axis.set_title(name)
+    axis.set(title=name, xlabel="first coordinate")
+axes[0].set_ylabel("second coordinate")
 figure.colorbar(image, ax=axes, label="probability")
 plt.show()
 
@@ -181,7 +189,7 @@ assert np.median(distance["diverse"][-1]) < np.median(distance["none"][-1])
 assert min(with_buffer) > 0.4 * min(truth)
 
 # %% [markdown]
-# In the end the buffer holds the states of all four corners.
+# At the end the buffer holds the states of all four corners.
 
 # %%
 buffer = jax.tree.map(lambda leaf: leaf[0], states["diverse"].buffer)

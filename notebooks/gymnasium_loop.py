@@ -44,11 +44,12 @@ plt.rcParams["figure.dpi"] = 80
 # %% [markdown]
 # ## Steps that are transitions, and steps that are not
 #
-# When an episode ends in a vector environment, its last observation is easily taken for the first
-# one of the next episode, or the other way round. By default (*next step* mode) the step after the
-# end ignores your action and resets: a row that is no transition at all. In *same step* mode the
-# last observation hides in the infos. `gymnasium_transitions` handles both: `next_obs` is always
-# what the action led to, and `mask` leaves out the rows that are none. A masked row costs no slot.
+# When an episode ends in a vector environment, its last observation is easily confused with the
+# first observation of the next episode. By default (*next step* mode) the step after the end
+# ignores your action and resets the environment, so that row is not a transition at all. In *same
+# step* mode the last observation is in the infos. `gymnasium_transitions` handles both: `next_obs`
+# is always the observation that the action led to, and `mask` is False for rows that are not
+# transitions. A masked row takes no slot.
 
 # %%
 for mode in (gymnasium.vector.AutoresetMode.NEXT_STEP, gymnasium.vector.AutoresetMode.SAME_STEP):
@@ -76,7 +77,7 @@ for mode in (gymnasium.vector.AutoresetMode.NEXT_STEP, gymnasium.vector.Autorese
 # %% [markdown]
 # ## The agent: a TrainState that holds its buffer
 #
-# A buffer is a pytree, so it is a field like any other. `transition_like` makes the example from
+# A buffer is a pytree, so it can be a field of the state. `transition_like` makes the example from
 # the spaces of the environment.
 
 # %%
@@ -125,10 +126,10 @@ new_agent(0).buffer
 # %% [markdown]
 # ## Two jitted functions
 #
-# A call into JAX from Python costs some tens of microseconds, whatever it does. So jit **whole
-# steps** rather than single operations: one function acts, and one does all the rest, adding,
-# sampling, learning and updating priorities. The second one **donates** the agent, which holds the
-# buffer, so that storage is updated in place.
+# Every call from Python into JAX costs tens of microseconds. Therefore jit **whole steps** rather
+# than single operations: one function acts, and another one adds, samples, learns and updates
+# priorities. The second one **donates** the agent, which holds the buffer, so that storage is
+# updated in place.
 
 
 # %%
@@ -180,7 +181,7 @@ STEPS = 2_500
 
 
 def run(agent, envs, steps):
-    """The agent after so many steps of all environments, and (step, return) of every episode."""
+    """Returns the agent after `steps` of all environments, and (step, return) of every episode."""
     obs, _ = envs.reset(seed=1)
     ended, returns, log = None, np.zeros(envs.num_envs), []
     keys = jax.random.split(jax.random.key(2), steps)
@@ -219,8 +220,8 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# What the buffer holds in the end: the last transitions in the order in which they came, many of
-# them with small errors, few with large ones.
+# At the end the buffer holds the last transitions in order. Many of them have small errors, and few
+# have large ones.
 
 # %%
 jaxbuf.plot(agent.buffer)
@@ -228,17 +229,17 @@ jaxbuf.plot(agent.buffer)
 # %% [markdown]
 # ## How fast, and why
 #
-# The same call in three ways. The buffer is large here, half a million transitions, since that is
-# where the differences are.
+# Here is the same call in three ways. The buffer is large, half a million transitions, because that
+# is when the differences show.
 #
-# * **not jitted**, every operation inside `add` is dispatched on its own;
-# * **jitted, not donated**, the old buffer must stay intact, so everything in it is copied;
+# * **not jitted**: every operation inside `add` is dispatched separately;
+# * **jitted, not donated**: the old buffer has to stay intact, so everything in it is copied;
 # * **`jaxbuf.add`** is jitted and donates.
 
 
 # %%
 def microseconds(call, argument, repeats):
-    """The median time of a call whose result is the next argument."""
+    """Returns the median time of a call whose result is the next argument."""
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -264,8 +265,8 @@ assert took["jitted, not donated"] > 5 * took["jaxbuf.add"]
 assert took["not jitted"] > 5 * took["jaxbuf.add"]
 
 # %% [markdown]
-# And of the loop above: where its time goes. One fused call is cheaper than three, because the
-# work between them is done in one program.
+# This is where the time of the loop above goes. One call of a fused step is cheaper than three
+# calls, because one program does all of the work.
 
 # %%
 batch = jaxbuf.sample(agent.buffer, jax.random.key(0), BATCH)
@@ -283,7 +284,7 @@ times["learn (all of it)"] = microseconds(lambda a: learn_in_place(a, *arguments
 print(*(f"{name:<20}{times[name]:8.0f} µs" for name in times), sep="\n")
 
 # %% [markdown]
-# `explain_memory` says whether a function updates the buffer in place, without timing anything.
+# `explain_memory` reports whether a function updates the buffer in place, without running it.
 
 # %%
 agent = new_agent(0)
@@ -296,7 +297,7 @@ for leaf in report.leaves:
 # %% [markdown]
 # ## Save and resume
 #
-# The agent is one pytree, so is its checkpoint.
+# The agent is one pytree, and so is its checkpoint.
 
 # %%
 agent, _ = run(agent, envs, 100)
@@ -309,8 +310,8 @@ int(resumed.step), int(resumed.buffer.size)
 # %% [markdown]
 # ## With flax nnx
 #
-# An nnx module can hold the buffer in an `nnx.Variable`; `nnx.jit` and `nnx.Optimizer` do the rest.
-# Parameters are told from it by their kind, `nnx.Param`.
+# An nnx module can hold the buffer in an `nnx.Variable`, and works with `nnx.jit` and
+# `nnx.Optimizer`. The optimizer tells parameters from the buffer by their type, `nnx.Param`.
 
 
 # %%

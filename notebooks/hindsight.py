@@ -11,10 +11,10 @@
 # %% [markdown]
 # # Hindsight experience replay
 #
-# Flip one bit per step until all bits are as asked for; every step costs 1 until they are. With
-# many bits, random play next to never gets there, so a learner sees nothing but −1. **Hindsight**
-# (Andrychowicz et al., NeurIPS 2017) learns from what was reached instead: it replays an episode as
-# if its own last state, or a later one, had been the goal.
+# The task is to flip one bit per step until all bits match a goal. Every step costs 1 until they
+# do. With many bits, random play almost never reaches the goal, so a learner sees only rewards of
+# −1. **Hindsight** (Andrychowicz et al., NeurIPS 2017) learns from states that were reached: it
+# replays an episode as if one of its own later states had been the goal.
 
 # %%
 try:
@@ -35,9 +35,9 @@ plt.rcParams["figure.dpi"] = 80
 # %% [markdown]
 # ## Episodes in a buffer
 #
-# Goals come from other steps of the same episode, so items are whole episodes, padded to one
-# length. `Agent` is the one of `python -m jaxbuf.examples.bit_flipping`. Let it play a little and
-# store what comes of it.
+# New goals come from other steps of the same episode, so each item is a whole episode, padded to a
+# common length. We take `Agent` from `python -m jaxbuf.examples.bit_flipping`, let it play for a
+# while, and store its episodes.
 
 # %%
 config = Config(bits=10, seeds=2, episodes=1_920, capacity=1_920)
@@ -51,8 +51,8 @@ buffer
 # %% [markdown]
 # ## Other goals for old episodes
 #
-# Sample episodes, choose a step of each, and let `jaxbuf.hindsight` replace some goals. It needs to
-# know what the episodes achieved, and how goals are rewarded.
+# Sample episodes, choose a step of each, and let `jaxbuf.hindsight` replace some of the goals. It
+# needs the goals that the episodes achieved, and the reward function.
 
 # %%
 batch_size = 256
@@ -89,8 +89,8 @@ assert 0.7 < which.mean() < 0.9
 assert jnp.mean(relabeled["reward"] == 0) > 5 * jnp.mean(batch["reward"] == 0)
 
 # %% [markdown]
-# What is not relabeled stays as it was, and each new goal was achieved by the episode at that step
-# or later. One row, drawn: its episode, and the old and the new goal.
+# Rows that are not relabeled stay as they were, and each new goal was achieved by the episode at
+# that step or later. The figure shows the episode of one row, with its old and its new goal.
 
 # %%
 which, new = np.asarray(which), np.asarray(relabeled["goal"])
@@ -106,21 +106,21 @@ bits = np.concatenate([reached[row], batch["goal"][row][None], new[row][None]])
 _, axes = plt.subplots(figsize=(4.5, 4))
 axes.imshow(bits, cmap="Blues", vmax=1.6)
 axes.set_yticks(range(len(names)), names)
-axes.set_xticks([])
+axes.set_xlabel("bit")
 axes.axhline(config.bits - 0.5, color="tab:red")
 axes.plot(-0.8, steps[row], ">", color="tab:red", clip_on=False)
-axes.set_title("the row's step is marked")
+axes.set_title("the states after the marked step may be goals")
 plt.show()
 
 # %% [markdown]
-# Windows of a `TrajectoryBuffer` can have goals as well, looked up in the rings: see the second
-# example in `help(jaxbuf.hindsight)`.
+# Windows of a `TrajectoryBuffer` can be relabeled as well, with goals from the rings: see the
+# second example in `help(jaxbuf.hindsight)`.
 
 # %% [markdown]
 # ## With hindsight, and without
 #
-# DQN with the two kinds of replay, two seeds each. The share of relabeled transitions is an
-# argument of the program: all four runs are one `vmap`.
+# Now we train DQN with both kinds of replay, with two seeds each. The share of relabeled
+# transitions is an argument of the program, so all four runs are one `vmap`.
 
 # %%
 CHUNKS = 10

@@ -11,10 +11,10 @@
 # %% [markdown]
 # # A manager and two workers
 #
-# When several processes explore, what one has found is worth telling the others. In `jaxbuf.mpi`
-# one rank is the **manager** of a shared buffer; **workers** send it what they find, at their own
-# pace, and hear how good and how new it was. This notebook starts three real MPI ranks, lets two
-# workers search a landscape with four hills, and looks at what went through the manager.
+# When several processes explore, each can profit from the finds of the others. In `jaxbuf.mpi` one
+# rank is the **manager** of a shared buffer. **Workers** send it their items, each at its own pace,
+# and receive scores for how good and how new these were. This notebook starts three real MPI ranks,
+# lets two workers search a landscape with four hills, and looks at the traffic of the manager.
 
 # %%
 try:
@@ -43,8 +43,8 @@ plt.rcParams["figure.dpi"] = 80
 # %% [markdown]
 # ## Who does what
 #
-# A `Layout` says so for any number of ranks. With three there is one group: two workers and, as the
-# last rank, their manager.
+# A `Layout` assigns roles to any number of ranks. Three ranks form one group: two workers and, as
+# the last rank, their manager.
 
 # %%
 layout = Layout(3)
@@ -55,14 +55,14 @@ roles
 # %% [markdown]
 # ## The program
 #
-# All ranks run the same file; each asks `make_communicators` for its part. The manager has one line
-# to run, `serve`. A worker has one as well, `worker.add`, in whatever loop it has: here it guesses
-# points of its half of the plane, at random and near the best that it knows.
+# All ranks run the same file, and `make_communicators` tells each of them its role. The manager
+# calls `serve`. A worker calls `worker.add` in its own loop: here it guesses points of its half of
+# the plane, some at random and some near the best points it knows.
 #
 # * The manager keeps the 80 best points that are at least 0.15 apart.
-# * The score of a batch is how many of its points are kept.
-# * Its **baseline** is the lowest score it keeps; workers hear it with every answer, and what lies
-#   below is not sent at all.
+# * The score of a batch is the number of its points that are kept.
+# * The **baseline** is the lowest score that the manager keeps. Workers receive it with every
+#   answer, and do not send points below it.
 
 # %%
 program = """
@@ -144,7 +144,7 @@ else:
 # %% [markdown]
 # ## Three ranks
 #
-# On a machine of your own: `mpiexec -n 3 python program.py results`.
+# From a shell, the command is `mpiexec -n 3 python program.py results`.
 
 # %%
 folder = tempfile.TemporaryDirectory()
@@ -176,9 +176,9 @@ assert told["faults"] == []
 print(ran.stdout)
 
 # %% [markdown]
-# ## What the manager has
+# ## The points of the manager
 #
-# The best points of both halves, none of them close to another.
+# The manager has the best points of both halves, and no two of them are close to each other.
 
 # %%
 with np.load(results / "buffer.npz") as buffer:
@@ -203,13 +203,15 @@ for number, color in enumerate(("tab:blue", "tab:orange")):
     plt.scatter(*theirs.T, s=14, color=color, label=f"from worker {number}")
 plt.legend(loc="center")
 plt.title("80 points, at least 0.15 apart")
+plt.xlabel("first coordinate")
+plt.ylabel("second coordinate")
 plt.show()
 
 # %% [markdown]
-# ## What the workers heard
+# ## The messages of the workers
 #
-# At first everything is sent. Once the buffer is full there is a baseline; it rises, and soon most
-# of what a worker finds is not worth a message.
+# At first every point is sent. Once the buffer is full there is a baseline, which rises, and soon
+# most points of a worker are below it and are not sent.
 
 # %%
 logs = [np.load(results / f"worker_{number}.npy") for number in range(2)]
@@ -221,7 +223,7 @@ for number, log in enumerate(logs):
     axes[2].plot(offered, np.cumsum(kept))
 axes[0].plot(offered, offered, "k:", label="all")
 axes[0].legend()
-for axis, name in zip(axes, ("points sent", "baseline heard", "points kept"), strict=True):
+for axis, name in zip(axes, ("points sent", "baseline received", "points kept"), strict=True):
     axis.set(title=name, xlabel="points found")
     axis.grid(alpha=0.3)
 plt.show()
@@ -238,10 +240,10 @@ for log in logs:
     assert np.isfinite(baseline[-1])
 
 # %% [markdown]
-# ## What went through the manager
+# ## The traffic of the manager
 #
-# `serve` counts messages, rows and bytes, and how long it took to receive, handle and answer them.
-# The first batch is compiled in its time.
+# `serve` counts messages, rows and bytes, and measures the time to receive, handle and answer them.
+# The time of the first batch includes compilation.
 
 # %%
 traffic = told["traffic"]
@@ -249,11 +251,12 @@ workers = sorted({name.split("/")[0] for name in traffic if "/" in name})
 phases = ("receive", "handle", "send")
 for i, phase in enumerate(phases):
     seconds = [traffic[f"{name}/{phase}_seconds"] for name in workers]
-    plt.bar(np.arange(len(workers)) + 0.25 * (i - 1), np.multiply(seconds, 1e3), 0.25, label=phase)
-plt.xticks(range(len(workers)), workers)
+    place, color = np.arange(len(workers)) + 0.25 * (i - 1), ("black", "tab:blue", "tab:orange")[i]
+    plt.bar(place, np.multiply(seconds, 1e3), 0.25, color=color, label=phase)
+plt.xticks(range(len(workers)), [name.replace("rank", "worker of rank") for name in workers])
 plt.yscale("log")
-plt.ylabel("milliseconds in all")
-plt.title(f"{traffic['batches']} batches with {traffic['rows']:,} points")
+plt.ylabel("total time, milliseconds")
+plt.title(f"time of the manager for {traffic['batches']} batches, {traffic['rows']:,} points")
 plt.legend()
 plt.show()
 
@@ -261,5 +264,5 @@ assert traffic["rows"] == sum(log[-1, 1] for log in logs)
 folder.cleanup()
 
 # %% [markdown]
-# A whole experiment of this kind, GFlowNets that share what they find, with waiting for answers and
-# without: `mpiexec -n 4 python -m jaxbuf.examples.gflownet_mpi`.
+# For a whole experiment of this kind, run `mpiexec -n 4 python -m jaxbuf.examples.gflownet_mpi`, in
+# which GFlowNets share what they find, with and without waiting for answers.

@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Offline data: a dataset on disk, Minari, and a mix with online data
 #
-# 1. Keep more transitions than memory holds in a `Store` on disk, and learn from it.
-# 2. Read and write datasets in the format of Minari, in which the field shares them.
+# 1. Keep more transitions than fit in memory in a `Store` on disk, and learn from it.
+# 2. Read and write datasets in the format of Minari, the common format for sharing them.
 # 3. Draw every batch from an offline dataset and from a running environment at once.
 
 # %%
@@ -43,8 +43,8 @@ folder = tempfile.TemporaryDirectory()
 # %% [markdown]
 # ## Some data
 #
-# A hand-made policy for CartPole pushes towards where the pole falls; a part of its actions is
-# random. It is our expert.
+# Our expert is a hand-written policy for CartPole, which pushes the cart in the direction in which
+# the pole falls. Some of its actions are random.
 
 # %%
 envs = gymnasium.make_vec("CartPole-v1", 16, vectorization_mode="vector_entry_point")
@@ -52,7 +52,7 @@ example = transition_like(envs)
 
 
 def play(policy, steps, seed):
-    """Steps of all environments, one after the other."""
+    """Yields the steps of all environments, one after the other."""
     rng = np.random.default_rng(seed)
     obs, _ = envs.reset(seed=seed)
     ended = None
@@ -71,8 +71,8 @@ def expert(obs, rng):
 # %% [markdown]
 # ## A dataset on disk
 #
-# A `Store` is a folder of compressed arrays. `append` returns once the rows are on disk; whatever
-# is interrupted, the rows before stay as they were. Rows keep their numbers for good.
+# A `Store` is a folder of compressed arrays. `append` returns when the rows are on disk, and an
+# interruption does not affect earlier rows. Rows never change their numbers.
 
 # %%
 store = jaxbuf.Store(f"{folder.name}/expert", example)
@@ -91,9 +91,9 @@ assert rows > 15_000
 assert on_disk < in_memory
 
 # %% [markdown]
-# Any number of programs may read it. `batches` draws random ones and reads ahead in another thread
-# while you compute; batch `i` depends on the seed and on `i` only, so a run that resumes sees the
-# batches that it would have seen.
+# Any number of programs may read it. `batches` draws random batches and reads ahead in another
+# thread while you compute. Batch `i` depends only on the seed and on `i`, so a resumed run gets the
+# same batches as an uninterrupted one.
 
 # %%
 store.close()
@@ -108,8 +108,8 @@ count = sum(len(batch.rows) for batch in reader.batches(256, seed=2, steps=200))
 print(f"{count / (time.perf_counter() - began):,.0f} transitions per second, at random")
 
 # %% [markdown]
-# Behavior cloning from disk: learn the expert's action from its observation. What it needs of
-# jaxbuf is a `for` loop.
+# Behavior cloning learns the expert's action from its observation. Reading from disk takes a `for`
+# loop.
 
 
 # %%
@@ -151,7 +151,7 @@ for batch in reader.batches(256, seed=3, steps=300):
 
 
 def returns_of(policy, steps=300, seed=7):
-    """The mean return of the episodes that ended."""
+    """Returns the mean return of all episodes, unfinished ones included."""
     total, ended = np.zeros(envs.num_envs), []
     for step in play(policy, steps, seed):
         total += step.transitions["reward"]
@@ -174,8 +174,8 @@ print({name: round(score) for name, score in scores.items()})
 assert scores["cloned"] > 4 * scores["random"]
 
 # %% [markdown]
-# Where the data fit into memory, load them into a buffer, all or a range of rows; priorities can be
-# computed as they pass.
+# If the data fit into memory, load all rows or a range of them into a buffer. Priorities can be
+# computed during loading.
 
 # %%
 offline = jaxbuf.ItemBuffer.create(example, 20_000)
@@ -187,10 +187,10 @@ offline
 # %% [markdown]
 # ## Minari
 #
-# [Minari](https://minari.farama.org) is to offline data what Gymnasium is to environments. A
-# dataset is an iterable of episodes, each with one observation more than actions. `from_minari`
-# puts them into any buffer; into a `TrajectoryBuffer` each goes as a whole. Here are some that look
-# like Minari's:
+# [Minari](https://minari.farama.org) is for offline data what Gymnasium is for environments. A
+# dataset is an iterable of episodes, each with one more observation than actions. `from_minari`
+# adds them to any buffer. A `TrajectoryBuffer` keeps each episode in one ring. Here are some
+# episodes in Minari's format:
 
 
 # %%
@@ -227,8 +227,8 @@ assert np.all(np.diff(obs[..., 1], axis=1) == 0)  # ... of one episode
 rings
 
 # %% [markdown]
-# With Minari installed (`pip install 'jaxbuf[minari]'`), write what a buffer holds as a dataset,
-# and read it back with `minari.load_dataset`.
+# With Minari installed (`pip install 'jaxbuf[minari]'`), you can write the contents of a buffer as
+# a dataset, and read it back with `minari.load_dataset`.
 
 # %%
 os.environ["MINARI_DATASETS_PATH"] = f"{folder.name}/minari"
@@ -252,10 +252,11 @@ assert back.size == written.total_steps
 # ## Offline and online in one batch
 #
 # A `Mixture` holds several buffers and draws an exact number of rows from each. Here the learner
-# drives, and the expert says what it would have done (Ross et al., "A Reduction of Imitation
-# Learning and Structured Prediction to No-Regret Online Learning", 2011): three quarters of every
-# batch come from the dataset, one quarter from what the learner met, by priority. Slots know which
-# part they are from, so new priorities go to the right one; the dataset, drawn uniformly, has none.
+# acts, and the expert labels the states with its own actions (Ross et al., "A Reduction of
+# Imitation Learning and Structured Prediction to No-Regret Online Learning", 2011). Three quarters
+# of every batch come from the dataset, and one quarter from the learner's own states, by priority.
+# Slots know which part they are from, so new priorities reach the right part. The dataset is drawn
+# uniformly and has no priorities.
 
 # %%
 online = jaxbuf.ItemBuffer.create(example, 2_000, sampler=jaxbuf.Prioritized(epsilon=0.01))

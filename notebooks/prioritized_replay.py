@@ -11,13 +11,13 @@
 # %% [markdown]
 # # Prioritized replay
 #
-# Which transitions a learner replays can change the number of updates it needs by orders of
-# magnitude. This notebook measures it twice:
+# The choice of transitions to replay can change the number of updates that a learner needs by
+# orders of magnitude. This notebook measures the effect twice:
 #
 # 1. on the **Blind Cliffwalk** of Schaul et al. (*Prioritized Experience Replay*, ICLR 2016,
-#    figure 1): updates until the value function is learned, over the number of transitions in
-#    memory, replayed uniformly, by priority, and by an oracle;
-# 2. with **DQN on CartPole**, uniform against prioritized.
+#    figure 1): the number of updates until the value function is learned, against the number of
+#    transitions in memory, with uniform replay, with priorities, and with an oracle;
+# 2. with **DQN on CartPole**, uniform against prioritized replay.
 
 # %%
 try:
@@ -40,10 +40,10 @@ plt.rcParams["figure.dpi"] = 80
 # %% [markdown]
 # ## The Blind Cliffwalk
 #
-# There are $n$ states in a row. In each, the *right* action leads to the next state and the *wrong*
-# one over the cliff, which ends the episode; only the right action in the last state is rewarded,
-# with 1. The memory holds the transitions of all $2^n$ sequences of actions, each up to its first
-# wrong action: $2^{n+1} - 2$ transitions, a **single one** of which saw the reward.
+# There are $n$ states in a row. In each, the *right* action leads to the next state, and the
+# *wrong* action leads over the cliff and ends the episode. Only the right action in the last state
+# has a reward, of 1. The memory holds the transitions of all $2^n$ sequences of actions, each up to
+# its first wrong action: $2^{n+1} - 2$ transitions, of which a **single one** has the reward.
 
 
 # %%
@@ -52,7 +52,7 @@ CAPACITY = 2 ** (MOST + 1) - 2
 
 
 def memory(n):
-    """Every transition of a walk of n states, padded to CAPACITY rows, and which rows are real."""
+    """Returns all transitions of n states, padded to CAPACITY rows, and a mask of the real rows."""
     # Half of the sequences that reach a state take the right action there, and half the wrong one.
     state = np.repeat(np.arange(n), 2 ** (n - 1 - np.arange(n)))
     state, right = np.concatenate([state, state]), np.repeat([True, False], len(state))
@@ -67,8 +67,9 @@ for n in range(2, MOST + 1):
     assert np.sum(real & items["right"] & (items["state"] == n - 1)) == 1
 
 # %% [markdown]
-# Learning is tabular Q-learning as in the paper: one transition per update, step size 1/4, discount
-# $1 - 1/n$, values that begin near 0, until their mean squared error is below $10^{-3}$.
+# The learner is tabular Q-learning as in the paper: one transition per update, step size 1/4,
+# discount $1 - 1/n$, and initial values near 0. It stops when the mean squared error of the values
+# is below $10^{-3}$.
 
 # %%
 STEP_SIZE, THRESHOLD, SEEDS, MOST_UPDATES = 0.25, 1e-3, 10, 1_000_000
@@ -79,7 +80,7 @@ def first_values(key):
 
 
 def td_error(values, n, state, right):
-    """Of transitions; the columns of `values` are wrong and right."""
+    """Returns the TD errors of transitions; the columns of `values` are wrong and right."""
     following = values[jnp.minimum(state + 1, MOST - 1)].max(-1)
     target = jnp.where(state + 1 < n, (1 - 1 / n) * following, 1.0)
     return jnp.where(right, target, 0.0) - values[state, right.astype(int)]
@@ -92,17 +93,17 @@ def squared_error(values, n):
 
 
 # %% [markdown]
-# Replay with a jaxbuf buffer. The whole experiment is one compiled loop, `vmap` runs ten seeds of
-# it, and since memories are padded and `mask` says what counts, one program serves all $n$. Other
-# than the paper's agents on Atari, this one uses no importance weights. New transitions have the
-# highest priority, so each is sure to be seen; after an update the priority is the absolute TD
-# error.
+# Now we replay from a jaxbuf buffer. The whole experiment is one compiled loop, and `vmap` runs ten
+# seeds of it. The memories are padded and `mask` marks the real rows, so one program serves all
+# $n$. Unlike the paper's agents on Atari, this one uses no importance weights. New transitions have
+# the highest priority, so each of them is replayed at least once. After an update the priority is
+# the absolute TD error.
 
 
 # %%
 @functools.partial(jax.jit, static_argnames="sampler")
 def replay(sampler, n, items, real, keys):
-    """How many updates each seed takes."""
+    """Returns the number of updates that each seed takes."""
 
     def one_seed(key):
         key, first_key = jax.random.split(key)
@@ -132,14 +133,14 @@ def replay(sampler, n, items, real, keys):
 
 
 # %% [markdown]
-# The oracle knows the true values, tries every transition and takes the one that lowers the error
-# most. Nobody can run it on a real problem; it shows how much there is to gain.
+# The oracle knows the true values, tries every transition, and takes the one that lowers the error
+# most. It cannot be used on a real problem, but it shows how much there is to gain.
 
 
 # %%
 @jax.jit
 def oracle(n, keys):
-    """How many updates each seed takes."""
+    """Returns the number of updates that each seed takes."""
     state = jnp.tile(jnp.arange(MOST), 2)
     right = jnp.repeat(jnp.array([True, False]), MOST)
     exists = state < n
@@ -198,12 +199,12 @@ plt.show()
 # %% [markdown]
 # As in figure 1 of the paper, with both axes logarithmic:
 #
-# * **uniform** replay grows in proportion to the memory, and thus exponentially in $n$: it waits
-#   for the one transition that saw the reward, again and again;
-# * the **oracle** grows like a power of $n$, the logarithm of the memory;
-# * **proportional** priorities lie in between. What remains of their growth is that every new
-#   transition has to be seen once before its priority is known; after that, the reward spreads
-#   backwards as fast as errors lead to it.
+# * with **uniform** replay the number of updates grows in proportion to the memory, and thus
+#   exponentially in $n$: the learner waits for the one transition with the reward again and again;
+# * with the **oracle** it grows like a power of $n$, the logarithm of the memory;
+# * **proportional** priorities are in between. Every new transition has to be replayed once before
+#   its priority is known, which still takes time in proportion to the memory. After that, the
+#   errors lead the reward backwards quickly.
 
 # %%
 median = {name: np.median(np.asarray(counts), axis=1) for name, counts in updates.items()}
@@ -233,8 +234,8 @@ slopes
 # ## DQN on CartPole
 #
 # `jaxbuf.examples.dqn` is a complete agent: double DQN on a gymnax environment, with a prioritized
-# `TrajectoryBuffer`, importance weights whose exponent goes to 1, all of it in one `lax.scan`. What
-# the sampler changes is one argument at creation, and three lines where it learns:
+# `TrajectoryBuffer` and importance weights whose exponent is annealed to 1, all in one `lax.scan`.
+# Prioritized replay takes one argument when the buffer is created, and three lines of learning:
 #
 # ```python
 # batch = buffer.sample(key, batch_size)
@@ -243,8 +244,8 @@ slopes
 # buffer = buffer.update_priority(batch.slots, jnp.abs(error))
 # ```
 #
-# Here is a short run of both, two seeds each in one program; `python -m jaxbuf.examples.dqn` runs
-# more than ten times as long and solves it.
+# Here is a short run of both, with two seeds in one program. `python -m jaxbuf.examples.dqn` runs
+# more than ten times as long and solves the task.
 
 # %%
 STEPS, CHUNKS, WARMUP = 15_000, 10, 1_000
@@ -285,12 +286,12 @@ for name in returns:
     assert np.nanmean(returns[name][-3:]) > 100, name
 
 # %% [markdown]
-# Both learn, and neither is clearly better: on CartPole every step is rewarded, so there is no
-# needle in the haystack for priorities to find. Expect more of them where reward is rare, as on the
-# cliff above.
+# Both learn, and neither is clearly better: on CartPole every step has a reward, so there is no
+# rare transition for priorities to find. They help more where rewards are rare, as on the cliff
+# above.
 #
-# The buffer tells what priorities do to a batch: as if it were drawn uniformly from only so many of
-# its transitions.
+# The effective sample size shows how uneven the priorities are: it is the number of equally likely
+# transitions that would give the same variety.
 
 # %%
 buffer = metrics["buffer"]

@@ -11,9 +11,8 @@
 # %% [markdown]
 # # Quickstart
 #
-# A replay buffer that is one immutable pytree, and everything you do with it a pure function. This
-# notebook goes from the first `add` to a resumed training run, in the order in which questions
-# come up. It runs on a CPU in seconds.
+# In jaxbuf a replay buffer is one immutable pytree, and every operation on it is a pure function.
+# This notebook leads from the first `add` to a resumed training run. It runs on a CPU in seconds.
 
 # %%
 try:
@@ -37,8 +36,8 @@ plt.rcParams["figure.dpi"] = 80
 # %% [markdown]
 # ## Create
 #
-# Describe **one item** by an example: any pytree of arrays. Only shapes and dtypes matter. The
-# buffer holds up to `capacity` of them; how it draws is the `sampler`.
+# Describe **one item** by an example, which may be any pytree of arrays. Only its shapes and dtypes
+# matter. The buffer holds up to `capacity` items, and the `sampler` decides how they are drawn.
 
 # %%
 transition = {
@@ -54,13 +53,14 @@ buffer
 # %% [markdown]
 # ## Add
 #
-# Items come in batches: each leaf has one more axis in front. `jaxbuf.add` is compiled once for all
-# calls alike, and gives you the **new** buffer; always go on with the result.
+# You add a batch of items at once: each leaf has one more axis in front. `jaxbuf.add` is compiled
+# once for all calls with the same shapes, and returns the **new** buffer. Always continue with the
+# result.
 
 
 # %%
 def made_up(key, count):
-    """`count` transitions that mean nothing."""
+    """Returns `count` arbitrary transitions."""
     keys = jax.random.split(key, 4)
     obs, next_obs = jax.random.normal(keys[0], (2, count, 4))
     return {
@@ -79,8 +79,8 @@ assert buffer.size == 5 * 64
 int(buffer.size), buffer.capacity
 
 # %% [markdown]
-# What does not fit the example is refused with the name of the leaf. Nothing is broadcast or cast
-# behind your back.
+# Items that do not match the example raise an error that names the leaf. Nothing is broadcast or
+# cast silently.
 
 # %%
 wrong = made_up(jax.random.key(0), 8) | {"obs": jnp.zeros((8, 3))}
@@ -95,9 +95,9 @@ else:
 # %% [markdown]
 # ## Your own items
 #
-# Dicts, tuples, named tuples and dataclasses that JAX knows, nested as you like, with any mix of
-# dtypes: what comes out has the structure and the dtypes of what went in. Frames stay bytes. Items
-# that a Python loop has collected one by one are stacked before they are added.
+# An item may consist of dicts, tuples, named tuples and dataclasses that JAX knows, nested in any
+# way, with any mix of dtypes. A sample has the same structure and dtypes, so frames remain bytes.
+# If a Python loop collects items one by one, stack them before you add them.
 
 
 # %%
@@ -127,7 +127,7 @@ mine
 # %% [markdown]
 # ## Sample
 #
-# Randomness comes from a key, as everywhere in JAX: the same key gives the same batch.
+# Randomness comes from a key, as everywhere in JAX. The same key returns the same batch.
 
 # %%
 batch = jaxbuf.sample(buffer, jax.random.key(1), 32)
@@ -137,9 +137,9 @@ assert jnp.array_equal(batch.slots.index, again.slots.index)
 batch
 
 # %% [markdown]
-# Beside `data`, a sample says where the rows lie (`slots`), with what probability each was drawn,
-# and whether it is `valid`. Shapes never depend on what the buffer holds: from an empty buffer all
-# rows come back invalid. Ask `can_sample` before you learn.
+# Besides `data`, a sample has the `slots` of its rows, the `probability` with which each was drawn,
+# and whether it is `valid`. Shapes never depend on the contents of the buffer: all rows of a sample
+# from an empty buffer are invalid. Check `can_sample` before you learn.
 
 # %%
 empty = jaxbuf.ItemBuffer.create(transition, capacity=1_000)
@@ -152,9 +152,9 @@ print(nothing.data["obs"].shape, nothing.valid.sum(), "valid")
 # %% [markdown]
 # ## Update priorities
 #
-# New items come with the largest priority there is. Once you know better, say so: `slots` lead to
-# the items, and if one of them has been overwritten in the meantime, its update is dropped instead
-# of hitting the item that took its place.
+# New items get the largest priority in the buffer. Once you know their TD errors, update them:
+# `slots` identify the items, and if one of them has been overwritten in the meantime, its update is
+# dropped instead of changing the item that took its place.
 
 # %%
 td_error = batch.data["reward"]
@@ -169,8 +169,8 @@ assert probability.max() > 2 * probability.min()
 # %% [markdown]
 # ## Look inside
 #
-# `metrics` gives numbers to log. The data are plain arrays, `buffer.data`. And `jaxbuf.plot` draws
-# what a buffer holds: where items lie and how old they are, and their priorities.
+# `metrics` returns numbers to log, and `buffer.data` is a pytree of plain arrays. `jaxbuf.plot`
+# draws the age of the item in each slot, and the distributions of ages and priorities.
 
 # %%
 {name: round(value.item(), 4) for name, value in buffer.metrics().items()}
@@ -181,8 +181,8 @@ jaxbuf.plot(buffer)
 # %% [markdown]
 # ## Donation: why the old buffer is gone
 #
-# `jaxbuf.add` and `jaxbuf.update_priority` take over the memory of the buffer you pass in and
-# update it in place; that is what makes them fast. So the old name must not be used any more.
+# `jaxbuf.add` and `jaxbuf.update_priority` take over the memory of the buffer that you pass in and
+# update it in place, which makes them fast. The old buffer can then no longer be used.
 
 # %%
 old = buffer
@@ -195,7 +195,7 @@ else:
     raise AssertionError("the old buffer is still there")
 
 # %% [markdown]
-# With `donate=False` it stays, at the price of a copy of everything it holds.
+# With `donate=False` the old buffer remains, at the price of a copy of everything it holds.
 
 # %%
 before = int(buffer.size)
@@ -206,14 +206,14 @@ assert (buffer.size, longer.size) == (before, before + 64)
 # ## Your own jitted step
 #
 # Now a whole agent in one program. The task is the random walk of Sutton and Barto (2018, example
-# 6.2): five states in a row, a step to the left or to the right with equal chances, and a reward of
-# 1 for falling off the right end. The true values are 1/6, 2/6, ..., 5/6, so we can tell whether
-# what we learned is right.
+# 6.2): five states in a row, steps to the left and to the right with equal probability, and a
+# reward of 1 for leaving on the right. The true values are 1/6, 2/6, ..., 5/6, so we can check what
+# the agent learned.
 #
-# Inside your own `jit` use the methods `buffer.add`, `buffer.sample`, `buffer.update_priority`:
-# they are pure and leave compiling to you. Two rules:
+# Inside your own `jit`, use the methods `buffer.add`, `buffer.sample` and `buffer.update_priority`,
+# which are pure and not jitted themselves. There are two rules:
 #
-# * **add before you sample**, else XLA copies the storage in every step to be safe;
+# * **add before you sample**, or else XLA copies the storage in every step to be safe;
 # * **donate** the argument that holds the buffer.
 
 # %%
@@ -239,7 +239,7 @@ def new_agent(key):
 
 
 def walk(key, state):
-    """One step of every walker; those that fall off begin in the middle again."""
+    """One step of every walker; a walker that leaves starts in the middle again."""
     moved = state + jax.random.choice(key, jnp.array([-1, 1]), state.shape)
     terminated = (moved < 0) | (moved >= STATES)
     transitions = {
@@ -295,8 +295,8 @@ assert agent["buffer"].size == 2_000
 
 # %% [markdown]
 # Does each step really update the buffer in place? `jaxbuf.explain_memory` compiles a function and
-# tells what becomes of every array. The other order costs a copy of the storage in every step, for
-# which the program needs temporary memory.
+# reports which arrays it copies. In the other order, every step copies the storage, for which the
+# program needs temporary memory.
 
 
 # %%
@@ -325,9 +325,9 @@ assert "add before you sample" in bad.advice
 print(good, bad, sep="\n\n")
 
 # %% [markdown]
-# 2,000 steps of eight walkers, as many batches and as many priority updates were **one** call of
-# `train`. Called again with the same shapes, nothing is compiled anew: buffers built alike share
-# one trace.
+# 2,000 steps of eight walkers, 2,000 batches and 2,000 priority updates took **one** call of
+# `train`. Another call with the same shapes compiles nothing, because buffers with the same
+# configuration share one trace.
 
 # %%
 train(new_agent(jax.random.key(1)), steps=2_000)
@@ -336,7 +336,8 @@ assert traces == [2_000]
 # %% [markdown]
 # ## Several seeds at once
 #
-# A buffer is a pytree, so `vmap` gives every seed its own, and all of them learn in one program.
+# A buffer is a pytree, so under `vmap` every seed has its own, and all of them learn in one
+# program.
 
 
 # %%
@@ -351,7 +352,8 @@ values = np.asarray(agents["values"])
 assert values.shape == (16, STATES)
 assert np.abs(values.mean(0) - truth).max() < 0.05
 
-plt.plot(values.T, color="tab:blue", alpha=0.3)
+labels = ["learned, each seed"] + [None] * (len(values) - 1)
+plt.plot(values.T, color="tab:blue", alpha=0.3, label=labels)
 plt.plot(truth, "ko--", label="true values")
 plt.xticks(range(STATES), "ABCDE")
 plt.xlabel("state")
@@ -361,10 +363,10 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# ## Save, and go on
+# ## Save and resume
 #
-# A checkpoint holds the whole training state: arrays, keys, and how the buffer was configured. What
-# is loaded goes on bit for bit as if nothing had happened.
+# A checkpoint holds the whole training state: arrays, keys, and the configuration of the buffer. A
+# run that is resumed from it continues bit for bit as if it had not been interrupted.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -378,8 +380,8 @@ assert jnp.array_equal(straight["buffer"].data["state"], resumed["buffer"].data[
 print(np.asarray(resumed["values"]))
 
 # %% [markdown]
-# A buffer that is configured in another way is refused: an `alpha` that differs would silently
-# change what you train.
+# Loading into a buffer with another configuration raises an error, because another `alpha` would
+# silently change what you train.
 
 # %%
 other = new_agent(jax.random.key(0))

@@ -12,9 +12,9 @@
 # # Trajectories: windows, n-step returns, episodes, stacked frames
 #
 # A `TrajectoryBuffer` keeps the last steps of several environments in order of time, and draws
-# **windows** of consecutive ones. From windows come n-step returns, sequences for recurrent
-# networks, and stacks of frames that are stored only once. The drawings below show the memory as it
-# is.
+# **windows** of consecutive steps. Windows give n-step returns, sequences for recurrent networks,
+# and stacks of frames that are stored only once. The figures below show the actual contents of the
+# memory.
 
 # %%
 try:
@@ -34,8 +34,8 @@ plt.rcParams["figure.dpi"] = 80
 # ## One ring per environment
 #
 # Row `t` of an environment holds the observation before an action, and the reward and the flags
-# after it. Here the observation is simply the number of the step, and the reward counts within an
-# episode, so that we can read off everything. Episodes last 5 to 8 steps.
+# after it. Here the observation is the number of the step, and the reward counts the steps of an
+# episode, so that the figures are easy to read. Episodes last 5 to 8 steps.
 
 # %%
 step = {
@@ -60,15 +60,19 @@ def record(first, count):
     }
 
 
+# Light and dark in turn, so that neighbors differ in brightness as well.
+EPISODE_COLORS = ("#fee8a0", "#9ecae1", "#f7f7f7", "#c4b7d7")
+
+
 def draw(buffer, windows=(), title=""):
-    """The rings: numbers of steps, colored by episode; write positions; windows (env, first)."""
+    """Draws the steps of each ring in the color of their episode, write positions, and windows."""
     number, ends = (np.asarray(buffer.data[name]) for name in ("obs", "terminated"))
     earliest, end = buffer.earliest_position.tolist(), buffer.end_position.tolist()
     _, axes = plt.subplots(figsize=(9, 0.8 * NUM_ENVS + 0.6))
     for env in range(NUM_ENVS):
         episode = 0
         for place in np.arange(earliest[env], end[env]) % LENGTH:
-            color = plt.cm.Pastel1(episode % 8)
+            color = EPISODE_COLORS[episode % len(EPISODE_COLORS)]
             episode += ends[env, place]
             axes.add_patch(plt.Rectangle((place, env - 0.3), 1, 0.6, fc=color, ec="white"))
             axes.text(place + 0.5, env, number[env, place], ha="center", va="center", fontsize=8)
@@ -78,7 +82,7 @@ def draw(buffer, windows=(), title=""):
         for place in places:
             below = env + 0.36 + 0.07 * (i % 3)
             axes.plot([place + 0.05, place + 0.95], [below, below], color="black", linewidth=2)
-    axes.set(xlim=(-0.2, LENGTH + 0.2), ylim=(NUM_ENVS - 0.4, -0.6), xlabel="place in memory")
+    axes.set(xlim=(-0.2, LENGTH + 0.2), ylim=(NUM_ENVS - 0.4, -0.6), xlabel="place in the ring")
     axes.set_xticks(range(0, LENGTH + 1, 5))
     axes.set_yticks(range(NUM_ENVS), [f"environment {env}" for env in range(NUM_ENVS)])
     axes.set_title(title)
@@ -88,8 +92,8 @@ def draw(buffer, windows=(), title=""):
 
 # %% [markdown]
 # Add one step of every environment, `[num_envs, ...]`, or several, `[num_envs, T, ...]`. A `mask`
-# tells which count: so environments may run at their own pace, and padded rollouts are added as
-# they come. The red marks are the write positions.
+# marks the rows to add, so environments may run at different speeds, and padded rollouts need no
+# preparation. The red marks are the write positions.
 
 # %%
 buffer = jaxbuf.add(buffer, record(0, 9))
@@ -112,7 +116,7 @@ assert buffer.earliest_position.tolist() == [5] * NUM_ENVS
 assert buffer.end_position.tolist() == [25] * NUM_ENVS
 
 # %% [markdown]
-# `jaxbuf.plot` draws any buffer, also one with millions of steps.
+# `jaxbuf.plot` draws any buffer, even one with millions of steps.
 
 # %%
 jaxbuf.plot(buffer)
@@ -120,9 +124,9 @@ jaxbuf.plot(buffer)
 # %% [markdown]
 # ## Windows
 #
-# A sample's leaves are `[B, sequence_length, ...]`. Windows run across the end of the memory, but
-# never across a write position, where a new step lies beside an old one. The black lines are a few
-# of those that were drawn.
+# The leaves of a sample have shape `[B, sequence_length, ...]`. A window may continue from the end
+# of the memory to its beginning, but it never crosses a write position, where a new step is next to
+# an old one. The black lines are a few of the windows that were drawn.
 
 # %%
 batch = jaxbuf.sample(buffer, jax.random.key(0), 256)
@@ -135,9 +139,9 @@ env, position = (np.asarray(x) for x in buffer.locate(batch.slots))
 draw(buffer, list(zip(env[:7], position[:7], strict=True)), "seven of the windows drawn")
 
 # %% [markdown]
-# With `period` windows start at every `period`-th place only: with `period=sequence_length` they
+# With `period`, windows start only at every `period`-th place: with `period=sequence_length` they
 # are disjoint, and each step is in one window. With `sampler=jaxbuf.Prioritized()` windows have
-# priorities, set with `update_priority` as for items.
+# priorities, which `update_priority` sets as it does for items.
 
 # %%
 disjoint = jaxbuf.TrajectoryBuffer.create(
@@ -150,9 +154,9 @@ assert sorted(set(starts.tolist())) == [0, 4, 8, 12, 16]
 # %% [markdown]
 # ## n-step returns
 #
-# `n_step` takes windows and gives, for each start that has n more steps behind it, the discounted
-# sum of rewards, what a bootstrapped value counts, and where in the window to bootstrap from. It
-# stops where an episode terminates.
+# For each step of a window that is followed by n more, `n_step` returns the discounted sum of
+# rewards, the factor of the bootstrapped value, and the step of the window to bootstrap from. The
+# sum stops where an episode terminates.
 
 # %%
 N, DISCOUNT = 3, 0.9
@@ -179,9 +183,10 @@ print("3-step sum  ", targets.reward[row, 0], " bootstrap counts", targets.disco
 # ## Episodes
 #
 # A window may reach from one episode into the next. With `episodes=Episodes(...)` the buffer knows
-# where episodes begin and end, and `boundary` says what to do: `"mask"` tells which steps belong to
-# the episode of the first one, `"avoid"` never draws a window with steps of two. It can record the
-# return of every step as well, at a cost that does not depend on the size of the buffer.
+# where episodes begin and end, and you choose what to do: with `boundary="mask"` it tells you which
+# steps belong to the episode of the first one, and with `boundary="avoid"` it never draws a window
+# with steps of two episodes. It can also record the return of every step, at a cost that does not
+# depend on the size of the buffer.
 
 # %%
 episodes = jaxbuf.Episodes(boundary="avoid", record_return=True, discount=1.0, default_return=-1)
@@ -196,8 +201,8 @@ env, position = (np.asarray(x) for x in whole.locate(inside.slots))
 draw(whole, list(zip(env[:7], position[:7], strict=True)), "windows that stay in one episode")
 
 # %% [markdown]
-# Any step can be asked for its episode, by sampled window or by environment and position. Episodes
-# that are still running have the default return.
+# You can look up the episode of any step, by sampled window or by environment and position.
+# Episodes that are still running have the default return.
 
 # %%
 positions = jnp.arange(10, 25)
@@ -217,17 +222,17 @@ assert returns.tolist() == [15, 14, 12, 9, 5] * 3
 # ## Stacked frames, each stored once
 #
 # An agent that sees the last four frames does not need four frames per step in memory, let alone
-# eight with those of the next observation. Store single frames, sample windows of five, and let
+# eight with the next observation. Store single frames, sample windows of five, and let
 # `stack_frames` make the last two stacks: an observation and the next one. A stack never shows
-# frames of the episode before; it repeats the first frame of its own, as an agent does after a
-# reset.
+# frames of the previous episode. It repeats the first frame of its own episode, as an agent does
+# after a reset.
 
 # %%
 SIZE, STACK = 9, 4
 
 
 def frame(number):
-    """A dot that goes to the right, one step a column; it begins anew with every episode."""
+    """Returns frames with a dot that moves one column per step of an episode."""
     row, column = np.indices((SIZE, SIZE))
     number = np.asarray(number)[..., None, None]
     return np.where((column == number % SIZE) & (row == number // SIZE % SIZE), 255, 30)
@@ -272,8 +277,8 @@ assert np.array_equal(pictures[4, -2], np.repeat(film["obs"][7][..., None], STAC
 assert np.all(stacks.complete[:, -2:])
 
 # %% [markdown]
-# What that saves, for a million steps of Atari frames: a buffer of eight times as many steps in the
-# same memory.
+# For a million steps of Atari frames, this leaves room for eight times as many steps in the same
+# memory.
 
 
 # %%

@@ -1,4 +1,4 @@
-"""What every test runs under: the CPU unless told otherwise, and no silent promotion."""
+"""Settings of every test: the CPU unless told otherwise, and no silent promotion."""
 
 import gc
 import importlib.util
@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("jaxbuf")
 MOST_MEMORY = 2 * 2**30
 MOST_CACHED = 2**30
 
-# Those that take longest begin first, so that no process is left with one of them at the end.
+# The longest tests begin first, so that no process is left with one of them at the end.
 FIRST = (
     "mpi",
     "tests/test_notebooks.py",

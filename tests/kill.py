@@ -87,7 +87,7 @@ def _state(who: int, k: int) -> dict[str, Any]:
 
 
 def _find_checkpoint(path: Path) -> tuple[int, int]:
-    """Who saved what is there, and its number; it must be whole."""
+    """Returns the writer and the number of the checkpoint, which must be whole."""
     try:
         found = jaxbuf.load(path, _state(0, 0))
     except FileNotFoundError:

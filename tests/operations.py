@@ -164,7 +164,7 @@ def has_order(buffer):
 
 
 def takes_out(buffer):
-    """Whether some windows are taken out in between."""
+    """Returns whether some windows are taken out in between."""
     return isinstance(buffer.occupancy, Subset)
 
 

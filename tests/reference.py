@@ -21,7 +21,7 @@ class SegmentTree:
 
     Args:
         capacity: number of leaves.
-        ops: ``"sum"``, ``"min"``, ``"max"``, ``"min_positive"``: those that are asked for.
+        ops: ``"sum"``, ``"min"``, ``"max"``, ``"min_positive"``: the reductions to keep.
     """
 
     def __init__(self, capacity: int, ops: Sequence[str] = ("sum",)):
@@ -60,7 +60,7 @@ class SegmentTree:
 
 
 class Queue:
-    """A list that gives out its first items, and refuses those that do not fit.
+    """A list that hands out its first items, and refuses items that do not fit.
 
     Args:
         capacity: most items that wait.
@@ -95,7 +95,7 @@ class Queue:
 
 
 def is_priority(value: float) -> bool:
-    """Whether a priority is one that a buffer accepts: finite and not negative."""
+    """Returns whether a buffer accepts a priority: it must be finite and at least 0."""
     return bool(np.isfinite(value) and value >= 0)
 
 
@@ -255,7 +255,7 @@ class ItemBuffer:
         return entered
 
     def is_live(self, item: Item | None) -> bool:
-        """Whether this very item is still stored."""
+        """Returns whether this very item is still stored."""
         return item is not None and self.slots[item.index] is item
 
     def update_priority(self, items: Sequence[Item | None], priority, mask=None) -> None:

@@ -53,7 +53,7 @@ class Accumulator:
         return self.take()
 
     def take(self) -> list[list[Any]]:
-        """What waits longest."""
+        """Returns the items that have waited longest."""
         items, self.line = self.line[: self.per_add], self.line[self.per_add :]
         return items
 

@@ -23,7 +23,7 @@ def distance(one: np.ndarray, other: np.ndarray, p: float) -> float:
 
 @dataclasses.dataclass
 class Item:
-    """What is held: its point, its score, and its number in the order of arrival."""
+    """A stored item: its point, its score, and its number in the order of arrival."""
 
     point: np.ndarray
     score: float
@@ -61,7 +61,7 @@ class Diverse:
 
     @property
     def numbers(self) -> list[int]:
-        """Which items are held, by their place among the rows ever offered."""
+        """Returns the stored items by their numbers among all rows offered so far."""
         return sorted(item.number for item in self.items)
 
     def add(self, points: Sequence[np.ndarray], scores: Sequence[float], mask=None) -> None:

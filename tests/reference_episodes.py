@@ -12,7 +12,7 @@ from tests import reference_trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a step holds."""
+    """The fields of a step."""
 
     t: int
     reward: float = 0.0
@@ -46,7 +46,7 @@ class Episodes(reference_trajectory.TrajectoryBuffer):
 
     @staticmethod
     def mask(window):
-        """Which steps of a window belong to the episode of its first one."""
+        """Returns a mask of the steps of a window in the episode of its first step."""
         together, over = [], False
         for step in window:
             together.append(not over)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass
 class Item:
-    """What is held, where, and what became of it."""
+    """A stored item, its slot, and its uses."""
 
     number: int
     slot: int

@@ -1,4 +1,4 @@
-"""Which goals hindsight may give a transition, and how often, by listing them one by one."""
+"""The goals that hindsight may give a transition, and how often, listed one by one."""
 
 from collections import Counter
 

@@ -30,7 +30,7 @@ def recent_probabilities(rings, base, ratio, steps):
 
 
 def shares(ratios, rows):
-    """How many of the rows each part gets: largest remainders, of equal ones the first."""
+    """Returns the rows of each part by largest remainders, of equal ones the first."""
     exact = [rows * ratio / sum(ratios) for ratio in ratios]
     counts = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(ratios)), key=lambda i: (counts[i] - exact[i], i))

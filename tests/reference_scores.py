@@ -40,5 +40,5 @@ class Lowest:
 
     @property
     def data(self) -> list[Any]:
-        """What is held, sorted."""
+        """Returns the stored items, sorted."""
         return sorted(data for _, _, data in self.items)

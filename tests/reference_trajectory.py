@@ -100,7 +100,7 @@ class TrajectoryBuffer:
                     ring[-self.sequence_length].priority = value
 
     def is_live(self, start: Step | None) -> bool:
-        """Whether the window that starts with this very step is still whole."""
+        """Returns whether the window that starts with this very step is still whole."""
         return start is not None and any(window[0] is start for window in self.windows)
 
     def update_priority(self, starts: Sequence[Step | None], priority, mask=None) -> None:

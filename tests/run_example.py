@@ -46,7 +46,7 @@ def logged(folder):
 
 
 def error_of(example, argv, capsys):
-    """What a run says, in one line, when ``argv`` is wrong."""
+    """Returns the message of a run with a wrong ``argv``, on one line."""
     with pytest.raises(SystemExit) as stopped:
         example.main(argv)
     printed = capsys.readouterr()

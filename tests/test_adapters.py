@@ -260,7 +260,7 @@ def test_gymnax_steps_are_those_of_single_environments():
 
 @flax.struct.dataclass
 class State:
-    """What brax's states have in common with those of MuJoCo Playground."""
+    """A state with the fields that brax's states share with MuJoCo Playground's."""
 
     pipeline_state: Any
     obs: jax.Array
@@ -294,7 +294,7 @@ class Count:
 
 
 class AutoReset:
-    """What brax's ``AutoResetWrapper`` does."""
+    """The behavior of brax's ``AutoResetWrapper``."""
 
     def __init__(self, env):
         self.env = env

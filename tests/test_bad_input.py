@@ -346,7 +346,7 @@ def test_an_example_that_is_no_array_is_named():
 
 
 def test_bad_values_never_raise():
-    """What depends on data is masked and counted, never an error: in eager mode as in jit."""
+    """Bad values are masked and counted, and never raise, in eager mode as in jit."""
     priority = np.full(8, np.nan, np.float32)
     buffer = create().add(rows(), priority=jnp.asarray(priority))
     assert buffer.size == 0

@@ -52,7 +52,7 @@ def assert_ids(buffer, ids):
 
 @jax.jit
 def still_held(old, new):
-    """Which names of things in the old buffer still mean something in the new one."""
+    """Returns a mask of the slots of the old buffer that are still live in the new one."""
     slots = jnp.arange(max(old.capacity, new.capacity), dtype=jnp.int32)
     names = jaxbuf.Slots(index=slots, generation=old.occupancy.generation(slots))
     return old.occupancy.live(slots) & new.occupancy.holds(names)
@@ -641,7 +641,7 @@ def test_another_length_keeps_the_newest_steps(tmp_path, length, period):
     old = trajectories(8, **options)
     counts = (13, 5)
     rows = np.arange(13)
-    # Rings of different sizes; a window's priority is the number of its last step, from 1 on.
+    # Rings of different sizes; a window's priority is the number of its last step, starting at 1.
     ids = np.stack([100 * (env + 1) + rows for env in range(2)]).astype(np.int32)
     steps = {"obs": np.repeat(ids[..., None], 3, -1).astype(np.float32), "id": ids}
     mask = rows[None] < np.asarray(counts)[:, None]
@@ -663,7 +663,7 @@ def test_another_length_keeps_the_newest_steps(tmp_path, length, period):
     assert dict(zip(found, masses[at].tolist(), strict=True)) == windows
     assert float(new.sampler_state.root("sum")) == sum(windows.values())
     assert not np.any(still_held(old, new))
-    # The next steps follow on those that are there.
+    # The next steps follow the ones in the buffer.
     more = {"obs": jnp.zeros((2, 2, 3)), "id": jnp.asarray([[113, 114], [205, 206]], jnp.int32)}
     found, _ = windows_of(jaxbuf.add(new, more))
     assert np.all(np.diff(np.asarray(found), axis=1) == 1)

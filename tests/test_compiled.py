@@ -1,4 +1,4 @@
-"""What XLA makes of a step: nothing as large as a buffer may be copied in it."""
+"""Compiled steps: none of them may copy anything as large as a buffer."""
 
 import time
 

@@ -143,7 +143,7 @@ def no_slots(capacity):
 
 
 def observe(buffer, sample):
-    """What is compared after the adds of a step."""
+    """Returns the values that are compared after the adds of a step."""
     return {
         "size": buffer.size,
         "can_sample_1": buffer.can_sample(),

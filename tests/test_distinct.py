@@ -39,7 +39,7 @@ def test_the_first_of_each(rows, size, below):
 
 
 def test_rounds_go_on_where_the_last_one_ended():
-    # Heavy items take all proposals but for those that come after they were removed.
+    # Heavy items take all proposals until they are removed.
     size, capacity = 6, 64
     given = []
 

@@ -70,7 +70,7 @@ def test_a_row_is_compared_with_all_higher_ones_or_with_those_that_enter(
 
 @functools.partial(jax.jit, static_argnums=2)
 def near(one, others, ball):
-    """Whether one point is near any of the others."""
+    """Returns whether one point is near any of the others."""
     point = Points.of(one[None])
     return Points.of(others).near(point, jnp.int32(1), ball, lambda _, slot: slot >= 0)[0]
 
@@ -244,7 +244,7 @@ def test_near_is_what_all_distances_say(p, radius):
 
 
 def near_any(stored, points):
-    """Which points are within 0.1 of a stored one."""
+    """Returns a mask of the points within 0.1 of a stored one."""
     height = jnp.int32(points.shape[0])
     ball = Ball(0.1, 1.0)
     return Points.of(stored).near(Points.of(points), height, ball, lambda _, slot: slot >= 0)
@@ -436,7 +436,7 @@ def test_norms_below_one_are_those_of_torch_cdist():
 
 
 def test_beside_limits_on_use():
-    """Few slots, which a filter of distance looks up in the set of those that are in use."""
+    """With few slots, a filter of distance looks them up in the set of used slots."""
     freshness = jaxbuf.Freshness(max_use=1)
     diversity = jaxbuf.Diversity(0.5)
     buffer = jaxbuf.ItemBuffer.create(jnp.zeros(2), 4, freshness=freshness, diversity=diversity)

@@ -552,7 +552,7 @@ def test_truncated_is_found_beside_terminated(fields, ends):
     ).add(steps)
     last = buffer.is_episode_last(jnp.zeros(4, jnp.int32), jnp.arange(4))
     assert np.flatnonzero(last).tolist() == ends
-    # The same in everything that goes by such flags.
+    # The same in everything that uses such flags.
     accumulator = jaxbuf.EpisodeAccumulator.create(step, 1, 4, per_add=4, terminated=path)
     _, episodes, done = accumulator.add(steps)
     assert episodes.length[done].tolist() == np.diff([-1, *ends]).tolist()

@@ -157,7 +157,7 @@ def test_a_run_that_ended_while_evaluating_goes_on_to_its_table(finished, tmp_pa
     again = finish(dqn.main, ["--out", str(out), "--resume"], out)
     check_same_end(out, finished.folder)
     assert (out / "learning_curve.png").exists()
-    # All but the speed, of which there is none, and the time.
+    # All columns but the time, and the speed, which is missing.
     rows = zip(again.out.splitlines()[2:5], finished.out.splitlines()[2:5], strict=True)
     for row, expected in rows:
         assert row.split()[:4] == expected.split()[:4]

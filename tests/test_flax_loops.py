@@ -36,7 +36,7 @@ def data(i):
 
 
 def learn(params, buffer, items, key):
-    """What the buffers of all kinds of states go through: gradients, priorities and the loss."""
+    """Learns from the buffer of any kind of state: gradients, priorities and the loss."""
     buffer = buffer.add(items)
     batch = buffer.sample(key, BATCH)
 

@@ -178,7 +178,7 @@ def test_a_late_item_of_another_session_is_refused(max_staleness):
 
 
 def test_what_is_live_tells_what_has_left():
-    """Items name rows of a store; those that none names any more can be deleted."""
+    """Items name rows of a store; rows that no item names any more can be deleted."""
     buffer = create(jaxbuf.Freshness(max_use=1, max_staleness=3), 4)
     buffer = buffer.add(integers(1, 2, 3, 4), version=integers(1, 1, 0, 1))
     find_live = jax.jit(lambda buffer: buffer.live)

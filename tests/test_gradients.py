@@ -23,7 +23,7 @@ def is_float(leaf):
 
 
 def depending(function, buffer, sample, parameter, key):
-    """What an operation returns if its arguments, and what the buffer holds, are proportional."""
+    """Returns the output of an operation whose arguments and contents scale with a factor."""
 
     def scaled(tree):
         return jax.tree.map(lambda leaf: leaf * parameter if is_float(leaf) else leaf, tree)
@@ -60,7 +60,7 @@ def test_only_items_carry_gradients(name, what):
         return items_and_books(what, depending(function, buffer, sample, parameter, key))
 
     def is_constant(which):
-        """Whether the gradient is known to be zero before anything is computed."""
+        """Returns whether the gradient is known to be zero before anything is computed."""
 
         def loss(*args):
             both = sums(*args)

@@ -1,4 +1,4 @@
-"""What the guides name exists, and what they link to is there. Their snippets run as doctests."""
+"""All names and links in the guides exist. Their snippets run as doctests."""
 
 import importlib.util
 import re

@@ -84,7 +84,7 @@ def test_a_fraction_is_relabeled_and_the_rest_stays_bit_for_bit():
     assert not relabeled[:, LENGTH == 0].any()
     coins = relabeled[:, LENGTH > 0]
     assert stats.binomtest(int(coins.sum()), coins.size, 0.3).pvalue > SIGNIFICANCE
-    # Rows go by coins of their own.
+    # Each row has its own coin.
     pairs = coins[:, 0].astype(int) * 2 + coins[:, 1]
     test = stats.chisquare(np.bincount(pairs), np.array([0.49, 0.21, 0.21, 0.09]) * len(keys))
     assert test.pvalue > SIGNIFICANCE

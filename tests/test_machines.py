@@ -204,16 +204,16 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 def data(number):
-    """What can be told by its number."""
+    """Returns the item with this number."""
     number = np.asarray(number, np.int32)
     return {"number": number, "obs": np.stack([number, -number], -1).astype(np.float32)}
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """What the machines of buffers have in common: handles, updates, and what is drawn.
+    """The common part of the machines of buffers: handles, updates and draws.
 
     Without replacement one sample reveals all that can be drawn, and ``latest`` all that is held.
-    Each item or window goes by the number that its data begins with.
+    Each item or window is known by the number that its data begins with.
     """
 
     UPDATES = 6

@@ -23,7 +23,7 @@ TRANSITION = {**STEP, "next_obs": jnp.zeros(2)}
 
 @dataclasses.dataclass
 class Episode:
-    """What Minari's ``EpisodeData`` and ``EpisodeBuffer`` have in common."""
+    """The common fields of Minari's ``EpisodeData`` and ``EpisodeBuffer``."""
 
     id: int
     observations: np.ndarray

@@ -30,7 +30,7 @@ def same(one, other):
 
 
 def both(function, *args):
-    """What a function returns, which has to be the same with the kernels and without."""
+    """Returns the output of a function, which must be the same with and without kernels."""
     with using_native(False):
         plain = jax.jit(function)(*args)
     with using_native(True):

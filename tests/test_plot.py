@@ -19,7 +19,7 @@ def drawn(figure):
 
 
 def counted(axes):
-    """How many values a histogram counts."""
+    """Returns the number of values in a histogram."""
     return sum(int(patch.get_data().values.sum()) for patch in axes.patches)
 
 

@@ -14,7 +14,7 @@ from jaxbuf.strategies import Draw, Evictor, KnownSampler, Sampler
 
 
 class Counts(struct.PyTreeNode):
-    """How often each slot has been updated, and what was written last."""
+    """The number of updates of each slot, and the last value written."""
 
     seen: jax.Array
     last: jax.Array

@@ -31,7 +31,7 @@ class Table:
         self.limiter = self.limiter.inserted()
 
     def sample(self):
-        """Whether a sample is allowed; if so it is taken."""
+        """Takes a sample if it is allowed, and returns whether it was."""
         allowed = self.can_sample()
         self.limiter = self.limiter.sampled(int(allowed))
         return allowed

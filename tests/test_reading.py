@@ -183,7 +183,7 @@ def test_fields_by_environment_and_position():
 
 
 def test_a_sample_can_be_located_and_read_around():
-    """What stacking frames and hindsight need."""
+    """As stacking frames and hindsight need it."""
     buffer = jaxbuf.add(create(3, 8, 2), steps(np.arange(30).reshape(3, 10)))
     sample = jaxbuf.sample(buffer, jax.random.key(0), 32)
     env, position = buffer.locate(sample.slots)

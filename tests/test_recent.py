@@ -325,7 +325,7 @@ def test_windows_that_avoid_episode_ends_by_age():
 
 
 def test_the_last_ten_in_order_after_wrapping():
-    """What ``sample(10, sample_range=slice(-10, None))`` asks of DI-engine, in order of age."""
+    """DI-engine's ``sample(10, sample_range=slice(-10, None))``, in order of age."""
     buffer = jaxbuf.ItemBuffer.create(ITEM, 16).add(jnp.arange(21, dtype=jnp.int32))
     assert buffer.latest(10).data.tolist() == list(range(11, 21))
     ranged = buffer.sample_range(jax.random.key(0), 10, -10)

@@ -1,4 +1,4 @@
-"""What a public function cannot take is refused in words, and nothing is lost by it.
+"""Public functions refuse illegal arguments with clear errors, and lose nothing by it.
 
 In each call of ``tests.calls`` each argument is replaced by each value that is not legal there.
 Whatever follows is one of our own errors, which names the argument and says what is expected; and
@@ -22,7 +22,7 @@ EXPECTATION = r"expected|choose|give|pass|leave|create|there are|than the exampl
 
 
 def fault(name, argument, value):
-    """What is wrong with how a call takes an illegal argument; nothing if it is refused."""
+    """Describes how a call mishandles an illegal argument; "" if it refuses it."""
     legal = {other: legal for other, (legal, _) in CALLS[name].arguments.items()}
     try:
         CALLS[name].function(**legal | {argument: value})
@@ -42,7 +42,7 @@ def fault(name, argument, value):
 
 
 def faults(name):
-    """How many values a call was given, and what was wrong with how it took some of them."""
+    """Returns the number of values that a call was given, and how it mishandled some."""
     given = [
         (argument, hostile)
         for argument, (_, kind) in CALLS[name].arguments.items()

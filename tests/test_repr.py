@@ -1,4 +1,4 @@
-"""What buffers say of themselves, wherever they are printed."""
+"""The text that buffers print, in all contexts."""
 
 import time
 

@@ -16,7 +16,7 @@ def counts_and_weights(buffer, key):
     """``{(env, position): (rows of 1,000, weight)}``."""
     sample = jaxbuf.sample(buffer, jax.random.key(key), 1000)
     env, position = buffer.locate(sample.slots)
-    # ALF's weight is the priority over the mean of those that are not zero: p * nnz / sum(p).
+    # ALF's weight is the priority over the mean of the nonzero ones: p * nnz / sum(p).
     weights = jaxbuf.importance_weights(buffer, sample, -1.0, "mean")
     names, first, count = np.unique(
         np.stack([env, position], axis=1), axis=0, return_index=True, return_counts=True

@@ -147,7 +147,7 @@ class Exchange:
         return repeat_calls(run, calls)
 
     def versions(self) -> str:
-        """What was measured."""
+        """Returns the versions of the measured libraries."""
         return MPI.Get_library_version().split("\n")[0].strip()
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class Worker:
         self._turn += 1
 
     def versions(self) -> str:
-        """What was measured."""
+        """Returns the versions of the measured libraries."""
         names = ("torchgfn", "torch", "numpy")
         found = [f"{name} {importlib.metadata.version(name)}" for name in names]
         return ", ".join([*found, f"{torch.get_num_threads()} threads"])

@@ -89,7 +89,7 @@ class Torchgfn:
         return repeat_calls(lambda: self._buffer.sample(size), calls)
 
     def versions(self) -> str:
-        """What was measured."""
+        """Returns the versions of the measured libraries."""
         names = ("torchgfn", "torch", "numpy")
         found = [f"{name} {importlib.metadata.version(name)}" for name in names]
         return ", ".join([*found, f"{torch.get_num_threads()} threads"])

@@ -84,7 +84,7 @@ class Torchrl:
         return repeat_calls(cycle, calls)
 
     def versions(self) -> str:
-        """What was measured."""
+        """Returns the versions of the measured libraries."""
         names = ("torchrl", "torch", "numpy")
         found = [f"{name} {importlib.metadata.version(name)}" for name in names]
         return ", ".join([*found, f"{torch.get_num_threads()} threads"])

@@ -224,7 +224,7 @@ class AgentContestant:
         return {OPERATION: Operation(scanned(self, self._program, tuple), CHUNK, memory=memory)}
 
     def facts(self) -> Mapping[str, str]:
-        """What was reached."""
+        """Returns the environment steps of an iteration, and the mean return."""
         return {
             "environment steps in an iteration": str(SEEDS * self._agent.config.num_envs),
             "mean return in the last tenth of the check": f"{self._returns:.0f}",

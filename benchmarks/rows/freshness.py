@@ -1,4 +1,4 @@
-"""What limits on use and staleness, and running statistics, cost: jaxbuf against itself.
+"""The cost of limits on use and staleness, and of statistics: jaxbuf against itself.
 
 The cycle of the prioritized row `per-mujoco`, of the same bytes. What the contestants do besides:
 

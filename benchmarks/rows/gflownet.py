@@ -270,7 +270,7 @@ class JaxbufSubject:
 
 
 def arguments(states: np.ndarray, scores: np.ndarray) -> Any:
-    """What jaxbuf adds, on the device."""
+    """Returns the rows that jaxbuf adds, on the device."""
     return jax.block_until_ready(jax.device_put({"state": states, "log_reward": scores}))
 
 
@@ -471,7 +471,7 @@ class TorchgfnContestant:
             check_samples(TorchgfnSubject(self._process))
 
     def operations(self) -> Mapping[str, Operation]:
-        """What torchgfn does from Python."""
+        """Returns the operations of torchgfn, called from Python."""
         call = self._process.call
         return {
             "python add": Operation(lambda calls: call("time_add", calls=calls)),

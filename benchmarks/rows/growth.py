@@ -1,4 +1,4 @@
-"""How the time of every operation grows with the number of slots, for jaxbuf and for flashbax.
+"""The time of every operation against the number of slots, for jaxbuf and for flashbax.
 
 Prioritized replay of small transitions (41 bytes, CartPole's), full, add 64, sample and update 256,
 as in `per`. The numbers in the names are slots. Each library is compared with itself at the least

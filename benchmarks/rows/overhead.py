@@ -1,4 +1,4 @@
-"""What a call from Python costs when there is next to nothing to do.
+"""The cost of a call from Python that has almost nothing to do.
 
 A buffer of 1,024 small transitions with priorities: add 8, sample 32, update 32, each waited for.
 All contestants are jitted, are given the same arrays, donate the buffer where it changes, and
@@ -132,7 +132,7 @@ class CallsContestant:
         return repeat_calls(call, calls, lambda: jax.block_until_ready(last))
 
     def facts(self) -> Mapping[str, str]:
-        """How many arrays go in and out."""
+        """Returns the numbers of arrays that go in and out."""
         held, drawn = jax.tree.structure(self.state).num_leaves, self._made.num_leaves
         return {"arrays in the buffer": str(held), "arrays in a sample": str(drawn)}
 

@@ -1,4 +1,4 @@
-"""What the operations of the prioritized rows are made of, each part in a scan of its own.
+"""The parts of the operations of the prioritized rows, each in a separate scan.
 
 The sizes are those of the rows `per-...` with the same end of their names. In a scan of the whole
 the parts overlap, so they are no sum; but what a part takes, the whole takes at least. What is
@@ -92,7 +92,7 @@ class Part:
 
 
 def _floors(workload: Workload) -> dict[str, Traffic]:
-    """What a step of each part has to move, whatever the library."""
+    """Returns the data that a step of each part has to move in any library."""
     batch, nodes = workload.sample_size, 4 * workload.capacity
     data = dataclasses.replace(workload, prioritized=False).traffic()
     return {
@@ -238,7 +238,7 @@ class JaxbufParts(Parts):
 
 
 class FlashbaxParts(Parts):
-    """What flashbax has of its own."""
+    """The parts that flashbax has."""
 
     def parts(self) -> dict[str, Part]:
         """All but reading and writing rows."""

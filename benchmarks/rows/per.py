@@ -346,7 +346,7 @@ class TorchrlContestant:
         equality.check_draws(TorchrlSubject(self._process, self._workload.small()))
         subject = TorchrlSubject(self._process, self._workload)
         equality.check_calls(subject, rounds=4, add=True)
-        # The last items are those that the timed adds repeat.
+        # The last items are the ones that the timed adds repeat.
         subject.add(self._workload.transitions.items(np.arange(self._workload.add_size)))
 
     def operations(self) -> Mapping[str, Operation]:

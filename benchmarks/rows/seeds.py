@@ -181,7 +181,7 @@ class SeedsContestant:
 
 
 class _Alone:
-    """What one seed draws at the end of the scan when it is alone.
+    """The draws of one seed at the end of the scan when it runs alone.
 
     Attributes:
         rewards: Those drawn [B].

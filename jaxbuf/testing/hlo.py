@@ -100,7 +100,7 @@ def copies(text: str, smallest: int) -> list[Copy]:
 
 
 def stored(instruction: Instruction, instructions: Sequence[Instruction]) -> bool:
-    """Whether an instruction gives a result of its computation, or a part of it."""
+    """Returns whether an instruction is a result of its computation, or a part of it."""
     [root] = [other for other in instructions if other.root]
     names = re.findall(r"[\w.\-]+", root.rest) if root.opcode == "tuple" else [root.name]
     return instruction.name in names
