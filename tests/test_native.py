@@ -14,6 +14,7 @@ import jaxbuf
 from jaxbuf.core import native, storage
 from jaxbuf.core.native import using_native
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.ranking import Ranking
 from tests.test_compiled import copies
 
@@ -150,6 +151,27 @@ def test_rows_are_placed_in_the_tree_whatever_it_holds(capacity, rows):
                 )
                 slot = compiled(hostile, score)[1]
                 assert ((slot >= 0) & (slot <= capacity)).all()
+
+
+@pytest.mark.parametrize("capacity", [1, 31, 32, 1025, 70_001])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_members_are_marked_as_the_definition_marks_them(capacity, rows):
+    rng = np.random.default_rng(capacity)
+    members, twin = Bitset.create(capacity), np.zeros(capacity, bool)
+    for _ in range(4):
+        # Out of range on both sides, and many of them more than once.
+        index = rng.integers(-3, capacity + 3, rows)
+        index[rng.random(rows) < 0.1] = rng.choice([-(2**31), 2**31 - 1, capacity])
+        member = rng.random(rows) < 0.6
+        members = both(Bitset.set, members, jnp.asarray(index, jnp.int32), jnp.asarray(member))
+        for i, is_member in zip(index, member, strict=True):
+            if 0 <= i < capacity:
+                twin[i] = is_member
+        np.testing.assert_array_equal(members.mask, twin)
+        assert members.size == twin.sum()
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), members)
+    index = jnp.asarray(rng.integers(0, capacity, (3, rows)), jnp.int32)
+    both(jax.vmap(Bitset.set), many, index, index % 2 == 0)
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -7,15 +7,17 @@ References:
     Jacobson, Space-efficient static trees and graphs, FOCS 1989 (rank and select).
 """
 
+import functools
 import itertools
 from typing import Self
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core import storage
+from jaxbuf.core import native, storage
 from jaxbuf.core.varying import vary_with
 
 _SHIFT = 5
@@ -73,13 +75,7 @@ class Bitset(struct.PyTreeNode):
 
     def get(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Whether these are members; False for what is out of range."""
-        there = (index >= 0) & (index < self.capacity)
-        at = (jnp.where(there, index, 0) >> _SHIFT).reshape(-1)
-        # A single word would be a slice to XLA, which it repeats wherever it is needed, and so has
-        # to copy the words before they change.
-        two = jnp.repeat(at, 2) if index.size == 1 else at
-        word = storage.select(two, self.nodes)[: at.size].reshape(index.shape)
-        return there & ((word & _bit(index)) != 0)
+        return _get(self.nodes, index, self.capacity)
 
     def set(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
         """Say of numbers whether they are members.
@@ -88,21 +84,10 @@ class Bitset(struct.PyTreeNode):
             index: Which; those out of range are ignored, and the last of equal ones counts.
             member: What they are from now on.
         """
-        # Equal ones next to each other, in their order: the last of them changes the bit.
-        index, member = lax.sort((index, member), num_keys=1, is_stable=True)
-        last = jnp.append(index[1:] != index[:-1], True)[: index.shape[0]]
-        there = last & (index >= 0) & (index < self.capacity)
-        changes = there & (member != self.get(index))
-        index = jnp.where(changes, index, self.capacity)
-        # Minus one for a member that leaves: unsigned numbers wrap.
-        one = jnp.where(changes, jnp.where(member, jnp.uint32(1), jnp.uint32(2**32 - 1)), 0)
-        # Of a bit that is added or taken away no other bit of its word takes notice.
-        starts = _starts(self.capacity)[:-1]
-        places = [start + (index >> (_SHIFT * (i + 1))) for i, start in enumerate(starts)]
-        more = [_bit(index) * one, *[one] * (len(starts) - 1)]
-        nodes = self.nodes.at[jnp.concatenate(places)].add(jnp.concatenate(more))
+        nodes = _mark(self.nodes, index, member, self.capacity)
         # Counted in what was written: a look at what was there before would have to be a copy.
-        size = jnp.sum(nodes[starts[-1] :], dtype=jnp.uint32).astype(jnp.int32)
+        top = _starts(self.capacity)[-2]
+        size = jnp.sum(nodes[top:], dtype=jnp.uint32).astype(jnp.int32)
         return self.replace(nodes=nodes, size=size)
 
     def before(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -155,6 +140,44 @@ class Bitset(struct.PyTreeNode):
     def clear(self) -> Self:
         """Nothing; shares no array with the original."""
         return type(self).create(self.capacity)
+
+
+def _get(nodes: UInt[Array, " P"], index: Int[Array, "..."], capacity: int) -> Bool[Array, "..."]:
+    there = (index >= 0) & (index < capacity)
+    at = (jnp.where(there, index, 0) >> _SHIFT).reshape(-1)
+    # A single word would be a slice to XLA, which it repeats wherever it is needed, and so has
+    # to copy the words before they change.
+    two = jnp.repeat(at, 2) if index.size == 1 else at
+    word = storage.select(two, nodes)[: at.size].reshape(index.shape)
+    return there & ((word & _bit(index)) != 0)
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def _mark(
+    nodes: UInt[Array, " P"], index: Int[Array, " B"], member: Bool[Array, " B"], capacity: int
+) -> UInt[Array, " P"]:
+    """The nodes once it is known of these numbers whether they are members."""
+    natively = functools.partial(native.mark, starts=_starts(capacity)[:-1], capacity=capacity)
+    plainly = functools.partial(_mark_plainly, capacity)
+    return native.either(natively, plainly, nodes, index, member)
+
+
+def _mark_plainly(
+    capacity: int, nodes: UInt[Array, " P"], index: Int[Array, " B"], member: Bool[Array, " B"]
+) -> UInt[Array, " P"]:
+    # Equal ones next to each other, in their order: the last of them changes the bit.
+    index, member = lax.sort((index, member), num_keys=1, is_stable=True)
+    last = jnp.append(index[1:] != index[:-1], True)[: index.shape[0]]
+    there = last & (index >= 0) & (index < capacity)
+    changes = there & (member != _get(nodes, index, capacity))
+    index = jnp.where(changes, index, capacity)
+    # Minus one for a member that leaves: unsigned numbers wrap.
+    one = jnp.where(changes, jnp.where(member, jnp.uint32(1), jnp.uint32(2**32 - 1)), 0)
+    # Of a bit that is added or taken away no other bit of its word takes notice.
+    starts = _starts(capacity)[:-1]
+    places = [start + (index >> (_SHIFT * (i + 1))) for i, start in enumerate(starts)]
+    more = [_bit(index) * one, *[one] * (len(starts) - 1)]
+    return nodes.at[jnp.concatenate(places)].add(jnp.concatenate(more))
 
 
 def _starts(capacity: int) -> tuple[int, ...]:

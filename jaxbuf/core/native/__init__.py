@@ -20,7 +20,7 @@ import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core.varying import vary_with
 
@@ -42,7 +42,7 @@ def native_available() -> bool:
     if path is None:
         return False
     library = ctypes.CDLL(str(path))
-    for name in ("set_leaves", "find", "read", "place", "take"):
+    for name in ("set_leaves", "find", "read", "place", "mark", "take"):
         symbol = getattr(library, f"jaxbuf_{name}")
         jax.ffi.register_ffi_target(f"jaxbuf_{name}", jax.ffi.pycapsule(symbol), platform="cpu")
     return True
@@ -140,6 +140,24 @@ def place(
     out = (nodes, jax.ShapeDtypeStruct(rank.shape, jnp.int32))
     call = _call("place", out, nodes, "broadcast_all", input_output_aliases={0: 0})
     return call(nodes, counters, rank, arrival, capacity=np.int64(capacity))
+
+
+def mark(
+    nodes: UInt[Array, " P"],
+    index: Int[Array, " B"],
+    member: Bool[Array, " B"],
+    *,
+    starts: Sequence[int],
+    capacity: int,
+) -> UInt[Array, " P"]:
+    """Say of numbers whether they are members of a ``Bitset``, whose levels have these starts.
+
+    Returns:
+        The nodes, in place where XLA allows it.
+    """
+    call = _call("mark", nodes, nodes, "broadcast_all", input_output_aliases={0: 0})
+    options = {"starts": np.asarray(starts, np.int64), "capacity": np.int64(capacity)}
+    return call(nodes, index, member, **options)
 
 
 def take(

@@ -396,6 +396,39 @@ ffi::Error Place(Words nodes, Words counters, Words rank, Words arrival, ffi::Re
   return ffi::Error::Success();
 }
 
+// Sets
+
+// Says of numbers whether they are members of a set as in bitset.py: one bit each in the words of
+// the lowest level, and one more or less in the counts above it. The last row for a number counts.
+ffi::Error Mark(Words nodes, Ints index, ffi::Buffer<ffi::PRED> member, ffi::Result<Words> out,
+                Numbers starts, int64_t capacity) {
+  constexpr int kBits = 5;
+  const size_t axes = nodes.dimensions().size() - 1;
+  const int64_t sets = Product(nodes.dimensions(), axes), size = nodes.dimensions()[axes];
+  const int64_t rows = index.dimensions()[axes];
+  if (out->typed_data() != nodes.typed_data()) {
+    std::memcpy(out->typed_data(), nodes.typed_data(), nodes.size_bytes());
+  }
+  for (int64_t t = 0; t < sets; ++t) {
+    uint32_t* set = out->typed_data() + t * size;
+    for (int64_t i = t * rows; i < (t + 1) * rows; ++i) {
+      const int64_t number = index.typed_data()[i];
+      if (number < 0 || number >= capacity) continue;
+      uint32_t& word = set[number >> kBits];
+      const uint32_t bit = 1u << (number & ((1 << kBits) - 1));
+      const bool joins = member.typed_data()[i];
+      if (joins == ((word & bit) != 0)) continue;
+      word ^= bit;
+      int64_t node = number >> kBits;
+      for (size_t l = 1; l < starts.size(); ++l) {
+        node >>= kBits;
+        set[starts[l] + node] += joins ? 1 : -1;
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
 // Storage
 
 // Copies runs of `length` slots of several arrays at once, each from slot `start` of a ring on.
@@ -503,6 +536,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_place, Place,
                                   .Arg<Words>()
                                   .Ret<Words>()
                                   .Ret<Ints>()
+                                  .Attr<int64_t>("capacity"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mark, Mark,
+                              ffi::Ffi::Bind()
+                                  .Arg<Words>()
+                                  .Arg<Ints>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<Words>()
+                                  .Attr<Numbers>("starts")
                                   .Attr<int64_t>("capacity"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_take, Take,
