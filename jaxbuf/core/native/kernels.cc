@@ -113,12 +113,15 @@ inline float Sum(const Mass* c) {
   return ((Sum4(c) + Sum4(c + 4)) + Sum4(c + 8)) + Sum4(c + 12);
 }
 
+// Whether a leaf counts.
+inline bool IsMass(int32_t bits) { return (bits > 0) & (bits < kInfinity); }
+
 inline int32_t Combine(int64_t op, const int32_t* children, bool leaves) {
   if (op == kSum) return AsBits(Sum(reinterpret_cast<const Mass*>(children)));
   if (op == kCount) {
     int32_t count = 0;
     for (int i = 0; i < kFanout; ++i) {
-      count += leaves ? (children[i] > 0) & (children[i] < kInfinity) : children[i];
+      count += leaves ? IsMass(children[i]) : children[i];
     }
     return count;
   }
@@ -158,7 +161,7 @@ void Refresh(int32_t* tree, const std::vector<Level>& levels, const std::vector<
     for (size_t i = 0; i < nodes.size(); ++i) {
       const int32_t soon = nodes[std::min<size_t>(i + kAhead, nodes.size() - 1)].first;
       __builtin_prefetch(block(soon));
-      __builtin_prefetch(place(soon), 1);
+      for (size_t r = 0; r < rows.size(); ++r) __builtin_prefetch(place(soon) + r * kFanout, 1);
       const auto [node, may_change] = nodes[i];
       uint32_t changed = 0;
       for (size_t r = 0; r < rows.size(); ++r) {
@@ -204,9 +207,16 @@ ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
     parents.clear();
     for (int64_t i = 0; i < count; ++i) {
       if (!legal(i)) continue;
-      tree[at[i]] = to[i];
       const int32_t parent = at[i] >> kShift;
-      if (parents.empty() || parents.back().first != parent) parents.push_back({parent, every});
+      // A sum changes with each of its leaves, a count seldom.
+      const bool counts = IsMass(tree[at[i]]) != IsMass(to[i]);
+      tree[at[i]] = to[i];
+      const uint32_t may_change = counts ? every : every >> 1;
+      if (parents.empty() || parents.back().first != parent) {
+        parents.push_back({parent, may_change});
+      } else {
+        parents.back().second |= may_change;
+      }
     }
     Refresh(tree, levels, rows, parents);
     const bool only = levels.size() == 1;
