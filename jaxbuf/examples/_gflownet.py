@@ -27,7 +27,7 @@ NEVER = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to train, and how."""
+    """Options of the training."""
 
     dims: int = 4  # dimensions of the grid
     height: int = 8  # points along each
@@ -61,12 +61,12 @@ class Options:
 
     @property
     def always_fresh(self) -> bool:
-        """Whether nothing is replayed."""
+        """True if no trajectories are replayed."""
         return False
 
     @functools.cached_property
     def grid(self) -> HyperGrid:
-        """What to learn."""
+        """The grid to learn."""
         return HyperGrid(self.dims, self.height, self.background)
 
     @property
@@ -90,7 +90,7 @@ class Policy(nn.Module):
 
     @nn.compact
     def __call__(self, states: Int[Array, "... D"]) -> Float[Array, "... A"]:
-        """All the same at first."""
+        """Returns the logits, which are all 0 at first."""
         x = jax.nn.one_hot(states, self.height, dtype=jnp.float32)
         x = x.reshape(*states.shape[:-1], -1)
         x = nn.relu(nn.Dense(self.hidden)(x))
@@ -105,7 +105,7 @@ class GFlowNet:
     Parameters are ``{"policy": those of the network, "log_z": the log of the total reward}``.
 
     Args:
-        grid: Where it goes.
+        grid: The grid on which it acts.
         hidden: Width of both hidden layers.
     """
 
@@ -160,7 +160,7 @@ class GFlowNet:
         return params["log_z"] + log_forward - log_reward - log_backward
 
     def stopping_distribution(self, params: Any) -> Float[Array, " N"]:
-        """Where the policy stops, exactly."""
+        """Returns the exact distribution of the terminal states of the policy."""
         return self.grid.stopping_distribution(self.log_policy(params, self.grid.states()))
 
 
@@ -171,7 +171,8 @@ class TrainState(struct.PyTreeNode):
         params: Parameters of the GFlowNet.
         opt_state: State of the optimizer.
         buffer: Terminal states, or None.
-        found: At which fresh trajectory each mode was first reached, ``[M]``; else ``NEVER``.
+        found: The number of the fresh trajectory that first reached each mode, ``[M]``, or
+            ``NEVER``.
         fresh: Fresh trajectories so far, scalar.
         step: Updates so far, scalar.
         key: Source of all later randomness.
@@ -192,7 +193,7 @@ class Agent:
 
     Args:
         config: All settings.
-        kind: Of buffer: none, fifo, reward or diverse.
+        kind: The kind of buffer: none, fifo, reward or diverse.
     """
 
     config: Options
@@ -200,7 +201,7 @@ class Agent:
 
     @functools.cached_property
     def gflownet(self) -> GFlowNet:
-        """What is trained."""
+        """The GFlowNet to train."""
         return GFlowNet(self.config.grid, self.config.hidden)
 
     @property

@@ -25,7 +25,7 @@ class Trajectories(NamedTuple):
 
     @property
     def mask(self) -> Bool[Array, "B T"]:
-        """Which actions are real."""
+        """True for actions, False for padding."""
         return jnp.arange(self.actions.shape[1], dtype=jnp.int32)[None] < self.lengths[:, None]
 
 
@@ -90,7 +90,7 @@ class HyperGrid:
 
     @property
     def num_actions(self) -> int:
-        """One for each coordinate, and the last one to stop."""
+        """The number of actions: one for each coordinate, and the last one to stop."""
         return self.dims + 1
 
     @property
@@ -104,12 +104,12 @@ class HyperGrid:
         return jnp.stack(jnp.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, self.dims)
 
     def legal(self, states: Int[Array, "... D"]) -> Bool[Array, "... A"]:
-        """Which actions there are: a coordinate grows up to ``height - 1``."""
+        """Returns True for legal actions: a coordinate grows up to ``height - 1``."""
         stop = jnp.ones((*states.shape[:-1], 1), jnp.bool_)
         return jnp.concatenate([states < self.height - 1, stop], axis=-1)
 
     def step(self, states: Int[Array, "... D"], actions: Int[Array, "..."]) -> Int[Array, "... D"]:
-        """Where an action leads; stopping leaves the state as it is."""
+        """Returns the next states; stopping leaves a state as it is."""
         return states + jax.nn.one_hot(actions, self.dims, dtype=jnp.int32)
 
     def log_reward(self, states: Int[Array, "... D"]) -> Float[Array, "..."]:
@@ -137,7 +137,7 @@ class HyperGrid:
         return jax.nn.softmax(self.log_reward(self.states()))
 
     def stopping_distribution(self, log_policy: Float[Array, "N A"]) -> Float[Array, " N"]:
-        """Where a policy stops, exactly.
+        """Returns the exact distribution of the terminal states of a policy.
 
         Flow is passed on from the origin, one more action at a time.
 
@@ -184,7 +184,7 @@ class HyperGrid:
         return Trajectories(jnp.swapaxes(before, 0, 1), actions.T, length)
 
     def _off_center(self, states: Int[Array, "... D"]) -> Int[Array, "... D"]:
-        # In units of half a step: whole numbers, so that no bound is missed by rounding.
+        # In units of half a step: integers, so that no bound is missed by rounding.
         return jnp.abs(2 * states - (self.height - 1))
 
 

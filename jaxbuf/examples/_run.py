@@ -1,4 +1,4 @@
-"""What the examples share: a command line, a folder in which runs can go on, a table and a plot."""
+"""Helpers of all examples: command line, folder of a run, training by chunks, table and plot."""
 
 import csv
 import dataclasses
@@ -29,7 +29,7 @@ class Run(Generic[Config]):
     """One run of an example, as the command line asks for it.
 
     Attributes:
-        config: What to train, and how.
+        config: Options of the training.
         out: The folder to write to.
         resume: Go on from the checkpoint in --out, with its options.
         tensorboard: Log for TensorBoard, too.
@@ -54,13 +54,13 @@ class Run(Generic[Config]):
         """Train chunk by chunk; show, log and save how it goes.
 
         Args:
-            state: Where to begin.
-            chunk: From a state, the next one, what to log, and what to show.
+            state: The state to begin with.
+            chunk: Takes a state. Returns the next state, metrics to log, and a text to show.
             done: Steps done before.
             until: Steps at which to end.
             size: Steps in a chunk.
-            unit: What to call a step.
-            rows: How often to count each step: once for each seed.
+            unit: The name of a step.
+            rows: The number of steps that one step of each seed counts as.
 
         Returns:
             The state at the end, and how many seconds each chunk took.
@@ -109,7 +109,7 @@ class Run(Generic[Config]):
         return self.out / "checkpoint"
 
     def logged(self, name: str) -> NDArray[np.float64]:
-        """What was logged under a name: numbers ``[P]``, or arrays ``[P, S]``."""
+        """Returns all that was logged under a name: numbers ``[P]``, or arrays ``[P, S]``."""
         with (self.out / "log.csv").open() as file:
             header, *rows = csv.reader(file)
         table = np.asarray(rows, np.float64)
@@ -278,7 +278,7 @@ def plot(
 
     Args:
         path: The PNG to write.
-        x: Where the points lie, ``[P]``.
+        x: Positions of the points, ``[P]``.
         groups: By name, the values of each group's seeds, ``[P, seeds]``; NaN where there is none.
         title: Stands above the axes.
         xlabel: Stands below them.

@@ -47,7 +47,7 @@ AGENTS = ("DQN", "DQN with hindsight")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to train, and how."""
+    """Options of the training."""
 
     bits: int = 15  # bits to flip, and steps of an episode
     strategy: Literal["final", "future", "episode", "random"] = "future"  # where goals come from
@@ -117,9 +117,9 @@ class Episodes(NamedTuple):
     Attributes:
         states: The bits before each action, and after the last; ``[E, bits + 1, bits]``.
         goal: The bits asked for, ``[E, bits]``.
-        action: Which bit was flipped, ``[E, bits]``.
+        action: The bits that were flipped, ``[E, bits]``.
         length: Steps until all bits were right, or all there are; ``[E]``.
-        success: Whether all bits were right in the end, ``[E]``.
+        success: True where all bits were right in the end, ``[E]``.
     """
 
     states: Bool[Array, "E T+1 N"]
@@ -296,7 +296,7 @@ def _inputs(bits: Bool[Array, "B N"], goal: Bool[Array, "B N"]) -> Float[Array, 
 # Kept, so that an agent that is run again in the same process is not compiled again.
 @functools.cache
 def programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What begins a run and what goes on with it, for all seeds of both agents at once."""
+    """Returns jitted functions that begin a run and go on with it, for all seeds of both agents."""
 
     def go_on(state: TrainState) -> tuple[TrainState, Float[Array, ""]]:
         state = agent.train(state, length)

@@ -55,7 +55,7 @@ PRIORITY_EPSILON = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to train, and how."""
+    """Options of the training."""
 
     env: Name = "CartPole-v1"  # the environment
     sampler: Literal["prioritized", "uniform"] = "prioritized"  # how to draw from the buffer
@@ -122,7 +122,7 @@ def patches(x: Float[Array, "B H W C"]) -> Float[Array, "B H-2 W-2 9*C"]:
 
 
 class EpisodeLog(NamedTuple):
-    """How many episodes ended, and the sum of their returns."""
+    """The number of episodes that ended, and the sum of their returns."""
 
     episodes: Int[Array, ""]
     total_return: Float[Array, ""]
@@ -136,7 +136,7 @@ class TrainState(struct.PyTreeNode):
         target_params: Their moving average, which the targets use.
         opt_state: State of the optimizer.
         buffer: The replay buffer.
-        envs: Where the running episodes stand.
+        envs: State of the environments.
         episode_return: Reward since each began, ``[E]``.
         key: Source of all later randomness.
         step: Environment steps so far, scalar.
@@ -266,7 +266,7 @@ class Agent:
     def step(
         self, key: PRNGKeyArray, envs: GymnaxState, action: Int[Array, " E"]
     ) -> tuple[GymnaxState, dict[str, Any]]:
-        """Take one action in each environment. Returns where they stand then, and what to store."""
+        """Take one action in each environment. Returns the next states, and the steps to store."""
         envs, steps = gymnax_step(*make_env(self.config.env), key, envs, action)
         # Bits are all that observations of MinAtar hold.
         dtype = jnp.bool_ if self.config.env in get_args(MinAtar) else jnp.float32
@@ -327,7 +327,7 @@ class Agent:
         return self.config.beta + self.progress(step) * (1.0 - self.config.beta)
 
     def progress(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """How much of the run is done, from 0 to 1."""
+        """The share of the run that is done."""
         return jnp.minimum(step.astype(jnp.float32) / self.config.steps, 1.0)
 
     def evaluate(self, state: TrainState, key: PRNGKeyArray) -> Float[Array, " episodes"]:
@@ -352,7 +352,7 @@ class Agent:
 # Kept, so that an agent that is run again in the same process is not compiled again.
 @functools.cache
 def programs(agent: Agent, length: int) -> tuple[Any, Any, Any]:
-    """What begins a run, goes on with it and evaluates it, for all seeds at once."""
+    """Returns jitted functions that begin, train and evaluate a run, for all seeds at once."""
     chunk = jax.vmap(lambda state: agent.train(state, length))
     return (
         jax.jit(jax.vmap(agent.init)),

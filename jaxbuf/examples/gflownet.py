@@ -53,7 +53,7 @@ CHUNKS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Config(Options):
-    """Which buffers to compare, and what to train with each."""
+    """Options of the training, and the buffers to compare."""
 
     buffer: tuple[Buffer, ...] = get_args(Buffer)  # which buffers
     seeds: int = 4  # how many seeds to train at once
@@ -66,19 +66,19 @@ class Config(Options):
 
     @property
     def always_fresh(self) -> bool:
-        """Whether nothing is replayed."""
+        """True if no trajectories are replayed."""
         return self.buffer == ("none",)
 
 
 class Outcome(NamedTuple):
-    """What training with one buffer came to.
+    """The result of training with one buffer.
 
     Attributes:
         updates: Updates of each seed after each chunk, ``[P]``.
         l1: Distance to the target then, the sum of absolute differences, from 0 to 2;
             ``[P, seeds]``.
-        learned: Where the policies stop in the end, ``[seeds, N]``.
-        found: At which fresh trajectory each mode was first reached, inf if it was not;
+        learned: Distributions of terminal states in the end, ``[seeds, N]``.
+        found: The number of the fresh trajectory that first reached each mode, or inf,
             ``[seeds, M]``.
         fresh: Fresh trajectories of each seed.
         seconds: For each chunk since the program began; the first is compiled in its time.
@@ -105,7 +105,7 @@ class Outcome(NamedTuple):
 # All are kept, so that an agent that is run again in the same process is not compiled again.
 @functools.cache
 def programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What begins training with one buffer and what goes on with it, for all seeds at once."""
+    """Returns jitted functions that begin and go on training with one buffer, for all seeds."""
     chunk = jax.vmap(lambda state: agent.train(state, length))
     # Donated, so that the buffers are updated where they are.
     chunk = jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
@@ -114,7 +114,7 @@ def programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..
 
 @functools.cache
 def stopping_distribution(gflownet: GFlowNet) -> Callable[[Any], Float[Array, "S N"]]:
-    """Where the policies of all seeds stop, exactly."""
+    """Returns a function of the exact distributions of terminal states, for all seeds."""
     return jax.jit(jax.vmap(gflownet.stopping_distribution))
 
 
@@ -218,7 +218,7 @@ def _median(values: NDArray[Any], form: str) -> str:
 
 
 def compare(outcomes: dict[str, Outcome], seconds: float) -> str:
-    """How the buffers compare with none, in words; ``seconds`` is what all took."""
+    """Returns a comparison of the buffers with none, in words; all took ``seconds``."""
     lines = [f"Trajectories to all modes are fresh ones; {seconds:.0f} s in all."]
     without = np.median(outcomes["none"].to_all) if "none" in outcomes else np.inf
     for kind, outcome in outcomes.items():

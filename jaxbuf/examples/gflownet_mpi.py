@@ -64,7 +64,7 @@ RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 @dataclasses.dataclass(frozen=True)
 class Config(Options):
-    """What to train, and how workers and their manager talk."""
+    """Options of the training, and of the exchange between workers and their manager."""
 
     dims: int = 6  # dimensions of the grid
     steps: int = 3_000  # updates of each worker
@@ -82,7 +82,7 @@ class Config(Options):
 
     @property
     def always_fresh(self) -> bool:
-        """Whether nothing is replayed."""
+        """True if no trajectories are replayed."""
         return self.buffer == "none"
 
     @property
@@ -109,7 +109,7 @@ class Discoveries:
 
     Args:
         grid: Whose modes they are.
-        count: How many states are in the sample.
+        count: The number of states in the sample.
     """
 
     grid: HyperGrid
@@ -144,16 +144,16 @@ class Discoveries:
 
 
 class Outcome(NamedTuple):
-    """What one run came to.
+    """The result of one run.
 
     Attributes:
-        found: After how many seconds each mode was first reached, inf if it was not; ``[M]``.
+        found: Seconds until each mode was first reached, or inf, ``[M]``.
         trajectories: Fresh ones, of all workers.
-        seconds: That it took.
+        seconds: Duration of the run.
         exchanging: The share of them that workers spent on talking to the manager, or waiting for
             it; NaN without one.
-        traffic: What went through the manager, as a table; empty without one.
-        faults: What went wrong on the way.
+        traffic: A table of the messages that the manager handled; empty without one.
+        faults: Descriptions of the faults on the way.
     """
 
     found: NDArray[Any]
@@ -282,7 +282,7 @@ class _Learner:
 
     Args:
         config: All settings.
-        rank: Of this worker; each explores from a seed of its own.
+        rank: The rank of this worker, which explores from a seed of its own.
     """
 
     def __init__(self, config: Config, rank: int) -> None:
@@ -382,7 +382,7 @@ class _Learner:
 
 
 def _outcome(of_ranks: list[dict[str, Any]]) -> Outcome:
-    """What a run came to, from what its ranks have told."""
+    """Returns the result of a run from the reports of its ranks."""
     workers = [told for told in of_ranks if "trajectories" in told]
     seconds = [told["seconds"] for told in workers]
     manager = of_ranks[-1]

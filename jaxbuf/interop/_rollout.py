@@ -20,17 +20,17 @@ def rollout(
     key: PRNGKeyArray,
     num_steps: int,
 ) -> tuple[Carry, PyTree[Array]]:
-    """Go ``num_steps`` steps, and give them as a ``TrajectoryBuffer`` takes them.
+    """Take ``num_steps`` steps, and return them in the shape that a ``TrajectoryBuffer`` takes.
 
     Args:
-        step: One step of E environments: from where they stand and a key to where they stand then
-            and what is to be stored, leaves ``[E, ...]``.
-        carry: Where the environments stand.
+        step: One step of E environments. It takes their states and a key, and returns the next
+            states and the items to store, leaves ``[E, ...]``.
+        carry: The states of the environments.
         key: A PRNG key.
         num_steps: Steps ``T``; static.
 
     Returns:
-        Where they stand then, and what is to be stored, leaves ``[E, T, ...]``. For an
+        The next states, and the items to store, leaves ``[E, T, ...]``. For an
         ``ItemBuffer`` fold both axes into one, ``leaf.reshape(-1, *leaf.shape[2:])``.
 
     Raises:

@@ -51,7 +51,7 @@ def brax_transitions(
     Args:
         state: The state before, leaves ``[E, ...]``.
         action: The actions.
-        next_state: What ``env.step(state, action)`` returned.
+        next_state: The result of ``env.step(state, action)``.
 
     Returns:
         A dict with ``obs``, ``action``, ``reward``, ``terminated``, ``truncated`` and ``next_obs``,

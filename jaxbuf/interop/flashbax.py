@@ -98,7 +98,7 @@ class TrajectoryBufferState(struct.PyTreeNode):
     """The state of a buffer or a queue: a ``jaxbuf.TrajectoryBuffer`` written in all rings at once.
 
     Attributes:
-        buffer: That buffer.
+        buffer: The buffer of jaxbuf.
     """
 
     buffer: Rings
@@ -128,12 +128,12 @@ class TrajectoryBufferState(struct.PyTreeNode):
 
     @property
     def is_full(self) -> Bool[Array, ""]:
-        """Whether every place holds a step."""
+        """True if every place holds a step."""
         return self._counter(2) == jnp.uint32(self.buffer.length)
 
     @property
     def running_index(self) -> Int[Array, ""]:
-        """How many steps were added to each row."""
+        """The number of steps that were added to each row."""
         return self.buffer.end_position[..., 0].astype(jnp.int32)
 
     @property
@@ -169,7 +169,7 @@ class TrajectoryBufferSample(struct.PyTreeNode):
         experience: Windows ``[B, sample_sequence_length, ...]``, items ``[B, ...]``, an
             ``ExperiencePair`` of them, or what was taken out of a queue, ``[add_batch_size,
             sample_sequence_length, ...]``.
-        valid: Which rows were drawn, ``[B]``; all of them, once ``can_sample`` is True.
+        valid: True for rows that were drawn, ``[B]``: all of them, once ``can_sample`` is True.
     """
 
     experience: Any
@@ -206,10 +206,10 @@ class TrajectoryBuffer:
     """The functions of a buffer.
 
     Attributes:
-        init: From one step, its state.
-        add: From a state and experience, the next state.
-        sample: From a state and a key, a batch.
-        can_sample: Whether a state holds enough.
+        init: Takes one step, and returns an empty state.
+        add: Takes a state and experience, and returns the next state.
+        sample: Takes a state and a key, and returns a batch.
+        can_sample: Takes a state, and returns whether it holds enough.
     """
 
     init: Callable[..., TrajectoryBufferState]
@@ -227,7 +227,8 @@ class PrioritisedTrajectoryBuffer(TrajectoryBuffer):
     """The functions of a buffer with priorities.
 
     Attributes:
-        set_priorities: From a state, indices (or slots) and priorities, the next state.
+        set_priorities: Takes a state, indices (or slots) and priorities, and returns the next
+            state.
     """
 
     set_priorities: Callable[..., TrajectoryBufferState]
@@ -238,7 +239,7 @@ class TrajectoryQueue(TrajectoryBuffer):
     """The functions of a queue; ``sample`` takes no key, and returns the next state and a batch.
 
     Attributes:
-        can_add: Whether as much as is added fits.
+        can_add: Takes a state, and returns whether ``add_sequence_length`` steps fit.
     """
 
     can_add: Callable[..., Bool[Array, ""]]
@@ -249,8 +250,8 @@ class Mixer:
     """The functions of a mixer.
 
     Attributes:
-        sample: From a list of states and a key, one batch.
-        can_sample: Whether all of these states hold enough.
+        sample: Takes a list of states and a key, and returns one batch.
+        can_sample: Takes a list of states, and returns whether all hold enough.
     """
 
     sample: Callable[..., Any]
@@ -509,9 +510,9 @@ def make_mixer(
     """One batch from several buffers; see also ``jaxbuf.Mixture``.
 
     Args:
-        buffers: What to draw from, all of one kind.
+        buffers: The buffers to draw from, all of one kind.
         sample_batch_size: Rows in a batch.
-        proportions: How many of them come from each buffer, relative to the others. Shares are
+        proportions: The share of each buffer, relative to the others. Numbers of rows are
             rounded down; what is left over comes from the first.
 
     Raises:

@@ -10,15 +10,15 @@ _MODES = ("NextStep", "SameStep", "Disabled")
 
 
 class VectorStep(NamedTuple):
-    """What one step of a vector environment is to a replay buffer.
+    """One step of a vector environment, as a replay buffer takes it.
 
     Attributes:
         transitions: A dict with ``obs``, ``action``, ``reward``, ``terminated``, ``truncated`` and
             ``next_obs``, leaves ``[E, ...]``. ``next_obs`` is what the action led to: at the end of
             an episode its last observation, never the first one of the next.
-        mask: Which rows are transitions, ``[E]``; the others are resets.
-        obs: What to act on next, leaves ``[E, ...]``.
-        ended: Which episodes have ended with this step, ``[E]``; for the next call.
+        mask: True for transitions, False for resets, ``[E]``.
+        obs: The observations to act on next, leaves ``[E, ...]``.
+        ended: True for episodes that ended with this step, ``[E]``; for the next call.
     """
 
     transitions: dict[str, Any]
@@ -47,9 +47,9 @@ def gymnasium_transitions(
 
     Args:
         envs: A ``gymnasium.vector.VectorEnv``, of Gymnasium 1.1 or newer.
-        obs: What the actions were chosen for, leaves ``[E, ...]``.
+        obs: The observations that the actions were chosen for, leaves ``[E, ...]``.
         action: The actions, leaves ``[E, ...]``.
-        result: What ``envs.step(action)`` returned.
+        result: The result of ``envs.step(action)``.
         ended: ``VectorStep.ended`` of the step before; None after ``envs.reset``.
 
     Raises:
@@ -132,7 +132,7 @@ def transition_like(envs: Any) -> dict[str, Any]:
 
 
 def _mode(envs: Any) -> str:
-    """How the environment begins its next episodes.
+    """Returns how the environment begins its next episodes.
 
     Sync and async vector environments note it in metadata that all environments of a class share,
     where the ones made last decide; their own attribute is right. It lies below wrappers, unless

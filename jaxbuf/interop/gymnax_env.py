@@ -9,10 +9,10 @@ from jaxtyping import Array, PRNGKeyArray, PyTree, Shaped
 
 
 class GymnaxState(struct.PyTreeNode):
-    """Where E environments stand.
+    """The states of E environments.
 
     Attributes:
-        obs: What to act on, leaves ``[E, ...]``.
+        obs: The observations to act on, leaves ``[E, ...]``.
         inner: The states of the simulator, leaves ``[E, ...]``.
     """
 
@@ -27,7 +27,7 @@ def gymnax_reset(env: Any, params: Any, key: PRNGKeyArray, num_envs: int) -> Gym
         env: An environment of gymnax 1.0 or newer.
         params: Its parameters.
         key: A PRNG key.
-        num_envs: How many, E; static.
+        num_envs: The number of environments, E; static.
     """
     obs, inner = jax.vmap(env.reset, in_axes=(0, None))(jax.random.split(key, num_envs), params)
     return GymnaxState(obs=_strongly_typed(obs), inner=_strongly_typed(inner))
@@ -42,11 +42,11 @@ def gymnax_step(
         env: An environment of gymnax 1.0 or newer.
         params: Its parameters.
         key: A PRNG key.
-        state: Where the environments stand.
+        state: The states of the environments.
         action: The actions.
 
     Returns:
-        Where they stand then, and a dict with ``obs``, ``action``, ``reward``, ``terminated``,
+        Their next states, and a dict with ``obs``, ``action``, ``reward``, ``terminated``,
         ``truncated`` and ``next_obs``, leaves ``[E, ...]``. ``next_obs`` is what the action led to:
         at the end of an episode its last observation, never the first one of the next.
 
