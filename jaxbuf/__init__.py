@@ -12,7 +12,7 @@ from jaxbuf.buffers.accumulator import (
 from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.mixture import Mixture
-from jaxbuf.buffers.ops import add, sample, update_priority
+from jaxbuf.buffers.ops import add, next_batch, sample, update_priority
 from jaxbuf.buffers.presets import (
     diverse_reward_prioritized,
     reward_prioritized,
@@ -47,6 +47,7 @@ from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized, Uniform
+from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax
 from jaxbuf.views.frames import FrameStack, stack_frames
 from jaxbuf.views.groups import Groups, sample_groups
@@ -80,6 +81,7 @@ __all__ = [
     "RateLimiter",
     "Recent",
     "Sample",
+    "Shuffled",
     "Slots",
     "Softmax",
     "Statistics",
@@ -104,6 +106,7 @@ __all__ = [
     "load",
     "n_step",
     "native_available",
+    "next_batch",
     "plot",
     "reward_prioritized",
     "sample",

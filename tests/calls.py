@@ -503,6 +503,7 @@ CALLS: dict[str, Call] = {
     # Strategies.
     "Uniform": call(jaxbuf.Uniform, replacement=(True, "flag")),
     "Balanced": call(jaxbuf.Balanced, replacement=(True, "flag")),
+    "Shuffled": call(jaxbuf.Shuffled, drop_last=(True, "flag")),
     "Prioritized": call(
         jaxbuf.Prioritized,
         alpha=(0.6, "at least 0"),
@@ -613,6 +614,7 @@ CALLS: dict[str, Call] = {
     "ItemBuffer.add scored": of(
         "scored", "add", items=(rows(ROWS), "items"), score=(ZEROS, "rows")
     ),
+    "ItemBuffer.next_batch": of("item", "next_batch", **SAMPLING),
     "ItemBuffer.sample": of("item", "sample", **SAMPLING),
     "ItemBuffer.sample_range": of("plain", "sample_range", **RANGE),
     "ItemBuffer.latest": of("plain", "latest", n=(2, "count")),

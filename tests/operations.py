@@ -54,6 +54,10 @@ BUFFERS = {
     "softmax": _items(sampler=jaxbuf.Softmax()),
     "softmax-distinct": _items(sampler=jaxbuf.Softmax(replacement=False)),
     "softmax-fallback": _items(sampler=jaxbuf.Softmax(replacement=False, fallback=True)),
+    "shuffled": _items(sampler=jaxbuf.Shuffled()),
+    "shuffled-fresh-lowest": _items(
+        sampler=jaxbuf.Shuffled(drop_last=True), freshness=_LIMITS, evictor=jaxbuf.Lowest()
+    ),
     "recent": _items(sampler=jaxbuf.Recent(0.5, 2, _PLAIN)),
     "lowest": _items(evictor=jaxbuf.Lowest()),
     "lowest-softmax": _items(evictor=jaxbuf.Lowest(), sampler=jaxbuf.Softmax()),
@@ -74,6 +78,7 @@ BUFFERS = {
     "windows-recent": _windows(sampler=jaxbuf.Recent(0.5, 2)),
     "windows-balanced": _windows(sampler=jaxbuf.Balanced()),
     "windows-balanced-distinct": _windows(sampler=jaxbuf.Balanced(replacement=False)),
+    "windows-shuffled": _windows(sampler=jaxbuf.Shuffled(drop_last=True)),
     "windows-fresh": _windows(freshness=_LIMITS, sampler=_PLAIN),
     "windows-episodes": _windows(episodes=jaxbuf.Episodes(boundary="mask", record_return=True)),
     "windows-lives": _windows(episodes=jaxbuf.Episodes(last="terminated", boundary="mask")),
@@ -220,6 +225,11 @@ def add_to_some(buffer, sample, scale, key):
 @operation(is_sampled)
 def sample(buffer, sample, scale, key):
     return buffer.sample(key, BATCH)
+
+
+@operation(is_single)
+def next_batch(buffer, sample, scale, key):
+    return buffer.next_batch(key, BATCH)
 
 
 @operation(lambda buffer: is_windows(buffer) and not takes_out(buffer))

@@ -171,6 +171,27 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         self._check_rows(common.check_batch_size(batch_size))
         return jax.device_put(ops.sample(self.buffer, key, batch_size, **options), self.to)
 
+    def next_batch(
+        self, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
+    ) -> tuple[Self, Sample]:
+        """Draw the next batch of a pass on the host, and send it to where batches go.
+
+        Args:
+            key: A PRNG key, best on ``device``.
+            batch_size: Rows ``B``.
+            donate: False keeps this buffer usable, at the price of a copy of all it holds.
+
+        Returns:
+            The buffer to go on with, and a ``Sample`` with all of its arrays on ``to``.
+
+        Raises:
+            ValueError: As ``jaxbuf.next_batch`` and ``sample``.
+        """
+        key = self._here("next_batch", key)
+        self._check_rows(common.check_batch_size(batch_size))
+        buffer, batch = ops.next_batch(self.buffer, key, batch_size, donate=donate)
+        return self.replace(buffer=buffer), jax.device_put(batch, self.to)
+
     def sample_range(
         self,
         key: PRNGKeyArray,

@@ -241,6 +241,30 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         draw = self.sampler.draw(state, key, rows, self.occupancy)
         return self._gather(draw)
 
+    def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
+        """Draw the next batch of a pass over the buffer, with the sampler ``Shuffled``.
+
+        With another sampler the batch is that of ``sample``, and the buffer stays as it is.
+
+        Args:
+            key: A PRNG key.
+            batch_size: Rows ``B``; static.
+
+        Returns:
+            The buffer to go on with, which knows which items were given in this pass, and a
+            ``Sample``. Where the pass has fewer left, the rows after them are invalid.
+
+        Raises:
+            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` not a single
+                key.
+        """
+        rows = common.check_batch_size(batch_size)
+        common.check_key(key)
+        self = common.check_single(self)
+        state = jax.lax.stop_gradient(self.sampler_state)
+        state, draw = self.sampler.next(state, key, rows, self.occupancy)
+        return self.replace(sampler_state=state), self._gather(draw)
+
     def sample_range(
         self,
         key: PRNGKeyArray,

@@ -35,6 +35,13 @@ class _SampledBuffer(_Buffer, Protocol):
     def update_priority(self) -> Callable[..., Any]: ...
 
 
+class _IteratedBuffer(Protocol):
+    """A buffer that goes from batch to batch."""
+
+    @property
+    def next_batch(self) -> Callable[..., Any]: ...
+
+
 _KEPT = {
     "priority": np.dtype("float32"),
     "score": np.dtype("float32"),
@@ -42,6 +49,7 @@ _KEPT = {
     "session": np.dtype("int32"),
 }
 AnyBuffer = TypeVar("AnyBuffer", bound=_Buffer)
+AnyIteratedBuffer = TypeVar("AnyIteratedBuffer", bound=_IteratedBuffer)
 AnySampledBuffer = TypeVar("AnySampledBuffer", bound=_SampledBuffer)
 
 
@@ -133,6 +141,49 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
     return call(_sample_method, buffer, key, rows, traced, static, static=(2, 4))
 
 
+def next_batch(
+    buffer: AnyIteratedBuffer, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
+) -> tuple[AnyIteratedBuffer, Sample]:
+    """Draw the next batch of a pass: ``buffer.next_batch(key, batch_size)``, jitted.
+
+    With the sampler ``Shuffled`` a pass gives every item exactly once. The buffer knows how far it
+    has come, so it is returned as well. It is donated, as by ``jaxbuf.add``; inside your own
+    ``jax.jit`` this is the plain method, and ``donate`` changes nothing there.
+
+    Args:
+        buffer: An ``ItemBuffer``, a ``TrajectoryBuffer``, or a ``Hosted`` one. It is consumed: go
+            on with the result.
+        key: A PRNG key.
+        batch_size: Rows ``B``; static.
+        donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
+
+    Returns:
+        The buffer, and a ``Sample`` of ``B`` rows.
+
+    Raises:
+        ValueError: If ``buffer`` is not such a buffer or was donated before, or as its own
+            ``next_batch``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=jaxbuf.Shuffled())
+        >>> buffer = jaxbuf.add(buffer, jnp.arange(8))
+        >>> found = []
+        >>> for key in jax.random.split(jax.random.key(0), 4):
+        ...     buffer, batch = jaxbuf.next_batch(buffer, key, 2)
+        ...     found += batch.data.tolist()
+        >>> sorted(found), int(buffer.metrics()["passes"])
+        ([0, 1, 2, 3, 4, 5, 6, 7], 1)
+    """
+    check_options(buffer, "next_batch", {})
+    donate = checks.check_flag("donate", donate)
+    if isinstance(buffer, OwnPrograms):
+        return buffer.next_batch(key, batch_size, donate=donate)
+    check_key(key)
+    rows = check_batch_size(batch_size)
+    return call(_next_method, buffer, key, rows, static=(2,), donate=donate)
+
+
 def update_priority(
     buffer: AnySampledBuffer,
     slots: Slots,
@@ -199,6 +250,10 @@ def _sample_method(
     buffer: Any, key: Any, batch_size: int, traced: dict[str, Any], static: Any
 ) -> Any:
     return buffer.sample(key, batch_size, **traced, **dict(static))
+
+
+def _next_method(buffer: Any, key: Any, batch_size: int) -> Any:
+    return buffer.next_batch(key, batch_size)
 
 
 def _update_method(

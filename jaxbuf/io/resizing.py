@@ -20,6 +20,7 @@ from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.points import Points
+from jaxbuf.strategies.shuffled import Pass
 
 Tree = TypeVar("Tree")
 Buffer = ItemBuffer | Queue | TrajectoryBuffer
@@ -128,6 +129,8 @@ def _resize(old: Any, size: int) -> Any:
     def move(blank: Any, full: Any) -> Any:
         if isinstance(blank, SegmentTree):
             return blank.set(index, full.leaves[order])
+        if isinstance(blank, Pass):
+            return blank.replace(passes=full.passes).mark(index, *full.look(order))
         if isinstance(blank, Points):
             rows = jnp.transpose(full.blocks, (0, 3, 1, 2))
             return blank.set(index, rows.reshape(-1, math.prod(rows.shape[2:]))[order])
@@ -166,6 +169,8 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
             return blank.set(index, full.leaves[window])
         if isinstance(blank, Bitset):
             return blank.set(index, full.get(window))
+        if isinstance(blank, Pass):
+            return blank.replace(passes=full.passes).mark(index, *full.look(window))
         if blank.shape == full.shape:
             return full
         if blank.shape[:2] == (new.num_envs, new.length):
@@ -198,7 +203,7 @@ def _move_fields(new: Any, old: Any, move: Any) -> Any:
             move,
             getattr(new, field.name),
             getattr(old, field.name),
-            is_leaf=lambda node: isinstance(node, SegmentTree | Points),
+            is_leaf=lambda node: isinstance(node, SegmentTree | Points | Pass),
         )
         for field in dataclasses.fields(new)
         if field.metadata.get("pytree_node", True) and field.name not in ("occupancy", "counters")

@@ -116,6 +116,16 @@ class Sampler(abc.ABC):
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draw ``batch_size`` of the live items."""
 
+    def next(
+        self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
+    ) -> tuple[Any, Draw]:
+        """Draw the next batch, where one draw depends on those before it.
+
+        Returns:
+            The state after it, and what was drawn; the same state, unless said otherwise.
+        """
+        return state, self.draw(state, key, batch_size, occupancy)
+
     def support(self, state: Any, occupancy: Occupancy) -> Support:
         """What can be drawn; all live items alike, unless said otherwise."""
         del state

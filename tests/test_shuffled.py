@@ -1,0 +1,406 @@
+"""`Shuffled`: passes that give every item exactly once, against sets of what is left."""
+
+import functools
+import itertools
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from scipy import stats
+
+import jaxbuf
+import jaxbuf.testing
+
+ADDED = 5
+
+
+def items(capacity, **options):
+    sampler = options.pop("sampler", jaxbuf.Shuffled())
+    return jaxbuf.ItemBuffer.create(jnp.int32(0), capacity, sampler=sampler, **options)
+
+
+class Twin:
+    """What a pass has left, as a Python set of item numbers."""
+
+    def __init__(self, capacity, *, drop_last=False):
+        self.ring, self.capacity, self.drop_last = [], capacity, drop_last
+        self.left, self.passes = set(), 0
+
+    def add(self, numbers):
+        for number in numbers:
+            if len(self.ring) == self.capacity:
+                self.left.discard(self.ring.pop(0))
+            self.ring.append(number)
+            self.left.add(number)
+
+    def turn(self, rows):
+        needed = rows if self.drop_last else 1
+        if len(self.left) < needed <= len(self.ring):
+            self.left, self.passes = set(self.ring), self.passes + 1
+
+    def check(self, batch, rows):
+        """That a batch may be the next one, and then go on as if it were."""
+        self.turn(rows)
+        count = min(rows, len(self.left))
+        if self.drop_last and count < rows:
+            count = 0
+        assert batch.valid.tolist() == [True] * count + [False] * (rows - count)
+        given = np.asarray(batch.data)[:count].tolist()
+        assert len(set(given)) == count
+        assert set(given) <= self.left
+        share = np.float32(1 / len(self.ring)) if self.ring else np.float32(0)
+        np.testing.assert_allclose(batch.probability, [share] * count + [0.0] * (rows - count))
+        self.left -= set(given)
+        self.turn(rows)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def add(buffer, first, count):
+    row = jnp.arange(ADDED, dtype=jnp.int32)
+    return buffer.add(first + row, mask=row < count)
+
+
+tell = jax.jit(lambda buffer: buffer.metrics())
+draw = jax.jit(lambda buffer, key, rows: buffer.next_batch(key, rows), static_argnums=2)
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    capacity=st.sampled_from([1, 7, 33]),
+    rows=st.sampled_from([3, 8]),
+    drop_last=st.booleans(),
+    script=st.lists(st.integers(-3, ADDED), min_size=5, max_size=30),
+    seed=st.integers(0, 2**16),
+)
+def test_each_item_once_per_pass_whatever_is_added_in_between(
+    capacity, rows, drop_last, script, seed
+):
+    buffer = items(capacity, sampler=jaxbuf.Shuffled(drop_last=drop_last))
+    twin, first = Twin(capacity, drop_last=drop_last), 0
+    for i, what in enumerate(script):
+        if what > 0:
+            buffer = add(buffer, jnp.int32(first), jnp.int32(what))
+            twin.add(range(first, first + what))
+            first += what
+        else:
+            buffer, batch = draw(buffer, jax.random.key(seed + i), rows)
+            twin.check(batch, rows)
+        metrics = tell(buffer)
+        assert (metrics["left"], metrics["passes"]) == (len(twin.left), twin.passes)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1000, 64), (1024, 64), (37, 40), (600, 7)])
+def test_a_scan_goes_over_all_of_it_again_and_again(size, rows):
+    buffer = items(1024).add(jnp.arange(size))
+    batches = -(-size // rows)
+
+    def step(buffer, key):
+        buffer, batch = buffer.next_batch(key, rows)
+        return buffer, (batch.data, batch.valid, buffer.sampler_state.passes)
+
+    keys = jax.random.split(jax.random.key(1), 3 * batches)
+    _, (data, valid, passes) = jax.jit(lambda *args: jax.lax.scan(step, *args))(buffer, keys)
+    orders = []
+    for i in range(3):
+        part = slice(i * batches, (i + 1) * batches)
+        order = np.asarray(data[part])[np.asarray(valid[part])]
+        assert sorted(order.tolist()) == list(range(size))
+        orders.append(order.tolist())
+        # The end of a pass is told with its last batch.
+        assert passes[part].tolist() == [i] * (batches - 1) + [i + 1]
+    assert orders[0] != orders[1] != orders[2] != sorted(orders[2])
+
+
+def orders(size, rows, capacity, passes, keys):
+    """The items in the order in which they are given, ``[keys, passes * size]``."""
+    buffer = items(capacity).add(jnp.arange(size))
+    count = passes * -(-size // rows)
+
+    def go(key):
+        def step(buffer, key):
+            buffer, batch = buffer.next_batch(key, rows)
+            return buffer, (batch.data, batch.valid)
+
+        return jax.lax.scan(step, buffer, jax.random.split(key, count))[1]
+
+    data, valid = jax.jit(jax.vmap(go))(jax.random.split(jax.random.key(7), keys))
+    return np.asarray(data)[np.asarray(valid)].reshape(keys, passes * size)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(4, 1), (4, 3), (4, 4), (5, 2)])
+def test_all_orders_are_equally_likely(size, rows):
+    number = 100 * len([*itertools.permutations(range(size))])
+    found = orders(size, rows, size + 2, 1, number)
+    counts = np.unique(found, axis=0, return_counts=True)[1]
+    assert len(counts) == number // 100
+    assert stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_each_pass_has_an_order_of_its_own():
+    found = orders(3, 2, 3, 2, 7200)
+    code = {order: i for i, order in enumerate(itertools.permutations(range(3)))}
+    table = np.zeros((6, 6))
+    for row in found.tolist():
+        table[code[tuple(row[:3])], code[tuple(row[3:])]] += 1
+    assert stats.chisquare(table.reshape(-1)).pvalue > 1e-3
+
+
+def test_an_item_that_is_added_belongs_to_the_present_pass():
+    buffer = items(4).add(jnp.arange(4))
+    buffer, batch = draw(buffer, jax.random.key(0), 2)
+    given = set(batch.data.tolist())
+    # Items 4 and 5 take the places of 0 and 1, whether these were given or not.
+    buffer = buffer.add(jnp.array([4, 5]))
+    left = ({2, 3} - given) | {4, 5}
+    assert tell(buffer)["left"] == len(left)
+    buffer, batch = draw(buffer, jax.random.key(1), 4)
+    assert set(batch.data[: len(left)].tolist()) == left
+    assert batch.valid.tolist() == [True] * len(left) + [False] * (4 - len(left))
+    buffer, batch = draw(buffer, jax.random.key(2), 4)
+    assert set(batch.data.tolist()) == {2, 3, 4, 5}
+    assert tell(buffer)["passes"] == 2
+
+
+def test_what_was_left_and_is_overwritten_ends_the_pass():
+    """As in PPO: whole rollouts, a few passes over each."""
+    buffer = items(8)
+    for rollout in range(3):
+        buffer = buffer.add(8 * rollout + jnp.arange(8))
+        for i in range(4):
+            both = []
+            for j in range(2):
+                buffer, batch = draw(buffer, jax.random.key(8 * i + j), 4)
+                both += batch.data.tolist()
+            assert sorted(both) == list(range(8 * rollout, 8 * rollout + 8))
+        assert tell(buffer)["passes"] == 4 * (rollout + 1)
+
+
+def test_with_drop_last_each_pass_leaves_out_others():
+    buffer = items(16, sampler=jaxbuf.Shuffled(drop_last=True)).add(jnp.arange(10))
+
+    def step(buffer, key):
+        buffer, batch = buffer.next_batch(key, 4)
+        return buffer, batch
+
+    keys = jax.random.split(jax.random.key(3), 2000)
+    buffer, batches = jax.jit(lambda *args: jax.lax.scan(step, *args))(buffer, keys)
+    assert batches.valid.all()
+    assert tell(buffer)["passes"] == 1000
+    each = np.asarray(batches.data).reshape(1000, 8)
+    assert all(len(set(row.tolist())) == 8 for row in each)
+    # Which two are left out: of 45 pairs each is as likely.
+    pairs = [tuple(sorted(set(range(10)) - set(row.tolist()))) for row in each]
+    counts = [pairs.count(pair) for pair in itertools.combinations(range(10), 2)]
+    assert stats.chisquare(counts).pvalue > 1e-3
+    few = items(16, sampler=jaxbuf.Shuffled(drop_last=True)).add(jnp.arange(3))
+    few, batch = draw(few, jax.random.key(0), 4)
+    assert not batch.valid.any()
+    assert (few.metrics()["left"], few.metrics()["passes"]) == (3, 0)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_windows_of_rings_that_hold_different_numbers(period):
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        jnp.int32(0), 3, 8, sequence_length=3, period=period, sampler=jaxbuf.Shuffled()
+    )
+    step = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
+    seen = []
+    for count in ([8, 2, 5], [3, 1, 0], [0, 0, 8]):
+        mask = np.arange(8)[None] < np.array(count)[:, None]
+        buffer = buffer.add(step + 100 * len(seen), mask=mask)
+        every = {tuple(window) for window in all_windows(buffer)}
+        # From here a whole pass: end the present one first.
+        while True:
+            before = tell(buffer)["passes"]
+            buffer, _ = draw(buffer, jax.random.key(0), 4)
+            if tell(buffer)["passes"] > before:
+                break
+        found, start = [], tell(buffer)["passes"]
+        while tell(buffer)["passes"] == start:
+            buffer, batch = draw(buffer, jax.random.key(len(found)), 4)
+            found += [tuple(row) for row in batch.data[batch.valid].tolist()]
+        assert len(found) == len(every) == buffer.num_windows
+        assert set(found) == every
+        seen.append(every)
+    buffer, _ = buffer.dequeue(3)
+    assert tell(buffer)["left"] == buffer.num_windows == len(all_windows(buffer))
+
+
+def all_windows(buffer):
+    batch = buffer.sample_range(jax.random.key(0), 24)
+    return batch.data[batch.valid].tolist()
+
+
+def test_windows_across_episodes_are_in_no_pass():
+    step = {"number": jnp.int32(0), "terminated": jnp.bool_(False)}
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        step,
+        1,
+        16,
+        sequence_length=2,
+        sampler=jaxbuf.Shuffled(),
+        episodes=jaxbuf.Episodes(boundary="avoid"),
+    )
+    number = jnp.arange(10, dtype=jnp.int32)[None]
+    buffer = buffer.add({"number": number, "terminated": number % 4 == 3})
+    buffer, batch = draw(buffer, jax.random.key(0), 10)
+    assert sorted(batch.data["number"][batch.valid, 0].tolist()) == [0, 1, 2, 4, 5, 6, 8]
+
+
+def test_items_that_retire_are_given_no_more():
+    buffer = items(8, freshness=jaxbuf.Freshness(max_use=2, max_staleness=1))
+    buffer = buffer.add(jnp.arange(8), version=jnp.array([0, 0, 0, 1, 1, 1, 1, 1]))
+    buffer, batch = draw(buffer, jax.random.key(0), 3)
+    first = set(batch.data.tolist())
+    buffer = buffer.set_version(1)
+    buffer, batch = draw(buffer, jax.random.key(1), 8)
+    assert set(batch.data[batch.valid].tolist()) == {3, 4, 5, 6, 7} - first
+    assert (tell(buffer)["passes"], tell(buffer)["left"]) == (1, 5)
+    for i in range(2):
+        buffer, batch = draw(buffer, jax.random.key(2 + i), 5)
+        assert set(batch.data.tolist()) == {3, 4, 5, 6, 7}
+        buffer = buffer.mark_used(batch.slots)
+    buffer, batch = draw(buffer, jax.random.key(4), 5)
+    assert not batch.valid.any()
+    assert tell(buffer)["left"] == 0
+
+
+def test_the_highest_scores_are_gone_over():
+    buffer = items(4, evictor=jaxbuf.Lowest())
+    buffer = buffer.add(jnp.arange(6), score=jnp.array([5.0, 1.0, 4.0, 0.0, 3.0, 2.0]))
+    buffer, batch = draw(buffer, jax.random.key(0), 1)
+    # Item 6 takes the place of the lowest, item 5, and is left whether or not that was given.
+    buffer = buffer.add(jnp.array([6]), score=jnp.array([9.0]))
+    left = {0, 2, 4, 6} - set(batch.data.tolist())
+    buffer, batch = draw(buffer, jax.random.key(1), 4)
+    assert set(batch.data[batch.valid].tolist()) == left
+    assert tell(buffer)["passes"] == 1
+
+
+def test_sample_takes_no_part_in_a_pass():
+    buffer = items(16).add(jnp.arange(8))
+    buffer, _ = draw(buffer, jax.random.key(0), 5)
+    plain = items(16, sampler=jaxbuf.Uniform(replacement=False)).add(jnp.arange(8))
+    batch = jaxbuf.sample(buffer, jax.random.key(1), 10)
+    expected = jaxbuf.sample(plain, jax.random.key(1), 10)
+    jax.tree.map(np.testing.assert_array_equal, batch, expected)
+    assert tell(buffer)["left"] == 3
+    assert bool(buffer.can_sample(8))
+    assert not bool(buffer.can_sample(9))
+    for normalize in ("batch", "buffer", "mean", None):
+        weights = jaxbuf.importance_weights(buffer, batch, 1.0, normalize)
+        np.testing.assert_allclose(weights, [1.0] * 8 + [0.0] * 2)
+
+
+def test_the_next_batch_of_other_samplers_is_a_sample():
+    buffer = items(16, sampler=jaxbuf.Prioritized()).add(jnp.arange(8))
+    after, batch = jaxbuf.next_batch(buffer, jax.random.key(1), 4, donate=False)
+    expected = buffer.sample(jax.random.key(1), 4)
+    jax.tree.map(np.testing.assert_array_equal, (after, batch), (buffer, expected))
+
+
+def test_eager_and_jitted_and_side_by_side():
+    buffer = items(16).add(jnp.arange(9))
+    keys = jax.random.split(jax.random.key(0), 3)
+    eager = [buffer.next_batch(key, 4) for key in keys]
+    jitted = [draw(buffer, key, 4) for key in keys]
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), buffer)
+    stacked = jax.jit(jax.vmap(lambda buffer, key: buffer.next_batch(key, 4)))(many, keys)
+    for i in range(3):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
+        jax.tree.map(np.testing.assert_array_equal, eager[i], jitted[i])
+        jax.tree.map(np.testing.assert_array_equal, eager[i], one)
+
+
+def test_one_trace_and_the_storage_stays_where_it_is():
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(buffer, key):
+        traces.append(1)
+        buffer = buffer.add(jnp.arange(3))
+        return buffer.next_batch(key, 4)
+
+    buffer = items(16)
+    place = buffer.data.unsafe_buffer_pointer()
+    for i in range(6):
+        buffer, _ = step(buffer, jax.random.key(i))
+        buffer, _ = jaxbuf.next_batch(buffer, jax.random.key(i), 4)
+    assert len(traces) == 1
+    assert buffer.data.unsafe_buffer_pointer() == place
+
+
+def test_a_checkpoint_goes_on_in_the_middle_of_a_pass(tmp_path):
+    buffer = items(16).add(jnp.arange(10))
+    buffer, first = draw(buffer, jax.random.key(0), 4)
+    jaxbuf.save(tmp_path, buffer)
+    loaded = jaxbuf.load(tmp_path, like=items(16))
+    after, again = (draw(each, jax.random.key(1), 6) for each in (buffer, loaded))
+    jax.tree.map(np.testing.assert_array_equal, after, again)
+    assert set(first.data.tolist()) | set(again[1].data.tolist()) == set(range(10))
+    with pytest.raises(ValueError, match="drop_last"):
+        jaxbuf.load(tmp_path, like=items(16, sampler=jaxbuf.Shuffled(drop_last=True)))
+
+
+@pytest.mark.parametrize("capacity", [12, 32])
+def test_the_pass_goes_on_in_a_buffer_of_another_size(tmp_path, capacity):
+    buffer = items(16)
+    for first in (0, 10):
+        buffer = buffer.add(first + jnp.arange(10))
+        buffer, batch = draw(buffer, jax.random.key(first), 8)
+    left = int(buffer.metrics()["left"])
+    jaxbuf.save(tmp_path, buffer)
+    loaded = jaxbuf.load(tmp_path, like=items(capacity), resize=True)
+    kept = set(range(20 - min(16, capacity), 20))
+    remaining, batch = draw(loaded, jax.random.key(5), 32)
+    found = set(batch.data[batch.valid].tolist())
+    assert found <= kept
+    buffer, batch = draw(buffer, jax.random.key(5), 16)
+    assert found == set(batch.data[batch.valid].tolist()) & kept
+    assert len(found) <= left
+    assert remaining.metrics()["passes"] == buffer.metrics()["passes"]
+
+
+def test_a_cleared_buffer_begins_with_the_first_pass():
+    buffer = items(8).add(jnp.arange(8))
+    buffer, _ = draw(buffer, jax.random.key(0), 8)
+    buffer = buffer.clear()
+    assert (tell(buffer)["passes"], tell(buffer)["left"]) == (0, 0)
+    buffer, batch = draw(buffer, jax.random.key(0), 2)
+    assert not batch.valid.any()
+    buffer, batch = draw(buffer.add(jnp.arange(3)), jax.random.key(1), 3)
+    assert sorted(batch.data.tolist()) == [0, 1, 2]
+
+
+def test_a_hosted_buffer_goes_over_its_items():
+    buffer = jaxbuf.add(jaxbuf.Hosted.create(lambda: items(8)), np.arange(8, dtype=np.int32))
+    found = []
+    for i in range(4):
+        buffer, batch = jaxbuf.next_batch(buffer, jax.random.key(i), 2)
+        found += batch.data.tolist()
+    assert sorted(found) == list(range(8))
+    assert tell(buffer)["passes"] == 1
+
+
+def test_what_cannot_be_is_refused():
+    buffer = items(8).add(jnp.arange(8))
+    with pytest.raises(ValueError, match="drop_last is 3"):
+        jaxbuf.Shuffled(drop_last=3)
+    with pytest.raises(ValueError, match="has no priorities"):
+        buffer.update_priority(buffer.sample(jax.random.key(0), 2).slots, jnp.ones(2))
+    with pytest.raises(ValueError, match="cannot tell the probability"):
+        jaxbuf.Recent(0.5, 4, base=jaxbuf.Shuffled())
+    with pytest.raises(ValueError, match=re.escape("fewer than 2**30 slots")):
+        jax.eval_shape(lambda: items(2**30))
+    for call in (jaxbuf.next_batch, lambda *args: args[0].next_batch(*args[1:])):
+        with pytest.raises(ValueError, match="batch_size is 0"):
+            call(buffer, jax.random.key(0), 0)
+        with pytest.raises(ValueError, match="key is of type int"):
+            call(buffer, 3, 4)
+    queue = jaxbuf.Queue.create(jnp.int32(0), 4)
+    with pytest.raises(ValueError, match="Queue, which has no method next_batch"):
+        jaxbuf.next_batch(queue, jax.random.key(0), 4)
