@@ -383,7 +383,7 @@ def test_a_hosted_buffer_goes_over_its_items():
         buffer, batch = jaxbuf.next_batch(buffer, jax.random.key(i), 2)
         found += batch.data.tolist()
     assert sorted(found) == list(range(8))
-    assert tell(buffer)["passes"] == 1
+    assert buffer.metrics()["passes"] == 1
 
 
 def test_what_cannot_be_is_refused():
