@@ -89,6 +89,10 @@ class FlashbaxReplay(flax.struct.PyTreeNode):
         raised = priority + jnp.float32(dqn.PRIORITY_EPSILON)
         return self.replace(state=self.functions.set_priorities(self.state, slots.index, raised))
 
+    def support(self) -> Any:
+        """Not asked for: weights are relative to the largest of the batch."""
+        raise NotImplementedError
+
     def metrics(self) -> dict[str, jax.Array]:
         """None."""
         return {}
@@ -124,6 +128,10 @@ class NoReplay(flax.struct.PyTreeNode):
         """Sets nothing."""
         del slots, priority
         return self
+
+    def support(self) -> Any:
+        """Not asked for: weights are relative to the largest of the batch."""
+        raise NotImplementedError
 
     def metrics(self) -> dict[str, jax.Array]:
         """None."""
