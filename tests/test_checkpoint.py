@@ -25,7 +25,7 @@ from flax.training.train_state import TrainState
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.io import checkpoint, records
-from tests import kill
+from tests import kill, sharded_checkpoint
 
 ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
 
@@ -345,7 +345,8 @@ def as_format_1(folder):
     [version] = folder.glob("jaxbuf-*")
     manifest = json.loads((version / "manifest.json").read_text())
     arrays = {}
-    data = list(checkpoint._read(version, manifest))
+    readers = checkpoint._read(version, manifest)
+    data = [np.ascontiguousarray(read(())).reshape(-1) for read in readers]
     for i, (leaf, array) in enumerate(zip(manifest["leaves"].values(), data, strict=True)):
         del leaf["bytes"]
         dtype = jnp.uint32 if leaf["dtype"].startswith("key<") else leaf["dtype"]
@@ -465,25 +466,69 @@ if rank == "1":
 """
 
 
-def test_a_process_of_a_distributed_job_saves_what_is_its_own(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+def run_processes(*commands, devices=1):
+    """The output of Python processes that run at the same time, each with so many devices."""
+    flags = (
+        f"--xla_force_host_platform_device_count={devices} "
+        "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+    )
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", DISTRIBUTED, port, str(rank), str(tmp_path / "run")],
+            [sys.executable, *map(str, command)],
             stdout=subprocess.PIPE,
             text=True,
+            # Programs of several processes are compiled by all of them or by none.
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"},
         )
-        for rank in range(2)
+        for command in commands
     ]
     try:
         out = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    return out
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def test_a_process_of_a_distributed_job_saves_what_is_its_own(tmp_path):
+    port = free_port()
+    commands = [("-c", DISTRIBUTED, port, rank, tmp_path / "run") for rank in range(2)]
+    out = run_processes(*commands)
     assert "[0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0]" in out[1]
+
+
+def test_sharded_arrays_are_loaded_onto_another_number_of_devices(tmp_path):
+    [out] = run_processes(("-m", "tests.sharded_checkpoint", tmp_path), devices=8)
+    assert out.endswith("the same\n")
+
+
+def test_sharded_arrays_are_saved_and_loaded_by_another_number_of_processes(tmp_path):
+    tree = sharded_checkpoint.values()
+    jaxbuf.save(tmp_path / "alone", tree)
+    port = free_port()
+    commands = [("-m", "tests.sharded_checkpoint", tmp_path, port, rank) for rank in range(2)]
+    assert all(out.endswith("the same\n") for out in run_processes(*commands, devices=2))
+    assert_same(jaxbuf.load(tmp_path / "4", tree), tree)
+
+
+def test_a_chunk_lies_in_one_shard_and_has_a_sensible_size(monkeypatch):
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 2**10)
+    for shape, chunk in {
+        (8,): [8],
+        (1024, 3): [64, 3],
+        (1024, 300): [1, 300],
+        (2, 1024): [1, 256],
+        (997,): [997],
+        (4 * 997,): [997],
+    }.items():
+        assert checkpoint._chunk(jnp.zeros(shape)) == chunk
 
 
 def test_arrays_may_end_anywhere_in_the_chunks_of_the_file(tmp_path, monkeypatch):

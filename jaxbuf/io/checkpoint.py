@@ -5,16 +5,19 @@ priorities. So a checkpoint also holds the configuration, and loading compares i
 """
 
 import dataclasses
+import functools
 import itertools
+import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
@@ -25,6 +28,7 @@ Tree = TypeVar("Tree")
 
 _FORMAT = 2
 _DATA = "data"
+_SHARDED = "sharded"
 _BYTES = jax.ShapeDtypeStruct((1,), np.uint8)
 _CHUNK_BYTES = 2**24
 _ROUND_BYTES = 16 * _CHUNK_BYTES
@@ -38,14 +42,20 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
     donated. Processes and threads that use one folder wait for each other, and the checkpoint of
     the last one stays; processes that are to keep one each need a folder each.
 
+    Arrays may be sharded over several devices. If one has shards on devices of other processes of a
+    ``jax.distributed`` job, all processes must call this at the same time with the same folder, on
+    a file system that they share. Each process writes its own shards. Process 0 writes the rest, of
+    which all processes must have the same copy.
+
     Args:
         path: The folder. It is made if needed; other files in it are left alone.
-        buffer: A buffer, or any pytree of arrays, PRNG keys and Python numbers with buffers in it:
-            a training state. Its arrays must all be on devices of this process.
+        buffer: A buffer, or any pytree of arrays, PRNG keys and Python numbers with buffers in it,
+            such as a training state.
 
     Raises:
-        ValueError: If ``path`` is a file, ``buffer`` holds no arrays, a leaf is no array of this
-            process, or one was donated.
+        ValueError: If ``path`` is a file, ``buffer`` holds no arrays, or a leaf is not an array or
+            was donated.
+        OSError: If the checkpoint cannot be written, by this process or by another one.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, jaxbuf
@@ -66,40 +76,67 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
             f"buffer is {buffer!r}, in which there are no arrays; expected a buffer or a pytree of "
             "arrays"
         )
-    arrays: list[np.ndarray[Any, Any]] = []
+    values = [
+        _numbers(value, f"buffer{name}")
+        for name, value in zip(described, jax.tree.leaves(buffer), strict=True)
+    ]
+    # What lies whole on one device, or on each, goes into one file.
+    sharded = {
+        i: value
+        for i, value in enumerate(values)
+        if isinstance(value, jax.Array) and value.size and not value.is_fully_replicated
+    }
+    arrays = [_to_bytes(value) for i, value in enumerate(values) if i not in sharded]
+    rest = iter(arrays)
     leaves: dict[str, Any] = {}
-    for (name, leaf), value in zip(described.items(), jax.tree.leaves(buffer), strict=True):
-        array = _to_bytes(value, f"buffer{name}")
-        arrays.append(array)
-        leaves[name] = dataclasses.asdict(leaf) | {
-            "bytes": array.size,
-            "crc32": zlib.crc32(array.data),
-        }
-        if structure.is_key(leaf.dtype):
+    for i, (name, leaf) in enumerate(described.items()):
+        leaves[name] = dataclasses.asdict(leaf)
+        if i in sharded:
+            leaves[name]["chunk"] = _chunk(sharded[i])
+        else:
+            array = next(rest)
+            leaves[name] |= {"bytes": array.size, "crc32": zlib.crc32(array.data)}
+    for name, value in zip(described, jax.tree.leaves(buffer), strict=True):
+        if structure.is_key(described[name].dtype):
             leaves[name]["key"] = str(jax.random.key_impl(value))
     chunk = min(max(1, sum(array.size for array in arrays)), _CHUNK_BYTES)
-    configuration = structure.configuration(buffer)
+    manifest = {
+        "format": _FORMAT,
+        "configuration": structure.configuration(buffer),
+        "chunk": chunk,
+        "leaves": leaves,
+    }
+
+    def write_shards(version: Path) -> None:
+        for i, array in sharded.items():
+            _write_shards(version, i, array)
+
+    def write_rest(version: Path) -> None:
+        _write(version, arrays, chunk)
+        records.write(version / "manifest.json", manifest)
 
     def write(version: Path) -> None:
-        _write(version, arrays, chunk)
-        records.write(
-            version / "manifest.json",
-            {"format": _FORMAT, "configuration": configuration, "chunk": chunk, "leaves": leaves},
-        )
+        write_shards(version)
+        write_rest(version)
 
-    versions.replace(folder, write)
+    if all(array.is_fully_addressable for array in sharded.values()):
+        versions.replace(folder, write)
+    else:
+        _replace_together(folder, write_shards, write_rest)
 
 
 def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> Tree:
     """Read a checkpoint.
 
-    The result goes on bit for bit where what was saved stopped, on whatever devices there are now.
+    The result continues bit for bit where what was saved stopped, whatever devices and processes
+    there are now. Of a sharded array a process reads the shards that it holds.
 
     Args:
         path: The folder it was saved to.
         like: A pytree as it was saved, created with the same configuration; only its structure,
             shapes and dtypes matter, so ``jax.eval_shape(...)`` of what creates it will do. Arrays
             that are committed to devices, and shapes with a sharding, say where the result goes.
+            The sharding may differ from that of the arrays that were saved.
         resize: Load buffers into those of ``like`` if only the ``capacity`` (of an ``ItemBuffer``
             or a ``Queue``) or the ``length`` (of a ``TrajectoryBuffer``) differs. Of more items
             than fit the evictor's choice stays: the newest or those with the highest scores, of a
@@ -161,23 +198,18 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     target: Any = resizing.as_saved(like, configuration) if resize else like
     _compare(version, configuration, saved, target)
 
-    arrays = _read(version, manifest)
     loaded: list[Any] = []
+    readers = _read(version, manifest)
     for (name, leaf), place in zip(saved.items(), jax.tree.leaves(target), strict=True):
         try:
-            array = next(arrays)
-            if leaves[name]["crc32"] != zlib.crc32(array.data):
-                raise ValueError("the numbers are not those that were saved")
-            loaded.append(_from_bytes(array, leaf, leaves[name], place))
+            loaded.append(_restore(next(readers), leaf, leaves[name], place))
         except MemoryError:
             raise
         except Exception as error:
             # Storage has as many errors as layers.
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
     tree = jax.tree.unflatten(jax.tree.structure(target), loaded)
-    if resize:
-        tree = resizing.fit(tree, like)
-    return jax.tree.map(_place, tree, like)
+    return jax.tree.map(_place, resizing.fit(tree, like), like) if resize else tree
 
 
 def _compare(
@@ -256,20 +288,123 @@ def _write(version: Path, arrays: list[np.ndarray[Any, Any]], chunk: int) -> Non
         store[start:stop].write(data[start:stop]).result()
 
 
-def _read(version: Path, manifest: dict[str, Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """The bytes of each array in turn."""
+def _chunk(array: jax.Array) -> list[int]:
+    """The shape of the chunks of an array, none of which lies in two shards."""
+    chunk = [*array.sharding.shard_shape(array.shape)]
+    for axis, size in enumerate(chunk):
+        wanted = _CHUNK_BYTES / (array.dtype.itemsize * math.prod(chunk)) * size
+        if wanted < size:
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            chunk[axis] = min(divisors, key=lambda n: abs(math.log(n / wanted)))
+    return chunk
+
+
+def _open_sharded(
+    version: Path, i: int, shape: tuple[int, ...], chunk: list[int], size: int, **options: Any
+) -> Any:
+    """The array on disk of leaf ``i``: its bytes, ``uint8[*shape, size]``."""
+    shape, chunk = (*shape, size), [*chunk, size]
+    return zarr.open_array(version / _SHARDED / str(i), np.dtype(np.uint8), shape, chunk, **options)
+
+
+def _write_shards(version: Path, i: int, array: jax.Array) -> None:
+    """Write what this process holds of an array, each part once."""
+    size = array.dtype.itemsize
+    cache = zarr.new_cache(0)
+    store = _open_sharded(version, i, array.shape, _chunk(array), size, cache=cache, create=True)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            data = np.ascontiguousarray(shard.data)[..., None].view(np.uint8)
+            store[(*shard.index, slice(None))].write(data).result()
+
+
+def _replace_together(
+    folder: Path, write_shards: Callable[[Path], None], write_rest: Callable[[Path], None]
+) -> None:
+    """Add a version that all processes write to; each of them learns how it went.
+
+    Raises:
+        OSError: If another process could not write its part.
+    """
+    number = -1
+
+    def write(version: Path) -> None:
+        nonlocal number
+        number = _broadcast(versions.number(version))
+        _each(lambda: write_shards(version))
+        write_rest(version)
+
+    if jax.process_index() == 0:
+        finished = False
+        try:
+            versions.replace(folder, write)
+            finished = True
+        finally:
+            if number < 0:
+                # The others wait to be told where to write.
+                _broadcast(-1)
+            _broadcast(int(finished))
+        return
+    number = _broadcast(0)
+    try:
+        if number >= 0:
+            _each(lambda: write_shards(versions.unfinished(folder, number)))
+    finally:
+        finished = bool(_broadcast(0))
+    if not finished:
+        raise OSError(f"process 0 could not write the checkpoint in {folder}")
+
+
+def _broadcast(number: int) -> int:
+    """The number that process 0 has."""
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def _each(function: Callable[[], None]) -> None:
+    """Call a function in every process, and fail in all of them if it fails in one."""
+    error: Exception | None = None
+    try:
+        function()
+    except Exception as raised:
+        error = raised
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.int32(error is not None)))
+    if error is not None:
+        raise error
+    if failed.size:
+        raise OSError(f"process {failed[0]} could not write its part of the checkpoint")
+
+
+def _read(version: Path, manifest: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
+    """For each leaf in turn, a function that reads the bytes at an index, ``uint8[..., size]``."""
     # Keeps the chunk that small arrays share.
     cache = zarr.new_cache(2 * _CHUNK_BYTES)
     store, at = None, 0
     for i, leaf in enumerate(manifest["leaves"].values()):
-        if 0 in leaf["shape"]:
-            yield np.zeros(0, np.uint8)
+        *shape, size = _stored_shape(leaf)
+        if "chunk" in leaf:
+            part = _open_sharded(version, i, tuple(shape), leaf["chunk"], size, cache=cache)
+            yield lambda index, part=part: part[(*index, slice(None))].read().result()
+            continue
+        if 0 in shape:
+            array = np.zeros(0, np.uint8)
         elif manifest["format"] == 1:
-            yield _read_orbax(version / "arrays", i)
+            array = _read_orbax(version / "arrays", i)
         else:
             store = store or zarr.open_rows(version / _DATA, _BYTES, manifest["chunk"], cache)
-            yield store[at : at + leaf["bytes"]].read().result()
+            array = store[at : at + leaf["bytes"]].read().result()
             at += leaf["bytes"]
+        if leaf["crc32"] != zlib.crc32(array.data):
+            raise ValueError("the numbers are not those that were saved")
+        array = array.reshape(*shape, size)
+        yield lambda index, array=array: array[(*index, slice(None))]
+
+
+def _stored_shape(leaf: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of the bytes of a leaf; a PRNG key is an array of words."""
+    if structure.is_key(leaf["dtype"]):
+        words = jax.random.key_data(jax.random.key(0, impl=leaf["key"])).shape
+        return (*leaf["shape"], *words, 4)
+    return (*leaf["shape"], jnp.dtype(leaf["dtype"]).itemsize)
 
 
 def _read_orbax(folder: Path, i: int) -> np.ndarray[Any, Any]:
@@ -286,39 +421,61 @@ def _damaged(version: Path, why: str) -> ValueError:
     return ValueError(f"the checkpoint {version} is damaged: {why}; nothing else was touched")
 
 
-def _to_bytes(leaf: Any, name: str) -> np.ndarray[Any, Any]:
-    """The numbers of a leaf, ``uint8[N]``."""
+def _numbers(leaf: Any, name: str) -> Any:
+    """A leaf as an array of numbers."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise ValueError(f"{name} is a shape without numbers; pass arrays")
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise ValueError(f"{name} is on devices of other processes; save what each of them holds")
-    if isinstance(leaf, jax.Array) and structure.is_key(leaf.dtype):
-        leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf) if structure.is_key(leaf.dtype) else leaf
     array = np.asarray(leaf)
     if array.dtype.hasobject:
         raise ValueError(f"{name} has dtype {array.dtype}; expected numbers")
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return array
 
 
-def _from_bytes(array: Any, saved: Leaf, record: dict[str, Any], like: Any) -> Any:
+def _to_bytes(array: Any) -> np.ndarray[Any, Any]:
+    """The bytes of an array, ``uint8[N]``."""
+    # Of an array on devices of other processes nothing can be read, not even that it is empty.
+    whole = np.asarray(array) if array.size else np.zeros(0, np.uint8)
+    return np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
+
+
+def _restore(read: Callable[[Any], Any], saved: Leaf, record: dict[str, Any], like: Any) -> Any:
+    """A leaf as it was saved, in the place of that of ``like``."""
     if structure.is_key(saved.dtype):
-        words = jax.random.key_data(jax.random.key(0, impl=record["key"])).shape
-        data = jnp.array(array.view(np.uint32).reshape(*saved.shape, *words))
-        return jax.random.wrap_key_data(data, impl=record["key"])
-    array = array.view(jnp.dtype(saved.dtype)).reshape(saved.shape)
+        words = np.ascontiguousarray(read(())).view(np.uint32)[..., 0]
+        # A program can place keys on devices of other processes, which device_put cannot.
+        wrap = functools.partial(jax.random.wrap_key_data, impl=record["key"])
+        return jax.jit(wrap, out_shardings=_sharding(like))(words)
+
+    def numbers(index: Any) -> np.ndarray[Any, Any]:
+        return np.ascontiguousarray(read(index)).view(jnp.dtype(saved.dtype))[..., 0]
+
     scalar = isinstance(like, bool | int | float | complex)
     if saved.scalar and scalar:
-        return array.item()
+        return numbers(()).item()
     dtype = jnp.dtype(saved.dtype if scalar else like.dtype)
     if isinstance(like, np.ndarray | np.generic):
-        return np.array(array, dtype)
-    # A copy in any case: an array that borrows NumPy's memory cannot be updated in place.
-    return jnp.array(array, dtype, copy=True)
+        return np.array(numbers(()), dtype)
+
+    def copy(index: Any) -> jax.Array:
+        # A copy in any case: an array that borrows NumPy's memory cannot be updated in place.
+        return jnp.array(numbers(index), dtype, copy=True)
+
+    sharding = _sharding(like)
+    if sharding is None:
+        return copy(())
+    return jax.make_array_from_callback(saved.shape, sharding, copy)
+
+
+def _sharding(like: Any) -> Any:
+    """Where a leaf of ``like`` is committed to be, if anywhere."""
+    if isinstance(like, jax.Array) and not like.committed:
+        return None
+    return getattr(like, "sharding", None)
 
 
 def _place(leaf: Any, like: Any) -> Any:
     """Put a leaf where that of ``like`` is committed to be."""
-    sharding = getattr(like, "sharding", None)
-    if isinstance(like, jax.Array) and not like.committed:
-        sharding = None
+    sharding = _sharding(like)
     return leaf if sharding is None else jax.device_put(leaf, sharding)

@@ -49,8 +49,7 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
             if _UNFINISHED.fullmatch(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
         previous = find(folder)
-        number = 1 + _number(previous[-1]) if previous else 0
-        new = folder / f"jaxbuf-{number:08d}.new"
+        new = unfinished(folder, 1 + number(previous[-1]) if previous else 0)
         new.mkdir()
         write(new)
         for path in [*new.rglob("*"), new]:
@@ -61,7 +60,7 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
             if _has_manifest(entry) and not entry.is_symlink():
                 # Renamed first: what is removed in part is not taken for a version. If that is
                 # not permitted, the newest counts all the same.
-                old = folder / f"jaxbuf-{_number(entry):08d}.old"
+                old = folder / f"jaxbuf-{number(entry):08d}.old"
                 with contextlib.suppress(OSError):
                     shutil.rmtree(entry.rename(old))
 
@@ -94,8 +93,14 @@ def locked(folder: Path, *, shared: bool = False) -> Generator[None]:
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def _number(version: Path) -> int:
-    return int(version.name.removeprefix("jaxbuf-"))
+def number(version: Path) -> int:
+    """The number of a version."""
+    return int(version.name.removeprefix("jaxbuf-").partition(".")[0])
+
+
+def unfinished(folder: Path, number: int) -> Path:
+    """Where the version of a number is while it is being written."""
+    return folder / f"jaxbuf-{number:08d}.new"
 
 
 def _has_manifest(entry: Path) -> bool:

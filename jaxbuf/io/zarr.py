@@ -19,7 +19,7 @@ def new_cache(size: int) -> Any:
 def open_rows(
     folder: Path, like: jax.ShapeDtypeStruct, chunk: int, cache: Any, *, create: bool = False
 ) -> Any:
-    """Open or create an array of rows.
+    """Open or create an array that grows by rows.
 
     Args:
         folder: Where it lies.
@@ -27,6 +27,38 @@ def open_rows(
         chunk: Rows in a chunk.
         cache: Where to keep chunks that were read.
         create: Whether it is a new one.
+
+    Raises:
+        ValueError: As ``open_array`` does.
+    """
+    shape = like.shape[1:]
+    chunks = [chunk, *(max(size, 1) for size in shape)]
+    shape = (_MOST_ROWS, *shape)
+    return open_array(
+        folder, like.dtype, shape, chunks, cache=cache, known=not create, create=create
+    )
+
+
+def open_array(
+    folder: Path,
+    dtype: Any,
+    shape: tuple[int, ...],
+    chunk: list[int],
+    *,
+    cache: Any,
+    known: bool = True,
+    create: bool = False,
+) -> Any:
+    """Open or create an array.
+
+    Args:
+        folder: Where it lies.
+        dtype: Its dtype.
+        shape: Its shape.
+        chunk: The shape of a chunk.
+        cache: Where to keep chunks that were read.
+        known: Whether it may be there already.
+        create: Whether it may be a new one.
 
     Returns:
         The tensorstore array. To read a chunk that is missing or damaged is a ``ValueError``.
@@ -46,9 +78,19 @@ def open_rows(
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
         # All of it, so that what is on disk is compared with it.
-        "metadata": _metadata(like, chunk),
+        "metadata": {
+            "data_type": str(dtype),
+            "shape": [*shape],
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "zstd", "configuration": {"level": 3}},
+                {"name": "crc32c"},
+            ],
+        },
     }
-    return ts.open(spec, context=cache, open=not create, create=create).result()
+    return ts.open(spec, context=cache, open=known, create=create).result()
 
 
 def finish(futures: list[Any]) -> None:
@@ -61,19 +103,3 @@ def finish(futures: list[Any]) -> None:
 def reason(error: Exception) -> str:
     """What tensorstore says of an error, without its list of settings."""
     return str(error).split(" [")[0]
-
-
-def _metadata(like: jax.ShapeDtypeStruct, chunk: int) -> dict[str, Any]:
-    shape = like.shape[1:]
-    chunk_shape = [chunk, *(max(size, 1) for size in shape)]
-    return {
-        "data_type": str(like.dtype),
-        "shape": [_MOST_ROWS, *shape],
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
-        "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
-        "codecs": [
-            {"name": "bytes", "configuration": {"endian": "little"}},
-            {"name": "zstd", "configuration": {"level": 3}},
-            {"name": "crc32c"},
-        ],
-    }
