@@ -10,7 +10,7 @@ from flax import struct
 
 import jaxbuf
 from jaxbuf.occupancy.ring import Ring
-from jaxbuf.strategies import Draw, Evictor, KnownSampler, Sampler
+from jaxbuf.strategies import Draw, Evictor, ItemOccupancy, KnownSampler, Sampler
 
 
 class Counts(struct.PyTreeNode):
@@ -61,7 +61,7 @@ class Halves(Evictor):
         return HalfRing(ring=Ring.create(capacity // 2), capacity=capacity)
 
 
-class HalfRing(struct.PyTreeNode):
+class HalfRing(ItemOccupancy, struct.PyTreeNode):
     ring: Ring
     capacity: int = struct.field(pytree_node=False)
 

@@ -15,7 +15,7 @@ from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.occupancy.ages import Ages, Bound, age_range, grid, keeps_order, spread
+from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.diversity import Diversity
@@ -186,7 +186,7 @@ def needs_order(occupancy: Any, what: str) -> None:
     Raises:
         ValueError: If the occupancy keeps no order of time.
     """
-    if not keeps_order(occupancy):
+    if not occupancy.keeps_order:
         raise ValueError(
             f"{what} goes by the age of items, but this buffer's {type(occupancy).__name__} does "
             "not keep their order; create it with evictor=jaxbuf.Oldest()"
@@ -219,7 +219,7 @@ def pick(
         None if bound is None else storage.check_rows(bound, name, (), np.int32, "one integer")
         for name, bound in (("start", start), ("stop", stop))
     ]
-    ages = age_range(buffer.occupancy, *bounds)
+    ages = buffer.occupancy.age_range(*bounds)
     if by_priority:
         return _pick_by_priority(buffer, key, rows, ages, replacement=replacement)
     row = jnp.arange(rows, dtype=jnp.int32)
@@ -280,7 +280,7 @@ def newest(occupancy: Any, n: int) -> Draw:
     """
     needs_order(occupancy, "latest")
     n = check_count("n", n)
-    ages = age_range(occupancy, -n, None)
+    ages = occupancy.age_range(-n, None)
     if n > ages.most:
         raise ValueError(f"n is {n}, but there is room for {ages.most}")
     index, valid = grid(ages, n)

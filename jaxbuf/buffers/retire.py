@@ -12,6 +12,7 @@ from jaxbuf.core import storage, trees
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.bitset import Bitset
+from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
 
@@ -191,7 +192,7 @@ class Retiring:
         """
         state, before, freshness_state = parts
         occupancy = before.exclude(gone)
-        if hasattr(occupancy.inner, "demote"):
+        if isinstance(occupancy.inner, ItemOccupancy):
             occupancy = occupancy.replace(inner=occupancy.inner.demote(gone))
         retired = (before.size - occupancy.size).astype(jnp.uint32)
         counters = freshness_state.counters.at[counter].add(retired)

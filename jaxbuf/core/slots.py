@@ -4,10 +4,8 @@ A slot is named by its index and its generation, which is another one each time 
 A name kept from an earlier sample therefore tells whether the item it meant is still there.
 """
 
-from typing import Any
-
 from flax import struct
-from jaxtyping import Array, Bool, Int, UInt
+from jaxtyping import Array, Int, UInt
 
 
 class Slots(struct.PyTreeNode):
@@ -21,9 +19,3 @@ class Slots(struct.PyTreeNode):
 
     index: Int[Array, " B"]
     generation: UInt[Array, " B"]
-
-
-def same_item(slots: Slots, occupancy: Any) -> Bool[Array, " B"]:
-    """Whether an item is live and of the generation that its name says."""
-    live = occupancy.live(slots.index)
-    return live & (occupancy.generation(slots.index) == slots.generation)

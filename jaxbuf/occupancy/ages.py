@@ -14,19 +14,6 @@ _FEW_RINGS = 128
 Bound = int | Int[Array, ""] | None
 
 
-class Ordered(Protocol):
-    """An occupancy that knows the order in which its items came, in one ring or in several."""
-
-    @property
-    def capacity(self) -> int:
-        """Number of slots, of all rings together."""
-        ...
-
-    def span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
-        """For each ring the place of its earliest item, and how many items follow from there."""
-        ...
-
-
 class Ages(Protocol):
     """Those items of every ring whose age lies in a range.
 
@@ -55,18 +42,6 @@ class Ages(Protocol):
     def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether the items at these slots are among them."""
         ...
-
-
-def keeps_order(occupancy: Any) -> bool:
-    """Whether an occupancy knows in which order its items came."""
-    return hasattr(occupancy, "span") or hasattr(getattr(occupancy, "inner", None), "span")
-
-
-def age_range(occupancy: Any, start: Bound, stop: Bound) -> Ages:
-    """The items ``start`` to ``stop - 1`` of each ring, counted like a slice of a list."""
-    if hasattr(occupancy, "span"):
-        return AgeRange.of(occupancy, start, stop)
-    return occupancy.age_range(start, stop)
 
 
 def clip(bound: int | Int[Array, ""], size: Int[Array, " E"]) -> Int[Array, " E"]:
@@ -100,10 +75,23 @@ class AgeRange:
     length: int
 
     @classmethod
-    def of(cls, occupancy: Ordered, start: Bound, stop: Bound) -> Self:
-        """The items ``start`` to ``stop - 1`` of each ring, counted like a slice of a list."""
-        first, size = occupancy.span()
-        length = occupancy.capacity // first.shape[0]
+    def of(
+        cls,
+        first: Int[Array, " E"],
+        size: Int[Array, " E"],
+        length: int,
+        start: Bound,
+        stop: Bound,
+    ) -> Self:
+        """The items ``start`` to ``stop - 1`` of each ring, counted like a slice of a list.
+
+        Args:
+            first: The place of the earliest item in each ring.
+            size: How many items follow from there.
+            length: Slots of a ring.
+            start: The first item.
+            stop: The end.
+        """
         low = clip(0 if start is None else start, size)
         high = size if stop is None else clip(stop, size)
         return cls((first + low) % length, jnp.maximum(high - low, 0), length)

@@ -1,25 +1,109 @@
-"""The protocol of everything that knows which slots are live."""
+"""The classes of everything that knows which slots are live."""
 
-from typing import Protocol, Self
+import abc
+from typing import Self
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core.slots import Slots
+from jaxbuf.occupancy.ages import Ages, Bound
 
 
-class Occupancy(Protocol):
-    """What an evictor keeps: which slots are live, and where new items go. An immutable pytree."""
+class Occupancy(abc.ABC):
+    """Knows which slots are live: what a sampler sees of a buffer. An immutable pytree.
+
+    Attributes:
+        capacity: Number of slots.
+    """
+
+    capacity: int
 
     @property
-    def capacity(self) -> int:
-        """Number of slots."""
-        ...
-
-    @property
+    @abc.abstractmethod
     def size(self) -> Int[Array, ""]:
         """Live items."""
-        ...
 
+    @abc.abstractmethod
+    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Whether there is an item at ``index``."""
+
+    @abc.abstractmethod
+    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
+        """The generation of what is at ``index``."""
+
+    @abc.abstractmethod
+    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
+        """A live slot for each random word, all equally likely; arbitrary if there is none."""
+
+    @abc.abstractmethod
+    def clear(self) -> Self:
+        """No items; what was there stays stale. Shares no array with the original."""
+
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Whether the items that these names mean are still there."""
+        return self.live(slots.index) & (self.generation(slots.index) == slots.generation)
+
+    def metrics(self) -> dict[str, Array]:
+        """Numbers worth watching, scalars; none unless said otherwise."""
+        return {}
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether it knows the order in which its items came, so that ``age_range`` works."""
+        return False
+
+    def age_range(self, start: Bound, stop: Bound) -> Ages:
+        """The items ``start`` to ``stop - 1`` of each ring, counted like a slice of a list.
+
+        Only where ``keeps_order`` is True.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not keep the order of its items")
+
+
+class ItemOccupancy(Occupancy):
+    """Also chooses where new items go: what an evictor creates.
+
+    Example:
+        >>> import dataclasses, jax.numpy as jnp, jaxbuf
+        >>> from flax import struct
+        >>> class Frozen(jaxbuf.strategies.ItemOccupancy, struct.PyTreeNode):
+        ...     '''Keeps the first items for ever: takes no more once it is full.'''
+        ...
+        ...     count: jnp.ndarray
+        ...     capacity: int = struct.field(pytree_node=False)
+        ...
+        ...     @property
+        ...     def size(self):
+        ...         return self.count
+        ...
+        ...     def place(self, rows, mask, score):
+        ...         taken = jnp.ones(rows, bool) if mask is None else mask
+        ...         index = jnp.where(taken, self.count + jnp.cumsum(taken) - 1, self.capacity)
+        ...         count = jnp.minimum(self.count + jnp.sum(taken), self.capacity)
+        ...         return self.replace(count=count), jnp.minimum(index, self.capacity)
+        ...
+        ...     def live(self, index):
+        ...         return (index >= 0) & (index < self.count)
+        ...
+        ...     def generation(self, index):
+        ...         return jnp.ones(index.shape, jnp.uint32)
+        ...
+        ...     def draw(self, words):
+        ...         return (words % jnp.maximum(self.count, 1).astype(jnp.uint32)).astype(jnp.int32)
+        ...
+        ...     def clear(self):
+        ...         return self.replace(count=jnp.zeros_like(self.count))
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class First(jaxbuf.strategies.Evictor):
+        ...     def init(self, capacity):
+        ...         return Frozen(jnp.int32(0), capacity)
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, evictor=First())
+        >>> buffer.add(jnp.arange(2)).add(jnp.arange(2, 6)).data.tolist()
+        [0, 1, 2]
+    """
+
+    @abc.abstractmethod
     def place(
         self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
     ) -> tuple[Self, Int[Array, " B"]]:
@@ -29,32 +113,12 @@ class Occupancy(Protocol):
             The new occupancy, and a slot for each row ``[B]``: the capacity for rows that are
             masked out or do not stay. No slot is given twice.
         """
-        ...
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
         """Which rows could not stay even if they came alone, because of their score."""
-        ...
+        return jnp.zeros(score.shape, bool)
 
-    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether there is an item at ``index``."""
-        ...
-
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Whether the items that these names mean are still there."""
-        ...
-
-    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
-        """The generation of what is at ``index``."""
-        ...
-
-    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
-        """A live slot for each random word, all equally likely; arbitrary if there is none."""
-        ...
-
-    def clear(self) -> Self:
-        """No items; what was there stays stale. Shares no array with the original."""
-        ...
-
-    def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, scalars."""
-        ...
+    def demote(self, index: Int[Array, " B"]) -> Self:
+        """The items at ``index`` have retired, and should be the first to be overwritten."""
+        del index
+        return self

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core import native
 from jaxbuf.core.random import scale_word
-from jaxbuf.core.slots import Slots, same_item
+from jaxbuf.occupancy.protocol import ItemOccupancy
 
 _SHIFT = 4
 # Children of a node.
@@ -33,7 +33,7 @@ _LEAST = np.uint32(2**23 - 1)
 _DEMOTED = np.uint32(1)
 
 
-class Ranking(struct.PyTreeNode):
+class Ranking(ItemOccupancy, struct.PyTreeNode):
     """The ``capacity`` items with the highest scores; of equal ones, the newest.
 
     An item's generation is its number in the order of arrival. Numbers wrap at 2**32; ties are
@@ -104,10 +104,6 @@ class Ranking(struct.PyTreeNode):
         """Whether there is an item at ``index``."""
         # Slots are filled in order and never become free.
         return (index >= 0) & (index < self.size)
-
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Whether the items that these names mean are still there."""
-        return same_item(slots, self)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The number of the item at ``index``."""

@@ -7,10 +7,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core.random import scale_word
-from jaxbuf.core.slots import Slots, same_item
+from jaxbuf.occupancy.ages import AgeRange, Bound
+from jaxbuf.occupancy.protocol import ItemOccupancy
 
 
-class Ring(struct.PyTreeNode):
+class Ring(ItemOccupancy, struct.PyTreeNode):
     """First in, first out: the next item goes where the oldest is.
 
     A slot's generation is the lap in which it was written, which follows from the write position
@@ -62,18 +63,10 @@ class Ring(struct.PyTreeNode):
         )
         return self.replace(counters=counters), index
 
-    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """None: scores do not matter here."""
-        return jnp.zeros(score.shape, bool)
-
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether there is an item at ``index``."""
         behind = (self.position - 1 - index) % self.capacity
         return (index >= 0) & (index < self.capacity) & (behind < self.size)
-
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Whether the items that these names mean are still there."""
-        return same_item(slots, self)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The lap in which ``index`` was written."""
@@ -89,12 +82,17 @@ class Ring(struct.PyTreeNode):
         """The slot of the earliest item, and how many items follow from there."""
         return ((self.position - self.size) % self.capacity)[None], self.size[None]
 
+    @property
+    def keeps_order(self) -> bool:
+        """Yes: the order of items is that of their places."""
+        return True
+
+    def age_range(self, start: Bound, stop: Bound) -> AgeRange:
+        """The items ``start`` to ``stop - 1``, counted like a slice of a list."""
+        return AgeRange.of(*self.span(), self.capacity, start, stop)
+
     def clear(self) -> Self:
         """No items. Two laps on, no generation that was ever handed out is met again."""
         lap = self.counters[1] + jnp.uint32(2)
         zero = jnp.uint32(0)
         return self.replace(counters=jnp.stack([zero, lap, zero]))
-
-    def metrics(self) -> dict[str, Array]:
-        """Nothing."""
-        return {}

@@ -7,11 +7,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core.random import scale_word
-from jaxbuf.core.slots import Slots, same_item
-from jaxbuf.occupancy.ages import AgeRange
+from jaxbuf.occupancy.ages import AgeRange, Bound
+from jaxbuf.occupancy.protocol import Occupancy
 
 
-class Rings(struct.PyTreeNode):
+class Rings(Occupancy, struct.PyTreeNode):
     """``E`` rings of ``length`` steps, seen as a set of windows of ``sequence_length`` steps.
 
     A window starts at a multiple of ``period`` among the places of its ring, may run past the
@@ -66,7 +66,7 @@ class Rings(struct.PyTreeNode):
         return self.length // self.period
 
     @property
-    def capacity(self) -> int:
+    def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Slots of windows, of all rings together."""
         return self.num_envs * self.starts
 
@@ -168,10 +168,6 @@ class Rings(struct.PyTreeNode):
         inside &= behind < held - self.ignored
         return inside & (behind >= self.sequence_length - 1)
 
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Whether the windows that these names mean are still there."""
-        return same_item(slots, self)
-
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """The lap in which the first step of the window at ``index`` was written."""
         ring, start = self._ring_of(index)
@@ -238,6 +234,15 @@ class Rings(struct.PyTreeNode):
         first = -(-oldest // self.period)
         last = -(-(oldest + size - self.sequence_length + 1) // self.period)
         return first % self.starts, jnp.where(size < self.sequence_length, 0, last - first)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Yes: the order of windows is that of their places."""
+        return True
+
+    def age_range(self, start: Bound, stop: Bound) -> AgeRange:
+        """The windows ``start`` to ``stop - 1`` of each ring, counted like a slice of a list."""
+        return AgeRange.of(*self.span(), self.starts, start, stop)
 
     def clear(self, mask: Bool[Array, " E"] | None = None) -> Self:
         """No steps, in some rings or in all.

@@ -12,9 +12,10 @@ from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ages import Bound, clip, ring_of
 from jaxbuf.occupancy.bitset import Bitset
+from jaxbuf.occupancy.protocol import ItemOccupancy
 
 
-class Subset(struct.PyTreeNode):
+class Subset(ItemOccupancy, struct.PyTreeNode):
     """Some of the live slots of another occupancy: its *members*.
 
     To a sampler it is an occupancy like any other (see ``Occupancy``): ``size`` counts
@@ -113,9 +114,14 @@ class Subset(struct.PyTreeNode):
         return self.at(rank.astype(jnp.int32))
 
     @property
-    def capacity(self) -> int:
+    def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Number of slots."""
         return self.members.capacity
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the inner occupancy does."""
+        return self.inner.keeps_order
 
     def age_range(self, start: Bound, stop: Bound) -> "MemberAges":
         """The members ``start`` to ``stop - 1`` of each ring of the inner occupancy, by age.

@@ -1,12 +1,13 @@
 """Frozen choices: how to sample, what to evict; and the classes that your own ones derive from."""
 
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler, Support
 
 __all__ = [
     "Draw",
     "Evictor",
+    "ItemOccupancy",
     "KnownSampler",
     "Occupancy",
     "Sampler",

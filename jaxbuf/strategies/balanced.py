@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
 from jaxbuf.core.random import random_words, scale_word
-from jaxbuf.occupancy.ages import age_range, in_part, ring_of
+from jaxbuf.occupancy.ages import in_part, ring_of
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 
@@ -57,7 +57,7 @@ class Balanced(KnownSampler):
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draw ``batch_size`` windows, environment by environment."""
         del state
-        ages = age_range(occupancy, None, None)
+        ages = occupancy.age_range(None, None)
         held = ages.count
         words, lots, turns = jnp.split(
             random_words(key, (batch_size + 2 * held.shape[0],)),
@@ -90,20 +90,20 @@ class Balanced(KnownSampler):
     ) -> Float[Array, " B"]:
         """The probability with which a single draw gives each of these live windows."""
         del state
-        ages = age_range(occupancy, None, None)
+        ages = occupancy.age_range(None, None)
         return _probability(ages.count, index // ages.most)
 
     def support(self, state: Any, occupancy: Occupancy) -> Support:
         """All windows."""
         del state
-        held = age_range(occupancy, None, None).count
+        held = occupancy.age_range(None, None).count
         least = _probability(held, jnp.argmax(held)[None])[0]
         return Support(occupancy.size, jnp.where(occupancy.size > 0, least, 0.0))
 
     def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
         """``effective_sample_size``: less than all of them if some environments hold fewer."""
         del state
-        held = age_range(occupancy, None, None).count
+        held = occupancy.age_range(None, None).count
         each = _probability(held, jnp.arange(held.shape[0], dtype=jnp.int32))
         squares = jnp.sum(jnp.where(held > 0, each * each * held.astype(jnp.float32), 0.0))
         size = jnp.where(squares > 0, 1.0 / jnp.where(squares > 0, squares, 1.0), 0.0)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import checks, fields
 from jaxbuf.core.varying import vary_with
-from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.ranking import to_rank
 from jaxbuf.strategies.points import Ball, Points, finite, pairwise
 
@@ -150,7 +150,7 @@ class Diversity:
         points: Float[Array, "B D"],
         score: Float[Array, " B"],
         offered: Bool[Array, " B"],
-        occupancy: Occupancy,
+        occupancy: ItemOccupancy,
     ) -> tuple[DiversityState, Bool[Array, " B"]]:
         """Which of the offered rows enter; the others are counted."""
         if score.shape[0] == 1:

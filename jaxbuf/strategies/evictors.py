@@ -1,7 +1,6 @@
 """What makes room for new items."""
 
 import dataclasses
-from typing import Any
 
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
@@ -12,7 +11,7 @@ from jaxbuf.strategies.protocols import Evictor
 class Oldest(Evictor):
     """First in, first out: the oldest item goes."""
 
-    def init(self, capacity: int) -> Any:
+    def init(self, capacity: int) -> Ring:
         """An empty ring."""
         return Ring.create(capacity)
 
@@ -35,6 +34,6 @@ class Lowest(Evictor):
 
     uses_score = True
 
-    def init(self, capacity: int) -> Any:
+    def init(self, capacity: int) -> Ranking:
         """A ranking of no items."""
         return Ranking.create(capacity)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Evictor(abc.ABC):
     uses_score: bool = False
 
     @abc.abstractmethod
-    def init(self, capacity: int) -> Occupancy:
+    def init(self, capacity: int) -> ItemOccupancy:
         """The occupancy of an empty buffer."""
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxbuf.core import checks, sizes
 from jaxbuf.core.random import random_words
-from jaxbuf.occupancy.ages import Ages, age_range, spread
+from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 from jaxbuf.strategies.samplers import Uniform
@@ -153,7 +153,7 @@ class Recent(KnownSampler):
         }
 
     def _recent(self, occupancy: Any) -> Ages:
-        return age_range(occupancy, -self.steps, None)
+        return occupancy.age_range(-self.steps, None)
 
     def _everywhere(self, state: Any, occupancy: Any) -> Float[Array, " N"]:
         """The probability of every slot."""
