@@ -16,6 +16,7 @@ from jaxbuf.buffers.ops import add, next_batch, sample, update_priority
 from jaxbuf.buffers.presets import (
     diverse_reward_prioritized,
     reward_prioritized,
+    terminal_state_buffer,
     terminating_states,
 )
 from jaxbuf.buffers.queue import Queue
@@ -113,6 +114,7 @@ __all__ = [
     "sample_groups",
     "save",
     "stack_frames",
+    "terminal_state_buffer",
     "terminal_states",
     "terminating_states",
     "to_minari",

@@ -92,7 +92,7 @@ def make_manager(num_workers):
         80,
         sampler=jaxbuf.Softmax(),
         evictor=jaxbuf.Lowest(),
-        diversity=jaxbuf.Diversity(cutoff=0.15, p=2, key="point"),
+        diversity=jaxbuf.Diversity(cutoff=0.15, p=2, field="point"),
     )
     return Manager.create(buffer, num_workers, baseline=Min(), scores=Retained())
 

@@ -493,12 +493,12 @@ CALLS: dict[str, Call] = {
         capacity=(8, "count"),
         cutoff=(0.0, "distance"),
         p=(1.0, "norm"),
-        key=("obs", "what is compared"),
+        field=("obs", "what is compared"),
         temperature=(1.0, "temperature"),
         fallback=(False, "flag"),
     ),
-    "terminating_states": call(
-        jaxbuf.terminating_states, example=(step(), "example"), capacity=(8, "count")
+    "terminal_state_buffer": call(
+        jaxbuf.terminal_state_buffer, example=(step(), "example"), capacity=(8, "count")
     ),
     # Strategies.
     "Uniform": call(jaxbuf.Uniform, replacement=(True, "flag")),
@@ -529,7 +529,7 @@ CALLS: dict[str, Call] = {
         jaxbuf.Diversity,
         cutoff=(0.0, "distance"),
         p=(1.0, "norm"),
-        key=("obs", "what is compared"),
+        field=("obs", "what is compared"),
         within_batch=("greedy", "choice"),
         active=("full", "choice"),
     ),
@@ -560,7 +560,7 @@ CALLS: dict[str, Call] = {
     ),
     "ThroughputLimiter.create": call(
         jaxbuf.ThroughputLimiter.create,
-        inserts_per_sample=((0.5, 2.0), "pair"),
+        samples_per_insert=((0.5, 2.0), "pair"),
         window=(30.0, "above 0"),
         min_batches=(1.0, "at least 1"),
     ),
@@ -868,11 +868,11 @@ if importlib.util.find_spec("mpi4jax") is not None:
             momentum=(0.5, "below 1"),
             every=(1, "count"),
         ),
-        "Novelty": call(mpi.Novelty, key=(None, "what is compared"), p=(2.0, "norm 1 or 2")),
+        "Novelty": call(mpi.Novelty, field=(None, "what is compared"), p=(2.0, "norm 1 or 2")),
         "NewModes": call(
             mpi.NewModes,
             threshold=(0.0, "score"),
-            key=(None, "what is compared"),
+            field=(None, "what is compared"),
             cutoff=(0.0, "distance from 0"),
             p=(1.0, "norm"),
         ),

@@ -61,7 +61,7 @@ BUFFERS = {
     "recent": _items(sampler=jaxbuf.Recent(0.5, 2, _PLAIN)),
     "lowest": _items(evictor=jaxbuf.Lowest()),
     "lowest-softmax": _items(evictor=jaxbuf.Lowest(), sampler=jaxbuf.Softmax()),
-    "diverse": _items(diversity=jaxbuf.Diversity(0.5, key="obs")),
+    "diverse": _items(diversity=jaxbuf.Diversity(0.5, field="obs")),
     "diverse-greedy-lowest": _items(
         diversity=jaxbuf.Diversity(0.5, 2, within_batch="greedy", active="full"),
         evictor=jaxbuf.Lowest(),

@@ -753,7 +753,7 @@ def test_another_length_keeps_what_is_known_of_episodes(tmp_path, length):
 
 def test_another_capacity_keeps_what_is_known_of_points(tmp_path):
     def create(capacity):
-        return item_buffer(capacity, diversity=jaxbuf.Diversity(cutoff=0.5, key="obs"))
+        return item_buffer(capacity, diversity=jaxbuf.Diversity(cutoff=0.5, field="obs"))
 
     old = jaxbuf.add(create(6), items(1, 1, 2, 3, 4, 5), score=jnp.zeros(6))
     jaxbuf.save(tmp_path, old)

@@ -25,7 +25,7 @@ LOWEST = jaxbuf.Lowest()
 def create(diversity, capacity, width=1, evictor=LOWEST):
     """A buffer of points, each with its number."""
     example = {"point": jnp.zeros(width), "number": jnp.int32(0)}
-    diversity = dataclasses.replace(diversity, key=diversity.key or "point")
+    diversity = dataclasses.replace(diversity, field=diversity.field or "point")
     return jaxbuf.ItemBuffer.create(example, capacity, evictor=evictor, diversity=diversity)
 
 
@@ -106,7 +106,7 @@ def test_the_published_example_of_duplicates():
 def test_conditions_are_part_of_the_distance():
     example = {"state": jnp.zeros(2), "condition": jnp.float32(0)}
     for key, size in ((("state", "condition"), 2), ("state", 1)):
-        diversity = jaxbuf.Diversity(0.5, 2.0, key=key)
+        diversity = jaxbuf.Diversity(0.5, 2.0, field=key)
         buffer = jaxbuf.ItemBuffer.create(example, 4, diversity=diversity)
         for condition in (0.0, 1.0, 1.0):
             item = {"state": jnp.ones((1, 2)), "condition": scores(condition)}
@@ -343,7 +343,7 @@ def test_keys_name_fields_of_any_container_and_functions_take_one_item():
         (lambda item: item["a"][:2] * item["pair"].left, 2),
         ((lambda item: {"sum": jnp.sum(item["a"])}, "pair.right"), 3),
     ):
-        diversity = jaxbuf.Diversity(0.0, key=key)
+        diversity = jaxbuf.Diversity(0.0, field=key)
         assert hash(diversity) == hash(dataclasses.replace(diversity))
         chex.assert_shape(diversity.points(items), (4, width))
         buffer = jaxbuf.ItemBuffer.create(example, 3, diversity=diversity)
@@ -353,18 +353,18 @@ def test_keys_name_fields_of_any_container_and_functions_take_one_item():
 def test_bad_keys_name_what_there_is():
     example = {"obs": {"x": jnp.zeros(2)}, "wave": jnp.zeros(1, jnp.complex64)}
     for key, message in (
-        ("obs.y", "key is 'obs.y', but items have no such field; there are obs.x, wave"),
-        ("obs.x.0", "key is 'obs.x.0', but items have no such field"),
+        ("obs.y", "field is 'obs.y', but items have no such field; there are obs.x, wave"),
+        ("obs.x.0", "field is 'obs.x.0', but items have no such field"),
         (lambda item: item["nothing"], "KeyError: 'nothing'; it gets one item"),
         ("wave", "real numbers"),
         (lambda item: item["obs"]["x"][:0], "nothing to compare"),
     ):
         with pytest.raises(ValueError, match=message):
-            jaxbuf.ItemBuffer.create(example, 3, diversity=jaxbuf.Diversity(1.0, key=key))
+            jaxbuf.ItemBuffer.create(example, 3, diversity=jaxbuf.Diversity(1.0, field=key))
     with pytest.raises(ValueError, match="an array has no fields"):
-        jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity(1.0, key="state"))
+        jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity(1.0, field="state"))
     with pytest.raises(ValueError, match=r"a field such as 'obs.position'"):
-        jaxbuf.Diversity(1.0, key=3)
+        jaxbuf.Diversity(1.0, field=3)
 
 
 @pytest.mark.parametrize(

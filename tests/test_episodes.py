@@ -384,7 +384,7 @@ def test_an_episode_that_never_ends():
     far = index.replace(
         behind=jnp.full_like(index.behind, 2**30), counters=jnp.array([[2**30, 2**30, 0]])
     )
-    buffer = jaxbuf.add(buffer.replace(episode_index=far), rows_of(".."))
+    buffer = jaxbuf.add(buffer.replace(extra_states=(far,)), rows_of(".."))
     assert ask(buffer, 1, range(2, 6))["remaining"].tolist() == [[3, 2, 1, 0]]
     buffer = jaxbuf.add(buffer, rows_of("T."))
     said = ask(buffer, 1, range(4, 8))

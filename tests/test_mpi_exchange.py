@@ -62,7 +62,7 @@ def _prioritized(workers):
 
 
 def _diverse(workers):
-    buffer = jaxbuf.diverse_reward_prioritized(_ITEM, 4, cutoff=1.0, key="state")
+    buffer = jaxbuf.diverse_reward_prioritized(_ITEM, 4, cutoff=1.0, field="state")
     return Manager.create(buffer, workers, baseline=EMA(0.5), scores=_score)
 
 

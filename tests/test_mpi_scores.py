@@ -45,7 +45,7 @@ def _what_differs(item):
 @functools.cache
 def _buffer(kind, capacity=_CAPACITY, key="state"):
     if kind == "diverse":
-        return jaxbuf.diverse_reward_prioritized(_ITEM, capacity, cutoff=1.0, key=key)
+        return jaxbuf.diverse_reward_prioritized(_ITEM, capacity, cutoff=1.0, field=key)
     if kind == "lowest":
         return jaxbuf.reward_prioritized(_ITEM, capacity)
     return jaxbuf.ItemBuffer.create(_ITEM, capacity)

@@ -44,8 +44,8 @@ def test_terminal_states_with_bad_arguments():
         jaxbuf.terminal_states(states, mask=jnp.ones((3, 4), jnp.int32))
 
 
-def test_terminating_states_hold_the_last_ones_first_in_first_out():
-    buffer = jaxbuf.terminating_states(jnp.float32(0), 3)
+def test_a_terminal_state_buffer_holds_the_last_ones_first_in_first_out():
+    buffer = jaxbuf.terminal_state_buffer(jnp.float32(0), 3)
     for start in (0.0, 100.0):
         states = start + jnp.arange(12.0).reshape(3, 4)
         last, valid = jaxbuf.terminal_states(states, jnp.array([4, 0, 1]))

@@ -171,7 +171,9 @@ def test_past_2_to_the_32_steps():
 
 def test_di_engine_rates():
     """Max 2, min .5, ratio 1.5, window 5 s."""
-    limiter = jaxbuf.ThroughputLimiter.create((0.5, 2.0), window=5.0, min_batches=1.5)
+    limiter = jaxbuf.ThroughputLimiter.create(
+        samples_per_insert=(0.5, 2.0), window=5.0, min_batches=1.5
+    )
     size = 0
     assert limiter.can_insert(size, 30)
     limiter, size = limiter.inserted(30), 30
@@ -202,14 +204,24 @@ def test_throughput_without_bounds_or_samples():
     assert limiter.can_insert(0, 10**6)
     assert limiter.can_sample(8, 8)
     assert not limiter.can_sample(7, 8)
-    limiter = jaxbuf.ThroughputLimiter.create((0.0, 1.0)).inserted(100)
+    limiter = jaxbuf.ThroughputLimiter.create(samples_per_insert=(1.0, math.inf)).inserted(100)
     # Nothing was sampled so far.
     assert limiter.can_insert(100, 100)
     assert not limiter.sampled(1).can_insert(100, 1)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [((0.5, 4.0), (0.25, 2.0)), ((0.0, 1.0), (1.0, math.inf)), ((2.0, math.inf), (0.0, 0.5))],
+)
+def test_the_ratio_of_before_works_and_warns(old, new):
+    with pytest.warns(DeprecationWarning, match="inserts_per_sample"):
+        limiter = jaxbuf.ThroughputLimiter.create(old)
+    assert limiter.samples_per_insert == new
+
+
 def test_throughput_in_scan_and_vmap():
-    start = jaxbuf.ThroughputLimiter.create((0.5, 2.0), window=5.0)
+    start = jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.5, 2.0), window=5.0)
 
     def step(limiter, count):
         limiter = limiter.after(0.5)
@@ -253,8 +265,11 @@ BAD = [
     (rate(0.1, 10, (9.5, 10.5)), "tolerance is (9.5, 10.5), a range of 1;"),
     (rate(1, 10, (11, 15)), "tolerance begins at 11.0, above samples_per_insert * min_size = 10"),
     (rate(0.123, 2**28, 10), "too large to count exactly at a ratio of 123/1000"),
-    (throughput((2.0, 1.0)), "inserts_per_sample is (2.0, 1.0); expected bounds"),
-    (throughput((-1, 1.0)), "inserts_per_sample is (-1, 1.0); expected bounds"),
+    (
+        throughput(samples_per_insert=(2.0, 1.0)),
+        "samples_per_insert is (2.0, 1.0); expected bounds",
+    ),
+    (throughput(samples_per_insert=(-1, 1.0)), "samples_per_insert is (-1, 1.0); expected bounds"),
     (throughput(window=0), "window is 0; expected a positive number of seconds"),
     (throughput(min_batches=0.5), "min_batches is 0.5; expected a number of at least 1"),
 ]

@@ -21,7 +21,7 @@ CREATE = {
     "trajectories": lambda leaf: jaxbuf.TrajectoryBuffer.create({"obs": leaf}, 2**15, 2**15),
     "rewards": lambda leaf: jaxbuf.reward_prioritized({"obs": leaf}, 2**30),
     "diverse": lambda leaf: jaxbuf.diverse_reward_prioritized({"obs": leaf}, 2**30),
-    "states": lambda leaf: jaxbuf.terminating_states({"obs": leaf}, 2**30),
+    "states": lambda leaf: jaxbuf.terminal_state_buffer({"obs": leaf}, 2**30),
     "episodes": lambda leaf: jaxbuf.EpisodeAccumulator.create(
         {"obs": leaf, "terminated": TERMINATED}, 2**14, 2**14, waiting=2**14
     ),

@@ -299,12 +299,12 @@ def test_limits_on_freshness_are_kept():
     buffer = fresh(max_use=2, max_staleness=9)
     testing.assert_valid(buffer)
     with says("buffer.freshness_state.uses[4] is 1; expected less than max_use, 1"):
-        testing.assert_valid(buffer.replace(freshness=jaxbuf.Freshness(1, 9)))
+        testing.assert_valid(buffer.replace(extras=(jaxbuf.Freshness(1, 9),)))
     with says("buffer.freshness_state.versions[0] is 0; expected at least 2", "2 in all"):
-        testing.assert_valid(buffer.replace(freshness=jaxbuf.Freshness(2, 2)))
+        testing.assert_valid(buffer.replace(extras=(jaxbuf.Freshness(2, 2),)))
     negative = jax.tree.map(jnp.negative, buffer.freshness_state)
     with says("buffer.freshness_state.uses[4] is -1; expected a number of at least 0"):
-        testing.assert_valid(buffer.replace(freshness_state=negative))
+        testing.assert_valid(buffer.replace(extra_states=(negative,)))
 
 
 def test_members_are_items():

@@ -94,7 +94,7 @@ def test_windows_and_episodes():
 @pytest.mark.parametrize("temperature", [None, 1.0])
 def test_scores_and_diversity(temperature):
     buffer = jaxbuf.diverse_reward_prioritized(
-        STEP, 8, cutoff=1.0, key="obs", temperature=temperature
+        STEP, 8, cutoff=1.0, field="obs", temperature=temperature
     )
     for _ in range(2):
         buffer = jaxbuf.add(buffer, rows(20), score=np.arange(20.0))
@@ -138,7 +138,7 @@ def test_hindsight(strategy):
 @pytest.mark.parametrize("within_batch", ["suppress", "greedy"])
 @pytest.mark.parametrize("freshness", [None, jaxbuf.Freshness(max_use=2)])
 def test_diversity_outside_of_jit(within_batch, freshness):
-    diversity = jaxbuf.Diversity(1.0, key="obs", within_batch=within_batch)
+    diversity = jaxbuf.Diversity(1.0, field="obs", within_batch=within_batch)
     buffer = jaxbuf.ItemBuffer.create(STEP, 8, diversity=diversity, freshness=freshness)
     for _ in range(2):
         buffer = buffer.add(rows(8), score=np.arange(8.0))

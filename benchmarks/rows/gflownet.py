@@ -141,7 +141,7 @@ def preset(cutoff: float | None) -> Callable[[Any, int], Any]:
         if cutoff is None:
             return jaxbuf.reward_prioritized(example, capacity, temperature=1.0)
         return jaxbuf.diverse_reward_prioritized(
-            example, capacity, cutoff=cutoff, p=1.0, key="state"
+            example, capacity, cutoff=cutoff, p=1.0, field="state"
         )
 
     return create

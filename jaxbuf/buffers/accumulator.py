@@ -363,7 +363,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         num_workers = common.check_count("num_workers", num_workers)
         length = common.check_count("fragments_per_chunk", fragments_per_chunk)
         per_add, waiting = _check_line(num_workers, length, per_add, waiting)
-        common.check_parts(freshness=freshness)
+        common.check_parts((), freshness=freshness)
         leading = (num_workers + waiting, length)
         return cls(
             data=(

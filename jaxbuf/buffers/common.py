@@ -1,7 +1,7 @@
 """What buffers check and do alike, whatever a slot of theirs holds."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Oldest
 from jaxbuf.strategies.freshness import Freshness
+from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Uniform, points, without
@@ -143,19 +144,52 @@ def check_evictor(evictor: Any) -> None:
         )
 
 
-def check_parts(*, freshness: Any = None, episodes: Any = None, diversity: Any = None) -> None:
-    """Refuse what is given in place of a part that a buffer may have.
+def check_parts(
+    parts: Any, *, freshness: Any = None, episodes: Any = None, diversity: Any = None
+) -> tuple[Part, ...]:
+    """Returns all parts that a buffer is to have, in the order in which they are asked.
 
     Raises:
-        ValueError: If one of them is neither None nor of its class.
+        ValueError: If ``parts`` is no sequence of parts, one of the others is neither None nor of
+            its class, or there are two of one of these classes.
     """
+    found: list[Part] = []
+    if not isinstance(parts, tuple | list):
+        raise ValueError(f"parts is {checks.name_of(parts)}; expected a tuple of parts")
+    own: tuple[Any, ...] = tuple(cast("list[Any]", parts))
     for name, value, kind, example in (
-        ("freshness", freshness, Freshness, "jaxbuf.Freshness(max_use, ...)"),
         ("episodes", episodes, Episodes, "jaxbuf.Episodes(...)"),
+        ("freshness", freshness, Freshness, "jaxbuf.Freshness(max_use, ...)"),
         ("diversity", diversity, Diversity, "jaxbuf.Diversity(cutoff, ...)"),
     ):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} is {checks.name_of(value)}; expected None or {example}")
+        if any(isinstance(part, kind) for part in own):
+            raise ValueError(f"parts holds a {kind.__name__}; pass it as {name}=")
+        found += [] if value is None else [value]
+    for i, part in enumerate(own):
+        if not isinstance(part, Part):
+            raise ValueError(
+                f"parts[{i}] is {checks.name_of(part)}; expected a part, which derives from "
+                "jaxbuf.strategies.Part"
+            )
+    return (*found, *own)
+
+
+def check_version_used(extras: tuple[Part, ...], version: Any, session: Any) -> None:
+    """Refuse versions and sessions where no part uses them.
+
+    Raises:
+        ValueError: If one of them was given.
+    """
+    if any(part.uses_version for part in extras):
+        return
+    for name, value in (("version", version), ("session", session)):
+        if value is not None:
+            raise ValueError(
+                f"{name} was given, but nothing uses it; leave it out or create the buffer "
+                "with freshness=jaxbuf.Freshness(...)"
+            )
 
 
 def needs_priority(sampler: Sampler, what: str) -> None:

@@ -7,22 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.retire import Retiring
+from jaxbuf.buffers.body import Body, counter_names, refuse
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe, sizes, storage, trees
-from jaxbuf.core.slots import Slots
+from jaxbuf.core import describe, sizes, storage
+from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Oldest
-from jaxbuf.strategies.freshness import Freshness, FreshnessState
-from jaxbuf.strategies.protocols import Draw, Evictor, Sampler, Support
+from jaxbuf.strategies.freshness import Freshness
+from jaxbuf.strategies.part import Part, Rows
+from jaxbuf.strategies.protocols import Evictor, Sampler
 from jaxbuf.strategies.samplers import Uniform
 
 
-class ItemBuffer(Retiring, struct.PyTreeNode):
+class ItemBuffer(Body):
     """Up to ``capacity`` independent items: transitions, whole padded trajectories, states.
 
     The buffer is one immutable pytree, its configuration static: it goes through ``jit``, ``scan``,
@@ -33,13 +34,13 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         data: The items, leaves ``[capacity, ...]``.
         occupancy: Which slots are live.
         sampler_state: What the sampler keeps.
-        counters: Items added and rows rejected so far, ``[2]`` uint32; they wrap.
+        counters: Items added, rows rejected, and rows refused for other reasons so far, by name in
+            ``counter_names``, ``[K]`` uint32; they wrap.
+        extra_states: What each of the extras keeps.
         sampler: How items are drawn.
+        extras: The parts beside sampler and evictor: limits on freshness, a diversity filter, and
+            your own.
         evictor: What makes room for new ones.
-        diversity_state: What the diversity filter keeps; nothing without one.
-        diversity: Which new items are different enough to enter; None takes all.
-        freshness_state: What is known of uses and versions; nothing without limits on them.
-        freshness: When items retire; None never.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -50,16 +51,8 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         (8, (32, 3))
     """
 
-    data: PyTree[Array]
-    occupancy: Any
-    sampler_state: Any
-    counters: UInt[Array, " 2"]
-    sampler: Sampler = struct.field(pytree_node=False)
+    occupancy: ItemOccupancy
     evictor: Evictor = struct.field(pytree_node=False)
-    diversity_state: Any = ()
-    diversity: Diversity | None = struct.field(pytree_node=False, default=None)
-    freshness_state: Any = ()
-    freshness: Freshness | None = struct.field(pytree_node=False, default=None)
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -75,6 +68,7 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         evictor: Evictor = Oldest(),
         freshness: Freshness | None = None,
         diversity: Diversity | None = None,
+        parts: tuple[Part, ...] = (),
     ) -> Self:
         """An empty buffer.
 
@@ -86,19 +80,23 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             evictor: What makes room for new ones.
             freshness: Retires items that were used enough or are too stale; None retires none.
             diversity: Refuses new items that are too close to others; None refuses none.
+            parts: Parts of your own, which derive from ``jaxbuf.strategies.Part``.
 
         Raises:
             ValueError: If ``capacity`` is not an integer from 1 to 2**30, ``example`` holds
                 anything but arrays or takes more memory than there is, or ``diversity`` compares a
-                part that items do not have.
+                field that items do not have.
         """
         capacity = sizes.check_count("capacity", capacity)
         common.check_sampler(sampler)
         common.check_evictor(evictor)
-        common.check_parts(freshness=freshness, diversity=diversity)
+        extras = common.check_parts(parts, freshness=freshness, diversity=diversity)
+        for part in extras:
+            if not part.of_items:
+                raise ValueError(f"an ItemBuffer cannot have {part}, a part of windows")
         data = storage.allocate(example, (capacity,))
-        occupancy = evictor.init(capacity)
-        if freshness is not None:
+        occupancy: ItemOccupancy = evictor.init(capacity)
+        if any(part.removes for part in extras):
             common.check_removes(sampler, "an item retires")
             occupancy = Subset.create(occupancy, capacity)
         if sampler.uses_age:
@@ -107,20 +105,17 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
             data=data,
             occupancy=occupancy,
             sampler_state=sampler.init(capacity),
-            counters=jnp.zeros((2,), jnp.uint32),
+            counters=jnp.zeros((len(counter_names(extras)),), jnp.uint32),
+            extra_states=tuple(part.init(data, capacity) for part in extras),
             sampler=sampler,
+            extras=extras,
             evictor=evictor,
-            diversity_state=() if diversity is None else diversity.init(_one(data), capacity),
-            diversity=diversity,
-            freshness_state=() if freshness is None else freshness.init(capacity),
-            freshness=freshness,
         )
 
     @property
     def capacity(self) -> int:
         """Most items held at a time."""
-        inner = self.occupancy.inner if self.freshness else self.occupancy
-        return inner.capacity
+        return self.occupancy.capacity
 
     @property
     def size(self) -> Int[Array, ""]:
@@ -180,43 +175,22 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
                 it, or if ``score`` is missing.
         """
         self = common.check_single(self)
-        items, (rows,) = storage.check(self.data, items, "items", ("B",))
-        row_shape = (rows,)
-        taken: Any = None
-        if mask is not None:
-            taken = storage.check_rows(mask, "mask", row_shape, np.bool_, "(B,)")
-        value, score, points, legal = self._check_given(items, priority, score, row_shape)
-        rejected = jnp.uint32(0)
-        if legal is not None:
-            offered = jnp.ones(row_shape, bool) if taken is None else taken
-            rejected = jnp.sum(offered & ~legal, dtype=jnp.uint32)
-            taken = offered & legal
-        version, taken, refused = self._check_version(version, session, row_shape, taken)
-        if rows == 0:
+        items, rows, value, illegal = self._check(items, priority, score, version, session, mask)
+        if rows.shape == (0,):
             return self
-        diversity_state = jax.lax.stop_gradient(self.diversity_state)
-        if self.diversity is not None and score is not None:
-            diversity_state, taken = self.diversity.admit(
-                diversity_state, points, score, taken, self.occupancy
-            )
-        occupancy, index = self.occupancy.place(rows, taken, score)
-        if self.diversity is not None:
-            diversity_state = self.diversity.added(diversity_state, index, points)
-        freshness_state = self.freshness_state
-        if self.freshness is not None and version is not None:
-            freshness_state = self.freshness.added(freshness_state, index, version)
-            if refused is not None:
-                freshness_state = self.freshness.came(freshness_state, version, taken, refused)
-        added = jnp.uint32(rows) if taken is None else jnp.sum(taken, dtype=jnp.uint32)
+        counts: dict[str, Array] = {}
+        rows = refuse(illegal, rows, counts)
+        for part, state in self._parts():
+            rows = refuse(part.refuse(state, rows, self.occupancy), rows, counts)
+        occupancy, index = self.occupancy.place(rows.shape[0], rows.mask, rows.score)
+        counts["adds"] = rows.count
+        state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
             data=storage.write(self.data, items, index),
             occupancy=occupancy,
-            sampler_state=self.sampler.on_add(
-                jax.lax.stop_gradient(self.sampler_state), index, value
-            ),
-            counters=self.counters + jnp.stack([added, rejected]),
-            diversity_state=diversity_state,
-            freshness_state=freshness_state,
+            sampler_state=self.sampler.on_add(state, index, value),
+            counters=self._counted(counts),
+            extra_states=self._tell(lambda part, state: part.on_add(state, index, rows)),
         )
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -237,275 +211,59 @@ class ItemBuffer(Retiring, struct.PyTreeNode):
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
         self = common.check_single(self)
-        state = jax.lax.stop_gradient(self.sampler_state)
-        draw = self.sampler.draw(state, key, rows, self.occupancy)
-        return self._gather(draw)
-
-    def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
-        """Draw the next batch of a pass over the buffer, with the sampler ``Shuffled``.
-
-        With another sampler the batch is that of ``sample``, and the buffer stays as it is.
-
-        Args:
-            key: A PRNG key.
-            batch_size: Rows ``B``; static.
-
-        Returns:
-            The buffer to go on with, which knows which items were given in this pass, and a
-            ``Sample``. Where the pass has fewer left, the rows after them are invalid.
-
-        Raises:
-            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` not a single
-                key.
-        """
-        rows = common.check_batch_size(batch_size)
-        common.check_key(key)
-        self = common.check_single(self)
-        state = jax.lax.stop_gradient(self.sampler_state)
-        state, draw = self.sampler.next(state, key, rows, self.occupancy)
-        return self.replace(sampler_state=state), self._gather(draw)
-
-    def sample_range(
-        self,
-        key: PRNGKeyArray,
-        batch_size: int,
-        start: int | Int[Array, ""] | None = None,
-        stop: int | Int[Array, ""] | None = None,
-        *,
-        by_priority: bool = False,
-        replacement: bool = False,
-    ) -> Sample:
-        """Draw a batch from a range of ages, whatever the sampler.
-
-        Args:
-            key: A PRNG key.
-            batch_size: Rows ``B``; static.
-            start: The first item of the range, counted like the start of a slice of a list of the
-                items from the oldest to the newest: ``-10`` means the last ten. May be traced.
-            stop: The end of the range, counted in the same way.
-            by_priority: Draw the items of the range with the sampler's own probabilities, relative
-                to each other, instead of all with the same chance; static. Uniform where all of
-                these are 0. It costs a pass over all slots.
-            replacement: Whether a batch may hold an item twice; static.
-
-        Returns:
-            A ``Sample`` in order of age. By default its items are different and evenly spread over
-            the range: each with the same chance, one from each of ``B`` parts of it. If the range
-            holds no more than ``B`` items (by priority: items with a probability above 0), these
-            are all of them, and the other rows are invalid. With replacement rows are independent
-            of each other, or by priority one from each of ``B`` equal parts of the probability, and
-            they are invalid only if the range is empty. ``probability`` is that of a single draw
-            from the range.
-
-        Raises:
-            ValueError: If the evictor keeps no order of time, ``batch_size`` is no integer of at
-                least 1, a flag is neither True nor False, or ``by_priority`` is True and the
-                sampler has no priorities.
-
-        Example:
-            >>> import jax, jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity=8)
-            >>> buffer = buffer.add(jnp.arange(12))
-            >>> buffer.sample_range(jax.random.key(0), 4, -4).data.tolist()
-            [8, 9, 10, 11]
-            >>> sampler = jaxbuf.Prioritized(alpha=1.0)
-            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity=8, sampler=sampler)
-            >>> buffer = buffer.add(jnp.arange(5), priority=jnp.array([9.0, 0.0, 1.0, 3.0, 12.0]))
-            >>> batch = buffer.sample_range(
-            ...     jax.random.key(0), 16, -4, by_priority=True, replacement=True
-            ... )
-            >>> jnp.bincount(batch.data, length=5).tolist()
-            [0, 0, 1, 3, 12]
-        """
-        self = common.check_single(self)
-        return self._gather(
-            common.pick(
-                self,
-                key,
-                batch_size,
-                start,
-                stop,
-                by_priority=by_priority,
-                replacement=replacement,
-            )
-        )
-
-    def latest(self, n: int) -> Sample:
-        """The ``n`` newest items, in order of age.
-
-        Args:
-            n: How many; static.
-
-        Returns:
-            A ``Sample`` with leaves ``[n, ...]``, the oldest first. If there are fewer, the last
-            rows are invalid.
-
-        Raises:
-            ValueError: If the evictor keeps no order of time, or ``n`` is not an integer from 1 to
-                ``capacity``.
-        """
-        self = common.check_single(self)
-        return self._gather(common.newest(self.occupancy, n))
-
-    def update_priority(
-        self,
-        slots: Slots,
-        priority: Float[Array, " B"],
-        *,
-        mask: Bool[Array, " B"] | None = None,
-    ) -> Self:
-        """Set the priorities of sampled items.
-
-        Rows whose item has been overwritten since, invalid rows and masked ones are dropped. Of
-        several rows for one item the last accepted one counts.
-
-        Args:
-            slots: Which items: ``sample.slots``, ``[B]``.
-            priority: Their new priorities, ``[B]``; a NaN, negative or infinite one is refused and
-                counted in ``metrics()["rejected"]``.
-            mask: Which rows to take, ``[B]``.
-
-        Raises:
-            ValueError: When traced, if the sampler has no priorities, or a shape differs.
-        """
-        self = common.check_single(self)
-        state, rejected = common.set_priority(
-            self.sampler,
-            self.sampler_state,
-            self.occupancy,
-            slots,
-            priority,
-            mask,
-            self.capacity,
-        )
-        return self.replace(
-            sampler_state=state,
-            counters=self.counters + jnp.stack([jnp.uint32(0), rejected]),
-        )
+        return self._sample(key, rows)
 
     def clear(self) -> Self:
         """The buffer without its items. Slots sampled before stay stale; counters go on.
 
         Shares no array with the original, so that either may be donated.
         """
-        return self.replace(
-            data=jax.tree.map(jnp.zeros_like, self.data),
-            occupancy=self.occupancy.clear(),
-            sampler_state=self.sampler.init(self.capacity),
-            counters=self.counters.copy(),
-            diversity_state=jax.tree.map(jnp.copy, self.diversity_state),
-            freshness_state=self.freshness.cleared(self.freshness_state) if self.freshness else (),
-        )
+        return self._cleared(self.capacity)
 
-    def support(self) -> Support:
-        """How many items can be drawn, and the least probability among them."""
-        buffer = trees.on_device(self)
-        state = jax.lax.stop_gradient(buffer.sampler_state)
-        return self.sampler.support(state, buffer.occupancy)
+    def options(self) -> dict[str, Any]:
+        """The strategies that it was created with, as keyword arguments of ``create``."""
+        return {**super().options(), "evictor": self.evictor, "diversity": self.diversity}
 
-    def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars: one pass over the slots, for logging.
+    def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
+        return storage.read(self.data, index)
+
+    def _check(
+        self, items: Any, priority: Any, score: Any, version: Any, session: Any, mask: Any
+    ) -> tuple[PyTree[Array], Rows, Any, dict[str, Bool[Array, " B"]]]:
+        """What ``add`` was given, once it is known to fit.
 
         Returns:
-            ``size``; ``adds`` and ``rejected``, counted since creation and wrapping at 2**32;
-            ``effective_sample_size`` (of the distribution drawn from, ``1 / Σ P²``); with
-            priorities ``priority_min``, ``priority_max`` and ``priority_mean`` of the live items,
-            as their masses tell them; with scores ``score_min``, ``score_max`` and
-            ``score_mean``; and with a diversity filter how many rows it refused,
-            ``refused_low_score``, ``refused_within_batch`` and ``refused_near_buffer``. With limits
-            on freshness the learner's ``version``, how many rows were ``refused_stale`` and how
-            many items ``retired_used`` and ``retired_stale``, and of the live items ``use_max``,
-            ``use_mean``, ``staleness_max`` and ``staleness_mean``.
+            The items; what is known of each row; the priorities, or scores, for the sampler; and
+            which rows are rejected because of these.
         """
-        self = trees.on_device(self)
-        diverse = self.diversity.metrics(self.diversity_state) if self.diversity else {}
-        fresh = {}
-        if self.freshness is not None:
-            fresh = self.freshness.metrics(self.freshness_state, self.live)
-        return {
-            "size": self.size,
-            "adds": self.counters[..., 0],
-            "rejected": self.counters[..., 1],
-            **self.occupancy.metrics(),
-            **self.sampler.metrics(jax.lax.stop_gradient(self.sampler_state), self.occupancy),
-            **diverse,
-            **fresh,
-        }
-
-    def _gather(self, draw: Draw) -> Sample:
-        """The items that were drawn."""
-        read = functools.partial(storage.read, self.data)
-        return common.gather(self.occupancy, draw, self.capacity, read)
-
-    def _check_given(
-        self, items: PyTree[Array], priority: Any, score: Any, row_shape: tuple[int, ...]
-    ) -> tuple[Any, Any, Any, Any]:
-        """What is known of each row, and which rows are legal; None for what nothing here uses.
-
-        Returns:
-            What the sampler goes by, the scores, the points that are compared, and a mask.
-        """
-        value, points, legal = None, None, []
-        if priority is not None:
-            common.needs_priority(self.sampler, "priority was given")
-            value = common.check_priority(priority, row_shape, "(B,)")
-            legal.append(self.sampler.accepts(value))
-        score = self._check_score(score, row_shape)
-        if score is not None:
-            legal.append(~jnp.isnan(score))
-            value = score if self.sampler.uses_score else value
-        if self.diversity is not None:
-            points = jax.lax.stop_gradient(self.diversity.points(items))
-            legal.append(self.diversity.accepts(points))
-        return value, score, points, functools.reduce(jnp.logical_and, legal) if legal else None
-
-    def _check_version(
-        self, version: Any, session: Any, row_shape: tuple[int, ...], taken: Any
-    ) -> tuple[Any, Any, Any]:
-        """The version of each row, or of all; which are still taken; and how many are refused.
-
-        The last is None where neither versions nor sessions are given, for then none can be.
-        """
-        if self.freshness is None:
-            self._refuse_versions(version, session)
-            return None, taken, None
-        learner = self.freshness_state
-        if version is None and session is None:
-            return learner.version, taken, None
-        made_by = jnp.broadcast_to(learner.version, row_shape)
-        if version is not None:
-            made_by = storage.check_rows(version, "version", row_shape, np.int32, "(B,)")
-        if session is None and self.freshness.max_staleness is None:
-            return made_by, taken, jnp.uint32(0)
-        fresh = made_by >= self.freshness.floor(learner.version)
-        if session is not None:
-            run = storage.check_rows(session, "session", row_shape, np.int32, "(B,)")
-            fresh &= run == learner.session
-        offered = jnp.ones(row_shape, bool) if taken is None else taken
-        refused = jnp.sum(offered & ~fresh, dtype=jnp.uint32)
-        return made_by, offered & fresh, refused
-
-    def _noted(
-        self, state: FreshnessState, occupancy: Subset, version: Int[Array, ""]
-    ) -> FreshnessState:
-        return self._needs_freshness("set_version").noted(state, occupancy.size, version)
-
-    def _check_score(self, score: Any, row_shape: tuple[int, ...]) -> Any:
-        """``score`` as an array, if it is given exactly where something goes by it."""
-        parts = (self.sampler, self.evictor, self.diversity)
-        users = [part for part in parts if part is not None and part.uses_score]
-        if score is None:
-            if users:
-                raise ValueError(f"{users[0]} goes by the score of items; pass score=[B] to add")
-            return None
-        if not users:
+        items, (count,) = storage.check(self.data, items, "items", ("B",))
+        shape, parts = (count,), (self.sampler, self.evictor, *self.extras)
+        common.check_version_used(self.extras, version, session)
+        score_used = [part for part in parts if part.uses_score]
+        if score is None and score_used:
+            raise ValueError(f"{score_used[0]} goes by the score of items; pass score=[B] to add")
+        if score is not None and not score_used:
             raise ValueError(
                 f"score was given, but neither {self.sampler} nor {self.evictor} uses it; leave it "
                 "out or choose one that does"
             )
-        return storage.check_rows(score, "score", row_shape, np.float32, "(B,)")
+        if priority is not None:
+            common.needs_priority(self.sampler, "priority was given")
+            priority = common.check_priority(priority, shape, "(B,)")
 
+        def per_row(value: Any, name: str, dtype: Any) -> Any:
+            return None if value is None else storage.check_rows(value, name, shape, dtype, "(B,)")
 
-def _one(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
-    """What one item is like."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
+        rows = Rows(
+            items=jax.lax.stop_gradient(items),
+            shape=shape,
+            mask=per_row(mask, "mask", np.bool_),
+            score=per_row(score, "score", np.float32),
+            version=per_row(version, "version", np.int32),
+            session=per_row(session, "session", np.int32),
+        )
+        illegal = [] if priority is None else [~self.sampler.accepts(priority)]
+        illegal += [] if rows.score is None else [jnp.isnan(rows.score)]
+        value = rows.score if self.sampler.uses_score else priority
+        rejected = {"rejected": functools.reduce(jnp.logical_or, illegal)} if illegal else {}
+        return items, rows, value, rejected

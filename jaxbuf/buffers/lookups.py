@@ -13,7 +13,7 @@ from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
-from jaxbuf.strategies.episodes import EpisodeIndex
+from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
 
 
 class EpisodeLookups:
@@ -26,7 +26,6 @@ class EpisodeLookups:
     Attributes:
         data: The steps, leaves ``[num_envs, length, ...]``.
         occupancy: Which steps and windows there are.
-        episode_index: Where episodes begin and end; None without ``Episodes``.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -51,7 +50,12 @@ class EpisodeLookups:
 
     data: PyTree[Array]
     occupancy: Any
-    episode_index: EpisodeIndex | None
+
+    if TYPE_CHECKING:
+
+        def _need(self, kind: type[Any], what: str = "") -> tuple[Any, Any]: ...
+
+        def _windows_of(self, sequence_length: int | None) -> Self: ...
 
     @property
     def rings(self) -> Rings:
@@ -209,14 +213,8 @@ class EpisodeLookups:
         mask = index.together(windows.rings, slots.index)
         return mask & windows.occupancy.holds(slots)[:, None]
 
-    if TYPE_CHECKING:
-
-        def _windows_of(self, sequence_length: int | None) -> Self: ...
-
     def _index(self) -> EpisodeIndex:
-        if self.episode_index is None:
-            raise ValueError("episodes is None; create the buffer with episodes=jaxbuf.Episodes()")
-        return lax.stop_gradient(self.episode_index)
+        return lax.stop_gradient(self._need(Episodes)[1])
 
     def _look_up(self, query: Callable[..., Array], where: Any, positions: Any) -> Array:
         self = trees.on_device(self)

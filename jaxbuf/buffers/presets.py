@@ -3,8 +3,8 @@
 from jaxtyping import PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks
-from jaxbuf.strategies.diversity import Diversity, Key
+from jaxbuf.core import checks, renamed
+from jaxbuf.strategies.diversity import Diversity, Field
 from jaxbuf.strategies.evictors import Lowest
 from jaxbuf.strategies.samplers import Uniform
 from jaxbuf.strategies.softmax import Softmax
@@ -37,13 +37,14 @@ def reward_prioritized(
     return ItemBuffer.create(example, capacity, sampler=sampler, evictor=Lowest())
 
 
+@renamed.argument("key", "field")
 def diverse_reward_prioritized(
     example: PyTree,
     capacity: int,
     *,
     cutoff: float = 0.0,
     p: float = 1.0,
-    key: Key | tuple[Key, ...] | None = None,
+    field: Field | tuple[Field, ...] | None = None,
     temperature: float | None = None,
     fallback: bool = False,
 ) -> ItemBuffer:
@@ -57,7 +58,7 @@ def diverse_reward_prioritized(
         capacity: Most items held at a time.
         cutoff: The largest distance at which two items are the same.
         p: Norm of the distance; see ``Diversity``.
-        key: What of an item is compared; see ``Diversity``. None compares all of it.
+        field: What of an item is compared; see ``Diversity``. None compares all of it.
         temperature: Draw by the softmax of scores, at this temperature; None draws uniformly. Both
             without replacement.
         fallback: With a temperature, draw the whole batch with replacement when it asks for more
@@ -69,7 +70,7 @@ def diverse_reward_prioritized(
     Example:
         >>> import jax.numpy as jnp, jaxbuf
         >>> item = {"state": jnp.zeros(2), "log_reward": jnp.float32(0)}
-        >>> buffer = jaxbuf.diverse_reward_prioritized(item, 2, cutoff=0.5, key="state")
+        >>> buffer = jaxbuf.diverse_reward_prioritized(item, 2, cutoff=0.5, field="state")
         >>> states = jnp.array([[0.0, 0.0], [0.0, 1.0]])
         >>> for score in (jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])):
         ...     buffer = buffer.add({"state": states, "log_reward": score}, score=score)
@@ -81,11 +82,11 @@ def diverse_reward_prioritized(
         capacity,
         sampler=_by_score(temperature, fallback),
         evictor=Lowest(),
-        diversity=Diversity(cutoff, p, key, within_batch="suppress", active="full"),
+        diversity=Diversity(cutoff, p, field, within_batch="suppress", active="full"),
     )
 
 
-def terminating_states(example: PyTree, capacity: int) -> ItemBuffer:
+def terminal_state_buffer(example: PyTree, capacity: int) -> ItemBuffer:
     """A first-in, first-out buffer of states, drawn without replacement.
 
     Fill it with what ``terminal_states`` takes from padded trajectories.
@@ -96,7 +97,7 @@ def terminating_states(example: PyTree, capacity: int) -> ItemBuffer:
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
-        >>> buffer = jaxbuf.terminating_states(jnp.int32(0), 100)
+        >>> buffer = jaxbuf.terminal_state_buffer(jnp.int32(0), 100)
         >>> states = jnp.arange(8).reshape(2, 4)
         >>> last, valid = jaxbuf.terminal_states(states, jnp.array([3, 0]))
         >>> buffer = buffer.add(last, mask=valid)
@@ -104,6 +105,12 @@ def terminating_states(example: PyTree, capacity: int) -> ItemBuffer:
         (1, 2)
     """
     return ItemBuffer.create(example, capacity, sampler=Uniform(replacement=False))
+
+
+def terminating_states(example: PyTree, capacity: int) -> ItemBuffer:
+    """The old name of ``terminal_state_buffer``."""
+    renamed.warn("jaxbuf.terminating_states", "jaxbuf.terminal_state_buffer")
+    return terminal_state_buffer(example, capacity)
 
 
 def _by_score(temperature: float | None, fallback: bool) -> Uniform | Softmax:

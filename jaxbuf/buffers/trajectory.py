@@ -9,16 +9,17 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.body import Body, counter_names, refuse
 from jaxbuf.buffers.lookups import EpisodeLookups, broadcast_steps
-from jaxbuf.buffers.retire import Retiring
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
-from jaxbuf.strategies.freshness import TOO_OLD, Freshness, FreshnessState
-from jaxbuf.strategies.protocols import Draw, Sampler, Support
+from jaxbuf.strategies.freshness import Freshness
+from jaxbuf.strategies.part import Part, Rows, StepRows
+from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.samplers import Uniform
 
 
@@ -39,7 +40,7 @@ class Steps(struct.PyTreeNode):
     _repr_html_ = describe.rich
 
 
-class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
+class TrajectoryBuffer(EpisodeLookups, Body):
     """The last ``length`` steps of each of ``num_envs`` environments.
 
     Every environment has a ring of its own with its own write position, so that any of them may be
@@ -53,12 +54,12 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         data: The steps, leaves ``[num_envs, length, ...]``.
         occupancy: Which steps and windows there are.
         sampler_state: What the sampler keeps: one slot for each place where a window may start.
-        counters: Steps added and priorities rejected so far, ``[2]`` uint32; they wrap.
-        episode_index: Where episodes begin and end; None without ``Episodes``.
+        counters: Steps added, priorities rejected, and windows refused so far, by name in
+            ``counter_names``, ``[K]`` uint32; they wrap.
+        extra_states: What each of the extras keeps.
         sampler: How windows are drawn.
-        freshness_state: What is known of uses and versions of windows; nothing without limits on
-            them.
-        freshness: When windows retire; None never.
+        extras: The parts beside the sampler: an index of episodes, limits on freshness, and your
+            own.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -70,14 +71,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         (80, (32, 8, 3))
     """
 
-    data: PyTree[Array]
-    occupancy: Any
-    sampler_state: Any
-    counters: UInt[Array, " 2"]
-    episode_index: EpisodeIndex | None
-    sampler: Sampler = struct.field(pytree_node=False)
-    freshness_state: Any = ()
-    freshness: Freshness | None = struct.field(pytree_node=False, default=None)
+    occupancy: Rings | Subset
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -96,6 +90,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         sampler: Sampler = Uniform(),
         episodes: Episodes | None = None,
         freshness: Freshness | None = None,
+        parts: tuple[Part, ...] = (),
     ) -> Self:
         """An empty buffer.
 
@@ -114,6 +109,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             episodes: Keep an index of episodes, by the flags among the steps.
             freshness: Retires windows that were used enough or are too stale; None retires none. A
                 window is as stale as its first step. Steps stay, so ``size`` counts them as before.
+            parts: Parts of your own, which derive from ``jaxbuf.strategies.Part``.
 
         Raises:
             ValueError: If a number is not an integer of at least 1, a window is longer than a ring,
@@ -140,25 +136,35 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         common.check_removes(sampler, "a window is gone")
         if sampler.uses_score:
             raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
-        common.check_parts(episodes=episodes, freshness=freshness)
+        extras = common.check_parts(parts, episodes=episodes, freshness=freshness)
+        for part in extras:
+            if not part.of_windows:
+                raise ValueError(f"a TrajectoryBuffer cannot have {part}, a part of items")
         data = storage.allocate(example, (num_envs, length))
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
-        slots = num_envs * (length // period)
-        avoids = episodes is not None and episodes.boundary == "avoid"
-        picks = avoids or freshness is not None
-        occupancy = Subset.create(rings, slots) if picks else rings
+        picks = any(part.removes for part in extras)
+        occupancy = Subset.create(rings, rings.capacity) if picks else rings
         if sampler.uses_age:
             common.needs_order(occupancy, f"{sampler}")
         return cls(
             data=data,
             occupancy=occupancy,
-            sampler_state=sampler.init(slots),
-            counters=jnp.zeros((2,), jnp.uint32),
-            episode_index=None if episodes is None else episodes.init(data),
+            sampler_state=sampler.init(rings.capacity),
+            counters=jnp.zeros((len(counter_names(extras)),), jnp.uint32),
+            extra_states=tuple(part.init(data, rings.capacity) for part in extras),
             sampler=sampler,
-            freshness_state=() if freshness is None else freshness.init(slots),
-            freshness=freshness,
+            extras=extras,
         )
+
+    @property
+    def episodes(self) -> Episodes | None:
+        """Which flags end an episode; None without an index of episodes."""
+        return self._find(Episodes)[0]
+
+    @property
+    def episode_index(self) -> EpisodeIndex | None:
+        """Where episodes begin and end; None without ``Episodes``."""
+        return self._find(Episodes)[1] if self.episodes else None
 
     @property
     def num_envs(self) -> int:
@@ -263,44 +269,30 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         self = common.check_single(self)
         if env_ids is not None:
             return self._add_to(env_ids, steps, priority, version, session, mask)
-        steps, batch = common.check_steps(self.data, steps, self.num_envs)
-        rows = batch[1] if len(batch) > 1 else 1
-        axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
-        grid = (self.num_envs, rows)
-        value, taken = None, None
-        rejected = jnp.uint32(0)
-        if mask is not None:
-            taken = common.check_step_mask(mask, batch)
-        if priority is not None:
-            common.needs_priority(self.sampler, "priority was given")
-            value = common.check_priority(priority, batch, axes).reshape(grid)
-            refused = ~self.sampler.accepts(value)
-            if taken is not None:
-                refused &= taken
-            rejected = jnp.sum(refused, dtype=jnp.uint32)
-        made_by: Any = self._check_version(version, session, batch, axes)
-        if rows == 0:
+        steps, given, value = self._check(steps, priority, version, session, mask)
+        if given.shape[1] == 0:
             return self
-        rings, target, broken, completed = self.rings.place(rows, taken)
-        index, completed, broken = self._mark_episodes(steps, target, taken, completed, broken)
-        freshness_state = self.freshness_state
-        if self.freshness is not None:
-            freshness_state, completed, broken = self._age(made_by, target, completed, broken)
-        added = jnp.uint32(rows * self.num_envs)
-        if taken is not None:
-            added = jnp.sum(taken, dtype=jnp.uint32)
+        rings, target, broken, completed = self.rings.place(given.shape[1], given.mask)
+        rows = StepRows(**vars(given), rings=self.rings, target=target)
+        begins = (target < self.capacity) & (target % self.period == 0)
+        index = jnp.where(begins, target // self.period, rings.capacity)
+        extras = self.replace(
+            extra_states=self._tell(lambda part, state: part.on_steps(state, index, rows))
+        )
+        counts = {"adds": rows.count}
+        if value is not None:
+            refuse({"rejected": ~self.sampler.accepts(value)}, rows, counts)
+        completed, refused = extras._refuse(completed, rows, counts)
+        gone = jnp.concatenate([broken, *refused], axis=1).reshape(-1)
+        state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
             data=_unfold(storage.write(_fold(self.data), _fold(steps), target.reshape(-1)), self),
-            occupancy=self._seen(rings, completed, broken),
+            occupancy=self._seen(rings, completed.reshape(-1), gone),
             sampler_state=self.sampler.on_slide(
-                jax.lax.stop_gradient(self.sampler_state),
-                completed.reshape(-1),
-                None if value is None else value.reshape(-1),
-                broken.reshape(-1),
+                state, completed.reshape(-1), None if value is None else value.reshape(-1), gone
             ),
-            counters=self.counters + jnp.stack([added, rejected]),
-            episode_index=index,
-            freshness_state=freshness_state,
+            counters=self._counted(counts),
+            extra_states=extras._tell(lambda part, state: part.on_remove(state, gone)),
         )
 
     def sample(
@@ -337,144 +329,7 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
         self = common.check_single(self)
-        buffer = self._windows_of(sequence_length)
-        state = jax.lax.stop_gradient(buffer.sampler_state)
-        draw = buffer.sampler.draw(state, key, rows, buffer.occupancy)
-        return buffer._gather(draw)
-
-    def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
-        """Draw the next batch of a pass over the buffer, with the sampler ``Shuffled``.
-
-        With another sampler the batch is that of ``sample``, and the buffer stays as it is.
-
-        Args:
-            key: A PRNG key.
-            batch_size: Rows ``B``; static.
-
-        Returns:
-            The buffer to go on with, which knows which windows were given in this pass, and a
-            ``Sample``. Where the pass has fewer left, the rows after them are invalid.
-
-        Raises:
-            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` not a single
-                key.
-        """
-        rows = common.check_batch_size(batch_size)
-        common.check_key(key)
-        self = common.check_single(self)
-        state = jax.lax.stop_gradient(self.sampler_state)
-        state, draw = self.sampler.next(state, key, rows, self.occupancy)
-        return self.replace(sampler_state=state), self._gather(draw)
-
-    def sample_range(
-        self,
-        key: PRNGKeyArray,
-        batch_size: int,
-        start: int | Int[Array, ""] | None = None,
-        stop: int | Int[Array, ""] | None = None,
-        *,
-        by_priority: bool = False,
-        replacement: bool = False,
-    ) -> Sample:
-        """Draw a batch of windows from a range of ages of every ring, whatever the sampler.
-
-        Args:
-            key: A PRNG key.
-            batch_size: Rows ``B``; static.
-            start: The first window of the range, counted like the start of a slice of a list of a
-                ring's windows from the earliest to the newest: ``-10`` means the last ten of each
-                ring. May be traced.
-            stop: The end of the range, counted in the same way.
-            by_priority: Draw the windows of the ranges with the sampler's own probabilities,
-                relative to each other, instead of all with the same chance; static. Uniform where
-                all of these are 0. It costs a pass over all slots.
-            replacement: Whether a batch may hold a window twice; static.
-
-        Returns:
-            A ``Sample``, ring by ring in order of time. By default its windows are different and
-            evenly spread over the ranges: each with the same chance, one from each of ``B`` parts.
-            If there are no more than ``B`` (by priority: with a probability above 0), these are all
-            of them, and the other rows are invalid. With replacement rows are independent of each
-            other, or by priority one from each of ``B`` equal parts of the probability, and they
-            are invalid only if there is no window. ``probability`` is that of a single draw from
-            all ranges.
-
-        Raises:
-            ValueError: If ``batch_size`` is not an integer of at least 1, a flag is neither True
-                nor False, or ``by_priority`` is True and the sampler has no priorities.
-        """
-        self = common.check_single(self)
-        return self._gather(
-            common.pick(
-                self,
-                key,
-                batch_size,
-                start,
-                stop,
-                by_priority=by_priority,
-                replacement=replacement,
-            )
-        )
-
-    def latest(self, n: int) -> Sample:
-        """The ``n`` newest windows of every ring.
-
-        Args:
-            n: How many of each ring; static.
-
-        Returns:
-            A ``Sample`` with leaves ``[num_envs * n, sequence_length, ...]``, ring by ring, the
-            earliest first. Of a ring that has fewer the last rows are invalid.
-
-        Raises:
-            ValueError: If windows are taken out in between, so that their order is not kept, or if
-                ``n`` is not an integer from 1 to ``length / period``.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sequence_length=2)
-            >>> buffer = buffer.add(jnp.arange(12).reshape(2, 6))
-            >>> buffer.latest(2).data.tolist()
-            [[3, 4], [4, 5], [9, 10], [10, 11]]
-        """
-        self = common.check_single(self)
-        return self._gather(common.newest(self.occupancy, n))
-
-    def update_priority(
-        self,
-        slots: Slots,
-        priority: Float[Array, " B"],
-        *,
-        mask: Bool[Array, " B"] | None = None,
-    ) -> Self:
-        """Set the priorities of sampled windows.
-
-        Rows whose window has been overwritten since, in part or as a whole, invalid rows and masked
-        ones are dropped. Of several rows for one window the last accepted one counts.
-
-        Args:
-            slots: Which windows: ``sample.slots``, ``[B]``.
-            priority: Their new priorities, ``[B]``; a NaN, negative or infinite one is refused and
-                counted in ``metrics()["rejected"]``.
-            mask: Which rows to take, ``[B]``.
-
-        Raises:
-            ValueError: When traced, if the sampler has no priorities, or a shape differs.
-        """
-        self = common.check_single(self)
-        state, rejected = common.set_priority(
-            self.sampler,
-            self.sampler_state,
-            self.occupancy,
-            slots,
-            priority,
-            mask,
-            self.capacity,
-        )
-        return self.replace(
-            sampler_state=state,
-            counters=self.counters + jnp.stack([jnp.uint32(0), rejected]),
-        )
+        return self._windows_of(sequence_length)._sample(key, rows)
 
     def clear(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
         """The buffer without its steps, or without those of some environments.
@@ -490,23 +345,15 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
             ValueError: When traced, if ``envs`` is neither.
         """
         if envs is None:
-            return self.replace(
-                data=jax.tree.map(jnp.zeros_like, self.data),
-                occupancy=self.occupancy.clear(),
-                sampler_state=self.sampler.init(self.rings.capacity),
-                counters=self.counters.copy(),
-                episode_index=None if self.episode_index is None else self.episode_index.clear(),
-                freshness_state=self.freshness.cleared(self.freshness_state)
-                if self.freshness
-                else (),
-            )
+            return self._cleared(self.rings.capacity)
         self = trees.on_device(self)
         mask = self._check_envs(envs)
         starts = self.length // self.period
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
         gone = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
-        return self._without(gone, self.rings.clear(mask)).replace(
-            episode_index=None if self.episode_index is None else self.episode_index.clear(mask)
+        left = self._without(gone, self.rings.clear(mask))
+        return left.replace(
+            extra_states=left._tell(lambda part, state: part.on_clear_envs(state, mask))
         )
 
     @property
@@ -629,37 +476,56 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
         rings, gone = self.rings.drop(count, n)
         return self._without(gone, rings), steps
 
-    def support(self) -> Support:
-        """How many windows can be drawn, and the least probability among them."""
-        buffer = trees.on_device(self)
-        state = jax.lax.stop_gradient(buffer.sampler_state)
-        return self.sampler.support(state, buffer.occupancy)
+    def options(self) -> dict[str, Any]:
+        """All but the sizes that it was created with, as keyword arguments of ``create``."""
+        return {
+            **super().options(),
+            "sequence_length": self.sequence_length,
+            "period": self.period,
+            "num_earliest_ignored": self.num_earliest_ignored,
+            "episodes": self.episodes,
+        }
 
-    def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars: one pass over the slots, for logging.
+    def _sizes(self) -> dict[str, Array]:
+        return {"size": self.size, "windows": self.occupancy.size}
+
+    def _check(
+        self, steps: Any, priority: Any, version: Any, session: Any, mask: Any
+    ) -> tuple[PyTree[Array], Rows, Any]:
+        """What ``add`` was given, ``[num_envs, T]``, once it is known to fit.
 
         Returns:
-            ``size`` in steps and ``windows`` that can be drawn; ``adds`` (steps) and ``rejected``,
-            counted since creation and wrapping at 2**32; ``effective_sample_size`` (of the
-            distribution drawn from, ``1 / Σ P²``); and with priorities ``priority_min``,
-            ``priority_max`` and ``priority_mean`` of the windows, as their masses tell them. With
-            limits on freshness the learner's ``version``, how many windows were ``refused_stale``,
-            ``retired_used`` and ``retired_stale``, and of those that can be drawn ``use_max``,
-            ``use_mean``, ``staleness_max`` and ``staleness_mean``.
+            The steps, what is known of each row, and the priorities.
         """
-        self = trees.on_device(self)
-        fresh = {}
-        if self.freshness is not None:
-            live = self.occupancy.live(jnp.arange(self.rings.capacity, dtype=jnp.int32))
-            fresh = self.freshness.metrics(self.freshness_state, live)
-        return {
-            "size": self.size,
-            "windows": self.occupancy.size,
-            "adds": self.counters[..., 0],
-            "rejected": self.counters[..., 1],
-            **self.sampler.metrics(jax.lax.stop_gradient(self.sampler_state), self.occupancy),
-            **fresh,
-        }
+        steps, batch = common.check_steps(self.data, steps, self.num_envs)
+        axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
+        shape = (self.num_envs, batch[1] if len(batch) > 1 else 1)
+        common.check_version_used(self.extras, version, session)
+        if priority is not None:
+            common.needs_priority(self.sampler, "priority was given")
+            priority = common.check_priority(priority, batch, axes).reshape(shape)
+        rows = Rows(
+            items=jax.lax.stop_gradient(steps),
+            shape=shape,
+            mask=None if mask is None else common.check_step_mask(mask, batch),
+            version=None if version is None else _per_step(version, "version", batch, axes),
+            session=None if session is None else _per_step(session, "session", batch, axes),
+        )
+        return steps, rows, priority
+
+    def _refuse(
+        self, completed: Int[Array, "E T"], rows: StepRows, counts: dict[str, Array]
+    ) -> tuple[Int[Array, "E T"], list[Int[Array, "E T"]]]:
+        """The windows that are complete without those that the parts refuse, and these."""
+        refused: list[Int[Array, "E T"]] = []
+        slots = self.rings.capacity
+        for part, state in self._parts():
+            for reason, mask in part.refuse_windows(state, completed, rows).items():
+                hit = mask & (completed < slots)
+                counts[reason] = jnp.sum(hit, dtype=jnp.uint32)
+                refused.append(jnp.where(hit, completed, slots))
+                completed = jnp.where(hit, slots, completed)
+        return completed, refused
 
     def _add_to(
         self, env_ids: Any, steps: Any, priority: Any, version: Any, session: Any, mask: Any
@@ -707,86 +573,20 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
 
     def _without(self, gone: Int[Array, "..."], rings: Rings) -> Self:
         """The buffer once there are no windows at these slots."""
-        nothing = jnp.zeros((0,), jnp.int32)
+        nothing, slots = jnp.zeros((0,), jnp.int32), gone.reshape(-1)
         state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
-            occupancy=self._seen(rings, nothing, gone),
-            sampler_state=self.sampler.remove(state, gone.reshape(-1)),
+            occupancy=self._seen(rings, nothing, slots),
+            sampler_state=self.sampler.remove(state, slots),
+            extra_states=self._tell(lambda part, state: part.on_remove(state, slots)),
         )
 
-    def _seen(self, rings: Rings, completed: Int[Array, "..."], broken: Int[Array, "..."]) -> Any:
+    def _seen(self, rings: Rings, come: Int[Array, " B"], gone: Int[Array, " R"]) -> Rings | Subset:
         """The occupancy after some windows have come and others have gone."""
         if not isinstance(self.occupancy, Subset):
             return rings
-        come, gone = completed.reshape(-1), broken.reshape(-1)
         member = jnp.concatenate([jnp.ones(come.shape, bool), jnp.zeros(gone.shape, bool)])
         return self.occupancy.replace(inner=rings).mark(jnp.concatenate([come, gone]), member)
-
-    def _check_version(self, version: Any, session: Any, batch: tuple[int, ...], axes: str) -> Any:
-        """The version of each step, ``[num_envs, T]``; None if nothing uses it."""
-        if self.freshness is None:
-            return self._refuse_versions(version, session)
-        learner = self.freshness_state
-        made_by = jnp.broadcast_to(
-            learner.version, (self.num_envs, batch[1] if len(batch) > 1 else 1)
-        )
-        if version is not None:
-            made_by = _per_step(version, "version", batch, axes)
-        if session is not None:
-            same = _per_step(session, "session", batch, axes) == learner.session
-            made_by = jnp.where(same, made_by, TOO_OLD)
-        return made_by
-
-    def _mark_episodes(
-        self,
-        steps: PyTree[Array],
-        target: Int[Array, "E T"],
-        taken: Bool[Array, "E T"] | None,
-        completed: Int[Array, "E T"],
-        broken: Int[Array, "E R"],
-    ) -> tuple[EpisodeIndex | None, Int[Array, "E T"], Int[Array, "E Q"]]:
-        """The index with new steps; windows across episodes become broken if they are avoided."""
-        if self.episode_index is None:
-            return None, completed, broken
-        index, steps = jax.lax.stop_gradient((self.episode_index, steps))
-        index, behind = index.extend(steps, self.rings, target, taken)
-        if index.episodes.boundary == "avoid":
-            crosses = behind < self.sequence_length - 1
-            crossing = jnp.where(crosses, completed, self.rings.capacity)
-            completed = jnp.where(crosses, self.rings.capacity, completed)
-            broken = jnp.concatenate([broken, crossing], axis=1)
-        return index, completed, broken
-
-    def _age(
-        self,
-        version: Int[Array, "E T"],
-        target: Int[Array, "E T"],
-        completed: Int[Array, "E T"],
-        broken: Int[Array, "E R"],
-    ) -> tuple[FreshnessState, Int[Array, "E T"], Int[Array, "E Q"]]:
-        """Windows begin at new steps, and those that are complete but too stale become broken."""
-        freshness, slots = self._needs_freshness("add"), self.rings.capacity
-        begins = (target < self.capacity) & (target % self.period == 0)
-        index = jnp.where(begins, target // self.period, slots)
-        state = freshness.added(self.freshness_state, index, version)
-        state, stale = freshness.completed(state, completed)
-        refused = jnp.where(stale, completed, slots)
-        kept = jnp.where(stale, slots, completed)
-        return state, kept, jnp.concatenate([broken, refused], axis=1)
-
-    def _incomplete(self, wanted: Bool[Array, ""]) -> Int[Array, " B"] | None:
-        """Slots of windows of which only the first steps are there, if they are ``wanted``."""
-        if self.sequence_length == 1:
-            return None
-        rings = self.rings
-        position, held = (rings.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
-        back = jnp.arange(self.sequence_length - 1, dtype=jnp.int32)[None]
-        place = (position - 1 - back) % self.length
-        env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
-        wanted &= (back < held) & (place % self.period == 0)
-        return jnp.where(wanted, env * rings.starts + place // self.period, rings.capacity).reshape(
-            -1
-        )
 
     def _check_envs(self, envs: Any) -> Bool[Array, " E"]:
         """``envs`` as a mask."""
@@ -838,10 +638,6 @@ class TrajectoryBuffer(EpisodeLookups, Retiring, struct.PyTreeNode):
                     "steps of one environment in one row, [K, T]"
                 )
         return jnp.asarray(given).astype(jnp.int32)
-
-    def _gather(self, draw: Draw) -> Sample:
-        """The windows that were drawn."""
-        return common.gather(self.occupancy, draw, self.capacity, self._read)
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """The windows at ``index``, leaves ``[B, sequence_length, ...]``."""

@@ -236,7 +236,7 @@ class Agent:
         capacity = self.config.capacity
         state = jax.ShapeDtypeStruct((self.config.dims,), jnp.int32)
         if self.kind == "fifo":
-            return jaxbuf.terminating_states(state, capacity)
+            return jaxbuf.terminal_state_buffer(state, capacity)
         if self.kind == "reward":
             return jaxbuf.reward_prioritized(state, capacity)
         if self.kind == "diverse":

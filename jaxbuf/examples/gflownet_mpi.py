@@ -212,7 +212,7 @@ def make_manager(config: Config, num_workers: int) -> "Manager":
     from jaxbuf.mpi import Manager
 
     item = {"state": jnp.zeros(config.dims, jnp.int32), "seconds": jnp.float32(0)}
-    buffer = jaxbuf.diverse_reward_prioritized(item, config.shared, key="state")
+    buffer = jaxbuf.diverse_reward_prioritized(item, config.shared, field="state")
     return Manager.create(buffer, num_workers, scores=Discoveries(config.grid, config.borrowed))
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import math
 from typing import Any, TypeVar, cast
 
@@ -19,6 +18,7 @@ from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.subset import Subset
+from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.points import Points
 from jaxbuf.strategies.shuffled import Pass
 
@@ -189,11 +189,11 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
             uses=blank.uses.at[begun].set(known.uses[window], mode="drop"),
             counters=known.counters,
         )
-        old, new = old.replace(freshness_state=state), new.replace(freshness_state=state)
+        old, new = (buffer.with_state(Freshness, state) for buffer in (old, new))
 
-    occupancy: Any = _with_inner(new.occupancy, placed)
+    occupancy, full = _with_inner(new.occupancy, placed), cast("Any", old.occupancy)
     if isinstance(occupancy, Subset):
-        occupancy = occupancy.replace(members=move(occupancy.members, old.occupancy.members))
+        occupancy = occupancy.replace(members=move(occupancy.members, full.members))
     return _move_fields(new, old, move).replace(occupancy=occupancy, counters=old.counters)
 
 
@@ -248,13 +248,7 @@ def _sizes(buffer: Any, size: int) -> tuple[int, ...]:
 
 def _options(buffer: Any) -> dict[str, Any]:
     """What ``create`` was called with besides the example and the sizes."""
-    names = inspect.signature(type(buffer).create).parameters.values()
-    options = [p.name for p in names if p.kind is p.KEYWORD_ONLY]
-    if "episodes" not in options:
-        return {name: getattr(buffer, name) for name in options}
-    index = buffer.episode_index
-    episodes = {"episodes": None if index is None else index.episodes}
-    return {name: getattr(buffer, name) for name in options if name != "episodes"} | episodes
+    return {} if isinstance(buffer, Queue) else buffer.options()
 
 
 def _example(buffer: Any) -> PyTree:

@@ -15,6 +15,7 @@ from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.batch import Batch, check_batch, uses_score
 from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore
 from jaxbuf.occupancy.ranking import Ranking
+from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.softmax import Softmax
 
 
@@ -198,7 +199,7 @@ def outline(make: Callable[[int], Manager], num_workers: int) -> Manager:
 
 def _kept_scores(buffer: ItemBuffer) -> Float[Array, " N"] | None:
     """Return the score in each slot, not finite where it is empty; None if none are kept."""
-    ranking = buffer.occupancy.inner if buffer.freshness else buffer.occupancy
+    ranking = buffer.occupancy.inner if isinstance(buffer.occupancy, Subset) else buffer.occupancy
     if isinstance(ranking, Ranking):
         return ranking.score
     if isinstance(buffer.sampler, Softmax):

@@ -19,9 +19,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks
+from jaxbuf.core import checks, renamed
 from jaxbuf.mpi.batch import Batch, uses_score
-from jaxbuf.strategies.diversity import Diversity, Key
+from jaxbuf.strategies.diversity import Diversity, Field
 from jaxbuf.strategies.points import Ball, Computed, Others, Points, finite
 
 # The largest distance: larger ones count as this.
@@ -95,6 +95,7 @@ class Retained:
         return {"retained": jnp.sum(after.live(slot) & ~stayed, dtype=jnp.float32)}
 
 
+@renamed.field("key", "field")
 @dataclasses.dataclass(frozen=True)
 class Novelty:
     """``novelty``: the mean distance of rows to the nearest item in the buffer before the batch.
@@ -111,7 +112,7 @@ class Novelty:
         ValueError: If ``p`` is another number.
     """
 
-    key: Key | tuple[Key, ...] | None = None
+    field: Field | tuple[Field, ...] | None = None
     p: float = 2.0
 
     def __post_init__(self) -> None:
@@ -119,14 +120,14 @@ class Novelty:
             "p", self.p, "a norm: 1, 2 or inf", lambda x: x in (1.0, 2.0, math.inf)
         )
         object.__setattr__(self, "p", p)
-        Diversity(key=self.key)
+        Diversity(field=self.field)
 
     def __call__(
         self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
     ) -> dict[str, Array]:
         """Return the mean distance; 0 for a batch without rows."""
         del sender
-        part = Diversity(key=self.key)
+        part = Diversity(field=self.field)
         points = Points.of(finite(part.points(batch.items)))
         others, ball = _others(buffer, part), Ball(_FAR, self.p)
         sums = others.nearest(points, ball, lambda _, slot: buffer.occupancy.live(slot))
@@ -153,6 +154,7 @@ class RewardSum:
         return {"reward_sum": jnp.sum(jnp.exp(score))}
 
 
+@renamed.field("key", "field")
 @dataclasses.dataclass(frozen=True)
 class NewModes:
     """``new_modes``: the number of different modes in the batch that are not in the buffer yet.
@@ -172,7 +174,7 @@ class NewModes:
     """
 
     threshold: float
-    key: Key | tuple[Key, ...] | None = None
+    field: Field | tuple[Field, ...] | None = None
     cutoff: float = 0.0
     p: float = 1.0
 
@@ -181,7 +183,7 @@ class NewModes:
             "threshold", self.threshold, "a score", lambda x: not math.isnan(x)
         )
         object.__setattr__(self, "threshold", threshold)
-        part = Diversity(self.cutoff, self.p, self.key)
+        part = Diversity(self.cutoff, self.p, self.field)
         for name in ("cutoff", "p"):
             object.__setattr__(self, name, getattr(part, name))
         if self.cutoff < 0:
@@ -193,7 +195,7 @@ class NewModes:
         """Return the number of new modes, as a float."""
         del sender
         is_mode = mask & (batch.score >= jnp.float32(self.threshold))
-        part, ball = Diversity(key=self.key), Ball(self.cutoff, self.p)
+        part, ball = Diversity(field=self.field), Ball(self.cutoff, self.p)
         points = Points.of(finite(part.points(batch.items)))
         rows = points.capacity
         every = jnp.int32(rows)

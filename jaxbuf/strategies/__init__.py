@@ -2,6 +2,7 @@
 
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
+from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler, Support
 
 __all__ = [
@@ -10,7 +11,10 @@ __all__ = [
     "ItemOccupancy",
     "KnownSampler",
     "Occupancy",
+    "Part",
+    "Rows",
     "Sampler",
     "SegmentTree",
+    "StepRows",
     "Support",
 ]

@@ -15,19 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import checks, fields
+from jaxbuf.core import checks, fields, renamed
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.ranking import to_rank
+from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.points import Ball, Points, finite, pairwise
 
 WithinBatch = Literal["suppress", "greedy"]
 Active = Literal["always", "full"]
 # Sort behind all scores.
 _LOW, _NOT_OFFERED = np.uint32(2**32 - 2), np.uint32(2**32 - 1)
-Key = str | Callable[[Any], Any]
+Field = str | Callable[[Any], Any]
 
 
 class DiversityState(struct.PyTreeNode):
@@ -35,16 +36,14 @@ class DiversityState(struct.PyTreeNode):
 
     Attributes:
         points: The part of each item that is compared, as float32.
-        refused: Rows that ranked too low, were too close within the batch, and too close to the
-            buffer; ``[3]`` uint32, wrapping.
     """
 
     points: Points
-    refused: UInt[Array, " 3"]
 
 
+@renamed.field("key", "field")
 @dataclasses.dataclass(frozen=True)
-class Diversity:
+class Diversity(Part):
     """An arriving item enters only if it is farther than ``cutoff`` from what is kept.
 
     New rows are ranked by score; of equal scores the earlier row ranks higher. While the filter is
@@ -69,10 +68,11 @@ class Diversity:
         p: Norm of the distance, ``sum(abs(difference) ** p) ** (1 / p)``, as in ``torch.cdist``:
             ``inf`` for the largest difference of a coordinate, 0 for the number of coordinates that
             differ, or a number of at least 0.01.
-        key: What is compared: a field such as ``"state"`` or ``"obs.position"``, a function of one
-            item, or several of these, whose values are concatenated (a state and its condition);
-            None compares all of the item. Whatever arrays it gives are compared coordinate by
-            coordinate. A function is part of the configuration: pass the same one each time.
+        field: What is compared: a field such as ``"state"`` or ``"obs.position"``, a function of
+            one item, or several of these, whose values are concatenated (a state and its
+            condition); None compares all of the item. Whatever arrays it gives are compared
+            coordinate by coordinate. A function is part of the configuration: pass the same one
+            each time.
         within_batch: ``"suppress"`` compares a row with every higher one, whether that enters or
             not; ``"greedy"`` only with those that enter (so that reason 3 comes before reason 2).
         active: ``"always"``, or ``"full"`` to let everything in until the buffer is full.
@@ -91,17 +91,18 @@ class Diversity:
 
     cutoff: float = 0.0
     p: float = 1.0
-    key: Key | tuple[Key, ...] | None = None
+    field: Field | tuple[Field, ...] | None = None
     within_batch: WithinBatch = "suppress"
     active: Active = "always"
 
+    reasons = ("refused_low_score", "refused_within_batch", "refused_near_buffer")
     uses_score = True
 
     def __post_init__(self) -> None:
         cutoff = checks.check_number(
             "cutoff",
             self.cutoff,
-            "a distance: 0, or from 2**-40 to 2**40 (scale the numbers with a key function)",
+            "a distance: 0, or from 2**-40 to 2**40 (scale the numbers with a function as field)",
             lambda x: x <= 0 or 2.0**-40 <= x <= 2.0**40,
         )
         object.__setattr__(self, "cutoff", cutoff)
@@ -113,53 +114,63 @@ class Diversity:
             lambda x: x == 0 or x >= 0.01,
         )
         object.__setattr__(self, "p", p)
-        if isinstance(self.key, list):
-            object.__setattr__(self, "key", tuple(cast("list[Key]", self.key)))
-        for part in _parts(self.key):
+        if isinstance(self.field, list):
+            object.__setattr__(self, "field", tuple(cast("list[Field]", self.field)))
+        for part in _parts(self.field):
             if not (isinstance(part, str) or callable(part)):
                 raise ValueError(
-                    f"key is {checks.name_of(self.key)}; expected a field such as 'obs.position', "
-                    "a function of one item, or a tuple of these"
+                    f"field is {checks.name_of(self.field)}; expected a field such as "
+                    "'obs.position', a function of one item, or a tuple of these"
                 )
         for name, known in (("within_batch", WithinBatch), ("active", Active)):
             checks.check_choice(name, getattr(self, name), get_args(known))
 
-    def init(self, example: PyTree, capacity: int) -> DiversityState:
-        """No points, of as many coordinates as ``example`` (one item) has.
+    def init(self, data: PyTree[Any], slots: int) -> DiversityState:
+        """No points, of as many coordinates as an item has.
 
         Raises:
-            ValueError: If the item has nothing of the name that ``key`` gives, or only complex
+            ValueError: If the item has nothing of the name that ``field`` gives, or only complex
                 numbers or none.
         """
-        width = jax.eval_shape(self._point, example).shape[0]
+        item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
+        width = jax.eval_shape(self._point, item).shape[0]
         if width == 0:
-            raise ValueError(f"key {self.key!r} gives no numbers; there is nothing to compare")
-        return DiversityState(Points.create(capacity, width), jnp.zeros((3,), jnp.uint32))
+            raise ValueError(f"field {self.field!r} gives no numbers; there is nothing to compare")
+        return DiversityState(Points.create(slots, width))
 
     def points(self, items: PyTree[Array]) -> Float[Array, "B D"]:
         """What is compared of each item."""
         return jax.vmap(self._point)(items)
 
-    def accepts(self, points: Float[Array, "B D"]) -> Bool[Array, " B"]:
-        """Which rows can be compared at all: those without NaN."""
-        return ~jnp.any(jnp.isnan(points), axis=1)
+    def refuse(
+        self, state: DiversityState, rows: Rows, occupancy: ItemOccupancy
+    ) -> dict[str, Bool[Array, " B"]]:
+        """Those that cannot be compared, rank too low, or are too close to others."""
+        assert rows.score is not None
+        points = self.points(rows.items)
+        bad = jnp.any(jnp.isnan(points), axis=1)
+        score, offered = rows.score, rows.taken & ~bad
+        if score.shape[0] == 1:
+            # Beside a row that is not offered, for XLA drops a sort of one row.
+            points, more = jnp.repeat(points, 2, axis=0), (0, 1)
+            score, offered = jnp.pad(score, more), jnp.pad(offered, more)
+        why = self._judge(state, points, score, offered, occupancy)[: bad.shape[0]]
+        refused = {name: why == k for k, name in enumerate(self.reasons, 1)}
+        return {"rejected": bad, **refused}
 
-    def admit(
+    def on_add(self, state: DiversityState, index: Int[Array, " B"], rows: Rows) -> DiversityState:
+        """New items have been written to ``index``."""
+        return state.replace(points=state.points.set(index, finite(self.points(rows.items))))
+
+    def _judge(
         self,
         state: DiversityState,
         points: Float[Array, "B D"],
         score: Float[Array, " B"],
         offered: Bool[Array, " B"],
         occupancy: ItemOccupancy,
-    ) -> tuple[DiversityState, Bool[Array, " B"]]:
-        """Which of the offered rows enter; the others are counted."""
-        if score.shape[0] == 1:
-            # Beside a row that is not offered, for XLA drops a sort of one row.
-            two, more = jnp.repeat(points, 2, axis=0), (0, 1)
-            state, enters = self.admit(
-                state, two, jnp.pad(score, more), jnp.pad(offered, more), occupancy
-            )
-            return state, enters[:1]
+    ) -> Int[Array, " B"]:
+        """For each offered row the number of the reason to refuse it, or 0."""
         active = jnp.bool_(True)
         if self.active == "full":
             active = occupancy.size == state.points.capacity
@@ -185,33 +196,18 @@ class Diversity:
             old &= ~batch
         else:
             batch = _crowded(ranked, ~old, count, ball)
-        enters = left & ~batch & ~old
-        enters = jnp.zeros_like(left).at[order].set(enters, unique_indices=True)
-        refused = jnp.stack([jnp.sum(why, dtype=jnp.uint32) for why in (low, batch, old)])
-        return state.replace(refused=state.refused + refused), enters
-
-    def added(
-        self, state: DiversityState, index: Int[Array, " B"], points: Float[Array, "B D"]
-    ) -> DiversityState:
-        """New items have been written to ``index``."""
-        return state.replace(points=state.points.set(index, finite(points)))
-
-    def metrics(self, state: DiversityState) -> dict[str, Array]:
-        """How many rows were refused, by reason."""
-        return {
-            "refused_low_score": state.refused[..., 0],
-            "refused_within_batch": state.refused[..., 1],
-            "refused_near_buffer": state.refused[..., 2],
-        }
+        why = jnp.where(batch, 2, jnp.where(old, jnp.int32(3), jnp.int32(0)))
+        why = jnp.where(low, 1, why)
+        return jnp.zeros_like(why).at[order].set(why, unique_indices=True)
 
     def _point(self, item: PyTree) -> Float[Array, " D"]:
         """The compared part of one item, flat."""
-        values = [_get(item, part) for part in _parts(self.key)] if self.key is not None else [item]
+        values = [item] if self.field is None else [_get(item, p) for p in _parts(self.field)]
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(values)]
         for leaf in leaves:
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 raise ValueError(
-                    f"key {self.key!r} gives {leaf.dtype}; choose a part of the item with real "
+                    f"field {self.field!r} gives {leaf.dtype}; choose a part of the item with real "
                     "numbers, or a function that makes them"
                 )
         flat = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves]
@@ -262,24 +258,24 @@ def _crowded(
     return lax.fori_loop(0, steps, tile, nobody)[:rows]
 
 
-def _parts(key: Any) -> tuple[Any, ...]:
-    if key is None:
+def _parts(field: Any) -> tuple[Any, ...]:
+    if field is None:
         return ()
-    return cast("tuple[Any, ...]", key) if isinstance(key, tuple) else (key,)
+    return cast("tuple[Any, ...]", field) if isinstance(field, tuple) else (field,)
 
 
-def _get(item: Any, part: Key) -> Any:
+def _get(item: Any, part: Field) -> Any:
     """The field of an item at a dotted path, or what a function makes of it.
 
     Raises:
         ValueError: If there is no such field.
     """
     if isinstance(part, str):
-        return fields.need(item, part, "key", "items have")
+        return fields.need(item, part, "field", "items have")
     try:
         return part(item)
     except (KeyError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise ValueError(
-            f"key {part!r} fails on an item with {type(error).__name__}: {error}; it gets one item "
-            "like the example"
+            f"field {part!r} fails on an item with {type(error).__name__}: {error}; it gets one "
+            "item like the example"
         ) from error

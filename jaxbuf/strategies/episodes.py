@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 from jaxbuf.core import checks, fields, storage
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.rings import Rings
+from jaxbuf.strategies.part import Part, StepRows
 
 Boundary = Literal["cross", "mask", "avoid"]
 Recurrence = Literal["plain", "alf"]
@@ -29,7 +30,7 @@ _OPEN, _KNOWN, _CUT = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Episodes:
+class Episodes(Part):
     """Keep an index of episodes in a ``TrajectoryBuffer``.
 
     Row ``t`` holds the observation before an action, and the reward and the flags after it: an
@@ -99,6 +100,9 @@ class Episodes:
     reward_clip: tuple[float, float] | None = None
     recurrence: Recurrence = "plain"
 
+    of_items = False
+    of_windows = True
+
     def __post_init__(self) -> None:
         for name in ("terminated", "truncated", "last", "reward"):
             path = getattr(self, name)
@@ -128,15 +132,21 @@ class Episodes:
             )
             object.__setattr__(self, "reward_clip", clip)
 
-    def init(self, data: PyTree[Array]) -> "EpisodeIndex":
+        if self.boundary == "avoid":
+            object.__setattr__(self, "removes", True)
+            object.__setattr__(self, "reasons", ("refused_across_episodes",))
+
+    def init(self, data: PyTree[Any], slots: int) -> "EpisodeIndex":
         """The index of an empty buffer.
 
         Args:
             data: Its storage, leaves ``[E, N, ...]``.
+            slots: How many windows there can be.
 
         Raises:
             ValueError: If a field is missing, holds more than a number, or has the wrong dtype.
         """
+        del slots
         truncated = fields.truncation(data, self.terminated, self.truncated)
         flags = {"terminated": self.terminated, "truncated": truncated, "last": self.last}
         for name, path in flags.items():
@@ -152,6 +162,28 @@ class Episodes:
             counters=jnp.zeros((num_envs, 3), jnp.int32),
             episodes=self,
         )
+
+    def on_steps(
+        self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: StepRows
+    ) -> "EpisodeIndex":
+        """The index with new steps."""
+        del index
+        return state.extend(rows.items, rows.rings, rows.target, rows.mask)
+
+    def refuse_windows(
+        self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: StepRows
+    ) -> dict[str, Bool[Array, "E T"]]:
+        """Those with steps of two episodes, if they are avoided."""
+        del index
+        if self.boundary != "avoid":
+            return {}
+        # A window is complete with its last step.
+        before = state.steps_before(rows.target.reshape(-1)).reshape(rows.shape)
+        return {"refused_across_episodes": before < rows.rings.sequence_length - 1}
+
+    def on_clear_envs(self, state: "EpisodeIndex", envs: Bool[Array, " E"]) -> "EpisodeIndex":
+        """No episode is open in these rings."""
+        return state.clear(envs)
 
     def flags(self, steps: PyTree[Array]) -> tuple[Bool[Array, "E T"], Bool[Array, "E T"]]:
         """Which rows terminated, and which are the last of their episode."""
@@ -204,17 +236,14 @@ class EpisodeIndex(struct.PyTreeNode):
         rings: Rings,
         target: Int[Array, "E T"],
         taken: Bool[Array, "E T"] | None,
-    ) -> tuple[Self, Int[Array, "E T"]]:
-        """Note steps that are about to be written.
+    ) -> Self:
+        """Note steps that are written.
 
         Args:
             steps: Leaves ``[E, T, ...]``.
             rings: The rings without them.
             target: Where they go, as ``Rings.place`` says.
             taken: Which of them are taken.
-
-        Returns:
-            The new index, and how many steps of its episode lie before each row, ``[E, T]``.
         """
         terminated, last = self.episodes.flags(steps)
         if taken is None:
@@ -242,14 +271,16 @@ class EpisodeIndex(struct.PyTreeNode):
         if self.episodes.record_return:
             rewards = self.episodes.rewards(steps)
             index = index._record(rewards, terminated, last, taken, rank, rings, rows)
-        return index, behind
+        return index
 
     def begin(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
     ) -> UInt[Array, " B"]:
         """The position of the first step of the episode; its own if the step is not held."""
         row = rings.locate(env, position)
-        return position - jnp.where(row < self.behind.size, self._behind(row), 0).astype(jnp.uint32)
+        return position - jnp.where(row < self.behind.size, self.steps_before(row), 0).astype(
+            jnp.uint32
+        )
 
     def held_begin(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
@@ -278,7 +309,7 @@ class EpisodeIndex(struct.PyTreeNode):
         if self.episodes.last is None:
             terminated, _ = self.episodes.flags(data)
             here = storage.read(terminated.reshape(-1), row)
-            since = jnp.where(here, 0, self._behind(row))
+            since = jnp.where(here, 0, self.steps_before(row))
         else:
             since = storage.read(self.since.reshape(-1), row)
         return position - jnp.where(row < self.behind.size, since, 0).astype(jnp.uint32)
@@ -295,7 +326,7 @@ class EpisodeIndex(struct.PyTreeNode):
 
         def halve(i: Array, found: Int[Array, " B"]) -> Int[Array, " B"]:
             further = found + (jnp.int32(1) << (bits - 1 - i))
-            same = self._behind(start + (row + further) % length) >= further
+            same = self.steps_before(start + (row + further) % length) >= further
             return jnp.where((further <= ahead) & same, further, found)
 
         begin = vary_with(jnp.zeros_like(row), self.behind)
@@ -307,7 +338,7 @@ class EpisodeIndex(struct.PyTreeNode):
     ) -> Bool[Array, " B"]:
         """Whether an episode began with this step; not if the step is not held."""
         row = rings.locate(env, position)
-        return (row < self.behind.size) & (self._behind(row) == 0)
+        return (row < self.behind.size) & (self.steps_before(row) == 0)
 
     def is_last(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
@@ -318,14 +349,14 @@ class EpisodeIndex(struct.PyTreeNode):
         ended = jnp.where(
             newest,
             self.counters.at[env, 0].get(mode="clip") == 0,
-            (after < self.behind.size) & (self._behind(after) == 0),
+            (after < self.behind.size) & (self.steps_before(after) == 0),
         )
         return ended & (rings.locate(env, position) < self.behind.size)
 
     def together(self, rings: Rings, index: Int[Array, " B"]) -> Bool[Array, "B S"]:
         """Which steps of windows belong to the episode of their first step."""
         rows = rings.window(index)
-        behind = self._behind(rows.reshape(-1)).reshape(rows.shape)
+        behind = self.steps_before(rows.reshape(-1)).reshape(rows.shape)
         return behind >= jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
 
     def recorded(
@@ -339,13 +370,12 @@ class EpisodeIndex(struct.PyTreeNode):
         known &= row < self.returns.size
         return jnp.where(known, value, jnp.float32(self.episodes.default_return))
 
-    def clear(self, mask: Bool[Array, " E"] | None = None) -> Self:
-        """No episodes, in some rings or in all; then it shares no array with the original."""
-        if mask is None:
-            return jax.tree.map(jnp.zeros_like, self)
+    def clear(self, mask: Bool[Array, " E"]) -> Self:
+        """No episode is open in these rings."""
         return self.replace(counters=jnp.where(mask[:, None], 0, self.counters))
 
-    def _behind(self, row: Int[Array, " B"]) -> Int[Array, " B"]:
+    def steps_before(self, row: Int[Array, " B"]) -> Int[Array, " B"]:
+        """How many steps of its episode lie before the step at each place."""
         return storage.read(self.behind.reshape(-1), row)
 
     def _since(

@@ -7,21 +7,27 @@ References:
 """
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Int, UInt
+from jaxtyping import Array, Bool, Int, PyTree, UInt
 
-from jaxbuf.core import checks, sizes, storage
+from jaxbuf.core import checks, counters, sizes, storage
+from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
+from jaxbuf.strategies.part import Part, Rows, StepRows
 
 Comparison = Literal[">=", ">"]
 
 _NEVER = np.int32(2**31 - 1)
 # Too stale for a learner of any version.
-TOO_OLD = np.int32(-(2**31))
+_TOO_OLD = np.int32(-(2**31))
+# Items retired by use and by staleness; of single items, the learner's versions when they left
+# minus their own when they came, summed over all, and how many were here when that was noted last;
+# and the learner's version and session.
+_COUNTERS = ("retired_used", "retired_stale", "behind", "noted", "version", "session")
 
 
 class FreshnessState(struct.PyTreeNode):
@@ -31,29 +37,35 @@ class FreshnessState(struct.PyTreeNode):
         versions: The version of the item in each slot, ``[N]``; the largest number where one was
             too stale and retired.
         uses: How often the item in each slot was used, ``[N]``.
-        counters: Rows refused as too stale, items retired by use and by staleness; of single items,
-            the learner's versions when they left minus their own when they came, both summed over
-            all, and how many were here when that was noted last; and the learner's version and
-            session; ``[7]`` uint32, they wrap.
+        counters: Retired items and the learner's version, by name in ``count``; ``[6]`` uint32,
+            they wrap.
     """
 
     versions: Int[Array, " N"]
     uses: Int[Array, " N"]
-    counters: UInt[Array, " 7"]
+    counters: UInt[Array, " 6"]
 
     @property
     def version(self) -> Int[Array, ""]:
         """The learner's version."""
-        return self.counters[..., 5].astype(jnp.int32)
+        return self.count("version").astype(jnp.int32)
 
     @property
     def session(self) -> Int[Array, ""]:
         """The learner's session."""
-        return self.counters[..., 6].astype(jnp.int32)
+        return self.count("session").astype(jnp.int32)
+
+    def count(self, name: str) -> UInt[Array, ""]:
+        """The counter of this name."""
+        return counters.column(_COUNTERS, self.counters, name)
+
+    def more(self, **counts: Array) -> Self:
+        """The state with more in some counters."""
+        return self.replace(counters=self.counters + counters.tally(_COUNTERS, counts))
 
 
 @dataclasses.dataclass(frozen=True)
-class Freshness:
+class Freshness(Part):
     """Items retire when they have been used enough, or when their version is too old.
 
     The staleness of an item is the learner's version, set by ``buffer.set_version``, minus its own,
@@ -99,6 +111,11 @@ class Freshness:
     max_staleness: int | None = None
     comparison: Comparison = ">="
 
+    reasons = ("refused_stale",)
+    uses_version = True
+    removes = True
+    of_windows = True
+
     def __post_init__(self) -> None:
         checks.check_choice("comparison", self.comparison, get_args(Comparison))
         least = {"max_use": 1, "max_staleness": 1 if self.comparison == ">=" else 0}
@@ -109,20 +126,26 @@ class Freshness:
             # NumPy scalars compare unequal to the same Python number, and would retrace.
             object.__setattr__(self, name, sizes.check_count(name, value, low, 2**31 - 1))
 
-    def init(self, capacity: int) -> FreshnessState:
+    def init(self, data: PyTree[Any], slots: int) -> FreshnessState:
         """Nothing was used, and the learner is at version 0 of session 0."""
+        del data
         return FreshnessState(
-            versions=jnp.zeros((capacity,), jnp.int32),
-            uses=jnp.zeros((capacity,), jnp.int32),
-            counters=jnp.zeros((7,), jnp.uint32),
+            versions=jnp.zeros((slots,), jnp.int32),
+            uses=jnp.zeros((slots,), jnp.int32),
+            counters=jnp.zeros((len(_COUNTERS),), jnp.uint32),
         )
 
     def at_version(
-        self, state: FreshnessState, version: Int[Array, ""], session: Int[Array, ""]
+        self, state: FreshnessState, version: Int[Array, ""], session: Int[Array, ""] | None
     ) -> FreshnessState:
-        """The learner is at this version of this session."""
-        learner = jnp.stack([version, session]).astype(jnp.uint32)
-        return state.replace(counters=jnp.concatenate([state.counters[:5], learner]))
+        """The learner is at this version; with another session all that is here is too stale."""
+        change = {"version": (version - state.version).astype(jnp.uint32)}
+        if session is not None:
+            # Also what is not complete yet, such as a window of which only the first step is here.
+            other = session != state.session
+            state = state.replace(versions=jnp.where(other, _TOO_OLD, state.versions))
+            change["session"] = (session - state.session).astype(jnp.uint32)
+        return state.more(**change)
 
     def floor(self, version: Int[Array, ""]) -> Int[Array, ""]:
         """The oldest version that is not too stale for a learner at ``version``."""
@@ -131,33 +154,34 @@ class Freshness:
         inclusive = self.comparison == ">="
         return version - jnp.int32(self.max_staleness - int(inclusive))
 
-    def added(
-        self, state: FreshnessState, index: Int[Array, "..."], version: Int[Array, "..."]
-    ) -> FreshnessState:
-        """Items, or the first steps of windows, of one version or of one each are at ``index``."""
-        return state.replace(
-            versions=state.versions.at[index].set(version, mode="drop"),
-            uses=state.uses.at[index].set(0, mode="drop"),
-        )
+    def refuse(
+        self, state: FreshnessState, rows: Rows, occupancy: ItemOccupancy
+    ) -> dict[str, Bool[Array, " B"]]:
+        """Those that are too stale already, or of another session."""
+        del occupancy
+        if rows.session is None and (rows.version is None or self.max_staleness is None):
+            return {}
+        return {"refused_stale": self._versions(state, rows) < self.floor(state.version)}
 
-    def came(
-        self,
-        state: FreshnessState,
-        version: Int[Array, " B"],
-        taken: Bool[Array, " B"] | None,
-        refused: UInt[Array, ""],
-    ) -> FreshnessState:
-        """Items of other versions than the learner's were taken, whether or not they stayed.
+    def on_add(self, state: FreshnessState, index: Int[Array, " B"], rows: Rows) -> FreshnessState:
+        """New items were never used. How stale they came counts, whether or not they stay."""
+        version = self._versions(state, rows)
+        behind = jnp.where(rows.taken, state.version - version, 0).astype(jnp.uint32)
+        state = state.more(behind=jnp.sum(behind, dtype=jnp.uint32))
+        return _placed(state, index, version)
 
-        Args:
-            state: The state.
-            version: Of each.
-            taken: Which were taken; None for all.
-            refused: How many were too stale.
-        """
-        behind = (state.version - version).astype(jnp.uint32)
-        kept = behind if taken is None else jnp.where(taken, behind, jnp.uint32(0))
-        return self._count(state, {0: refused, 3: jnp.sum(kept, dtype=jnp.uint32)})
+    def on_steps(
+        self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
+    ) -> FreshnessState:
+        """A window has the version of its first step."""
+        return _placed(state, index, self._versions(state, rows))
+
+    def refuse_windows(
+        self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
+    ) -> dict[str, Bool[Array, "E T"]]:
+        """Those that are too stale before they are complete."""
+        del rows
+        return {"refused_stale": self.look(state, index)[0] < self.floor(state.version)}
 
     def noted(
         self, state: FreshnessState, size: Int[Array, ""], version: Int[Array, ""]
@@ -166,8 +190,8 @@ class Freshness:
 
         What came and left in between cancels out, so it is enough to know how many are here now.
         """
-        fewer = state.counters[4] - size.astype(jnp.uint32)
-        return self._count(state, {3: version.astype(jnp.uint32) * fewer, 4: jnp.uint32(0) - fewer})
+        more = size.astype(jnp.uint32) - state.count("noted")
+        return state.more(behind=jnp.uint32(0) - version.astype(jnp.uint32) * more, noted=more)
 
     def staleness_of_gone(
         self, state: FreshnessState, size: Int[Array, ""], here: Bool[Array, " N"]
@@ -181,33 +205,13 @@ class Freshness:
         """
         versions = state.versions.astype(jnp.uint32)
         present = jnp.sum(jnp.where(here, versions, jnp.uint32(0)), dtype=jnp.uint32)
-        return self.noted(state, size, state.version).counters[3] + present
-
-    def completed(
-        self, state: FreshnessState, index: Int[Array, "..."]
-    ) -> tuple[FreshnessState, Bool[Array, "..."]]:
-        """The windows at ``index`` are complete; says which of them are too stale already.
-
-        Those are counted as refused, and must be refused.
-        """
-        there = (index >= 0) & (index < state.versions.shape[0])
-        stale = there & (self.look(state, index)[0] < self.floor(state.version))
-        return self._count(state, {0: jnp.sum(stale, dtype=jnp.uint32)}), stale
+        return self.noted(state, size, state.version).count("behind") + present
 
     def look(
         self, state: FreshnessState, index: Int[Array, "..."]
     ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
         """The versions and the uses of the items at ``index``."""
         return storage.select(index, (state.versions, state.uses))
-
-    def _count(self, state: FreshnessState, counts: dict[int, Array]) -> FreshnessState:
-        nothing: Array = jnp.uint32(0)
-        more = jnp.stack([counts.get(i, nothing) for i in range(state.counters.shape[-1])])
-        return state.replace(counters=state.counters + more)
-
-    def abandoned(self, state: FreshnessState, index: Int[Array, " B"]) -> FreshnessState:
-        """The windows at ``index`` are of another session and too stale once they are complete."""
-        return state.replace(versions=state.versions.at[index].set(TOO_OLD, mode="drop"))
 
     def used(
         self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
@@ -231,16 +235,13 @@ class Freshness:
         """The items at ``index`` were too stale and are gone."""
         return state.replace(versions=state.versions.at[index].set(_NEVER, mode="drop"))
 
-    def cleared(self, state: FreshnessState) -> FreshnessState:
-        """All items are gone. Shares no array with ``state``."""
-        return FreshnessState(
-            versions=jnp.zeros_like(state.versions),
-            uses=jnp.zeros_like(state.uses),
-            counters=state.counters.copy(),
-        )
+    def on_clear(self, state: FreshnessState, empty: FreshnessState) -> FreshnessState:
+        """Counters and the learner's version go on."""
+        return empty.replace(counters=state.counters.copy())
 
-    def metrics(self, state: FreshnessState, live: Bool[Array, " N"]) -> dict[str, Array]:
+    def metrics(self, state: FreshnessState, occupancy: Occupancy) -> dict[str, Array]:
         """Counts, and uses and staleness of the live items; 0 if there are none."""
+        live = occupancy.live(jnp.arange(state.uses.shape[-1], dtype=jnp.int32))
         count = jnp.maximum(jnp.sum(live, dtype=jnp.int32), 1).astype(jnp.float32)
         uses = jnp.where(live, state.uses, 0)
         staleness = state.version - state.versions
@@ -248,11 +249,29 @@ class Freshness:
         staleness = jnp.where(live, staleness, 0)
         return {
             "version": state.version,
-            "refused_stale": state.counters[..., 0],
-            "retired_used": state.counters[..., 1],
-            "retired_stale": state.counters[..., 2],
+            "retired_used": state.count("retired_used"),
+            "retired_stale": state.count("retired_stale"),
             "use_max": jnp.max(uses),
             "use_mean": jnp.sum(uses.astype(jnp.float32) / count),
             "staleness_max": jnp.where(jnp.any(live), largest, 0),
             "staleness_mean": jnp.sum(staleness.astype(jnp.float32) / count),
         }
+
+    def _versions(self, state: FreshnessState, rows: Rows) -> Int[Array, "..."]:
+        """The version of each row: the learner's by default, none at all in another session."""
+        version = rows.version
+        if version is None:
+            version = jnp.broadcast_to(state.version, rows.shape)
+        if rows.session is None:
+            return version
+        return jnp.where(rows.session == state.session, version, _TOO_OLD)
+
+
+def _placed(
+    state: FreshnessState, index: Int[Array, "..."], version: Int[Array, "..."]
+) -> FreshnessState:
+    """Items, or the first steps of windows, of these versions are at ``index``."""
+    return state.replace(
+        versions=state.versions.at[index].set(version, mode="drop"),
+        uses=state.uses.at[index].set(0, mode="drop"),
+    )

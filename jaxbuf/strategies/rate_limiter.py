@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import checks, describe, numbers, sizes, storage
+from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage
 
 # A ratio is kept as a fraction with at most this denominator, so that errors add up to nothing.
 _DENOMINATOR = 1000
@@ -190,13 +190,13 @@ class ThroughputLimiter(struct.PyTreeNode):
 
     Attributes:
         counts: Inserts and samples, decayed, ``[2]`` float32.
-        inserts_per_sample: Bounds of the ratio.
+        samples_per_insert: Bounds of the ratio.
         window: Seconds after which a count is down to a hundredth.
         min_batches: How many batches of the size that is asked for must be in the buffer.
 
     Example:
         >>> import jaxbuf
-        >>> limiter = jaxbuf.ThroughputLimiter.create((0.5, 2.0), window=5.0)
+        >>> limiter = jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.5, 2.0), window=5.0)
         >>> limiter = limiter.inserted(30).sampled(57)
         >>> bool(limiter.can_sample(30, 19)), bool(limiter.can_insert(30, 60))
         (False, True)
@@ -209,7 +209,7 @@ class ThroughputLimiter(struct.PyTreeNode):
     """
 
     counts: Float[Array, " 2"]
-    inserts_per_sample: tuple[float, float] = struct.field(pytree_node=False)
+    samples_per_insert: tuple[float, float] = struct.field(pytree_node=False)
     window: float = struct.field(pytree_node=False)
     min_batches: float = struct.field(pytree_node=False)
 
@@ -219,15 +219,17 @@ class ThroughputLimiter(struct.PyTreeNode):
     @classmethod
     def create(
         cls,
-        inserts_per_sample: tuple[float, float] = (0.0, math.inf),
+        inserts_per_sample: tuple[float, float] | None = None,
         *,
+        samples_per_insert: tuple[float, float] = (0.0, math.inf),
         window: float = 30.0,
         min_batches: float = 1.0,
     ) -> Self:
         """A limiter that has counted nothing.
 
         Args:
-            inserts_per_sample: Least and largest ratio of inserts to samples.
+            inserts_per_sample: Until the next version, the bounds the other way round.
+            samples_per_insert: Least and largest ratio of samples to inserts.
             window: Seconds after which a count is down to a hundredth.
             min_batches: How many batches of the size that is asked for must be in the buffer; at
                 least 1.
@@ -235,14 +237,14 @@ class ThroughputLimiter(struct.PyTreeNode):
         Raises:
             ValueError: If a number is out of its range.
         """
+        if inserts_per_sample is not None:
+            renamed.warn("inserts_per_sample=(a, b)", "samples_per_insert=(1 / b, 1 / a)")
+            bounds = _check_bounds("inserts_per_sample", inserts_per_sample)
+            low, high = (1.0 / bound if bound > 0 else math.inf for bound in reversed(bounds))
+            samples_per_insert = (low, high)
         return cls(
             counts=jnp.zeros((2,), jnp.float32),
-            inserts_per_sample=checks.check_pair(
-                "inserts_per_sample",
-                inserts_per_sample,
-                "bounds with 0 <= least <= largest",
-                lambda low, high: 0 <= low <= high and low < math.inf,
-            ),
+            samples_per_insert=_check_bounds("samples_per_insert", samples_per_insert),
             window=checks.check_number(
                 "window", window, "a positive number of seconds", lambda x: 0 < x < math.inf
             ),
@@ -255,17 +257,17 @@ class ThroughputLimiter(struct.PyTreeNode):
         """Whether ``count`` items may be inserted; always while there are no recent samples."""
         del size
         inserts, samples = self.counts[0], self.counts[1]
-        high = self.inserts_per_sample[1]
-        if high == math.inf:
-            return samples >= 0
-        return (samples < 1e-5) | (inserts + _float(count) <= jnp.float32(high) * samples)
+        low = jnp.float32(self.samples_per_insert[0])
+        return (samples < 1e-5) | (low * (inserts + _float(count)) <= samples)
 
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Whether ``count`` items may be sampled from a buffer that holds ``size``."""
         inserts, samples = self.counts[0], self.counts[1]
         enough = _float(size, "size") >= jnp.float32(self.min_batches) * _float(count)
-        low = jnp.float32(self.inserts_per_sample[0])
-        return enough & (inserts >= low * (samples + _float(count)))
+        high = self.samples_per_insert[1]
+        if high == math.inf:
+            return enough
+        return enough & (samples + _float(count) <= jnp.float32(high) * inserts)
 
     def inserted(self, count: _Count = 1) -> Self:
         """After ``count`` items were inserted."""
@@ -285,6 +287,15 @@ class ThroughputLimiter(struct.PyTreeNode):
     def metrics(self) -> dict[str, Array]:
         """Numbers worth watching, all scalars: recent ``inserts`` and ``samples``."""
         return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}
+
+
+def _check_bounds(name: str, bounds: Any) -> tuple[float, float]:
+    return checks.check_pair(
+        name,
+        bounds,
+        "bounds with 0 <= least <= largest",
+        lambda low, high: 0 <= low <= high and low < math.inf,
+    )
 
 
 def _are_numbers(*bounds: float) -> bool:

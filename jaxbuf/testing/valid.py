@@ -19,6 +19,7 @@ from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
+from jaxbuf.strategies.part import Rows
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized
 from jaxbuf.strategies.softmax import Softmax, SoftmaxState
@@ -121,21 +122,9 @@ def _new(buffer: Any) -> Any:
     )
     if isinstance(buffer, Queue):
         return Queue.create(example, buffer.capacity)
-    options: dict[str, Any] = {"sampler": buffer.sampler, "freshness": buffer.freshness}
     if isinstance(buffer, ItemBuffer):
-        options |= {"evictor": buffer.evictor, "diversity": buffer.diversity}
-        return ItemBuffer.create(example, buffer.capacity, **options)
-    index = buffer.episode_index
-    return TrajectoryBuffer.create(
-        example,
-        buffer.num_envs,
-        buffer.length,
-        sequence_length=buffer.sequence_length,
-        period=buffer.period,
-        num_earliest_ignored=buffer.num_earliest_ignored,
-        episodes=None if index is None else index.episodes,
-        **options,
-    )
+        return ItemBuffer.create(example, buffer.capacity, **buffer.options())
+    return TrajectoryBuffer.create(example, buffer.num_envs, buffer.length, **buffer.options())
 
 
 def _structures(name: str, buffer: Any) -> Iterator[str]:
@@ -292,9 +281,8 @@ def _contents(name: str, buffer: Any) -> Iterator[str]:
 def _noted_again(buffer: Any, wanted: Any) -> Any:
     """Returns the state of the diversity filter after the wanted items were added again."""
     slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
-    points = buffer.diversity.points(buffer.data)
     at = jnp.where(wanted, slot, buffer.capacity)
-    return buffer.diversity.added(buffer.diversity_state, at, points)
+    return buffer.diversity.on_add(buffer.diversity_state, at, Rows(buffer.data, slot.shape))
 
 
 def _diversity(name: str, buffer: Any) -> Iterator[str]:
@@ -329,8 +317,8 @@ def _look_up(buffer: Any) -> dict[str, Any]:
     begin = Rings.create(buffer.num_envs, buffer.length, 1, 1)
     rings, target, _, _ = begin.place(buffer.length, steps.valid)
     index = buffer.episode_index
-    new = index.episodes.init(buffer.data)
-    anew, _ = new.extend(steps.data, begin, target, steps.valid)
+    new = index.episodes.init(buffer.data, buffer.rings.capacity)
+    anew = new.extend(steps.data, begin, target, steps.valid)
     rank = jnp.broadcast_to(jnp.arange(buffer.length, dtype=jnp.int32), target.shape)
     env = jnp.broadcast_to(jnp.arange(buffer.num_envs, dtype=jnp.int32)[:, None], target.shape)
 

@@ -1,0 +1,33 @@
+"""Counts with names, packed into one array: a call from Python costs time for every leaf."""
+
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, UInt
+
+
+def tally(names: Sequence[str], counts: Mapping[str, Array | int]) -> UInt[Array, " K"]:
+    """Returns the counts in the order of their names, 0 where there is none.
+
+    Args:
+        names: The names of all counters.
+        counts: Counts of some of them; they wrap at 2**32.
+
+    Raises:
+        ValueError: If something is counted under another name.
+    """
+    unknown = sorted(set(counts) - set(names))
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is counted; expected one of {', '.join(names)}")
+    none: Array = jnp.uint32(0)
+    return jnp.stack([jnp.asarray(counts.get(name, none)).astype(jnp.uint32) for name in names])
+
+
+def named(names: Sequence[str], counters: UInt[Array, "*batch K"]) -> dict[str, Array]:
+    """Returns each counter by its name."""
+    return {name: counters[..., k] for k, name in enumerate(names)}
+
+
+def column(names: Sequence[str], counters: Int[Array, "*batch K"], name: str) -> Array:
+    """Returns the counter of this name."""
+    return counters[..., names.index(name)]

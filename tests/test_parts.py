@@ -1,0 +1,198 @@
+"""Parts that are defined here work in buffers that know nothing of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf import testing
+from jaxbuf.strategies import Part
+
+ITEM = {"label": jnp.int32(0), "value": jnp.float32(0)}
+STEP = {"x": jnp.float32(0), "terminated": jnp.bool_(False)}
+
+
+@dataclasses.dataclass(frozen=True)
+class CapPerClass(Part):
+    """Holds at most ``cap`` items of each class."""
+
+    cap: int
+    reasons = ("refused_class_full",)
+
+    def init(self, data, slots):
+        return jnp.zeros(slots, jnp.int32)
+
+    def refuse(self, state, rows, occupancy):
+        label = rows.items["label"]
+        live = occupancy.live(jnp.arange(state.size))
+        held = jnp.sum(live[None] & (state[None] == label[:, None]), axis=1)
+        same = rows.taken[None] & (label[None] == label[:, None])
+        before = jnp.sum(jnp.tril(same, -1), axis=1)
+        return {"refused_class_full": held + before >= self.cap}
+
+    def on_add(self, state, index, rows):
+        return state.at[index].set(rows.items["label"], mode="drop")
+
+    def metrics(self, state, occupancy):
+        live = occupancy.live(jnp.arange(state.size))
+        return {"largest_label": jnp.max(jnp.where(live, state, -1))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Removed(Part):
+    """Counts what it hears has left."""
+
+    of_windows = True
+
+    def init(self, data, slots):
+        return jnp.zeros(slots, jnp.int32)
+
+    def on_remove(self, state, index):
+        return state.at[index].add(1, mode="drop")
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlyPositive(Part):
+    """Draws no window whose last step has a negative ``x``."""
+
+    reasons = ("refused_negative",)
+    removes = True
+    of_items = False
+    of_windows = True
+
+    def refuse_windows(self, state, index, rows):
+        return {"refused_negative": rows.items["x"] < 0}
+
+
+class Twin:
+    """A list of items with a cap on those of each class, first in, first out."""
+
+    def __init__(self, capacity, cap):
+        self.capacity, self.cap, self.items, self.refused = capacity, cap, [], 0
+
+    def add(self, labels, values, mask):
+        taken = []
+        for label, value in zip(labels[mask], values[mask], strict=True):
+            if [item[0] for item in self.items + taken].count(label) >= self.cap:
+                self.refused += 1
+            else:
+                taken.append((label, value))
+        self.items = (self.items + taken)[-self.capacity :]
+
+
+def test_a_cap_per_class_agrees_with_a_list():
+    rng = np.random.default_rng(0)
+    twin = Twin(7, 3)
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 7, parts=(CapPerClass(3),))
+    for step in range(40):
+        labels = rng.integers(0, 4, 5).astype(np.int32)
+        values = np.arange(5, dtype=np.float32) + 10 * step
+        mask = rng.random(5) < 0.7
+        twin.add(labels, values, mask)
+        buffer = jaxbuf.add(buffer, {"label": labels, "value": values}, mask=mask)
+        live = np.asarray(buffer.live)
+        assert sorted(np.asarray(buffer.data["value"])[live]) == [v for _, v in twin.items]
+        metrics = buffer.metrics()
+        assert int(metrics["refused_class_full"]) == twin.refused
+        assert int(metrics["largest_label"]) == max(label for label, _ in twin.items)
+    assert twin.refused > 20
+    testing.assert_valid(buffer)
+
+
+def test_a_part_in_scan_and_vmap_and_after_clear():
+    def step(buffer, label):
+        return buffer.add({"label": label[None], "value": jnp.zeros(1)}), buffer.size
+
+    labels = jnp.array([1, 1, 1, 2, 1, 2, 2], jnp.int32)
+    empty = jaxbuf.ItemBuffer.create(ITEM, 5, parts=(CapPerClass(2),))
+    buffer, sizes = jax.lax.scan(step, empty, labels)
+    assert sizes.tolist() == [0, 1, 2, 2, 3, 3, 4]
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), empty)
+    _, batched = jax.vmap(lambda one: jax.lax.scan(step, one, labels))(many)
+    assert batched.tolist() == [sizes.tolist()] * 2
+    again, _ = jax.lax.scan(step, buffer.clear(), labels)
+    assert (int(again.size), int(again.metrics()["refused_class_full"])) == (4, 6)
+
+
+def test_parts_are_asked_in_order_and_each_row_counts_once():
+    buffer = jaxbuf.ItemBuffer.create(
+        ITEM,
+        8,
+        freshness=jaxbuf.Freshness(max_staleness=2),
+        diversity=jaxbuf.Diversity(0.5, field="value"),
+        parts=(CapPerClass(1),),
+    )
+    items = {
+        "label": jnp.array([1, 1, 1, 2, 2], jnp.int32),
+        "value": jnp.array([0.0, 5.0, 9.0, 9.1, jnp.nan]),
+    }
+    version = jnp.array([-9, 0, 0, 0, -9], jnp.int32)
+    buffer = buffer.add(items, score=jnp.array([9.0, 8.0, 7.0, 6.0, 5.0]), version=version)
+    counts = {k: int(v) for k, v in buffer.metrics().items() if "re" in k[:3] or k == "adds"}
+    assert counts == {
+        "adds": 1,
+        "rejected": 0,
+        "refused_stale": 2,
+        "refused_low_score": 0,
+        "refused_within_batch": 1,
+        "refused_near_buffer": 0,
+        "refused_class_full": 1,
+        "retired_used": 0,
+        "retired_stale": 0,
+    }
+
+
+def test_parts_hear_of_items_that_retire():
+    buffer = jaxbuf.ItemBuffer.create(
+        ITEM, 4, freshness=jaxbuf.Freshness(max_use=1, max_staleness=5), parts=(Removed(),)
+    )
+    version = jnp.array([0, 3, 0], jnp.int32)
+    buffer = buffer.add({"label": jnp.arange(3), "value": jnp.zeros(3)}, version=version)
+    batch = buffer.latest(1)
+    assert buffer.mark_used(batch.slots).extra_states[1].tolist() == [0, 0, 1, 0]
+    assert buffer.set_version(6).extra_states[1].tolist() == [1, 0, 1, 0]
+
+
+def test_a_part_refuses_windows():
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        STEP, 1, 8, sequence_length=2, parts=(OnlyPositive(), Removed())
+    )
+    x = jnp.array([[1.0, -2.0, 3.0, 4.0, -5.0]])
+    buffer = buffer.add({"x": x, "terminated": jnp.zeros((1, 5), bool)})
+    assert (int(buffer.num_windows), int(buffer.metrics()["refused_negative"])) == (2, 2)
+    drawn = buffer.sample(jax.random.key(0), 64).data["x"].tolist()
+    assert sorted({tuple(window) for window in drawn}) == [(-2.0, 3.0), (3.0, 4.0)]
+    # The windows that begin at the two negative last steps, and the one that is not complete.
+    assert buffer.extra_states[1].tolist() == [1, 0, 0, 1, 1, 0, 0, 0]
+    testing.assert_valid(buffer)
+
+
+BAD = [
+    ({"parts": CapPerClass(1)}, r"parts is CapPerClass\(cap=1\); expected a tuple of parts"),
+    ({"parts": (3,)}, r"parts\[0\] is 3; expected a part"),
+    ({"parts": (jaxbuf.Freshness(),)}, "parts holds a Freshness; pass it as freshness="),
+    ({"parts": (OnlyPositive(),)}, r"an ItemBuffer cannot have OnlyPositive\(\)"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_what_is_no_part_of_the_buffer_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.ItemBuffer.create(ITEM, 4, **options)
+
+
+def test_windows_need_parts_of_windows():
+    with pytest.raises(ValueError, match=r"a TrajectoryBuffer cannot have CapPerClass\(cap=1\)"):
+        jaxbuf.TrajectoryBuffer.create(STEP, 1, 4, parts=(CapPerClass(1),))
+
+
+def test_reasons_are_declared():
+    class Undeclared(CapPerClass):
+        reasons = ()
+
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 4, parts=(Undeclared(1),))
+    with pytest.raises(ValueError, match="'refused_class_full' is counted; expected one of adds"):
+        buffer.add({"label": jnp.zeros(2, jnp.int32), "value": jnp.zeros(2)})
