@@ -311,7 +311,7 @@ def _check_weights(weights: Any) -> tuple[tuple[str, float], ...]:
 
 def _others(buffer: ItemBuffer, part: Diversity) -> Others:
     """Return the coordinates of the buffer's items, stored ones if the buffer keeps them."""
-    if buffer.diversity is not None and buffer.diversity.key == part.key:
+    if buffer.diversity is not None and buffer.diversity.field == part.field:
         return buffer.diversity_state.points
 
     def rows(start: Array, number: int) -> Float[Array, "B D"]:
