@@ -324,7 +324,7 @@ def test_members_are_items():
 @pytest.mark.parametrize("slot", [0, 3])
 def test_what_a_filter_compares_is_what_items_hold(slot):
     buffer = jaxbuf.ItemBuffer.create(
-        {"x": jnp.zeros(2)}, 6, diversity=jaxbuf.Diversity(0.5, key=lambda item: item["x"] * 0.3)
+        {"x": jnp.zeros(2)}, 6, diversity=jaxbuf.Diversity(0.5, field=lambda item: item["x"] * 0.3)
     )
     rows = jnp.arange(10.0).reshape(5, 2) * 10
     buffer = buffer.add({"x": rows}, score=jnp.arange(5.0))

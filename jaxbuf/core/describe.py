@@ -60,7 +60,7 @@ def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, Any
     value = getattr(thing, field.name)
     if not field.metadata.get("pytree_node", True):
         # Classes with an underscore are for those who read the source.
-        hidden = value is None or type(value).__name__.startswith("_")
+        hidden = value is None or value == () or type(value).__name__.startswith("_")
         return [] if hidden else [(field.name, _kind(value), None)]
     parts = jax.tree_util.tree_leaves_with_path(value, is_leaf=dataclasses.is_dataclass)
     rows = [(field.name + jax.tree_util.keystr(path), _kind(node), node) for path, node in parts]
