@@ -736,7 +736,7 @@ CALLS: dict[str, Call] = {
         count=(1, "count, also true"),
     ),
     "ThroughputLimiter.can_sample": call(
-        lambda **options: jaxbuf.ThroughputLimiter.create((0.5, 2.0)).can_sample(**options),
+        lambda **options: jaxbuf.ThroughputLimiter.create().can_sample(**options),
         size=(1, "count, also true"),
         count=(1, "count, also true"),
     ),

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import itertools
+import math
 import re
 import threading
 import time
@@ -206,7 +207,7 @@ def test_changes_happen_one_at_a_time(threads):
 
 
 def test_time_alone_meets_a_condition():
-    limiter = jaxbuf.ThroughputLimiter.create((0.0, 2.0), window=0.05)
+    limiter = jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.5, math.inf), window=0.05)
     holder = Holder(limiter.inserted(10).sampled(2), recheck=0.02)
     start = time.monotonic()
 

@@ -288,7 +288,9 @@ def test_reverb_accepts_what_it_accepts():
 
 STEPS = {
     "rate": lambda: jaxbuf.RateLimiter.create(1.0, 2, 4.0).inserted(3).sampled(1),
-    "throughput": lambda: jaxbuf.ThroughputLimiter.create((0.5, 2.0)).inserted(3).sampled(1),
+    "throughput": lambda: (
+        jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.5, 2.0)).inserted(3).sampled(1)
+    ),
 }
 every_limiter = pytest.mark.parametrize("create", STEPS.values(), ids=STEPS)
 
@@ -326,7 +328,7 @@ def test_a_negative_count_that_is_traced_counts_as_none(create):
 
 
 def test_no_time_makes_counts_nan():
-    limiter = jaxbuf.ThroughputLimiter.create((0.5, 2.0)).inserted(3).sampled(1)
+    limiter = jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.5, 2.0)).inserted(3).sampled(1)
     assert limiter.after(math.nan).counts.tolist() == [3.0, 1.0]
     assert limiter.after(-1.0).counts.tolist() == [3.0, 1.0]
     assert limiter.after(math.inf).counts.tolist() == [0.0, 0.0]
