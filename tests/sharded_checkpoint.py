@@ -3,6 +3,7 @@
 ``python -m tests.sharded_checkpoint FOLDER [PORT RANK]``, alone or as one of two processes.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -94,10 +95,33 @@ def main(folder, port=None, rank="0"):
             jaxbuf.save(folder / f"{count}", place(tree, devices[:count]))
         for onto in counts:
             check_load(folder / f"{count}", tree, devices[:onto])
-    if port is not None:
+    if port is None:
+        check_damage(folder / "4", tree, devices[:2])
+    else:
         check_load(folder / "alone", tree, devices)
         check_failures(folder, place(tree, devices))
     print("the same", flush=True)
+
+
+def check_damage(folder, tree, devices):
+    """A file that is changed or gone is refused, and its leaf is named."""
+    like = place(jax.tree.map(jnp.zeros_like, tree), devices)
+    leaves = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    files = {file.parent.name: file for file in folder.glob("jaxbuf-*/sharded/*/[0-9]*")}
+    assert len(files) >= 5
+    for number, file in files.items():
+        data = file.read_bytes()
+        changed = bytearray(data)
+        changed[len(data) // 2] ^= 0x10
+        for damaged in (bytes(changed), data[: len(data) // 2], None):
+            if damaged is None:
+                file.unlink()
+            else:
+                file.write_bytes(damaged)
+            with pytest.raises(ValueError, match=f"damaged: {re.escape(leaves[int(number)])}: "):
+                jaxbuf.load(folder, like)
+        file.write_bytes(data)
+    check_load(folder, tree, devices)
 
 
 def check_failures(folder, state):
