@@ -1,4 +1,8 @@
-"""Renders an ``Example:`` of a docstring as code: the parser knows ``Examples:`` only."""
+"""Renders the examples of docstrings as code.
+
+The parser knows ``Examples:``, not ``Example:``, and takes prompts outside of such a section for
+prose.
+"""
 
 import re
 from typing import Any
@@ -7,10 +11,11 @@ from griffe import Extension
 
 
 class Examples(Extension):
-    """Changes the titles of sections as docstrings are read."""
+    """Changes docstrings as they are read."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Look at one class, function or module."""
+        """Rewrites the docstring of one class, function or module."""
         if obj.docstring is not None:
             value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M)
+            value = re.sub(r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", value, flags=re.M)
             obj.docstring.value = value
