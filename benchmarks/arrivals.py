@@ -52,7 +52,7 @@ class Arrivals:
     def initial(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the contents of a buffer of the best rows after many of them: [N, D] and [N]."""
         rng = np.random.default_rng(0)
-        # What is older lies four standard deviations lower: next to nothing of it is left.
+        # Older rows are four standard deviations lower, so almost none of them are left.
         seen = 10 * self.capacity
         age = np.arange(seen, 0, -1, dtype=np.float32) / self.batch
         scores = rng.standard_normal(seen, np.float32) - age * self.drift

@@ -36,7 +36,7 @@ from benchmarks.workload import Workload
 POWERS, LARGEST_POWER = (16, 18, 20, 22, 24), 27
 QUICK_POWERS = (10, 12)
 ROOM = 40 * 2**30
-"""Bytes of device memory from which on the largest number of slots is tried."""
+"""Bytes of device memory that it takes to try the largest number of slots."""
 
 REPLAY = {
     f"gpu-per-{power}-{batch}": Workload(MUJOCO, 2**power, min(batch // 4, 4096), batch, length)

@@ -248,7 +248,7 @@ class ReplayContestant:
             serials = self._draw_slots()
             priorities = self._scanned_priorities
             if jax.default_backend() != "cpu":
-                # Of the rows of one slot any may win there, if the library does not say which.
+                # Any of the rows of one slot may win, unless the library says which.
                 priorities = jnp.asarray(equality.priorities_of(serials, turn=5))
             subject.state, _ = self._scan_update(subject.state, self._scanned_slots, priorities)
             for row, priority in zip(serials, np.asarray(priorities), strict=True):

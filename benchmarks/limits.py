@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 LINE = 64
-"""Bytes of a cache line, the least that memory is asked for."""
+"""Bytes of a cache line, the smallest unit that memory transfers."""
 
 COPIED = 2**28
 LARGEST = 2**29
@@ -112,7 +112,7 @@ def jump_seconds(within: int) -> float:
 @functools.cache
 def _jump_seconds(within: int) -> float:
     lines = within // LINE
-    # As many as still take longer than a launch, where there are launches.
+    # Enough to take longer than a launch, on devices with launches.
     jumps = 2**18 if jax.default_backend() == "cpu" else 2**23
     places = np.random.default_rng(0).integers(0, lines, jumps) * (LINE // 4)
     given = jnp.zeros(lines * (LINE // 4), jnp.float32), jnp.asarray(places, jnp.int32)

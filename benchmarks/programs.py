@@ -52,7 +52,7 @@ _COMPILED: dict[Any, Any] = {}
 
 
 def memory_beyond(program: Any) -> int:
-    """Bytes that a compiled program needs beyond what it is given, what it returns included."""
+    """Returns the bytes that a compiled program needs beyond its arguments, results included."""
     memory = program.memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 

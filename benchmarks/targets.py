@@ -159,7 +159,7 @@ CYCLES = {
     "per-atari-32": (1.2, 1.0),
     "per-atari-256": (1.2, 1.0),
 }
-"""Of each row the bounds on a scanned cycle, flashbax / jaxbuf, with kernels and without."""
+"""For each row: the bounds on a scanned cycle, flashbax / jaxbuf, with kernels and without."""
 PEERS = {
     "gflownet-10000": {"python add": 2.2, "python sample": 1.1},
     "gflownet-100000": {"python add": 21.7, "python sample": 6.8},

@@ -49,7 +49,7 @@ def execute(name: str, seconds: int) -> NotebookNode:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with tempfile.TemporaryDirectory() as folder:
         kernel = AsyncKernelManager(
-            # None but this Python's own, whatever kernels a user has installed.
+            # Only the kernel of this Python, whatever kernels a user has installed.
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
             # Sockets in the folder: two that start at once would compete for a port.
             transport="ipc",

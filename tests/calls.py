@@ -146,7 +146,7 @@ EXAMPLE = (
     | {"list", "dict", "key", "shape", "nan", "inf", "minus inf", "negative", "minus half", "true"}
     | {"complex", "queue", "slots", "sample", "giant"}
 )
-# What is legal where, so that it is left out; or what may be, depending on other arguments.
+# Values that are legal in some places, or with some other arguments, and are left out there.
 LEGAL: dict[str, set[str]] = {
     "nothing": set(),
     "flag": {"true"},
@@ -750,7 +750,7 @@ CALLS: dict[str, Call] = {
         fn=(jnp.sin, "function"),
         smallest=(1024, "count on the host"),
     ),
-    # What is kept on disk, waits, or writes.
+    # Calls that keep data on disk, wait, or write.
     "save": call(
         lambda path: jaxbuf.save(path, THINGS.plain), host=True, path=(folder(), "folder")
     ),

@@ -165,7 +165,7 @@ def kill_two_savers(path: Path, longest: float, kills: int = KILLS) -> int:
         if k == 0:
             assert not ended, "all is lost"
         else:
-            # What was killed under way was written before it was killed.
+            # A checkpoint that was being saved at the kill may be complete.
             written = ended.get((who, k), killed.get((who, k // 10_000), 0.0))
             assert newest < written, "what was acknowledged later is lost"
     return len(ended)

@@ -177,7 +177,7 @@ def has_episodes(buffer):
     return is_windows(buffer) and buffer.episode_index is not None
 
 
-# Of each operation the buffers that have it, and the function itself.
+# For each operation: the buffers that have it, and the function itself.
 OPERATIONS = {}
 
 

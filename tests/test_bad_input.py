@@ -414,7 +414,7 @@ def test_a_donated_buffer_says_so_and_what_to_do(tmp_path):
     ):
         with pytest.raises(ValueError, match=r"buffer was donated.*Go on with what that call"):
             use()
-    # What is wrong with other arguments is still said of them.
+    # Errors about other arguments still name those.
     with pytest.raises(ValueError, match="items"):
         jaxbuf.add(buffer, rows() | {"more": jnp.ones(8)})
 

@@ -99,7 +99,7 @@ def test_peer_process_takes_turns_in_a_row(toy):
     row = Row("toys", "Toys", ("wait",), {"here": Here, "there": There, "gone": missing}, "here")
     result = run_row(row, Options(quick=True, repeats=4), lambda what, done: None)
     chex.assert_shape(result.timings["wait"].microseconds["there"], (4,))
-    # Of two the order turns back each time: here there, there here, here there, there here.
+    # Two libraries take turns in alternating order: a b, b a, a b, b a.
     turns = asked[-4:]
     assert turns[0] < turns[1] == turns[2] < turns[3]
     assert "gone is left out: there is no .venv-nowhere" in row_markdown(result)

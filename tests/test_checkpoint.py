@@ -649,7 +649,7 @@ def test_another_capacity_keeps_the_highest_scores(tmp_path, capacity):
     ids = np.asarray(new.data["id"])[live]
     np.testing.assert_array_equal(np.asarray(new.occupancy.score)[live], score[ids])
     np.testing.assert_array_equal(np.asarray(new.sampler_state.scores.leaves)[live], score[ids])
-    # Of equal scores the older goes first, as if nothing had happened.
+    # Of two equal scores the older item is evicted first, as without a checkpoint.
     new = jaxbuf.add(new, items(99), score=jnp.asarray([7.0]))
     assert_ids(new, [5, 8, 99] if capacity == 3 else [*twin, 99])
 
@@ -731,7 +731,7 @@ def test_another_length_keeps_what_is_known_of_episodes(tmp_path, length):
     jaxbuf.save(tmp_path, old)
     new = jaxbuf.load(tmp_path, create(length), resize=True)
     testing.assert_valid(new)
-    # What a buffer holds that was as short from the beginning, or what the old one held.
+    # The contents of a buffer that was as short from the beginning, or of the old one.
     twin = jaxbuf.add(create(4), rows) if length == 4 else old
     kept = int(twin.size)
     zero = jnp.zeros((kept,), jnp.int32)

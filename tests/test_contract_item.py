@@ -434,7 +434,7 @@ class VariantsTest(parameterized.TestCase):
     def test_eager_is_jitted(self, name):
         self.check(name)
 
-    # What kind the arrays are of matters to no sampler, so these are few.
+    # The dtypes of items do not affect samplers, so a few are enough.
     @chex.variants(with_jit=True, with_device=True, without_device=True)
     @parameterized.parameters("uniform", "epsilon-and-mix")
     def test_variant_is_jitted(self, name):

@@ -9,7 +9,7 @@ import pytest
 import jaxbuf
 from tests import operations
 
-# What every strategy has a part in; the others take long without jit, and go the same way for all.
+# The operations that every strategy takes part in; others take long without jit.
 STRATEGIC = {"add_plainly", "update_priority", "importance_weights", "metrics", "statistics"}
 PLAIN = {"prioritized", "fresh-prioritized", "windows-prioritized", "windows-episodes", "queue"}
 
@@ -27,7 +27,7 @@ def test_no_key_is_used_twice_and_nothing_is_sent_to_a_device_unasked(name, what
 
 
 def test_both_are_found_when_a_program_is_traced():
-    """So that none of those above need be compiled."""
+    """Tracing finds both, so the programs above need not be compiled."""
 
     def reuses(key):
         return jax.random.normal(key) + jax.random.uniform(key)
@@ -82,7 +82,7 @@ def test_every_operation_works_without_jit_and_computes_no_nan(name, what):
 @pytest.mark.parametrize("name", list(operations.BUFFERS))
 def test_an_empty_buffer_computes_no_nan(name):
     buffer, key = operations.BUFFERS[name](), jax.random.key(0)
-    # What runs here has been compiled for the tests above.
+    # The programs here have been compiled for the tests above.
     with jax.disable_jit(), jax.debug_nans(True):
         buffer.metrics()
         if operations.is_sampled(buffer):
@@ -100,7 +100,7 @@ def test_a_plot_computes_no_nan(name):
         jaxbuf.plot(buffer)
 
 
-# Of one length, so that what runs without jit is compiled once.
+# One length for all, so that primitives without jit are compiled once.
 INFINITE = [[jnp.inf] * 2, [-jnp.inf] * 2, [jnp.inf, -jnp.inf], [3.0, -jnp.inf]]
 
 

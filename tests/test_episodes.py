@@ -126,7 +126,7 @@ def twin_of(shape, options):
 def assert_same(buffer, twin):
     length = twin.length
     for env, history in enumerate(twin.history):
-        # As many steps every time, some of them gone or yet to come.
+        # The same number of steps every time, some of them gone or not yet added.
         t = len(history) + 2 - np.arange(length + 5)
         said = jax.device_get(look(buffer, jnp.full(t.shape, env), jnp.asarray(t, jnp.int32)))
         for i, step in enumerate(t.tolist()):
@@ -241,7 +241,7 @@ def test_alfs_own_returns(rows):
     ]
     said = ask(buffer, 2, range(8))
     np.testing.assert_allclose(said["return"], expected, rtol=1e-6)
-    # What ALF says with get_disc_0_begin_position.
+    # The result of ALF's get_disc_0_begin_position.
     assert said["terminated"].tolist() == [[0, 0, 2, 3, 3, 5, 6, 7], [0, 1, 2, 3, 3, 5, 6, 6]]
 
 
@@ -537,7 +537,7 @@ def test_bad_configuration(options, message):
     ("fields", "ends"),
     [
         ({"done": {"terminated": "T...", "truncated": ".T.."}}, [0, 1]),
-        # Those beside the flags of termination are meant, not others of the name.
+        # The field next to the flags of termination is used, not another of the same name.
         ({"done": {"terminated": "T...", "truncated": ".T.."}, "truncated": "..T."}, [0, 1]),
         ({"done": {"terminated": "T..."}, "truncated": "..T."}, [0, 2]),
         ({"done": {"terminated": "T..."}}, [0]),

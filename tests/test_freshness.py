@@ -114,7 +114,7 @@ def test_uses_of_duplicates_count_each():
     buffer = mark(buffer, slots)
     assert held(buffer) == [6]
     assert buffer.metrics()["retired_used"] == 1
-    # What is gone is used no more, and what takes its place starts anew.
+    # A retired item counts no more uses, and the item in its place starts at 0.
     buffer = mark(buffer, slots)
     buffer = jaxbuf.add(buffer, jnp.arange(10, 18, dtype=jnp.int32))
     assert buffer.use_count(names(buffer, [10, 17])).tolist() == [0, 0]

@@ -45,7 +45,7 @@ def items_and_books(what, result):
         if is_float(leaf):
             in_data = any(getattr(key, "name", "") == "data" for key in path)
             which = 0 if in_data or what in ITEMS_ONLY else 1
-            # Nothing is proportional to what is infinite, as the score of a free slot.
+            # Infinite values, such as the score of a free slot, cannot be scaled.
             known = jnp.sum(jnp.where(jnp.isfinite(leaf), leaf, 0))
             sums[which] = known if sums[which] is None else sums[which] + known
     return sums

@@ -29,7 +29,7 @@ def filled(groups, capacity=None, **options):
 
 
 def rows(batch):
-    """For each row its group and the times of its items; all else is checked on the way."""
+    """Returns the group of each row and the times of its items, after checking all else."""
     out = []
     for row, group in enumerate(batch.group.tolist()):
         valid = np.asarray(batch.valid[row])

@@ -249,7 +249,7 @@ def test_it_says_where_it_is():
 
 
 def test_programs_are_compiled_for_the_device_of_the_buffer(monkeypatch):
-    """As on a machine whose default backend is a GPU."""
+    """Pretends that the default backend is a GPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert jaxbuf.compiler_options() is None
     buffer = hosted()

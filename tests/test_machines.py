@@ -222,7 +222,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.buffer, self.twin = buffer, twin
         self.prioritized = buffer.sampler.uses_priority
         self.clock = 0
-        # Of everything there ever was, what the twin knows it by, and its slot and generation.
+        # For each item so far: its number in the twin, its slot and its generation.
         self.handles = {}
 
     @precondition(lambda self: self.prioritized and self.handles)
@@ -232,7 +232,7 @@ class BufferMachine(RuleBasedStateMachine):
         )
     )
     def update_priority(self, rows):
-        """Of what was stored last, and of what has gone."""
+        """Updates priorities of the items stored last, and of items that are gone."""
         known = list(self.handles.items())
         chosen = [known[-1 - row[0] % len(known)] for row in rows]
         nowhere = [(None, (self.buffer.capacity, 0))] * (self.UPDATES - len(rows))
@@ -390,7 +390,7 @@ class TrajectoryMachine(BufferMachine):
         self.start(buffer, reference_trajectory.TrajectoryBuffer(*shape, **options))
 
     def numbers(self, data):
-        """Of the windows, whose steps need not follow each other where a mask left some out."""
+        """Returns the numbers of windows, whose steps need not be consecutive after a mask."""
         np.testing.assert_array_equal(data["obs"], np.stack([data["number"], -data["number"]], -1))
         return data["number"][:, 0]
 

@@ -53,7 +53,7 @@ def test_a_batch_has_exact_shares_in_the_order_of_the_parts():
         assert ((sample.data >= 100) == (jnp.arange(16) >= 12)).all()
         assert mixture.part_of(sample.slots).tolist() == [0] * 12 + [1] * 4
     assert (mixture.capacity, int(mixture.size)) == (10, 8)
-    # Of 4 rows the first part gives 3, of 8 it would give 6 and has 5.
+    # The first part gives 3 of 4 rows; it would give 6 of 8, but has only 5.
     assert (bool(mixture.can_sample(4)), bool(mixture.can_sample(8))) == (True, False)
 
 
@@ -239,7 +239,7 @@ RATIOS = [(1,), (3, 1), (0.7, 0.3), (1, 1, 1), (0, 2, 1), (0.1, 0.2, 0.7), (math
 
 @pytest.mark.parametrize("ratios", RATIOS)
 def test_can_sample_takes_a_traced_size(ratios):
-    """As the numbers of rows say; also inside of another mixture."""
+    """Values follow from the numbers of rows, also inside of another mixture."""
     sizes = [7, 3, 5][: len(ratios)]
     mixture = jaxbuf.Mixture.create([part(0, size, 8) for size in sizes], ratios)
     outer = jaxbuf.Mixture.create([mixture.clear(), part(0, 6, 8)], [2, 1]).replace_part(0, mixture)

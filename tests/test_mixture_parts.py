@@ -196,7 +196,7 @@ def test_uses_and_versions_reach_the_parts_that_keep_them(create):
     x = np.asarray(batch.data["x"][:, 0])
     counted = np.where((source == 1) & (x != 5000), [(x == value).sum() for value in x], 0)
     uses = np.asarray(mixture.use_count(batch.slots))
-    # Those used twice have retired.
+    # Items used twice have retired.
     np.testing.assert_array_equal(uses, np.where(counted >= 2, 0, counted))
 
 

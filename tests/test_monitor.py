@@ -111,7 +111,7 @@ def test_callbacks_from_a_scan_over_a_buffer(transform, ordered):
     seeds = ["/0", "/1"] if transform == "vmap" else [""]
     for (_, metrics), size in zip(rows.rows, [3, 8, 8], strict=True):
         assert [metrics[f"value{seed}"] for seed in seeds] == [0.5] * len(seeds)
-        # What is the same for all seeds is not repeated for each.
+        # Metrics that are the same for all seeds are not repeated for each.
         assert {metrics[name] for name in metrics if name.startswith("size")} == {size}
 
 

@@ -165,7 +165,7 @@ def test_scores(how):
     items = np.zeros(4, np.float32)
     with pytest.raises(ValueError, match=refusal("score[2]", 1e300, "float32")):
         HOW_TO_ADD[how](buffer, items, score=rows(1e300, np.float64))
-    # What is too large for int32 is not too large for float32.
+    # A number too large for int32 may fit in float32.
     added = HOW_TO_ADD[how](buffer, items, score=rows(LARGE, np.int64))
     assert added.metrics()["score_max"] == 2.0**40
 

@@ -26,7 +26,7 @@ def mixture():
 
 
 class Pile(struct.PyTreeNode):
-    """Somebody's own buffer, whose methods have options of their own."""
+    """A buffer of a user, whose methods have their own options."""
 
     total: jax.Array
 

@@ -456,7 +456,7 @@ def test_ranges_by_priority_of_windows_of_several_rings():
     buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 6, sequence_length=2, sampler=sampler)
     steps = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
     buffer = buffer.add(steps, priority=steps.astype(jnp.float32), mask=steps < 15)
-    # Of the earliest windows, which the range leaves out, the masses are 3 and 10.
+    # The masses of the earliest windows, outside of the range, are 3 and 10.
     first = np.array([3, 4, 5, 6, 10, 11, 12, 13])
     ends = first + 1.0
     recent = np.isin(first, [5, 6, 12, 13])

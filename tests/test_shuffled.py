@@ -24,7 +24,7 @@ def items(capacity, **options):
 
 
 class Twin:
-    """What a pass has left, as a Python set of item numbers."""
+    """The rest of a pass, as a Python set of item numbers."""
 
     def __init__(self, capacity, *, drop_last=False):
         self.ring, self.capacity, self.drop_last = [], capacity, drop_last

@@ -184,7 +184,7 @@ def test_a_queue():
 
 
 def test_one_part_of_a_mixture():
-    """As if that part had been sampled alone, for the rows that it gave."""
+    """Its statistics are those of sampling that part alone, for the rows that it gave."""
     freshness = jaxbuf.Freshness(max_staleness=9)
     parts = [
         jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=sampler, freshness=freshness)
@@ -267,7 +267,7 @@ def test_staleness_of_those_that_left():
         metrics = statistics.metrics(buffer)
         return int(metrics["removed"]), pytest.approx(float(metrics["gone_staleness_mean"]))
 
-    # Of six the first two leave at once, 3 and 4 versions behind.
+    # The first two of six leave at once, 3 and 4 versions behind.
     buffer = buffer.add(jnp.zeros(6), version=jnp.array([7, 6, 10, 9, 8, 10]))
     assert gone(buffer) == (2, 3.5)
     # The next leaves at version 12; one that is refused, or masked, never came.

@@ -157,7 +157,7 @@ def test_reading_overlaps_with_computing(tmp_path, monkeypatch):
         monkeypatch.setattr(store, "_read", watched)
         batches = store.batches(4, prefetch=2)
         next(batches)
-        # Nothing more is asked for, yet two more batches are read.
+        # No batch is requested, yet two more are read.
         for _ in range(3):
             assert two_ahead.acquire(timeout=30)
         assert main not in readers
@@ -387,7 +387,7 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path, stored, given, shown):
         with pytest.raises(ValueError, match=message):
             store.append({"id": given})
         assert len(store) == 0
-        # What the mask leaves out does not matter, and what fits is welcome.
+        # Masked rows are not checked, and rows that fit are accepted.
         store.append({"id": given}, mask=np.zeros(len(given), bool))
         store.append({"id": np.zeros_like(given)})
         assert len(store) == len(given)
@@ -474,7 +474,7 @@ def test_ranges_that_are_not_there_are_not_loaded(tmp_path, arguments, error, me
         buffer = jaxbuf.ItemBuffer.create(ITEM, 8)
         with pytest.raises(error, match=re.escape(message)):
             store.load_into(buffer, **arguments)
-        # Nothing new since the last time is no mistake.
+        # No new rows since the last time is not an error.
         assert int(store.load_into(buffer, start=5).size) == 0
 
 

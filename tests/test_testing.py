@@ -17,7 +17,7 @@ from tests import operations
 
 CAPACITY = 300
 STEP = {"reward": jnp.float32(0), "terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
-# What changes a buffer, in the order in which a run might do it.
+# The operations that change a buffer, in the order of a run.
 HISTORY = (
     "add", "update_priority", "mark_used", "take", "add_to_some", "add", "set_version", "dequeue",
     "clear_some", "add", "add", "mark_used", "clear", "add",
@@ -607,7 +607,7 @@ def test_as_many_fail_as_the_significance_says():
             )
         except AssertionError:
             failures += 1
-    # Of 200 about 40, and between 20 and 60 but in one case of a thousand.
+    # About 40 of 200, and between 20 and 60 in 999 of 1,000 cases.
     assert 20 <= failures <= 60
 
 

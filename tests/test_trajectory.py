@@ -126,7 +126,7 @@ def test_windows_of_another_length_agree_with_a_twin_of_that_length(configuratio
 
     @jax.jit
     def draw(buffer, key):
-        """Of every size a sample, and whether the buffer knows its handles."""
+        """Returns a sample of each size, and whether the buffer knows its slots."""
         samples = [
             buffer.sample(key, num_envs * length // period, sequence_length=size) for size in sizes
         ]

@@ -101,10 +101,10 @@ def test_late_steps_of_another_session_start_no_window(max_staleness):
     )
     assert firsts(buffer) == [2, 100, 101, 102]
     assert int(buffer.metrics()["refused_stale"]) == 2
-    # Of each environment; versions are the learner's own.
+    # Steps of each environment, with the learner's version.
     buffer = jaxbuf.add(buffer, steps(4, 2), session=jnp.array([1, 0], jnp.int32))
     assert firsts(buffer) == [2, 3, 4, 100, 101, 102, 103]
-    # Of some of them.
+    # Steps of some environments.
     ids, sessions = jnp.array([1]), jnp.array([[0, 1, 1]], jnp.int32)
     buffer = jaxbuf.add(buffer, steps(6, 3)[1:], session=sessions, env_ids=ids)
     assert firsts(buffer) == [2, 3, 4, 101, 102, 103, 107]
