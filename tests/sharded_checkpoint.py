@@ -21,7 +21,7 @@ SHARDS = 8
 
 
 def values():
-    """What is saved, on the host: a stack of buffers, and arrays of all kinds."""
+    """Returns the tree to save, on the host: a stack of buffers, and arrays of all kinds."""
 
     def shard(i):
         buffer = jaxbuf.ItemBuffer.create(
@@ -76,7 +76,7 @@ def assert_same(loaded, wanted):
 
 
 def check_load(path, tree, devices):
-    """What was saved as `tree` can be loaded onto these devices."""
+    """Checks that the saved `tree` can be loaded onto these devices."""
     like = place(jax.tree.map(jnp.zeros_like, tree), devices)
     assert_same(jaxbuf.load(path, like), place(tree, devices))
 

@@ -17,7 +17,6 @@ NOT_YET = (
     "jaxbuf/buffers",
     "jaxbuf/core",
     "jaxbuf/examples",
-    "jaxbuf/interop",
     "jaxbuf/io",
     "jaxbuf/monitoring",
     "jaxbuf/mpi",
@@ -32,8 +31,8 @@ INSTEAD = {
     r"from \d+ on": "at least N",
     r"th(at|ose) which|those that": "the noun itself: 'rows that', 'items that'",
     r"go(es)? by": "uses, depends on, is ordered by",
-    r"nothing for": "a verb: 'is ignored', 'does not affect'",
-    r"there is none|is none of (these|those)": "if there is no such item, with its name",
+    r"nothing is for": "a verb: 'is ignored', 'does not affect'",
+    r"there is none": "if there is no such item, with its name",
     r"whoever": "a worker that, a caller that",
 }
 FORMS = re.compile("|".join(rf"\b(?:{form})\b" for form in INSTEAD), re.IGNORECASE)
