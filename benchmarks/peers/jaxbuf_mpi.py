@@ -27,14 +27,14 @@ CALLS = 1
 SCAN_LENGTH = 100
 TRAINING_STEPS = 20
 ROUNDS, SCORE_ROUNDS = 100_000, 60_000
-"""How many rounds of `think` are a training step, about 15 ms, and a batch for the manager.
+"""The rounds of `think` in a training step, about 15 ms, and in the scoring of a batch.
 
-Within the manager's program a round takes longer.
+A round takes longer in the manager's program.
 """
 
 
 def think(rounds: jax.Array, start: jax.Array) -> jax.Array:
-    """Arithmetic on one core."""
+    """Computes something on one core."""
 
     def step(_: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sin(x) + jnp.float32(0.1)
@@ -43,14 +43,14 @@ def think(rounds: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def wait_for_calls(world: MPI.Comm) -> int:
-    """The next number that rank 0 sends; MPI itself would keep a core busy meanwhile."""
+    """Returns the next number from rank 0. Unlike MPI, it keeps no core busy while it waits."""
     while not world.Iprobe(source=0, tag=CALLS):
         time.sleep(1e-3)
     return world.recv(source=0, tag=CALLS)
 
 
 def busy_score(rounds: int) -> Callable[..., dict[str, jax.Array]]:
-    """A score function that takes its time."""
+    """Returns a slow score function."""
 
     def score(buffer: Any, batch: Any, mask: jax.Array, sender: jax.Array) -> dict[str, jax.Array]:
         del buffer, mask, sender
@@ -60,12 +60,12 @@ def busy_score(rounds: int) -> Callable[..., dict[str, jax.Array]]:
 
 
 class Exchange:
-    """A worker and what is timed.
+    """A worker and the operations to time.
 
     Args:
-        mode: Of the worker.
-        rounds: How long the manager thinks about a batch.
-        large: Whether batches are large, and not stored.
+        mode: The mode of the worker.
+        rounds: The rounds of `think` with which the manager scores a batch.
+        large: Whether batches are large and not stored.
     """
 
     def __init__(self, mode: str, rounds: int, large: bool):
@@ -101,12 +101,12 @@ class Exchange:
         self._worker.drain()
 
     def kept(self) -> list[float]:
-        """The number of log rewards that the manager keeps, and their least."""
+        """Returns the number of log rewards that the manager keeps, and the smallest of them."""
         metrics = self._worker.request_metadata()
         return [float(metrics["size"]), float(metrics["score_min"])]
 
     def time_add(self, calls: int) -> float:
-        """Seconds for so many adds to the worker's own buffer and to the manager's, with scores."""
+        """Returns the seconds of adds with scores to the buffers of the worker and the manager."""
         return repeat_calls(self._add, calls, self._finish)
 
     def _add(self) -> None:
@@ -121,15 +121,15 @@ class Exchange:
             raise RuntimeError(drained.reason)
 
     def time_large(self, calls: int) -> float:
-        """Seconds for so many large messages, each answered."""
+        """Returns the seconds of large messages and their answers."""
         items = jnp.ones((self._rows, LARGE_WIDTH))
         items.block_until_ready()
         return repeat_calls(lambda: self._worker.add(items), calls, self._finish)
 
     def time_steps(self, calls: int, exchange: bool) -> float:
-        """Seconds for so many runs of TRAINING_STEPS, each with a batch for the manager or without.
+        """Returns the seconds of runs of TRAINING_STEPS, with a batch for the manager or without.
 
-        A run ends when all batches are answered: what is sent last cannot be hidden.
+        A run ends when all batches are answered, so the last one cannot be hidden.
         """
         states, scores = self._batches[0]
         rounds, start = jnp.int32(ROUNDS), scores[:64]
@@ -147,7 +147,7 @@ class Exchange:
         return repeat_calls(run, calls)
 
     def versions(self) -> str:
-        """Returns the versions of the measured libraries."""
+        """Returns the version of MPI."""
         return MPI.Get_library_version().split("\n")[0].strip()
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class Exchange:
 
 
 class Locked:
-    """The lock-step exchange in a scan: all ranks run the same program, as often as rank 0 says."""
+    """The lock-step exchange in a scan, which all ranks run as often as rank 0 says."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD
@@ -197,7 +197,7 @@ class Locked:
         self.time_add(1)
 
     def time_add(self, calls: int) -> float:
-        """Seconds for so many scans of SCAN_LENGTH exchanges."""
+        """Returns the seconds of scans of SCAN_LENGTH exchanges."""
         self._world.send(calls, dest=1, tag=CALLS)
         return repeat_calls(self._step, calls)
 
@@ -207,7 +207,7 @@ class Locked:
 
 
 class Plain:
-    """mpi4py alone: the memory of a large array there, a byte back."""
+    """mpi4py alone: it sends the memory of a large array, and receives one byte."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD
@@ -227,7 +227,7 @@ class Plain:
         self._world.Recv(self._byte, source=1)
 
     def time_large(self, calls: int) -> float:
-        """Seconds for so many messages, each answered."""
+        """Returns the seconds of messages and their answers."""
         self._world.send(calls, dest=1, tag=CALLS)
         return repeat_calls(self._send, calls)
 
@@ -237,7 +237,7 @@ class Plain:
 
 
 def main(kind: str) -> None:
-    """Serves one of the subjects of this module."""
+    """Serves one of the contestants in this module."""
     if kind == "locked":
         peer: Any = Locked()
     elif kind == "plain":

@@ -1,16 +1,16 @@
-"""Manager and worker: batches that are stored, scored and answered by another process.
+"""Manager and worker: another process stores, scores and answers batches.
 
 * `exchange`: 256 states of 8 integers with their log rewards, added to the worker's own buffer of
   10,000 and to the manager's, which answers with a score. **jaxbuf** does it on two MPI ranks,
   through `Worker.add(mode="sync")` and `serve`; **lock-step** is its `LockStep.exchange` in a
   `lax.scan` of 100; **torchgfn** uses `ReplayBuffer(remote_manager_rank=1)` and
-  `ReplayBufferManager`, through torch.distributed. All keep the highest log rewards; after the same
-  batches the managers must keep the same number of them, with the same least one.
-* `exchange-large`: a message of 32 MiB, scored but not stored, and its answer, against a `Send` of
-  the same bytes and a `Recv` of one by mpi4py.
-* `exchange-overlap`: a training step of about 15 ms, and a manager that thinks as long about what
-  each step sends: the step alone, with the exchange in its way (`"sync"`), and beside it
-  (`"pipelined"`), in runs of 20 that end when all is answered. Each rank computes on one core.
+  `ReplayBufferManager`, through torch.distributed. All keep the highest log rewards. After the same
+  batches the managers must keep the same number of them, with the same smallest one.
+* `exchange-large`: a message of 32 MiB, scored but not stored, and its answer, compared with a
+  `Send` of the same bytes and a `Recv` of one byte in mpi4py.
+* `exchange-overlap`: a training step of about 15 ms, and a manager that needs as long to score what
+  each step sends. The step runs alone, waits for the exchange (`"sync"`), and overlaps with it
+  (`"pipelined"`), in runs of 20 steps that end when everything is answered. Each rank has one core.
 """
 
 import os
@@ -32,14 +32,14 @@ SCAN_LENGTH, TRAINING_STEPS = 100, 20
 
 
 def least_kept() -> float:
-    """The least log reward that a full manager keeps, by NumPy."""
+    """Computes the smallest log reward that a full manager keeps, in NumPy."""
     scores = [scores for _, scores in exchange_batches()]
     sent = [scores[turn % len(scores)] for turn in range(-(-CAPACITY // EXCHANGE_ROWS))]
     return float(np.sort(np.concatenate(sent))[-CAPACITY])
 
 
 def rows(options: Options) -> list[Row]:
-    """The rows of two processes."""
+    """Returns the rows that need two processes."""
     found = [
         Row(
             "exchange",
@@ -78,7 +78,7 @@ def rows(options: Options) -> list[Row]:
 
 
 def _ranks(kind: str) -> PeerProcess:
-    """Two MPI ranks, each on one core."""
+    """Starts two MPI ranks, each on one core."""
     for library in ("mpi4py", "mpi4jax"):
         import_library(library)
     beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
@@ -111,22 +111,22 @@ class TimedContestant:
         calls: Mapping[str, tuple[str, Mapping[str, Any]]],
         per_call: int = 1,
     ):
-        """Around started processes.
+        """Wraps a started process.
 
         Args:
-            process: The one that answers.
-            calls: For each operation what to ask for, with which arguments.
-            per_call: Operations in a timed call.
+            process: The process that answers.
+            calls: The name and the arguments of the request for each operation.
+            per_call: The number of operations in a timed call.
         """
         self._process, self._calls, self._per_call = process, calls, per_call
 
     def verify(self) -> None:
-        """Runs everything once: an answer that is missing is an error."""
+        """Runs each operation twice. A missing answer is an error."""
         for name, arguments in self._calls.values():
             self._process.call(name, calls=2, **arguments)
 
     def operations(self) -> Mapping[str, Operation]:
-        """Those it was given."""
+        """Returns the given operations."""
 
         def operation(name: str, arguments: Mapping[str, Any]) -> Operation:
             return Operation(
@@ -136,28 +136,28 @@ class TimedContestant:
         return {what: operation(*asked) for what, asked in self._calls.items()}
 
     def facts(self) -> Mapping[str, str]:
-        """None."""
+        """Returns nothing."""
         return {}
 
 
 class AddContestant:
-    """A worker that adds to its own buffer and to that of a manager."""
+    """A worker that adds to its own buffer and to the buffer of a manager."""
 
     def __init__(self, process: PeerProcess, per_call: int = 1, tells: bool = True):
-        """Fills both.
+        """Wraps a started worker.
 
         Args:
             process: The worker.
-            per_call: Exchanges in a timed call.
-            tells: Whether it can tell what the manager keeps.
+            per_call: The number of exchanges in a timed call.
+            tells: Whether it can report what the manager keeps.
         """
         self._process, self._per_call, self._tells = process, per_call, tells
 
     def verify(self) -> None:
-        """Checks what the manager keeps once it is full.
+        """Checks the contents of the full manager.
 
         Raises:
-            UnequalWork: If it keeps another number of rows, or other ones.
+            UnequalWork: If it keeps another number of rows, or other rows.
         """
         try:
             self._process.call("fill")
@@ -167,13 +167,13 @@ class AddContestant:
             return
         size, least = self._process.call("kept")
         if size != CAPACITY or abs(least - least_kept()) > 1e-6:
-            raise UnequalWork(f"the manager keeps {size:.0f} rows, the least {least:.4f}")
+            raise UnequalWork(f"the manager keeps {size:.0f} rows, the smallest {least:.4f}")
 
     def operations(self) -> Mapping[str, Operation]:
-        """One exchange."""
+        """Returns the exchange."""
         run = lambda calls: self._process.call("time_add", calls=calls)  # noqa: E731
         return {ADD: Operation(run, self._per_call)}
 
     def facts(self) -> Mapping[str, str]:
-        """Versions."""
+        """Returns the versions of the libraries."""
         return {"versions": self._process.call("versions")} if self._tells else {}

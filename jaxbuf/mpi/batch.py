@@ -1,4 +1,4 @@
-"""What a worker sends and what it hears, in both forms of the exchange; and the one check."""
+"""Batches and replies, the same in both forms of the exchange, and the check of a batch."""
 
 from typing import Any, NamedTuple
 

@@ -129,7 +129,7 @@ class LockStep(struct.PyTreeNode):
 
     @property
     def is_manager(self) -> bool:
-        """Whether this rank is the manager."""
+        """True on the manager's rank."""
         return self.manager is not None
 
     def exchange(

@@ -1,4 +1,4 @@
-"""A worker's messages to and from its manager: what is unanswered, and what was heard."""
+"""A worker's messages to and from its manager: unanswered batches, answers and faults."""
 
 import collections
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
 
 
 class Mailbox:
-    """What a worker has sent that is unanswered, and what it heard that is not yet returned.
+    """The batches of a worker that are unanswered, and the answers that it has not returned yet.
 
     Args:
         channel: The worker's channel to its manager.

@@ -250,8 +250,8 @@ class Population(struct.PyTreeNode):
     ) -> tuple[Self, PyTree[Array], Bool[Array, ""]]:
         """Count a call, and replace the worst ranks. Every rank calls this equally often.
 
-        It works inside jit. A comparison exchanges one short message, and one sum of parameters for
-        each rank that is replaced.
+        It works inside jit. A comparison exchanges one short message, and a sum of each parameter
+        for each rank that is replaced.
 
         Args:
             key: The key of the choice. The key of the first rank is used on all ranks.
@@ -366,31 +366,19 @@ def _average(choice: Choice, leaves: Sequence[Array], ranks: Ranks) -> list[Arra
 
     # MPI does not know the small floats, and their sums would be inaccurate.
     wide = [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in leaves]
-    dtypes = sorted({leaf.dtype for leaf in wide}, key=str)
-    packed = [
-        jnp.concatenate([leaf.reshape(-1) for leaf in wide if leaf.dtype == dtype])
-        for dtype in dtypes
-    ]
     receivers = jnp.argsort(~choice.replaced, stable=True)
 
     def give(turn: Array, received: list[Array]) -> list[Array]:
         receiver = receivers[turn]
         share = choice.weights[receiver, ranks.rank]
         # A rank with weight 0 may hold values that are not finite.
-        given = [jnp.where(share > 0, share.astype(x.dtype) * x, jnp.zeros_like(x)) for x in packed]
+        given = [jnp.where(share > 0, share.astype(x.dtype) * x, jnp.zeros_like(x)) for x in wide]
         sums = [mpi4jax.allreduce(x, op=MPI.SUM, comm=ranks.comm) for x in given]
         mine = receiver == ranks.rank
         return [jnp.where(mine, x, old) for x, old in zip(sums, received, strict=True)]
 
     count = jnp.sum(choice.replaced, dtype=jnp.int32)
-    received = dict(zip(dtypes, lax.fori_loop(jnp.int32(0), count, give, packed), strict=True))
-    out: list[Array] = []
-    taken = dict.fromkeys(dtypes, 0)
-    for leaf in wide:
-        start = taken[leaf.dtype]
-        taken[leaf.dtype] = start + leaf.size
-        out.append(received[leaf.dtype][start : start + leaf.size].reshape(leaf.shape))
-    return out
+    return lax.fori_loop(jnp.int32(0), count, give, wide)
 
 
 def _mix(own: Array, other: Array, momentum: float) -> Array:

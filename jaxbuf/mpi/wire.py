@@ -1,12 +1,13 @@
 """Messages between a manager and its workers.
 
 A message is a header, which is a record of a fixed NumPy dtype, followed by the arrays of a pytree
-whose shapes both ends know. Header and arrays are sent one after the other, each from the memory
-that it lies in, so nothing is pickled, padded or copied.
+whose shapes both ends know; nothing is pickled or padded. Header and small arrays are sent in one
+piece. Large arrays follow, each from the memory that it lies in, so they are not copied.
 
-Each run of the exchange has two tags of its own, one for headers and one for arrays. Messages that
-an earlier run left behind are therefore recognized and dropped. A communicator for each run would
-do the same, but creating one is a collective call, in which a rank that crashed cannot take part.
+Each run of the exchange has two tags of its own, one for first pieces and one for large arrays.
+Messages that an earlier run left behind are therefore recognized and dropped. A communicator for
+each run would do the same, but creating one is a collective call, in which a rank that crashed
+cannot take part.
 """
 
 import enum
@@ -29,6 +30,8 @@ MAGIC = 0x6A786266_02
 HEADER = np.dtype([(name, np.int64) for name in ("magic", "kind", "number", "rows", "checksum")])
 # The application may send messages of its own through the communicator, usually with small tags.
 FIRST_TAG = 7100
+# Arrays of at least this many bytes are sent on their own.
+_LARGE = 2**18
 _NOTE_BYTES = 512
 # XLA reads arrays that begin at a multiple of this without copying them.
 _ALIGNMENT = 64
@@ -66,7 +69,7 @@ class ExchangeError(RuntimeError):
 
 
 class Header(NamedTuple):
-    """The first part of each message: five integers of eight bytes, as ``HEADER`` lays them out.
+    """The beginning of each message: five integers of eight bytes, as ``HEADER`` lays them out.
 
     Attributes:
         magic: Identifies a message of this format and version.
@@ -93,6 +96,7 @@ class Schema:
 
     Attributes:
         leaves: Shapes and dtypes.
+        large: Which of them are sent on their own.
         treedef: Their structure.
         rows: The largest number of rows; None if arrays have no leading axis of rows.
         checksum: A checksum of structure, shapes and dtypes.
@@ -101,6 +105,7 @@ class Schema:
     def __init__(self, tree: PyTree, rows: int | None = None) -> None:
         leaves, self.treedef = jax.tree.flatten(tree)
         self.leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for x in leaves]
+        self.large = [leaf.size * leaf.dtype.itemsize >= _LARGE for leaf in self.leaves]
         self.rows = rows
         names = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
         described = [(leaf.shape, leaf.dtype.name) for leaf in self.leaves]
@@ -144,7 +149,7 @@ class Sending(NamedTuple):
         to: The rank that it goes to.
         kind: Its kind.
         size: Its bytes.
-        requests: One for the header and one for each array.
+        requests: One for the first piece and one for each large array.
     """
 
     to: int
@@ -158,32 +163,39 @@ class Sending(NamedTuple):
 
 
 class _Partial:
-    """A message whose header was received, but not all of its arrays."""
+    """A message whose first piece was received, but not all of its large arrays.
+
+    Args:
+        message: What is known of it.
+        schema: Its schema.
+        arrays: Memory for its arrays.
+
+    Attributes:
+        missing: The memory of each large array that was not received yet, as bytes.
+    """
 
     def __init__(self, message: Message, schema: Schema, arrays: list[np.ndarray]) -> None:
         self.message, self.schema, self.arrays = message, schema, arrays
-        self.size = message.size
-        self._received = 0
+        rows = None if schema.rows is None else message.header.rows
+        used = [_bytes(array[:rows] if array.ndim else array) for array in arrays]
+        self.missing = [part for part, large in zip(used, schema.large, strict=True) if large]
+        self._small = [part for part, large in zip(used, schema.large, strict=True) if not large]
+        for array in arrays if rows is not None else ():
+            array[rows:] = 0
 
-    @property
-    def is_complete(self) -> bool:
-        return self._received == len(self.arrays)
-
-    def next(self) -> np.ndarray:
-        """Return the memory of the array that comes next."""
-        array = self.arrays[self._received]
-        return _bytes(array if self.schema.rows is None else array[: self.message.header.rows])
-
-    def advance(self) -> None:
-        """Go on to the next array, setting rows to zero that this one does not have."""
-        if self.schema.rows is not None:
-            self.arrays[self._received][self.message.header.rows :] = 0
-        self.size += self.next().size
-        self._received += 1
+    def take_small(self, data: np.ndarray) -> bool:
+        """Copy the small arrays from the first piece; returns False if it has another size."""
+        if data.size != sum(part.size for part in self._small):
+            return False
+        start = 0
+        for part in self._small:
+            part[:] = data[start : start + part.size]
+            start += part.size
+        return True
 
     def finish(self) -> Message:
         tree = jax.tree.unflatten(self.schema.treedef, self.arrays)
-        return self.message._replace(tree=tree, size=self.size)
+        return self.message._replace(tree=tree)
 
 
 class Channel:
@@ -197,7 +209,7 @@ class Channel:
         names: What each rank of the group is called in texts.
         schemas: The schema of each kind of message.
         sending: Messages on their way, in the order in which they were sent.
-        tag: The tag of this run's headers. Arrays have the next one.
+        tag: The tag of this run's first pieces. Large arrays have the next one.
     """
 
     def __init__(self, group: "MPI.Intracomm", timeout: float | None) -> None:
@@ -249,7 +261,7 @@ class Channel:
                 message is no longer in ``sending``.
             number: The number of the batch or request that it is or answers.
             rows: The number of rows of a batch.
-            tag: The tag of its header; that of this run by default.
+            tag: The tag of its first piece; that of this run by default.
 
         Returns:
             The bytes of the message.
@@ -257,9 +269,12 @@ class Channel:
         from mpi4py import MPI
 
         tag = self.tag if tag is None else tag
-        header = Header(MAGIC, kind, number, rows, self.schemas[kind].checksum)
-        parts = [_bytes(np.array(header, HEADER))]
-        parts += [_bytes(np.asarray(leaf)) for leaf in jax.tree.leaves(tree)]
+        schema = self.schemas[kind]
+        small = [_bytes(np.array(Header(MAGIC, kind, number, rows, schema.checksum), HEADER))]
+        parts: list[np.ndarray] = []
+        for leaf, large in zip(jax.tree.leaves(tree), schema.large, strict=True):
+            (parts if large else small).append(_bytes(np.asarray(leaf)))
+        parts = [np.concatenate(small), *parts]
         requests = [
             self.comm.Isend([part, MPI.BYTE], dest=to, tag=tag + (k > 0))
             for k, part in enumerate(parts)
@@ -289,14 +304,14 @@ class Channel:
         while matched := self.comm.Improbe(self._source, MPI.ANY_TAG, status):
             source, tag, size = status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
             if tag == self.tag + 1:
-                message = self._receive_array(matched, source, size)
+                message = self._receive_large(matched, source, size)
             else:
-                message = self._receive_header(matched, source, tag, size)
+                message = self._receive_first(matched, source, tag, size)
             if message is not None:
                 return message
         return None
 
-    def _receive_header(
+    def _receive_first(
         self, matched: "MPI.Message", source: int, tag: int, size: int
     ) -> Message | None:
         from mpi4py import MPI
@@ -304,36 +319,40 @@ class Channel:
         data = np.zeros(max(size, HEADER.itemsize), np.uint8)
         matched.Recv([data[:size], MPI.BYTE])
         if tag >= FIRST_TAG and (tag < self.tag or tag % 2):
-            # From an earlier run, or an array of a message that was refused.
+            # From an earlier run, or a large array of a message that was refused.
             return None
         header = Header(*data[: HEADER.itemsize].view(HEADER)[0].tolist())
         fault = self._fault(header, tag, size)
         message = Message(source, tag, size, header, fault=fault)
         if fault:
-            readable = size == HEADER.itemsize and header.magic == MAGIC
+            readable = size >= HEADER.itemsize and header.magic == MAGIC
             return message if readable else message._replace(header=Header(0, 0))
         schema, free = self.schemas[Kind(header.kind)], self._free[header.kind]
-        arrays = free.pop() if free else schema.allocate()
-        return self._go_on(source, _Partial(message, schema, arrays))
+        partial = _Partial(message, schema, free.pop() if free else schema.allocate())
+        if not partial.take_small(data[HEADER.itemsize :]):
+            return message._replace(fault=f"it has {size} bytes, which do not fit its header")
+        return self._go_on(source, partial)
 
-    def _receive_array(self, matched: "MPI.Message", source: int, size: int) -> Message | None:
+    def _receive_large(self, matched: "MPI.Message", source: int, size: int) -> Message | None:
         from mpi4py import MPI
 
         partial = self._partial.pop(source, None)
-        memory = None if partial is None else partial.next()
-        if partial is None or memory is None or memory.size != size:
+        if partial is None:
+            # Its message was refused.
             matched.Recv([np.empty(size, np.uint8), MPI.BYTE])
-            if partial is None or memory is None:
-                return None
+            return None
+        memory, *partial.missing = partial.missing
+        fits = memory.size == size
+        matched.Recv([memory if fits else np.empty(size, np.uint8), MPI.BYTE])
+        partial.message = partial.message._replace(size=partial.message.size + size)
+        if not fits:
             fault = f"an array of it has {size} bytes; expected {memory.size}"
             return partial.message._replace(fault=fault)
-        matched.Recv([memory, MPI.BYTE])
-        partial.advance()
         return self._go_on(source, partial)
 
     def _go_on(self, source: int, partial: _Partial) -> Message | None:
-        """Return the message if it is complete, and otherwise wait for its next array."""
-        if not partial.is_complete:
+        """Return the message if it is complete, and otherwise wait for its next large array."""
+        if partial.missing:
             # An earlier message that is still incomplete was cut short by an error of its sender.
             self._partial[source] = partial
             return None
@@ -347,8 +366,8 @@ class Channel:
                 f"its tag is {tag}; expected {self.tag}: a worker that has left may begin anew "
                 "once all have left"
             )
-        if size != HEADER.itemsize:
-            return f"its header has {size} bytes; expected {HEADER.itemsize}"
+        if size < HEADER.itemsize:
+            return f"it has {size} bytes; expected at least {HEADER.itemsize}"
         if header.magic != MAGIC:
             other = header.magic >> 8 == MAGIC >> 8
             hint = ": both ends need the same version of jaxbuf" if other else ""

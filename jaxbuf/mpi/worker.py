@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.buffers import common
 from jaxbuf.core import checks, numbers
+from jaxbuf.core.donation import check_there
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
 from jaxbuf.mpi.batch import Batch, check_batch, uses_score
@@ -112,6 +113,9 @@ class Worker:
         self._step = functools.partial(
             _step, scoring_only=scoring_only, needs_score=uses_score(shapes.buffer)
         )
+        self._filters = filter is not None or scoring_only
+        # The shapes and dtypes of batches that were checked.
+        self._checked: set[Any] = set()
         # What `state.place` holds, too: reading that would wait for the device.
         self._kept, self._adds = (int(x) for x in self._state.place)
 
@@ -130,7 +134,8 @@ class Worker:
         The next add donates it, so save or copy it before. Batches on their way are not part of it:
         call ``drain`` before you save.
         """
-        return self._state.replace(baseline=jnp.float32(self._mail.baseline))
+        state = self._state.replace(baseline=self._mail.baseline)
+        return jax.tree.map(jnp.asarray, state)
 
     def add(
         self,
@@ -168,9 +173,12 @@ class Worker:
         problem = self._make_room() if sends else None
         # Rows that are sent at once are not copied into the state before.
         keeps = self._every > 1 or self._kept > 0
-        self._state, chosen = self._step(
-            self._state, self._mail.baseline, items, score, mask, keeps=keeps, sends=sends
-        )
+        if keeps or self._filters or mask is not None:
+            self._state, chosen = self._step(
+                self._state, self._mail.baseline, items, score, mask, keeps=keeps, sends=sends
+            )
+        else:
+            chosen = self._choose_all(items, score, rows)
         self._adds += 1
         self._kept += rows if keeps else 0
         if sends:
@@ -281,6 +289,22 @@ class Worker:
             )
         return rows
 
+    def _choose_all(self, items: PyTree[Array], score: Any, rows: int) -> "_Chosen":
+        """Choose all rows, as ``_step`` would, but without a program to run and to wait for."""
+        leaves, structure = jax.tree.flatten((items, score))
+        check_there(leaves, "items")
+        given = (structure, *map(jax.typeof, leaves))
+        state = self._state
+        if given not in self._checked:
+            step = functools.partial(self._step, keeps=False, sends=True)
+            jax.eval_shape(step, state, self._mail.baseline, items, score, None)
+            self._checked.add(given)
+        counts = np.array([1, rows, rows > 0, rows, 0], np.uint32)
+        self._state = state.replace(counters=np.asarray(state.counters) + counts)
+        nan = np.full((rows,), np.nan, np.float32)
+        score = nan if score is None else _immutable(state.score, score)
+        return _Chosen(np.ones((rows,), bool), rows, Batch(None, score))
+
     def _make_room(self) -> Exception | None:
         """Wait until another batch may be sent; returns an error that is raised after that."""
         try:
@@ -326,7 +350,7 @@ class _Chosen(NamedTuple):
 
     mask: Any
     count: Any
-    batch: Batch | None = None
+    batch: Any = None
 
 
 @functools.partial(
