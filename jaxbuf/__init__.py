@@ -21,6 +21,7 @@ from jaxbuf.buffers.presets import (
 )
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
+from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
 from jaxbuf.core.calls import compiler_options
 from jaxbuf.core.native import native_available
@@ -82,6 +83,7 @@ __all__ = [
     "RateLimiter",
     "Recent",
     "Sample",
+    "Sharded",
     "Shuffled",
     "Slots",
     "Softmax",

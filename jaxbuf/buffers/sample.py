@@ -98,7 +98,9 @@ def importance_weights(
     # The weights of a batch relative to each other do not depend on what else there is.
     whole = None if normalize == "batch" else buffer
     row = (sample.probability, sample.valid)
-    return call(_weights, whole, row, beta, normalize, static=(3,))
+    # Each device of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
+    axes = getattr(buffer, "batch_axes", ())
+    return call(_weights, whole, row, beta, normalize, axes, static=(3, 4))
 
 
 def check_sample(name: str, sample: Any) -> None:
@@ -121,13 +123,16 @@ def check_sample(name: str, sample: Any) -> None:
         )
 
 
-def _weights(buffer: Any, row: Any, beta: Any, normalize: str | None) -> Array:
+def _weights(
+    buffer: Any, row: Any, beta: Any, normalize: str | None, axes: tuple[str, ...]
+) -> Array:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     row, beta = lax.stop_gradient((row, beta))
     probability, valid = row
     probability = jnp.where(valid, probability, 1.0)
     if normalize == "batch":
-        ratio = probability / jnp.min(probability, initial=1.0)
+        least = jnp.min(probability, initial=1.0)
+        ratio = probability / (lax.pmin(least, axes) if axes else least)
     elif normalize == "buffer":
         least = buffer.support().least_probability
         ratio = probability / jnp.where(least > 0, least, 1.0)

@@ -95,12 +95,11 @@ def _options(platform: str) -> dict[str, str] | None:
 def _run(
     function: Callable[..., Any], static: tuple[int, ...], donate: bool, args: tuple[Any, ...]
 ) -> Any:
+    # What XLA says of a donated argument names neither it nor the way out; and devices that work
+    # together may wait for each other in vain.
+    check_there(args[0], "buffer")
     try:
         return _compiled(function, static, donate, platform_of(args))(*args)
-    except (ValueError, RuntimeError):
-        # What XLA says of a donated argument names neither it nor the way out.
-        check_there(args[0], "buffer")
-        raise
     except (TypeError, OverflowError):
         # jax.jit refuses what is not an array by its path in here; the function knows its name.
         jax.eval_shape(lambda: function(*args))

@@ -221,6 +221,10 @@ class SegmentTree(struct.PyTreeNode):
             return jnp.sum(_floats(jnp.stack(parts)))
         return _floats(combine(name, jnp.concatenate(parts)))
 
+    def replace_root(self, op: str, value: Float[Array, ""]) -> Self:
+        """The same leaves with another reduction over all of them, until some leaf is set."""
+        return self.replace(roots=self.roots.at[..., self._row(op)].set(_bits(value)))
+
     def clear(self) -> Self:
         """Returns the tree as it was created; shares no array with the original."""
         return type(self).create(self.capacity, self.ops)

@@ -3,9 +3,18 @@
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.part import Part, Rows, StepRows
-from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler, Support
+from jaxbuf.strategies.protocols import (
+    Aim,
+    Draw,
+    Evictor,
+    KnownSampler,
+    Sampler,
+    ShardableSampler,
+    Support,
+)
 
 __all__ = [
+    "Aim",
     "Draw",
     "Evictor",
     "ItemOccupancy",
@@ -15,6 +24,7 @@ __all__ = [
     "Rows",
     "Sampler",
     "SegmentTree",
+    "ShardableSampler",
     "StepRows",
     "Support",
 ]

@@ -4,8 +4,9 @@ import abc
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 
@@ -145,6 +146,88 @@ class KnownSampler(Sampler):
         self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """The probability with which a single draw gives each of these live items."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Aim:
+    """Where the rows of a batch come from.
+
+    Attributes:
+        shard: The shard of each row, ``[B]`` int32.
+        target: What else ``hit`` needs of each row, leaves ``[B]``.
+    """
+
+    shard: Int[Array, " B"]
+    target: PyTree[Array]
+
+
+class ShardableSampler(Sampler):
+    """A sampler that draws from the shards of a ``jaxbuf.Sharded`` as from one buffer.
+
+    It says in three pure functions what it does. ``report`` tells what the others have to know of a
+    shard. ``aim`` sees the reports of all shards and chooses a shard for each row; every device
+    computes it and finds the same. ``hit`` then draws those rows from their own shard. A draw from
+    a single buffer is the case of one shard.
+    """
+
+    @property
+    def shardable(self) -> bool:
+        """Whether it can draw from shards as it is configured."""
+        return True
+
+    @abc.abstractmethod
+    def report(self, state: Any, occupancy: Occupancy) -> PyTree[Array]:
+        """What the other shards have to know of this one: scalars of 4 bytes each."""
+
+    @abc.abstractmethod
+    def aim(self, world: PyTree[Array], key: PRNGKeyArray, batch_size: int, capacity: int) -> Aim:
+        """Choose the shard of each row.
+
+        Args:
+            world: The reports of all shards, leaves ``[S]``.
+            key: The key of this draw.
+            batch_size: Rows ``B`` of all shards together; static.
+            capacity: Slots of all shards together; static.
+        """
+
+    @abc.abstractmethod
+    def hit(
+        self, state: Any, occupancy: Occupancy, target: PyTree[Array], world: PyTree[Array]
+    ) -> Draw:
+        """Draw rows that were aimed at this shard; for others the result is arbitrary.
+
+        Args:
+            state: The state of this shard.
+            occupancy: Its live items.
+            target: The targets of the rows, leaves ``[B]``.
+            world: The reports of all shards, leaves ``[S]``.
+
+        Returns:
+            Slots of this shard. The probability is that of a draw from all shards.
+        """
+
+    @abc.abstractmethod
+    def reach(self, world: PyTree[Array]) -> Support:
+        """What can be drawn from all shards together."""
+
+    def lend(self, state: Any, world: PyTree[Array]) -> Any:
+        """The state with what new items of this shard depend on in others; ``on_add`` is next."""
+        del world
+        return state
+
+    def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+        """Draw ``batch_size`` of the live items."""
+        world = self.alone(state, occupancy)
+        aimed = self.aim(world, key, batch_size, occupancy.capacity)
+        return self.hit(state, occupancy, aimed.target, world)
+
+    def support(self, state: Any, occupancy: Occupancy) -> Support:
+        """What can be drawn."""
+        return self.reach(self.alone(state, occupancy))
+
+    def alone(self, state: Any, occupancy: Occupancy) -> PyTree[Array]:
+        """The reports of all shards, leaves ``[1]``, where there is one."""
+        return jax.tree.map(lambda leaf: leaf[None], self.report(state, occupancy))
 
 
 class Evictor(abc.ABC):

@@ -6,17 +6,26 @@ References:
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
-from jaxbuf.core.random import random_words
+from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
-from jaxbuf.strategies.protocols import Draw, KnownSampler, Support, share
+from jaxbuf.strategies.protocols import (
+    Aim,
+    Draw,
+    KnownSampler,
+    ShardableSampler,
+    Support,
+    share,
+)
 
 # Masses lie in between, so that finite priorities cannot overflow a sum of 2**27 of them.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
@@ -26,7 +35,7 @@ _ONE_WORD = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Uniform(KnownSampler):
+class Uniform(ShardableSampler, KnownSampler):
     """Every live item with the same probability.
 
     Attributes:
@@ -39,14 +48,50 @@ class Uniform(KnownSampler):
     def __post_init__(self) -> None:
         object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
 
+    @property
+    def shardable(self) -> bool:
+        """Only with replacement: without, each draw depends on all others."""
+        return self.replacement
+
+    def report(self, state: Any, occupancy: Occupancy) -> Int[Array, ""]:
+        """The number of items."""
+        del state
+        return occupancy.size
+
+    def aim(
+        self, world: Int[Array, " S"], key: PRNGKeyArray, batch_size: int, capacity: int
+    ) -> Aim:
+        """A shard by its size, and a random word for the item."""
+        del capacity
+        return Aim(any_shard(world, key, batch_size), random_words(key, (batch_size,)))
+
+    def hit(
+        self,
+        state: Any,
+        occupancy: Occupancy,
+        target: UInt[Array, " B"],
+        world: Int[Array, " S"],
+    ) -> Draw:
+        """The item that each word stands for."""
+        del state
+        size = jnp.sum(world, axis=0, dtype=jnp.int32)
+        return Draw(
+            occupancy.draw(target),
+            jnp.broadcast_to(share(size), target.shape),
+            jnp.broadcast_to(size > 0, target.shape),
+        )
+
+    def reach(self, world: Int[Array, " S"]) -> Support:
+        """All live items."""
+        size = jnp.sum(world, axis=0, dtype=jnp.int32)
+        return Support(size, share(size))
+
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draw ``batch_size`` of the live items."""
-        del state
+        if self.replacement:
+            return super().draw(state, key, batch_size, occupancy)
         size = occupancy.size
         probability = jnp.broadcast_to(share(size), (batch_size,))
-        if self.replacement:
-            index = occupancy.draw(random_words(key, (batch_size,)))
-            return Draw(index, probability, jnp.broadcast_to(size > 0, (batch_size,)))
         index, valid = distinct(
             key,
             batch_size,
@@ -65,19 +110,32 @@ class Uniform(KnownSampler):
         del state
         return jnp.broadcast_to(share(occupancy.size), index.shape)
 
-    def support(self, state: Any, occupancy: Occupancy) -> Support:
-        """All live items."""
-        del state
-        return Support(occupancy.size, share(occupancy.size))
-
     def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
         """``effective_sample_size``: all of them."""
         del state
         return {"effective_sample_size": occupancy.size.astype(jnp.float32)}
 
 
+class Masses(NamedTuple):
+    """What ``Prioritized`` reports of a shard, or of each of several.
+
+    Attributes:
+        total: The sum of the masses, float32.
+        least: The least mass above zero; 0 if there is none.
+        largest: The largest.
+        nnz: How many are positive, int32.
+        size: How many items there are, int32.
+    """
+
+    total: Float[Array, " S"]
+    least: Float[Array, " S"]
+    largest: Float[Array, " S"]
+    nnz: Int[Array, " S"]
+    size: Int[Array, " S"]
+
+
 @dataclasses.dataclass(frozen=True)
-class Prioritized(KnownSampler):
+class Prioritized(ShardableSampler, KnownSampler):
     """Proportional prioritization: probability proportional to the mass ``(p + epsilon) ** alpha``.
 
     A zero mass is never drawn (``0 ** 0`` is 0 here), unless all masses are zero: then all live
@@ -173,47 +231,77 @@ class Prioritized(KnownSampler):
         gone = jnp.zeros(removed.shape, jnp.float32)
         return state.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, gone]))
 
+    @property
+    def shardable(self) -> bool:
+        """Only with replacement: without, each draw depends on all others."""
+        return self.replacement
+
+    def report(self, state: SegmentTree, occupancy: Occupancy) -> Masses:
+        """The masses, in five numbers."""
+        return Masses(
+            total=state.root("sum"),
+            least=state.root("min_positive"),
+            largest=state.root("max"),
+            nnz=state.nnz,
+            size=occupancy.size,
+        )
+
+    def aim(self, world: Masses, key: PRNGKeyArray, batch_size: int, capacity: int) -> Aim:
+        """A point in the total mass for each row, and the shard in which it lies."""
+        return self._aim(world, key, batch_size, capacity, jnp.float32(self.uniform_mix))
+
+    def hit(
+        self, state: SegmentTree, occupancy: Occupancy, target: "_Target", world: Masses
+    ) -> Draw:
+        """The items in which the points lie."""
+        index, mass = self._find(state, occupancy, target)
+        valid = jnp.broadcast_to(jnp.sum(world.size, axis=0) > 0, index.shape)
+        return Draw(index, self._probability(world, mass), valid)
+
+    def lend(self, state: SegmentTree, world: Masses) -> SegmentTree:
+        """The same tree with the largest mass of all shards, until its next change."""
+        return state.replace_root("max", jnp.max(world.largest))
+
     def draw(
         self, state: SegmentTree, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
     ) -> Draw:
         """Draw ``batch_size`` of the live items."""
-        size = occupancy.size
         if self.replacement:
-            mix = jnp.float32(self.uniform_mix)
-            index, mass = self._propose(state, key, batch_size, occupancy, mix)
-            valid = jnp.broadcast_to(size > 0, (batch_size,))
-        else:
-            total = state.root("sum")
+            return super().draw(state, key, batch_size, occupancy)
+        world = self.alone(state, occupancy)
+        total = state.root("sum")
 
-            def propose(key: PRNGKeyArray, rows: int, scratch: SegmentTree) -> Int[Array, " P"]:
-                # Uniform draws keep hitting what is taken already and are discarded; to leave the
-                # odds between the others as they are, only the shrunken rest competes with them.
-                mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
-                left = (1 - mix) * scratch.root("sum") / jnp.where(total > 0, total, 1.0)
-                share = jnp.where(mix > 0, mix / (left + mix), 0.0)
-                return self._propose(scratch, key, rows, occupancy, share)[0]
+        def propose(key: PRNGKeyArray, rows: int, scratch: SegmentTree) -> Int[Array, " P"]:
+            # Uniform draws keep hitting what is taken already and are discarded; to leave the
+            # odds between the others as they are, only the shrunken rest competes with them.
+            mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
+            left = (1 - mix) * scratch.root("sum") / jnp.where(total > 0, total, 1.0)
+            share = jnp.where(mix > 0, mix / (left + mix), 0.0)
+            rest = self.alone(scratch, occupancy)
+            aimed = self._aim(rest, key, rows, scratch.capacity, share)
+            return self._find(scratch, occupancy, aimed.target)[0]
 
-            count = jnp.minimum(batch_size, self.support(state, occupancy).count)
-            index, valid = distinct(key, batch_size, count, state, propose, without, state.capacity)
-            index, mass = state.read(index)
-        return Draw(index, self._probability(state, mass, occupancy), valid)
+        count = jnp.minimum(batch_size, self.reach(world).count)
+        index, valid = distinct(key, batch_size, count, state, propose, without, state.capacity)
+        index, mass = state.read(index)
+        return Draw(index, self._probability(world, mass), valid)
 
     def probability(
         self, state: SegmentTree, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """The probability with which a single draw gives each of these live items."""
-        return self._probability(state, state.read(index)[1], occupancy)
+        return self._probability(self.alone(state, occupancy), state.read(index)[1])
 
-    def support(self, state: SegmentTree, occupancy: Occupancy) -> Support:
+    def reach(self, world: Masses) -> Support:
         """The items with mass; all live items if there are none, or if draws are mixed."""
-        size, nnz = occupancy.size, state.nnz
+        size, nnz = (jnp.sum(n, axis=0, dtype=jnp.int32) for n in (world.size, world.nnz))
+        least = least_positive(world.least)
         if self.uniform_mix > 0:
             count = size
-            least = jnp.where(nnz < size, 0.0, state.root("min_positive"))
+            least = jnp.where(nnz < size, 0.0, least)
         else:
             count = jnp.where(nnz > 0, nnz, size)
-            least = state.root("min_positive")
-        return Support(count, self._probability(state, least, occupancy))
+        return Support(count, self._probability(world, least))
 
     def metrics(self, state: SegmentTree, occupancy: Occupancy) -> dict[str, Array]:
         """Priorities as the masses tell them, and how many equally likely items are as diverse."""
@@ -229,7 +317,8 @@ class Prioritized(KnownSampler):
         squares = jnp.sum(scaled * scaled)
         spread = jnp.sum(scaled) ** 2 / jnp.where(squares > 0, squares, 1.0)
         if self.uniform_mix > 0:
-            probability = jnp.where(live, self._probability(state, mass, occupancy), 0.0)
+            probability = self._probability(self.alone(state, occupancy), mass)
+            probability = jnp.where(live, probability, 0.0)
             squares = jnp.sum(probability * probability)
             spread = 1.0 / jnp.where(squares > 0, squares, 1.0)
         least = jnp.min(jnp.where(live, priority, jnp.inf))
@@ -259,38 +348,94 @@ class Prioritized(KnownSampler):
             return default
         return jnp.where(self.accepts(value), self.mass(value), default)
 
-    def _probability(
-        self, state: SegmentTree, mass: Float[Array, "..."], occupancy: Occupancy
-    ) -> Float[Array, "..."]:
+    def _probability(self, world: Masses, mass: Float[Array, "..."]) -> Float[Array, "..."]:
         """The probability with which a draw gives an item of this mass."""
-        total, uniform = state.root("sum"), share(occupancy.size)
+        total = bounds(world.total)[-1]
+        uniform = share(jnp.sum(world.size, axis=0, dtype=jnp.int32))
         part = mass / jnp.where(total > 0, total, 1.0)
         if self.uniform_mix > 0:
             part = (1.0 - self.uniform_mix) * part + self.uniform_mix * uniform
         return jnp.where(total > 0, part, uniform)
 
-    def _propose(
+    def _aim(
         self,
-        state: SegmentTree,
+        world: Masses,
         key: PRNGKeyArray,
         batch_size: int,
-        occupancy: Occupancy,
+        capacity: int,
         mix: Float[Array, ""],
-    ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        """Slots with replacement, a fraction ``mix`` of them uniform, and their masses."""
-        words = 1 if state.capacity <= _ONE_WORD else 2
+    ) -> Aim:
+        """Targets with replacement, a fraction ``mix`` of them uniform."""
+        words = 1 if capacity <= _ONE_WORD else 2
         words += 2 if self.uniform_mix > 0 else 0
         random = random_words(key, (words, batch_size))
+        low = random[1] if capacity > _ONE_WORD else None
+        bound = bounds(world.total)
         stratified = self.stratified and self.replacement
-        low = random[1] if state.capacity > _ONE_WORD else None
-        total = state.root("sum")
-        index, mass = state.find(*points(random[0], low, total, stratified=stratified))
-        if self.uniform_mix == 0:
-            # With no mass at all every draw is a uniform one.
-            return jnp.where(total > 0, index, occupancy.draw(random[0])), mass
-        coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
-        by_mass = (total > 0) & (coin >= mix)
-        return state.read(jnp.where(by_mass, index, occupancy.draw(random[-2])))
+        point, refine = points(random[0], low, bound[-1], stratified=stratified)
+        shard, point = shard_of(bound, point)
+        # With no mass at all every draw is a uniform one.
+        by_mass, word = jnp.broadcast_to(bound[-1] > 0, (batch_size,)), random[0]
+        if self.uniform_mix > 0:
+            coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+            by_mass, word = by_mass & (coin >= mix), random[-2]
+        shard = jnp.where(by_mass, shard, any_shard(world.size, key, batch_size))
+        return Aim(shard, _Target(point, refine, word, by_mass))
+
+    def _find(
+        self, state: SegmentTree, occupancy: Occupancy, target: "_Target"
+    ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+        """The slots of targets, and their masses."""
+        index, mass = state.find(target.point, target.refine)
+        index = jnp.where(target.by_mass, index, occupancy.draw(target.word))
+        return (index, mass) if self.uniform_mix == 0 else state.read(index)
+
+
+class _Target(NamedTuple):
+    """A point in the mass of a shard, how far it may be moved, and a word for a uniform draw."""
+
+    point: Float[Array, " B"]
+    refine: Float[Array, " B"]
+    word: UInt[Array, " B"]
+    by_mass: Bool[Array, " B"]
+
+
+def bounds(mass: Float[Array, " S"]) -> Float[Array, " S"]:
+    """Where the part of each shard ends, if they lie one after the other; the last is the total.
+
+    A shard without mass has no part, in whatever order a backend adds.
+    """
+    if mass.shape[0] == 1:
+        return mass
+    return lax.cummax(jnp.where(mass > 0, jnp.cumsum(mass, axis=0), 0.0), axis=0)
+
+
+def shard_of(
+    bound: Float[Array, " S"] | Int[Array, " S"], point: Float[Array, " B"] | Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"] | Int[Array, " B"]]:
+    """The shard in whose part each point lies, and how far from the beginning of the part."""
+    if bound.shape[0] == 1:
+        return jnp.zeros(point.shape, jnp.int32), point
+    shard = jnp.sum(bound[None] <= point[:, None], axis=1, dtype=jnp.int32)
+    shard = jnp.minimum(shard, bound.shape[0] - 1)
+    begin = jnp.concatenate([jnp.zeros_like(bound[:1]), bound[:-1]])
+    return shard, point - begin[shard]
+
+
+def any_shard(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> Int[Array, " B"]:
+    """A shard for each row, with a probability proportional to its size."""
+    if size.shape[0] == 1:
+        return jnp.zeros((batch_size,), jnp.int32)
+    end = jnp.cumsum(size, dtype=jnp.int32)
+    # The other words of the key choose the item.
+    word = random_words(jax.random.fold_in(key, 1), (batch_size,))
+    return shard_of(end, scale_word(word, end[-1].astype(jnp.uint32)).astype(jnp.int32))[0]
+
+
+def least_positive(value: Float[Array, " S"]) -> Float[Array, ""]:
+    """The least of the values above zero; 0 if there is none."""
+    least = jnp.min(jnp.where(value > 0, value, jnp.inf), axis=0)
+    return jnp.where(least < jnp.inf, least, 0.0)
 
 
 def without(masses: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics
 from jaxbuf.strategies.distinct import distinct
-from jaxbuf.strategies.protocols import Draw, Sampler, Support
-from jaxbuf.strategies.samplers import points, without
+from jaxbuf.strategies.protocols import Aim, Draw, ShardableSampler, Support
+from jaxbuf.strategies.samplers import bounds, least_positive, points, shard_of, without
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 # How far, in units of the temperature, the largest score may move from the reference of the masses
@@ -41,8 +42,17 @@ class SoftmaxState(struct.PyTreeNode):
     reference: Float[Array, ""]
 
 
+class _Report(NamedTuple):
+    """What ``Softmax`` reports of a shard: its masses, and what they are relative to."""
+
+    total: Float[Array, " S"]
+    least: Float[Array, " S"]
+    nnz: Int[Array, " S"]
+    reference: Float[Array, " S"]
+
+
 @dataclasses.dataclass(frozen=True)
-class Softmax(Sampler):
+class Softmax(ShardableSampler):
     """Probability proportional to ``exp(score / temperature)``.
 
     Scores are kept relative to a reference near the largest, so any range is stable. A score of
@@ -150,39 +160,77 @@ class Softmax(Sampler):
         """Take items away."""
         return self.on_add(state, index, jnp.full(index.shape, -jnp.inf, jnp.float32))
 
+    @property
+    def shardable(self) -> bool:
+        """Only with replacement: without, each draw depends on all others."""
+        return self.replacement
+
+    def report(self, state: SoftmaxState, occupancy: Occupancy) -> _Report:
+        """The masses, and what they are relative to."""
+        del occupancy
+        masses = state.masses
+        return _Report(masses.root("sum"), masses.root("min_positive"), masses.nnz, state.reference)
+
+    def aim(self, world: _Report, key: PRNGKeyArray, batch_size: int, capacity: int) -> Aim:
+        """A point in the total mass for each row, and the shard in which it lies."""
+        del capacity
+        scale = self._scale(world.reference, world)
+        bound = bounds(world.total * scale)
+        word, low = random_words(key, (2, batch_size))
+        point, refine = points(word, low, bound[-1], stratified=False)
+        shard, point = shard_of(bound, point)
+        own = scale[shard]
+        own = jnp.where(own > 0, own, 1.0)
+        return Aim(shard, (point / own, refine / own))
+
+    def hit(
+        self,
+        state: SoftmaxState,
+        occupancy: Occupancy,
+        target: tuple[Float[Array, " B"], Float[Array, " B"]],
+        world: _Report,
+    ) -> Draw:
+        """The items in which the points lie."""
+        del occupancy
+        index, mass = state.masses.find(*target)
+        valid = jnp.broadcast_to(self._total(world) > 0, index.shape)
+        return Draw(index, self._probability(world, mass, state.reference), valid)
+
+    def reach(self, world: _Report) -> Support:
+        """The items whose score is above −inf."""
+        total = self._total(world)
+        least = least_positive(world.least * self._scale(world.reference, world))
+        least = jnp.maximum(least / jnp.where(total > 0, total, 1.0), _TINY)
+        count = jnp.sum(world.nnz, axis=0, dtype=jnp.int32)
+        return Support(count, jnp.where(total > 0, least, 0.0))
+
     def draw(
         self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
     ) -> Draw:
         """Draw ``batch_size`` of the items whose score is above −inf."""
-        del occupancy
-        total = state.masses.root("sum")
-        some = jnp.broadcast_to(total > 0, (batch_size,))
         if self.replacement:
-            (index, mass), valid = self._with_replacement(state.masses, key, batch_size), some
-        elif not self.fallback:
+            return super().draw(state, key, batch_size, occupancy)
+        if not self.fallback:
             index, valid = self._without_replacement(state, key, batch_size)
-            index, mass = state.masses.read(index)
         else:
             key, another = jax.random.split(key)
             index, valid = self._without_replacement(state, key, batch_size)
-            repeated, _ = self._with_replacement(state.masses, another, batch_size)
+            repeated = super().draw(state, another, batch_size, occupancy)
             enough = jnp.all(valid)
-            index, mass = state.masses.read(jnp.where(enough, index, repeated))
-            valid = jnp.where(enough, valid, some)
-        scale = 1.0 / jnp.where(total > 0, total, 1.0)
-        return Draw(index, jnp.maximum(mass * scale, jnp.float32(_TINY)), valid)
+            index = jnp.where(enough, index, repeated.index)
+            valid = jnp.where(enough, valid, repeated.valid)
+        index, mass = state.masses.read(index)
+        world = self.alone(state, occupancy)
+        return Draw(index, self._probability(world, mass, state.reference), valid)
 
     def support(self, state: SoftmaxState, occupancy: Occupancy) -> Support:
         """The items whose score is above −inf."""
-        del occupancy
-        total = state.masses.root("sum")
-        least = state.masses.root("min_positive") / jnp.where(total > 0, total, 1.0)
+        known = super().support(state, occupancy)
         if self.replacement:
-            count = state.masses.nnz
-        else:
-            count = jnp.sum(state.scores.leaves > -jnp.inf, dtype=jnp.int32)
-            least = jnp.where(count > state.masses.nnz, _TINY, least)
-        return Support(count, jnp.where(total > 0, jnp.maximum(least, _TINY), 0.0))
+            return known
+        count = jnp.sum(state.scores.leaves > -jnp.inf, dtype=jnp.int32)
+        light = (count > state.masses.nnz) & (known.count > 0)
+        return Support(count, jnp.where(light, _TINY, known.least_probability))
 
     def metrics(self, state: SoftmaxState, occupancy: Occupancy) -> dict[str, Array]:
         """Scores of the live items, and how many equally likely items are as diverse."""
@@ -206,16 +254,32 @@ class Softmax(Sampler):
         equal = (score == reference) & (reference > 0)
         return jnp.where(finite, mass, equal.astype(jnp.float32))
 
-    def _with_replacement(
-        self, masses: SegmentTree, key: PRNGKeyArray, batch_size: int
-    ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        word, low = random_words(key, (2, batch_size))
-        return masses.find(*points(word, low, masses.root("sum"), stratified=False))
+    def _scale(self, reference: Float[Array, "..."], world: _Report) -> Float[Array, "..."]:
+        """What to multiply masses by, so that those of all shards are relative to the same."""
+        largest = jnp.max(world.reference, axis=0)
+        scale = jnp.exp((reference - largest) / jnp.float32(self.temperature))
+        # The difference of equal infinities is no number.
+        return jnp.where(reference == largest, 1.0, scale)
+
+    def _total(self, world: _Report) -> Float[Array, ""]:
+        return bounds(world.total * self._scale(world.reference, world))[-1]
+
+    def _probability(
+        self, world: _Report, mass: Float[Array, " B"], reference: Float[Array, ""]
+    ) -> Float[Array, " B"]:
+        """The probability of masses that are relative to a reference."""
+        total = self._total(world)
+        share = self._scale(reference, world) / jnp.where(total > 0, total, 1.0)
+        return jnp.maximum(mass * share, jnp.float32(_TINY))
 
     def _without_replacement(
         self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
         enough = state.masses.nnz >= batch_size
+
+        def propose(key: PRNGKeyArray, rows: int, masses: SegmentTree) -> Int[Array, " P"]:
+            word, low = random_words(key, (2, rows))
+            return masses.find(*points(word, low, masses.root("sum"), stratified=False))[0]
 
         def by_mass() -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
             return distinct(
@@ -224,7 +288,7 @@ class Softmax(Sampler):
                 # Under vmap this runs in any case, and could not end if items were too few.
                 jnp.where(enough, batch_size, 0),
                 state.masses,
-                lambda key, rows, masses: self._with_replacement(masses, key, rows)[0],
+                propose,
                 without,
                 state.masses.capacity,
             )

@@ -1,0 +1,83 @@
+"""Whole pytrees sent between the devices along an axis of a mesh, inside of ``jax.shard_map``."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, PyTree
+
+
+def all_gather(tree: PyTree[Array], axis: str) -> PyTree[Array]:
+    """Leaves ``[n, ...]`` of all devices, one after the other, ``[D * n, ...]``."""
+    return _moved(tree, _from_all, axis)
+
+
+def all_to_all(tree: PyTree[Array], axis: str) -> PyTree[Array]:
+    """Send block ``d`` of leaves ``[D * n, ...]`` to device ``d``, and get one from each."""
+    return _moved(tree, _to_all, axis)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _moved(tree: PyTree[Array], move: Callable[[Array, str], Array], axis: str) -> PyTree[Array]:
+    """``move`` of all leaves ``[n, ...]``, as bits: one collective for each item size."""
+    leaves, treedef = jax.tree.flatten(tree)
+    bits = [_bits(leaf) for leaf in leaves]
+    out: dict[int, Array] = {}
+    for size in sorted({part.dtype.itemsize for part in bits}):
+        which = [i for i, part in enumerate(bits) if part.dtype.itemsize == size]
+        joined = move(jnp.concatenate([bits[i] for i in which], axis=1), axis)
+        ends = np.cumsum([bits[i].shape[1] for i in which])[:-1]
+        out |= zip(which, jnp.split(joined, ends, axis=1), strict=True)
+    return jax.tree.unflatten(treedef, [_from_bits(out[i], x) for i, x in enumerate(leaves)])
+
+
+@_moved.defjvp
+def _(move: Any, axis: str, primals: Any, tangents: Any) -> tuple[PyTree[Array], PyTree[Array]]:
+    out = _moved(*primals, move, axis)
+
+    def of(leaf: Array, tangent: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return move(tangent, axis)
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+
+    return out, jax.tree.map(of, out, *tangents)
+
+
+def _to_all(leaf: Array, axis: str) -> Array:
+    return lax.all_to_all(leaf, axis, 0, 0, tiled=True)
+
+
+def _from_all(leaf: Array, axis: str) -> Array:
+    return lax.all_gather(leaf, axis, tiled=True)
+
+
+def _bits(leaf: Array) -> Array:
+    """Rows as unsigned integers of 1, 2 or 4 bytes, ``[n, k]``."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    elif leaf.dtype.kind == "c":
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    size = leaf.dtype.itemsize
+    if size == 1 and leaf.dtype.kind in "bui":
+        return leaf.astype(jnp.uint8).reshape(leaf.shape[0], -1)
+    word = jnp.dtype(f"uint{8 * min(size, 4)}")
+    return lax.bitcast_convert_type(leaf, word).reshape(leaf.shape[0], -1)
+
+
+def _from_bits(bits: Array, like: Array) -> Array:
+    """The inverse of ``_bits``, for as many rows as there are."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        data = _from_bits(bits, jax.random.key_data(like))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+    shape = (bits.shape[0], *like.shape[1:])
+    if like.dtype.kind == "c":
+        both = _from_bits(bits, jnp.stack([like.real, like.imag], axis=-1))
+        return lax.complex(both[..., 0], both[..., 1])
+    if like.dtype.itemsize == 1 and like.dtype.kind in "bui":
+        return bits.reshape(shape).astype(like.dtype)
+    shape += (2,) if like.dtype.itemsize == 8 else ()
+    return lax.bitcast_convert_type(bits.reshape(shape), like.dtype)

@@ -1,0 +1,503 @@
+"""`jaxbuf.Sharded` on eight devices; `test_sharded.py` runs this in a process of its own."""
+
+import collections
+import contextlib
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from scipy import stats
+
+import jaxbuf
+from jaxbuf.buffers import exchange
+
+S, N = 8, 32
+PLAIN = jaxbuf.Prioritized(alpha=1.0)
+P = jax.P
+ITEM = {"at": jnp.int32(0), "obs": jnp.zeros(3), "end": jnp.bool_(False), "big": jnp.bfloat16(0)}
+_rng = np.random.default_rng(0)
+# Shard 0 holds twenty times as much as the others, shard 5 nothing, and a tenth of all is zero.
+PRIORITY = _rng.lognormal(0, 1, (S, N)).astype(np.float32)
+PRIORITY[0] *= 20
+PRIORITY[5] = 0
+PRIORITY[_rng.random((S, N)) < 0.1] = 0
+PRIORITY = PRIORITY.reshape(-1)
+
+
+def mesh_of(devices, kind=AxisType.Auto, **more):
+    shape, names = (devices, *more.values()), ("data", *more)
+    chosen = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=chosen)
+
+
+def make(sampler=PLAIN, n=N):
+    return lambda: jaxbuf.ItemBuffer.create(ITEM, n, sampler=sampler)
+
+
+def rows(at):
+    at = jnp.asarray(at, jnp.int32)
+    obs = jnp.stack([at.astype(jnp.float32)] * 3, axis=1)
+    return {"at": at, "obs": obs, "end": at % 3 == 0, "big": (at % 256).astype(jnp.bfloat16)}
+
+
+def check_rows(batch):
+    """Each row is whole."""
+    chex.assert_trees_all_equal(batch.data, rows(batch.data["at"]))
+
+
+def filled(mesh, sampler=PLAIN, **options):
+    buffer = jaxbuf.Sharded.create(make(sampler), mesh, "data", shards=S, **options)
+    given = {"priority": PRIORITY} if sampler.uses_priority else {}
+    if sampler.uses_score:
+        given = {"score": np.log(np.maximum(PRIORITY, 1e-30))}
+    return jaxbuf.add(buffer, rows(np.arange(S * N)), **given)
+
+
+def program(batch_size=64):
+    """Everything once, and a sample before and after."""
+
+    def step(buffer, key):
+        first = buffer.sample(key, batch_size)
+        buffer = buffer.add(rows(1000 + jnp.arange(16)), mask=jnp.arange(16) % 5 > 0)
+        priority = first.data["obs"][:, 0] % 7 + 0.5
+        buffer = buffer.update_priority(first.slots, priority, mask=first.valid)
+        second = buffer.sample(jax.random.fold_in(key, 1), batch_size)
+        weights = [
+            jaxbuf.importance_weights(buffer, second, 0.5, normalize)
+            for normalize in ("batch", "buffer", "mean", None)
+        ]
+        return buffer, first, second, jnp.stack(weights)
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return jax.device_get(jax.jit(program())(filled(mesh_of(8)), jax.random.key(1)))
+
+
+@pytest.mark.parametrize(
+    ("devices", "at_once"), [(1, True), (2, True), (4, True), (8, True), (2, False), (8, False)]
+)
+def test_the_number_of_devices_changes_nothing(monkeypatch, expected, devices, at_once):
+    if not at_once:
+        monkeypatch.setattr(exchange, "_AT_ONCE", 0)
+    step = program()
+    got = jax.device_get(jax.jit(step)(filled(mesh_of(devices)), jax.random.key(1)))
+    for have, want in zip(got, expected, strict=True):
+        for x, y in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+            if x.dtype == np.float32:
+                np.testing.assert_allclose(x, y, rtol=3e-7, atol=0)
+            else:
+                np.testing.assert_array_equal(x, y)
+    assert got[1].valid.all()
+    check_rows(got[1])
+    check_rows(got[2])
+
+
+SAMPLERS = {
+    "stratified": jaxbuf.Prioritized(alpha=1.0),
+    "alone": jaxbuf.Prioritized(alpha=0.7, stratified=False),
+    "mixed": jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.2),
+    "uniform": jaxbuf.Uniform(),
+    "softmax": jaxbuf.Softmax(temperature=1.5),
+}
+
+
+def law(sampler):
+    """The probability of each item, from the definition."""
+    if isinstance(sampler, jaxbuf.Uniform):
+        return np.full(S * N, 1 / (S * N))
+    if isinstance(sampler, jaxbuf.Softmax):
+        mass = np.maximum(PRIORITY, 1e-30).astype(np.float64) ** (1 / sampler.temperature)
+        return mass / mass.sum()
+    mass = np.where(PRIORITY > 0, PRIORITY.astype(np.float64) ** sampler.alpha, 0)
+    return (1 - sampler.uniform_mix) * mass / mass.sum() + sampler.uniform_mix / (S * N)
+
+
+def drawn(buffer, batches=200, batch_size=512):
+    """How often each item is drawn, and with which probability it says that it is."""
+
+    @jax.jit
+    def draws(buffer, keys):
+        def one(_, key):
+            batch = buffer.sample(key, batch_size)
+            return (), (batch.data["at"], batch.probability, jnp.all(batch.valid))
+
+        return jax.lax.scan(one, (), keys)[1]
+
+    at, probability, valid = jax.device_get(
+        draws(buffer, jax.random.split(jax.random.key(7), batches))
+    )
+    assert valid.all()
+    said = np.full(S * N, np.nan)
+    said[at.reshape(-1)] = probability.reshape(-1)
+    return np.bincount(at.reshape(-1), minlength=S * N), said
+
+
+def chi_square(counts, p):
+    """The p value, with rare items joined."""
+    order = np.argsort(p)
+    cell = np.floor(np.cumsum((p * counts.sum())[order]) / 20).astype(int)
+    have, want = np.bincount(cell, counts[order]), np.bincount(cell, (p * counts.sum())[order])
+    return stats.chisquare(have[want > 0], want[want > 0] * have.sum() / want.sum()).pvalue
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_shards_are_drawn_from_exactly_as_one_buffer(name):
+    sampler, p = SAMPLERS[name], law(SAMPLERS[name])
+    counts, said = drawn(filled(mesh_of(8), sampler))
+    assert (counts[p == 0] == 0).all()
+    seen = counts > 0
+    np.testing.assert_allclose(said[seen], p[seen], rtol=3e-6)
+    single = make(sampler, S * N)()
+    given = {"priority": PRIORITY} if sampler.uses_priority else {}
+    if sampler.uses_score:
+        given = {"score": np.log(np.maximum(PRIORITY, 1e-30))}
+    alone, _ = drawn(jaxbuf.add(single, rows(np.arange(S * N)), **given))
+    table = np.stack([counts, alone])[:, counts + alone >= 20]
+    p_value, same = chi_square(counts, p), stats.chi2_contingency(table).pvalue
+    print(
+        f"{name}: chi-square {p_value:.3g}, one buffer {chi_square(alone, p):.3g}, same {same:.3g}"
+    )
+    assert p_value > 1e-3
+    assert same > 1e-3
+
+
+def masses(buffer):
+    return np.asarray(jax.vmap(lambda shard: shard.sampler_state.leaves)(buffer.shards))
+
+
+def test_updates_do_what_they_do_to_one_buffer():
+    buffer = filled(mesh_of(8))
+    single = jaxbuf.add(make(n=S * N)(), rows(np.arange(S * N)), priority=PRIORITY)
+    rng = np.random.default_rng(2)
+    index = rng.integers(0, S * N, 64).astype(np.int32)
+    index[40:50] = index[:10]
+    index[3], index[4] = S * N, -1
+    generation = np.ones(64, np.uint32)
+    generation[20:24] = 0
+    priority = rng.lognormal(0, 1, 64).astype(np.float32)
+    priority[[8, 9, 41, 44]] = np.nan, -1, np.inf, np.nan
+    mask = rng.random(64) < 0.8
+    slots = jaxbuf.Slots(index, generation)
+    buffer = jaxbuf.update_priority(buffer, slots, priority, mask=mask)
+    single = jaxbuf.update_priority(single, slots, priority, mask=mask)
+    want = PRIORITY.copy()
+    legal = mask & np.isfinite(priority) & (priority >= 0)
+    inside = (index >= 0) & (index < S * N) & (generation == 1)
+    for at, value in zip(index[legal & inside], priority[legal & inside], strict=True):
+        want[at] = value
+    np.testing.assert_array_equal(masses(buffer).reshape(-1), want)
+    np.testing.assert_array_equal(single.sampler_state.leaves, want)
+    rejected = int((inside & mask & ~legal).sum())
+    assert int(buffer.metrics()["rejected"]) == int(single.metrics()["rejected"]) == rejected > 0
+
+
+def test_a_new_item_gets_the_largest_priority_of_all_shards_and_no_other_does():
+    buffer = filled(mesh_of(8))
+    before = masses(buffer)
+    buffer = jaxbuf.add(buffer, rows(np.arange(16)), mask=np.arange(16) == 6)
+    after = masses(buffer)
+    assert after[3, 0] == PRIORITY.max()
+    assert (after != before).sum() <= 1
+    buffer = jaxbuf.add(buffer, rows(np.arange(16)), mask=np.zeros(16, bool))
+    np.testing.assert_array_equal(masses(buffer), after)
+    roots = jax.vmap(lambda shard: shard.sampler_state.root("max"))(buffer.shards)
+    np.testing.assert_array_equal(roots, after.max(axis=1))
+
+
+def collectives(text):
+    """How many of each kind a compiled program has, and the most elements that one handles."""
+    found, most = collections.Counter(), 0
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    for shape, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
+        found[kind] += 1
+        sizes = [
+            np.prod([int(n) for n in dims.split(",") if n])
+            for dims in re.findall(r"\[(.*?)\]", shape)
+        ]
+        most = max([most, *sizes])
+    return found, most
+
+
+LARGE = 4096
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(
+    ("what", "counts"),
+    [
+        ("add", {"all-gather": 1}),
+        ("add with priority", {}),
+        ("sample", {"all-gather": 1, "all-to-all": 1}),
+        ("sample without exchange", {"all-gather": 1}),
+        ("update_priority", {"all-gather": 1}),
+        ("step", {"all-gather": 3, "all-to-all": 1, "all-reduce": 1}),
+    ],
+)
+def test_little_travels_and_nothing_is_copied(what, counts, devices):
+    mesh, example = mesh_of(devices), {"obs": jnp.zeros(2), "action": jnp.int32(0)}
+    buffer = jaxbuf.Sharded.create(
+        lambda: jaxbuf.ItemBuffer.create(example, LARGE, sampler=jaxbuf.Prioritized()),
+        mesh,
+        "data",
+        shards=devices,
+        exchange=what != "sample without exchange",
+    )
+    spread = NamedSharding(mesh, P("data"))
+
+    def like(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=spread)
+
+    items = {"obs": like(64, 2), "action": like(64, dtype=jnp.int32)}
+    priority, key = like(64), jax.random.key(0)
+    slots = jaxbuf.Slots(like(64, dtype=jnp.int32), like(64, dtype=jnp.uint32))
+
+    def step(buffer, items):
+        buffer = buffer.add(items)
+        batch = buffer.sample(key, 64)
+        loss = jnp.mean(batch.data["obs"])
+        return buffer.update_priority(batch.slots, jnp.abs(batch.data["obs"][:, 0])), loss
+
+    function, args = {
+        "add": (lambda buffer, items: buffer.add(items), (items,)),
+        "add with priority": (lambda buffer, x, p: buffer.add(x, priority=p), (items, priority)),
+        "sample": (lambda buffer, key: (buffer, buffer.sample(key, 64)), (key,)),
+        "sample without exchange": (lambda buffer, key: (buffer, buffer.sample(key, 64)), (key,)),
+        "update_priority": (lambda buffer, s, p: buffer.update_priority(s, p), (slots, priority)),
+        "step": (step, (items,)),
+    }[what]
+    compiled = jax.jit(function, donate_argnums=0).lower(buffer, *args).compile()
+    found, most = collectives(compiled.as_text())
+    if devices > 1:
+        assert found == counts
+    else:
+        assert set(found) <= {"all-gather", "all-reduce"}
+    assert most < LARGE
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer)) // devices
+    # An update computes the roots anew, without a look at them.
+    assert compiled.memory_analysis().alias_size_in_bytes >= held - 16
+    copies = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    assert all(np.prod([int(n) for n in dims.split(",")]) < LARGE for dims in copies)
+
+
+def test_independent_buffers_under_shard_map_send_nothing():
+    mesh = mesh_of(8)
+
+    def step(buffer, items):
+        buffer = buffer.add(items)
+        batch = buffer.sample(jax.random.key(0), 8)
+        return buffer.update_priority(batch.slots, batch.probability)
+
+    buffers = jax.tree.map(lambda leaf: jnp.stack([leaf] * 16), make()())
+    items = jax.tree.map(lambda leaf: leaf.reshape(16, 4, *leaf.shape[1:]), rows(np.arange(64)))
+    mapped = jax.shard_map(jax.vmap(step), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    text = jax.jit(mapped, donate_argnums=0).lower(buffers, items).compile().as_text()
+    assert collectives(text) == ({}, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "active"),
+    [
+        (AxisType.Auto, {}, True),
+        (AxisType.Auto, {"model": 2}, False),
+        (AxisType.Explicit, {}, False),
+        (AxisType.Explicit, {"model": 2}, True),
+    ],
+)
+def test_any_mesh(expected, kind, axes, active):
+    mesh = mesh_of(8 // axes.get("model", 1), kind, **axes)
+    with jax.set_mesh(mesh) if active else contextlib.nullcontext():
+        got = jax.jit(program())(filled(mesh), jax.random.key(1))
+    np.testing.assert_array_equal(got[2].data["at"], expected[2].data["at"])
+    assert got[2].probability.sharding.spec == P("data")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_inside_of_a_shard_map_as_it_comes(monkeypatch, expected, at_once):
+    if not at_once:
+        monkeypatch.setattr(exchange, "_AT_ONCE", 0)
+    mesh = mesh_of(4)
+
+    def step(buffer, items, number):
+        # Keys may differ; the first counts.
+        key = jax.random.fold_in(jax.random.key(1), number[0])
+        key = jax.lax.select(number[0] == 0, jax.random.key(1), key)
+        first = buffer.sample(key, 64)
+        buffer = buffer.add(items, mask=items["at"] % 5 > 0)
+        buffer = buffer.update_priority(
+            first.slots, first.data["obs"][:, 0] % 7 + 0.5, mask=first.valid
+        )
+        second = buffer.sample(jax.random.fold_in(jax.random.key(1), 1), 64)
+        weights = [
+            jaxbuf.importance_weights(buffer, second, 0.5, normalize)
+            for normalize in ("batch", "buffer", "mean", None)
+        ]
+        metrics = buffer.clear().size + buffer.size, buffer.can_sample(3)[None], buffer.metrics()
+        return (buffer, first, second, jnp.stack(weights, axis=1)), jax.tree.map(
+            jnp.atleast_1d, metrics
+        )
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    args = rows(1000 + np.arange(16)), jnp.arange(4)
+    (buffer, first, second, weights), metrics = jax.jit(mapped)(filled(mesh), *args)
+    chex.assert_trees_all_equal(first.data, expected[1].data)
+    chex.assert_trees_all_equal(second.slots, expected[2].slots)
+    np.testing.assert_allclose(weights.T, expected[3], rtol=1e-6)
+    chex.assert_trees_all_close(buffer.shards, expected[0].shards, rtol=1e-6)
+    assert metrics[0].tolist() == [S * N] * 4
+    assert metrics[1].all()
+
+
+def test_without_exchange_means_are_unbiased_and_empty_shards_give_invalid_rows():
+    buffer = filled(
+        mesh_of(8), jaxbuf.Prioritized(alpha=1.0, stratified=False, uniform_mix=0.1), exchange=False
+    )
+    value = np.random.default_rng(3).normal(size=S * N)
+
+    @jax.jit
+    def means(buffer, keys):
+        def one(_, key):
+            batch = buffer.sample(key, 64)
+            weight = jaxbuf.importance_weights(buffer, batch, 1.0, None)
+            f = jnp.asarray(value, jnp.float32).at[batch.data["at"]].get()
+            return (), jnp.mean(weight * f)
+
+        return jax.lax.scan(one, (), keys)[1]
+
+    got = np.asarray(means(buffer, jax.random.split(jax.random.key(0), 500)))
+    error = (got.mean() - value.mean()) / (got.std() / np.sqrt(len(got)))
+    assert abs(error) < 3.5
+    empty = jaxbuf.Sharded.create(make(), mesh_of(8), "data", exchange=False)
+    half = jaxbuf.add(empty, rows(np.arange(8)), mask=np.arange(8) < 4)
+    batch = jaxbuf.sample(half, jax.random.key(0), 16)
+    assert batch.valid.tolist() == [True] * 8 + [False] * 8
+    assert batch.slots.index[8:].tolist() == [S * N] * 8
+    assert not half.can_sample(1)
+    assert int(half.support().count) == 4
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_empty_and_underfull(monkeypatch, at_once):
+    if not at_once:
+        monkeypatch.setattr(exchange, "_AT_ONCE", 0)
+    draw = jax.jit(lambda buffer: buffer.sample(jax.random.key(0), 16))
+    buffer = jaxbuf.Sharded.create(make(), mesh_of(8), "data")
+    batch = draw(buffer)
+    assert not batch.valid.any()
+    assert not batch.probability.any()
+    assert not buffer.can_sample()
+    assert (np.asarray(batch.slots.index) == S * N).all()
+    # One item in all, with and without mass.
+    for priority in (3.0, 0.0):
+        one = jaxbuf.add(
+            buffer,
+            rows(np.arange(8)),
+            priority=jnp.full(8, priority),
+            mask=np.arange(8) == 6,
+            donate=False,
+        )
+        batch = draw(one)
+        assert batch.valid.all()
+        assert set(batch.data["at"].tolist()) == {6}
+        assert (batch.probability == 1).all()
+        assert set(batch.slots.index.tolist()) == {6 * N}
+
+
+def test_seeds_scans_and_gradients():
+    buffer = filled(mesh_of(8))
+    keys = jax.random.split(jax.random.key(0), 3)
+    many = jax.jit(jax.vmap(lambda key: buffer.sample(key, 16)))(keys)
+    one = jaxbuf.sample(buffer, keys[1], 16)
+    chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[1], many).slots, one.slots)
+
+    def loss(obs, key):
+        batch = buffer.add(rows(np.arange(8)) | {"obs": obs}).sample(key, 16)
+        return jnp.sum(batch.data["obs"] * batch.probability[:, None]), batch
+
+    obs = jnp.ones((8, 3))
+    (_, batch), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(obs, keys[0])
+    batch = jax.device_get(batch)
+    want = np.zeros(8)
+    new = batch.slots.index % N == 0
+    np.add.at(want, batch.data["at"][new], batch.probability[new])
+    assert new.any()
+    np.testing.assert_allclose(grad, np.stack([want] * 3, axis=1), rtol=1e-6)
+
+
+def test_rings_by_environment():
+    mesh, step = mesh_of(8), {"x": jnp.float32(0)}
+
+    def ring():
+        return jaxbuf.TrajectoryBuffer.create(
+            step, 2, 8, sequence_length=3, sampler=jaxbuf.Prioritized()
+        )
+
+    buffer = jaxbuf.Sharded.create(ring, mesh, "data")
+    x = jnp.arange(16 * 6, dtype=jnp.float32).reshape(16, 6)
+    buffer = jaxbuf.add(buffer, {"x": x}, priority=jnp.ones((16, 6)))
+    assert int(buffer.size) == 96
+    assert buffer.capacity == 128
+    assert buffer.can_sample(64)
+    batch = jaxbuf.sample(buffer, jax.random.key(0), 32)
+    window = np.asarray(batch.data["x"])
+    assert batch.valid.all()
+    assert (np.diff(window, axis=1) == 1).all()
+    np.testing.assert_allclose(batch.probability, 1 / 64)
+    buffer = jaxbuf.update_priority(buffer, batch.slots, (window[:, 0] == window[0, 0]) * 1.0)
+    assert int(buffer.metrics()["windows"]) == 64
+
+
+def test_storage_stays_where_it_is():
+    buffer = jaxbuf.Sharded.create(make(), mesh_of(8), "data")
+
+    def places(buffer):
+        leaf = buffer.shards.data["obs"]
+        return [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
+
+    before, old = places(buffer), buffer
+    buffer = jaxbuf.add(buffer, rows(np.arange(16)))
+    batch = jaxbuf.sample(buffer, jax.random.key(0), 16)
+    buffer = jaxbuf.update_priority(buffer, batch.slots, jnp.ones(16))
+    assert places(buffer) == before
+    with pytest.raises(ValueError, match="donated"):
+        jaxbuf.add(old, rows(np.arange(16)))
+
+
+def test_a_buffer_of_another_mesh_is_refused():
+    buffer = filled(mesh_of(8))
+    with jax.set_mesh(mesh_of(4)), pytest.raises(ValueError, match="created on a mesh"):
+        jax.jit(lambda: buffer.sample(jax.random.key(0), 8))()
+    mapped = jax.shard_map(lambda buffer: buffer.size, mesh=mesh_of(8), in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match="in_specs"):
+        jax.jit(mapped)(buffer)
+
+
+def test_one_order_for_all_with_only_the_data_sharded():
+    """The recipe for `Lowest`, `Diversity` and draws without replacement."""
+    mesh = mesh_of(8)
+    sampler = jaxbuf.Prioritized(replacement=False)
+    alone, buffer = (
+        jaxbuf.ItemBuffer.create(ITEM, S * N, sampler=sampler, evictor=jaxbuf.Lowest())
+        for _ in range(2)
+    )
+    whole, spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    shardings = jax.tree.map(lambda _: whole, buffer)
+    shardings = shardings.replace(data=jax.tree.map(lambda _: spread, buffer.data))
+    buffer = jax.device_put(buffer, shardings)
+
+    def step(buffer, items, score):
+        buffer = buffer.add(items, score=score, priority=jnp.abs(score))
+        return buffer, buffer.sample(jax.random.key(0), 16)
+
+    score = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    run = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole))
+    buffer, batch = run(buffer, rows(np.arange(64)), score)
+    _, want = jax.jit(step)(alone, rows(np.arange(64)), score)
+    chex.assert_trees_all_equal(batch.data, want.data)
+    assert buffer.data["obs"].sharding.is_equivalent_to(spread, 2)
