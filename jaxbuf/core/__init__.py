@@ -1,1 +1,1 @@
-"""Arrays and trees: storage, slots and segment trees. Knows no buffer."""
+"""Arrays and trees: storage, slots and segment trees. Imports no buffer."""

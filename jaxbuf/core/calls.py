@@ -1,4 +1,4 @@
-"""Calls from Python: functions jitted once for everybody, as programs of their own."""
+"""Calls from Python: each function is jitted once, as a program of its own."""
 
 import functools
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from jaxbuf.core.donation import check_there
 
 
 class OwnPrograms:
-    """A buffer whose methods are compiled on their own, so that no other program can call them."""
+    """A buffer whose methods are compiled programs, which cannot be called inside another one."""
 
 
 def call(
     function: Callable[..., Any], *args: Any, static: tuple[int, ...] = (), donate: bool = False
 ) -> Any:
-    """``function(*args)``, jitted; inside of somebody's transformation as it is.
+    """Returns ``function(*args)``: jitted, or as it is inside a transformation of the caller.
 
     Args:
-        function: The same object each time, as it is compiled once for each.
-        args: Its arguments. The first one is the buffer, which errors speak of.
-        static: The places of those that are static.
+        function: The function. Pass the same object each time: each object is compiled once.
+        args: Its arguments. The first one is the buffer, which errors name.
+        static: The positions of the static arguments.
         donate: Whether the buffer may be overwritten.
 
     Raises:
@@ -34,16 +34,16 @@ def call(
         return function(*args)
     if is_outside():
         return _run(function, static, donate, args)
-    # Inside somebody else's transformation theirs is the program that is compiled.
+    # Inside a transformation of the caller, the caller's program is the one that is compiled.
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
         return function(*args)
-    # Constants that a traced function closes over are no tracers; they are worked on at once.
+    # Constants that a traced function closes over are not tracers and are computed at once.
     with jax.ensure_compile_time_eval():
         return _run(function, static, donate, args)
 
 
 def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
-    """Options of ``jax.jit`` with which programs that work on buffers run fast here.
+    """Returns options of ``jax.jit`` with which programs that work on buffers run fast.
 
     These programs are many tiny kernels in a row: handing each to a thread pool, as XLA:CPU does by
     default, costs more than the kernels do. ``jaxbuf.add``, ``jaxbuf.sample`` and
@@ -51,9 +51,9 @@ def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
     ``jax.jit``, the only one that takes options.
 
     Args:
-        arrays: What the program will be called with, such as a buffer. They say which device it
-            runs on: one that they are committed to, or else the one that they are on. Without any
-            it is the default backend.
+        arrays: Arguments of the program, such as a buffer. They determine its device: the one
+            that they are committed to, or else the one that they are on. Without arguments it is
+            that of the default backend.
 
     Returns:
         The value to pass as ``compiler_options``; None if the program does not run on a CPU.
@@ -75,14 +75,14 @@ def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
 
 
 def platform_of(arrays: PyTree) -> str:
-    """The platform of the device that a program runs on which is called with these arrays."""
+    """Returns the platform of the device that runs a program called with these arrays."""
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
     found = next((leaf for leaf in leaves if leaf.committed), leaves[0] if leaves else None)
     return jax.default_backend() if found is None else next(iter(found.devices())).platform
 
 
 def is_outside() -> bool:
-    """Whether nothing is being traced: cheaper to ask than to look at each array of a buffer."""
+    """Returns True if nothing is being traced; cheaper than a look at each array of a buffer."""
     return _state() == _OUTSIDE
 
 
@@ -95,13 +95,14 @@ def _options(platform: str) -> dict[str, str] | None:
 def _run(
     function: Callable[..., Any], static: tuple[int, ...], donate: bool, args: tuple[Any, ...]
 ) -> Any:
-    # What XLA says of a donated argument names neither it nor the way out; and devices that work
-    # together may wait for each other in vain.
+    # XLA's error for a donated argument names neither the argument nor a remedy, and devices that
+    # work together may wait for each other forever.
     check_there(args[0], "buffer")
     try:
         return _compiled(function, static, donate, platform_of(args))(*args)
     except (TypeError, OverflowError):
-        # jax.jit refuses what is not an array by its path in here; the function knows its name.
+        # jax.jit names an argument that is not an array by its path here; the function knows its
+        # name.
         jax.eval_shape(lambda: function(*args))
         raise
 
@@ -110,7 +111,7 @@ def _run(
 def _compiled(
     function: Callable[..., Any], static: tuple[int, ...], donate: bool, platform: str
 ) -> Callable[..., Any]:
-    """The one jitted form of a function for a platform."""
+    """Returns the one jitted form of a function for a platform."""
     return jax.jit(
         function,
         static_argnums=static,
@@ -120,7 +121,7 @@ def _compiled(
 
 
 def _state() -> Any:
-    """What is being traced in this thread, which can only be compared."""
+    """Returns an opaque value for what this thread is tracing; only comparisons make sense."""
     return jax.extend.core.get_opaque_trace_state(convention="jaxbuf")
 
 

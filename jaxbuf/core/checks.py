@@ -1,4 +1,4 @@
-"""Arguments that configure something: what they are is known in Python, before anything runs."""
+"""Checks of configuration: of arguments whose values are known in Python before anything runs."""
 
 import dataclasses
 import math
@@ -12,12 +12,12 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-# A longer repr hides the message that it stands in.
+# A longer repr would hide the message around it.
 _SHORT = 80
 
 
 def kind_of(value: Any) -> str:
-    """What sort of thing something is, after "is".
+    """Returns the kind of a value, as a phrase that can follow "is".
 
     Example:
         >>> [kind_of(value) for value in (None, "x", int, [1, 2], np.zeros(3))]
@@ -34,7 +34,7 @@ def kind_of(value: Any) -> str:
 
 
 def name_of(value: Any) -> str:
-    """What something is, after "is": the thing itself if it is short, or else its kind.
+    """Returns a value's repr if it is short, and else its kind, as a phrase that follows "is".
 
     Example:
         >>> [name_of(value) for value in ("x", 0.5, [1, 2], [np.zeros(3)], np.zeros(3))]
@@ -47,7 +47,7 @@ def name_of(value: Any) -> str:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """A switch as a Python bool.
+    """Returns a switch as a Python bool.
 
     Raises:
         ValueError: If it is neither True nor False.
@@ -63,15 +63,15 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_number(name: str, value: Any, expected: str, legal: Callable[[float], bool]) -> float:
-    """A number that is known when the program is traced, as a Python float.
+    """Returns a number that is known when the program is traced, as a Python float.
 
-    NumPy scalars compare unequal to the same Python number; as configuration they would retrace.
+    NumPy scalars are converted because as configuration they would cause retracing.
 
     Args:
-        name: What to call it in an error.
-        value: A Python number, or one of NumPy or JAX.
-        expected: What to say that it must be.
-        legal: Whether a number is that.
+        name: Its name in errors.
+        value: A Python, NumPy or JAX number.
+        expected: A description of legal numbers, for errors.
+        legal: Returns True for a legal number.
 
     Raises:
         ValueError: If it is not one real number, or not a legal one.
@@ -88,7 +88,7 @@ def check_number(name: str, value: Any, expected: str, legal: Callable[[float], 
 
 
 def check_fraction(name: str, value: Any) -> float:
-    """A share of something, as a Python float.
+    """Returns a fraction as a Python float.
 
     Raises:
         ValueError: If it is not a number from 0 to 1.
@@ -99,7 +99,7 @@ def check_fraction(name: str, value: Any) -> float:
 def check_pair(
     name: str, value: Any, expected: str, legal: Callable[[float, float], bool]
 ) -> tuple[float, float]:
-    """Two bounds, as Python floats.
+    """Returns two bounds as Python floats.
 
     Raises:
         ValueError: If they are not two numbers, or not legal ones.
@@ -119,10 +119,10 @@ def check_pair(
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """One of a few names.
+    """Returns a name, which must be one of ``choices``.
 
     Raises:
-        ValueError: If it is none of them.
+        ValueError: If it is not one of them.
 
     Example:
         >>> check_choice("order", "old", ("age", "random"))
@@ -135,7 +135,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def check_field(name: str, value: Any) -> str:
-    """The name of a field, in which dots lead into nested ones.
+    """Returns the name of a field; dots in it lead into nested fields.
 
     Raises:
         ValueError: If it is not a string.
@@ -151,10 +151,10 @@ def check_field(name: str, value: Any) -> str:
 
 
 def check_path(name: str, value: Any) -> Path:
-    """The path of a file or a folder.
+    """Returns the path of a file or a folder.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not a path.
 
     Example:
         >>> check_path("path", None)
@@ -167,7 +167,7 @@ def check_path(name: str, value: Any) -> Path:
 
 
 def check_seconds(name: str, value: Any) -> float | None:
-    """A length of time, or None.
+    """Returns a duration in seconds, or None.
 
     Raises:
         ValueError: If it is neither None nor a number above 0.
@@ -183,17 +183,17 @@ def check_seconds(name: str, value: Any) -> float | None:
 
 
 def check_kind(name: str, value: Any, kind: type, expected: str) -> None:
-    """Refuse what is not an instance of a class.
+    """Checks that a value is an instance of a class.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not.
     """
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {name_of(value)}; expected {expected}")
 
 
 def _as_float(value: Any) -> float | None:
-    """A real number as a float; None if it is not one."""
+    """Returns a real number as a float, or None for any other value."""
     if _is_abstract(value) or isinstance(value, bool):
         return None
     if isinstance(value, np.generic | np.ndarray | jax.Array):
@@ -201,14 +201,14 @@ def _as_float(value: Any) -> float | None:
         return float(value) if real and value.shape == () else None
     if not isinstance(value, int | float):
         return None
-    # The largest Python integers have no float.
+    # The largest Python integers do not fit a float.
     if isinstance(value, int) and abs(value) >= 2**1023:
         return math.inf if value > 0 else -math.inf
     return float(value)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the repr of something is as people write it."""
+    """Returns whether the repr of a value is what a user would write."""
     if isinstance(value, list | tuple | dict):
         parts: Any = value.values() if isinstance(value, dict) else value
         return all(_is_plain(part) for part in parts)
@@ -218,5 +218,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_abstract(value: Any) -> bool:
-    """Whether the numbers of an array are only known when a program runs."""
+    """Returns whether the numbers of an array are unknown until a program runs."""
     return isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct)

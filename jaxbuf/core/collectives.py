@@ -12,18 +12,18 @@ from jaxtyping import Array, PyTree
 
 
 def all_gather(tree: PyTree[Array], axis: str) -> PyTree[Array]:
-    """Leaves ``[n, ...]`` of all devices, one after the other, ``[D * n, ...]``."""
+    """Returns leaves ``[n, ...]`` of all ``D`` devices, concatenated to ``[D * n, ...]``."""
     return _moved(tree, _from_all, axis)
 
 
 def all_to_all(tree: PyTree[Array], axis: str) -> PyTree[Array]:
-    """Send block ``d`` of leaves ``[D * n, ...]`` to device ``d``, and get one from each."""
+    """Sends block ``d`` of leaves ``[D * n, ...]`` to device ``d``; returns one block from each."""
     return _moved(tree, _to_all, axis)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _moved(tree: PyTree[Array], move: Callable[[Array, str], Array], axis: str) -> PyTree[Array]:
-    """``move`` of all leaves ``[n, ...]``, as bits: one collective for each item size."""
+    """Applies ``move`` to the bits of leaves ``[n, ...]``: one collective for each item size."""
     leaves, treedef = jax.tree.flatten(tree)
     bits = [_bits(leaf) for leaf in leaves]
     out: dict[int, Array] = {}
@@ -56,7 +56,7 @@ def _from_all(leaf: Array, axis: str) -> Array:
 
 
 def _bits(leaf: Array) -> Array:
-    """Rows as unsigned integers of 1, 2 or 4 bytes, ``[n, k]``."""
+    """Returns rows as unsigned integers of 1, 2 or 4 bytes, ``[n, k]``."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     elif leaf.dtype.kind == "c":
@@ -69,7 +69,7 @@ def _bits(leaf: Array) -> Array:
 
 
 def _from_bits(bits: Array, like: Array) -> Array:
-    """The inverse of ``_bits``, for as many rows as there are."""
+    """Returns the inverse of ``_bits``, for any number of rows."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         data = _from_bits(bits, jax.random.key_data(like))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))

@@ -1,4 +1,4 @@
-"""Counts with names, packed into one array: a call from Python costs time for every leaf."""
+"""Named counts packed into one array, since each leaf makes a call from Python slower."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,14 +7,14 @@ from jaxtyping import Array, Int, UInt
 
 
 def tally(names: Sequence[str], counts: Mapping[str, Array | int]) -> UInt[Array, " K"]:
-    """Returns the counts in the order of their names, 0 where there is none.
+    """Returns the counts in the order of their names, 0 for a missing one.
 
     Args:
         names: The names of all counters.
-        counts: Counts of some of them; they wrap at 2**32.
+        counts: Counts for some of the names; they wrap at 2**32.
 
     Raises:
-        ValueError: If something is counted under another name.
+        ValueError: If a count has another name.
     """
     unknown = sorted(set(counts) - set(names))
     if unknown:

@@ -1,4 +1,4 @@
-"""The ``repr`` of buffers, batches and the like: what they are made of, in a few lines.
+"""The ``repr`` of buffers, batches and similar classes: their parts, in a few lines.
 
 A pytree prints all its arrays. A class that sets ``__repr__ = describe.text`` and ``_repr_html_ =
 describe.rich`` prints their shapes and sizes, and its configuration. Nothing is computed.
@@ -21,9 +21,9 @@ _LONGEST = 200
 
 
 def text(self: Any) -> str:
-    """A line for the whole, and one for each array and each part of the configuration.
+    """Returns one line for the whole, and one for each array and each part of the configuration.
 
-    Works on tracers, abstract values and donated buffers as well, and says so.
+    Tracers, abstract values and donated buffers are also described, and marked as such.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -39,7 +39,7 @@ def text(self: Any) -> str:
 
 
 def rich(self: Any) -> str:
-    """The same for a notebook."""
+    """Returns the same description as HTML, for a notebook."""
     title, _, rows = html.escape(text(self)).partition("\n")
     return f"<div><strong>{title}</strong><pre>{rows}</pre></div>"
 
@@ -56,10 +56,10 @@ def _lines(thing: Any) -> Iterator[str]:
 
 
 def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, Any]]:
-    """The name of each part of a field, what it is, and what its size is of."""
+    """Returns for each part of a field its name, its kind, and the value that has its size."""
     value = getattr(thing, field.name)
     if not field.metadata.get("pytree_node", True):
-        # Classes with an underscore are for those who read the source.
+        # Classes with an underscore only matter to readers of the source.
         hidden = value is None or value == () or type(value).__name__.startswith("_")
         return [] if hidden else [(field.name, _kind(value), None)]
     parts = jax.tree_util.tree_leaves_with_path(value, is_leaf=dataclasses.is_dataclass)
@@ -71,7 +71,7 @@ def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, Any
 
 
 def _kind(node: Any) -> str:
-    """Dtype and shape of an array, the name of a function, or a dataclass without its arrays."""
+    """Returns an array's dtype and shape, a function's name, or a dataclass without its arrays."""
     if hasattr(node, "shape") and hasattr(node, "dtype"):
         return f"{node.dtype}[{', '.join(map(str, node.shape))}]" if node.shape else str(node.dtype)
     if type(node).__repr__ is text:
@@ -94,7 +94,7 @@ def _size(node: Any) -> str:
 
 
 def _state(thing: Any) -> str:
-    """Why there is nothing to look at in its arrays, if so."""
+    """Returns a remark if the arrays have no readable contents, and says why."""
     leaves = jax.tree.leaves(thing)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return " (traced)"

@@ -1,4 +1,4 @@
-"""Arrays that were given away: donated to a program that has updated them in place."""
+"""Detects arrays that were donated to a program, which has updated them in place."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from jaxbuf.core import trees
 
 
 def is_gone(tree: Any, name: str = "tree") -> bool:
-    """Whether an array of the tree was donated, so that its contents cannot be read any more.
+    """Returns whether an array of the tree was donated, so that it can no longer be read.
 
     Raises:
-        ValueError: If what ``name`` calls the tree in an error is not a pytree.
+        ValueError: If the tree, which the error calls ``name``, is not a pytree.
     """
     return any(
         isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
@@ -21,10 +21,10 @@ def is_gone(tree: Any, name: str = "tree") -> bool:
 
 
 def check_there(tree: Any, name: str) -> None:
-    """Refuse what was donated, and what is not a pytree.
+    """Checks that a tree is a pytree and was not donated.
 
     Raises:
-        ValueError: If it is gone, saying how to keep it, or if it is not a pytree.
+        ValueError: If it was donated (the message says how to keep it) or is not a pytree.
     """
     if is_gone(tree, name):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Fields of a pytree by name: dots lead through keys and attributes."""
+"""Access to fields of a pytree by dotted names, which lead through keys and attributes."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ from jaxbuf.core import checks
 
 
 def find(tree: Any, path: str) -> Any:
-    """The field at a dotted path; None if there is none, or nothing in it.
+    """Returns the field at a dotted path; None if it is missing or None.
 
     Example:
         >>> find({"obs": {"goal": 1}}, "obs.goal"), find({"obs": 1}, "obs.goal")
@@ -22,16 +22,16 @@ def find(tree: Any, path: str) -> Any:
 
 
 def need(tree: Any, path: str, name: str, where: str) -> Any:
-    """The field at a dotted path.
+    """Returns the field at a dotted path, which must exist.
 
     Args:
-        tree: Where to look.
+        tree: The tree that has the field.
         path: The path.
-        name: What to call the argument that gave it in an error.
-        where: What to call the tree, as in "the window has".
+        name: The name, in errors, of the argument that gave the path.
+        where: A phrase for the tree in errors, such as "the window has".
 
     Raises:
-        ValueError: If there is none; it says which there are.
+        ValueError: If the tree has no such field; the message lists its fields.
 
     Example:
         >>> need({"obs": {"goal": 1}, "reward": 2}, "gain", "reward", "the window has")
@@ -49,16 +49,16 @@ def need(tree: Any, path: str, name: str, where: str) -> Any:
 
 
 def truncation(tree: Any, terminated: str, given: str | None) -> str | None:
-    """The path of the flags that an episode was cut off.
+    """Returns the path of the flags for truncated episodes.
 
     Args:
-        tree: Where to look.
-        terminated: Path of the flags that it terminated.
+        tree: The tree that has the flags.
+        terminated: Path of the flags for terminated episodes.
         given: The path if it is known.
 
     Returns:
-        The path given; without, that of a field ``truncated`` beside the other flags, or else of
-        one that no other field encloses; None if there is neither.
+        ``given`` if it is not None; else the path of a field ``truncated`` beside ``terminated``,
+        or of such a field at the top level; None if the tree has neither.
 
     Example:
         >>> truncation({"done": {"terminated": 0, "truncated": 1}}, "done.terminated", None)
@@ -72,9 +72,9 @@ def truncation(tree: Any, terminated: str, given: str | None) -> str | None:
 
 
 def replace(tree: Any, path: str, value: Any) -> Any:
-    """The tree with another field at a dotted path, which must be there.
+    """Returns the tree with another value at a dotted path, which must exist.
 
-    Dicts, named tuples and dataclasses are copied on the way, never changed.
+    Dicts, named tuples and dataclasses along the path are copied, never changed.
 
     Example:
         >>> replace({"obs": {"goal": 1, "arm": 2}}, "obs.goal", 3)

@@ -1,4 +1,4 @@
-"""Numbers that come in one dtype and are kept in another one."""
+"""Conversion of numbers from the dtype that they arrive in to the one that is stored."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import checks, trees
 
-# A number may become one of the same kind or of a later one: bool, integer, floating, complex.
+# A number may be converted to its own kind or a later one: bool, integer, floating, complex.
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
 
 def abstract(value: Any, name: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type that ``value`` has once it is traced.
+    """Returns the shape, dtype and weak type that ``value`` has once it is traced.
 
     Raises:
         ValueError: If it is neither an array nor a number.
@@ -24,7 +24,7 @@ def abstract(value: Any, name: str) -> jax.ShapeDtypeStruct:
         aval: Any = value
     else:
         try:
-            # Only the value of a Python integer can be too large to have a type.
+            # Only a Python integer can be too large to have a type.
             aval = jax.typeof(value * 0 if type(value) is int else value)
         except TypeError as error:
             kind = checks.kind_of(value)
@@ -36,7 +36,7 @@ def abstract(value: Any, name: str) -> jax.ShapeDtypeStruct:
 
 
 def given(value: Any, name: str) -> jax.ShapeDtypeStruct:
-    """The same of what must hold numbers, and not only say what they are like.
+    """Returns the same as ``abstract`` for a value that must hold numbers, not only their type.
 
     Raises:
         ValueError: If it is neither an array nor a number.
@@ -47,11 +47,11 @@ def given(value: Any, name: str) -> jax.ShapeDtypeStruct:
 
 
 def arrays(tree: PyTree, name: str) -> PyTree[Array]:
-    """A pytree with its leaves as jax arrays.
+    """Returns a pytree with its leaves as jax arrays.
 
     Raises:
-        ValueError: If there are none, or a leaf is neither an array nor a number; it names the
-            leaf.
+        ValueError: If it has no leaves, or a leaf is neither an array nor a number; the message
+            names the leaf.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     if not leaves:
@@ -65,7 +65,7 @@ def arrays(tree: PyTree, name: str) -> PyTree[Array]:
 
 
 def array(value: Any, name: str) -> Array:
-    """One jax array.
+    """Returns one jax array.
 
     Raises:
         ValueError: If it is neither an array nor a number.
@@ -75,7 +75,7 @@ def array(value: Any, name: str) -> Array:
 
 
 def ids(value: Any, name: str) -> Any:
-    """Integers that name something: a NumPy array, or a traced one.
+    """Returns integer identifiers as a NumPy array, or as a traced one.
 
     Raises:
         ValueError: If they are not integers.
@@ -89,31 +89,31 @@ def ids(value: Any, name: str) -> Any:
 
 
 def is_number(dtype: Any) -> bool:
-    """Whether the dtype is that of numbers, and not such as that of keys."""
+    """Returns whether a dtype is one of numbers, unlike that of PRNG keys."""
     return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def may_become(got: Any, want: Any) -> bool:
-    """Whether a number of dtype ``got`` may become one of ``want`` without changing its kind."""
+    """Returns whether dtype ``got`` may be converted to ``want`` without loss of its kind."""
     return _KINDS[_kind(got)] <= _KINDS[_kind(want)]
 
 
 def convert(value: Any, name: str, dtype: Any, *, infinite: bool = False) -> Any:
-    """``value`` in another dtype, if its numbers fit there.
+    """Returns ``value`` in another dtype, if its numbers fit it.
 
-    Numbers are seen in Python's numbers, in NumPy arrays, and in jax arrays that are not traced.
+    Python numbers, NumPy arrays, and jax arrays that are not traced can be checked.
     Floating-point numbers fit if they do not become infinite; they may be rounded.
 
     Args:
         value: A number or an array.
-        name: What to call it in an error.
-        dtype: What it is to become. Nothing happens to numbers of another kind, such as floats
-            that would become integers.
+        name: Its name in errors.
+        dtype: The dtype to convert to. Numbers of a later kind, such as floats for an integer
+            dtype, are left as they are.
         infinite: Whether a number may become infinite.
 
     Returns:
-        A jax array is returned as it is, and of everything else a NumPy array of ``dtype``: JAX
-        itself would first cut off what is beyond 32 bits.
+        A jax array as it is, and anything else as a NumPy array of ``dtype``: JAX itself would
+        first truncate it to 32 bits.
 
     Raises:
         ValueError: If a number does not fit.
@@ -148,10 +148,10 @@ def convert(value: Any, name: str, dtype: Any, *, infinite: bool = False) -> Any
 
 
 def integers(value: Any, name: str) -> Int[Array, "..."]:
-    """Integers of any width as an int32 array.
+    """Returns integers of any width as an int32 array.
 
     Raises:
-        ValueError: If they are not integers, or one that can be seen does not fit.
+        ValueError: If they are not integers, or if a known one does not fit.
     """
     got = given(value, name)
     if not jnp.issubdtype(got.dtype, jnp.integer):
@@ -160,19 +160,19 @@ def integers(value: Any, name: str) -> Int[Array, "..."]:
 
 
 def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
-    """A pytree whose numbers are as ``jax.jit`` would make them, if they fit there.
+    """Returns a pytree whose numbers are as ``jax.jit`` would convert them, if they fit.
 
-    To be called with what a jitted function is to be given: inside, NumPy's 64-bit numbers are cut
-    to 32 bits where JAX has no others.
+    Call it on arguments of a jitted function: ``jax.jit`` silently truncates NumPy's 64-bit
+    numbers to 32 bits unless JAX has 64-bit numbers enabled.
 
     Args:
         tree: Any pytree.
-        name: What to call it in an error.
-        like: What its Python numbers and weakly typed arrays will be cast to, a pytree of as many
-            leaves; of others nothing is known.
+        name: Its name in errors.
+        like: A pytree with the dtypes that Python numbers and weakly typed arrays will be cast
+            to; ignored unless it has the same number of leaves.
 
     Raises:
-        ValueError: If a number does not fit; it names the leaf.
+        ValueError: If a number does not fit; the message names the leaf.
     """
     leaves = trees.leaves(tree, name)
     if not any(_may_change(leaf) for leaf in leaves):
@@ -193,14 +193,14 @@ def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
 
 
 def _may_change(leaf: Any) -> bool:
-    """Whether a leaf may become another number when it is traced or stored."""
+    """Returns whether a leaf's numbers may change when it is traced or stored."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind in _KINDS and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
     return isinstance(leaf, int | float) or getattr(leaf, "weak_type", False)
 
 
 def _kind(dtype: Any) -> str:
-    # bfloat16, int4 and their like are of kind "V" to NumPy.
+    # NumPy calls bfloat16, int4 and similar dtypes kind "V".
     for kind, group in (("i", jnp.signedinteger), ("f", jnp.floating)):
         if jnp.issubdtype(dtype, group):
             return kind
@@ -208,7 +208,7 @@ def _kind(dtype: Any) -> str:
 
 
 def _may_overflow(got: Any, dtype: Any, infinite: bool) -> bool:
-    """Whether a number of dtype ``got`` may be one that ``dtype`` does not hold."""
+    """Returns whether a number of dtype ``got`` may be out of the range of ``dtype``."""
     if np.can_cast(got, dtype):
         return False
     if not jnp.issubdtype(dtype, jnp.inexact):
@@ -219,7 +219,7 @@ def _may_overflow(got: Any, dtype: Any, infinite: bool) -> bool:
 
 
 def _check_fit(host: np.ndarray, name: str, dtype: Any) -> None:
-    """Refuse numbers that ``dtype`` does not hold."""
+    """Checks that all numbers are in the range of ``dtype``."""
     if not host.size:
         return
     if jnp.issubdtype(dtype, jnp.integer):

@@ -1,4 +1,4 @@
-"""Random words, and integers below a bound from them."""
+"""Random words, and bounded random integers made from them."""
 
 import jax
 import jax.numpy as jnp
@@ -6,15 +6,15 @@ from jaxtyping import Array, UInt
 
 
 def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
-    """Uniform 32-bit words."""
+    """Returns uniform 32-bit words."""
     return jax.random.bits(key, shape, jnp.uint32)
 
 
 def scale_word(word: UInt[Array, " B"], below: UInt[Array, ""]) -> UInt[Array, " B"]:
-    """A random 32-bit word as an integer in ``[0, below)``: the high half of their product.
+    """Scales a random 32-bit word to an integer in ``[0, below)``: the high half of the product.
 
-    Unlike scaling a float, this reaches every integer, and each with the same probability up to
-    ``below / 2**32``.
+    Unlike a scaled float, the result takes every integer, each with the same probability up to a
+    relative error of ``below / 2**32``.
     """
     half = jnp.uint32(16)
     low = jnp.uint32(0xFFFF)

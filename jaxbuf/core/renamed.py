@@ -1,4 +1,4 @@
-"""Old names of arguments and functions, which work for one more version and warn."""
+"""Old names of arguments and functions, which still work in this version but warn."""
 
 import functools
 import warnings
@@ -10,12 +10,12 @@ Class = TypeVar("Class", bound=type)
 
 
 def warn(old: str, new: str) -> None:
-    """Tell whoever calls the caller that a name is an old one."""
+    """Warns the caller's caller that a name is deprecated."""
     warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)
 
 
 def argument(old: str, new: str) -> Callable[[Function], Function]:
-    """Lets a function take an argument by its old name, too."""
+    """Returns a decorator that lets a function take an argument by its old name as well."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
@@ -33,7 +33,7 @@ def argument(old: str, new: str) -> Callable[[Function], Function]:
 
 
 def field(old: str, new: str) -> Callable[[Class], Class]:
-    """Lets a dataclass be made and read with the old name of a field, too."""
+    """Returns a decorator that lets a dataclass be made and read with a field's old name."""
 
     def read(self: Any) -> Any:
         warn(f"the attribute {old}", new)

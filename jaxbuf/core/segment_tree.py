@@ -1,11 +1,12 @@
 """Sums and extremes over slots, kept up to date as slots change.
 
-A node has ``FANOUT`` children and is always computed from them, never changed by a difference:
-nothing drifts, and a bad value is gone once it is overwritten.
+A node has ``FANOUT`` children and is always recomputed from them, never updated by a difference.
+Rounding errors therefore do not accumulate, and a bad value is gone once it is overwritten.
 
-All nodes lie in one array of bits, the leaves first and then level by level. A *block* is the 16
-children of one node. Of leaves it is 16 numbers; further up it has 16 numbers for each operation
-and 16 counts, so that one gather reads all that a node is computed from, and one scatter writes it.
+All nodes lie in one array of bits: the leaves first, then one level after the other. A *block*
+holds the 16 children of one node. A block of leaves has 16 numbers; a block of a higher level has
+16 numbers for each operation and 16 counts, so that one gather reads everything a node is computed
+from and one scatter writes it.
 
 References:
     Schaul et al., Prioritized Experience Replay, ICLR 2016 (appendix B.2.1: the sum tree).
@@ -28,7 +29,7 @@ from jaxbuf.core import native
 
 FANOUT = 16
 _SHIFT = FANOUT.bit_length() - 1
-# The largest float32 below x is x * _BELOW, for every normal x.
+# x * _BELOW is the largest float32 below x, for every normal x.
 _BELOW = 1.0 - 2.0**-24
 _INFINITY = 0x7F800000
 
@@ -39,11 +40,11 @@ _NEUTRAL: dict[Op, float] = {"sum": 0.0, "min": math.inf, "max": -math.inf, "min
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Where the nodes of a level lie.
+    """The position of a level's nodes in the array.
 
     Attributes:
-        count: How many nodes the level has.
-        start: Where it begins in the array.
+        count: Number of nodes in the level.
+        start: Index of its first number in the array.
         width: Length of one of its blocks.
     """
 
@@ -53,7 +54,7 @@ class Level:
 
     @property
     def stop(self) -> int:
-        """Where it ends in the array; its last block may be padded."""
+        """The index past its end in the array; its last block may be padded."""
         return self.start + -(-self.count // FANOUT) * self.width
 
 
@@ -62,8 +63,8 @@ class SegmentTree(struct.PyTreeNode):
 
     Attributes:
         nodes: The bits of the leaves and of the nodes above them, ``[P]`` int32.
-        roots: The bits of the reduction over all leaves, one for each operation, and last how many
-            leaves are positive; ``[len(ops) + 1]`` int32.
+        roots: The bits of the reduction over all leaves, one for each operation, and the number
+            of positive leaves; ``[len(ops) + 1]`` int32.
         capacity: Number of leaves.
         ops: The reductions it keeps.
 
@@ -89,14 +90,15 @@ class SegmentTree(struct.PyTreeNode):
 
         Args:
             capacity: Number of leaves, at least 1.
-            ops: Which of ``"sum"``, ``"min"``, ``"max"`` and ``"min_positive"`` (the least of the
-                leaves above zero, 0 if there is none). A leaf that was never set counts as the
-                neutral element, which for ``"max"`` next to sums is 0: their leaves are masses and
-                not negative.
+            ops: Operations out of ``"sum"``, ``"min"``, ``"max"`` and ``"min_positive"`` (the
+                smallest positive leaf, or 0 if no leaf is positive). A leaf that was never set
+                counts as the neutral element. That of ``"max"`` is 0 if the tree keeps sums too:
+                its leaves are then masses, which are not negative.
 
         Raises:
-            ValueError: If ``capacity`` is below 1, or if ``ops`` names no operation, one twice, an
-                unknown one, or ``"min"`` next to others (whose unset leaves are not infinite).
+            ValueError: If ``capacity`` is below 1, if ``ops`` is empty or has an unknown or a
+                repeated operation, or if it combines ``"min"``, which takes unset leaves to be
+                infinite, with others.
         """
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; a tree needs at least one leaf")
@@ -120,25 +122,25 @@ class SegmentTree(struct.PyTreeNode):
 
     @property
     def leaves(self) -> Float[Array, " N"]:
-        """The numbers themselves, ``[capacity]``."""
+        """The numbers in the leaves, ``[capacity]``."""
         return _floats(self.nodes[..., : self.capacity])
 
     def root(self, op: str = "sum") -> Float[Array, ""]:
-        """The reduction over all leaves."""
+        """Returns the reduction over all leaves."""
         return _floats(self.roots[..., self._row(op)])
 
     @property
     def nnz(self) -> Int[Array, ""]:
-        """How many leaves are positive and finite."""
+        """Returns the number of leaves that are positive and finite."""
         return self.roots[..., len(self.ops)]
 
     def set(self, index: Int[Array, " B"], value: Float[Array, " B"]) -> Self:
-        """Set leaves.
+        """Returns the tree with some leaves set.
 
         Args:
-            index: Which, ``[B]``; rows outside ``[0, capacity)`` are dropped, and of several rows
-                for one leaf the last wins.
-            value: To what, ``[B]``; never NaN.
+            index: Leaves, ``[B]``. Rows outside ``[0, capacity)`` are dropped; of several rows for
+                one leaf the last one counts.
+            value: Their new values, ``[B]``; must not be NaN.
         """
         if index.shape[0] == 0:
             return self
@@ -146,7 +148,7 @@ class SegmentTree(struct.PyTreeNode):
         return self.replace(nodes=nodes, roots=roots)
 
     def set_all(self, value: Float[Array, " N"]) -> Self:
-        """Set every leaf, ``[capacity]``; costs a pass over the tree."""
+        """Returns the tree with every leaf set, ``[capacity]``; costs a pass over the tree."""
         leaves, *above = levels(self.capacity, len(self.ops))
         empty = _empty(self.ops)
         bits = jnp.pad(_bits(value), (0, leaves.stop - self.capacity), constant_values=empty[0])
@@ -156,15 +158,15 @@ class SegmentTree(struct.PyTreeNode):
     def find(
         self, prefix: Float[Array, " B"], refine: Float[Array, " B"] | None = None
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        """The leaf in which each prefix lies: the smallest ``i`` with ``prefix < v_0 + ... + v_i``.
+        """Returns the leaf of each prefix: the smallest ``i`` with ``prefix < v_0 + ... + v_i``.
 
-        The rule is exact up to the rounding of the sums. While the total is positive no leaf
-        without mass is ever returned, for any prefix in ``[0, total)``; and always some leaf that
-        is there, whatever the tree and the prefixes hold.
+        The rule is exact up to the rounding of the sums. If the total is positive, no prefix in
+        ``[0, total)`` finds a leaf without mass. The leaf is in range whatever the tree and the
+        prefixes hold.
 
         Args:
             prefix: Points in ``[0, total)``, ``[B]``.
-            refine: What to add to each residual half way down, ``[B]``, where the nodes are so much
+            refine: Amounts to add to the residuals half way down, ``[B]``. There nodes are so much
                 lighter than the total that bits lost at the top can be filled in; see ``samplers``.
 
         Returns:
@@ -174,15 +176,15 @@ class SegmentTree(struct.PyTreeNode):
         return _find(self.nodes, prefix, refine, self.ops, self.capacity)
 
     def read(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        """Read leaves.
+        """Reads leaves.
 
         Args:
-            index: Which, ``[B]``; one outside ``[0, capacity)`` reads as the nearest leaf.
+            index: Leaves, ``[B]``; an index outside ``[0, capacity)`` reads the nearest leaf.
 
         Returns:
-            The same ``index``, and the values ``[B]``. Whoever sets these leaves next should do so
-            by the index that is returned: it is there only when the values have been read, so that
-            XLA need not copy the tree to read them later.
+            The same ``index``, and the values ``[B]``. To set these leaves afterwards, use the
+            returned index: it depends on the values having been read, so that XLA need not copy
+            the tree to read them later.
         """
         if index.shape[0] == 0:
             return index, jnp.zeros((0,), jnp.float32)
@@ -191,9 +193,10 @@ class SegmentTree(struct.PyTreeNode):
     def reduce(
         self, start: int | Int[Array, ""], stop: int | Int[Array, ""], op: str = "sum"
     ) -> Float[Array, ""]:
-        """The reduction over leaves ``start`` to ``stop - 1``; the neutral element if none.
+        """Returns the reduction over leaves ``start`` to ``stop - 1``.
 
-        Touches two blocks of nodes per level. ``start`` and ``stop`` are clipped to the leaves.
+        The reduction over no leaves is the neutral element. ``start`` and ``stop`` are clipped to
+        the leaves. Touches two blocks of nodes per level.
         """
         row, name = self._row(op), cast("Op", op)
         neutral = _bits(jnp.full((FANOUT,), _NEUTRAL[name], jnp.float32))
@@ -203,7 +206,7 @@ class SegmentTree(struct.PyTreeNode):
         parts = [neutral]
         for number, level in enumerate(levels(self.capacity, len(self.ops))):
             first = level.start + (row * FANOUT if number else 0)
-            # Whole blocks are left to the level above; the ragged ends are taken here.
+            # The level above covers whole blocks; only the partial ones at the ends are read here.
             above_low, above_high = -(-low // FANOUT), high // FANOUT
             inner_low, inner_high = above_low * FANOUT, above_high * FANOUT
             for block, begin, end in (
@@ -222,7 +225,7 @@ class SegmentTree(struct.PyTreeNode):
         return _floats(combine(name, jnp.concatenate(parts)))
 
     def replace_root(self, op: str, value: Float[Array, ""]) -> Self:
-        """The same leaves with another reduction over all of them, until some leaf is set."""
+        """Returns the tree with another value at the root, which lasts until a leaf is set."""
         return self.replace(roots=self.roots.at[..., self._row(op)].set(_bits(value)))
 
     def clear(self) -> Self:
@@ -230,7 +233,7 @@ class SegmentTree(struct.PyTreeNode):
         return type(self).create(self.capacity, self.ops)
 
     def _row(self, op: str) -> int:
-        """The place of an operation among those that the tree keeps."""
+        """Returns the position of an operation among the operations of the tree."""
         if op not in self.ops:
             raise ValueError(f"this tree keeps {self.ops}; create it with {op!r} among its ops")
         return self.ops.index(op)
@@ -238,7 +241,7 @@ class SegmentTree(struct.PyTreeNode):
 
 @functools.cache
 def levels(capacity: int, ops: int) -> tuple[Level, ...]:
-    """The levels of a tree with so many operations, from the leaves to the children of the root."""
+    """Returns the levels of a tree with ``ops`` operations, leaves first and without the root."""
     found = [Level(capacity, 0, FANOUT)]
     while found[-1].count > FANOUT:
         count = -(-found[-1].count // FANOUT)
@@ -247,10 +250,10 @@ def levels(capacity: int, ops: int) -> tuple[Level, ...]:
 
 
 def combine(op: Op, children: Int[Array, "... K"]) -> Int[Array, "..."]:
-    """The bits of a node, from those of its children.
+    """Returns the bits of a node, computed from those of its children.
 
-    Sums are added in the order in which a descent subtracts them. As integers, with the lower bits
-    of negative ones flipped, floats keep their order, and extremes need no order of their own.
+    Sums are added in the order in which a descent subtracts them. Extremes are compared as
+    integers: with the lower bits of negative ones flipped, the bits of floats have their order.
     """
     if op == "sum":
         return _bits(_sum4(_sum4(_floats(children).reshape(*children.shape[:-1], 4, 4))))
@@ -278,14 +281,14 @@ def _floats(bits: Int[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _empty(ops: tuple[Op, ...]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """The bits of a node without leaves, one for each operation, and its count."""
+    """Returns the bits of a node without leaves, one for each operation, and its count."""
     neutral = {_NEUTRAL[op] for op in ops}
     value = np.float32(0.0 if 0.0 in neutral else neutral.pop())
     return np.asarray([*[value.view(np.int32)] * len(ops), 0], np.int32)
 
 
 def _nodes(ops: tuple[Op, ...], blocks: Int[Array, "B R K"]) -> Int[Array, "B R"]:
-    """Nodes from their children: blocks of leaves have one row, others one for each operation."""
+    """Returns nodes; blocks of leaves have one row, other blocks one for each operation."""
     if blocks.shape[1] == 1:
         leaves = blocks[:, 0]
         positive = (leaves > 0) & (leaves < _INFINITY)
@@ -299,7 +302,7 @@ def _nodes(ops: tuple[Op, ...], blocks: Int[Array, "B R K"]) -> Int[Array, "B R"
 def _above(
     ops: tuple[Op, ...], blocks: Int[Array, "B R K"], count: int
 ) -> tuple[list[Int[Array, " L"]], Int[Array, " K"]]:
-    """The next ``count`` levels above some blocks, as they lie in the array; and the roots."""
+    """Returns the next ``count`` levels above some blocks, in the array's layout, and the roots."""
     parts: list[Array] = []
     empty = _empty(ops)
     for _ in range(count):
@@ -343,15 +346,15 @@ def _set_plainly(
     legal = (index >= 0) & (index < capacity)
     leaf = jnp.where(legal, index, nowhere)
     if rows > 1:
-        # The leaves are the scratch in which the last of several rows for one leaf is found.
+        # The leaves serve as scratch space to find the last of several rows for one leaf.
         number = jnp.arange(1, rows + 1, dtype=jnp.int32)
         nodes = nodes.at[leaf].set(0, mode="drop").at[leaf].max(number, mode="drop")
         last = nodes.at[leaf].get(mode="fill", fill_value=0) == number
         leaf = jnp.where(last, leaf, nowhere)
     nodes = nodes.at[leaf].set(bits, mode="drop")
-    # Recompute the parents of what has changed, until a level has few nodes, or no more than there
-    # are rows: from there on all are recomputed, which takes no gathers. A dropped row stands for
-    # the first leaf.
+    # Recompute the parents of changed nodes, until a level has few nodes or no more than there are
+    # rows. All nodes above are recomputed, which takes no gathers. A dropped row recomputes the
+    # parents of the first leaf.
     node = jnp.where(legal, index, 0)
     place = FANOUT * jnp.arange(len(ops) + 1, dtype=jnp.int32)
     while above and above[0].count > max(rows, FANOUT**2):
@@ -410,7 +413,7 @@ def _find_plainly(
         residual: Float[Array, " B"],
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
         child, rest, mass = _choose(children, residual)
-        # Without mass, or if a sum is not that of its children, a descent would leave the tree.
+        # A descent would leave the tree if it has no mass, or if a sum disagrees with its children.
         node = jnp.minimum(node * FANOUT + child, lasts[i])
         return node, jnp.where(i == depth - 1, mass, rest)
 
@@ -424,8 +427,8 @@ def _find_plainly(
             residual = jnp.where(i == middle, finer, residual)
         return step(i, children, node, residual)
 
-    # All rows begin at the root. What a step learns of the tree, the mass of the leaf included, it
-    # hands to the next: so nothing is left to be read of it once the loop has ended.
+    # All rows begin at the root. Each step hands what it has read, including the mass of the leaf,
+    # to the next step, so that the tree need not be read again after the loop.
     first = starts[0] if depth > 1 else 0
     top = _floats(lax.dynamic_slice(nodes, (first,), (FANOUT,)))
     root = jnp.zeros_like(prefix, jnp.int32)
@@ -436,11 +439,11 @@ def _find_plainly(
 def _refine(
     children: Float[Array, "B K"], residual: Float[Array, " B"], refine: Float[Array, " B"]
 ) -> Float[Array, " B"]:
-    """Spread the residual evenly over the node again: what leaves at the end enters at the start.
+    """Adds to the residual within a node; a sum past the node's end wraps around to its start.
 
-    The residuals in a node lie on a grid as fine as the float at the top could make it. Points
-    drawn within a grid cell fill the node but for a fraction of a cell at its start, and reach
-    past its end by as much.
+    The residuals in a node lie on a grid whose cells are as small as the float at the top allows.
+    Points drawn within the cells leave out a fraction of a cell at the node's start and reach past
+    its end by the same amount.
     """
     mass = _sum4(_sum4(children.reshape(-1, 4, 4)))
     residual = residual + refine
@@ -450,10 +453,10 @@ def _refine(
 def _choose(
     masses: Float[Array, "B K"], residual: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """The child that holds each residual: the smallest ``i`` with ``r < m_0 + ... + m_i``.
+    """Returns the child that holds each residual: the smallest ``i`` with ``r < m_0 + ... + m_i``.
 
-    Every comparison is with the very sums that make up the node's own value, so that rounding never
-    leads to a child without mass.
+    Residuals are compared with the same sums that the node's value is computed from, so that
+    rounding never leads to a child without mass.
 
     Returns:
         The child, the residual within it, and its mass.
@@ -462,13 +465,13 @@ def _choose(
     sums = [_sum4(group) for group in groups]
     second = sums[0] + sums[1]
     bounds = [sums[0], second, second + sums[2]]
-    # A rounded residual may equal the node's whole mass; the last float below keeps it inside.
+    # A rounded residual may equal the node's mass; it is limited to the largest float below it.
     residual = jnp.minimum(residual, (bounds[2] + sums[3]) * jnp.float32(_BELOW))
     group, base = _past(bounds, residual)
     inside = [lax.select_n(group, *(group_[:, i] for group_ in groups)) for i in range(4)]
     pair = inside[0] + inside[1]
     child, before = _past([base + inside[0], base + pair, base + (pair + inside[2])], residual)
-    # Of masses that are zero, a bound may lie below the base by a rounding.
+    # If masses are zero, a bound may be smaller than the base by a rounding error.
     rest = residual - jnp.maximum(before, base)
     return 4 * group + child, rest, lax.select_n(child, *inside)
 
@@ -476,7 +479,7 @@ def _choose(
 def _past(
     bounds: list[Float[Array, " B"]], r: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """How many of three rising bounds ``r`` has reached, and the last of them (0 if none)."""
+    """Returns how many of three rising bounds ``r`` has reached, and the last of them, or 0."""
     past = [r >= bound for bound in bounds]
     count = past[0].astype(jnp.int32) + past[1].astype(jnp.int32) + past[2].astype(jnp.int32)
     return count, lax.select_n(count, jnp.zeros_like(r), *bounds)
@@ -500,7 +503,7 @@ def _read_plainly(
     def half(index: Int[Array, " H"]) -> tuple[Int[Array, " H"], Int[Array, " H"]]:
         return index, nodes[jnp.clip(index, 0, capacity - 1)]
 
-    # A loop ends before anything that needs its results begins.
+    # A loop, since it ends before anything that needs its results begins.
     halves = jnp.pad(index, (0, rows % 2)).reshape(2, -1)
     index, bits = lax.map(half, halves)
     return index.reshape(-1)[:rows], bits.reshape(-1)[:rows]

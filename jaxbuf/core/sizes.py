@@ -1,4 +1,4 @@
-"""Sizes: how many rows and bytes are asked for, and how people read them."""
+"""Checks of sizes in rows and bytes, and their format for people."""
 
 import contextlib
 import math
@@ -11,14 +11,14 @@ import numpy as np
 
 # Slots are numbered by int32, and trees over them have up to twice as many nodes.
 MOST_ROWS = 2**30
-# What counts rows on disk, steps or bytes need not fit an array of JAX.
+# Counts of rows on disk, steps or bytes need not fit a JAX array.
 MOST_ON_HOST = 2**63 - 1
 # XLA counts the bytes of an array in a signed 64-bit integer, and aborts where it overflows.
 _MOST_BYTES = MOST_ON_HOST
 
 
 def format_bytes(number: int) -> str:
-    """A number of bytes in the largest binary unit that leaves it at 1 or more.
+    """Returns a number of bytes in the largest binary unit in which it is at least 1.
 
     Example:
         >>> [format_bytes(n) for n in (12, 2_000, 3 * 2**20, 5 * 2**40)]
@@ -33,17 +33,17 @@ def format_bytes(number: int) -> str:
 
 
 def check_count(name: str, value: Any, least: int = 1, most: int = MOST_ROWS) -> int:
-    """A size or another static count as a Python integer.
+    """Returns a size or another static count as a Python integer.
 
     Args:
-        name: What to call it in an error.
+        name: Its name in errors.
         value: A Python or NumPy integer.
-        least: The least that is legal.
-        most: The most that is legal.
+        least: The smallest legal value.
+        most: The largest legal value.
 
     Raises:
-        ValueError: If it is not an integer from ``least`` to ``most``, or is only known when a
-            program runs.
+        ValueError: If it is not an integer in ``[least, most]``, or is not known until a program
+            runs.
 
     Example:
         >>> check_count("capacity", 0)
@@ -66,7 +66,7 @@ def check_count(name: str, value: Any, least: int = 1, most: int = MOST_ROWS) ->
 
 
 def check_bytes(name: str, shape: Sequence[int], dtype: Any) -> int:
-    """The bytes of an array that is to be made.
+    """Returns the size in bytes of an array that is to be allocated.
 
     Raises:
         ValueError: If no array can be that large, on any machine.
@@ -90,10 +90,10 @@ expected less than 2**63
 
 @contextlib.contextmanager
 def allocating(what: str) -> Generator[None]:
-    """Say what was to be allocated where there is too little memory; a decorator, too.
+    """Returns a context manager, or decorator, that names what could not be allocated.
 
     Raises:
-        ValueError: In place of the error of XLA, which knows only a number of bytes.
+        ValueError: In place of XLA's out-of-memory error, which has only a number of bytes.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Which slots hold an item, and which item: indices and generations.
+"""Names of items: the index of a slot and its generation.
 
-A slot is named by its index and its generation, which is another one each time the slot is written.
-A name kept from an earlier sample therefore tells whether the item it meant is still there.
+A slot gets a new generation each time it is written. A name kept from an earlier sample therefore
+tells whether its item is still there.
 """
 
 from flax import struct
@@ -12,9 +12,9 @@ class Slots(struct.PyTreeNode):
     """Names of sampled items.
 
     Attributes:
-        index: Where the item lies, ``[B]`` int32; the capacity where there is none.
-        generation: Which item of those that the slot has held, ``[B]`` uint32. Opaque: compare it,
-            do not compute with it.
+        index: Slot of the item, ``[B]`` int32; the capacity for a row without an item.
+        generation: Tells apart the items that the slot has held over time, ``[B]`` uint32. It is
+            opaque: compare it, do not compute with it.
     """
 
     index: Int[Array, " B"]

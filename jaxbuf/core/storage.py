@@ -1,4 +1,4 @@
-"""Pytrees of slots: allocate them, check what comes in, write rows and read rows."""
+"""Pytrees of slots: allocation, checks of incoming items, and writing and reading of rows."""
 
 import functools
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from jaxbuf.core import native, numbers, sizes, trees
 
 # The dtypes that the kernels take.
 _KINDS = "biufc"
-# So many differences are named in an error.
+# The most differences that an error lists.
 _NAMED = 6
 
 
 def allocate(example: PyTree, leading: Sequence[int]) -> PyTree[Array]:
-    """Zeros for ``prod(leading)`` items like ``example``.
+    """Returns zeros for ``prod(leading)`` items like ``example``.
 
     Args:
         example: One unbatched item: a pytree of arrays, scalars or ``jax.ShapeDtypeStruct``.
@@ -30,8 +30,8 @@ def allocate(example: PyTree, leading: Sequence[int]) -> PyTree[Array]:
         leaves share memory, so that the whole can be donated.
 
     Raises:
-        ValueError: If the example has no leaves, a leaf that no array can hold, or one that takes
-            more memory than there is.
+        ValueError: If the example has no leaves, a leaf that no array can hold, or one for which
+            memory does not suffice.
     """
     trees.leaves(example, "example")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(example)
@@ -43,7 +43,7 @@ def allocate(example: PyTree, leading: Sequence[int]) -> PyTree[Array]:
 
 
 def _zeros(leaf: Any, leading: Sequence[int], name: str) -> Array:
-    """Zeros for one leaf of an example."""
+    """Returns zeros for one leaf of an example."""
     like = numbers.abstract(leaf, name)
     shape = (*leading, *like.shape)
     size = sizes.check_bytes(name, shape, like.dtype)
@@ -54,21 +54,21 @@ def _zeros(leaf: Any, leading: Sequence[int], name: str) -> Array:
 def check(
     storage: PyTree[Array], items: PyTree, name: str, axes: Sequence[str | int], skip: int = 1
 ) -> tuple[PyTree[Array], tuple[int, ...]]:
-    """Check a batch of items against the storage that is to hold them.
+    """Checks a batch of items against the storage that is to hold them.
 
     Args:
         storage: Leaves ``[..., *shape]`` with ``skip`` leading axes.
         items: Leaves ``[*axes, *shape]``.
-        name: What to call the items in an error.
-        axes: The leading axes, each a length, or a name for a length that all leaves share.
-        skip: How many leading axes the storage's leaves have.
+        name: The name of the items in errors.
+        axes: The leading axes. Each is a length, or a name for a length that all leaves share.
+        skip: Number of leading axes of the storage's leaves.
 
     Returns:
         The items as arrays of the storage's dtypes, and the lengths of the leading axes. Only
         Python scalars and weakly typed arrays are cast.
 
     Raises:
-        ValueError: If the structure, a shape or a dtype differs; it names the leaf.
+        ValueError: If the structure, a shape or a dtype differs; the message names the leaf.
     """
     trees.leaves(items, name)
     _check_structure(storage, items, name)
@@ -113,21 +113,22 @@ def check_rows(
     *,
     infinite: bool = False,
 ) -> Array:
-    """One number per row: ``value`` as an array of ``shape`` and ``dtype``, without gradients.
+    """Returns one number per row, as an array of ``shape`` and ``dtype`` without gradients.
 
-    Integers of any width become integers, and all numbers floating-point numbers.
+    Integers of any width are accepted for an integer dtype, all numbers for a floating one.
 
     Args:
         value: The numbers.
-        name: What to call them in an error.
+        name: Their name in errors.
         shape: Their shape.
-        dtype: What they become.
-        axes: What to call the shape.
-        infinite: Whether what is too large becomes infinite, for who counts such rows as refused.
+        dtype: The dtype of the result.
+        axes: A description of the shape, for errors.
+        infinite: Whether a number that is too large becomes infinite instead of raising, for
+            callers that count such rows as refused.
 
     Raises:
         ValueError: If the shape differs, if the dtype is of another kind (bool, integer or
-            floating), or if a number that can be seen does not fit.
+            floating), or if a known number does not fit.
     """
     got = numbers.given(value, name)
     if got.shape != shape:
@@ -139,7 +140,7 @@ def check_rows(
 
 
 def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic]) -> bool:
-    """Whether numbers of one kind may be given where others are kept."""
+    """Returns whether numbers of one dtype may be given where another one is stored."""
     if not numbers.is_number(got.dtype):
         return False
     whole = jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(got.dtype, jnp.integer)
@@ -150,7 +151,7 @@ def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic]) -> bool:
 
 
 def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
-    """Put row ``b`` of ``items [B, ...]`` at ``index[b]``; rows past the end are dropped.
+    """Writes row ``b`` of ``items [B, ...]`` at ``index[b]``; rows past the end are dropped.
 
     The rows that are written must have different indices.
     """
@@ -164,20 +165,20 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
 
 
 def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
-    """The rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
+    """Returns the rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
     return _gather(storage, index, None)
 
 
 def read_runs(
     storage: PyTree[Array], ring: Int[Array, " B"], start: Int[Array, " B"], length: int
 ) -> PyTree[Array]:
-    """Consecutive rows of leaves ``[E, L, ...]``, from each ``start`` on, modulo ``L``.
+    """Returns consecutive rows of leaves ``[E, L, ...]`` that begin at ``start``, modulo ``L``.
 
     Args:
         storage: The leaves.
-        ring: Which rings, ``[B]``; one past the end reads as the last.
-        start: In ``[0, L)``, ``[B]``.
-        length: How many rows of each, at most ``L``.
+        ring: Indices of rings, ``[B]``; an index past the end reads the last ring.
+        start: First rows, in ``[0, L)``, ``[B]``.
+        length: Number of rows in each run, at most ``L``.
 
     Returns:
         Leaves ``[B, length, ...]``.
@@ -188,7 +189,7 @@ def read_runs(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _gather(storage: PyTree[Array], start: Int[Array, " B"], length: int | None) -> PyTree[Array]:
-    """Rows of leaves ``[N, ...]``; or, if they have a length, runs of rows of ``[E, L, ...]``."""
+    """Returns rows of leaves ``[N, ...]`` or, given a length, runs of rows of ``[E, L, ...]``."""
     leaves, treedef = jax.tree.flatten(storage)
     axes, leading = (1, start.shape) if length is None else (2, (*start.shape, length))
     for leaf in leaves:
@@ -238,8 +239,8 @@ def _select(leaf: Array, start: Int[Array, " B"], length: int | None) -> Array:
 
 
 def select(index: Int[Array, "..."], storage: PyTree[Array]) -> PyTree[Array]:
-    """What lies at ``index``, clipped to the range: one gather for each leaf, at any size."""
-    # XLA's own gather clips, so there is nothing to compute for it first.
+    """Returns the rows at ``index``, clipped to the range: one gather for each leaf."""
+    # XLA's own gather clips, so the index needs no computation first.
     return jax.tree.map(
         lambda slots: slots.at[index].get(mode="clip", wrap_negative_indices=False), storage
     )
@@ -249,7 +250,7 @@ def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:
     want, got = jax.tree.structure(storage), jax.tree.structure(items)
     if want == got:
         return
-    # Rows one by one, which is how a Python loop collects them.
+    # A list of rows, as a Python loop collects them.
     if isinstance(items, list) and items and jax.tree.structure(items[0]) == want:
         raise ValueError(
             f"{name} is a list of {len(items)}; stack them: "

@@ -1,4 +1,4 @@
-"""Pytrees as users hand them in."""
+"""Pytrees as users pass them."""
 
 from typing import Any, TypeVar
 
@@ -10,10 +10,10 @@ Tree = TypeVar("Tree")
 
 
 def leaves(tree: Any, name: str) -> list[Any]:
-    """The leaves of a pytree.
+    """Returns the leaves of a pytree.
 
     Raises:
-        ValueError: If JAX cannot flatten it, since it cannot sort the keys of a dictionary.
+        ValueError: If JAX cannot flatten it because it cannot sort the keys of a dictionary.
 
     Example:
         >>> leaves({1: 2.0, "obs": 3.0}, "items")
@@ -31,7 +31,7 @@ all strings or all integers (Comparator raised exception while sorting pytree di
 
 
 def on_device(tree: Tree) -> Tree:
-    """The tree with a jax array for each NumPy array, such as ``jax.device_get`` leaves behind."""
+    """Returns the tree with its NumPy arrays, as ``jax.device_get`` returns them, as jax arrays."""
     if not any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(tree)):
         return tree
     return jax.tree.map(jnp.asarray, tree)

@@ -1,4 +1,4 @@
-"""Arrays that vary over the devices of a mesh, as ``jax.shard_map`` tells them from others."""
+"""Arrays that vary over the devices of a mesh, in the types that ``jax.shard_map`` tracks."""
 
 from typing import Any, TypeVar
 
@@ -10,10 +10,10 @@ AnyTree = TypeVar("AnyTree", bound=PyTree[Array])
 
 
 def vary_with(tree: AnyTree, *others: PyTree[Array]) -> AnyTree:
-    """The same arrays, which vary over all axes of the mesh that ``others`` vary over.
+    """Returns the same arrays, marked as varying over all mesh axes that ``others`` vary over.
 
-    A loop inside ``jax.shard_map`` must carry what varies from its first step on. A constant that
-    the carry begins with does not by itself.
+    A loop inside ``jax.shard_map`` needs a carry that varies from the first step if it varies
+    later. A constant that the carry begins with does not vary by itself.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Running statistics of what is sampled from a buffer, and of what goes through it.
+"""Running statistics of the samples from a buffer, and of the items that pass through it.
 
 References:
     DI-engine, advanced buffer: ``SampledDataAttrMonitor`` and ``PeriodicThruputMonitor``,
@@ -30,23 +30,24 @@ _COLUMNS = (
     "priority_min",
 )
 
-# No NaN, which would stop a program that looks for bugs by ``jax_debug_nans``.
+# Not NaN, since that would stop a program that runs with ``jax_debug_nans``.
 _UNKNOWN = -np.inf
 
 
 class Statistics(struct.PyTreeNode):
     """Statistics of the last samples from a buffer, and of the items that pass through it.
 
-    A pytree of its own, beside the buffer in the training state, so that it is saved with it and
-    goes on bit for bit. Updates cost a look at each sampled row; nothing goes over all slots. It
-    watches an ``ItemBuffer``, a ``TrajectoryBuffer``, a ``Queue``, or one part of a ``Mixture``.
+    A separate pytree beside the buffer in the training state: saved with it, it resumes bit for
+    bit. An update reads each sampled row once and never passes over all slots. It watches an
+    ``ItemBuffer``, a ``TrajectoryBuffer``, a ``Queue``, or one part of a ``Mixture``.
 
     Attributes:
-        records: Of each of the last ``K`` samples the mean and extreme use counts, staleness and
-            priorities, ``[K, 7]``; −inf where nothing is known.
-        counters: Samples recorded so far, which begin anew before they reach 2**32; rows sampled in
-            this period; the buffer's size, its items added so far, the uses of those in it and the
-            staleness of those that had left when it began; ``[6]`` uint32, which wrap.
+        records: The mean and extreme use counts, staleness and priorities of each of the last ``K``
+            samples, ``[K, 7]``; −inf for unknown ones.
+        counters: Six counters, ``[6]`` uint32: the samples recorded so far, which restart before
+            they reach 2**32; the rows sampled in this period; and, from the period's start, the
+            buffer's size, the items added to it so far, the total use count of its items and the
+            total staleness of the items that had left. All but the first wrap.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -71,11 +72,11 @@ class Statistics(struct.PyTreeNode):
 
     @classmethod
     def create(cls, buffer: Any, window: int = 100) -> Self:
-        """Nothing sampled yet; the first period begins.
+        """Returns empty statistics and begins the first period.
 
         Args:
             buffer: The buffer to watch, as it is now.
-            window: Samples ``K`` that are looked back on.
+            window: Number ``K`` of last samples to report on.
 
         Raises:
             ValueError: If ``window`` is not an integer of at least 1, or ``buffer`` is a
@@ -94,14 +95,14 @@ class Statistics(struct.PyTreeNode):
         *,
         priority: Float[Array, " B"] | None = None,
     ) -> Self:
-        """Record a sample: of its valid rows, if there are any.
+        """Records the valid rows of a sample, if it has any.
 
         Args:
             buffer: The buffer it is from, before the rows are marked as used. With ``Freshness``
                 use counts and staleness are recorded.
-            batch: What was sampled, ``[B]`` rows.
-            priority: Of each row, ``[B]``: that which ``update_priority`` is about to set. Without,
-                nothing is recorded of priorities.
+            batch: The sample, of ``[B]`` rows.
+            priority: The priorities that ``update_priority`` is about to set, ``[B]``. Without
+                them no priorities are recorded.
 
         Raises:
             ValueError: When traced, if ``priority`` is given and the buffer has none, or its shape
@@ -137,23 +138,26 @@ class Statistics(struct.PyTreeNode):
         )
 
     def metrics(self, buffer: Any) -> dict[str, Array]:
-        """Of the last ``K`` samples, and of the period until now.
+        """Returns statistics of the last ``K`` samples, and of the period until now.
 
         Args:
             buffer: The buffer as it is now.
 
         Returns:
-            ``pushed``, ``sampled`` and ``removed``: items added, rows sampled and items that left
-            since the period began (whatever removed them: another item, their use or staleness,
-            or you), and ``current``, those held now. ``samples``: how many samples were recorded
-            since ``create``, the time of the last one as DI-engine's monitor counts it. For an
-            ``ItemBuffer`` with ``Freshness`` ``reuse_mean`` and ``gone_staleness_mean``: how often
-            those that left had been used, and how stale they were, from one pass over the slots;
-            the former takes for granted that every sampled row has been marked as used by now. With
-            ``Freshness`` ``use_mean``, ``use_max``,
-            ``staleness_mean`` and ``staleness_max``, with priorities ``priority_mean``,
-            ``priority_max`` and ``priority_min``: the mean of the means of the last samples, the
-            largest of their maxima, the least of their minima; 0 before the first.
+            A dict of scalars. ``pushed``, ``sampled`` and ``removed`` are the items added, the rows
+            sampled and the items that left since the period began, whatever the reason: a newer
+            item, their use or staleness, or a call. ``current`` is the number of items held now.
+            ``samples`` is the number of samples recorded since ``create``, which DI-engine's
+            monitor calls the time of the last one.
+
+            An ``ItemBuffer`` with ``Freshness`` has ``reuse_mean`` and ``gone_staleness_mean``: the
+            mean use count and staleness of the items that left, computed by one pass over the
+            slots. ``reuse_mean`` assumes that every sampled row has been marked as used by now.
+
+            With ``Freshness`` there are ``use_mean``, ``use_max``, ``staleness_mean`` and
+            ``staleness_max``, and with priorities ``priority_mean``, ``priority_max`` and
+            ``priority_min``: the mean of the last samples' means, the largest of their maxima and
+            the smallest of their minima; 0 before the first sample.
         """
         _check_buffer(buffer)
         sampled, size, adds, uses, stale = (self.counters[..., i] for i in range(1, 6))
@@ -168,7 +172,7 @@ class Statistics(struct.PyTreeNode):
             "samples": self.counters[..., 0],
         }
         if _counts_uses(buffer):
-            # No use is lost: what is not with those here has gone with those that went.
+            # No use is lost: uses that the present items do not have belong to items that left.
             used, staleness = _totals(buffer)
             number = jnp.maximum(removed, jnp.uint32(1)).astype(jnp.float32)
             metrics["reuse_mean"] = (uses + sampled - used).astype(jnp.float32) / number
@@ -184,7 +188,7 @@ class Statistics(struct.PyTreeNode):
         return metrics
 
     def next_period(self, buffer: Any) -> Self:
-        """Begin a new period; the last samples are still looked back on.
+        """Begins a new period; the last samples are kept.
 
         Args:
             buffer: The buffer as it is now.
@@ -193,7 +197,7 @@ class Statistics(struct.PyTreeNode):
 
 
 def _check_buffer(buffer: Any) -> None:
-    """Refuse what does not count its items.
+    """Checks that a buffer counts its items.
 
     Raises:
         ValueError: If it is a ``Mixture``, whose parts do, or not a buffer.
@@ -217,7 +221,7 @@ def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 6"]:
 
 
 def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Float[Array, " B"]]:
-    """What is recorded of each row."""
+    """Returns the values to record of each row."""
     values: dict[str, Array] = {}
     if getattr(buffer, "freshness", None) is not None:
         use, staleness = uses_and_staleness(buffer, batch.slots)
@@ -239,7 +243,7 @@ def _counts_uses(buffer: Any) -> bool:
 
 
 def _totals(buffer: ItemBuffer) -> tuple[UInt[Array, ""], UInt[Array, ""]]:
-    """The uses of all items that are here, and the staleness of all that have left."""
+    """Returns the total use count of present items, and the total staleness of items that left."""
     live = buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
     state, freshness = buffer.freshness_state, buffer.freshness
     assert freshness is not None
@@ -251,7 +255,7 @@ def _totals(buffer: ItemBuffer) -> tuple[UInt[Array, ""], UInt[Array, ""]]:
 
 
 def _reduce(name: str, values: Float[Array, " N"], known: Bool[Array, " N"]) -> Array:
-    """The mean, maximum or minimum of what is known."""
+    """Returns the mean, maximum or minimum of the known values."""
     if name.endswith("_max"):
         return jnp.max(values, where=known, initial=-jnp.inf)
     if name.endswith("_min"):

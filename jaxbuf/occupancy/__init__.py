@@ -1,1 +1,1 @@
-"""Which slots are live, where new items go, and how old the live ones are."""
+"""Occupancies: they know which slots are live, where new items go, and how old items are."""

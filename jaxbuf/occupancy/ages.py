@@ -1,4 +1,4 @@
-"""Items by age: ranges of them in order of time, and even draws from a range."""
+"""Ranges of items by age, and even draws from a range."""
 
 import dataclasses
 from typing import Any, Protocol, Self
@@ -15,46 +15,46 @@ Bound = int | Int[Array, ""] | None
 
 
 class Ages(Protocol):
-    """Those items of every ring whose age lies in a range.
+    """The items of each ring whose age is in a range.
 
-    Their ranks go ring by ring, and in each ring from the earliest to the newest.
+    They are ranked ring by ring, and within a ring from the earliest to the newest.
     """
 
     @property
     def count(self) -> Int[Array, " E"]:
-        """How many there are in each ring."""
+        """Returns the number of items in each ring."""
         ...
 
     @property
     def most(self) -> int:
-        """How many there can be in each ring."""
+        """Returns the most items that there can be in each ring."""
         ...
 
     @property
     def total(self) -> Int[Array, ""]:
-        """How many items there are."""
+        """Returns the number of items."""
         ...
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The slots of the items with these ranks; arbitrary for ranks from ``total`` on."""
+        """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         ...
 
     def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether the items at these slots are among them."""
+        """Returns whether the items at these slots are in the range."""
         ...
 
 
 def clip(bound: int | Int[Array, ""], size: Int[Array, " E"]) -> Int[Array, " E"]:
-    """A bound of a slice as a number of items from the earliest on."""
+    """Returns a bound of a slice as a number of items, counted from the earliest."""
     given = jnp.asarray(bound, jnp.int32)
     return jnp.clip(jnp.where(given < 0, size + given, given), 0, size)
 
 
 def ring_of(count: Int[Array, " E"], rank: Int[Array, " B"]) -> tuple[Array, Array]:
-    """The ring in which each rank lies, if they go ring by ring, and what has come before, [E]."""
+    """Returns the ring of each rank, and the number of items before each ring, ``[E]``."""
     until = jnp.cumsum(count, dtype=jnp.int32)
-    # Both end in a result that XLA:CPU stores, rather than computes anew for every element of the
-    # rows that it selects.
+    # XLA:CPU stores the results of both methods, rather than recomputing them for each element of
+    # the rows that it selects.
     method = "compare_all" if until.shape[0] <= _FEW_RINGS else "scan"
     env = jnp.searchsorted(until, rank, side="right", method=method).astype(jnp.int32)
     return env, until - count
@@ -62,12 +62,12 @@ def ring_of(count: Int[Array, " E"], rank: Int[Array, " B"]) -> tuple[Array, Arr
 
 @dataclasses.dataclass(frozen=True)
 class AgeRange:
-    """``Ages`` where the items of a ring follow each other, without holes.
+    """``Ages`` of items that are consecutive in their ring.
 
     Attributes:
-        first: The place in its ring of the earliest of them, ``[E]``.
-        count: How many there are in each ring, ``[E]``.
-        length: Slots of a ring.
+        first: The place in its ring of the earliest item in the range, ``[E]``.
+        count: Number of items in the range in each ring, ``[E]``.
+        length: Number of slots of a ring.
     """
 
     first: Int[Array, " E"]
@@ -83,14 +83,14 @@ class AgeRange:
         start: Bound,
         stop: Bound,
     ) -> Self:
-        """The items ``start`` to ``stop - 1`` of each ring, counted like a slice of a list.
+        """Returns the items ``start`` to ``stop - 1`` of each ring, as a slice of a list would.
 
         Args:
             first: The place of the earliest item in each ring.
-            size: How many items follow from there.
-            length: Slots of a ring.
-            start: The first item.
-            stop: The end.
+            size: Number of items in each ring.
+            length: Number of slots of a ring.
+            start: The first item; negative to count from the newest.
+            stop: The item past the end, counted likewise.
         """
         low = clip(0 if start is None else start, size)
         high = size if stop is None else clip(stop, size)
@@ -98,22 +98,22 @@ class AgeRange:
 
     @property
     def most(self) -> int:
-        """How many there can be in each ring."""
+        """Returns the most items that there can be in each ring."""
         return self.length
 
     @property
     def total(self) -> Int[Array, ""]:
-        """How many items there are."""
+        """Returns the number of items."""
         return jnp.sum(self.count, dtype=jnp.int32)
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The slots of the items with these ranks; arbitrary for ranks from ``total`` on."""
+        """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         env, before = ring_of(self.count, rank)
         ring = jnp.stack([self.first, before], axis=-1).at[env].get(mode="clip")
         return env * self.length + (ring[:, 0] + rank - ring[:, 1]) % self.length
 
     def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether the items at these slots are among them."""
+        """Returns whether the items at these slots are in the range."""
         ring = (
             jnp.stack([self.first, self.count], axis=-1).at[index // self.length].get(mode="clip")
         )
@@ -122,7 +122,7 @@ class AgeRange:
 
 
 def grid(ages: Ages, count: int) -> tuple[Int[Array, "E n"], Bool[Array, "E n"]]:
-    """The slots of the first ``count`` items of each ring, and which rows hold one."""
+    """Returns the slots of the first ``count`` items of each ring, and a mask of those in range."""
     offset = jnp.arange(count, dtype=jnp.int32)[None]
     before = jnp.cumsum(ages.count, dtype=jnp.int32) - ages.count
     rank = before[:, None] + offset
@@ -135,13 +135,13 @@ def in_part(
     parts: Int[Array, "..."],
     total: Int[Array, "..."],
 ) -> Int[Array, " B"]:
-    """A rank in the given one of ``parts`` parts of ``[0, total)``; the first may be one larger.
+    """Returns a rank in one of ``parts`` parts of ``[0, total)``; earlier parts may be one larger.
 
     Args:
         words: A random word for each row.
-        part: Which part each row is from.
-        parts: How many there are, of which none is empty.
-        total: How many ranks there are.
+        part: The part of each row.
+        parts: Number of parts; no part may be empty.
+        total: Number of ranks.
     """
     width, more = total // parts, total % parts
     begin = part * width + jnp.minimum(part, more)
@@ -150,23 +150,23 @@ def in_part(
 
 
 def spread(words: UInt[Array, " B"], turn: UInt[Array, ""], total: Int[Array, ""]) -> Any:
-    """Ranks in ``[0, total)`` for ``B`` rows, as evenly as can be.
+    """Returns ranks in ``[0, total)`` for ``B`` rows, as evenly as possible.
 
-    Rank ``r`` is given to ``B / total`` of the rows on average, and always to that number rounded
-    up or down: to one row at most while there are as many ranks as rows.
+    Each rank is given to ``B / total`` rows on average, and always to that number rounded up or
+    down: to at most one row if there are at least as many ranks as rows.
 
     Args:
         words: A random word for each row.
-        turn: One more, for all.
-        total: How many ranks there are.
+        turn: One more random word, shared by all rows.
+        total: Number of ranks.
     """
     rows = words.shape[0]
     row = jnp.arange(rows, dtype=jnp.int32)
     some = jnp.maximum(total, 1)
-    # Each row has a part of the ranks of its own.
+    # Each row has its own part of the ranks.
     own = in_part(words, row, jnp.int32(rows), some)
     rank = jnp.where(some >= rows, own, row % some)
-    # Which ranks are in the larger parts, or are given once more, is left to chance.
+    # Chance decides which ranks are in the larger parts, or are given once more.
     uneven = jnp.where(some >= rows, some % rows, rows % some) > 0
     shift = scale_word(turn, some.astype(jnp.uint32)).astype(jnp.int32)
     return (rank + jnp.where(uneven, shift, 0)) % some

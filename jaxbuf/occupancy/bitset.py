@@ -1,7 +1,7 @@
-"""A set of small whole numbers, one bit for each, that counts and finds its members by rank.
+"""A set of small integers, one bit for each, that counts and finds its members by rank.
 
-Above the words of 32 bits lie levels of counts, each over 32 numbers of the level below: counts of
-whole numbers are exact, so that a change of one member adds to those on its path.
+Above the words of 32 bits are levels of counts, each over 32 numbers of the level below. Integer
+counts are exact, so a change of one member only adds to or subtracts from the counts above it.
 
 References:
     Jacobson, Space-efficient static trees and graphs, FOCS 1989 (rank and select).
@@ -25,12 +25,13 @@ _WIDTH = 1 << _SHIFT
 
 
 class Bitset(struct.PyTreeNode):
-    """Some of the numbers below ``capacity``: its *members*.
+    """A set of some of the integers below ``capacity``: its *members*.
 
     Attributes:
         nodes: The words, and then the counts level by level, each padded to whole blocks; ``[P]``.
-        size: Members. Apart from the nodes: reading it never stands in the way of updating them.
-        capacity: One more than the largest number.
+        size: Number of members, in an array of its own: a read of it does not prevent that the
+            nodes are updated in place.
+        capacity: One more than the largest possible member.
 
     Example:
         >>> import jax.numpy as jnp
@@ -47,13 +48,13 @@ class Bitset(struct.PyTreeNode):
 
     @classmethod
     def create(cls, capacity: int) -> Self:
-        """Nothing, of ``capacity`` numbers."""
+        """Returns an empty set of numbers below ``capacity``."""
         starts = _starts(capacity)
         return cls(jnp.zeros((starts[-1],), jnp.uint32), jnp.int32(0), capacity)
 
     @classmethod
     def of(cls, mask: Bool[Array, " N"]) -> Self:
-        """The numbers at which ``mask`` is True: one pass over all of them."""
+        """Returns the set of numbers at which ``mask`` is True; costs one pass over all of them."""
         starts = _starts(mask.shape[0])
         bits = jnp.pad(mask, (0, starts[1] * _WIDTH - mask.shape[0])).reshape(-1, _WIDTH)
         value = _bit(jnp.arange(_WIDTH, dtype=jnp.int32))[None]
@@ -68,35 +69,35 @@ class Bitset(struct.PyTreeNode):
 
     @property
     def mask(self) -> Bool[Array, " N"]:
-        """Whether each number is a member, ``[capacity]``."""
+        """Returns whether each number is a member, ``[capacity]``."""
         words = self.nodes[: _starts(self.capacity)[1]]
         bits = words[:, None] & _bit(jnp.arange(_WIDTH, dtype=jnp.int32))[None]
         return (bits != 0).reshape(-1)[: self.capacity]
 
     def get(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Whether these are members; False for what is out of range."""
+        """Returns whether these numbers are members; False for numbers out of range."""
         return _get(self.nodes, index, self.capacity)
 
     def set(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
-        """Say of numbers whether they are members.
+        """Adds numbers to the set or removes them.
 
         Args:
-            index: Which; those out of range are ignored, and the last of equal ones counts.
-            member: What they are from now on.
+            index: Numbers; those out of range are ignored, and the last of equal ones counts.
+            member: True to add the number, False to remove it.
         """
         nodes = _mark(self.nodes, index, member, self.capacity)
-        # Counted in what was written: a look at what was there before would have to be a copy.
+        # Counted in the new nodes: to read the old ones as well, XLA would have to copy them.
         top = _starts(self.capacity)[-2]
         size = jnp.sum(nodes[top:], dtype=jnp.uint32).astype(jnp.int32)
         return self.replace(nodes=nodes, size=size)
 
     def before(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
-        """How many members are below ``index``."""
+        """Returns the number of members below ``index``."""
         starts, lane = _starts(self.capacity), jnp.arange(_WIDTH, dtype=jnp.int32)
         first = jnp.asarray(starts[:-1], jnp.int32)
 
         def climb(level: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            # The members in those numbers of a block that come before the one that holds the index.
+            # The members in the nodes of a block that come before the node of the index.
             node, count = carry
             block = node >> _SHIFT
             at = first[level] + (block << _SHIFT)[:, None] + lane[None]
@@ -112,7 +113,7 @@ class Bitset(struct.PyTreeNode):
         return lax.fori_loop(0, len(starts) - 1, climb, start)[1]
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The members of these ranks, from 0 on; arbitrary for ranks that there are not."""
+        """Returns members by rank, counted from 0; arbitrary for a rank of at least ``size``."""
         starts, lane = _starts(self.capacity), jnp.arange(_WIDTH, dtype=jnp.int32)
         first = jnp.asarray(starts[:-1], jnp.int32)
         top = len(starts) - 2
@@ -138,15 +139,15 @@ class Bitset(struct.PyTreeNode):
         return jnp.minimum((node << _SHIFT) + _nth_bit(word, rank), self.capacity - 1)
 
     def clear(self) -> Self:
-        """Nothing; shares no array with the original."""
+        """Returns an empty set, which shares no array with the original."""
         return type(self).create(self.capacity)
 
 
 def _get(nodes: UInt[Array, " P"], index: Int[Array, "..."], capacity: int) -> Bool[Array, "..."]:
     there = (index >= 0) & (index < capacity)
     at = (jnp.where(there, index, 0) >> _SHIFT).reshape(-1)
-    # A single word would be a slice to XLA, which it repeats wherever it is needed, and so has
-    # to copy the words before they change.
+    # XLA would read a single word as a slice, which it repeats at each use, so that it has to copy
+    # the words before they change.
     two = jnp.repeat(at, 2) if index.size == 1 else at
     word = storage.select(two, nodes)[: at.size].reshape(index.shape)
     return there & ((word & _bit(index)) != 0)
@@ -156,7 +157,7 @@ def _get(nodes: UInt[Array, " P"], index: Int[Array, "..."], capacity: int) -> B
 def _mark(
     nodes: UInt[Array, " P"], index: Int[Array, " B"], member: Bool[Array, " B"], capacity: int
 ) -> UInt[Array, " P"]:
-    """The nodes once it is known of these numbers whether they are members."""
+    """Returns the nodes after these numbers were added or removed."""
     natively = functools.partial(native.mark, starts=_starts(capacity)[:-1], capacity=capacity)
     plainly = functools.partial(_mark_plainly, capacity)
     return native.either(natively, plainly, nodes, index, member)
@@ -165,15 +166,15 @@ def _mark(
 def _mark_plainly(
     capacity: int, nodes: UInt[Array, " P"], index: Int[Array, " B"], member: Bool[Array, " B"]
 ) -> UInt[Array, " P"]:
-    # Equal ones next to each other, in their order: the last of them changes the bit.
+    # Sorting puts equal numbers next to each other in their order; the last one sets the bit.
     index, member = lax.sort((index, member), num_keys=1, is_stable=True)
     last = jnp.append(index[1:] != index[:-1], True)[: index.shape[0]]
     there = last & (index >= 0) & (index < capacity)
     changes = there & (member != _get(nodes, index, capacity))
     index = jnp.where(changes, index, capacity)
-    # Minus one for a member that leaves: unsigned numbers wrap.
+    # A member that leaves adds minus one, since unsigned numbers wrap.
     one = jnp.where(changes, jnp.where(member, jnp.uint32(1), jnp.uint32(2**32 - 1)), 0)
-    # Of a bit that is added or taken away no other bit of its word takes notice.
+    # Adding or subtracting a bit leaves the other bits of its word unchanged.
     starts = _starts(capacity)[:-1]
     places = [start + (index >> (_SHIFT * (i + 1))) for i, start in enumerate(starts)]
     more = [_bit(index) * one, *[one] * (len(starts) - 1)]
@@ -181,9 +182,9 @@ def _mark_plainly(
 
 
 def _starts(capacity: int) -> tuple[int, ...]:
-    """Where the words begin, then each level of counts, and last where the nodes end.
+    """Returns the starts of the words and of each level of counts, and the end of the nodes.
 
-    There is always a bit for ``capacity`` itself, which is never set, and a level of counts.
+    There are always a bit for ``capacity`` itself, which is never set, and a level of counts.
     """
     starts, count = [0], capacity // _WIDTH + 1
     while len(starts) < 3 or count > 1:
@@ -197,12 +198,12 @@ def _bit(index: Int[Array, " B"]) -> UInt[Array, " B"]:
 
 
 def _counts(nodes: UInt[Array, "..."], level: Int[Array, ""]) -> Int[Array, "..."]:
-    """How many members nodes of this level stand for; those of level 0 are words."""
+    """Returns the number of members under each node of a level; nodes of level 0 are words."""
     return jnp.where(level == 0, lax.population_count(nodes), nodes).astype(jnp.int32)
 
 
 def _nth_bit(word: UInt[Array, " B"], rank: Int[Array, " B"]) -> Int[Array, " B"]:
-    """The place of the bit that is set as the ``rank``-th."""
+    """Returns the position of the ``rank``-th bit that is set."""
     place = jnp.zeros_like(rank)
     for half in (16, 8, 4, 2, 1):
         low = lax.population_count(word & jnp.uint32((1 << half) - 1)).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The classes of everything that knows which slots are live."""
+"""The abstract classes of occupancies, which know which slots are live."""
 
 import abc
 from typing import Self
@@ -11,7 +11,7 @@ from jaxbuf.occupancy.ages import Ages, Bound
 
 
 class Occupancy(abc.ABC):
-    """Knows which slots are live: what a sampler sees of a buffer. An immutable pytree.
+    """Knows which slots are live; all that a sampler sees of a buffer. An immutable pytree.
 
     Attributes:
         capacity: Number of slots.
@@ -22,47 +22,50 @@ class Occupancy(abc.ABC):
     @property
     @abc.abstractmethod
     def size(self) -> Int[Array, ""]:
-        """Live items."""
+        """The number of live items."""
 
     @abc.abstractmethod
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether there is an item at ``index``."""
+        """Returns whether there is an item at ``index``."""
 
     @abc.abstractmethod
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
-        """The generation of what is at ``index``."""
+        """Returns the generation of the item at ``index``."""
 
     @abc.abstractmethod
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
-        """A live slot for each random word, all equally likely; arbitrary if there is none."""
+        """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
 
     @abc.abstractmethod
     def clear(self) -> Self:
-        """No items; what was there stays stale. Shares no array with the original."""
+        """Returns an occupancy without items, which shares no array with the original.
+
+        Names of earlier items stay stale.
+        """
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Whether the items that these names mean are still there."""
+        """Returns whether the items with these names are still there."""
         return self.live(slots.index) & (self.generation(slots.index) == slots.generation)
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, scalars; none unless said otherwise."""
+        """Returns scalars to monitor; none by default."""
         return {}
 
     @property
     def keeps_order(self) -> bool:
-        """Whether it knows the order in which its items came, so that ``age_range`` works."""
+        """True if the order in which items came is known, so that ``age_range`` works."""
         return False
 
     def age_range(self, start: Bound, stop: Bound) -> Ages:
-        """The items ``start`` to ``stop - 1`` of each ring, counted like a slice of a list.
+        """Returns the items ``start`` to ``stop - 1`` of each ring, as a slice of a list would.
 
-        Only where ``keeps_order`` is True.
+        Only available if ``keeps_order`` is True.
         """
         raise NotImplementedError(f"{type(self).__name__} does not keep the order of its items")
 
 
 class ItemOccupancy(Occupancy):
-    """Also chooses where new items go: what an evictor creates.
+    """An occupancy that also chooses the slots of new items; an evictor creates it.
 
     Example:
         >>> import dataclasses, jax.numpy as jnp, jaxbuf
@@ -107,18 +110,18 @@ class ItemOccupancy(Occupancy):
     def place(
         self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
     ) -> tuple[Self, Int[Array, " B"]]:
-        """Choose slots for ``rows`` new items.
+        """Chooses slots for ``rows`` new items.
 
         Returns:
-            The new occupancy, and a slot for each row ``[B]``: the capacity for rows that are
-            masked out or do not stay. No slot is given twice.
+            The new occupancy, and a slot for each row ``[B]``, which is the capacity for a row that
+            is masked out or not kept. No slot is given twice.
         """
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Which rows could not stay even if they came alone, because of their score."""
+        """Returns which rows would be refused for their score even if they came alone."""
         return jnp.zeros(score.shape, bool)
 
     def demote(self, index: Int[Array, " B"]) -> Self:
-        """The items at ``index`` have retired, and should be the first to be overwritten."""
+        """Marks the items at ``index`` as retired: they should be overwritten first."""
         del index
         return self

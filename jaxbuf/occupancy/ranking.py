@@ -1,10 +1,10 @@
 """Slots that keep the items with the highest scores.
 
-A tree over the slots knows in each node the lowest of its items: the one with the smallest score,
-of equal ones the oldest. So the lowest ``B`` items are found level by level: they lie under those
-``B`` nodes of a level that are lowest themselves. New rows, best first, take the places of the
-lowest items, lowest first, for as long as they rank above them. An add costs a path of the tree for
-each row, whatever the capacity holds, and no slot is given to two rows.
+Each node of a tree over the slots holds the lowest of its items: the one with the smallest score,
+and among equal scores the oldest. The lowest ``B`` items are found level by level, since they are
+under the ``B`` lowest nodes of each level. New rows, best first, replace the lowest items, lowest
+first, for as long as they rank above them. An add costs one path of the tree for each row, whatever
+the capacity, and no slot is given to two rows.
 """
 
 import functools
@@ -25,22 +25,22 @@ from jaxbuf.occupancy.protocol import ItemOccupancy
 _SHIFT = 4
 # Children of a node.
 _FANOUT = 1 << _SHIFT
-# Ranks above every score: what a free slot holds, so that it is never the lowest.
+# Ranks above every score. Free slots hold it, so that they are never the lowest.
 _FREE = np.uint32(0xFFFFFFFF)
-# The rank of -inf, the least of all scores.
+# The rank of -inf, the smallest score.
 _LEAST = np.uint32(2**23 - 1)
 # Ranks below every score, -inf included.
 _DEMOTED = np.uint32(1)
 
 
 class Ranking(ItemOccupancy, struct.PyTreeNode):
-    """The ``capacity`` items with the highest scores; of equal ones, the newest.
+    """Keeps the ``capacity`` items with the highest scores, and among equal scores the newest.
 
     An item's generation is its number in the order of arrival. Numbers wrap at 2**32; ties are
     exact between items that arrived within 2**31 of each other.
 
     Attributes:
-        nodes: The rank of a score and the generation of the lowest item in each node, ``[P, 2]``
+        nodes: The lowest item in each node, as the rank of its score and its generation, ``[P, 2]``
             uint32: the leaves, then each level above them, padded to whole blocks of siblings.
         counters: Number of the next item, and size, ``[2]`` uint32.
         capacity: Number of slots.
@@ -52,8 +52,8 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
 
     @classmethod
     def create(cls, capacity: int) -> Self:
-        """``capacity`` free slots."""
-        # The numbers start at 1, so that no generation a caller makes up as zero is ever live.
+        """Returns a ranking of ``capacity`` free slots."""
+        # The numbers start at 1, so that no generation that a caller sets to zero is ever live.
         return cls(
             nodes=_empty(capacity),
             counters=jnp.asarray([1, 0], jnp.uint32),
@@ -62,24 +62,24 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
 
     @property
     def size(self) -> Int[Array, ""]:
-        """Live items."""
+        """The number of live items."""
         return self.counters[..., 1].astype(jnp.int32)
 
     @property
     def score(self) -> Float[Array, " N"]:
-        """The score in each slot, ``[capacity]``; −inf where there is none."""
+        """The score in each slot, ``[capacity]``; −inf for a slot without a score."""
         return _from_rank(jnp.where(self.scored, self._ranks, _LEAST))
 
     @property
     def scored(self) -> Bool[Array, " N"]:
-        """Which slots hold an item that has a score, ``[capacity]``: a demoted one has none."""
+        """A mask of the slots that hold a score, ``[capacity]``; demoted items have no score."""
         ranks = self._ranks
         return (ranks >= _LEAST) & (ranks != _FREE)
 
     def place(
         self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
     ) -> tuple[Self, Int[Array, " B"]]:
-        """Free slots first, then those of the lowest items, each for a row that ranks higher.
+        """Chooses free slots first, then those of the lowest items for rows that rank higher.
 
         Raises:
             ValueError: If there is no ``score``.
@@ -96,43 +96,43 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
         return self.replace(nodes=nodes, counters=counters), slot
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Which rows rank below everything here, with no slot free: they cannot stay."""
+        """Returns which rows rank below all items while no slot is free, and would be refused."""
         root = self.nodes[_starts(self.capacity)[-2], 0]
         return (self.size == self.capacity) & (to_rank(score) < root)
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether there is an item at ``index``."""
+        """Returns whether there is an item at ``index``."""
         # Slots are filled in order and never become free.
         return (index >= 0) & (index < self.size)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
-        """The number of the item at ``index``."""
+        """Returns the number of the item at ``index``."""
         return self.nodes.at[jnp.clip(index, 0, self.capacity - 1), 1].get()
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
-        """A live slot for each random word, all equally likely; arbitrary if there is none."""
+        """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
         return scale_word(words, self.counters[1]).astype(jnp.int32)
 
     def demote(self, index: Int[Array, " B"]) -> Self:
-        """The items at ``index`` rank below all others from now on, and go first."""
+        """Makes the items at ``index`` rank below all others, so that they are replaced first."""
         slot = jnp.where(self.live(index), index, self.capacity)
         item = jnp.stack([jnp.full(slot.shape, _DEMOTED), self.generation(index)], axis=-1)
         zero = _zero(self.counters)
         return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
 
     def recomputed(self) -> Self:
-        """The same, with every node above the leaves computed anew from its children."""
+        """Returns the ranking with all nodes above the leaves recomputed from their children."""
         slot, item = jnp.arange(self.capacity, dtype=jnp.int32), self.nodes[: self.capacity]
         zero = _zero(self.counters)
         return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
 
     def clear(self) -> Self:
-        """No items. The numbers go on, so that slots sampled before stay stale."""
+        """Returns an empty ranking. Numbers go on, so that slots sampled before stay stale."""
         counters = jnp.stack([self.counters[0], jnp.uint32(0)])
         return self.replace(nodes=_empty(self.capacity), counters=counters)
 
     def metrics(self) -> dict[str, Array]:
-        """Least, largest and mean score of the live items; 0 if there are none."""
+        """Returns the smallest, largest and mean score of the live items; 0 without items."""
         return score_metrics(self.score, self.scored)
 
     @property
@@ -141,13 +141,13 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
 
 
 def score_metrics(score: Float[Array, " N"], live: Bool[Array, " N"]) -> dict[str, Array]:
-    """``score_min``, ``score_max`` and ``score_mean`` of the live slots; 0 if there are none."""
+    """Returns ``score_min``, ``score_max`` and ``score_mean`` of live slots; 0 without any."""
     some = jnp.any(live)
     count = jnp.maximum(jnp.sum(live, dtype=jnp.int32), 1).astype(jnp.float32)
     nothing = jnp.float32(0)
     least = jnp.min(jnp.where(live, score, jnp.inf))
     largest = jnp.max(jnp.where(live, score, -jnp.inf))
-    # A sum of both infinities is no number; neither says anything about a mean.
+    # The mean leaves out infinite scores, since the sum of both infinities is NaN.
     mean = jnp.sum(jnp.where(live & jnp.isfinite(score), score, nothing) / count)
     low, high = least == -jnp.inf, largest == jnp.inf
     mean = jnp.where(low | high, jnp.where(low, least, largest), mean)
@@ -159,7 +159,10 @@ def score_metrics(score: Float[Array, " N"], live: Bool[Array, " N"]) -> dict[st
 
 
 def to_rank(score: jax.Array) -> jax.Array:
-    """Scores as unsigned numbers in the same order, from 2**23 - 1 for -inf; never ``_FREE``."""
+    """Returns scores as unsigned numbers in the same order; -inf becomes the least, 2**23 - 1.
+
+    The result is never ``_FREE``.
+    """
     bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
     negative = bits >> jnp.uint32(31) == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
@@ -174,7 +177,7 @@ def _from_rank(rank: jax.Array) -> jax.Array:
 
 @functools.cache
 def _starts(capacity: int) -> tuple[int, ...]:
-    """Where each level starts, from the leaves to the root, and last where the nodes end."""
+    """Returns the start of each level, from the leaves to the root, and the end of the nodes."""
     count, starts = capacity, [0]
     while True:
         starts.append(starts[-1] + -(-count // _FANOUT) * _FANOUT)
@@ -188,7 +191,7 @@ def _empty(capacity: int) -> UInt[Array, "P 2"]:
 
 
 def _least(blocks: UInt[Array, "B K 2"], zero: UInt[Array, ""]) -> UInt[Array, "B 2"]:
-    """The lowest item of each block: the smallest rank, and of equal ones the smallest age."""
+    """Returns the lowest item of each block: the smallest rank, and the oldest among equals."""
     rank, age = blocks[..., 0], blocks[..., 1] - zero
     least = jnp.min(rank, axis=1)
     age = jnp.min(jnp.where(rank == least[:, None], age, _FREE), axis=1)
@@ -196,7 +199,7 @@ def _least(blocks: UInt[Array, "B K 2"], zero: UInt[Array, ""]) -> UInt[Array, "
 
 
 def _zero(counters: UInt[Array, " 2"]) -> UInt[Array, ""]:
-    """The oldest possible number: seen from it all numbers rise, also where they wrap."""
+    """Returns the oldest possible number; relative to it all numbers rise, even if they wrap."""
     return counters[0] ^ jnp.uint32(1 << 31)
 
 
@@ -208,7 +211,7 @@ def _place(
     arrival: UInt[Array, " B"],
     capacity: int,
 ) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
-    """The nodes with these rows in them, and the slot of each; rows of rank 0 are not taken."""
+    """Returns the nodes with these rows added, and their slots; rows of rank 0 are refused."""
     natively = functools.partial(native.place, capacity=capacity)
     plainly = functools.partial(_place_plainly, capacity)
     return native.either(natively, plainly, nodes, counters, rank, arrival)
@@ -221,7 +224,7 @@ def _place_plainly(
     rank: UInt[Array, " B"],
     arrival: UInt[Array, " B"],
 ) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
-    # Best first; of equal ones the newest. Rows that are not taken have rank 0 and come last.
+    # Best first, and among equals the newest. Refused rows have rank 0 and come last.
     row = jnp.arange(rank.shape[0], dtype=jnp.int32)
     falling, order = lax.sort((~rank[::-1], row[::-1]), num_keys=1)
     rank, arrival = ~falling, arrival[order]
@@ -241,12 +244,12 @@ def _place_plainly(
 def _lowest(
     nodes: UInt[Array, "P 2"], count: int, zero: UInt[Array, ""], capacity: int
 ) -> tuple[Int[Array, " K"], UInt[Array, " K"], UInt[Array, " K"]]:
-    """The slots of the lowest ``count`` items, their ranks and ages, lowest first.
+    """Returns the slots, ranks and ages of the lowest ``count`` items, lowest first.
 
-    There are fewer where there are fewer leaves; free ones have the highest rank.
+    There are fewer if the tree has fewer leaves. Free slots have the highest rank.
     """
     starts = _starts(capacity)
-    # All nodes of a level that has few enough of them, and then the children of the lowest.
+    # Begin with all nodes of a level that has few, and go on with the children of the lowest.
     widths = [stop - start for start, stop in itertools.pairwise(starts)]
     level = next(i for i, width in enumerate(widths) if width <= _FANOUT * count)
     node = jnp.arange(widths[level], dtype=jnp.int32)
@@ -259,7 +262,7 @@ def _lowest(
         if level == 0:
             return node, rank, age
         level -= 1
-        # A node that pads its level has no children.
+        # Nodes that pad a level have no children.
         exists = jnp.repeat(rank != _FREE, _FANOUT)
         lane = jnp.arange(_FANOUT, dtype=jnp.int32)[None]
         node = (node[:, None] * _FANOUT + lane).reshape(-1)
@@ -272,11 +275,12 @@ def _write(
     zero: UInt[Array, ""],
     capacity: int,
 ) -> UInt[Array, "P 2"]:
-    """The nodes once items are in these slots; those of the capacity are dropped."""
+    """Returns the nodes with items written to these slots; slots past the end are dropped."""
     starts, rows = _starts(capacity), slot.shape[0]
     at = jnp.where(slot < capacity, slot, starts[-1])
     nodes = nodes.at[at].set(item, mode="drop")
-    # Below, the parents of what has changed; a dropped row stands for the last leaf.
+    # In lower levels, recompute the parents of changed nodes; a dropped row stands for the last
+    # leaf.
     node, level = jnp.minimum(slot, capacity - 1), 0
     lane = jnp.arange(_FANOUT, dtype=jnp.int32)[None]
     while starts[level + 2] - starts[level + 1] > max(rows, _FANOUT):
@@ -284,7 +288,7 @@ def _write(
         blocks = nodes[starts[level] + node[:, None] * _FANOUT + lane]
         level += 1
         nodes = nodes.at[starts[level] + node].set(_least(blocks, zero))
-    # Above, where there are no more nodes than rows, all of them.
+    # In higher levels, which have no more nodes than rows, recompute all of them.
     parts, values = [], nodes[starts[level] : starts[level + 1]]
     for start, stop in itertools.pairwise(starts[level + 1 :]):
         values = _least(values.reshape(-1, _FANOUT, 2), zero)

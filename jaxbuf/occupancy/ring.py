@@ -12,10 +12,10 @@ from jaxbuf.occupancy.protocol import ItemOccupancy
 
 
 class Ring(ItemOccupancy, struct.PyTreeNode):
-    """First in, first out: the next item goes where the oldest is.
+    """First in, first out: the next item replaces the oldest.
 
-    A slot's generation is the lap in which it was written, which follows from the write position
-    and the number of laps: nothing is stored per slot. All counters wrap safely.
+    A slot's generation is the lap in which it was written. It follows from the write position and
+    the number of laps, so that nothing is stored per slot. All counters wrap safely.
 
     Attributes:
         counters: Write position, lap and size, ``[3]`` uint32.
@@ -27,8 +27,8 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
 
     @classmethod
     def create(cls, capacity: int) -> Self:
-        """An empty ring of ``capacity`` slots."""
-        # The laps start at 1, so that no generation a caller makes up as zero is ever live.
+        """Returns an empty ring of ``capacity`` slots."""
+        # The laps start at 1, so that no generation that a caller sets to zero is ever live.
         return cls(counters=jnp.asarray([0, 1, 0], jnp.uint32), capacity=capacity)
 
     @property
@@ -38,13 +38,13 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
 
     @property
     def size(self) -> Int[Array, ""]:
-        """Live items."""
+        """The number of live items."""
         return self.counters[..., 2].astype(jnp.int32)
 
     def place(
         self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
     ) -> tuple[Self, Int[Array, " B"]]:
-        """Consecutive slots for the rows in order; of more rows than slots, the last ones stay."""
+        """Chooses consecutive slots; if there are more rows than slots, the last ones are kept."""
         del score
         position, lap, size = self.counters[0], self.counters[1], self.counters[2]
         capacity = jnp.uint32(self.capacity)
@@ -64,35 +64,35 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
         return self.replace(counters=counters), index
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether there is an item at ``index``."""
+        """Returns whether there is an item at ``index``."""
         behind = (self.position - 1 - index) % self.capacity
         return (index >= 0) & (index < self.capacity) & (behind < self.size)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
-        """The lap in which ``index`` was written."""
+        """Returns the lap in which ``index`` was written."""
         lap = self.counters[..., 1]
         return jnp.where(index < self.position, lap, lap - jnp.uint32(1))
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
-        """A live slot for each random word, all equally likely; arbitrary if there is none."""
-        # Until the ring is full its items are the first ones, afterwards they are all of them.
+        """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
+        # Until the ring is full its items are in the first slots; afterwards they are in all slots.
         return scale_word(words, self.counters[2]).astype(jnp.int32)
 
     def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
-        """The slot of the earliest item, and how many items follow from there."""
+        """Returns the slot of the earliest item, and the number of items."""
         return ((self.position - self.size) % self.capacity)[None], self.size[None]
 
     @property
     def keeps_order(self) -> bool:
-        """Yes: the order of items is that of their places."""
+        """True: items are in the order of their places."""
         return True
 
     def age_range(self, start: Bound, stop: Bound) -> AgeRange:
-        """The items ``start`` to ``stop - 1``, counted like a slice of a list."""
+        """Returns the items ``start`` to ``stop - 1``, as a slice of a list would."""
         return AgeRange.of(*self.span(), self.capacity, start, stop)
 
     def clear(self) -> Self:
-        """No items. Two laps on, no generation that was ever handed out is met again."""
+        """Returns an empty ring, two laps ahead so that no earlier generation is used again."""
         lap = self.counters[1] + jnp.uint32(2)
         zero = jnp.uint32(0)
         return self.replace(counters=jnp.stack([zero, lap, zero]))

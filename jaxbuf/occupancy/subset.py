@@ -1,4 +1,4 @@
-"""A set of slots out of which any may be taken, wherever they lie."""
+"""A subset of the live slots, from which any slot may be removed."""
 
 import dataclasses
 from typing import Any, Self
@@ -18,21 +18,21 @@ from jaxbuf.occupancy.protocol import ItemOccupancy
 class Subset(ItemOccupancy, struct.PyTreeNode):
     """Some of the live slots of another occupancy: its *members*.
 
-    To a sampler it is an occupancy like any other (see ``Occupancy``): ``size`` counts
-    members, ``draw`` gives each of them with the same probability, ``live`` is False for the rest.
-    Names of slots stay those of the inner occupancy, so an update of a slot that has been excluded
-    is dropped like that of one that has been overwritten. Counting is a path of a tree for each
-    slot that changes; nothing ever goes over all slots.
+    To a sampler it is an occupancy like any other (see ``Occupancy``): ``size`` counts members,
+    ``draw`` returns each member with the same probability, and ``live`` is False for other slots.
+    Names of slots are those of the inner occupancy, so an update of an excluded slot is dropped
+    like that of an overwritten one. A change of a slot costs one path of a tree; no operation
+    passes over all slots.
 
-    Whoever owns it keeps two things true. A slot that the inner occupancy gives up is excluded in
-    the same step: a ring of items overwrites a slot at once, so ``place`` sees to it; where slots
-    can be empty in between, as those of windows, ``replace(inner=...)`` comes with an ``exclude``.
-    And a sampler with masses of its own has to be told as well, for it draws by them: give excluded
-    slots no mass (``Sampler.remove``).
+    The owner of a subset has two duties. A slot that the inner occupancy gives up must be excluded
+    in the same step. ``place`` does so for a ring of items, which fills a slot again at once; for
+    slots that can be empty in between, such as those of windows, ``replace(inner=...)`` must come
+    with an ``exclude``. And a sampler that draws by masses of its own must be told as well: give
+    excluded slots no mass (``Sampler.remove``).
 
     Attributes:
-        inner: The occupancy that knows where items lie, and their generations.
-        members: Their slots.
+        inner: The occupancy that knows the places and generations of items.
+        members: The slots of the members.
 
     Example:
         >>> import jax.numpy as jnp
@@ -51,11 +51,11 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
 
     @classmethod
     def create(cls, inner: Any, slots: int) -> Self:
-        """Nothing of an occupancy that is empty.
+        """Returns a subset without members of an empty occupancy.
 
         Args:
             inner: An occupancy, or ``Rings``.
-            slots: How many slots it has.
+            slots: Number of its slots.
         """
         return cls(inner=inner, members=Bitset.create(slots))
 
@@ -65,50 +65,50 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         return self.members.size
 
     def mark(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
-        """Say of slots whether they are members.
+        """Adds slots to the members or removes them.
 
         Args:
-            index: Which slots; those out of range are ignored, and the last of equal ones counts.
-            member: What they are from now on. Only live slots of the inner occupancy may be
-                members.
+            index: Slots; those out of range are ignored, and the last of equal ones counts.
+            member: True to add the slot, which must be live in the inner occupancy; False to
+                remove it.
         """
         return self.replace(members=self.members.set(index, member))
 
     def include(self, index: Int[Array, " B"]) -> Self:
-        """The same, with the slots at ``index``."""
+        """Returns the subset with the slots at ``index`` added."""
         return self.mark(index, jnp.ones(index.shape, bool))
 
     def exclude(self, index: Int[Array, " B"]) -> Self:
-        """The same, without the slots at ``index``."""
+        """Returns the subset with the slots at ``index`` removed."""
         return self.mark(index, jnp.zeros(index.shape, bool))
 
     def place(
         self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
     ) -> tuple[Self, Int[Array, " B"]]:
-        """Slots of the inner occupancy for new items, which become members."""
+        """Chooses slots of the inner occupancy for new items, which become members."""
         inner, index = self.inner.place(rows, mask, score)
         return self.replace(inner=inner).include(index), index
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Which rows the inner occupancy would not keep."""
+        """Returns which rows the inner occupancy would refuse."""
         return self.inner.refuses(score)
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether there is a member at ``index``."""
+        """Returns whether there is a member at ``index``."""
         return self.members.get(index)
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Whether the items that these names mean are still there, as members."""
+        """Returns whether the items with these names are still there, as members."""
         return self.inner.holds(slots) & self.members.get(slots.index)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
-        """The generation of what is at ``index``, member or not."""
+        """Returns the generation of the item at ``index``, member or not."""
         return self.inner.generation(index)
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
-        """A member for each random word, all equally likely; arbitrary if there is none.
+        """Returns a uniformly drawn member for each random word; arbitrary without members.
 
-        It is the ``k``-th member for the number ``k`` that the word scales to.
+        A word that scales to the integer ``k`` draws the ``k``-th member.
         """
         rank = scale_word(words, self.size.astype(jnp.uint32))
         return self.at(rank.astype(jnp.int32))
@@ -120,13 +120,13 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
 
     @property
     def keeps_order(self) -> bool:
-        """Whether the inner occupancy does."""
+        """True if the inner occupancy keeps the order of its items."""
         return self.inner.keeps_order
 
     def age_range(self, start: Bound, stop: Bound) -> "MemberAges":
-        """The members ``start`` to ``stop - 1`` of each ring of the inner occupancy, by age.
+        """Returns the members ``start`` to ``stop - 1`` of each ring of the inner occupancy.
 
-        Counted like a slice of a list of them.
+        They are counted by age, as in a slice of a list.
         """
         first, _ = self.inner.span()
         rings, slots = first.shape[0], self.members.capacity
@@ -147,32 +147,35 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         )
 
     def before(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
-        """How many members have a smaller slot than ``index``."""
+        """Returns the number of members with a smaller slot than ``index``."""
         return self.members.before(index)
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The members of these ranks in the order of their slots."""
+        """Returns members by their rank in the order of slots."""
         return self.members.at(rank)
 
     def clear(self) -> Self:
-        """Nothing of the cleared inner occupancy. Shares no array with the original."""
+        """Returns a subset without members of the cleared inner occupancy.
+
+        It shares no array with the original.
+        """
         return self.replace(inner=self.inner.clear(), members=self.members.clear())
 
     def metrics(self) -> dict[str, Array]:
-        """Those of the inner occupancy."""
+        """Returns the metrics of the inner occupancy."""
         return self.inner.metrics()
 
 
 @dataclasses.dataclass(frozen=True)
 class MemberAges:
-    """Members of every ring whose age lies in a range: ``Ages`` where there are holes.
+    """The members of each ring whose age is in a range: ``Ages`` of items with gaps in between.
 
     Attributes:
-        subset: Whose members.
-        edge: How many members lie in the rings before, ``[E]``.
-        size: How many lie in each ring, ``[E]``.
-        first: How many of those lie before the earliest in the range, in the order of slots.
-        count: How many are in the range, ``[E]``.
+        subset: The subset.
+        edge: Number of members in the rings before each ring, ``[E]``.
+        size: Number of members in each ring, ``[E]``.
+        first: Number of these before the earliest in the range, in the order of slots, ``[E]``.
+        count: Number of members in the range, ``[E]``.
     """
 
     subset: Subset
@@ -183,23 +186,23 @@ class MemberAges:
 
     @property
     def most(self) -> int:
-        """How many there can be in each ring."""
+        """Returns the most items that there can be in each ring."""
         return self.subset.capacity // self.count.shape[0]
 
     @property
     def total(self) -> Int[Array, ""]:
-        """How many items there are."""
+        """Returns the number of items."""
         return jnp.sum(self.count, dtype=jnp.int32)
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The slots of the items with these ranks; arbitrary for ranks from ``total`` on."""
+        """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         env, before = ring_of(self.count, rank)
         ring = jnp.stack([self.first - before, self.edge, jnp.maximum(self.size, 1)], axis=-1)
         shift, edge, size = (column[:, 0] for column in jnp.split(_rows(ring, env), 3, axis=1))
         return self.subset.at(edge + (rank + shift) % size)
 
     def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether the items at these slots are among them."""
+        """Returns whether the items at these slots are in the range."""
         ring = jnp.stack([self.first + self.edge, self.count, jnp.maximum(self.size, 1)], axis=-1)
         first, count, size = (
             column[:, 0] for column in jnp.split(_rows(ring, index // self.most), 3, axis=1)

@@ -1,4 +1,4 @@
-"""What a training step does with the memory of a buffer, and whether it can be interrupted."""
+"""Checks that a training step updates a buffer in place, and that a run can be interrupted."""
 
 import os
 import tempfile
@@ -22,24 +22,24 @@ def assert_no_copy(
     static_argnums: int | Sequence[int] = (),
     smallest: int = 1024,
 ) -> None:
-    """Check that a step, compiled and given the buffer to keep, updates it in place.
+    """Checks that a compiled step, to which the buffer is donated, updates it in place.
 
-    Nothing runs. A step that is to be repeated by ``jax.lax.scan`` is best checked as it is
-    repeated, for XLA treats loops in another way:
+    The step is compiled but not run. Check a step that ``jax.lax.scan`` repeats within the loop,
+    since XLA treats loops differently:
     ``assert_no_copy(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)``.
 
     Args:
-        step: The step; its first argument is donated. One that ``jax.jit`` returned keeps its own
-            donated and static arguments.
-        buffer: A buffer, or a training state with buffers in it: arrays, or shapes as
-            ``jax.eval_shape`` makes them.
-        *args: What else the step is called with.
-        static_argnums: Which arguments are static, as in ``jax.jit``.
-        smallest: Leaves of fewer bytes may be copied: counters are all the time.
+        step: The step; its first argument is donated. A function that ``jax.jit`` returned keeps
+            its own donated and static arguments.
+        buffer: A buffer, or a training state with buffers in it, as arrays or as the shapes that
+            ``jax.eval_shape`` returns.
+        *args: Other arguments of the step.
+        static_argnums: Positions of static arguments, as in ``jax.jit``.
+        smallest: Leaves of fewer bytes may be copied; small counters always are.
 
     Raises:
-        AssertionError: It names the leaves that are copied, how often, and what helps.
-        ValueError: If no leaf is as large as ``smallest``, so that nothing would be checked.
+        AssertionError: If a leaf is copied. The message names it, says how often, and what helps.
+        ValueError: If no leaf has at least ``smallest`` bytes, so that nothing would be checked.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf, jaxbuf.testing
@@ -64,7 +64,7 @@ def assert_no_copy(
     problems = {leaf.name: _says(leaf) for leaf in large if leaf.fate == "copied"}
     found = copies(program, smallest)
     for copy in sorted(found, key=lambda copy: -copy.nbytes):
-        # The program does not tell whose contents it copies, but how much.
+        # The program tells the size of a copy, but not the leaf.
         alike = [leaf for leaf in large if leaf.nbytes == copy.nbytes]
         alike = [leaf for leaf in alike if leaf.shape == copy.shape] or alike
         often = " in each step of a loop" if copy.in_loop else ""
@@ -87,24 +87,24 @@ def assert_resumes(
     steps: int = 4,
     path: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Check that a run that was saved and loaded half way ends as one that was not.
+    """Checks that a run that is saved and loaded half way ends like an uninterrupted one.
 
-    ``step`` is called ``steps`` times, each time with what it returned last. Then again, but half
-    way its state goes through ``jaxbuf.save`` and ``jaxbuf.load`` into one that is as it was at the
-    start. Everything must come out the same, bit for bit.
+    ``step`` is called ``steps`` times, each time with the state that it returned last. Then the run
+    is repeated, but half way its state is saved by ``jaxbuf.save`` and loaded by ``jaxbuf.load``
+    into a state as it was at the start. All results must be the same, bit for bit.
 
     Args:
-        step: The step: of a state and ``args`` the next state, or a tuple of that and whatever
-            else it returns. It may donate the state.
-        buffer: A buffer, or all that makes up a run: a pytree with the buffer, parameters, the
-            state of an optimizer and a PRNG key. What the step keeps elsewhere is not saved.
-        *args: What else each step is called with.
-        steps: How many steps a run has, at least 2.
-        path: A folder for the checkpoint; one that is deleted afterwards if there is none.
+        step: The step. It takes a state and ``args``, and returns the next state or a tuple of that
+            and other results. It may donate the state.
+        buffer: A buffer, or the whole state of a run: a pytree with the buffer, parameters, the
+            state of an optimizer and a PRNG key. State that the step keeps elsewhere is not saved.
+        *args: Other arguments of each step.
+        steps: Number of steps in a run, at least 2.
+        path: A folder for the checkpoint; None for one that is deleted afterwards.
 
     Raises:
-        AssertionError: If the state cannot be saved or loaded, or the two runs differ. It names the
-            leaves in which they do.
+        AssertionError: If the state cannot be saved or loaded, or the two runs differ. The message
+            names the leaves that differ.
         ValueError: If ``steps`` is less than 2, or ``buffer`` is traced or was donated.
 
     Example:
@@ -149,12 +149,12 @@ def assert_resumes(
 
 
 def _copy(state: Any) -> Any:
-    """The same in memory of its own, which may be donated."""
+    """Returns a copy, which may be donated."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array | np.ndarray) else x, state)
 
 
 def _split(result: Any, state: Any) -> tuple[Any, Any]:
-    """What a step returned: the next state, and what else there is."""
+    """Splits the result of a step into the next state and its other results."""
     if isinstance(result, tuple) and jax.tree.structure(result) != jax.tree.structure(state):
         after: tuple[Any, ...] = result
         return after[0], after[1:]

@@ -1,9 +1,9 @@
-"""Kernels in C++ for the CPU, behind one door: ``either``.
+"""C++ kernels for the CPU, which are used through one function: ``either``.
 
-XLA:CPU makes many small kernels of a tree or a gather, and launching them takes longer than their
-work. ``kernels.cc`` does each in one call. It is compiled when the package is installed; where that
-was not possible, and on every other backend, the definition in JAX runs, with the same results bit
-for bit. ``JAXBUF_NATIVE=0`` turns the kernels off.
+XLA:CPU compiles a tree or a gather to many small kernels that take longer to launch than to run.
+``kernels.cc`` does each operation in one call. It is compiled when the package is installed. If
+that was not possible, and on every other backend, the definition in JAX runs, with bitwise equal
+results. ``JAXBUF_NATIVE=0`` turns the kernels off.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from jaxbuf.core.varying import vary_with
 
 @functools.cache
 def native_available() -> bool:
-    """Whether the C++ kernels were built when jaxbuf was installed, and load here.
+    """Returns whether the C++ kernels were built when jaxbuf was installed, and can be loaded.
 
-    They are then used on the CPU, unless the environment says ``JAXBUF_NATIVE=0``.
+    If so they are used on the CPU, unless the environment has ``JAXBUF_NATIVE=0``.
 
     Example:
         >>> import jaxbuf
         >>> jaxbuf.native_available() in (True, False)
         True
     """
-    # An editable install has the library in another folder than the source.
+    # In an editable install the library and the source are in different folders.
     built = (Path(folder) / "libjaxbuf.so" for folder in __path__)
     path = next(filter(Path.exists, built), None)
     if path is None:
@@ -48,17 +48,17 @@ def native_available() -> bool:
     return True
 
 
-# Part of what jit looks a program up by: what was compiled without the kernels is not used with.
+# Part of the key of jit's cache: a program compiled without the kernels is not reused with them.
 _in_use: Any = jax.make_user_context(os.environ.get("JAXBUF_NATIVE", "1") != "0")
 
 
 def using_native(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Whether the kernels are used by what is traced in this ``with`` block, if they are there."""
+    """Sets whether programs traced in this ``with`` block use the kernels, if available."""
     return _in_use(enabled)
 
 
 def either(natively: Callable[..., Any], plainly: Callable[..., Any], *arrays: Array) -> Any:
-    """``natively(*arrays)`` on a CPU with the kernels, and ``plainly(*arrays)`` everywhere else."""
+    """Returns ``natively(*arrays)`` on a CPU with the kernels, and else ``plainly(*arrays)``."""
     arrays = vary_with(arrays, arrays)
     if not (_in_use.value and native_available()):
         return plainly(*arrays)
@@ -66,7 +66,7 @@ def either(natively: Callable[..., Any], plainly: Callable[..., Any], *arrays: A
 
 
 def _call(name: str, out: Any, like: Array, batched: str, **options: Any) -> Callable[..., Any]:
-    """A kernel as a function of arrays, whose results vary over a mesh as ``like`` does."""
+    """Returns a kernel as a function of arrays; its results vary over a mesh as ``like`` does."""
     known = jax.typeof(like)
 
     def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -89,10 +89,10 @@ def set_leaves(
     ops: Sequence[int],
     capacity: int,
 ) -> tuple[Int[Array, " P"], Int[Array, " K"]]:
-    """Set leaves of a ``SegmentTree``; the operations as their places among ``OPS``.
+    """Sets leaves of a ``SegmentTree``; ``ops`` are positions in ``OPS``.
 
     Returns:
-        The nodes, in place where XLA allows it, and the roots.
+        The nodes, updated in place where XLA allows it, and the roots.
     """
     out = (nodes, jax.ShapeDtypeStruct((len(ops) + 1,), jnp.int32))
     call = _call("set_leaves", out, nodes, "broadcast_all", input_output_aliases={0: 0})
@@ -109,7 +109,7 @@ def find(
     ops: int,
     capacity: int,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Find prefixes in a ``SegmentTree`` of so many operations, the sum being the ``row``-th."""
+    """Finds prefixes in a ``SegmentTree`` with ``ops`` operations, of which ``row`` is the sum."""
     out = (jax.ShapeDtypeStruct(prefix.shape, jnp.int32), prefix)
     call = _call("find", out, nodes, "expand_dims")
     numbers = {"row": row, "ops": ops, "capacity": capacity}
@@ -119,7 +119,7 @@ def find(
 def read(
     nodes: Int[Array, " P"], index: Int[Array, " B"], *, capacity: int
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Read leaves of a ``SegmentTree``; returns the index and the bits that are there."""
+    """Reads leaves of a ``SegmentTree``; returns the index and the bits of the leaves."""
     call = _call("read", (index, index), nodes, "expand_dims")
     return call(nodes, index, capacity=np.int64(capacity))
 
@@ -132,10 +132,10 @@ def place(
     *,
     capacity: int,
 ) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
-    """Put rows into the nodes of a ``Ranking``; those of rank 0 are not taken.
+    """Puts rows into the nodes of a ``Ranking``; rows of rank 0 are refused.
 
     Returns:
-        The nodes, in place where XLA allows it, and the slot of each row.
+        The nodes, updated in place where XLA allows it, and the slot of each row.
     """
     out = (nodes, jax.ShapeDtypeStruct(rank.shape, jnp.int32))
     call = _call("place", out, nodes, "broadcast_all", input_output_aliases={0: 0})
@@ -150,10 +150,10 @@ def mark(
     starts: Sequence[int],
     capacity: int,
 ) -> UInt[Array, " P"]:
-    """Say of numbers whether they are members of a ``Bitset``, whose levels have these starts.
+    """Adds numbers to a ``Bitset`` or removes them; ``starts`` are the starts of its levels.
 
     Returns:
-        The nodes, in place where XLA allows it.
+        The nodes, updated in place where XLA allows it.
     """
     call = _call("mark", nodes, nodes, "broadcast_all", input_output_aliases={0: 0})
     options = {"starts": np.asarray(starts, np.int64), "capacity": np.int64(capacity)}
@@ -163,13 +163,13 @@ def mark(
 def take(
     leaves: Sequence[Array], start: Int[Array, " B"], length: int | None = None
 ) -> Sequence[Array]:
-    """Slots, or runs of slots modulo the length of the ring they lie in.
+    """Reads slots, or runs of slots modulo the length of the ring that they are in.
 
     Args:
-        leaves: ``[N, *shape]``, or for runs ``[E, L, *shape]``, which are rings of ``L`` slots; of
-            NumPy's own dtypes.
-        start: Which slots, ``[B]``, counted over all rings; clipped to those that there are.
-        length: Slots of a run; None for single ones.
+        leaves: Arrays ``[N, *shape]``, or for runs ``[E, L, *shape]``, which are rings of ``L``
+            slots; their dtypes must be NumPy's own.
+        start: Slots, ``[B]``, counted over all rings; clipped to the range.
+        length: Number of slots in a run; None for single slots.
 
     Returns:
         Leaves ``[B, *shape]``, or ``[B, length, *shape]``.

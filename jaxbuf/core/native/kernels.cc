@@ -1,7 +1,7 @@
-// Trees and gathers as XLA custom calls for the CPU; __init__.py tells when they are used.
+// Trees and gathers as XLA custom calls for the CPU. __init__.py says when they are used.
 //
-// A tree here is what segment_tree.py builds, and every sum, comparison and residual is computed in
-// the same order as there: the results agree bit for bit.
+// The trees are those of segment_tree.py, and every sum, comparison and residual is computed in the
+// same order as there, so that the results are bitwise equal.
 
 #include <algorithm>
 #include <atomic>
@@ -27,24 +27,24 @@ using Numbers = ffi::Span<const int64_t>;
 constexpr int kShift = 4;
 constexpr int kFanout = 1 << kShift;
 
-// With less to do, telling another thread takes longer than doing it.
+// Below this amount of work, handing it to another thread takes longer than doing it.
 constexpr int64_t kManyRows = 1024;
 constexpr int64_t kManyBytes = 1 << 18;
-// More parts than threads, so that all end together.
+// More parts than threads, so that all threads end at about the same time.
 constexpr int64_t kManyParts = 16;
 
-// How many rows or nodes ahead to fetch what is needed from memory.
+// The number of rows or nodes by which to prefetch from memory.
 constexpr int64_t kAhead = 16;
 
-// Runs work(0), ..., work(tasks - 1) on the threads of the pool and on this one, and waits for all.
-// This thread takes whatever no other has begun: a pool that is busy delays nothing.
+// Runs work(0), ..., work(tasks - 1) on the pool's threads and on this one, and waits for them.
+// This thread runs all tasks that no other thread has begun, so a busy pool causes no delay.
 template <typename Work>
 void ForEach(ffi::ThreadPool& pool, int64_t tasks, const Work& work) {
   struct Progress {
     std::atomic<int64_t> next{0}, done{0};
   };
   auto progress = std::make_shared<Progress>();
-  // One that begins late finds no task left, and does not touch `work`, which is gone by then.
+  // A thread that begins late finds no task left and does not touch `work`, which is gone by then.
   auto run = [progress, tasks, &work] {
     for (int64_t task; (task = progress->next++) < tasks; ++progress->done) work(task);
   };
@@ -54,8 +54,8 @@ void ForEach(ffi::ThreadPool& pool, int64_t tasks, const Work& work) {
   while (progress->done < tasks) std::this_thread::yield();
 }
 
-// Where the part of an operand begins that the t-th of all lanes under vmap works with, counted in
-// such parts. An operand that is the same for all lanes of an axis has the length 1 there.
+// Returns which part of an operand the t-th lane under vmap works on. An operand that is the same
+// for all lanes of an axis has length 1 along it.
 int64_t PartOf(int64_t t, ffi::Span<const int64_t> own, ffi::Span<const int64_t> all,
                size_t axes) {
   int64_t part = 0, stride = 1;
@@ -90,7 +90,7 @@ std::vector<Level> Levels(int64_t capacity, int64_t ops) {
   return levels;
 }
 
-// In the order of OPS in segment_tree.py; what follows the operations of a tree is its count.
+// In the order of OPS in segment_tree.py. The count comes after the operations of a tree.
 enum Op : int64_t { kSum, kMin, kMax, kMinPositive, kCount };
 
 inline int32_t AsBits(float value) {
@@ -101,10 +101,10 @@ inline int32_t AsBits(float value) {
 
 constexpr int32_t kInfinity = 0x7F800000;
 
-// As integers, with the lower bits of negative ones flipped, floats keep their order.
+// The bits of floats, with the lower bits of negative ones flipped, have their order as integers.
 inline int32_t Ordered(int32_t bits) { return bits < 0 ? bits ^ 0x7FFFFFFF : bits; }
 
-// A float that lies in an array of bits.
+// Reads a float from an array of bits.
 using Mass __attribute__((may_alias)) = float;
 
 inline float Sum4(const Mass* c) { return ((c[0] + c[1]) + c[2]) + c[3]; }
@@ -113,7 +113,7 @@ inline float Sum(const Mass* c) {
   return ((Sum4(c) + Sum4(c + 4)) + Sum4(c + 8)) + Sum4(c + 12);
 }
 
-// Whether a leaf counts.
+// Returns whether a leaf counts.
 inline bool IsMass(int32_t bits) { return (bits > 0) & (bits < kInfinity); }
 
 inline int32_t Combine(int64_t op, const int32_t* children, bool leaves) {
@@ -140,8 +140,8 @@ inline int32_t Combine(int64_t op, const int32_t* children, bool leaves) {
   return Ordered(most);
 }
 
-// Recomputes the nodes above changed leaves, level by level, as far as they change: a sum changes
-// with each of its leaves, an extreme seldom.
+// Recomputes the nodes above changed leaves, level by level, and stops where nothing changes: a sum
+// changes with each of its leaves, an extreme rarely does.
 //
 // `nodes` holds the parents of the leaves, each with one bit for every row of it that may change.
 void Refresh(int32_t* tree, const std::vector<Level>& levels, const std::vector<int64_t>& rows,
@@ -183,7 +183,7 @@ void Refresh(int32_t* tree, const std::vector<Level>& levels, const std::vector<
   }
 }
 
-// All in one thread: two of them wait for each other longer than one takes.
+// All work is done in one thread, since two would wait for each other longer than one takes.
 ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
                      ffi::Result<Ints> roots, Numbers ops, int64_t capacity) {
   const size_t axes = nodes.dimensions().size() - 1;
@@ -208,7 +208,7 @@ ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
     for (int64_t i = 0; i < count; ++i) {
       if (!legal(i)) continue;
       const int32_t parent = at[i] >> kShift;
-      // A sum changes with each of its leaves, a count seldom.
+      // A sum changes with each of its leaves, a count rarely does.
       const bool counts = IsMass(tree[at[i]]) != IsMass(to[i]);
       tree[at[i]] = to[i];
       const uint32_t may_change = counts ? every : every >> 1;
@@ -228,20 +228,20 @@ ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
   return ffi::Error::Success();
 }
 
-// As XLA's minimum and maximum: of a NaN and a number they are NaN.
+// Like XLA's minimum and maximum, which return NaN if either operand is NaN.
 inline float Min(float a, float b) { return (a < b) | (a != a) ? a : b; }
 inline float Max(float a, float b) { return (a > b) | (a != a) ? a : b; }
 
-// The child that holds `r`, which becomes the residual within it. Without a branch, which nobody
-// could predict.
+// Returns the child that holds `r`, and sets `r` to the residual within it. There is no branch,
+// since it would be unpredictable.
 //
-// It may be a child that is not there: the last one is chosen of a node without mass, and any of a
-// node whose mass is not the sum of its children's.
+// The child may not exist: for a node without mass it is the last one, and for a node whose mass is
+// not the sum of its children's it may be any.
 inline int32_t Choose(const Mass* masses, float& r) {
   float sums[4];
   for (int i = 0; i < 4; ++i) sums[i] = Sum4(masses + 4 * i);
   const float second = sums[0] + sums[1], third = second + sums[2];
-  // A rounded residual may equal the node's whole mass; the last float below keeps it inside.
+  // A rounded residual may equal the node's mass; it is limited to the largest float below it.
   r = Min(r, (third + sums[3]) * (1.0f - 0x1p-24f));
   const float before[4] = {0.0f, sums[0], second, third};
   const int group = (r >= before[1]) + (r >= before[2]) + (r >= before[3]);
@@ -250,7 +250,7 @@ inline int32_t Choose(const Mass* masses, float& r) {
   const float pair = inside[0] + inside[1];
   const float bounds[4] = {0.0f, base + inside[0], base + pair, base + (pair + inside[2])};
   const int child = (r >= bounds[1]) + (r >= bounds[2]) + (r >= bounds[3]);
-  // Of masses that are zero, a bound may lie below the base by a rounding.
+  // If masses are zero, a bound may be smaller than the base by a rounding error.
   r -= Max(bounds[child], base);
   return 4 * group + child;
 }
@@ -264,7 +264,7 @@ ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
   if (lanes * rows == 0) return ffi::Error::Success();
   const std::vector<Level> levels = Levels(capacity, ops);
   const size_t depth = levels.size(), middle = refined ? (depth + 1) / 2 : depth;
-  // So many descend side by side, and fetch their next nodes ahead.
+  // This many rows descend side by side and prefetch their next nodes.
   constexpr int64_t kAbreast = 32;
   const auto descend = [&](int64_t t, int64_t begin) {
     const auto part = [&](const auto& array) { return PartOf(t, array.dimensions(), all, axes); };
@@ -333,9 +333,8 @@ ffi::Error Read(Ints nodes, Ints index, ffi::Result<Ints> same, ffi::Result<Ints
 
 // Ranking
 
-// Puts rows into the tree of ranking.py, best first, each where the lowest item is while that ranks
-// below it: an item placed before ranks above all rows that are left, and is never the lowest of
-// those they are compared with.
+// Puts rows into the tree of ranking.py, best first. Each row replaces the lowest item if that ranks
+// below it. Items placed earlier rank above all remaining rows, so that they are not replaced.
 ffi::Error Place(Words nodes, Words counters, Words rank, Words arrival, ffi::Result<Words> out,
                  ffi::Result<Ints> slot, int64_t capacity) {
   const size_t axes = slot->dimensions().size() - 1;
@@ -358,7 +357,7 @@ ffi::Error Place(Words nodes, Words counters, Words rank, Words arrival, ffi::Re
     const uint32_t *ranks = rank.typed_data() + t * rows, *arrivals = arrival.typed_data() + t * rows;
     int32_t* to = slot->typed_data() + t * rows;
     const uint32_t next = counters.typed_data()[2 * t], live = counters.typed_data()[2 * t + 1];
-    // Seen from the oldest possible number all numbers rise, also where they wrap.
+    // Relative to the oldest possible number all numbers rise, even where they wrap.
     const uint32_t zero = next ^ (1u << 31);
     const auto key = [&](uint32_t rank, uint32_t number) {
       return uint64_t{rank} << 32 | (number - zero);
@@ -368,7 +367,7 @@ ffi::Error Place(Words nodes, Words counters, Words rank, Words arrival, ffi::Re
       tree[2 * node] = static_cast<uint32_t>(item >> 32);
       tree[2 * node + 1] = static_cast<uint32_t>(item) + zero;
     };
-    // The lowest of a block of siblings, the first of which is given.
+    // Returns the lowest of a block of siblings, given the first of them.
     const auto lowest = [&](int64_t first) {
       std::pair<uint64_t, int64_t> least{read(first), first};
       for (int64_t i = 1; i < kFanout; ++i) {
@@ -408,8 +407,8 @@ ffi::Error Place(Words nodes, Words counters, Words rank, Words arrival, ffi::Re
 
 // Sets
 
-// Says of numbers whether they are members of a set as in bitset.py: one bit each in the words of
-// the lowest level, and one more or less in the counts above it. The last row for a number counts.
+// Adds numbers to a set of bitset.py or removes them: changes a bit in a word of the lowest level
+// and the counts above it by one. If a number has several rows, the last one counts.
 ffi::Error Mark(Words nodes, Ints index, ffi::Buffer<ffi::PRED> member, ffi::Result<Words> out,
                 Numbers starts, int64_t capacity) {
   constexpr int kBits = 5;
@@ -441,10 +440,10 @@ ffi::Error Mark(Words nodes, Ints index, ffi::Buffer<ffi::PRED> member, ffi::Res
 
 // Storage
 
-// Copies runs of `length` slots of several arrays at once, each from slot `start` of a ring on.
+// Copies runs of `length` slots of several arrays at once, each beginning at slot `start` of a ring.
 //
-// An array holds `rings` rings of `slots` slots, one behind the other, and `start` counts the slots
-// of all of them. A slot of the k-th array has `widths[k]` bytes.
+// An array holds `rings` rings of `slots` slots, one after the other, and `start` counts the slots
+// of all rings. A slot of the k-th array has `widths[k]` bytes.
 ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
                 ffi::RemainingRets outs, int64_t rings, int64_t slots, int64_t length,
                 Numbers widths) {
@@ -459,7 +458,7 @@ ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
     lanes = Product((*out)->dimensions(), axes);
     width += widths[k];
   }
-  // Rows `begin` to `end` of one array in the t-th lane.
+  // Copies rows `begin` to `end` of one array in the t-th lane.
   const auto copy = [&](size_t k, int64_t t, int64_t begin, int64_t end) {
     const ffi::AnyBuffer array = *arrays.get<ffi::AnyBuffer>(k);
     const ffi::AnyBuffer out = **outs.get<ffi::AnyBuffer>(k);
@@ -474,7 +473,7 @@ ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
     char* to = static_cast<char*>(out.untyped_data()) + (t * rows + begin) * bytes;
     for (int64_t row = begin; row < end; ++row, to += bytes) {
       if (row + kAhead < end) {
-        // The hardware sees what lies between coming by itself.
+        // The hardware prefetches the lines in between by itself.
         const char* soon = slot_0 + slot(row + kAhead) * widths[k];
         __builtin_prefetch(soon);
         __builtin_prefetch(soon + bytes - 1);
@@ -483,7 +482,7 @@ ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
       const int64_t within = length > 1 ? slot(row) % slots : 0;
       const int64_t straight = std::min(length, slots - within) * widths[k];
       std::memcpy(to, from, straight);
-      // What goes around the end of a ring.
+      // The rest of a run that wraps around the end of the ring.
       if (straight < bytes) {
         std::memcpy(to + straight, from - within * widths[k], bytes - straight);
       }
@@ -492,7 +491,7 @@ ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
   const int64_t parts = lanes * rows * length * width >= kManyBytes ? kManyParts : 1;
   const auto part = [&](int64_t task) {
     const int64_t t = task / parts, p = task % parts;
-    // One array after the other: a core waits for some ten lines at a time, in few pages.
+    // One array after the other: a core waits for about ten cache lines at a time, in few pages.
     for (size_t k = 0; k < arrays.size(); ++k) {
       if (widths[k] > 0) copy(k, t, rows * p / parts, rows * (p + 1) / parts);
     }
