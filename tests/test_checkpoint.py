@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -26,6 +25,7 @@ import jaxbuf
 from jaxbuf import testing
 from jaxbuf.io import checkpoint, records
 from tests import kill, sharded_checkpoint
+from tests.processes import free_port, run_processes
 
 ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
 
@@ -464,37 +464,6 @@ if rank == "1":
     jaxbuf.save(folder, buffer)
     print(jaxbuf.load(folder, buffer).data.tolist())
 """
-
-
-def run_processes(*commands, devices=1):
-    """The output of Python processes that run at the same time, each with so many devices."""
-    flags = (
-        f"--xla_force_host_platform_device_count={devices} "
-        "--xla_cpu_collective_call_terminate_timeout_seconds=300"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            stdout=subprocess.PIPE,
-            text=True,
-            # Programs of several processes are compiled by all of them or by none.
-            env={**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"},
-        )
-        for command in commands
-    ]
-    try:
-        out = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes)
-    return out
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
 
 
 def test_a_process_of_a_distributed_job_saves_what_is_its_own(tmp_path):

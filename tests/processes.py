@@ -1,0 +1,40 @@
+"""Python processes that run at the same time, each with some CPU devices."""
+
+import os
+import socket
+import subprocess
+import sys
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def start(*command, devices=1, **options):
+    """A Python process that has begun, with so many devices."""
+    flags = (
+        f"--xla_force_host_platform_device_count={devices} "
+        "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+    )
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        text=True,
+        # Programs of several processes are compiled by all of them or by none.
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"},
+        **options,
+    )
+
+
+def run_processes(*commands, devices=1):
+    """The output of Python processes that run at the same time, each with so many devices."""
+    processes = [start(*command, devices=devices) for command in commands]
+    try:
+        out = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    return out
