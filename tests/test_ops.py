@@ -59,6 +59,26 @@ def counted_traces():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def test_a_method_called_from_python_is_one_program_and_keeps_its_buffer():
+    buffer = create(jaxbuf.Prioritized(), 20)
+    key, slots = jax.random.key(0), buffer.sample(jax.random.key(0), 3).slots
+    priority = jnp.ones(3)
+
+    def run():
+        added = buffer.add(items(1.0))
+        added.sample(key, 3)
+        added.update_priority(slots, priority)
+        added.metrics()
+        return added
+
+    first = run()
+    with counted_traces() as traces:
+        second = run()
+    assert not traces
+    chex.assert_trees_all_equal(first, second)
+    assert buffer.size == 0
+
+
 @every_sampler
 def test_repeated_calls_never_trace_again(sampler):
     """Also for a second buffer built alike, after wrapping, and with another key or beta."""

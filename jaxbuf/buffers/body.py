@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, retire
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import counters, trees
+from jaxbuf.core import counters, sizes, trees
+from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.diversity import Diversity, DiversityState
 from jaxbuf.strategies.episodes import Episodes
@@ -110,9 +111,7 @@ class Body(struct.PyTreeNode):
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
         self = common.check_single(self)
-        state = lax.stop_gradient(self.sampler_state)
-        state, draw = self.sampler.next(state, key, rows, self.occupancy)
-        return self.replace(sampler_state=state), self._gather(draw)
+        return call(Body._next_batch, self, key, rows, static=(2,))
 
     def sample_range(
         self,
@@ -170,7 +169,8 @@ class Body(struct.PyTreeNode):
         """
         self = common.check_single(self)
         flags = {"by_priority": by_priority, "replacement": replacement}
-        return self._gather(common.pick(self, key, batch_size, start, stop, **flags))
+        rows, bounds = common.check_range(self, key, batch_size, start, stop, flags)
+        return call(Body._picked, self, key, rows, bounds, *flags.values(), static=(2, 4, 5))
 
     def latest(self, n: int) -> Sample:
         """The ``n`` newest items, or the ``n`` newest windows of every ring.
@@ -194,7 +194,8 @@ class Body(struct.PyTreeNode):
             [[3, 4], [4, 5], [9, 10], [10, 11]]
         """
         self = common.check_single(self)
-        return self._gather(common.newest(self.occupancy, n))
+        common.needs_order(self.occupancy, "latest")
+        return call(Body._newest, self, sizes.check_count("n", n), static=(1,))
 
     def update_priority(
         self,
@@ -218,16 +219,8 @@ class Body(struct.PyTreeNode):
             ValueError: When traced, if the sampler has no priorities, or a shape differs.
         """
         self = common.check_single(self)
-        state, rejected = common.set_priority(
-            self.sampler,
-            self.sampler_state,
-            self.occupancy,
-            slots,
-            priority,
-            mask,
-            self.capacity,
-        )
-        return self.replace(sampler_state=state, counters=self._counted({"rejected": rejected}))
+        value, mask = common.check_update(self.sampler, slots, priority, mask)
+        return call(Body._updated, self, slots, value, mask)
 
     def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
         """Count a use of each sampled item, or window; those used ``max_use`` times retire.
@@ -280,8 +273,10 @@ class Body(struct.PyTreeNode):
 
     def support(self) -> Support:
         """How many items, or windows, can be drawn, and the least probability among them."""
-        buffer = trees.on_device(self)
-        return self.sampler.support(lax.stop_gradient(buffer.sampler_state), buffer.occupancy)
+        return call(Body._supported, trees.on_device(self))
+
+    def _supported(self) -> Support:
+        return self.sampler.support(lax.stop_gradient(self.sampler_state), self.occupancy)
 
     def metrics(self) -> dict[str, Array]:
         """Numbers worth watching, all scalars: one pass over the slots, for logging.
@@ -301,7 +296,9 @@ class Body(struct.PyTreeNode):
             how many windows were ``refused_across_episodes``. With parts of your own what they
             count and tell.
         """
-        self = trees.on_device(self)
+        return call(Body._told, trees.on_device(self))
+
+    def _told(self) -> dict[str, Array]:
         found = {
             **self._sizes(),
             **counters.named(self.counter_names, self.counters),
@@ -330,8 +327,46 @@ class Body(struct.PyTreeNode):
 
     def _sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
         """What the sampler draws."""
+        return call(Body._drawn, self, key, batch_size, static=(2,))
+
+    def _drawn(self, key: PRNGKeyArray, batch_size: int) -> Sample:
         state = lax.stop_gradient(self.sampler_state)
         return self._gather(self.sampler.draw(state, key, batch_size, self.occupancy))
+
+    def _next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
+        state = lax.stop_gradient(self.sampler_state)
+        state, draw = self.sampler.next(state, key, batch_size, self.occupancy)
+        return self.replace(sampler_state=state), self._gather(draw)
+
+    def _picked(
+        self,
+        key: PRNGKeyArray,
+        batch_size: int,
+        bounds: list[Int[Array, ""] | None],
+        by_priority: bool,
+        replacement: bool,
+    ) -> Sample:
+        flags = {"by_priority": by_priority, "replacement": replacement}
+        return self._gather(common.pick(self, key, batch_size, bounds, **flags))
+
+    def _newest(self, n: int) -> Sample:
+        return self._gather(common.newest(self.occupancy, n))
+
+    def _updated(
+        self, slots: Slots, priority: Float[Array, " B"], mask: Bool[Array, " B"] | None
+    ) -> Self:
+        """Give sampled slots new priorities, but for the stale, masked and illegal ones."""
+        taken = self.occupancy.holds(slots)
+        if mask is not None:
+            taken &= mask
+        legal = self.sampler.accepts(priority)
+        index = jnp.where(taken & legal, slots.index, self.capacity)
+        state = lax.stop_gradient(self.sampler_state)
+        rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
+        return self.replace(
+            sampler_state=self.sampler.set_priority(state, index, priority),
+            counters=self._counted({"rejected": rejected}),
+        )
 
     def _gather(self, draw: Draw) -> Sample:
         """The items, or windows, that were drawn."""

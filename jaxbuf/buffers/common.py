@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, storage, trees
@@ -227,32 +227,50 @@ def needs_order(occupancy: Any, what: str) -> None:
         )
 
 
-def pick(
+def check_range(
     buffer: Any,
     key: PRNGKeyArray,
     batch_size: int,
     start: Bound,
     stop: Bound,
-    *,
-    by_priority: bool,
-    replacement: bool,
-) -> Draw:
-    """Rows from the items of an age range, in order of age; see ``sample_range`` of the buffers.
+    flags: dict[str, bool],
+) -> tuple[int, list[Int[Array, ""] | None]]:
+    """The arguments of ``sample_range``, checked: how many rows, and the bounds of the range.
 
     Raises:
-        ValueError: If the occupancy keeps no order of time, ``batch_size`` is no integer of at
-            least 1, a flag is neither True nor False, or ``by_priority`` is asked of a sampler
-            that has no priorities.
+        ValueError: If the occupancy keeps no order of time, ``batch_size`` is not an integer of at
+            least 1, a flag is neither True nor False, a bound is not an integer, or
+            ``by_priority`` is asked of a sampler that has no priorities or cannot tell them.
     """
     needs_order(buffer.occupancy, "sample_range")
     rows = check_batch_size(batch_size)
     check_key(key)
-    checks.check_flag("by_priority", by_priority)
-    checks.check_flag("replacement", replacement)
+    for name, flag in flags.items():
+        checks.check_flag(name, flag)
+    if flags["by_priority"]:
+        needs_priority(buffer.sampler, "by_priority is True")
+        if not isinstance(buffer.sampler, KnownSampler):
+            raise ValueError(
+                f"by_priority is True, but {buffer.sampler} cannot tell the probability of items "
+                "it did not draw; derive it from jaxbuf.strategies.KnownSampler"
+            )
     bounds = [
         None if bound is None else storage.check_rows(bound, name, (), np.int32, "one integer")
         for name, bound in (("start", start), ("stop", stop))
     ]
+    return rows, bounds
+
+
+def pick(
+    buffer: Any,
+    key: PRNGKeyArray,
+    rows: int,
+    bounds: list[Int[Array, ""] | None],
+    *,
+    by_priority: bool,
+    replacement: bool,
+) -> Draw:
+    """Rows from the items of an age range, in order of age; see ``sample_range`` of the buffers."""
     ages = buffer.occupancy.age_range(*bounds)
     if by_priority:
         return _pick_by_priority(buffer, key, rows, ages, replacement=replacement)
@@ -275,12 +293,6 @@ def _pick_by_priority(
 ) -> Draw:
     """Rows from an age range by the probabilities that the sampler gives its items."""
     sampler = buffer.sampler
-    needs_priority(sampler, "by_priority is True")
-    if not isinstance(sampler, KnownSampler):
-        raise ValueError(
-            f"by_priority is True, but {sampler} cannot tell the probability of items it did not "
-            "draw; derive it from jaxbuf.strategies.KnownSampler"
-        )
     capacity = ages.most * ages.count.shape[0]
     rank = jnp.arange(capacity, dtype=jnp.int32)
     inside = rank < ages.total
@@ -309,11 +321,8 @@ def newest(occupancy: Any, n: int) -> Draw:
     """The ``n`` newest items of each ring, ring by ring in order of age.
 
     Raises:
-        ValueError: If the occupancy keeps no order of time, or ``n`` is not an integer from 1 to
-            what a ring can hold.
+        ValueError: If ``n`` is more than a ring can hold.
     """
-    needs_order(occupancy, "latest")
-    n = check_count("n", n)
     ages = occupancy.age_range(-n, None)
     if n > ages.most:
         raise ValueError(f"n is {n}, but there is room for {ages.most}")
@@ -380,31 +389,18 @@ def check_step_mask(mask: Any, batch: tuple[int, ...]) -> Bool[Array, "E T"]:
     return jnp.broadcast_to(taken.reshape(num_envs, -1), (num_envs, *(steps or (1,))))
 
 
-def set_priority(
-    sampler: Sampler,
-    state: Any,
-    occupancy: Occupancy,
-    slots: Slots,
-    priority: Float[Array, " B"],
-    mask: Bool[Array, " B"] | None,
-    capacity: int,
-) -> tuple[Any, UInt[Array, ""]]:
-    """Give sampled slots new priorities, but for the stale, masked and illegal ones.
-
-    Returns:
-        The sampler's new state, and how many rows were refused for their priority.
+def check_update(
+    sampler: Sampler, slots: Slots, priority: Any, mask: Any
+) -> tuple[Float[Array, " B"], Bool[Array, " B"] | None]:
+    """The arguments of ``update_priority``, checked: the priorities, and the mask if there is one.
 
     Raises:
-        ValueError: When traced, if the sampler has no priorities, or a shape differs.
+        ValueError: If the sampler has no priorities, or a shape differs.
     """
     needs_priority(sampler, "update_priority was called")
     check_slots(slots)
     shape = slots.index.shape
     value = check_priority(priority, shape, "that of slots")
-    taken = occupancy.holds(slots)
     if mask is not None:
-        taken &= storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
-    legal = sampler.accepts(value)
-    index = jnp.where(taken & legal, slots.index, capacity)
-    state = sampler.set_priority(jax.lax.stop_gradient(state), index, value)
-    return state, jnp.sum(taken & ~legal, dtype=jnp.uint32)
+        mask = storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
+    return value, mask

@@ -13,6 +13,7 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.body import Body, counter_names, refuse
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage
+from jaxbuf.core.calls import call
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
@@ -178,6 +179,12 @@ class ItemBuffer(Body):
         items, rows, value, illegal = self._check(items, priority, score, version, session, mask)
         if rows.shape == (0,):
             return self
+        return call(ItemBuffer._put, self, items, rows, value, illegal)
+
+    def _put(
+        self, items: PyTree[Array], rows: Rows, value: Any, illegal: dict[str, Bool[Array, " B"]]
+    ) -> Self:
+        """Refuse rows, place the others, write them, and tell everybody."""
         counts: dict[str, Array] = {}
         rows = refuse(illegal, rows, counts)
         for part, state in self._parts():

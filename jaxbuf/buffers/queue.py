@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage
+from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ring import Ring
 
@@ -117,11 +118,17 @@ class Queue(struct.PyTreeNode):
         taken = self.accepts(rows, mask)
         if rows == 0:
             return self
-        occupancy, index = self.occupancy.place(rows, taken, None)
-        added = jnp.sum(taken, dtype=jnp.uint32)
         offered = jnp.uint32(rows)
         if mask is not None:
             offered = jnp.sum(jnp.asarray(mask), dtype=jnp.uint32)
+        return call(Queue._put, self, items, taken, offered)
+
+    def _put(
+        self, items: PyTree[Array], taken: Bool[Array, " B"], offered: UInt[Array, ""]
+    ) -> Self:
+        """Place the rows that are taken, and write them."""
+        occupancy, index = self.occupancy.place(taken.shape[0], taken, None)
+        added = jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
             data=storage.write(self.data, items, index),
             occupancy=occupancy,
@@ -143,7 +150,9 @@ class Queue(struct.PyTreeNode):
             ValueError: If ``batch_size`` is not an integer of at least 1.
         """
         batch_size = common.check_batch_size(batch_size)
-        self = common.check_single(self)
+        return call(Queue._taken, common.check_single(self), batch_size, static=(1,))
+
+    def _taken(self, batch_size: int) -> tuple[Self, Sample]:
         size = self.size
         row = jnp.arange(batch_size, dtype=jnp.int32)
         valid = row < size

@@ -13,6 +13,7 @@ from jaxbuf.buffers.body import Body, counter_names, refuse
 from jaxbuf.buffers.lookups import EpisodeLookups, broadcast_steps
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
+from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
@@ -272,6 +273,10 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         steps, given, value = self._check(steps, priority, version, session, mask)
         if given.shape[1] == 0:
             return self
+        return call(TrajectoryBuffer._put, self, steps, given, value)
+
+    def _put(self, steps: PyTree[Array], given: Rows, value: Float[Array, "E T"] | None) -> Self:
+        """Place steps, write them, say which windows come and go, and tell everybody."""
         rings, target, broken, completed = self.rings.place(given.shape[1], given.mask)
         rows = StepRows(**vars(given), rings=self.rings, target=target)
         begins = (target < self.capacity) & (target % self.period == 0)

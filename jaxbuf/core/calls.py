@@ -21,6 +21,9 @@ def call(
 ) -> Any:
     """Returns ``function(*args)``: jitted, or as it is inside a transformation of the caller.
 
+    A method of a buffer checks its arguments in Python and leaves the rest to this, so that a call
+    from Python is one program and not one for each operation on an array.
+
     Args:
         function: The function. Pass the same object each time: each object is compiled once.
         args: Its arguments. The first one is the buffer, which errors name.

@@ -1,9 +1,11 @@
 """The class of what a buffer may keep and ask beside its sampler and evictor."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
@@ -11,6 +13,11 @@ from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.occupancy.rings import Rings
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("items", "mask", "score", "version", "session"),
+    meta_fields=("shape",),
+)
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Rows that are offered to a buffer: items ``[B]``, or steps ``[E, T]``.

@@ -26,6 +26,7 @@ class Draw:
     valid: Bool[Array, " B"]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Support:
     """What a sampler can draw.
