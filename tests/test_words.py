@@ -19,7 +19,6 @@ NOT_YET = (
     "jaxbuf/io",
     "jaxbuf/monitoring",
     "jaxbuf/mpi",
-    "jaxbuf/strategies",
 )
 """Folders and files that are still to be rewritten; take out what is done."""
 

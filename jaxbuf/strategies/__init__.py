@@ -1,4 +1,4 @@
-"""Frozen choices: how to sample, what to evict; and the classes that your own ones derive from."""
+"""Samplers, evictors and filters, and the base classes to derive your own from."""
 
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy

@@ -16,21 +16,22 @@ from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 
 @dataclasses.dataclass(frozen=True)
 class Balanced(KnownSampler):
-    """The same number of windows from every environment of a ``TrajectoryBuffer``.
+    """Draws the same number of windows from every environment of a ``TrajectoryBuffer``.
 
-    Of ``B`` rows each of the ``E`` environments that hold a window gives ``B // E``, and ``B % E``
-    of them, left to chance, give one more. Within an environment all windows are equally likely. So
-    a window has the probability ``1 / (E * n)`` if its environment holds ``n``: what a sample
-    tells, so that importance weights correct for environments that hold fewer than others. Rows
-    come environment by environment.
+    Each of the ``E`` environments that hold a window contributes ``B // E`` of the ``B`` rows, and
+    ``B % E`` randomly chosen environments contribute one more. Within an environment all windows
+    are equally likely. A window of an environment that holds ``n`` windows therefore has the
+    probability ``1 / (E * n)``. The sample reports it, so that importance weights correct for
+    environments that hold fewer windows than others. Rows are ordered by environment.
 
-    To an ``ItemBuffer`` all items are from one environment.
+    An ``ItemBuffer`` counts as a single environment.
 
     Attributes:
-        replacement: Whether a batch may hold a window twice. Without, the windows of an environment
-            are evenly spread over its time, one from each of as many equal parts; an environment
-            that holds too few gives all of them, and the others make up for it. Rows beyond the
-            number of windows are invalid, and ``probability`` is as with replacement.
+        replacement: Whether a batch may hold a window twice. If False, the windows of an
+            environment are evenly spread over time: its history is divided into equal parts, and
+            one window is drawn from each. An environment with too few windows contributes all of
+            them, and the others make up for it. Rows beyond the number of windows are invalid, and
+            ``probability`` is the same as with replacement.
 
     References:
         ALF, https://github.com/HorizonRobotics/alf: uniform sampling of its replay buffer.
@@ -55,7 +56,7 @@ class Balanced(KnownSampler):
         object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
 
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draw ``batch_size`` windows, environment by environment."""
+        """Draws ``batch_size`` windows, ordered by environment."""
         del state
         ages = occupancy.age_range(None, None)
         held = ages.count
@@ -76,7 +77,7 @@ class Balanced(KnownSampler):
         else:
             parts = jnp.maximum(of_env(count), 1)
             place = in_part(words, row - of_env(before), parts, number)
-            # Which windows are in the larger parts is left to chance.
+            # A random shift decides which windows are in the larger parts.
             shift = scale_word(turns, held.astype(jnp.uint32)).astype(jnp.int32)
             shift = jnp.where(number % parts > 0, of_env(shift), 0)
             place = (place + shift) % jnp.maximum(number, 1)
@@ -88,20 +89,20 @@ class Balanced(KnownSampler):
     def probability(
         self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
-        """The probability with which a single draw gives each of these live windows."""
+        """Returns the probability that a single draw gives each of these live windows."""
         del state
         ages = occupancy.age_range(None, None)
         return _probability(ages.count, index // ages.most)
 
     def support(self, state: Any, occupancy: Occupancy) -> Support:
-        """All windows."""
+        """Returns the support, which is all windows."""
         del state
         held = occupancy.age_range(None, None).count
         least = _probability(held, jnp.argmax(held)[None])[0]
         return Support(occupancy.size, jnp.where(occupancy.size > 0, least, 0.0))
 
     def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
-        """``effective_sample_size``: less than all of them if some environments hold fewer."""
+        """Returns ``effective_sample_size``: less than ``size`` if some environments hold fewer."""
         del state
         held = occupancy.age_range(None, None).count
         each = _probability(held, jnp.arange(held.shape[0], dtype=jnp.int32))
@@ -111,7 +112,7 @@ class Balanced(KnownSampler):
 
 
 def _probability(held: Int[Array, " E"], env: Int[Array, " B"]) -> Float[Array, " B"]:
-    """The probability of a window of each of these environments."""
+    """Returns the probability of a single window of each of these environments."""
     some = jnp.maximum(jnp.sum(held > 0, dtype=jnp.int32), 1).astype(jnp.float32)
     number = jnp.maximum(held.at[env].get(mode="clip"), 1).astype(jnp.float32)
     return 1.0 / (some * number)
@@ -120,13 +121,17 @@ def _probability(held: Int[Array, " E"], env: Int[Array, " B"]) -> Float[Array, 
 def _share_out(
     rows: int, held: Int[Array, " E"], lots: UInt[Array, " E"], *, again: bool
 ) -> Int[Array, " E"]:
-    """How many rows each environment gives: as equal numbers as can be, ``rows`` in all.
+    """Divides ``rows`` among the environments as equally as possible.
 
     Args:
-        rows: How many there are to give.
-        held: How many windows each environment holds.
-        lots: A random word for each, which decides who gives one more.
-        again: Whether a window may be given more than once, or else only as many as there are.
+        rows: The total number of rows.
+        held: The number of windows that each environment holds.
+        lots: A random word for each environment, which decides which of them get one row more.
+        again: Whether a window may be drawn more than once. If not, an environment gets at most as
+            many rows as it holds windows.
+
+    Returns:
+        The number of rows of each environment, ``[E]``.
     """
     number = jnp.arange(held.shape[0], dtype=jnp.int32)
     some = held > 0
@@ -135,7 +140,7 @@ def _share_out(
         level = rows // jnp.maximum(jnp.sum(some, dtype=jnp.int32), 1)
     else:
         most, rising = held, jnp.sort(held)
-        # If all before have given everything, so many are left to each of the others.
+        # The rows left for each of the remaining environments once smaller ones gave everything.
         given = jnp.cumsum(rising, dtype=jnp.int32) - rising
         left = (rows - given) // (held.shape[0] - number)
         enough = left < rising

@@ -1,4 +1,4 @@
-"""Draws of different items: one after the other, each from those that are left."""
+"""Draws without replacement."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,32 +20,35 @@ def distinct(
     remove: Callable[[Any, Int[Array, " B"]], Any] | None,
     capacity: int,
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Draw ``count`` different items.
+    """Draws ``count`` different items.
 
-    Drawing with replacement and discarding what was drawn before has the same law, and a whole
-    batch can be proposed at once, with some more rows for those that are discarded. Only if these
-    are too few are there more rounds. Before each the taken items are removed, so that heavy ones
-    do not take all proposals.
+    Drawing with replacement and discarding repeated items gives the same distribution, and a whole
+    batch can be proposed at once, with a few spare rows to make up for repeats. More rounds follow
+    only if too few different items were proposed. Before each of them the items drawn so far are
+    removed, so that a few very likely items do not take all proposals.
 
     Args:
-        key: A key.
-        batch_size: Rows.
-        count: How many there are to draw, at most ``batch_size``; no more than can be drawn.
-        scratch: What ``propose`` draws from.
-        propose: Given a key, draws so many items with replacement; numbers below ``capacity``.
-        remove: Takes items out of the scratch; is given ``capacity`` for none. None where equally
-            likely items can just be discarded.
-        capacity: How many items there can be.
+        key: A PRNG key.
+        batch_size: The number of rows of the result.
+        count: The number of items to draw; at most ``batch_size``, and at most the number of items
+            that can be drawn.
+        scratch: The state from which ``propose`` draws.
+        propose: Takes a key, a number of rows and the scratch, and draws that many items with
+            replacement, all below ``capacity``.
+        remove: Removes items from the scratch and ignores ``capacity``; or None, if items are
+            equally likely and repeats need only be discarded.
+        capacity: An upper bound of the items, which are numbers below it.
 
     Returns:
-        The items, in the order in which they were drawn, and which rows hold one: the first ones.
+        The items in the order in which they were drawn, ``[B]``, and a mask of the rows that hold
+        one, which are the first ``count``.
     """
-    # Of equally likely items batch_size**2 / (2 * capacity) come again, of others several times as
-    # many.
+    # About batch_size**2 / (2 * capacity) equally likely items repeat; unequal ones several times
+    # as many.
     spare = min(max(4 * batch_size**2 // capacity, batch_size // 8, 1), batch_size)
     first = propose(jax.random.fold_in(key, 0), batch_size + spare, scratch)
     chosen, filled = first_of_each(first, count, capacity, size=batch_size)
-    # What is drawn from may vary over the devices of a mesh where the key does not, or the reverse.
+    # The scratch may vary over the devices of a mesh while the key does not, or the reverse.
     filled, chosen, scratch = vary_with((filled, chosen, scratch), (chosen, scratch))
 
     def unfinished(carry: tuple[Array, Array, Array, Any]) -> Array:
@@ -63,7 +66,7 @@ def distinct(
     def more() -> Int[Array, " B"]:
         return lax.while_loop(unfinished, attempt, (jnp.int32(1), filled, chosen, scratch))[2]
 
-    # A loop copies the scratch, whether or not it takes a step.
+    # A loop copies the scratch even if it takes no step, so it runs only where it is needed.
     items = more() if remove is None else lax.cond(filled < count, more, lambda: chosen)
     return items, vary_with(jnp.arange(batch_size, dtype=jnp.int32) < count, items)
 
@@ -71,13 +74,13 @@ def distinct(
 def first_of_each(
     numbers: Int[Array, " P"], count: Int[Array, ""], below: int, *, size: int
 ) -> tuple[Int[Array, " S"], Int[Array, ""]]:
-    """The first ``count`` different ones of the numbers below ``below``, as they come.
+    """Finds the first ``count`` different numbers below ``below``, in order of appearance.
 
     Returns:
-        Those, followed by ``below``; and how many there are.
+        These numbers, padded with ``below`` to ``size``, and how many there are.
     """
     row = jnp.arange(numbers.shape[0], dtype=jnp.int32)
-    # Equal numbers follow each other in the order of their rows.
+    # Sorting puts equal numbers next to each other, in the order of their rows.
     ordered, order = lax.sort((numbers, row), num_keys=1)
     repeats = jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] == ordered[:-1]])
     new = jnp.zeros(repeats.shape, bool).at[order].set(~repeats & (ordered < below))

@@ -1,4 +1,4 @@
-"""Which new items are different enough to enter.
+"""A filter that admits only items that differ enough from the others.
 
 References:
     Lahlou et al., torchgfn: A PyTorch GFlowNet library, 2023, https://arxiv.org/abs/2305.14594
@@ -26,16 +26,16 @@ from jaxbuf.strategies.points import Ball, Points, finite, pairwise
 
 WithinBatch = Literal["suppress", "greedy"]
 Active = Literal["always", "full"]
-# Sort behind all scores.
+# Sort keys larger than that of any score.
 _LOW, _NOT_OFFERED = np.uint32(2**32 - 2), np.uint32(2**32 - 1)
 Field = str | Callable[[Any], Any]
 
 
 class DiversityState(struct.PyTreeNode):
-    """What ``Diversity`` keeps.
+    """The state of ``Diversity``.
 
     Attributes:
-        points: The part of each item that is compared, as float32.
+        points: The compared part of each item, as float32.
     """
 
     points: Points
@@ -44,41 +44,43 @@ class DiversityState(struct.PyTreeNode):
 @renamed.field("key", "field")
 @dataclasses.dataclass(frozen=True)
 class Diversity(Part):
-    """An arriving item enters only if it is farther than ``cutoff`` from what is kept.
+    """Admits a new item only if it is farther than ``cutoff`` from the items already kept.
 
-    New rows are ranked by score; of equal scores the earlier row ranks higher. While the filter is
-    active, a row is refused if it
+    New rows are ranked by score; if scores are equal, the earlier row ranks higher. While the
+    filter is active, a row is refused if it
 
-    1. ranks below everything in a full buffer whose evictor goes by score;
-    2. is within the cutoff of a row of its batch that ranks higher; or
-    3. is within the cutoff of an item in the buffer, as the buffer was before the add.
+    1. ranks below every item of a full buffer whose evictor uses scores;
+    2. is within the cutoff of a higher-ranked row of its batch; or
+    3. is within the cutoff of an item that was in the buffer before the add.
 
-    Each row is counted under the first reason that holds. A row whose compared part has a NaN is
+    Each row is counted under the first reason that applies. A row whose compared part has a NaN is
     refused and counted in ``metrics()["rejected"]``, whether the filter is active or not.
 
-    The compared part is kept a second time, as float32 and laid out for comparing. An add compares
-    all pairs of new rows and items by eight coordinates, and by the next ones only those rows that
-    may still have something within the cutoff. Memory beside the buffer does not grow with the
-    number of pairs.
+    The compared part is stored a second time, as float32 in a layout suited to comparisons. An add
+    compares tiles of new rows with blocks of items, eight coordinates at a time, and skips the
+    remaining coordinates once no pair of a tile can be within the cutoff. The working memory does
+    not grow with the number of pairs.
 
     Attributes:
-        cutoff: The largest distance at which two items are the same; a row at exactly this distance
-            is refused. At 0 only duplicates are; below 0 nothing is for its distance. Otherwise
-            from 2**-40 to 2**40.
-        p: Norm of the distance, ``sum(abs(difference) ** p) ** (1 / p)``, as in ``torch.cdist``:
-            ``inf`` for the largest difference of a coordinate, 0 for the number of coordinates that
-            differ, or a number of at least 0.01.
-        field: What is compared: a field such as ``"state"`` or ``"obs.position"``, a function of
-            one item, or several of these, whose values are concatenated (a state and its
-            condition); None compares all of the item. Whatever arrays it gives are compared
-            coordinate by coordinate. A function is part of the configuration: pass the same one
-            each time.
-        within_batch: ``"suppress"`` compares a row with every higher one, whether that enters or
-            not; ``"greedy"`` only with those that enter (so that reason 3 comes before reason 2).
-        active: ``"always"``, or ``"full"`` to let everything in until the buffer is full.
+        cutoff: The largest distance at which two items count as the same; a row at exactly this
+            distance is refused. 0 refuses exact duplicates only, and a negative cutoff disables the
+            distance check. Otherwise it must be between 2**-40 and 2**40.
+        p: The norm of the distance, ``sum(abs(difference) ** p) ** (1 / p)``, as in
+            ``torch.cdist``: at least 0.01, ``inf`` for the largest difference of a coordinate, or 0
+            for the number of coordinates that differ.
+        field: The part of an item to compare: a field such as ``"state"`` or ``"obs.position"``, a
+            function of one item, or a tuple of these, whose values are concatenated (for example a
+            state and its condition). None compares the whole item. The resulting arrays are
+            compared coordinate by coordinate. A function is part of the configuration: pass the
+            same one each time.
+        within_batch: ``"suppress"`` compares a row with all higher-ranked rows, added or not;
+            ``"greedy"`` compares it only with the higher-ranked rows that are added (so that reason
+            3 comes before reason 2).
+        active: ``"always"``, or ``"full"`` to admit every item until the buffer is full.
 
     Raises:
-        ValueError: If ``cutoff`` or ``p`` is out of its range, or another choice is unknown.
+        ValueError: If ``cutoff`` or ``p`` is out of range, or another argument is not one of its
+            choices.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -106,7 +108,7 @@ class Diversity(Part):
             lambda x: x <= 0 or 2.0**-40 <= x <= 2.0**40,
         )
         object.__setattr__(self, "cutoff", cutoff)
-        # For a smaller one all distances look alike in float32.
+        # With a smaller p, all distances look alike in float32.
         p = checks.check_number(
             "p",
             self.p,
@@ -126,11 +128,11 @@ class Diversity(Part):
             checks.check_choice(name, getattr(self, name), get_args(known))
 
     def init(self, data: PyTree[Any], slots: int) -> DiversityState:
-        """No points, of as many coordinates as an item has.
+        """Returns the state of an empty buffer.
 
         Raises:
-            ValueError: If the item has nothing of the name that ``field`` gives, or only complex
-                numbers or none.
+            ValueError: If the item has no such ``field``, or if the field has no coordinates or
+                complex ones.
         """
         item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
         width = jax.eval_shape(self._point, item).shape[0]
@@ -139,19 +141,19 @@ class Diversity(Part):
         return DiversityState(Points.create(slots, width))
 
     def points(self, items: PyTree[Array]) -> Float[Array, "B D"]:
-        """What is compared of each item."""
+        """Returns the compared part of each item."""
         return jax.vmap(self._point)(items)
 
     def refuse(
         self, state: DiversityState, rows: Rows, occupancy: ItemOccupancy
     ) -> dict[str, Bool[Array, " B"]]:
-        """Those that cannot be compared, rank too low, or are too close to others."""
+        """Returns masks of the rows that have a NaN, rank too low or are too close to others."""
         assert rows.score is not None
         points = self.points(rows.items)
         bad = jnp.any(jnp.isnan(points), axis=1)
         score, offered = rows.score, rows.taken & ~bad
         if score.shape[0] == 1:
-            # Beside a row that is not offered, for XLA drops a sort of one row.
+            # Add a row that is not offered, because XLA removes a sort of a single row.
             points, more = jnp.repeat(points, 2, axis=0), (0, 1)
             score, offered = jnp.pad(score, more), jnp.pad(offered, more)
         why = self._judge(state, points, score, offered, occupancy)[: bad.shape[0]]
@@ -159,7 +161,7 @@ class Diversity(Part):
         return {"rejected": bad, **refused}
 
     def on_add(self, state: DiversityState, index: Int[Array, " B"], rows: Rows) -> DiversityState:
-        """New items have been written to ``index``."""
+        """Stores the compared parts of the new items at ``index``."""
         return state.replace(points=state.points.set(index, finite(self.points(rows.items))))
 
     def _judge(
@@ -170,14 +172,14 @@ class Diversity(Part):
         offered: Bool[Array, " B"],
         occupancy: ItemOccupancy,
     ) -> Int[Array, " B"]:
-        """For each offered row the number of the reason to refuse it, or 0."""
+        """Returns the number of the reason to refuse each offered row, or 0."""
         active = jnp.bool_(True)
         if self.active == "full":
             active = occupancy.size == state.points.capacity
         low = offered & active & occupancy.refuses(score)
-        # The rows that are compared come first, best first. What follows goes by the sorted rows: a
-        # sort is never fused into what comes after it, so that the buffer's lowest score is read
-        # before the add changes it, or XLA copies what holds it.
+        # Sort the rows to compare to the front, best first. Everything below depends on the sorted
+        # rows. XLA never fuses a sort with its consumers, so the buffer's lowest score is read
+        # before the add changes it; otherwise XLA would copy the array that holds it.
         key = jnp.where(offered, jnp.where(low, _LOW, ~to_rank(score)), _NOT_OFFERED)
         row = jnp.arange(key.shape[0], dtype=jnp.int32)
         key, order = lax.sort((key, row), num_keys=1)
@@ -201,7 +203,7 @@ class Diversity(Part):
         return jnp.zeros_like(why).at[order].set(why, unique_indices=True)
 
     def _point(self, item: PyTree) -> Float[Array, " D"]:
-        """The compared part of one item, flat."""
+        """Returns the compared part of one item as a vector."""
         values = [item] if self.field is None else [_get(item, p) for p in _parts(self.field)]
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(values)]
         for leaf in leaves:
@@ -217,18 +219,18 @@ class Diversity(Part):
 def _crowded(
     ranked: Points, entering: Bool[Array, " B"], count: Int[Array, ""], ball: Ball
 ) -> Bool[Array, " B"]:
-    """Of the rows that would enter, best first, which are near a higher one that enters."""
+    """Returns a mask of the rows, sorted best first, that are near a higher one that is added."""
     rows, height = ranked.capacity, ranked.height
     limit = jnp.float32(ball.limit)
     padding = ranked.num_tiles * height - rows
     entering = jnp.pad(entering & (jnp.arange(rows, dtype=jnp.int32) < count), (0, padding))
 
     def tile(k: Array, crowded: Bool[Array, " P"]) -> Bool[Array, " P"]:
-        # A loop with known bounds counts in 64 bits where these are on.
+        # A loop with static bounds has a 64-bit index if x64 mode is on.
         k = jnp.asarray(k, jnp.int32)
         first = k * height
         enters = entering & ~crowded
-        # Those of earlier tiles are settled; within the tile one row settles after the other.
+        # Rows of earlier tiles are decided; within the tile, rows are decided one by one.
         block = ranked.tile(k)
         before = ranked.near(
             Points(block[None], height),
@@ -265,10 +267,10 @@ def _parts(field: Any) -> tuple[Any, ...]:
 
 
 def _get(item: Any, part: Field) -> Any:
-    """The field of an item at a dotted path, or what a function makes of it.
+    """Returns the field of an item at a dotted path, or the result of a function of the item.
 
     Raises:
-        ValueError: If there is no such field.
+        ValueError: If the item has no such field, or the function fails.
     """
     if isinstance(part, str):
         return fields.need(item, part, "field", "items have")

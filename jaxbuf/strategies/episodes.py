@@ -1,4 +1,4 @@
-"""Where episodes begin and end in rings of steps, and what they returned."""
+"""An index of episodes in rings of steps, with their boundaries and returns."""
 
 import dataclasses
 import functools
@@ -21,53 +21,55 @@ from jaxbuf.strategies.part import Part, StepRows
 Boundary = Literal["cross", "mask", "avoid"]
 Recurrence = Literal["plain", "alf"]
 
-# Distances stop growing here, so that an episode may go on for ever.
+# Distances saturate here, so that an episode may be arbitrarily long.
 _FAR = 2**30
-# Steps that are filled in at once.
+# The number of steps whose returns are filled in at once.
 _CHUNK = 64
-# What is known of the steps before one: nothing yet, their returns, or that there are none.
+# The returns of the steps before a given one are not known yet, are known, or do not exist because
+# the episode was cut off.
 _OPEN, _KNOWN, _CUT = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Episodes(Part):
-    """Keep an index of episodes in a ``TrajectoryBuffer``.
+    """Keeps an index of episodes in a ``TrajectoryBuffer``.
 
-    Row ``t`` holds the observation before an action, and the reward and the flags after it: an
-    episode ends with the row that is flagged, and the next row begins another. A path names a field
-    of a step, one bool or float; dots lead into nested fields.
+    Row ``t`` holds the observation before an action, and the reward and flags after it. An episode
+    ends with the flagged row, and the next row begins another episode. A path names a field of a
+    step that holds one bool or float; dots separate the names of nested fields.
 
-    The index takes four bytes per step, the returns another four, and so does ``last``. ``add``
-    keeps all up to date at a cost that does not depend on how much is stored: a return is filled in
-    by walking back over the steps of the episode that has just ended, and over no others.
+    The index takes 4 bytes per step; the returns and ``last`` take another 4 bytes each. ``add``
+    keeps them up to date at a cost that does not depend on the size of the buffer: to fill in
+    returns, it walks back over the steps of the episode that has just ended, and no others.
 
     Attributes:
-        terminated: Path of the flags that an episode terminated here.
-        truncated: Path of the flags that an episode was cut off here. By default the field
-            ``truncated`` beside ``terminated``, or else at the top, if steps have one; without, no
-            episode is cut off.
-        last: Path of the flags that an episode ended here. By default it does where it terminated
-            or was truncated; give it where values stop before episodes do, as at the loss of a
-            life.
-        reward: Path of the rewards, read if returns are recorded.
-        boundary: ``"cross"``: windows are drawn wherever they lie. ``"mask"``: so they are, and
-            ``episode_mask`` tells which of their steps belong together. ``"avoid"``: a window with
-            steps of two episodes is never drawn, has no mass and cannot be given any.
-        record_return: Record the discounted return from each step to the end of its episode, for
-            ``episode_return``.
-        discount: Factor per step, in ``[0, 1]``.
-        default_return: The return of steps whose episode has not ended yet, or was truncated. To
-            bound values from below by returns, choose nothing larger than the least return.
-        reward_clip: Least and largest reward, ``(low, high)``; None leaves rewards as they are.
-        recurrence: ``"plain"``: ``G[t] = reward[t] + discount * G[t + 1]``, and just the reward
-            where the episode terminated. ``"alf"``: rows as ALF's replay buffer has them, whose
-            reward and flags arrive with the observation that they led to, and its recurrence
-            ``G[t] = reward[t + 1] + discount * G[t + 1]``, in which only ``reward[t + 1]`` is left
-            out where row ``t`` terminated within an episode. The last row of an episode has the
-            default.
+        terminated: Path of the flags of steps at which an episode terminated.
+        truncated: Path of the flags of steps at which an episode was truncated. The default is the
+            field ``truncated`` next to ``terminated`` or, failing that, at the top level of a step.
+            If a step has neither, no episode is truncated.
+        last: Path of the flags of the last steps of episodes. By default these are the steps that
+            are terminated or truncated. Set it if values end before episodes do, for example at the
+            loss of a life.
+        reward: Path of the rewards; used only if returns are recorded.
+        boundary: ``"cross"``: windows may contain steps of several episodes. ``"mask"``: they may
+            as well, and ``episode_mask`` marks the steps that belong together. ``"avoid"``: a
+            window with steps of two episodes is never drawn, and its priority cannot be set.
+        record_return: Whether to record the discounted return from each step to the end of its
+            episode, for ``episode_return``.
+        discount: The factor per step, in ``[0, 1]``.
+        default_return: The return of steps whose episode has not ended yet, or was truncated. If
+            returns serve as lower bounds of values, choose a number that is at most the smallest
+            possible return.
+        reward_clip: The smallest and largest reward, ``(low, high)``; None does not clip rewards.
+        recurrence: ``"plain"``: ``G[t] = reward[t] + discount * G[t + 1]``, or just ``reward[t]``
+            where the episode terminated. ``"alf"``: for rows as in ALF's replay buffer, whose
+            reward and flags arrive with the observation that they led to. Its recurrence is
+            ``G[t] = reward[t + 1] + discount * G[t + 1]``, without the term ``reward[t + 1]`` if
+            row ``t`` terminated but did not end its episode. The last row of an episode has the
+            default return.
 
     Raises:
-        ValueError: If a choice is unknown or a number is out of its range.
+        ValueError: If an argument is not one of its choices, or a number is out of range.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -137,14 +139,14 @@ class Episodes(Part):
             object.__setattr__(self, "reasons", ("refused_across_episodes",))
 
     def init(self, data: PyTree[Any], slots: int) -> "EpisodeIndex":
-        """The index of an empty buffer.
+        """Returns the index of an empty buffer.
 
         Args:
-            data: Its storage, leaves ``[E, N, ...]``.
-            slots: How many windows there can be.
+            data: The buffer's storage, leaves ``[E, N, ...]``.
+            slots: The number of slots for windows; not used.
 
         Raises:
-            ValueError: If a field is missing, holds more than a number, or has the wrong dtype.
+            ValueError: If a field is missing, is not a scalar, or has the wrong dtype.
         """
         del slots
         truncated = fields.truncation(data, self.terminated, self.truncated)
@@ -166,27 +168,27 @@ class Episodes(Part):
     def on_steps(
         self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: StepRows
     ) -> "EpisodeIndex":
-        """The index with new steps."""
+        """Returns the index with new steps."""
         del index
         return state.extend(rows.items, rows.rings, rows.target, rows.mask)
 
     def refuse_windows(
         self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: StepRows
     ) -> dict[str, Bool[Array, "E T"]]:
-        """Those with steps of two episodes, if they are avoided."""
+        """Returns a mask of the windows with steps of two episodes, if these are avoided."""
         del index
         if self.boundary != "avoid":
             return {}
-        # A window is complete with its last step.
+        # ``rows.target`` is the last step of a window, which completes it.
         before = state.steps_before(rows.target.reshape(-1)).reshape(rows.shape)
         return {"refused_across_episodes": before < rows.rings.sequence_length - 1}
 
     def on_clear_envs(self, state: "EpisodeIndex", envs: Bool[Array, " E"]) -> "EpisodeIndex":
-        """No episode is open in these rings."""
+        """Forgets the open episodes of these rings."""
         return state.clear(envs)
 
     def flags(self, steps: PyTree[Array]) -> tuple[Bool[Array, "E T"], Bool[Array, "E T"]]:
-        """Which rows terminated, and which are the last of their episode."""
+        """Returns masks of the rows that terminated and of the last rows of episodes."""
         terminated = fields.find(steps, self.terminated)
         if self.last is not None:
             return terminated, fields.find(steps, self.last)
@@ -196,31 +198,33 @@ class Episodes(Part):
         return terminated, terminated | fields.find(steps, truncated)
 
     def rewards(self, steps: PyTree[Array]) -> Float[Array, "E T"]:
-        """The rewards, clipped."""
+        """Returns the clipped rewards."""
         rewards = fields.find(steps, self.reward).astype(jnp.float32)
         return rewards if self.reward_clip is None else jnp.clip(rewards, *self.reward_clip)
 
 
 class EpisodeIndex(struct.PyTreeNode):
-    """What ``Episodes`` keeps of a buffer's steps.
+    """The state of ``Episodes``, an index of a buffer's steps.
 
-    For each step how far back its episode began: two steps belong to one episode exactly if the
-    later one's begins no later than the earlier one. So the end of an episode is found by halving,
-    and no step changes when its episode goes on, ends, or loses its head to the ring.
+    It stores the distance from each step back to the first step of its episode. Two steps belong to
+    the same episode if and only if the episode of the later one begins no later than the earlier
+    step. The end of an episode can therefore be found by bisection, and no entry changes when its
+    episode continues, ends, or has its first steps overwritten.
 
-    The returns of an open episode are not known yet; their places hold its rewards until then.
+    While an episode is open its returns are unknown, and their places hold the rewards.
 
     Attributes:
-        behind: Steps from the first one of its episode to each step, ``[E, N]`` int32; it stops
-            growing at 2**30.
-        returns: Returns of finished steps, and rewards of others, ``[E, N]``; ``[E, 0]`` if they
-            are not recorded.
-        counters: For each ring how many steps its open episode has had, how many of the newest
-            steps have no return yet, and whether the first of these had terminated (which matters
-            to ALF's recurrence only); ``[E, 3]`` int32.
-        since: Steps from the last one that terminated, or else the first of its episode, to each
-            step, ``[E, N]`` int32, which stops growing like ``behind``; nothing without
-            ``Episodes.last``, for then only the last step of an episode can have terminated.
+        behind: The number of steps from the first step of its episode to each step, ``[E, N]``
+            int32; it saturates at 2**30.
+        returns: Returns of steps whose return is known, and rewards of the others, ``[E, N]``;
+            ``[E, 0]`` if returns are not recorded.
+        counters: For each ring, the number of steps of the open episode so far, the number of
+            newest steps without a return, and whether the first of these had terminated (used only
+            by ALF's recurrence); ``[E, 3]`` int32.
+        since: The number of steps from the last terminated step of its episode, or else from the
+            first step of the episode, to each step, ``[E, N]`` int32; it saturates like ``behind``.
+            An empty tuple without ``Episodes.last``, because then only the last step of an episode
+            can have terminated.
         episodes: The configuration.
     """
 
@@ -237,13 +241,13 @@ class EpisodeIndex(struct.PyTreeNode):
         target: Int[Array, "E T"],
         taken: Bool[Array, "E T"] | None,
     ) -> Self:
-        """Note steps that are written.
+        """Adds new steps to the index.
 
         Args:
-            steps: Leaves ``[E, T, ...]``.
-            rings: The rings without them.
-            target: Where they go, as ``Rings.place`` says.
-            taken: Which of them are taken.
+            steps: The new steps, leaves ``[E, T, ...]``.
+            rings: The rings before these steps are added.
+            target: Where each step is stored, as returned by ``Rings.place``.
+            taken: A mask of the steps that are added; None for all.
         """
         terminated, last = self.episodes.flags(steps)
         if taken is None:
@@ -252,7 +256,7 @@ class EpisodeIndex(struct.PyTreeNode):
         rank = jnp.cumsum(taken, axis=1, dtype=jnp.int32) - 1
         count = rank[:, -1:] + 1
         run = self.counters[:, :1]
-        # Steps are numbered from the first new one; here those that begin an episode.
+        # The number of the step that begins the next episode; the first new step has number 0.
         begin = lax.cummax(jnp.where(last, rank + 1, -run), axis=1)
         before = jnp.concatenate([-run, begin[:, :-1]], axis=1)
         behind = jnp.minimum(rank - before, _FAR)
@@ -276,7 +280,7 @@ class EpisodeIndex(struct.PyTreeNode):
     def begin(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
     ) -> UInt[Array, " B"]:
-        """The position of the first step of the episode; its own if the step is not held."""
+        """Returns the position of the episode's first step; the step's own if it is not held."""
         row = rings.locate(env, position)
         return position - jnp.where(row < self.behind.size, self.steps_before(row), 0).astype(
             jnp.uint32
@@ -285,7 +289,7 @@ class EpisodeIndex(struct.PyTreeNode):
     def held_begin(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
     ) -> UInt[Array, " B"]:
-        """The same for the first step of the episode that is still held."""
+        """Returns the position of the first step of the episode that is still held."""
         earliest = (rings.end - rings.held).at[env].get(mode="clip")
         back = position - self.begin(rings, env, position)
         return position - jnp.minimum(back, position - earliest)
@@ -297,13 +301,13 @@ class EpisodeIndex(struct.PyTreeNode):
         position: UInt[Array, " B"],
         data: PyTree[Array],
     ) -> UInt[Array, " B"]:
-        """The position of the last step up to this one that terminated, or the episode's first.
+        """Returns the last position up to this one that terminated, or else the episode's first.
 
         Args:
-            rings: Where steps lie.
-            env: Whose steps.
-            position: Which steps; the result is its own where a step is not held.
-            data: The steps themselves, leaves ``[E, N, ...]``.
+            rings: The rings of the buffer.
+            env: The environments of the steps.
+            position: The positions of the steps; returned unchanged for steps that are not held.
+            data: The stored steps, leaves ``[E, N, ...]``.
         """
         row = rings.locate(env, position)
         if self.episodes.last is None:
@@ -317,7 +321,7 @@ class EpisodeIndex(struct.PyTreeNode):
     def remaining(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
     ) -> Int[Array, " B"]:
-        """Steps from here to the last one held of the episode; -1 if the step is not held."""
+        """Returns the number of held steps of the episode after this one; -1 if it is not held."""
         row = rings.locate(env, position)
         ahead = (rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position).astype(jnp.int32)
         length = self.behind.shape[-1]
@@ -336,14 +340,14 @@ class EpisodeIndex(struct.PyTreeNode):
     def is_first(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
     ) -> Bool[Array, " B"]:
-        """Whether an episode began with this step; not if the step is not held."""
+        """Returns whether an episode began with this step; False if it is not held."""
         row = rings.locate(env, position)
         return (row < self.behind.size) & (self.steps_before(row) == 0)
 
     def is_last(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
     ) -> Bool[Array, " B"]:
-        """Whether an episode ended with this step; not if the step is not held."""
+        """Returns whether an episode ended with this step; False if it is not held."""
         after = rings.locate(env, position + jnp.uint32(1))
         newest = position + jnp.uint32(1) == rings.end.at[env].get(mode="clip")
         ended = jnp.where(
@@ -354,7 +358,7 @@ class EpisodeIndex(struct.PyTreeNode):
         return ended & (rings.locate(env, position) < self.behind.size)
 
     def together(self, rings: Rings, index: Int[Array, " B"]) -> Bool[Array, "B S"]:
-        """Which steps of windows belong to the episode of their first step."""
+        """Returns a mask of the steps of windows in the episode of the window's first step."""
         rows = rings.window(index)
         behind = self.steps_before(rows.reshape(-1)).reshape(rows.shape)
         return behind >= jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
@@ -362,7 +366,7 @@ class EpisodeIndex(struct.PyTreeNode):
     def recorded(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
     ) -> Float[Array, " B"]:
-        """The return of each step; the default if it has none, or is not held."""
+        """Returns the return of each step; the default if it is unknown or the step not held."""
         row = rings.locate(env, position)
         back = rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position
         known = back >= self.counters.at[env, 1].get(mode="clip").astype(jnp.uint32)
@@ -371,11 +375,11 @@ class EpisodeIndex(struct.PyTreeNode):
         return jnp.where(known, value, jnp.float32(self.episodes.default_return))
 
     def clear(self, mask: Bool[Array, " E"]) -> Self:
-        """No episode is open in these rings."""
+        """Forgets the open episodes of these rings."""
         return self.replace(counters=jnp.where(mask[:, None], 0, self.counters))
 
     def steps_before(self, row: Int[Array, " B"]) -> Int[Array, " B"]:
-        """How many steps of its episode lie before the step at each place."""
+        """Returns the number of steps between the start of its episode and each stored step."""
         return storage.read(self.behind.reshape(-1), row)
 
     def _since(
@@ -385,7 +389,7 @@ class EpisodeIndex(struct.PyTreeNode):
         rings: Rings,
         rows: Int[Array, " ET"],
     ) -> Int[Array, "E N"]:
-        """``since`` with the new rows, of which some begin to count ``anew``."""
+        """Returns ``since`` with the new rows; the count restarts at the rows marked ``anew``."""
         newest = (rings.counters[:, :1].astype(jnp.int32) - 1) % self.since.shape[1]
         before = jnp.take_along_axis(self.since, newest, axis=1) + 1
         origin = lax.cummax(jnp.where(anew, rank, -before), axis=1)
@@ -402,7 +406,7 @@ class EpisodeIndex(struct.PyTreeNode):
         rings: Rings,
         rows: Int[Array, " ET"],
     ) -> Self:
-        """Write new rows, and fill in what they tell of older ones."""
+        """Writes the new rows, and fills in the returns of older rows that are now known."""
         alf = self.episodes.recurrence == "alf"
         pending, cut = self.counters[:, 1:2], self.counters[:, 2:] > 0
         num_envs = pending.shape[0]
@@ -419,12 +423,13 @@ class EpisodeIndex(struct.PyTreeNode):
         tail = vary_with(tail, columns)
         tail, values = lax.scan(back, tail, columns, reverse=True)
 
-        # What comes after the newest row that settled those before it is pending.
+        # A row that terminated or ended an episode settles the returns of all rows before it. The
+        # rows after the newest of these are pending.
         settles = terminated | last
         inner = terminated & ~last
         until = jnp.where(settles, rank + 1, -pending)
         if alf:
-            # Such a row is itself the first of those that wait for the next.
+            # In ALF's recurrence a row that terminated within an episode is pending itself.
             until = jnp.where(inner, rank, until)
         settled = jnp.max(until, axis=1, keepdims=True)
         here = settles & (until == settled)
@@ -451,7 +456,7 @@ class EpisodeIndex(struct.PyTreeNode):
 
 
 class _Tail(NamedTuple):
-    """What a return needs to know of the step after: see ``_OPEN``, its return and its reward."""
+    """The state (see ``_OPEN``), return and reward of the next step, to compute a return."""
 
     state: Int[Array, " E"]
     value: Float[Array, " E"]
@@ -465,7 +470,7 @@ def _step_back(
     terminated: Bool[Array, "..."],
     last: Bool[Array, "..."],
 ) -> tuple[Array, _Tail]:
-    """What to store for a step, and what the step before it needs to know."""
+    """Returns the value to store for a step, and the tail for the step before it."""
     nothing = jnp.zeros_like(reward)
     default = jnp.full_like(reward, episodes.default_return)
     onward = jnp.float32(episodes.discount) * after.value
@@ -483,12 +488,12 @@ def _step_back(
 
 @functools.cache
 def _filler(episodes: Episodes) -> Callable[..., Array]:
-    """``_fill`` for these episodes, under ``vmap`` as well."""
+    """Returns ``_fill`` for these episodes, with a rule for ``vmap``."""
     call = custom_vmap(functools.partial(_fill, episodes))
 
     @call.def_vmap
     def _(axis_size: int, batched: list[bool], *args: Array) -> Any:
-        # More buffers are more rings: a batched loop would select between whole arrays.
+        # Treat the rings of all buffers as one set: a batched loop would select whole arrays.
         merged = [
             (arg if is_batched else jnp.broadcast_to(arg, (axis_size, *arg.shape))).reshape(
                 -1, *arg.shape[1 + is_batched :]
@@ -509,15 +514,16 @@ def _fill(
     first: Int[Array, " E"],
     *tail: Array,
 ) -> Float[Array, "E N"]:
-    """Turn pending rewards into returns, walking back from the newest.
+    """Turns pending rewards into returns, walking back from the newest.
 
     Args:
         episodes: The configuration.
-        returns: What is stored.
+        returns: The stored returns and pending rewards.
         position: The place after the newest pending step of each ring.
-        steps: How many to fill in.
-        first: Which of them had terminated, counted from the newest.
-        tail: The three parts of ``_Tail``.
+        steps: The number of steps to fill in.
+        first: The step among them that had terminated, counted back from the newest; -1 if none
+            had.
+        *tail: The three fields of ``_Tail``.
     """
     rings, length = returns.shape
     base = jnp.arange(rings, dtype=jnp.int32)[:, None] * length
@@ -553,7 +559,7 @@ def _fill(
 
 
 def _check(data: PyTree[Array], path: str, name: str, kind: Any) -> None:
-    """Refuse a path that leads to no single bool, or float, of a step."""
+    """Raises ValueError if a path does not lead to a single bool, or float, of a step."""
     found = fields.need(data, path, f"episodes.{name}", "the example has")
     if not hasattr(found, "dtype"):
         raise ValueError(f"episodes.{name} is {path!r}, which is no single array")

@@ -1,4 +1,4 @@
-"""What makes room for new items."""
+"""Evictors, which choose the items that make room for new ones."""
 
 import dataclasses
 
@@ -9,19 +9,19 @@ from jaxbuf.strategies.protocols import Evictor
 
 @dataclasses.dataclass(frozen=True)
 class Oldest(Evictor):
-    """First in, first out: the oldest item goes."""
+    """First in, first out: evicts the oldest item."""
 
     def init(self, capacity: int) -> Ring:
-        """An empty ring."""
+        """Returns an empty ring."""
         return Ring.create(capacity)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowest(Evictor):
-    """The item with the lowest score goes: the buffer keeps the highest it has seen.
+    """Evicts the item with the lowest score, so that the buffer keeps the highest scores seen.
 
-    Of equal scores the newer item stays. A new item that ranks below all of a full buffer does not
-    enter. Scores of −inf go first, those of +inf stay.
+    If scores are equal, the older item is evicted. A new item that ranks below every item of a full
+    buffer is refused. Scores of −inf rank lowest, and scores of +inf rank highest.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -35,5 +35,5 @@ class Lowest(Evictor):
     uses_score = True
 
     def init(self, capacity: int) -> Ranking:
-        """A ranking of no items."""
+        """Returns an empty ranking."""
         return Ranking.create(capacity)

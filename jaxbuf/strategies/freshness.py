@@ -1,4 +1,4 @@
-"""How often an item may be used, and how old the policy that made it may be.
+"""Limits on the uses of an item and on the age of the policy that generated it.
 
 References:
     DI-engine, advanced buffer (``max_use``, ``max_staleness``), https://github.com/opendilab/DI-engine
@@ -24,21 +24,21 @@ Comparison = Literal[">=", ">"]
 _NEVER = np.int32(2**31 - 1)
 # Too stale for a learner of any version.
 _TOO_OLD = np.int32(-(2**31))
-# Items retired by use and by staleness; of single items, the learner's versions when they left
-# minus their own when they came, summed over all, and how many were here when that was noted last;
-# and the learner's version and session.
+# "retired_used" and "retired_stale" count retired items. "behind" sums over items the learner's
+# version when they left minus their own version; "noted" is the number of items held when "behind"
+# was last brought up to date. "version" and "session" are the learner's.
 _COUNTERS = ("retired_used", "retired_stale", "behind", "noted", "version", "session")
 
 
 class FreshnessState(struct.PyTreeNode):
-    """What ``Freshness`` keeps.
+    """The state of ``Freshness``.
 
     Attributes:
-        versions: The version of the item in each slot, ``[N]``; the largest number where one was
+        versions: The version of the item in each slot, ``[N]``; the largest int32 where an item was
             too stale and retired.
-        uses: How often the item in each slot was used, ``[N]``.
-        counters: Retired items and the learner's version, by name in ``count``; ``[6]`` uint32,
-            they wrap.
+        uses: The number of uses of the item in each slot, ``[N]``.
+        counters: Counts of retired items, and the learner's version and session, ``[6]`` uint32,
+            which wrap. ``count`` reads one by name.
     """
 
     versions: Int[Array, " N"]
@@ -56,36 +56,38 @@ class FreshnessState(struct.PyTreeNode):
         return self.count("session").astype(jnp.int32)
 
     def count(self, name: str) -> UInt[Array, ""]:
-        """The counter of this name."""
+        """Returns the counter of this name."""
         return counters.column(_COUNTERS, self.counters, name)
 
     def more(self, **counts: Array) -> Self:
-        """The state with more in some counters."""
+        """Returns the state with the counts added to the counters of these names."""
         return self.replace(counters=self.counters + counters.tally(_COUNTERS, counts))
 
 
 @dataclasses.dataclass(frozen=True)
 class Freshness(Part):
-    """Items retire when they have been used enough, or when their version is too old.
+    """Retires items that have been used often enough or whose version is too old.
 
-    The staleness of an item is the learner's version, set by ``buffer.set_version``, minus its own,
-    given to ``add``. Items that are too stale retire when the learner moves on, wherever they lie;
-    one that is too stale already is refused when it comes, evicts nothing and is counted. A policy
-    may be ahead of the learner, so that staleness is negative.
+    The staleness of an item is the learner's version, set by ``buffer.set_version``, minus the
+    item's version, passed to ``add``. When the learner's version increases, all items that have
+    become too stale retire, wherever they are stored. A new item that is too stale already is
+    refused and counted, and evicts nothing. Staleness is negative if a policy is ahead of the
+    learner.
 
-    Versions of two sessions cannot be compared. When the learner begins another session, all items
-    retire, and where ``add`` is given the ``session`` of each item, late ones of other sessions are
-    refused as too stale, whatever their versions. Without it, every item counts as of the learner's
-    session.
+    Versions of different sessions cannot be compared. When the learner begins another session, all
+    items retire. If ``add`` is given the ``session`` of each item, late items of other sessions are
+    refused as too stale, whatever their versions. Otherwise every item counts as one of the
+    learner's session.
+
     Uses are counted by ``buffer.mark_used``. Retired items are never sampled and do not count in
-    ``size``; with ``Oldest`` their slot is written again when its turn comes, with ``Lowest`` they
-    are the first to go.
+    ``size``. With ``Oldest``, their slots are overwritten in the usual order; with ``Lowest``,
+    retired items are overwritten first.
 
     Attributes:
-        max_use: How often an item may be used; None for any number.
-        max_staleness: How stale an item may become; None for any.
-        comparison: An item is too stale at ``staleness >= max_staleness``, or only at
-            ``staleness > max_staleness``.
+        max_use: The number of uses after which an item retires; None for no limit.
+        max_staleness: The largest staleness, see ``comparison``; None for no limit.
+        comparison: Whether an item is too stale at ``staleness >= max_staleness`` (``">="``), or
+            only at ``staleness > max_staleness`` (``">"``).
 
     Raises:
         ValueError: If a limit is neither None nor an integer in its range, or ``comparison`` is
@@ -123,11 +125,11 @@ class Freshness(Part):
             value = getattr(self, name)
             if value is None:
                 continue
-            # NumPy scalars compare unequal to the same Python number, and would retrace.
+            # A NumPy scalar can differ from the same Python number, which would cause a retrace.
             object.__setattr__(self, name, sizes.check_count(name, value, low, 2**31 - 1))
 
     def init(self, data: PyTree[Any], slots: int) -> FreshnessState:
-        """Nothing was used, and the learner is at version 0 of session 0."""
+        """Returns the state without uses, and with the learner at version 0 of session 0."""
         del data
         return FreshnessState(
             versions=jnp.zeros((slots,), jnp.int32),
@@ -138,17 +140,17 @@ class Freshness(Part):
     def at_version(
         self, state: FreshnessState, version: Int[Array, ""], session: Int[Array, ""] | None
     ) -> FreshnessState:
-        """The learner is at this version; with another session all that is here is too stale."""
+        """Sets the learner's version; if the session changes, all present items are too stale."""
         change = {"version": (version - state.version).astype(jnp.uint32)}
         if session is not None:
-            # Also what is not complete yet, such as a window of which only the first step is here.
+            # This includes incomplete windows, of which only the first step may be here.
             other = session != state.session
             state = state.replace(versions=jnp.where(other, _TOO_OLD, state.versions))
             change["session"] = (session - state.session).astype(jnp.uint32)
         return state.more(**change)
 
     def floor(self, version: Int[Array, ""]) -> Int[Array, ""]:
-        """The oldest version that is not too stale for a learner at ``version``."""
+        """Returns the oldest version that is not too stale for a learner at ``version``."""
         if self.max_staleness is None:
             return jnp.int32(-_NEVER)
         inclusive = self.comparison == ">="
@@ -157,14 +159,17 @@ class Freshness(Part):
     def refuse(
         self, state: FreshnessState, rows: Rows, occupancy: ItemOccupancy
     ) -> dict[str, Bool[Array, " B"]]:
-        """Those that are too stale already, or of another session."""
+        """Returns a mask of the rows that are too stale already, or of another session."""
         del occupancy
         if rows.session is None and (rows.version is None or self.max_staleness is None):
             return {}
         return {"refused_stale": self._versions(state, rows) < self.floor(state.version)}
 
     def on_add(self, state: FreshnessState, index: Int[Array, " B"], rows: Rows) -> FreshnessState:
-        """New items were never used. How stale they came counts, whether or not they stay."""
+        """Records the versions of new items, with no uses, and adds up the staleness of all rows.
+
+        A row counts in that sum even if the buffer does not keep it.
+        """
         version = self._versions(state, rows)
         behind = jnp.where(rows.taken, state.version - version, 0).astype(jnp.uint32)
         state = state.more(behind=jnp.sum(behind, dtype=jnp.uint32))
@@ -173,22 +178,23 @@ class Freshness(Part):
     def on_steps(
         self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
     ) -> FreshnessState:
-        """A window has the version of its first step."""
+        """Records the versions of windows, which are those of their first steps."""
         return _placed(state, index, self._versions(state, rows))
 
     def refuse_windows(
         self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
     ) -> dict[str, Bool[Array, "E T"]]:
-        """Those that are too stale before they are complete."""
+        """Returns a mask of the windows that were too stale before they were complete."""
         del rows
         return {"refused_stale": self.look(state, index)[0] < self.floor(state.version)}
 
     def noted(
         self, state: FreshnessState, size: Int[Array, ""], version: Int[Array, ""]
     ) -> FreshnessState:
-        """Since it was noted last all came and left at this version of the learner's.
+        """Brings the sum of staleness up to date, for items added and removed since the last call.
 
-        What came and left in between cancels out, so it is enough to know how many are here now.
+        The learner must have been at this version since that call. The version then enters with
+        opposite signs for items added and items removed, so only the change of size matters.
         """
         more = size.astype(jnp.uint32) - state.count("noted")
         return state.more(behind=jnp.uint32(0) - version.astype(jnp.uint32) * more, noted=more)
@@ -196,12 +202,12 @@ class Freshness(Part):
     def staleness_of_gone(
         self, state: FreshnessState, size: Int[Array, ""], here: Bool[Array, " N"]
     ) -> UInt[Array, ""]:
-        """The sum of the staleness that all who left had when they left; it wraps.
+        """Returns the summed staleness of all items that left, each at the time it left; it wraps.
 
         Args:
             state: The state.
-            size: How many are here.
-            here: Which slots hold an item.
+            size: The number of items held.
+            here: A mask of the slots that hold an item.
         """
         versions = state.versions.astype(jnp.uint32)
         present = jnp.sum(jnp.where(here, versions, jnp.uint32(0)), dtype=jnp.uint32)
@@ -210,19 +216,19 @@ class Freshness(Part):
     def look(
         self, state: FreshnessState, index: Int[Array, "..."]
     ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
-        """The versions and the uses of the items at ``index``."""
+        """Returns the versions and the uses of the items at ``index``."""
         return storage.select(index, (state.versions, state.uses))
 
     def used(
         self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
     ) -> tuple[FreshnessState, Bool[Array, " B"]]:
-        """The items at ``index`` were used, those that are ``taken``.
+        """Counts a use of the items at ``index`` that are ``taken``.
 
         Returns:
-            The state, and which of these items have been used enough.
+            The state, and a mask of the items that have now been used often enough.
         """
-        # In the order of slots, and of what is known of their uses: whoever else looks them up, as
-        # ``Statistics`` does, has done so before they are changed, and XLA need not copy them.
+        # Sorting by slot and present uses makes the update depend on a read of the uses, so that
+        # other readers, such as ``Statistics``, come first and XLA need not copy the array.
         at = jnp.where(taken, index, state.uses.shape[0])
         at, _ = lax.sort((at, storage.select(index, state.uses)), num_keys=2)
         uses = state.uses.at[at].add(1, mode="drop", indices_are_sorted=True)
@@ -232,15 +238,15 @@ class Freshness(Part):
         return state, taken & (storage.select(index, uses) >= self.max_use)
 
     def retired(self, state: FreshnessState, index: Int[Array, " B"]) -> FreshnessState:
-        """The items at ``index`` were too stale and are gone."""
+        """Marks the items at ``index``, which were too stale, as retired."""
         return state.replace(versions=state.versions.at[index].set(_NEVER, mode="drop"))
 
     def on_clear(self, state: FreshnessState, empty: FreshnessState) -> FreshnessState:
-        """Counters and the learner's version go on."""
+        """Returns the cleared state, which keeps the counters and the learner's version."""
         return empty.replace(counters=state.counters.copy())
 
     def metrics(self, state: FreshnessState, occupancy: Occupancy) -> dict[str, Array]:
-        """Counts, and uses and staleness of the live items; 0 if there are none."""
+        """Returns counts, and the uses and staleness of the live items, 0 if there are none."""
         live = occupancy.live(jnp.arange(state.uses.shape[-1], dtype=jnp.int32))
         count = jnp.maximum(jnp.sum(live, dtype=jnp.int32), 1).astype(jnp.float32)
         uses = jnp.where(live, state.uses, 0)
@@ -258,7 +264,7 @@ class Freshness(Part):
         }
 
     def _versions(self, state: FreshnessState, rows: Rows) -> Int[Array, "..."]:
-        """The version of each row: the learner's by default, none at all in another session."""
+        """Returns the version of each row: by default the learner's; too old in other sessions."""
         version = rows.version
         if version is None:
             version = jnp.broadcast_to(state.version, rows.shape)
@@ -270,7 +276,7 @@ class Freshness(Part):
 def _placed(
     state: FreshnessState, index: Int[Array, "..."], version: Int[Array, "..."]
 ) -> FreshnessState:
-    """Items, or the first steps of windows, of these versions are at ``index``."""
+    """Records new items, or first steps of windows, of these versions at ``index``."""
     return state.replace(
         versions=state.versions.at[index].set(version, mode="drop"),
         uses=state.uses.at[index].set(0, mode="drop"),

@@ -1,4 +1,4 @@
-"""The class of what a buffer may keep and ask beside its sampler and evictor."""
+"""The base class of parts: state and filters that a buffer has besides sampler and evictor."""
 
 import dataclasses
 import functools
@@ -20,15 +20,15 @@ from jaxbuf.occupancy.rings import Rings
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows that are offered to a buffer: items ``[B]``, or steps ``[E, T]``.
+    """Rows passed to ``add`` of a buffer: items ``[B]``, or steps ``[E, T]``.
 
     Attributes:
-        items: Their leaves, ``[B, ...]`` or ``[E, T, ...]``; no gradient flows through them.
+        items: Leaves ``[B, ...]`` or ``[E, T, ...]``; no gradient flows through them.
         shape: The axes of the rows, ``(B,)`` or ``(E, T)``.
-        mask: Which rows are still to be taken; None for all. See ``taken``.
-        score: Their scores, ``[B]``; None where nothing uses scores.
-        version: The versions of the policies that made them, int32; None if they were not given.
-        session: The sessions of these versions, int32; None if they were not given.
+        mask: The rows still to be added; None for all. See ``taken``.
+        score: Scores, ``[B]``; None if the buffer does not use scores.
+        version: Versions of the policies that generated the rows, int32; None if not given.
+        session: Sessions of these versions, int32; None if not given.
     """
 
     items: PyTree[Array]
@@ -40,29 +40,29 @@ class Rows:
 
     @property
     def taken(self) -> Bool[Array, "..."]:
-        """Which rows are still to be taken: neither masked out nor refused so far."""
+        """The rows still to be added: neither masked out nor refused so far."""
         return jnp.ones(self.shape, bool) if self.mask is None else self.mask
 
     @property
     def count(self) -> UInt[Array, ""]:
-        """How many rows are still to be taken."""
+        """The number of rows still to be added."""
         if self.mask is None:
             return jnp.uint32(math.prod(self.shape))
         return jnp.sum(self.mask, dtype=jnp.uint32)
 
     def without(self, refused: Bool[Array, "..."]) -> Self:
-        """The same rows, of which some are refused."""
+        """Returns the same rows with the refused ones masked out."""
         return dataclasses.replace(self, mask=self.taken & ~refused)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepRows(Rows):
-    """Rows of a ``TrajectoryBuffer``, which know their places.
+    """Rows of a ``TrajectoryBuffer``, with the places where they are stored.
 
     Attributes:
-        rings: The rings without these steps.
-        target: Where each step lies from now on, ``ring * length + place``, ``[E, T]``; past the
-            end where it is not taken, or overwritten by a later one.
+        rings: The rings before these steps are added.
+        target: Where each step is stored, ``ring * length + place``, ``[E, T]``; past the end if
+            the step is not added, or is overwritten by a later one.
     """
 
     rings: Rings = dataclasses.field(kw_only=True)
@@ -70,23 +70,23 @@ class StepRows(Rows):
 
 
 class Part:
-    """Something that a buffer keeps about its items, and that may refuse new ones.
+    """Keeps additional state about the items of a buffer, and may refuse new items.
 
-    A part is a frozen dataclass: the configuration. What changes is its *state*, a pytree of arrays
-    that the buffer keeps and passes in. Every method has a default that keeps and refuses nothing.
-    Indices outside ``[0, slots)`` name no slot, and must be ignored.
+    A part is a frozen dataclass that holds the configuration. Its *state* is a pytree of arrays
+    that the buffer stores and passes to each method. By default every method keeps no state and
+    refuses no row. Indices outside ``[0, slots)`` do not name a slot and must be ignored.
 
-    Rows that are offered are shown to one part after the other. Each names those that it refuses,
-    by reason; a row counts under the first reason that holds, and a part does not see as ``taken``
-    what one before it has refused. ``"rejected"`` is a reason as well: the row cannot be judged.
+    ``add`` asks one part after the other which rows to refuse, and for which reason. A row is
+    counted under the first reason that applies, and rows refused by an earlier part are no longer
+    ``taken`` for later ones. The reason ``"rejected"`` means that the row cannot be judged.
 
     Attributes:
         reasons: The names under which refused rows are counted in ``metrics()``.
         uses_score: Whether ``add`` needs a ``score``.
         uses_version: Whether ``add`` takes a ``version`` and a ``session``.
-        removes: Whether items may leave, or windows be refused, while those around them stay.
-        of_items: Whether an ``ItemBuffer`` can have it.
-        of_windows: Whether a ``TrajectoryBuffer`` can have it.
+        removes: Whether items may be removed, or windows refused, while their neighbors stay.
+        of_items: Whether the part can be used in an ``ItemBuffer``.
+        of_windows: Whether the part can be used in a ``TrajectoryBuffer``.
 
     Example:
         >>> import dataclasses, jax, jax.numpy as jnp, jaxbuf
@@ -125,12 +125,12 @@ class Part:
     of_windows: bool = False
 
     def init(self, data: PyTree[Any], slots: int) -> Any:
-        """The state of an empty buffer.
+        """Returns the state for an empty buffer.
 
         Args:
-            data: Its storage, leaves ``[capacity, ...]``, or ``[num_envs, length, ...]``; only
-                shapes and dtypes matter.
-            slots: How many slots it has, for items or for windows.
+            data: The buffer's storage, leaves ``[capacity, ...]`` or ``[num_envs, length, ...]``;
+                only shapes and dtypes matter.
+            slots: The number of slots for items or windows.
         """
         del data, slots
         return ()
@@ -138,43 +138,43 @@ class Part:
     def refuse(
         self, state: Any, rows: Rows, occupancy: ItemOccupancy
     ) -> dict[str, Bool[Array, " B"]]:
-        """Which items must not enter, by reason; the occupancy is that before the add."""
+        """Returns masks of the items to refuse, by reason; the occupancy is from before the add."""
         del state, rows, occupancy
         return {}
 
     def on_add(self, state: Any, index: Int[Array, " B"], rows: Rows) -> Any:
-        """Items have been written to the slots ``index``, over what was there."""
+        """Updates the state after items were written to the slots ``index``."""
         del index, rows
         return state
 
     def on_steps(self, state: Any, index: Int[Array, "E T"], rows: StepRows) -> Any:
-        """StepRows have been written, of which some are the first of the windows at ``index``."""
+        """Updates the state after steps were written; ``index`` has the windows they begin."""
         del index, rows
         return state
 
     def refuse_windows(
         self, state: Any, index: Int[Array, "E T"], rows: StepRows
     ) -> dict[str, Bool[Array, "E T"]]:
-        """Which of the windows at ``index``, completed by these steps, must not be drawn."""
+        """Returns masks, by reason, of the just completed windows ``index`` that are not drawn."""
         del state, index, rows
         return {}
 
     def on_remove(self, state: Any, index: Int[Array, " B"]) -> Any:
-        """The items or windows at ``index`` have left, and nothing was written over them yet."""
+        """Updates the state after items or windows at ``index`` left, before slots are reused."""
         del index
         return state
 
     def on_clear(self, state: Any, empty: Any) -> Any:
-        """All items have left; ``empty`` is the state of a new buffer. Shares no array."""
+        """Returns the state after ``clear``, given a new buffer's; must not share arrays."""
         del state
         return empty
 
     def on_clear_envs(self, state: Any, envs: Bool[Array, " E"]) -> Any:
-        """All steps of these environments have left; ``on_remove`` tells of the windows."""
+        """Updates the state after environments were cleared; windows go through ``on_remove``."""
         del envs
         return state
 
     def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
-        """Numbers worth watching, scalars; what was refused is counted by the buffer."""
+        """Returns scalars to monitor; the buffer itself counts the refused rows."""
         del state, occupancy
         return {}

@@ -1,9 +1,9 @@
-"""Points in slots, and which of other points lie near one of them.
+"""Points in slots, and a search for the points that lie near them.
 
-Only a threshold is asked for, so most distances are never computed in full: a sum of terms that are
-not negative only grows, also in floating point, and once all sums of a point are past the
-threshold, its remaining coordinates cannot matter. Terms are sums of differences, never
-``|x|² - 2xy + |y|²``: the distance between equal points is exactly 0.
+The search only compares distances with a threshold, so most distances are never computed in full:
+a sum of nonnegative terms never decreases, even in floating point, so once all sums of a point
+exceed the threshold, its remaining coordinates do not matter. Terms are computed from differences,
+never as ``|x|² - 2xy + |y|²``, so that the distance between equal points is exactly 0.
 """
 
 import abc
@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxbuf.core.varying import vary_with
 
-# A tile is as many pairs as fit a core's cache, with coordinates taken several at a time.
+# The pairs of a tile, _ROWS * _COLUMNS, fit a core's cache; coordinates come in groups of _STRIDE.
 _ROWS = 128
 _COLUMNS = 512
 _STRIDE = 8
@@ -30,16 +30,17 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class Ball:
-    """The points within ``radius`` in ``p``-norm; the boundary belongs to it.
+    """The points within ``radius`` in ``p``-norm, including the boundary.
 
-    Sums are compared, not their roots. For ``p`` of 0, 1, 2 and infinity the comparison is that of
-    the distance rounded to float32. For another ``p`` the sum of powers may be off by a few units
-    in the last place, so that the radius is met to within about ``1e-6 * (1 + 4 / p)`` of itself.
+    The sums are compared, not their roots. If ``p`` is 0, 1, 2 or infinity, the result is the same
+    as for the distance rounded to float32. For any other ``p`` the sum of powers may be off by a
+    few units in the last place, which is a relative error of the radius of about
+    ``1e-6 * (1 + 4 / p)``.
 
     Attributes:
         radius: 0, or from 2**-40 to 2**40.
-        p: From 0 to infinity, which is the largest difference of a coordinate; 0 is the number of
-            coordinates that differ.
+        p: From 0 to infinity. Infinity means the largest difference of a coordinate, and 0 the
+            number of coordinates that differ.
     """
 
     radius: float
@@ -54,7 +55,7 @@ class Ball:
         return _largest_square(radius) if self._p == 2 else 1.0 + (self._p + 4.0) * 2.0**-22
 
     def accumulate(self, total: Array, difference: Array) -> Array:
-        """``total`` with one more coordinate."""
+        """Returns ``total`` with the difference in one more coordinate added."""
         size = jnp.abs(difference)
         if math.isinf(self._p):
             return jnp.maximum(total, size)
@@ -73,50 +74,52 @@ class Ball:
         return math.inf if self.radius == 0 else self.p
 
 
-# A group of coordinates of a block.
+# A function that returns a group of coordinates of a block.
 Theirs = Callable[[Int[Array, ""]], Float[Array, "S L"]]
-# Which slots count for which rows, given row numbers ``[R, 1]`` and slots ``[1, L]``.
+# A function from row numbers ``[R, 1]`` and slots ``[1, L]`` to a mask of the pairs to compare.
 Usable = Callable[[Int[Array, "R 1"], Int[Array, "1 L"]], Bool[Array, "..."]]
 
 
 class Others(abc.ABC):
-    """What points are compared with: points in slots, a block of which is looked at at a time.
+    """Points in slots with which other points are compared, one block at a time.
 
-    Memory is bounded by a tile, whatever the number of points and of slots.
+    Working memory is bounded by the size of a tile, whatever the number of points and slots.
 
     Attributes:
-        capacity: Number of slots.
+        capacity: The number of slots.
     """
 
     capacity: int
 
     @abc.abstractmethod
     def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:
-        """The first slot of a block, and its points; slots from the capacity on have none."""
+        """Returns a block's first slot and its points; slots past the capacity are padding."""
 
     def near(
         self, points: "Points", count: Int[Array, ""], ball: Ball, usable: Usable
     ) -> Bool[Array, " B"]:
-        """Which points have one of these within the ball around them.
+        """Returns a mask of the points that have one of these within the ball around them.
 
         Args:
-            points: ``B`` points of as many coordinates.
-            count: How many of them to look at, the first ones; the others are near nothing.
-            ball: What is near.
-            usable: Which slots count for which rows, ``[R, L]`` or ``[1, L]``.
+            points: ``B`` points with the same number of coordinates.
+            count: Only the first ``count`` points are compared; the result is False for the others.
+            ball: The norm and radius.
+            usable: Returns a mask of the pairs to compare, ``[R, L]`` or ``[1, L]``.
         """
         return self.nearest(points, ball, usable, count) <= jnp.float32(ball.limit)
 
     def nearest(
         self, points: "Points", ball: Ball, usable: Usable, count: Int[Array, ""] | None = None
     ) -> Float[Array, " B"]:
-        """What ``ball`` accumulates for each point and the nearest of these.
+        """Returns the sum that ``ball`` accumulates for each point and its nearest neighbor here.
 
         Args:
-            points: ``B`` points of as many coordinates.
-            ball: Beyond it sums are only known to be past its limit.
-            usable: As for ``near``; infinite where no slot counts.
-            count: How many to look at, the first ones; infinite for the others. None for all.
+            points: ``B`` points with the same number of coordinates.
+            ball: The norm and radius. Sums are exact up to its limit; larger ones are only known to
+                exceed it.
+            usable: As for ``near``; the sum is infinite if a point has no usable slot.
+            count: Only the first ``count`` points are compared, and the sum is infinite for the
+                others. None compares all points.
         """
         total, height, columns = points.capacity, points.height, _columns(self.capacity)
         blocks = math.ceil(self.capacity / columns)
@@ -125,8 +128,8 @@ class Others(abc.ABC):
         number = jnp.int32(total) if count is None else count
 
         def open_(k: Array) -> tuple[Array, Array, Theirs, Array]:
-            """The first row of a tile, its points, those of a block, and which pairs count."""
-            # A loop with known bounds counts in 64 bits where these are on.
+            """Returns a tile's first row and points, a block's points, and a mask of the pairs."""
+            # A loop with static bounds has a 64-bit index if x64 mode is on.
             k = jnp.asarray(k, jnp.int32)
             tile, block = k // blocks, k % blocks
             slot, theirs = self.open(block)
@@ -134,7 +137,7 @@ class Others(abc.ABC):
             counts = usable(tile * height + row, slot) & (slot < self.capacity)
             return tile * height, points.tile(tile), theirs, counts
 
-        # All tiles of points, and for each all blocks.
+        # One step compares one tile of points with one block of slots.
         def step(k: Array, least: Float[Array, " P"]) -> Float[Array, " P"]:
             start, ours, theirs, counts = open_(k)
             before = lax.dynamic_slice(least, (start,), (height,))
@@ -152,9 +155,9 @@ class Points(Others, struct.PyTreeNode):
     """A point of ``width`` float32 coordinates in each of ``capacity`` slots.
 
     Attributes:
-        blocks: ``[C, G, 8, L]``: slots in blocks of ``L``, coordinates in groups of 8, each
-            coordinate of a block contiguous.
-        capacity: Number of slots.
+        blocks: The coordinates, ``[C, G, 8, L]``: ``C`` blocks of ``L`` slots and ``G`` groups of 8
+            coordinates. Each coordinate of a block is contiguous.
+        capacity: The number of slots.
     """
 
     blocks: Float[Array, "C G S L"]
@@ -162,14 +165,14 @@ class Points(Others, struct.PyTreeNode):
 
     @classmethod
     def create(cls, capacity: int, width: int) -> Self:
-        """All points at the origin."""
+        """Creates points that are all at the origin."""
         columns = _columns(capacity)
         shape = (math.ceil(capacity / columns), math.ceil(width / _STRIDE), _STRIDE, columns)
         return cls(blocks=jnp.zeros(shape, jnp.float32), capacity=capacity)
 
     @classmethod
     def of(cls, points: Float[Array, "B D"]) -> Self:
-        """Points given as rows."""
+        """Creates points from rows of coordinates."""
         empty = cls.create(*points.shape)
         blocks, groups, stride, columns = empty.blocks.shape
         rest = (blocks * columns - points.shape[0], groups * stride - points.shape[1])
@@ -178,7 +181,7 @@ class Points(Others, struct.PyTreeNode):
         return empty.replace(blocks=jnp.transpose(split, (0, 2, 3, 1)))
 
     def set(self, index: Int[Array, " B"], points: Float[Array, "B D"]) -> Self:
-        """Put points into different slots; rows past the end are dropped."""
+        """Writes points to slots, which must differ; rows past the end are dropped."""
         blocks, groups, stride, columns = self.blocks.shape
         rows = jnp.pad(points, ((0, 0), (0, groups * stride - points.shape[1])))
         block = jnp.where(index < self.capacity, index // columns, blocks)
@@ -189,23 +192,23 @@ class Points(Others, struct.PyTreeNode):
 
     @property
     def height(self) -> int:
-        """Number of points in a tile."""
+        """The number of points in a tile."""
         return min(self.blocks.shape[-1], _ROWS)
 
     @property
     def num_tiles(self) -> int:
-        """In how many tiles they are."""
+        """The number of tiles."""
         return math.ceil(self.capacity / self.height)
 
     def tile(self, k: Int[Array, ""]) -> Float[Array, "G S R"]:
-        """The points of one tile, for ``pairwise``."""
+        """Returns the points of one tile, for ``pairwise``."""
         _, groups, stride, columns = self.blocks.shape
         first = k * self.height
         begin = (first // columns, jnp.int32(0), jnp.int32(0), first % columns)
         return lax.dynamic_slice(self.blocks, begin, (1, groups, stride, self.height))[0]
 
     def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:
-        """The first slot of a block, and its points, of which what is asked for is read."""
+        """Returns the first slot of a block, and its points, of which groups are read on demand."""
         _, _, stride, columns = self.blocks.shape
 
         def theirs(group: Array) -> Array:
@@ -217,32 +220,33 @@ class Points(Others, struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Computed(Others):
-    """Points that are computed, a block at a time, from what lies in the slots.
+    """Points that are computed from the contents of the slots, one block at a time.
 
     Attributes:
-        capacity: Number of slots.
-        rows: The points of so many slots from a first one on, ``[number, D]``.
+        capacity: The number of slots.
+        rows: A function of a first slot and a number of slots that returns the points of these
+            slots, ``[number, D]``.
     """
 
     capacity: int
     rows: Callable[[Int[Array, ""], int], Float[Array, "B D"]]
 
     def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:
-        """The first slot of a block, and its points."""
+        """Returns the first slot of a block, and its points."""
         number = min(_columns(self.capacity), self.capacity)
-        # The last block reaches back into the one before it.
+        # The last block overlaps the one before it.
         first = jnp.minimum(block * number, self.capacity - number)
         theirs = Points.of(self.rows(first, number)).blocks[0]
         return first, functools.partial(lax.dynamic_index_in_dim, theirs, keepdims=False)
 
 
 class Sums(NamedTuple):
-    """What is accumulated of a tile.
+    """The sums accumulated so far for the pairs of a tile and a block.
 
     Attributes:
-        groups: How many groups of coordinates.
-        sums: Of each pair.
-        least: Of each row.
+        groups: The number of groups of coordinates that they include.
+        sums: The sum of each pair.
+        least: The smallest sum of each row.
     """
 
     groups: Int[Array, ""]
@@ -256,16 +260,16 @@ def pairwise(
     counts: Bool[Array, "..."],
     ball: Ball,
 ) -> Sums:
-    """What ``ball`` accumulates for each pair; infinite where it does not count.
+    """Returns the sums that ``ball`` accumulates for each pair; infinite for pairs that are masked.
 
-    It stops as soon as no pair can be in the ball any more: then sums are too small, but past the
-    limit.
+    It stops as soon as no pair can be in the ball any more. The sums are then incomplete, but
+    already exceed the limit.
 
     Args:
-        ours: One tile.
-        theirs: The others.
-        counts: Which pairs matter, ``[R, L]`` or ``[1, L]``.
-        ball: Norm and limit.
+        ours: The points of a tile.
+        theirs: The points of a block.
+        counts: A mask of the pairs to compare, ``[R, L]`` or ``[1, L]``.
+        ball: The norm and limit.
     """
     groups, _, height = ours.shape
     limit = jnp.float32(ball.limit)
@@ -278,8 +282,8 @@ def pairwise(
         done, *_ = carry
         return (done.groups < groups) & jnp.any(done.least <= limit)
 
-    # Coordinates go through the carry, so that they are sliced once, and not, fused into the
-    # arithmetic, for every pair.
+    # The carry holds the next coordinates, so that they are sliced once per step. Otherwise XLA
+    # fuses the slice into the arithmetic and repeats it for every pair.
     def go_on(carry: tuple[Sums, Array, Array]) -> tuple[Sums, Array, Array]:
         (done, sums, _), one, other = carry
         for k in range(_STRIDE):
@@ -294,21 +298,22 @@ def pairwise(
 
 
 def _columns(capacity: int) -> int:
-    """How many of so many slots are in a block: a whole number of tiles."""
+    """Returns the number of slots in a block, a multiple of the tile height."""
     height = min(capacity, _ROWS)
     return min(math.ceil(capacity / height) * height, _COLUMNS)
 
 
 def finite(points: Float[Array, "B D"]) -> Float[Array, "B D"]:
-    """Points that can be compared: infinities become the largest numbers, and NaN becomes 0.
+    """Replaces infinities by the largest finite numbers, and NaN by 0.
 
-    Equal infinities are then at distance 0; a NaN would hide what is near others in its tile.
+    Equal infinities are then at distance 0. A NaN would spoil the results of other rows in its
+    tile.
     """
     return jnp.nan_to_num(points, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
 
 
 def _largest_square(root: np.float32) -> float:
-    """The largest float32 whose square root, rounded, is not above ``root``."""
+    """Returns the largest float32 whose rounded square root is at most ``root``."""
     up, down = np.float32(np.inf), np.float32(0)
     square = np.float32(root * root)
     while np.sqrt(square) > root:

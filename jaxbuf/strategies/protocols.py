@@ -1,4 +1,4 @@
-"""What a sampler and an evictor are: the classes that your own ones derive from."""
+"""The base classes of samplers and evictors, to derive your own from."""
 
 import abc
 import dataclasses
@@ -13,12 +13,13 @@ from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """What a sampler drew.
+    """The result of a draw.
 
     Attributes:
-        index: Slots ``[B]`` int32.
-        probability: The probability with which a single draw gives each slot, ``[B]`` float32.
-        valid: Whether the row was drawn at all, ``[B]``; the other two are arbitrary if not.
+        index: Slots, ``[B]`` int32.
+        probability: The probability that a single draw returns each slot, ``[B]`` float32.
+        valid: Whether each row was drawn at all, ``[B]``; if not, its index and probability are
+            arbitrary.
     """
 
     index: Int[Array, " B"]
@@ -29,11 +30,11 @@ class Draw:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """What a sampler can draw.
+    """The items that a sampler can draw.
 
     Attributes:
-        count: How many items, ``[]`` int32.
-        least_probability: The smallest probability among them, ``[]`` float32; 0 if there are none.
+        count: The number of these items, ``[]`` int32.
+        least_probability: The smallest probability among them, ``[]`` float32; 0 without items.
     """
 
     count: Int[Array, ""]
@@ -41,17 +42,17 @@ class Support:
 
 
 class Sampler(abc.ABC):
-    """Chooses which items a batch consists of.
+    """Chooses the items of a batch.
 
-    A sampler is a frozen dataclass: the configuration. What changes is its *state*, a pytree of
-    arrays that the buffer keeps and passes in. Only ``draw`` has to be written; the other methods
-    are for samplers that keep something for each slot. Indices outside ``[0, capacity)`` name no
-    slot, and must be ignored.
+    A sampler is a frozen dataclass that holds the configuration. Its *state* is a pytree of arrays
+    that the buffer stores and passes to each method. Only ``draw`` has to be implemented; the other
+    methods are for samplers that keep state for each slot. Indices outside ``[0, capacity)`` do not
+    name a slot and must be ignored.
 
     Attributes:
         uses_priority: Whether ``add`` takes a ``priority`` and ``update_priority`` is allowed.
         uses_score: Whether ``add`` needs a ``score``.
-        uses_age: Whether it needs an occupancy that knows the order in which items came.
+        uses_age: Whether the sampler needs an occupancy that knows the order of insertion.
 
     Example:
         >>> import dataclasses, jax, jax.numpy as jnp, jaxbuf
@@ -73,26 +74,29 @@ class Sampler(abc.ABC):
     uses_age: bool = False
 
     def init(self, capacity: int) -> Any:
-        """The state of an empty buffer."""
+        """Returns the state for an empty buffer."""
         del capacity
         return ()
 
     def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Which priorities (or scores) are legal. The rows with others are refused and counted."""
+        """Returns a mask of the legal priorities (or scores); other rows are counted and refused.
+
+        The count is ``metrics()["rejected"]``.
+        """
         return jnp.ones(value.shape, bool)
 
     def on_add(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"] | None) -> Any:
-        """New items are at ``index``, with these priorities (or scores); None for the default."""
+        """Updates the state after an add, with priorities (or scores); None for the default."""
         del index, value
         return state
 
     def set_priority(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
-        """The items at ``index`` have new priorities; of several for one item the last counts."""
+        """Sets the priorities at ``index``; if an item occurs several times, the last one wins."""
         del index, value
         return state
 
     def remove(self, state: Any, index: Int[Array, " B"]) -> Any:
-        """There is nothing to draw at ``index`` any more."""
+        """Removes the items at ``index``, which must not be drawn any more."""
         del index
         return state
 
@@ -103,59 +107,59 @@ class Sampler(abc.ABC):
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
     ) -> Any:
-        """Steps were written to rings, so that some windows are gone and others are complete.
+        """Updates the state after steps were written, which completes windows and removes others.
 
         Args:
             state: The state.
-            added: The slots of new windows, ``[B]``.
-            value: Their priorities, ``[B]``, of which one that is not legal stands for the default;
-                None for the default.
-            removed: The slots of the windows that are gone, ``[R]``; none of them is added.
+            added: The slots of the newly completed windows, ``[B]``.
+            value: Their priorities, ``[B]``; an illegal one means the default, and None means the
+                default for all.
+            removed: The slots of the removed windows, ``[R]``, disjoint from ``added``.
         """
         return self.on_add(self.remove(state, removed), added, value)
 
     @abc.abstractmethod
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draw ``batch_size`` of the live items."""
+        """Draws ``batch_size`` of the live items."""
 
     def next(
         self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
     ) -> tuple[Any, Draw]:
-        """Draw the next batch, where one draw depends on those before it.
+        """Draws the next batch, for samplers whose draws depend on earlier ones.
 
         Returns:
-            The state after it, and what was drawn; the same state, unless said otherwise.
+            The new state and the draw. By default this is ``draw``, and the state does not change.
         """
         return state, self.draw(state, key, batch_size, occupancy)
 
     def support(self, state: Any, occupancy: Occupancy) -> Support:
-        """What can be drawn; all live items alike, unless said otherwise."""
+        """Returns the items that can be drawn; by default all live items, equally likely."""
         del state
         return Support(occupancy.size, share(occupancy.size))
 
     def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
-        """Numbers worth watching, scalars."""
+        """Returns scalars to monitor."""
         del state, occupancy
         return {}
 
 
 class KnownSampler(Sampler):
-    """A sampler that can tell the probability of items that it did not draw."""
+    """A sampler that can compute the probability of any item, not only of the ones it drew."""
 
     @abc.abstractmethod
     def probability(
         self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
-        """The probability with which a single draw gives each of these live items."""
+        """Returns the probability that a single draw gives each of these live items."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Aim:
-    """Where the rows of a batch come from.
+    """The shard of each row of a batch, and the target within that shard.
 
     Attributes:
         shard: The shard of each row, ``[B]`` int32.
-        target: What else ``hit`` needs of each row, leaves ``[B]``.
+        target: Everything else that ``hit`` needs for each row, leaves ``[B]``.
     """
 
     shard: Int[Array, " B"]
@@ -163,78 +167,78 @@ class Aim:
 
 
 class ShardableSampler(Sampler):
-    """A sampler that draws from the shards of a ``jaxbuf.Sharded`` as from one buffer.
+    """A sampler that draws from the shards of a ``jaxbuf.Sharded`` as if they were one buffer.
 
-    It says in three pure functions what it does. ``report`` tells what the others have to know of a
-    shard. ``aim`` sees the reports of all shards and chooses a shard for each row; every device
-    computes it and finds the same. ``hit`` then draws those rows from their own shard. A draw from
-    a single buffer is the case of one shard.
+    It consists of three pure functions. ``report`` summarizes a shard for the others. ``aim`` takes
+    the reports of all shards and chooses a shard for each row; every device computes it with the
+    same result. ``hit`` then draws the rows of each shard within it. A draw from a single buffer is
+    the case of one shard.
     """
 
     @property
     def shardable(self) -> bool:
-        """Whether it can draw from shards as it is configured."""
+        """True if this configuration can draw from shards."""
         return True
 
     @abc.abstractmethod
     def report(self, state: Any, occupancy: Occupancy) -> PyTree[Array]:
-        """What the other shards have to know of this one: scalars of 4 bytes each."""
+        """Returns the summary of this shard for the others: scalars of 4 bytes each."""
 
     @abc.abstractmethod
     def aim(self, world: PyTree[Array], key: PRNGKeyArray, batch_size: int, capacity: int) -> Aim:
-        """Choose the shard of each row.
+        """Chooses the shard of each row.
 
         Args:
             world: The reports of all shards, leaves ``[S]``.
-            key: The key of this draw.
-            batch_size: Rows ``B`` of all shards together; static.
-            capacity: Slots of all shards together; static.
+            key: The PRNG key of this draw.
+            batch_size: The total number of rows ``B``; static.
+            capacity: The total number of slots of all shards; static.
         """
 
     @abc.abstractmethod
     def hit(
         self, state: Any, occupancy: Occupancy, target: PyTree[Array], world: PyTree[Array]
     ) -> Draw:
-        """Draw rows that were aimed at this shard; for others the result is arbitrary.
+        """Draws the rows that ``aim`` assigned to this shard; other rows are arbitrary.
 
         Args:
             state: The state of this shard.
-            occupancy: Its live items.
+            occupancy: The live items of this shard.
             target: The targets of the rows, leaves ``[B]``.
             world: The reports of all shards, leaves ``[S]``.
 
         Returns:
-            Slots of this shard. The probability is that of a draw from all shards.
+            Slots of this shard, with the probabilities of a draw from all shards.
         """
 
     @abc.abstractmethod
     def reach(self, world: PyTree[Array]) -> Support:
-        """What can be drawn from all shards together."""
+        """Returns the items that can be drawn from all shards together."""
 
     def lend(self, state: Any, world: PyTree[Array]) -> Any:
-        """The state with what new items of this shard depend on in others; ``on_add`` is next."""
+        """Returns the state with values of other shards that the following ``on_add`` needs."""
         del world
         return state
 
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draw ``batch_size`` of the live items."""
+        """Draws ``batch_size`` of the live items."""
         world = self.alone(state, occupancy)
         aimed = self.aim(world, key, batch_size, occupancy.capacity)
         return self.hit(state, occupancy, aimed.target, world)
 
     def support(self, state: Any, occupancy: Occupancy) -> Support:
-        """What can be drawn."""
+        """Returns the items that can be drawn."""
         return self.reach(self.alone(state, occupancy))
 
     def alone(self, state: Any, occupancy: Occupancy) -> PyTree[Array]:
-        """The reports of all shards, leaves ``[1]``, where there is one."""
+        """Returns the reports of all shards when this is the only one, leaves ``[1]``."""
         return jax.tree.map(lambda leaf: leaf[None], self.report(state, occupancy))
 
 
 class Evictor(abc.ABC):
-    """Chooses which item goes when a new one comes.
+    """Chooses the item to evict when a new one is added to a full buffer.
 
-    An evictor is a frozen, hashable dataclass; what changes is in the occupancy it creates.
+    An evictor is a frozen, hashable dataclass; the state lives in the occupancy that it creates.
 
     Attributes:
         uses_score: Whether ``add`` needs a ``score``.
@@ -244,9 +248,9 @@ class Evictor(abc.ABC):
 
     @abc.abstractmethod
     def init(self, capacity: int) -> ItemOccupancy:
-        """The occupancy of an empty buffer."""
+        """Returns the occupancy of an empty buffer."""
 
 
 def share(size: Int[Array, ""]) -> Float[Array, ""]:
-    """One over the size; 0 if there is nothing."""
+    """Returns ``1 / size``, or 0 if the size is 0."""
     return jnp.where(size > 0, 1.0 / jnp.maximum(size, 1).astype(jnp.float32), 0.0)

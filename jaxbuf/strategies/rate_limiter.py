@@ -1,7 +1,8 @@
-"""How fast may be sampled from a buffer, measured by how fast it is filled: state, and no waiting.
+"""Limits on the rate of sampling relative to the rate of inserting.
 
-A limiter is asked before and told after: ``can_insert`` and ``can_sample`` say whether a step may
-go on, ``inserted`` and ``sampled`` count it. Whether to wait or to skip the step is for the caller.
+Before a step, ``can_insert`` and ``can_sample`` return whether it is allowed; after it,
+``inserted`` and ``sampled`` count it. A limiter only keeps the counts: the caller decides whether
+to wait or to skip a step that is not allowed.
 """
 
 import fractions
@@ -15,11 +16,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage
 
-# A ratio is kept as a fraction with at most this denominator, so that errors add up to nothing.
+# A ratio is stored as a fraction with at most this denominator, so that no rounding accumulates.
 _DENOMINATOR = 1000
-# Errors and what is added to them stay within this, so that their sum is an int32.
+# Errors and their increments are clipped to this, so that a sum of the two fits an int32.
 _MOST = 2**30 - 1
-# Bounds are meant as decimals: 0.29 * 100 is 29.
+# Bounds are decimals, whose multiples are not exact: 0.29 * 100 has to count as 29.
 _ROUNDING = 1e-6
 
 _Count = int | Int[Array, ""] | UInt[Array, ""]
@@ -28,18 +29,19 @@ _Count = int | Int[Array, ""] | UInt[Array, ""]
 class RateLimiter(struct.PyTreeNode):
     """Keeps the number of samples near a multiple of the number of inserts.
 
-    It keeps ``error = inserts * samples_per_insert - samples`` within a range. An insert that would
-    lift it above is refused, unless the buffer holds no more than ``min_size`` items with it; a
-    sample that would lower it below, or is drawn from fewer than ``min_size`` items, is refused. An
-    immutable pytree; Reverb's semantics.
+    It keeps ``error = inserts * samples_per_insert - samples`` within a range. An insert is refused
+    if it would raise the error above the range, unless the buffer then holds at most ``min_size``
+    items. A sample is refused if it would lower the error below the range, or if the buffer holds
+    fewer than ``min_size`` items. The limiter is an immutable pytree with the semantics of Reverb.
 
     Attributes:
-        error: ``[]`` int32, in units of ``1 / denominator``: exact, until it saturates at 2**30.
-        counters: Inserts and samples so far, ``[2]`` uint32; they wrap.
+        error: The error in units of ``1 / denominator``, ``[]`` int32; exact until it saturates at
+            2**30.
+        counters: The numbers of inserts and samples so far, ``[2]`` uint32, which wrap.
         numerator: ``samples_per_insert * denominator``.
-        denominator: What the ratio is a fraction of, at most 1000.
-        min_size: Items that must be there before anything is sampled.
-        range: Bounds of the error.
+        denominator: The denominator of the ratio, at most 1000.
+        min_size: The number of items that must be in the buffer before sampling.
+        range: The bounds of the error.
 
     Example:
         >>> import jaxbuf
@@ -72,20 +74,21 @@ class RateLimiter(struct.PyTreeNode):
         min_size: int = 1,
         tolerance: float | tuple[float, float] = math.inf,
     ) -> Self:
-        """A limiter that has counted nothing.
+        """Creates a limiter with all counts at zero.
 
         Args:
-            samples_per_insert: How often an item is sampled, on average; kept as the nearest
-                fraction with a denominator of at most 1000.
-            min_size: Items that must be there before anything is sampled.
-            tolerance: How far the error may be from where it is when the first ``min_size`` items
-                are there and none was sampled; or the bounds themselves, ``(low, high)``. With the
-                default only ``min_size`` counts. Where ``n`` items are inserted and ``m`` sampled
-                at a time, choose one of at least ``n * samples_per_insert + m``: with a smaller one
-                both may be refused for good, and whoever waits for them waits for ever.
+            samples_per_insert: The average number of times that an item is sampled; rounded to the
+                nearest fraction with a denominator of at most 1000.
+            min_size: The number of items that must be in the buffer before sampling.
+            tolerance: The largest distance of the error from ``min_size * samples_per_insert``, its
+                value after the first ``min_size`` inserts; or the bounds of the error themselves,
+                ``(low, high)``. By default only ``min_size`` is enforced. If ``n`` items are
+                inserted and ``m`` sampled at a time, choose at least ``n * samples_per_insert +
+                m``. With a smaller tolerance, inserts and samples may both be refused from some
+                time on, and a caller that waits for them waits forever.
 
         Raises:
-            ValueError: If a number is out of its range, or the tolerance so small that inserts and
+            ValueError: If a number is out of range, or the tolerance is so small that inserts and
                 samples would block each other.
         """
         ratio = checks.check_number(
@@ -133,7 +136,7 @@ class RateLimiter(struct.PyTreeNode):
         )
 
     def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
-        """Whether ``count`` items may be inserted into a buffer that holds ``size``."""
+        """Returns whether ``count`` items may be inserted into a buffer that holds ``size``."""
         few = _integer(count, "count") <= self.min_size - _integer(size, "size")
         bound = self.range[1] * self.denominator
         if bound >= _MOST:
@@ -141,7 +144,7 @@ class RateLimiter(struct.PyTreeNode):
         return few | (self._moved(count, self.numerator) <= math.floor(bound + _ROUNDING))
 
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
-        """Whether ``count`` items may be sampled from a buffer that holds ``size``."""
+        """Returns whether ``count`` items may be sampled from a buffer that holds ``size``."""
         enough = _integer(size, "size") >= self.min_size
         bound = self.range[0] * self.denominator
         if bound <= -_MOST:
@@ -149,15 +152,15 @@ class RateLimiter(struct.PyTreeNode):
         return enough & (self._moved(count, -self.denominator) >= math.ceil(bound - _ROUNDING))
 
     def inserted(self, count: _Count = 1) -> Self:
-        """After ``count`` items were inserted."""
+        """Returns the limiter after an insert of ``count`` items."""
         return self._counted(count, self.numerator, 0)
 
     def sampled(self, count: _Count = 1) -> Self:
-        """After ``count`` items were sampled."""
+        """Returns the limiter after a sample of ``count`` items."""
         return self._counted(count, -self.denominator, 1)
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars.
+        """Returns scalars to monitor.
 
         Returns:
             ``inserts`` and ``samples``, counted since creation and wrapping at 2**32, and the
@@ -170,7 +173,7 @@ class RateLimiter(struct.PyTreeNode):
         }
 
     def _moved(self, count: _Count, step: int) -> Int[Array, ""]:
-        """The error after ``count`` steps, saturated."""
+        """Returns the error after ``count`` changes by ``step``, saturated."""
         count = jnp.minimum(_integer(count, "count"), _MOST // abs(step))
         return jnp.clip(self.error + count * jnp.int32(step), -_MOST, _MOST)
 
@@ -182,17 +185,18 @@ class RateLimiter(struct.PyTreeNode):
 
 
 class ThroughputLimiter(struct.PyTreeNode):
-    """Keeps the ratio of recent inserts to recent samples in a range.
+    """Keeps the ratio of recent samples to recent inserts in a range.
 
-    Both are counted with a decay: after ``window`` seconds a count is down to a hundredth. Time is
-    told, never read: call ``after(seconds)`` with what has passed since the last call. An immutable
-    pytree; DI-engine's semantics.
+    Both counts decay, to 1% after ``window`` seconds. The limiter reads no clock: call
+    ``after(seconds)`` with the time since the last call. It is an immutable pytree with the
+    semantics of DI-engine.
 
     Attributes:
-        counts: Inserts and samples, decayed, ``[2]`` float32.
-        samples_per_insert: Bounds of the ratio.
-        window: Seconds after which a count is down to a hundredth.
-        min_batches: How many batches of the size that is asked for must be in the buffer.
+        counts: The decayed numbers of inserts and samples, ``[2]`` float32.
+        samples_per_insert: The bounds of the ratio.
+        window: The time after which a count has decayed to 1%, in seconds.
+        min_batches: The size that the buffer needs before sampling, as a multiple of the number of
+            items requested.
 
     Example:
         >>> import jaxbuf
@@ -205,7 +209,7 @@ class ThroughputLimiter(struct.PyTreeNode):
 
     References:
         Niu et al., DI-engine: the throughput controller of its advanced buffer. It decays the
-        counts once a second; here they decay by what has passed.
+        counts once a second; here they decay continuously.
     """
 
     counts: Float[Array, " 2"]
@@ -225,17 +229,17 @@ class ThroughputLimiter(struct.PyTreeNode):
         window: float = 30.0,
         min_batches: float = 1.0,
     ) -> Self:
-        """A limiter that has counted nothing.
+        """Creates a limiter with all counts at zero.
 
         Args:
-            inserts_per_sample: Until the next version, the bounds the other way round.
-            samples_per_insert: Least and largest ratio of samples to inserts.
-            window: Seconds after which a count is down to a hundredth.
-            min_batches: How many batches of the size that is asked for must be in the buffer; at
-                least 1.
+            inserts_per_sample: Deprecated: the bounds of the inverse ratio.
+            samples_per_insert: The smallest and largest ratio of samples to inserts.
+            window: The time after which a count has decayed to 1%, in seconds.
+            min_batches: The size that the buffer needs before sampling, as a multiple of the number
+                of items requested; at least 1.
 
         Raises:
-            ValueError: If a number is out of its range.
+            ValueError: If a number is out of range.
         """
         if inserts_per_sample is not None:
             renamed.warn("inserts_per_sample=(a, b)", "samples_per_insert=(1 / b, 1 / a)")
@@ -254,14 +258,14 @@ class ThroughputLimiter(struct.PyTreeNode):
         )
 
     def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
-        """Whether ``count`` items may be inserted; always while there are no recent samples."""
+        """Returns whether ``count`` items may be inserted; True without recent samples."""
         del size
         inserts, samples = self.counts[0], self.counts[1]
         low = jnp.float32(self.samples_per_insert[0])
         return (samples < 1e-5) | (low * (inserts + _float(count)) <= samples)
 
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
-        """Whether ``count`` items may be sampled from a buffer that holds ``size``."""
+        """Returns whether ``count`` items may be sampled from a buffer that holds ``size``."""
         inserts, samples = self.counts[0], self.counts[1]
         enough = _float(size, "size") >= jnp.float32(self.min_batches) * _float(count)
         high = self.samples_per_insert[1]
@@ -270,22 +274,22 @@ class ThroughputLimiter(struct.PyTreeNode):
         return enough & (samples + _float(count) <= jnp.float32(high) * inserts)
 
     def inserted(self, count: _Count = 1) -> Self:
-        """After ``count`` items were inserted."""
+        """Returns the limiter after an insert of ``count`` items."""
         return self.replace(counts=self.counts.at[0].add(_float(count)))
 
     def sampled(self, count: _Count = 1) -> Self:
-        """After ``count`` items were sampled."""
+        """Returns the limiter after a sample of ``count`` items."""
         return self.replace(counts=self.counts.at[1].add(_float(count)))
 
     def after(self, seconds: float | Float[Array, ""]) -> Self:
-        """Once ``seconds`` have passed; a negative time and a NaN count as none."""
+        """Returns the limiter ``seconds`` later; a negative time or NaN counts as 0."""
         passed = storage.check_rows(seconds, "seconds", (), np.float32, "one number")
         passed = jnp.where(passed > 0, passed, 0.0)
         decay = jnp.exp(passed * jnp.float32(math.log(0.01) / self.window))
         return self.replace(counts=self.counts * decay)
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars: recent ``inserts`` and ``samples``."""
+        """Returns scalars to monitor: the recent ``inserts`` and ``samples``."""
         return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}
 
 
@@ -303,10 +307,11 @@ def _are_numbers(*bounds: float) -> bool:
 
 
 def _integer(number: Any, name: str) -> Int[Array, ""]:
-    """A number of items as an int32; a negative one that is only known when it runs as 0.
+    """Converts a number of items to int32; a negative number in an array becomes 0.
 
     Raises:
-        ValueError: If it is not an integer, or known to be negative or above ``2**31 - 1``.
+        ValueError: If it is not an integer, or is a Python or NumPy number outside
+            ``[0, 2**31 - 1]``.
     """
     most = 2**31 - 1
     if isinstance(number, int | float | np.generic) and not isinstance(number, np.bool_):

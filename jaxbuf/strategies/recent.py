@@ -1,4 +1,4 @@
-"""Drawing a part of every batch from the newest items."""
+"""A sampler that draws a part of every batch from the newest items."""
 
 import dataclasses
 import math
@@ -19,35 +19,34 @@ from jaxbuf.strategies.samplers import Uniform
 
 @dataclasses.dataclass(frozen=True)
 class Recent(KnownSampler):
-    """A fixed part of every batch from the newest items, the rest from another sampler.
+    """Draws a fixed part of every batch from the newest items, and the rest by another sampler.
 
-    Of ``B`` rows the first ``R = round(ratio * B)`` are spread evenly over the ``steps`` newest
-    items, of a ``TrajectoryBuffer`` over the ``steps`` newest windows of every ring, one ring after
-    the other: each of them at most once while there are as many as rows, and otherwise as often as
-    any other, give or take one. The other ``B - R`` rows come from ``base``, which may draw recent
-    items as well.
+    The first ``R = round(ratio * B)`` of ``B`` rows are spread evenly over the ``steps`` newest
+    items, or over the ``steps`` newest windows of every ring of a ``TrajectoryBuffer``. They are
+    drawn without repeats if there are enough recent items; otherwise each is repeated equally often
+    (±1). The other ``B - R`` rows are drawn by ``base``, which may also draw recent items.
 
-    So an item has the probability ``R / B / recent + (1 - R / B) * p`` if it is among the
-    ``recent`` newest and ``(1 - R / B) * p`` if not, where ``p`` is its probability under ``base``:
-    what a sample tells for all of its rows, whichever half they are from, so that importance
-    weights correct for both. What is said of the buffer as a whole (``support``, ``metrics`` and
-    ``importance_weights(..., normalize="buffer")``) takes ``ratio`` for ``R / B`` and costs a pass
-    over all slots.
+    An item therefore has the probability ``R / B / recent + (1 - R / B) * p`` if it is among the
+    ``recent`` newest and ``(1 - R / B) * p`` if not, where ``p`` is its probability under ``base``.
+    A sample reports this probability for all rows, from either part, so that importance weights
+    correct for both. Values for the buffer as a whole (``support``, ``metrics`` and
+    ``importance_weights(..., normalize="buffer")``) use ``ratio`` in place of ``R / B``, and cost a
+    pass over all slots.
 
     Attributes:
-        ratio: Fraction of a batch that is recent, from 0 to 1; a half row counts as one.
-        steps: How many items, or windows of each ring, are recent.
-        base: Draws the others: ``Uniform``, ``Prioritized``, or one of your own that derives from
-            ``jaxbuf.strategies.KnownSampler`` as they do.
+        ratio: The fraction of a batch that is recent, from 0 to 1; half a row is rounded up.
+        steps: The number of items, or of windows of each ring, that count as recent.
+        base: The sampler of the other rows: ``Uniform``, ``Prioritized``, or one of your own that
+            derives from ``jaxbuf.strategies.KnownSampler``.
 
     Raises:
-        ValueError: If ``ratio`` is no fraction, ``steps`` not an integer of at least 1, or ``base``
-            cannot tell probabilities.
+        ValueError: If ``ratio`` is not in [0, 1], ``steps`` is not an integer of at least 1, or
+            ``base`` is not a ``KnownSampler``.
 
     References:
         ALF, https://github.com/HorizonRobotics/alf: ``recent_data_ratio`` and
-        ``recent_data_steps`` of its replay buffer. It samples as always, without a recent part,
-        while a buffer is nearly empty; here the part is always there.
+        ``recent_data_steps`` of its replay buffer. While its buffer is nearly empty, ALF samples
+        without a recent part; here there always is one.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -77,23 +76,23 @@ class Recent(KnownSampler):
         object.__setattr__(self, "uses_score", self.base.uses_score)
 
     def init(self, capacity: int) -> Any:
-        """The state of the base."""
+        """Returns the state of the base."""
         return self.base.init(capacity)
 
     def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """What the base accepts."""
+        """Returns a mask of the values that the base accepts."""
         return self.base.accepts(value)
 
     def on_add(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"] | None) -> Any:
-        """For the base to note."""
+        """Updates the base, which alone keeps state."""
         return self.base.on_add(state, index, value)
 
     def set_priority(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
-        """For the base to note."""
+        """Updates the base, which alone keeps state."""
         return self.base.set_priority(state, index, value)
 
     def remove(self, state: Any, index: Int[Array, " B"]) -> Any:
-        """For the base to note."""
+        """Updates the base, which alone keeps state."""
         return self.base.remove(state, index)
 
     def on_slide(
@@ -103,11 +102,11 @@ class Recent(KnownSampler):
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
     ) -> Any:
-        """For the base to note."""
+        """Updates the base, which alone keeps state."""
         return self.base.on_slide(state, added, value, removed)
 
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draw ``batch_size`` items, the recent ones first."""
+        """Draws ``batch_size`` items, the recent ones first."""
         rows = math.floor(self.ratio * batch_size + 0.5)
         if rows == 0:
             return self.base.draw(state, key, batch_size, occupancy)
@@ -124,19 +123,19 @@ class Recent(KnownSampler):
             known = jnp.concatenate([known, draw.probability])
             valid = jnp.concatenate([valid, draw.valid])
         probability = _mixed(rows / batch_size, recent, index, known)
-        # Never false; but as in ``Prioritized.draw`` whoever uses only the index must wait for what
-        # was read of the state.
+        # The condition always holds. It makes the index depend on the read of the state, so that a
+        # later update of the state in place comes after it and XLA need not copy.
         return Draw(jnp.where(probability >= 0, index, -1), probability, valid)
 
     def probability(
         self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
-        """The probability with which a single draw gives each of these live items."""
+        """Returns the probability that a single draw gives each of these live items."""
         known = self.base.probability(state, index, occupancy)
         return _mixed(self.ratio, self._recent(occupancy), index, known)
 
     def support(self, state: Any, occupancy: Occupancy) -> Support:
-        """The recent items, and what the base can draw."""
+        """Returns the support: the recent items and all that the base can draw."""
         probability = self._everywhere(state, occupancy)
         some = probability > 0
         count = jnp.sum(some, dtype=jnp.int32)
@@ -144,7 +143,7 @@ class Recent(KnownSampler):
         return Support(count, jnp.where(count > 0, least, 0.0))
 
     def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
-        """Those of the base, but for the ``effective_sample_size``, which is that of both."""
+        """Returns the metrics of the base, with the ``effective_sample_size`` of the mixture."""
         squares = jnp.sum(self._everywhere(state, occupancy) ** 2)
         spread_over = jnp.where(squares > 0, 1.0 / jnp.where(squares > 0, squares, 1.0), 0.0)
         return {
@@ -156,7 +155,7 @@ class Recent(KnownSampler):
         return occupancy.age_range(-self.steps, None)
 
     def _everywhere(self, state: Any, occupancy: Any) -> Float[Array, " N"]:
-        """The probability of every slot."""
+        """Returns the probability of every slot."""
         slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
         probability = self.probability(state, slot, occupancy)
         return jnp.where(occupancy.live(slot), probability, 0.0)
@@ -165,13 +164,13 @@ class Recent(KnownSampler):
 def _mixed(
     ratio: float, recent: Ages, index: Int[Array, " B"], known: Float[Array, " B"]
 ) -> Float[Array, " B"]:
-    """Probabilities when ``ratio`` of the rows are recent and the others have those known."""
+    """Returns probabilities if a fraction ``ratio`` of rows is recent, given those of the base."""
     share = jnp.float32(ratio) / jnp.maximum(recent.total, 1).astype(jnp.float32)
     return jnp.where(recent.contains(index), share, 0.0) + jnp.float32(1.0 - ratio) * known
 
 
 def _alternate(rows: int, rings: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """An order of rows that goes through the rings in turns, if rows go ring by ring."""
+    """Returns an order in which rows that are sorted by ring alternate between the rings."""
     each = rows // rings
     turns = np.arange(each * rings, dtype=np.int32).reshape(rings, each).T.reshape(-1)
     return np.concatenate([turns, np.arange(each * rings, rows, dtype=np.int32)])

@@ -1,4 +1,4 @@
-"""How items are drawn.
+"""Uniform and prioritized samplers.
 
 References:
     Schaul et al., Prioritized Experience Replay, ICLR 2016, https://arxiv.org/abs/1511.05952.
@@ -27,7 +27,7 @@ from jaxbuf.strategies.protocols import (
     share,
 )
 
-# Masses lie in between, so that finite priorities cannot overflow a sum of 2**27 of them.
+# Masses are clipped to these bounds, so that a sum of 2**27 of them cannot overflow.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST_MASS = 2.0**96
 # Above this many slots a second random word refines every draw.
@@ -36,10 +36,10 @@ _ONE_WORD = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(ShardableSampler, KnownSampler):
-    """Every live item with the same probability.
+    """Draws every live item with the same probability.
 
     Attributes:
-        replacement: Whether a batch may hold an item twice. Without, rows beyond the number of
+        replacement: Whether a batch may hold an item twice. If False, rows beyond the number of
             items are invalid.
     """
 
@@ -50,18 +50,18 @@ class Uniform(ShardableSampler, KnownSampler):
 
     @property
     def shardable(self) -> bool:
-        """Only with replacement: without, each draw depends on all others."""
+        """True with replacement; without it, each draw depends on all others."""
         return self.replacement
 
     def report(self, state: Any, occupancy: Occupancy) -> Int[Array, ""]:
-        """The number of items."""
+        """Returns the number of items."""
         del state
         return occupancy.size
 
     def aim(
         self, world: Int[Array, " S"], key: PRNGKeyArray, batch_size: int, capacity: int
     ) -> Aim:
-        """A shard by its size, and a random word for the item."""
+        """Returns a shard for each row, likely in proportion to its size, and a random word."""
         del capacity
         return Aim(any_shard(world, key, batch_size), random_words(key, (batch_size,)))
 
@@ -72,7 +72,7 @@ class Uniform(ShardableSampler, KnownSampler):
         target: UInt[Array, " B"],
         world: Int[Array, " S"],
     ) -> Draw:
-        """The item that each word stands for."""
+        """Returns the item that each random word selects."""
         del state
         size = jnp.sum(world, axis=0, dtype=jnp.int32)
         return Draw(
@@ -82,12 +82,12 @@ class Uniform(ShardableSampler, KnownSampler):
         )
 
     def reach(self, world: Int[Array, " S"]) -> Support:
-        """All live items."""
+        """Returns the support, which is all live items."""
         size = jnp.sum(world, axis=0, dtype=jnp.int32)
         return Support(size, share(size))
 
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draw ``batch_size`` of the live items."""
+        """Draws ``batch_size`` of the live items."""
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
         size = occupancy.size
@@ -106,25 +106,25 @@ class Uniform(ShardableSampler, KnownSampler):
     def probability(
         self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
-        """The probability with which a single draw gives each of these live items."""
+        """Returns the probability that a single draw gives each of these live items."""
         del state
         return jnp.broadcast_to(share(occupancy.size), index.shape)
 
     def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
-        """``effective_sample_size``: all of them."""
+        """Returns ``effective_sample_size``, which is the number of items."""
         del state
         return {"effective_sample_size": occupancy.size.astype(jnp.float32)}
 
 
 class Masses(NamedTuple):
-    """What ``Prioritized`` reports of a shard, or of each of several.
+    """The report of ``Prioritized`` for one shard, or for each of several.
 
     Attributes:
         total: The sum of the masses, float32.
-        least: The least mass above zero; 0 if there is none.
-        largest: The largest.
-        nnz: How many are positive, int32.
-        size: How many items there are, int32.
+        least: The smallest positive mass; 0 if no mass is positive.
+        largest: The largest mass.
+        nnz: The number of positive masses, int32.
+        size: The number of items, int32.
     """
 
     total: Float[Array, " S"]
@@ -136,25 +136,26 @@ class Masses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prioritized(ShardableSampler, KnownSampler):
-    """Proportional prioritization: probability proportional to the mass ``(p + epsilon) ** alpha``.
+    """Draws items with a probability proportional to their mass ``(p + epsilon) ** alpha``.
 
-    A zero mass is never drawn (``0 ** 0`` is 0 here), unless all masses are zero: then all live
-    items are equally likely. Masses are clipped to ``[2**-126, 2**96]``.
+    This is proportional prioritization, with ``p`` the priority. An item with zero mass is never
+    drawn (``0 ** 0`` is 0 here), unless all masses are zero; then all live items are equally
+    likely. Positive masses are clipped to ``[2**-126, 2**96]``.
 
     Attributes:
-        alpha: How much priorities matter; 0 is uniform over the items with positive mass.
-        initial_priority: The least priority of an item that is added without one. It gets the
-            largest in the buffer if that is larger.
-        epsilon: Added to every priority.
-        uniform_mix: Fraction of draws that are uniform over the live items instead.
-        stratified: One draw from each of ``batch_size`` equal parts of the total mass, for less
-            variance; the probability of each item in a batch is the same on average. Ignored
-            without replacement.
-        replacement: Whether a batch may hold an item twice. Without, items are drawn one after the
-            other from those that are left; ``probability`` is that of the first draw.
+        alpha: The exponent of priorities; 0 is uniform over the items with positive mass.
+        initial_priority: The smallest priority of an item that is added without one. It gets the
+            largest priority in the buffer if that is larger.
+        epsilon: A constant added to every priority.
+        uniform_mix: The fraction of draws that are uniform over the live items instead.
+        stratified: Whether to draw one row from each of ``batch_size`` equal parts of the total
+            mass, which reduces the variance and leaves the expected number of rows of each item
+            unchanged. Ignored without replacement.
+        replacement: Whether a batch may hold an item twice. If False, each row is drawn from the
+            remaining items, and ``probability`` is the probability of the first draw.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: If a number is out of range.
 
     References:
         Schaul et al., Prioritized Experience Replay, ICLR 2016, section 3.3.
@@ -184,11 +185,11 @@ class Prioritized(ShardableSampler, KnownSampler):
             object.__setattr__(self, name, checks.check_flag(name, getattr(self, name)))
 
     def init(self, capacity: int) -> SegmentTree:
-        """A tree of masses, all zero."""
+        """Returns a tree of masses that are all zero."""
         return SegmentTree.create(capacity, ops=("sum", "max", "min_positive"))
 
     def mass(self, priority: Float[Array, " B"]) -> Float[Array, " B"]:
-        """``(priority + epsilon) ** alpha``, clipped; 0 where the base is 0."""
+        """Returns ``(priority + epsilon) ** alpha``, clipped; 0 where the base is 0."""
         base = priority + jnp.float32(self.epsilon)
         if self.alpha == 1.0:
             mass = base
@@ -200,23 +201,23 @@ class Prioritized(ShardableSampler, KnownSampler):
         return jnp.where(base > 0, mass, jnp.zeros_like(mass))
 
     def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Finite and not negative."""
+        """Returns a mask of the priorities that are finite and not negative."""
         return jnp.isfinite(value) & (value >= 0)
 
     def on_add(
         self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"] | None
     ) -> SegmentTree:
-        """Set the masses of new items."""
+        """Sets the masses of new items."""
         return state.set(index, self._new_masses(state, index, value))
 
     def set_priority(
         self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
     ) -> SegmentTree:
-        """Set the masses of items that are there."""
+        """Sets the masses of existing items."""
         return state.set(index, self.mass(value))
 
     def remove(self, state: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
-        """Take the masses of items away."""
+        """Sets the masses of removed items to zero."""
         return without(state, index)
 
     def on_slide(
@@ -226,18 +227,18 @@ class Prioritized(ShardableSampler, KnownSampler):
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
     ) -> SegmentTree:
-        """Set the masses of new windows, and take those of others away, all at once."""
+        """Sets the masses of new windows, and zero for removed ones, in a single update."""
         mass = self._new_masses(state, added, value)
         gone = jnp.zeros(removed.shape, jnp.float32)
         return state.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, gone]))
 
     @property
     def shardable(self) -> bool:
-        """Only with replacement: without, each draw depends on all others."""
+        """True with replacement; without it, each draw depends on all others."""
         return self.replacement
 
     def report(self, state: SegmentTree, occupancy: Occupancy) -> Masses:
-        """The masses, in five numbers."""
+        """Returns a summary of the masses."""
         return Masses(
             total=state.root("sum"),
             least=state.root("min_positive"),
@@ -247,33 +248,33 @@ class Prioritized(ShardableSampler, KnownSampler):
         )
 
     def aim(self, world: Masses, key: PRNGKeyArray, batch_size: int, capacity: int) -> Aim:
-        """A point in the total mass for each row, and the shard in which it lies."""
+        """Returns a point in the total mass for each row, and the shard in which it lies."""
         return self._aim(world, key, batch_size, capacity, jnp.float32(self.uniform_mix))
 
     def hit(
         self, state: SegmentTree, occupancy: Occupancy, target: "_Target", world: Masses
     ) -> Draw:
-        """The items in which the points lie."""
+        """Returns the items in which the points lie."""
         index, mass = self._find(state, occupancy, target)
         valid = jnp.broadcast_to(jnp.sum(world.size, axis=0) > 0, index.shape)
         return Draw(index, self._probability(world, mass), valid)
 
     def lend(self, state: SegmentTree, world: Masses) -> SegmentTree:
-        """The same tree with the largest mass of all shards, until its next change."""
+        """Returns the tree with the largest mass of all shards as its maximum, until it changes."""
         return state.replace_root("max", jnp.max(world.largest))
 
     def draw(
         self, state: SegmentTree, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
     ) -> Draw:
-        """Draw ``batch_size`` of the live items."""
+        """Draws ``batch_size`` of the live items."""
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
         world = self.alone(state, occupancy)
         total = state.root("sum")
 
         def propose(key: PRNGKeyArray, rows: int, scratch: SegmentTree) -> Int[Array, " P"]:
-            # Uniform draws keep hitting what is taken already and are discarded; to leave the
-            # odds between the others as they are, only the shrunken rest competes with them.
+            # Uniform draws may hit items that are taken already and are then discarded. The share
+            # of uniform draws grows as mass is taken, which keeps the odds of the other items.
             mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
             left = (1 - mix) * scratch.root("sum") / jnp.where(total > 0, total, 1.0)
             share = jnp.where(mix > 0, mix / (left + mix), 0.0)
@@ -289,11 +290,11 @@ class Prioritized(ShardableSampler, KnownSampler):
     def probability(
         self, state: SegmentTree, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
-        """The probability with which a single draw gives each of these live items."""
+        """Returns the probability that a single draw gives each of these live items."""
         return self._probability(self.alone(state, occupancy), state.read(index)[1])
 
     def reach(self, world: Masses) -> Support:
-        """The items with mass; all live items if there are none, or if draws are mixed."""
+        """Returns the items with mass, or all live items if none has mass or draws are mixed."""
         size, nnz = (jnp.sum(n, axis=0, dtype=jnp.int32) for n in (world.size, world.nnz))
         least = least_positive(world.least)
         if self.uniform_mix > 0:
@@ -304,7 +305,11 @@ class Prioritized(ShardableSampler, KnownSampler):
         return Support(count, self._probability(world, least))
 
     def metrics(self, state: SegmentTree, occupancy: Occupancy) -> dict[str, Array]:
-        """Priorities as the masses tell them, and how many equally likely items are as diverse."""
+        """Returns statistics of the priorities, computed from masses, and an effective size.
+
+        ``effective_sample_size`` is the number of equally likely items with the same diversity, the
+        inverse of the sum of squared probabilities.
+        """
         slot = jnp.arange(state.capacity, dtype=jnp.int32)
         live = occupancy.live(slot)
         size = occupancy.size
@@ -332,7 +337,7 @@ class Prioritized(ShardableSampler, KnownSampler):
         }
 
     def priority(self, mass: Float[Array, " N"]) -> Float[Array, " N"]:
-        """The priority that has this mass; with alpha = 0, where all have the same, 1."""
+        """Returns the priority with this mass; 1 if alpha is 0, where masses do not tell."""
         if self.alpha == 0.0:
             return jnp.where(mass > 0, 1.0, 0.0)
         base = jnp.power(mass, jnp.float32(1.0 / self.alpha))
@@ -341,7 +346,7 @@ class Prioritized(ShardableSampler, KnownSampler):
     def _new_masses(
         self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"] | None
     ) -> Float[Array, " B"]:
-        """The masses of new items; the default where no legal priority is given."""
+        """Returns the masses of new items; the default where no legal priority is given."""
         first = self.mass(jnp.float32(self.initial_priority))
         default = jnp.broadcast_to(jnp.maximum(first, state.root("max")), index.shape)
         if value is None:
@@ -349,7 +354,7 @@ class Prioritized(ShardableSampler, KnownSampler):
         return jnp.where(self.accepts(value), self.mass(value), default)
 
     def _probability(self, world: Masses, mass: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The probability with which a draw gives an item of this mass."""
+        """Returns the probability that a draw gives an item of this mass."""
         total = bounds(world.total)[-1]
         uniform = share(jnp.sum(world.size, axis=0, dtype=jnp.int32))
         part = mass / jnp.where(total > 0, total, 1.0)
@@ -365,7 +370,7 @@ class Prioritized(ShardableSampler, KnownSampler):
         capacity: int,
         mix: Float[Array, ""],
     ) -> Aim:
-        """Targets with replacement, a fraction ``mix`` of them uniform."""
+        """Returns targets with replacement, a fraction ``mix`` of which is uniform."""
         words = 1 if capacity <= _ONE_WORD else 2
         words += 2 if self.uniform_mix > 0 else 0
         random = random_words(key, (words, batch_size))
@@ -374,7 +379,7 @@ class Prioritized(ShardableSampler, KnownSampler):
         stratified = self.stratified and self.replacement
         point, refine = points(random[0], low, bound[-1], stratified=stratified)
         shard, point = shard_of(bound, point)
-        # With no mass at all every draw is a uniform one.
+        # If the total mass is zero, every draw is uniform.
         by_mass, word = jnp.broadcast_to(bound[-1] > 0, (batch_size,)), random[0]
         if self.uniform_mix > 0:
             coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
@@ -385,7 +390,7 @@ class Prioritized(ShardableSampler, KnownSampler):
     def _find(
         self, state: SegmentTree, occupancy: Occupancy, target: "_Target"
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        """The slots of targets, and their masses."""
+        """Returns the slots of the targets, and their masses."""
         index, mass = state.find(target.point, target.refine)
         index = jnp.where(target.by_mass, index, occupancy.draw(target.word))
         return (index, mass) if self.uniform_mix == 0 else state.read(index)
@@ -401,9 +406,9 @@ class _Target(NamedTuple):
 
 
 def bounds(mass: Float[Array, " S"]) -> Float[Array, " S"]:
-    """Where the part of each shard ends, if they lie one after the other; the last is the total.
+    """Returns the end of each shard's interval in the total mass; the last one is the total.
 
-    A shard without mass has no part, in whatever order a backend adds.
+    The interval of a shard without mass is empty, in whatever order a backend adds.
     """
     if mass.shape[0] == 1:
         return mass
@@ -413,7 +418,7 @@ def bounds(mass: Float[Array, " S"]) -> Float[Array, " S"]:
 def shard_of(
     bound: Float[Array, " S"] | Int[Array, " S"], point: Float[Array, " B"] | Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"] | Int[Array, " B"]]:
-    """The shard in whose part each point lies, and how far from the beginning of the part."""
+    """Returns the shard in whose interval each point lies, and the offset in this interval."""
     if bound.shape[0] == 1:
         return jnp.zeros(point.shape, jnp.int32), point
     shard = jnp.sum(bound[None] <= point[:, None], axis=1, dtype=jnp.int32)
@@ -423,23 +428,23 @@ def shard_of(
 
 
 def any_shard(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> Int[Array, " B"]:
-    """A shard for each row, with a probability proportional to its size."""
+    """Draws a shard for each row, with probabilities proportional to their sizes."""
     if size.shape[0] == 1:
         return jnp.zeros((batch_size,), jnp.int32)
     end = jnp.cumsum(size, dtype=jnp.int32)
-    # The other words of the key choose the item.
+    # The words of the key itself choose the item.
     word = random_words(jax.random.fold_in(key, 1), (batch_size,))
     return shard_of(end, scale_word(word, end[-1].astype(jnp.uint32)).astype(jnp.int32))[0]
 
 
 def least_positive(value: Float[Array, " S"]) -> Float[Array, ""]:
-    """The least of the values above zero; 0 if there is none."""
+    """Returns the smallest positive value; 0 if no value is positive."""
     least = jnp.min(jnp.where(value > 0, value, jnp.inf), axis=0)
     return jnp.where(least < jnp.inf, least, 0.0)
 
 
 def without(masses: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
-    """The same with no mass at ``index``."""
+    """Returns the tree with zero mass at ``index``."""
     return masses.set(index, jnp.zeros(index.shape, jnp.float32))
 
 
@@ -450,20 +455,20 @@ def points(
     *,
     stratified: bool,
 ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    """Points in ``[0, total)``, and how far each may be moved within the grid it lies on.
+    """Returns random points in ``[0, total)``, and an offset to refine each of them.
 
-    The numerator of a point, the number of its stratum followed by random bits, fills the 24 bits
-    that a float32 holds exactly. What is left of the word (or another, ``low``) becomes the second
-    result, which ``SegmentTree.find`` adds half way down: so more slots can be told apart than a
-    float32 has values.
+    Points lie on a grid: the numerator of a point, its stratum followed by random bits, has the 24
+    bits that a float32 holds exactly. The remaining bits of the word (or those of ``low``) become
+    the offset within a grid cell, which ``SegmentTree.find`` adds halfway down the tree. Draws can
+    therefore distinguish more slots than a float32 has values.
     """
     strata = word.shape[0] if stratified else 1
     bits = max(24 - (strata - 1).bit_length(), 1)
     high = word >> jnp.uint32(32 - bits)
     if strata > 1:
         high = high | (jnp.arange(strata, dtype=jnp.uint32) << jnp.uint32(bits))
-    # The bound keeps points below the total. It also keeps XLA from scaling the total by the size
-    # of a cell first, which underflows where all masses are tiny.
+    # The minimum keeps points below the total. It also keeps XLA from scaling the total by the size
+    # of a cell first, which would underflow if all masses are tiny.
     cell, below = jnp.float32(1.0 / (strata * 2**bits)), jnp.float32(1.0 - 2.0**-24)
     if low is None:
         low = word << jnp.uint32(bits)

@@ -1,4 +1,4 @@
-"""Passes over a buffer: every item exactly once, in a new random order each time."""
+"""A sampler that passes over a buffer: every item exactly once, in random order."""
 
 import dataclasses
 from typing import Any, Self
@@ -18,15 +18,15 @@ from jaxbuf.strategies.samplers import Uniform
 
 
 class Pass(struct.PyTreeNode):
-    """Which items have been given in the present pass, and which are left.
+    """The items that have been drawn in the current pass, and the items that are left.
 
-    The set has two numbers for each slot, ``slot`` and ``capacity + slot``. One half of them holds
-    the items that are left, the other one those that were given; the halves change places from
-    pass to pass, so that a new pass costs nothing.
+    The set contains the number ``slot`` or ``capacity + slot`` for each live item. One half of the
+    numbers stands for items that are left, the other half for items that were drawn. The halves
+    swap roles from pass to pass, so that a new pass costs nothing.
 
     Attributes:
         marks: The set.
-        passes: How many passes have ended, ``[]`` uint32; it wraps.
+        passes: The number of finished passes, ``[]`` uint32; it wraps.
     """
 
     marks: Bitset
@@ -34,42 +34,42 @@ class Pass(struct.PyTreeNode):
 
     @classmethod
     def create(cls, capacity: int) -> Self:
-        """No items."""
+        """Creates a pass over no items."""
         return cls(marks=Bitset.create(2 * capacity), passes=jnp.uint32(0))
 
     @property
     def capacity(self) -> int:
-        """Number of slots."""
+        """The number of slots."""
         return self.marks.capacity // 2
 
     @property
     def span(self) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """The rank in the set of the first item that is left, and how many items are left."""
+        """The rank in the set of the first item that is left, and the number of items left."""
         low = self.marks.before(jnp.full((1,), self.capacity, jnp.int32))[0]
         odd = self._half == 1
         return jnp.where(odd, low, 0), jnp.where(odd, self.marks.size - low, low)
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The slots of the items of these ranks in the set, which must be among those left."""
+        """Returns the slots of the items with these ranks in the set, which must be left."""
         return self.marks.at(rank) - self._half * self.capacity
 
     def look(self, slot: Int[Array, " B"]) -> tuple[Bool[Array, " B"], Bool[Array, " B"]]:
-        """Whether the items of these slots are left, and whether they were given."""
+        """Returns whether the items in these slots are left, and whether they were drawn."""
         left, given = self._numbers(slot)
         return self.marks.get(left), self.marks.get(given)
 
     def mark(
         self, slot: Int[Array, " B"], left: Bool[Array, " B"], given: Bool[Array, " B"]
     ) -> Self:
-        """Say of slots whether their item is left, was given, or neither if there is none.
+        """Sets whether the items in these slots are left or drawn; neither, if a slot is empty.
 
-        Slots out of range are ignored, and the last of equal ones counts.
+        Slots out of range are ignored. If a slot occurs several times, the last one counts.
         """
         numbers = jnp.concatenate(self._numbers(slot))
         return self.replace(marks=self.marks.set(numbers, jnp.concatenate([left, given])))
 
     def turn(self, over: Bool[Array, ""]) -> Self:
-        """Begin a new pass if the present one is over: what was given is left again."""
+        """Begins a new pass if this one is over: the items that were drawn are left again."""
         return self.replace(passes=self.passes + over.astype(jnp.uint32))
 
     @property
@@ -87,10 +87,10 @@ class Pass(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Shuffled(Sampler):
-    """Passes over the buffer: each gives every item exactly once, in a new random order.
+    """Passes over the buffer, drawing every item exactly once per pass, in random order.
 
-    This is how offline learners and PPO go over their data. A pass goes on from batch to batch, so
-    its state is part of the buffer, and the method that draws returns the buffer as well:
+    This is how offline learners and PPO iterate over their data. A pass extends over several
+    batches, so its state is part of the buffer, and ``next_batch`` returns the buffer as well:
 
     >>> import jax, jax.numpy as jnp, jaxbuf
     >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 100, sampler=jaxbuf.Shuffled())
@@ -103,34 +103,35 @@ class Shuffled(Sampler):
     >>> jnp.sort(jnp.concatenate([batch.data, last.data[:2]])).tolist()
     [0, 1, 2, 3, 4, 5]
 
-    A pass ends with the batch that gives its last item, and the next batch begins a new one.
-    ``metrics()`` tells how many ``passes`` have ended, and how many items are ``left`` in the
-    present one. A batch never reaches into the next pass: where its size does not divide the number
-    of items, the last batch of a pass has rows that are not ``valid``.
+    A pass ends with the batch that draws its last item, and the next batch begins a new one.
+    ``metrics()`` reports the number of finished ``passes``, and the number of items ``left`` in the
+    current one. A batch never extends into the next pass: if the batch size does not divide the
+    number of items, the last batch of a pass has rows that are not ``valid``.
 
-    In the middle of a pass:
+    If the buffer changes during a pass:
 
-    * An item that is added belongs to the present pass, and the pass ends when it was given as
-      well. Where items keep coming faster than they are given, a pass never ends.
-    * An item that is overwritten or retires is not given any more.
-    * ``clear`` begins with the first pass again.
+    * An added item belongs to the current pass, which ends once it has been drawn too. If items are
+      added faster than they are drawn, a pass never ends.
+    * An item that is overwritten or retires is not drawn any more.
+    * ``clear`` starts over with the first pass.
 
-    ``sample``, which returns no buffer, takes no part in this: it draws different items out of all
-    that there are, as ``Uniform(replacement=False)`` does, and the pass stays where it is.
-    ``probability`` is one over the number of items in either case, so importance weights are 1.
+    ``sample`` returns no buffer and does not affect the pass: it draws different items out of all
+    live items, as ``Uniform(replacement=False)`` does. In both cases ``probability`` is one over
+    the number of items, so importance weights are 1.
 
-    It works with every evictor, with ``Freshness`` and ``Diversity``, and with the windows of a
-    ``TrajectoryBuffer``. Two bits per slot and some counts are kept. The order is that of a draw
-    without replacement, so all orders are equally likely.
+    The sampler works with every evictor, with ``Freshness`` and ``Diversity``, and with the windows
+    of a ``TrajectoryBuffer``. It stores two bits per slot and a few counts. Items are drawn without
+    replacement, so all orders are equally likely.
 
     Attributes:
-        drop_last: Whether the items that do not fill a last batch are left out of a pass; which
-            they are is left to chance. Then all rows of a batch are valid, unless the buffer holds
-            fewer items than that: of such a buffer no row is.
+        drop_last: Whether to leave out of a pass the items that do not fill a last batch, which are
+            chosen at random. All rows of a batch are then valid, unless the buffer holds fewer
+            items than a batch; then none is.
 
     References:
         torchrl, https://docs.pytorch.org/rl: ``SamplerWithoutReplacement``, which begins a new pass
-        whenever the size of its storage changes, and fills a last batch up from the next pass.
+        whenever the size of its storage changes, and fills the last batch with items of the next
+        pass.
     """
 
     drop_last: bool = False
@@ -139,40 +140,40 @@ class Shuffled(Sampler):
         object.__setattr__(self, "drop_last", checks.check_flag("drop_last", self.drop_last))
 
     def init(self, capacity: int) -> Pass:
-        """No items, in the first pass."""
+        """Returns the first pass, over no items."""
         if capacity >= 2**30:
             raise ValueError(f"{self} goes over fewer than 2**30 slots, but there are {capacity}")
         return Pass.create(capacity)
 
     def on_add(self, state: Pass, index: Int[Array, " B"], value: Any) -> Pass:
-        """New items are left in this pass, in place of those that they overwrite."""
+        """Adds new items to this pass, in place of the items that they overwrite."""
         del value
         yes = jnp.ones(index.shape, bool)
         return state.mark(index, yes, ~yes)
 
     def remove(self, state: Pass, index: Int[Array, " B"]) -> Pass:
-        """There is no item any more."""
+        """Removes items from this pass."""
         no = jnp.zeros(index.shape, bool)
         return state.mark(index, no, no)
 
     def on_slide(
         self, state: Pass, added: Int[Array, " B"], value: Any, removed: Int[Array, " R"]
     ) -> Pass:
-        """New windows are left in this pass; others are gone."""
+        """Adds new windows to this pass and removes others."""
         del value
         new = jnp.concatenate([jnp.ones(added.shape, bool), jnp.zeros(removed.shape, bool)])
         return state.mark(jnp.concatenate([added, removed]), new, jnp.zeros_like(new))
 
     def draw(self, state: Pass, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draw different items out of all that there are; the pass stays where it is."""
+        """Draws different items out of all live items, without affecting the pass."""
         del state
         return Uniform(replacement=False).draw((), key, batch_size, occupancy)
 
     def next(
         self, state: Pass, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
     ) -> tuple[Pass, Draw]:
-        """Draw the next batch of the pass."""
-        # What was left may have been overwritten or retired meanwhile.
+        """Draws the next batch of the pass."""
+        # The pass may be over because items were overwritten or retired since the last batch.
         state = self._turned(state, batch_size)
         first, left = state.span
         count = jnp.minimum(batch_size, left)
@@ -190,7 +191,7 @@ class Shuffled(Sampler):
         return self._turned(state, batch_size), Draw(index, probability, valid)
 
     def metrics(self, state: Pass, occupancy: Occupancy) -> dict[str, Array]:
-        """``passes`` that have ended, and items that are ``left`` in the present one."""
+        """Returns the number of finished ``passes``, and of items ``left`` in this one."""
         return {
             "effective_sample_size": occupancy.size.astype(jnp.float32),
             "passes": state.passes,
@@ -198,13 +199,13 @@ class Shuffled(Sampler):
         }
 
     def _turned(self, state: Pass, batch_size: int) -> Pass:
-        """The state in a new pass, if the present one has no batch any more and a new one has."""
+        """Begins a new pass if no batch is left in this one and the buffer can fill another."""
         first, left = state.span
         needed = batch_size if self.drop_last else 1
         over = (left < needed) & (state.marks.size >= needed)
         if not self.drop_last:
             return state.turn(over)
-        # What is left out of this pass must be left in the next one.
+        # The items left out of this pass must belong to the next one.
         row = jnp.arange(batch_size, dtype=jnp.int32)
         slot = jnp.where(over & (row < left), state.at(first + row), state.capacity)
         yes = jnp.ones(slot.shape, bool)

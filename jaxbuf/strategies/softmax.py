@@ -1,4 +1,4 @@
-"""Sampling by the softmax of scores."""
+"""A sampler that draws from the softmax of scores."""
 
 import dataclasses
 import math
@@ -21,20 +21,20 @@ from jaxbuf.strategies.protocols import Aim, Draw, ShardableSampler, Support
 from jaxbuf.strategies.samplers import bounds, least_positive, points, shard_of, without
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
-# How far, in units of the temperature, the largest score may move from the reference of the masses
-# before they are computed anew. Together with the range of float32 it leaves exp(-67), relative to
-# the largest mass, as the least that is told from zero.
+# The largest distance, in units of the temperature, of the largest score from the reference of the
+# masses; beyond it masses are recomputed. Given the range of float32, masses down to exp(-67) times
+# the largest one can then be distinguished from zero.
 _DRIFT = 20.0
 _CHUNK = 128
 
 
 class SoftmaxState(struct.PyTreeNode):
-    """What ``Softmax`` keeps.
+    """The state of ``Softmax``.
 
     Attributes:
-        scores: The scores and their maximum; −inf where there is no item.
-        masses: ``exp((score - reference) / temperature)`` and their sums.
-        reference: Near the largest score, or that score itself if it is infinite; ``[]``.
+        scores: The scores and their maximum; −inf for empty slots.
+        masses: The masses ``exp((score - reference) / temperature)`` and their sums.
+        reference: A value near the largest score, or that score itself if it is infinite; ``[]``.
     """
 
     scores: SegmentTree
@@ -43,7 +43,7 @@ class SoftmaxState(struct.PyTreeNode):
 
 
 class _Report(NamedTuple):
-    """What ``Softmax`` reports of a shard: its masses, and what they are relative to."""
+    """The report of ``Softmax`` for a shard: its masses, and the reference score."""
 
     total: Float[Array, " S"]
     least: Float[Array, " S"]
@@ -53,28 +53,30 @@ class _Report(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Softmax(ShardableSampler):
-    """Probability proportional to ``exp(score / temperature)``.
+    """Draws items with a probability proportional to ``exp(score / temperature)``.
 
-    Scores are kept relative to a reference near the largest, so any range is stable. A score of
-    −inf is never drawn; those of +inf share all probability evenly.
+    Masses are computed relative to a reference near the largest score, so scores of any range are
+    numerically stable. An item with a score of −inf is never drawn; items with +inf share all the
+    probability evenly.
 
-    A sum tree holds the masses, so a draw with replacement costs ``O(log capacity)`` and an add
-    only the touched paths: recomputing a log-sum-exp over all slots for each batch would cost a
-    pass over the buffer. Only when the largest score has moved far are all masses computed anew.
-    Without replacement items are drawn by their masses and then taken out. Those that are too light
-    to have one, less than e**-67 of the heaviest, are drawn only when the others are too few for a
-    batch: then the largest scores after adding Gumbel noise are taken, which costs a pass.
+    A sum tree holds the masses, so that a draw with replacement costs ``O(log capacity)``, and an
+    add updates only the paths of the new items; a log-sum-exp over all slots would cost a pass over
+    the buffer for each batch. All masses are recomputed only if the largest score has moved far.
+    Without replacement, items are drawn by mass and then removed. Items with less than e**-67 times
+    the largest mass count as massless. They are drawn only if there are too few others for a batch;
+    then the items with the largest scores after adding Gumbel noise are drawn, which costs a pass.
 
     Attributes:
-        temperature: Above 0; the lower, the more the highest scores are preferred.
-        replacement: Whether a batch may hold an item twice. Without, ``probability`` is that of the
-            first draw (at least 2**-126), and rows beyond the number of items are invalid.
-        fallback: Without replacement, draw the whole batch with replacement when it asks for more
-            items than there are.
+        temperature: A number above 0; a lower temperature prefers the highest scores more strongly.
+        replacement: Whether a batch may hold an item twice. If False, ``probability`` is the
+            probability of the first draw (at least 2**-126), and rows beyond the number of items
+            are invalid.
+        fallback: Without replacement, whether to draw the whole batch with replacement if it has
+            more rows than there are items.
 
     Raises:
-        ValueError: If ``temperature`` is not finite or not above 0, or if ``fallback`` is asked for
-            where draws are with replacement anyway.
+        ValueError: If ``temperature`` is not finite or not above 0, or if ``fallback`` is set
+            although ``replacement`` is True.
 
     References:
         Kool et al., Stochastic Beams and Where to Find Them, ICML 2019 (Gumbel top-k).
@@ -109,7 +111,7 @@ class Softmax(ShardableSampler):
             raise ValueError("fallback is for replacement=False; leave it out, or set that")
 
     def init(self, capacity: int) -> SoftmaxState:
-        """No scores."""
+        """Returns the state without scores."""
         return SoftmaxState(
             scores=SegmentTree.create(capacity, ops=("max",)),
             masses=SegmentTree.create(capacity, ops=("sum", "min_positive")),
@@ -117,16 +119,16 @@ class Softmax(ShardableSampler):
         )
 
     def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Any number."""
+        """Returns a mask of the scores that are not NaN."""
         return ~jnp.isnan(value)
 
     def on_add(
         self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"] | None
     ) -> SoftmaxState:
-        """Set the scores of new items.
+        """Sets the scores of new items.
 
         Raises:
-            ValueError: If there are none.
+            ValueError: If no scores are given.
         """
         if value is None:
             raise ValueError("Softmax draws by score; pass score=[B] to add")
@@ -136,16 +138,16 @@ class Softmax(ShardableSampler):
         drift = jnp.float32(_DRIFT * self.temperature)
 
         def outdated(carry: tuple[SegmentTree, Array]) -> Array:
-            # Not by their difference, which of equal infinities is no number.
+            # The difference of equal infinities would be NaN.
             return (largest > carry[1] + drift) | (largest < carry[1] - drift)
 
         def rebuild(carry: tuple[SegmentTree, Array]) -> tuple[SegmentTree, Array]:
-            # Always true here; but what depends on nothing in the loop XLA computes ahead of it, at
-            # every add.
+            # The condition always holds here. It makes the result depend on the carry; otherwise
+            # XLA would compute it ahead of the loop, in every add.
             leaves = jnp.where(outdated(carry), scores.leaves, -jnp.inf)
             return carry[0].set_all(self._mass(leaves, largest)), largest
 
-        # A loop of at most one step: under vmap it has none unless a buffer needs it.
+        # A loop of at most one step. Unlike a cond under vmap, it runs only if a buffer needs it.
         begin = vary_with((masses, state.reference), (scores, masses))
         masses, reference = lax.while_loop(outdated, rebuild, begin)
         return SoftmaxState(scores, masses, reference)
@@ -153,26 +155,26 @@ class Softmax(ShardableSampler):
     def set_priority(
         self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"]
     ) -> SoftmaxState:
-        """Set the scores of items that are there."""
+        """Sets the scores of existing items."""
         return self.on_add(state, index, value)
 
     def remove(self, state: SoftmaxState, index: Int[Array, " B"]) -> SoftmaxState:
-        """Take items away."""
+        """Removes items by setting their scores to −inf."""
         return self.on_add(state, index, jnp.full(index.shape, -jnp.inf, jnp.float32))
 
     @property
     def shardable(self) -> bool:
-        """Only with replacement: without, each draw depends on all others."""
+        """True with replacement; without it, each draw depends on all others."""
         return self.replacement
 
     def report(self, state: SoftmaxState, occupancy: Occupancy) -> _Report:
-        """The masses, and what they are relative to."""
+        """Returns a summary of the masses, and the reference score."""
         del occupancy
         masses = state.masses
         return _Report(masses.root("sum"), masses.root("min_positive"), masses.nnz, state.reference)
 
     def aim(self, world: _Report, key: PRNGKeyArray, batch_size: int, capacity: int) -> Aim:
-        """A point in the total mass for each row, and the shard in which it lies."""
+        """Returns a point in the total mass for each row, and the shard in which it lies."""
         del capacity
         scale = self._scale(world.reference, world)
         bound = bounds(world.total * scale)
@@ -190,14 +192,14 @@ class Softmax(ShardableSampler):
         target: tuple[Float[Array, " B"], Float[Array, " B"]],
         world: _Report,
     ) -> Draw:
-        """The items in which the points lie."""
+        """Returns the items in which the points lie."""
         del occupancy
         index, mass = state.masses.find(*target)
         valid = jnp.broadcast_to(self._total(world) > 0, index.shape)
         return Draw(index, self._probability(world, mass, state.reference), valid)
 
     def reach(self, world: _Report) -> Support:
-        """The items whose score is above −inf."""
+        """Returns the support: the items whose score is above −inf."""
         total = self._total(world)
         least = least_positive(world.least * self._scale(world.reference, world))
         least = jnp.maximum(least / jnp.where(total > 0, total, 1.0), _TINY)
@@ -207,7 +209,7 @@ class Softmax(ShardableSampler):
     def draw(
         self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
     ) -> Draw:
-        """Draw ``batch_size`` of the items whose score is above −inf."""
+        """Draws ``batch_size`` of the items whose score is above −inf."""
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
         if not self.fallback:
@@ -224,7 +226,7 @@ class Softmax(ShardableSampler):
         return Draw(index, self._probability(world, mass, state.reference), valid)
 
     def support(self, state: SoftmaxState, occupancy: Occupancy) -> Support:
-        """The items whose score is above −inf."""
+        """Returns the support: the items whose score is above −inf."""
         known = super().support(state, occupancy)
         if self.replacement:
             return known
@@ -233,7 +235,11 @@ class Softmax(ShardableSampler):
         return Support(count, jnp.where(light, _TINY, known.least_probability))
 
     def metrics(self, state: SoftmaxState, occupancy: Occupancy) -> dict[str, Array]:
-        """Scores of the live items, and how many equally likely items are as diverse."""
+        """Returns statistics of the scores of live items, and an effective size.
+
+        ``effective_sample_size`` is the number of equally likely items with the same diversity, the
+        inverse of the sum of squared probabilities.
+        """
         live = occupancy.live(jnp.arange(state.scores.capacity, dtype=jnp.int32))
         total = state.masses.root("sum")
         share = state.masses.leaves / jnp.where(total > 0, total, 1.0)
@@ -246,7 +252,11 @@ class Softmax(ShardableSampler):
         }
 
     def _mass(self, score: Float[Array, " B"], reference: Float[Array, ""]) -> Float[Array, " B"]:
-        """``exp((score - reference) / temperature)``; if that is infinite, 1 for its equals."""
+        """Returns ``exp((score - reference) / temperature)``.
+
+        If the reference is infinite, the mass is 1 for scores of +inf, if that is the reference,
+        and 0 for all others.
+        """
         finite = jnp.isfinite(reference)
         away = (score - jnp.where(finite, reference, 0.0)) / jnp.float32(self.temperature)
         mass = jnp.exp(jnp.minimum(away, 2 * _DRIFT))
@@ -255,10 +265,10 @@ class Softmax(ShardableSampler):
         return jnp.where(finite, mass, equal.astype(jnp.float32))
 
     def _scale(self, reference: Float[Array, "..."], world: _Report) -> Float[Array, "..."]:
-        """What to multiply masses by, so that those of all shards are relative to the same."""
+        """Returns the factor that converts masses to the largest reference of all shards."""
         largest = jnp.max(world.reference, axis=0)
         scale = jnp.exp((reference - largest) / jnp.float32(self.temperature))
-        # The difference of equal infinities is no number.
+        # The difference of equal infinities is NaN.
         return jnp.where(reference == largest, 1.0, scale)
 
     def _total(self, world: _Report) -> Float[Array, ""]:
@@ -267,7 +277,7 @@ class Softmax(ShardableSampler):
     def _probability(
         self, world: _Report, mass: Float[Array, " B"], reference: Float[Array, ""]
     ) -> Float[Array, " B"]:
-        """The probability of masses that are relative to a reference."""
+        """Returns the probability of masses that are relative to a reference."""
         total = self._total(world)
         share = self._scale(reference, world) / jnp.where(total > 0, total, 1.0)
         return jnp.maximum(mass * share, jnp.float32(_TINY))
@@ -285,7 +295,7 @@ class Softmax(ShardableSampler):
             return distinct(
                 key,
                 batch_size,
-                # Under vmap this runs in any case, and could not end if items were too few.
+                # Under vmap this branch always runs, and would not end if there were too few items.
                 jnp.where(enough, batch_size, 0),
                 state.masses,
                 propose,
@@ -306,7 +316,7 @@ class Softmax(ShardableSampler):
         )
         key, another = jax.random.split(key)
         noisy = jnp.maximum(away, -1e37) + jax.random.gumbel(key, score.shape, jnp.float32)
-        # Those of +inf come first, in random order among themselves.
+        # Scores of +inf come first, in random order among themselves.
         infinite = jnp.float32(2.0**126) * (
             1.0 + jax.random.uniform(another, score.shape, jnp.float32)
         )
@@ -317,9 +327,9 @@ class Softmax(ShardableSampler):
 
 
 def _top(value: Float[Array, " N"], count: int) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
-    """The largest ``count`` of many values, and where they are.
+    """Returns the ``count`` largest of many values, and their indices.
 
-    They lie in the chunks whose maxima are largest, so only those are sorted.
+    They lie in the chunks with the largest maxima, so only these chunks are sorted.
     """
     chunks = -(-value.shape[0] // _CHUNK)
     if chunks <= count:
