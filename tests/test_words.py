@@ -16,9 +16,7 @@ ROOT = Path(__file__).parent.parent
 NOT_YET = (
     "jaxbuf/buffers",
     "jaxbuf/examples",
-    "jaxbuf/io",
     "jaxbuf/monitoring",
-    "jaxbuf/mpi",
 )
 """Folders and files that are still to be rewritten; take out what is done."""
 

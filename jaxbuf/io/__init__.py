@@ -1,1 +1,1 @@
-"""The host side: checkpoints, data on disk, and what a Python loop needs beside it."""
+"""The host side: checkpoints, data on disk, and a holder that threads share."""

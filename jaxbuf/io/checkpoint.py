@@ -1,7 +1,8 @@
-"""Checkpoints of buffers, and of any pytree that holds some.
+"""Checkpoints of buffers, and of pytrees with buffers in them.
 
-A pytree's arrays do not say what they mean: with another ``alpha`` the same masses are other
-priorities. So a checkpoint also holds the configuration, and loading compares it.
+The meaning of a pytree's arrays depends on its configuration: with another ``alpha``, for example,
+the same masses are other priorities. A checkpoint therefore also holds the configuration, and
+``load`` compares it.
 """
 
 import dataclasses
@@ -35,20 +36,20 @@ _ROUND_BYTES = 16 * _CHUNK_BYTES
 
 
 def save(path: str | os.PathLike[str], buffer: Any) -> None:
-    """Write a checkpoint to a folder, in place of the one that is there.
+    """Writes a checkpoint to a folder and replaces the previous one.
 
-    Atomic: a process that is killed at any moment leaves either the previous checkpoint or the new
-    one, whole. When it returns all is on disk, also if the power fails, and the buffer may be
-    donated. Processes and threads that use one folder wait for each other, and the checkpoint of
-    the last one stays; processes that are to keep one each need a folder each.
+    Saving is atomic: a process that is killed at any moment leaves either the complete previous
+    checkpoint or the complete new one. When ``save`` returns, everything is on disk and survives a
+    power failure, and the buffer may be donated. Processes and threads that use one folder wait for
+    each other, and the last checkpoint is kept. To keep one for each process, use separate folders.
 
     Arrays may be sharded over several devices. If one has shards on devices of other processes of a
     ``jax.distributed`` job, all processes must call this at the same time with the same folder, on
-    a file system that they share. Each process writes its own shards. Process 0 writes the rest, of
-    which all processes must have the same copy.
+    a file system that they share. Each process writes its own shards. Process 0 writes all other
+    leaves, of which all processes must have the same copy.
 
     Args:
-        path: The folder. It is made if needed; other files in it are left alone.
+        path: The folder. It is created if needed; other files in it are left alone.
         buffer: A buffer, or any pytree of arrays, PRNG keys and Python numbers with buffers in it,
             such as a training state.
 
@@ -80,7 +81,7 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
         _numbers(value, f"buffer{name}")
         for name, value in zip(described, jax.tree.leaves(buffer), strict=True)
     ]
-    # What lies whole on one device, or on each, goes into one file.
+    # Arrays that are whole on one device, or replicated on each, are written to one file.
     sharded = {
         i: value
         for i, value in enumerate(values)
@@ -126,27 +127,27 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
 
 
 def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> Tree:
-    """Read a checkpoint.
+    """Reads a checkpoint.
 
-    The result continues bit for bit where what was saved stopped, whatever devices and processes
-    there are now. Of a sharded array a process reads the shards that it holds.
+    A run continues from the result bit for bit, even on other devices or with another number of
+    processes. A process only reads its own shards of a sharded array.
 
     Args:
-        path: The folder it was saved to.
-        like: A pytree as it was saved, created with the same configuration; only its structure,
-            shapes and dtypes matter, so ``jax.eval_shape(...)`` of what creates it will do. Arrays
-            that are committed to devices, and shapes with a sharding, say where the result goes.
-            The sharding may differ from that of the arrays that were saved.
-        resize: Load buffers into those of ``like`` if only the ``capacity`` (of an ``ItemBuffer``
-            or a ``Queue``) or the ``length`` (of a ``TrajectoryBuffer``) differs. Of more items
-            than fit the evictor's choice stays: the newest or those with the highest scores, of a
-            queue those that came first, of trajectories the newest steps. Slots sampled before are
-            stale then, and positions of steps are counted anew.
+        path: The folder that it was saved to.
+        like: A pytree like the saved one, created with the same configuration. Only its structure,
+            shapes and dtypes matter, so the result of ``jax.eval_shape`` is enough. Arrays that are
+            committed to devices, and shapes with a sharding, determine where the result is placed.
+            The sharding may differ from that of the saved arrays.
+        resize: Whether buffers may differ from those of ``like`` in their ``capacity`` (of an
+            ``ItemBuffer`` or a ``Queue``) or ``length`` (of a ``TrajectoryBuffer``). If not all
+            items fit, the evictor's choice is kept: the newest items or the highest scores. A queue
+            keeps its oldest items, and a trajectory buffer its newest steps. Slots that were
+            sampled before become stale, and positions of steps are counted anew.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
-        ValueError: If the checkpoint is damaged, of a newer format, or of something else than
-            ``like``: it names what differs.
+        ValueError: If the checkpoint is damaged, has a newer format, or does not match ``like``;
+            the message names the differences.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, jaxbuf
@@ -168,7 +169,7 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
 
 
 def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a folder that is there or can be made.
+    """Returns the absolute path of a folder that exists or can be created.
 
     Raises:
         ValueError: If it is a file.
@@ -206,7 +207,7 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
         except MemoryError:
             raise
         except Exception as error:
-            # Storage has as many errors as layers.
+            # Each layer of the storage raises errors of its own.
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
     tree = jax.tree.unflatten(jax.tree.structure(target), loaded)
     return jax.tree.map(_place, resizing.fit(tree, like), like) if resize else tree
@@ -215,17 +216,17 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
 def _compare(
     version: Path, configuration: dict[str, Any], saved: dict[str, Leaf], target: Any
 ) -> None:
-    """Refuse a checkpoint of something else than ``target``.
+    """Checks that a checkpoint matches ``target``.
 
     Raises:
-        ValueError: It names the first differences.
+        ValueError: If it does not; the message names the first differences.
     """
     missing, wanted = "nothing", structure.configuration(target)
     parts: list[str] = []
     sizes = True
     for name in sorted({*configuration, *wanted}):
         have, want = configuration.get(name, missing), wanted.get(name, missing)
-        # Below something of another class everything is another thing.
+        # If a node has another class, differences below it say nothing more.
         if have != want and not any(name.startswith(other + ".") for other in parts):
             parts.append(name)
             sizes &= name.endswith((".capacity", ".length"))
@@ -256,10 +257,10 @@ def _compare(
 
 
 def _read_manifest(version: Path) -> dict[str, Any]:
-    """What a checkpoint is of.
+    """Returns the manifest of a checkpoint.
 
     Raises:
-        ValueError: If it cannot be read, for whatever reason.
+        ValueError: If it cannot be read.
     """
     path = version / "manifest.json"
     # Format 1 was written by orbax.
@@ -274,7 +275,7 @@ def _read_manifest(version: Path) -> dict[str, Any]:
 
 
 def _write(version: Path, arrays: list[np.ndarray[Any, Any]], chunk: int) -> None:
-    """Write the bytes of all arrays, one after the other, to one array on disk."""
+    """Writes the bytes of all arrays, one after the other, to one array on disk."""
     import tensorstore as ts
 
     parts = [ts.array(array) for array in arrays if array.size]
@@ -282,14 +283,14 @@ def _write(version: Path, arrays: list[np.ndarray[Any, Any]], chunk: int) -> Non
         return
     data = ts.concat(parts, axis=0)
     store = zarr.open_rows(version / _DATA, _BYTES, chunk, zarr.new_cache(0), create=True)
-    # In rounds: all that is compressed and not yet written is in memory.
+    # In rounds, since compressed data is in memory until it is written.
     for start in range(0, data.size, _ROUND_BYTES):
         stop = min(data.size, start + _ROUND_BYTES)
         store[start:stop].write(data[start:stop]).result()
 
 
 def _chunk(array: jax.Array) -> list[int]:
-    """The shape of the chunks of an array, none of which lies in two shards."""
+    """Returns the shape of the chunks of an array; no chunk spans two shards."""
     chunk = [*array.sharding.shard_shape(array.shape)]
     for axis, size in enumerate(chunk):
         wanted = _CHUNK_BYTES / (array.dtype.itemsize * math.prod(chunk)) * size
@@ -302,13 +303,13 @@ def _chunk(array: jax.Array) -> list[int]:
 def _open_sharded(
     version: Path, i: int, shape: tuple[int, ...], chunk: list[int], size: int, **options: Any
 ) -> Any:
-    """The array on disk of leaf ``i``: its bytes, ``uint8[*shape, size]``."""
+    """Returns the array on disk that has the bytes of leaf ``i``, ``uint8[*shape, size]``."""
     shape, chunk = (*shape, size), [*chunk, size]
     return zarr.open_array(version / _SHARDED / str(i), np.dtype(np.uint8), shape, chunk, **options)
 
 
 def _write_shards(version: Path, i: int, array: jax.Array) -> None:
-    """Write what this process holds of an array, each part once."""
+    """Writes the parts of an array that this process holds, each part once."""
     size = array.dtype.itemsize
     cache = zarr.new_cache(0)
     store = _open_sharded(version, i, array.shape, _chunk(array), size, cache=cache, create=True)
@@ -321,7 +322,7 @@ def _write_shards(version: Path, i: int, array: jax.Array) -> None:
 def _replace_together(
     folder: Path, write_shards: Callable[[Path], None], write_rest: Callable[[Path], None]
 ) -> None:
-    """Add a version that all processes write to; each of them learns how it went.
+    """Adds a version that all processes write to; all of them succeed or fail together.
 
     Raises:
         OSError: If another process could not write its part.
@@ -341,7 +342,7 @@ def _replace_together(
             finished = True
         finally:
             if number < 0:
-                # The others wait to be told where to write.
+                # The other processes wait for the version to write to.
                 _broadcast(-1)
             _broadcast(int(finished))
         return
@@ -356,12 +357,12 @@ def _replace_together(
 
 
 def _broadcast(number: int) -> int:
-    """The number that process 0 has."""
+    """Returns the number that process 0 has."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def _each(function: Callable[[], None]) -> None:
-    """Call a function in every process, and fail in all of them if it fails in one."""
+    """Calls a function in every process, and fails in all of them if it fails in one."""
     error: Exception | None = None
     try:
         function()
@@ -375,7 +376,7 @@ def _each(function: Callable[[], None]) -> None:
 
 
 def _read(version: Path, manifest: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
-    """For each leaf in turn, a function that reads the bytes at an index, ``uint8[..., size]``."""
+    """Yields for each leaf a function that reads the bytes at an index, ``uint8[..., size]``."""
     # Keeps the chunk that small arrays share.
     cache = zarr.new_cache(2 * _CHUNK_BYTES)
     store, at = None, 0
@@ -394,13 +395,13 @@ def _read(version: Path, manifest: dict[str, Any]) -> Iterator[Callable[[Any], A
             array = store[at : at + leaf["bytes"]].read().result()
             at += leaf["bytes"]
         if leaf["crc32"] != zlib.crc32(array.data):
-            raise ValueError("the numbers are not those that were saved")
+            raise ValueError("the numbers differ from the saved ones")
         array = array.reshape(*shape, size)
         yield lambda index, array=array: array[(*index, slice(None))]
 
 
 def _stored_shape(leaf: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of the bytes of a leaf; a PRNG key is an array of words."""
+    """Returns the shape of the bytes of a leaf; a PRNG key is an array of words."""
     if structure.is_key(leaf["dtype"]):
         words = jax.random.key_data(jax.random.key(0, impl=leaf["key"])).shape
         return (*leaf["shape"], *words, 4)
@@ -408,7 +409,7 @@ def _stored_shape(leaf: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _read_orbax(folder: Path, i: int) -> np.ndarray[Any, Any]:
-    """The bytes of an array in a checkpoint of format 1, which was written by orbax."""
+    """Returns the bytes of an array in a checkpoint of format 1, which was written by orbax."""
     import tensorstore as ts
 
     files = {"driver": "file", "path": f"{folder}/"}
@@ -422,7 +423,7 @@ def _damaged(version: Path, why: str) -> ValueError:
 
 
 def _numbers(leaf: Any, name: str) -> Any:
-    """A leaf as an array of numbers."""
+    """Returns a leaf as an array of numbers."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise ValueError(f"{name} is a shape without numbers; pass arrays")
     if isinstance(leaf, jax.Array):
@@ -434,14 +435,14 @@ def _numbers(leaf: Any, name: str) -> Any:
 
 
 def _to_bytes(array: Any) -> np.ndarray[Any, Any]:
-    """The bytes of an array, ``uint8[N]``."""
-    # Of an array on devices of other processes nothing can be read, not even that it is empty.
+    """Returns the bytes of an array, ``uint8[N]``."""
+    # An array on devices of other processes cannot be read, even if it is empty.
     whole = np.asarray(array) if array.size else np.zeros(0, np.uint8)
     return np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
 
 
 def _restore(read: Callable[[Any], Any], saved: Leaf, record: dict[str, Any], like: Any) -> Any:
-    """A leaf as it was saved, in the place of that of ``like``."""
+    """Returns a leaf as it was saved, placed like the leaf of ``like``."""
     if structure.is_key(saved.dtype):
         words = np.ascontiguousarray(read(())).view(np.uint32)[..., 0]
         # A program can place keys on devices of other processes, which device_put cannot.
@@ -459,7 +460,7 @@ def _restore(read: Callable[[Any], Any], saved: Leaf, record: dict[str, Any], li
         return np.array(numbers(()), dtype)
 
     def copy(index: Any) -> jax.Array:
-        # A copy in any case: an array that borrows NumPy's memory cannot be updated in place.
+        # Always a copy, since an array that borrows NumPy's memory cannot be updated in place.
         return jnp.array(numbers(index), dtype, copy=True)
 
     sharding = _sharding(like)
@@ -469,13 +470,13 @@ def _restore(read: Callable[[Any], Any], saved: Leaf, record: dict[str, Any], li
 
 
 def _sharding(like: Any) -> Any:
-    """Where a leaf of ``like`` is committed to be, if anywhere."""
+    """Returns the sharding that a leaf of ``like`` is committed to, or None."""
     if isinstance(like, jax.Array) and not like.committed:
         return None
     return getattr(like, "sharding", None)
 
 
 def _place(leaf: Any, like: Any) -> Any:
-    """Put a leaf where that of ``like`` is committed to be."""
+    """Puts a leaf where the leaf of ``like`` is committed to."""
     sharding = _sharding(like)
     return leaf if sharding is None else jax.device_put(leaf, sharding)

@@ -1,4 +1,4 @@
-"""One buffer for several threads: they change it in turn, and wait for what they need."""
+"""A buffer for several threads, which change it in turn and wait until they can go on."""
 
 import functools
 import math
@@ -26,24 +26,24 @@ Result = TypeVar("Result")
 
 
 class Stopped(Exception):
-    """A holder was stopped while, or before, something was asked of it."""
+    """Raised by calls of a holder that was stopped before or during the call."""
 
 
 class Holder(Generic[State]):
     """Holds a buffer, or any other immutable state, for threads that produce and consume.
 
-    Whoever changes the state has it alone; everybody else waits for their turn, or until a
-    condition on it is met. Each change wakes those who wait. The state itself never leaves: it is
-    donated to what changes it, so look at it with ``read``.
+    One thread at a time changes the state. Other threads wait for their turn, or until the state
+    meets a condition. Each change wakes waiting threads. The state itself is never handed out,
+    since it is donated to the functions that change it: use ``read`` to look at it.
 
     Args:
-        state: What to hold. It is consumed: do not use it again.
-        recheck: Seconds after which conditions are asked again though nothing has changed: for
-            those that look at a clock, such as one of a ``ThroughputLimiter``. By default only a
-            change wakes those who wait.
+        state: The state to hold. It is consumed: do not use it again.
+        recheck: Seconds after which conditions are checked again without a change, for conditions
+            that depend on a clock, such as that of a ``ThroughputLimiter``. By default only a
+            change wakes waiting threads.
 
     Raises:
-        ValueError: If ``recheck`` is no positive number.
+        ValueError: If ``recheck`` is not a positive number.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf, threading
@@ -68,7 +68,7 @@ class Holder(Generic[State]):
 
     @property
     def stopped(self) -> bool:
-        """Whether ``stop`` was called."""
+        """True once ``stop`` was called."""
         return self._stopped
 
     def apply(
@@ -78,14 +78,14 @@ class Holder(Generic[State]):
         when: Callable[[State], Any] | None = None,
         timeout: float | None = None,
     ) -> Result:
-        """Change the state: ``state, result = function(state)``.
+        """Changes the state: ``state, result = function(state)``.
 
         Args:
-            function: Gives the new state and a result. If it raises, the state stays as it was; if
-                it donates the old one, it must not raise after that.
-            when: What must be true of the state first; asked after every change, and every
-                ``recheck`` seconds.
-            timeout: Seconds to wait at most for that; by default there is no limit.
+            function: Returns the new state and a result. If it raises, the state is unchanged;
+                once it has donated the old state, it must not raise.
+            when: A condition on the state that must be true first. It is checked after every
+                change, and every ``recheck`` seconds.
+            timeout: The most seconds to wait for the condition; by default there is no limit.
 
         Returns:
             The result.
@@ -107,12 +107,13 @@ class Holder(Generic[State]):
         when: Callable[[State], Any] | None = None,
         timeout: float | None = None,
     ) -> Result:
-        """What ``function`` says of the state, which does not change; also after ``stop``.
+        """Returns ``function(state)`` without a change of the state; also works after ``stop``.
 
-        The result must not be the state, or a part of it: the next change consumes that. Copy it.
+        The result must not be the state or a part of it, since the next change consumes that:
+        return a copy instead.
 
         Args:
-            function: What to ask.
+            function: A function of the state.
             when: As for ``apply``.
             timeout: As for ``apply``.
 
@@ -133,24 +134,24 @@ class Holder(Generic[State]):
         timeout: float | None = None,
         **options: Any,
     ) -> None:
-        """``jaxbuf.add`` to the buffer that is held; to a ``Queue`` as soon as all rows fit.
+        """Calls ``jaxbuf.add`` on the buffer; waits until all rows fit if it is a ``Queue``.
 
         Args:
-            items: What to add.
-            mask: Which rows to take; those masked out must fit as well.
+            items: The items to add.
+            mask: The rows to take; rows that are masked out must fit as well.
             timeout: As for ``apply``.
-            **options: Those of the buffer's own ``add``: ``priority``, ``score``, ``version``,
+            **options: Options of the buffer's own ``add``: ``priority``, ``score``, ``version``,
                 ``session``, the ``env_ids`` of a ``TrajectoryBuffer``, or the ``part`` of a
                 ``Mixture``.
 
         Raises:
             ValueError: If there are more rows than a ``Queue`` can hold.
-            TimeoutError: If they did not fit in time.
+            TimeoutError: If the rows did not fit in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
         when = None
         if hasattr(self._state, "can_add"):
-            # Items without rows fit, so ``ops.add`` says at once what is wrong with them.
+            # Items without rows fit, so that ``ops.add`` raises at once if they are malformed.
             rows = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
             _check_room(self._state, f"items asks for {rows} rows at a time", rows)
             when = functools.partial(_asked, "can_add", rows)
@@ -168,16 +169,16 @@ class Holder(Generic[State]):
         least: int | None = None,
         timeout: float | None = None,
     ) -> Sample:
-        """``jaxbuf.sample`` from the buffer that is held, as soon as there is enough in it.
+        """Calls ``jaxbuf.sample`` on the buffer as soon as it holds enough.
 
         Args:
             key: A PRNG key.
-            batch_size: Rows ``B``.
-            least: How much there must be, for ``can_sample``; by default ``batch_size``.
+            batch_size: Number of rows ``B``.
+            least: The number for ``can_sample`` to wait for; by default ``batch_size``.
             timeout: As for ``apply``.
 
         Raises:
-            ValueError: If the buffer can never hold that much: items or, for a
+            ValueError: If the buffer can never hold that many items or, for a
                 ``TrajectoryBuffer``, windows.
             TimeoutError: If there was not enough in time.
             Stopped: If the holder was stopped, before or meanwhile.
@@ -198,14 +199,14 @@ class Holder(Generic[State]):
         )
 
     def take(self, batch_size: int, *, timeout: float | None = None) -> Sample:
-        """The oldest items of the ``Queue`` that is held, as soon as there are enough.
+        """Takes the oldest items from the ``Queue`` as soon as it holds enough.
 
         Args:
-            batch_size: Rows ``B``.
+            batch_size: Number of rows ``B``.
             timeout: As for ``apply``.
 
         Raises:
-            ValueError: If the queue can never hold that much.
+            ValueError: If the queue can never hold that many items.
             TimeoutError: If there was not enough in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
@@ -221,13 +222,13 @@ class Holder(Generic[State]):
         )
 
     def stop(self) -> None:
-        """Refuse whatever waits and all further changes with ``Stopped``; ``read`` still works."""
+        """Makes waiting calls and all later changes raise ``Stopped``; ``read`` still works."""
         with self._turn:
             self._stopped = True
             self._turn.notify_all()
 
     def _wait(self, when: Callable[[State], Any] | None, timeout: float | None) -> None:
-        """Wait for a condition; the turn is ours before and after."""
+        """Waits for a condition; the caller has the lock before and after."""
         deadline = None
         if timeout is not None:
             timeout = checks.check_number(
@@ -246,12 +247,12 @@ class Holder(Generic[State]):
 
 
 def _check_room(state: Any, asks: str, rows: int) -> None:
-    """Refuse to wait for what cannot come.
+    """Checks that the state can ever hold so many rows.
 
-    Only the configuration is looked at, so that nobody has to wait for their turn to be told.
+    It only reads the configuration, so that no thread has to wait for its turn to get the error.
 
     Raises:
-        ValueError: If the state can never hold so much.
+        ValueError: If the state can never hold that many rows.
     """
     if isinstance(state, Hosted):
         _check_room(state.buffer, asks, rows)
@@ -274,7 +275,7 @@ def _check_room(state: Any, asks: str, rows: int) -> None:
 
 
 def _asked(method: str, rows: int, state: Any) -> Array:
-    """Whether the state says yes to so many rows."""
+    """Returns whether the state's method ``method`` allows ``rows`` rows."""
     return call(_ask, state, method, rows, static=(1,))
 
 

@@ -1,4 +1,4 @@
-"""Datasets of Minari, the format in which the field shares offline reinforcement learning data.
+"""Datasets of Minari, a common format for offline reinforcement learning data.
 
 References:
     Younis et al., Minari, https://minari.farama.org.
@@ -26,24 +26,24 @@ _FIELDS = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
 
 
 def from_minari(dataset: Any, buffer: Buffer, *, rows_at_a_time: int = 1024) -> Buffer:
-    """Add all episodes of a Minari dataset to a buffer.
+    """Adds all episodes of a Minari dataset to a buffer.
 
-    The buffer's items are a dict with any of ``obs``, ``action``, ``reward``, ``next_obs``,
-    ``terminated`` and ``truncated``; what it does not have is left out. Numbers are cast to the
-    buffer's dtypes, since Minari keeps rewards in float64.
+    The buffer's items must be a dict with any of ``obs``, ``action``, ``reward``, ``next_obs``,
+    ``terminated`` and ``truncated``; fields that it does not have are left out. Numbers are cast to
+    the buffer's dtypes, since Minari keeps rewards in float64.
 
-    Into a ``TrajectoryBuffer`` every episode goes as a whole, to the environment that has been
-    given the fewest steps. An episode that has neither terminated nor been truncated when its data
-    end is marked as truncated: what follows in its ring is another one.
+    In a ``TrajectoryBuffer`` each episode is added as a whole to the environment that has received
+    the fewest steps. An episode whose data end without ``terminated`` or ``truncated`` is marked as
+    truncated, since another episode follows it in its ring.
 
     Args:
-        dataset: What ``minari.load_dataset`` returns, or any other iterable of its episodes.
+        dataset: The result of ``minari.load_dataset``, or any other iterable of its episodes.
         buffer: An ``ItemBuffer``, ``Queue`` or ``TrajectoryBuffer``. It is consumed: go on with the
             result.
-        rows_at_a_time: How many rows are added in one step.
+        rows_at_a_time: Number of rows to add in one step.
 
     Raises:
-        ValueError: If the buffer's items are no such dict, or a shape differs, or the dataset holds
+        ValueError: If the buffer's items are not such a dict, a shape differs, or the dataset has
             no episodes.
     """
     check_options(buffer, "add", {})
@@ -67,7 +67,7 @@ def from_minari(dataset: Any, buffer: Buffer, *, rows_at_a_time: int = 1024) -> 
 
 
 def to_minari(dataset_id: str, source: Any, **options: Any) -> Any:
-    """Write the steps of a buffer as a Minari dataset, one episode after the other.
+    """Writes the steps of a buffer as a Minari dataset, one episode after the other.
 
     Args:
         dataset_id: Its name, such as ``cartpole/expert-v0``.
@@ -75,11 +75,11 @@ def to_minari(dataset_id: str, source: Any, **options: Any) -> Any:
             environment in order; or such steps themselves, a dict of leaves ``[T, ...]``. The dict
             has ``obs``, ``action``, ``reward`` and ``terminated``, and may have ``truncated`` and
             ``next_obs``. An episode ends where one of the flags is set, and at the last step. Its
-            last observation is ``next_obs``, if there is one; else the last step of an episode
-            serves as that, and its action and reward are left out, unless it has terminated:
-            nothing is asked of that observation, so it is repeated.
-        options: For ``minari.create_dataset_from_buffers``, which needs ``env``, or
-            ``observation_space`` and ``action_space``. Images are compressed with a loss unless
+            last observation is ``next_obs`` if the dict has it. Otherwise the last step provides
+            only that observation, and its action and reward are left out. A terminated episode
+            keeps its last step and repeats the observation, which no target uses.
+        options: Options of ``minari.create_dataset_from_buffers``, which needs ``env``, or
+            ``observation_space`` and ``action_space``. Image compression is lossy unless
             ``jpeg_encoding=False``.
 
     Returns:
@@ -121,7 +121,7 @@ def _episodes(dataset: Any) -> Iterator[Any]:
 
 
 def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
-    """The steps of an episode, leaves ``[T, ...]``."""
+    """Returns the steps of an episode, leaves ``[T, ...]``."""
     count = len(episode.rewards)
     truncated = np.asarray(episode.truncations, bool).copy()
     if count:
@@ -149,7 +149,7 @@ def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pieces(episodes: Iterator[dict[str, Any]], size: int) -> Iterator[tuple[PyTree[Any], Any]]:
-    """Steps in blocks of one size, the last one padded, and which rows of them count."""
+    """Yields steps in blocks of one size, padded at the end, with masks of their valid rows."""
     waiting: list[PyTree[Any]] = []
     count = 0
     for steps in episodes:
@@ -197,7 +197,7 @@ def _pad(x: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
 
 
 def _in_order(source: Any) -> list[dict[str, Any]]:
-    """The steps of each environment, oldest first, leaves ``[T, ...]``."""
+    """Returns the steps of each environment, oldest first, leaves ``[T, ...]``."""
     if isinstance(source, TrajectoryBuffer):
         counters = np.asarray(source.rings.counters).astype(np.int64)
         data = jax.tree.map(np.asarray, source.data)
@@ -213,7 +213,7 @@ def _in_order(source: Any) -> list[dict[str, Any]]:
 
 
 def _cut(steps: Any) -> Iterator[dict[str, Any]]:
-    """The episodes among the steps of one environment, with the fields of Minari's buffers."""
+    """Yields the episodes of one environment's steps, with the fields of Minari's buffers."""
     needed = ("obs", "action", "reward", "terminated")
     missing = [name for name in needed if not isinstance(steps, dict) or name not in steps]
     if missing:

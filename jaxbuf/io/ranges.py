@@ -1,4 +1,4 @@
-"""Sets of row numbers that lie mostly in runs."""
+"""Sets of row numbers, most of which are consecutive."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from jaxtyping import Bool, Int
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """Row numbers as runs that neither overlap nor touch, in order.
+    """A set of row numbers as sorted runs that neither overlap nor touch.
 
     Attributes:
-        bounds: Begin of each run and the number after its end, ``[K, 2]``.
+        bounds: First number of each run and the number after its last, ``[K, 2]``.
 
     Example:
         >>> rows = Ranges.of([3, 4, 9]) | Ranges.of([5])
@@ -25,7 +25,7 @@ class Ranges:
 
     @classmethod
     def runs(cls, runs: Iterable[Iterable[int]]) -> Self:
-        """From runs in any order, which may overlap."""
+        """Returns the set of runs in any order, which may overlap."""
         bounds = np.asarray([*runs], np.int64).reshape(-1, 2)
         bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
         reach = np.maximum.accumulate(bounds[:, 1])
@@ -36,7 +36,7 @@ class Ranges:
 
     @classmethod
     def of(cls, rows: Iterable[int]) -> Self:
-        """From single row numbers in any order."""
+        """Returns the set of single row numbers in any order."""
         rows = np.unique(np.asarray(rows if isinstance(rows, np.ndarray) else [*rows], np.int64))
         begins = np.ones(len(rows), bool)
         begins[1:] = np.diff(rows) > 1
@@ -49,23 +49,23 @@ class Ranges:
         return type(self).runs([*self.tolist(), *other.tolist()])
 
     def tolist(self) -> list[list[int]]:
-        """The runs as plain numbers."""
+        """Returns the runs as Python integers."""
         return self.bounds.tolist()
 
     def contains(self, rows: Int[np.ndarray, " B"]) -> Bool[np.ndarray, " B"]:
-        """Which rows are among these."""
+        """Returns which rows are in the set."""
         run = np.searchsorted(self.bounds[:, 0], rows, side="right") - 1
         return (run >= 0) & (rows < np.append(self.bounds[:, 1], 0)[run])
 
     def covers(self, begin: int, end: int) -> bool:
-        """Whether all rows from ``begin`` to ``end - 1`` are among these."""
+        """Returns whether all rows from ``begin`` to ``end - 1`` are in the set."""
         run = int(np.searchsorted(self.bounds[:, 0], begin, side="right")) - 1
         return run >= 0 and bool(end <= self.bounds[run, 1])
 
     def without(self, rank: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Of the numbers from 0 on that are not among these, those at ``rank``."""
+        """Returns the nonnegative integers that are not in the set, by their ranks."""
         size = self.bounds[:, 1] - self.bounds[:, 0]
         before = np.concatenate([[0], np.cumsum(size)])
-        # How many other rows lie below each run.
+        # The number of other rows below each run.
         others = self.bounds[:, 0] - before[:-1]
         return rank + before[np.searchsorted(others, rank, side="right")]

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write(file: Path, record: dict[str, Any]) -> None:
-    """Replace a file; once this returns, it is on disk."""
+    """Replaces a file, and returns once it is on disk."""
     new = file.with_suffix(".new")
     with new.open("w") as stream:
         json.dump({**record, "crc32": _checksum(record)}, stream)
@@ -20,14 +20,14 @@ def write(file: Path, record: dict[str, Any]) -> None:
 
 
 def read(file: Path) -> tuple[dict[str, Any], bool]:
-    """Read a file.
+    """Reads a file.
 
     Returns:
-        What it holds, and whether that is what was written.
+        The record, and whether its checksum matches.
 
     Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it holds anything but a JSON object.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If it does not hold a JSON object.
     """
     record = json.loads(file.read_bytes())
     if not isinstance(record, dict):
@@ -37,7 +37,7 @@ def read(file: Path) -> tuple[dict[str, Any], bool]:
 
 
 def sync(path: Path) -> None:
-    """Write a file, or the names of a folder's entries, to disk."""
+    """Flushes a file, or the names of a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

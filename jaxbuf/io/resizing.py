@@ -1,4 +1,4 @@
-"""Buffers of another size: the items that stay, in the order in which they came."""
+"""Copies of buffers with another size, which keep as many items as fit, in their order."""
 
 import dataclasses
 import functools
@@ -29,14 +29,14 @@ _BUFFERS = (ItemBuffer, Queue, TrajectoryBuffer)
 
 
 def as_saved(like: PyTree, configuration: dict[str, Any]) -> PyTree:
-    """``like`` with every buffer in it as large as the one that was saved in its place.
+    """Returns ``like`` with each buffer in it as large as the corresponding saved one.
 
     Args:
         like: A pytree with buffers.
-        configuration: What ``structure.configuration`` said of the one that was saved.
+        configuration: The result of ``structure.configuration`` for the saved pytree.
 
     Returns:
-        A pytree of ``jax.ShapeDtypeStruct`` where a buffer has another size, else as it was.
+        The pytree, with ``jax.ShapeDtypeStruct`` leaves in buffers that have another size.
     """
 
     def rebuild(path: tuple[Any, ...], node: Any) -> Any:
@@ -50,17 +50,17 @@ def as_saved(like: PyTree, configuration: dict[str, Any]) -> PyTree:
         try:
             return _abstract(node, size)
         except ValueError:
-            # No buffer like this one has that size: something else differs, too.
+            # No buffer like this one has that size, so something else differs too.
             return node
 
     return jax.tree_util.tree_map_with_path(rebuild, like, is_leaf=_is_buffer)
 
 
 def fit(tree: Tree, like: Tree) -> Tree:
-    """``tree`` with every buffer in it as large as that of ``like`` in its place.
+    """Returns ``tree`` with each buffer in it as large as the corresponding one of ``like``.
 
     Raises:
-        ValueError: If a strategy keeps something that cannot be moved to other slots.
+        ValueError: If the state of a strategy cannot be moved to other slots.
     """
 
     def convert(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
@@ -79,7 +79,7 @@ def fit(tree: Tree, like: Tree) -> Tree:
 
 
 def in_order(occupancy: Any) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
-    """All slots, those of live items oldest first, and which are live.
+    """Returns all slots, with live items ordered from the oldest, and which slots are live.
 
     Raises:
         ValueError: If the occupancy does not tell the age of its items.
@@ -92,7 +92,7 @@ def in_order(occupancy: Any) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
         order = (occupancy.position + slot) % jnp.int32(occupancy.capacity)
     elif isinstance(occupancy, Ranking):
         slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
-        # Numbers wrap; seen from the next one they are in order again.
+        # Numbers wrap; relative to the next one they are in order.
         order = jnp.argsort(occupancy.generation(slot) - occupancy.counters[0])
     else:
         raise ValueError(f"{type(occupancy).__name__} does not tell the age of its items")
@@ -101,7 +101,7 @@ def in_order(occupancy: Any) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _resize_stack(stack: Any, size: int) -> Any:
-    """One buffer, or many that are stacked along leading axes."""
+    """Resizes one buffer, or many that are stacked along leading axes."""
     resize = functools.partial(_resize, size=size)
     for _ in range(stack.counters.ndim - 1):
         resize = jax.vmap(resize)
@@ -109,7 +109,7 @@ def _resize_stack(stack: Any, size: int) -> Any:
 
 
 def _resize(old: Any, size: int) -> Any:
-    """A buffer of another size with the items that fit; slots sampled before are stale."""
+    """Returns a buffer of another size with the items that fit; earlier slots become stale."""
     new = type(old).create(_example(old), *_sizes(old, size), **_options(old))
     if isinstance(old, TrajectoryBuffer):
         return _resize_rings(old, new)
@@ -144,7 +144,7 @@ def _resize(old: Any, size: int) -> Any:
 
 
 def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuffer:
-    """The newest steps of each ring, so placed that windows start where they started."""
+    """Moves the newest steps of each ring so that windows still start at the same steps."""
     before = old.rings
     position, held = (before.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
     rank = jnp.arange(before.length, dtype=jnp.int32)[None]
@@ -182,7 +182,7 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
         return blank.at[index].set(full[window], mode="drop")
 
     if new.freshness is not None:
-        # Also of windows that are not complete yet: their first steps are here.
+        # This includes windows that are not complete yet, whose first steps are kept.
         known, blank = old.freshness_state, new.freshness_state
         state = blank.replace(
             versions=blank.versions.at[begun].set(known.versions[window], mode="drop"),
@@ -211,7 +211,7 @@ def _move_fields(new: Any, old: Any, move: Any) -> Any:
     moved = new.replace(**fields)
     sampler = getattr(new, "sampler", None)
     if sampler is not None and sampler.uses_score:
-        # Lets the sampler see that its largest score may be gone.
+        # This tells the sampler that its largest score may be gone.
         nothing = jnp.full((1,), new.capacity, jnp.int32), jnp.zeros((1,), jnp.float32)
         moved = moved.replace(sampler_state=sampler.set_priority(moved.sampler_state, *nothing))
     return moved
@@ -219,7 +219,7 @@ def _move_fields(new: Any, old: Any, move: Any) -> Any:
 
 def _check_slots(blank: Array, new: int, full: Array, old: int) -> None:
     if blank.shape[:1] != (new,) or full.shape != (old, *blank.shape[1:]):
-        raise ValueError(f"{full.shape} cannot become {blank.shape}: they do not go by slots")
+        raise ValueError(f"{full.shape} cannot become {blank.shape}: axis 0 is not one of slots")
 
 
 def _inner(occupancy: Any) -> Any:
@@ -247,12 +247,12 @@ def _sizes(buffer: Any, size: int) -> tuple[int, ...]:
 
 
 def _options(buffer: Any) -> dict[str, Any]:
-    """What ``create`` was called with besides the example and the sizes."""
+    """Returns the arguments of ``create`` other than the example and the sizes."""
     return {} if isinstance(buffer, Queue) else buffer.options()
 
 
 def _example(buffer: Any) -> PyTree:
-    # Counters have one axis, or those of a trajectory's data two, unless buffers are stacked.
+    # Unless buffers are stacked, counters have one axis and the data of trajectories two.
     leading = buffer.counters.ndim - 1 + (2 if isinstance(buffer, TrajectoryBuffer) else 1)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[leading:], leaf.dtype), buffer.data
@@ -260,7 +260,7 @@ def _example(buffer: Any) -> PyTree:
 
 
 def _abstract(buffer: Any, size: int) -> Any:
-    """The shapes of a buffer created alike, but of another size."""
+    """Returns the shapes of a buffer with the same options but another size."""
     stack = buffer.counters.shape[:-1]
     one = jax.eval_shape(
         lambda: type(buffer).create(_example(buffer), *_sizes(buffer, size), **_options(buffer))

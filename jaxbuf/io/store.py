@@ -1,8 +1,8 @@
-"""A dataset on disk: more items than memory holds.
+"""A dataset on disk, for more items than memory holds.
 
-Each leaf is a zarr array; which of its rows count is said by one small file, replaced in one step
-after they are written. So whatever is interrupted, the rows before it are as they were. Chunks and
-small files carry checksums, and a chunk that should be there is never taken for zeros.
+Each leaf is a zarr array. One small file says which rows are valid and is replaced atomically after
+rows are written, so that an interruption never affects earlier rows. Chunks and small files carry
+checksums, and a missing chunk is never read as zeros.
 """
 
 import collections
@@ -34,7 +34,7 @@ Buffer = TypeVar("Buffer", bound=Any)
 _FORMAT = 2
 _CHUNK_BYTES = 2**18
 
-# What NumPy would index an array of all rows with.
+# Indices of rows, as NumPy would accept them for an array of all rows.
 Rows: TypeAlias = (
     slice
     | Sequence[int]
@@ -48,7 +48,7 @@ class StoreBatch(NamedTuple):
 
     Attributes:
         data: The items, leaves ``[B, ...]``, on the device.
-        rows: Where they lie in the store, ``[B]``.
+        rows: Their row numbers in the store, ``[B]``.
     """
 
     data: PyTree[Array]
@@ -58,32 +58,30 @@ class StoreBatch(NamedTuple):
 class Store:
     """Items on disk in the order in which they were appended, compressed.
 
-    Unlike the buffers it is no pytree, but a handle on a folder, for the host side of a program.
-    Rows keep their numbers for good. An append that returned is on disk, one that was killed never
-    happened; opened again, the store goes on after the last one that returned. One process at a
-    time may write, and any number may read what was there when they opened it; what the writer
-    has deleted since can still be drawn, and raises an error once its space is free. Threads may
-    share one store.
+    Unlike a buffer it is not a pytree but a handle on a folder, for the host side of a program.
+    Row numbers never change. An append is on disk once it returns; one that was killed has no
+    effect, and the reopened store goes on after the last append that returned. One process at a
+    time may write. Any number of processes may read the rows that existed when they opened the
+    store. They may still draw rows that the writer has deleted since, which raises an error once
+    the space of these rows was freed. Threads may share one store.
 
-    The store keeps the dtypes of the example, those of 64 bits included, whatever
-    ``jax_enable_x64`` says. Every chunk carries a checksum: a damaged or missing file is an error
-    that names it, when the store is opened or at the latest when its rows are read, and is never
-    overwritten.
+    The store keeps the dtypes of the example, including those of 64 bits, regardless of
+    ``jax_enable_x64``. Every chunk carries a checksum. A damaged or missing file raises an error
+    that names it, at the latest when its rows are read, and is never overwritten.
 
     Args:
-        path: The folder. It is made if needed.
-        example: One unbatched item: arrays of NumPy or JAX, or ``jax.ShapeDtypeStruct``. Of a
-            store that is there already it must be like the one it was made with.
-        mode: ``"a"`` to read and append, ``"r"`` to read what is there.
-        chunk: How many rows are compressed together, and read together: small for random batches,
-            large for long ranges. By default about 256 KiB of them. Of a store that is there
-            already its own counts.
-        cache_bytes: How much memory may hold chunks that were read.
+        path: The folder. It is created if needed.
+        example: One unbatched item: arrays of NumPy or JAX, or ``jax.ShapeDtypeStruct``. For an
+            existing store it must match the example that it was created with.
+        mode: ``"a"`` to read and append, ``"r"`` to only read.
+        chunk: Number of rows that are compressed and read together: small for random batches,
+            large for long ranges. By default they take about 256 KiB. An existing store keeps its
+            own.
+        cache_bytes: The most memory for chunks that were read.
 
     Raises:
-        ValueError: If there is another store or something else in the folder, the store is
-            damaged or has another format, another process writes to it, or ``example`` or a number
-            is illegal.
+        ValueError: If the folder holds a store of other items or other files, the store is damaged
+            or has another format, another process writes to it, or an argument is illegal.
         FileNotFoundError: If ``mode`` is ``"r"`` and there is no store.
 
     Example:
@@ -129,7 +127,7 @@ class Store:
             raise
 
     def __len__(self) -> int:
-        """Rows appended so far, the deleted ones included."""
+        """Returns the number of rows appended so far, including deleted ones."""
         return self._rows
 
     def __enter__(self) -> Self:
@@ -140,16 +138,16 @@ class Store:
 
     @property
     def live(self) -> int:
-        """Rows that are not deleted."""
+        """The number of rows that are not deleted."""
         return self._rows - len(self._deleted)
 
     @property
     def chunk(self) -> int:
-        """How many rows are compressed together."""
+        """The number of rows that are compressed together."""
         return self._chunk
 
     def close(self) -> None:
-        """Let other processes write. Nothing is lost without it."""
+        """Closes the store, so that other processes may write. No data is lost without it."""
         with self._mutex:
             self._closed = True
             if self._lock is not None:
@@ -163,24 +161,24 @@ class Store:
         mask: Bool[np.ndarray, " B"] | None = None,
         start: int | None = None,
     ) -> range:
-        """Append items, and return once they are on disk.
+        """Appends items, and returns once they are on disk.
 
         Args:
-            items: Leaves ``[B, *shape]``, in the example's dtypes, on the host or a device. Where
-                ``jax_enable_x64`` is off, 32 and 64 bits may stand for each other if the values
-                fit.
-            mask: Which rows to take, ``[B]``.
-            start: The number that the first row is to have. What is there already from an earlier
-                run of the same program is left as it is, and only the rest is written: so a run
-                that resumes from a checkpoint behind the store repeats nothing.
+            items: Leaves ``[B, *shape]``, in the example's dtypes, on the host or a device. If
+                ``jax_enable_x64`` is off, dtypes of 32 and 64 bits are interchangeable as long as
+                the values fit.
+            mask: The rows to take, ``[B]``.
+            start: The number that the first row is to have. Rows that an earlier run of the same
+                program has written are left as they are, and only the rest is written. A run that
+                resumes from a checkpoint older than the store therefore adds no row twice.
 
         Returns:
             The numbers of the rows.
 
         Raises:
             ValueError: If a structure, shape or dtype differs from the example, a number does not
-                fit it, ``start`` leaves a gap, the store is open for reading only, or the chunk
-                that is to take more rows is damaged.
+                fit its dtype, ``start`` leaves a gap, the store is open for reading only, or the
+                chunk to append to is damaged.
         """
         self._check_items(items)
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(items)]
@@ -208,7 +206,7 @@ class Store:
             if count > known:
                 rows = slice(self._rows, first + count)
                 if self._rows % self._chunk:
-                    # What is missing of a chunk would be written again as zeros.
+                    # Otherwise missing rows of a chunk would be written as zeros.
                     self._read(np.asarray([self._rows - 1]))
                 writes = [
                     array[rows].write(leaf[known:])
@@ -219,7 +217,7 @@ class Store:
             return range(first, first + count)
 
     def append_buffer(self, buffer: Any) -> range:
-        """Append what a buffer holds, oldest first.
+        """Appends the contents of a buffer, oldest first.
 
         Args:
             buffer: An ``ItemBuffer`` or a ``Queue`` of items like the example; or a
@@ -231,7 +229,7 @@ class Store:
 
         Raises:
             ValueError: If items differ from the example, or environments have different numbers of
-                steps: append those as they come.
+                steps. In that case append rollouts as they come.
         """
         if not isinstance(buffer, TrajectoryBuffer):
             order, live = (np.asarray(x) for x in resizing.in_order(buffer.occupancy))
@@ -249,11 +247,12 @@ class Store:
         return self.append(jax.tree.map(lambda leaf: leaf[env, step].swapaxes(0, 1), buffer.data))
 
     def read(self, rows: Rows) -> PyTree[np.ndarray[Any, Any]]:
-        """Rows by number.
+        """Reads rows.
 
         Args:
-            rows: Row numbers of any shape ``[...]``, such as those that each chunk of fragments
-                in a buffer refers to; a boolean mask of all rows, ``[len(store)]``; or a slice.
+            rows: Row numbers of any shape ``[...]``, such as the numbers that each chunk of
+                fragments in a buffer refers to; a boolean mask of all rows, ``[len(store)]``; or a
+                slice.
 
         Returns:
             Leaves ``[..., *shape]`` for row numbers, and ``[B, *shape]`` for a mask or a slice
@@ -261,7 +260,7 @@ class Store:
 
         Raises:
             IndexError: If there is no such row, or it was deleted and is not pinned.
-            ValueError: If ``rows`` is something else, or what is on disk is damaged.
+            ValueError: If ``rows`` is something else, or the data on disk is damaged.
         """
         numbers = self._numbers(rows)
         with self.pin(numbers):
@@ -269,7 +268,7 @@ class Store:
 
     @contextlib.contextmanager
     def pin(self, rows: Rows) -> Generator[None]:
-        """Keep rows on disk, though they be deleted, as long as the context lasts.
+        """Keeps rows on disk while the context lasts, even if they are deleted.
 
         Args:
             rows: Row numbers, a mask or a slice, as for ``read``.
@@ -285,14 +284,14 @@ class Store:
             self._unpin(chunks)
 
     def delete(self, rows: Rows) -> None:
-        """Delete rows for good.
+        """Deletes rows permanently.
 
-        They are not drawn any more. Their space on disk is free once all rows of a chunk are
-        deleted and none of it is pinned: batches that were drawn already are still read.
+        They are not drawn any more. Their space on disk is freed once all rows of a chunk are
+        deleted and none of them is pinned, so that batches that were already drawn can be read.
 
         Args:
-            rows: Row numbers, a mask or a slice, as for ``read``; rows that are deleted already do
-                not matter.
+            rows: Row numbers, a mask or a slice, as for ``read``; rows that are deleted already
+                are ignored.
 
         Raises:
             IndexError: If there is no such row.
@@ -316,27 +315,27 @@ class Store:
         prefetch: int = 2,
         device: Any = None,
     ) -> Iterator[StoreBatch]:
-        """Random batches, read ahead by another thread while you compute.
+        """Yields random batches, which another thread reads ahead of time.
 
-        Every row that is there when a batch is drawn is equally likely, with replacement. Batch
-        ``i`` depends on the seed, on ``i`` and on the rows at that time only, so a run can go on
-        from any batch.
+        Rows are drawn with replacement, and all rows present at the time of the draw are equally
+        likely. Batch ``i`` only depends on the seed, on ``i`` and on those rows, so a run can
+        resume from any batch.
 
         Args:
-            batch_size: Rows ``B``.
-            seed: Another one gives other batches.
+            batch_size: Number of rows ``B``.
+            seed: The seed of the draws.
             start: Number of the first batch.
-            steps: How many batches; without, they never end.
-            prefetch: How many batches are on their way at a time.
+            steps: Number of batches; without it, they never end.
+            prefetch: Number of batches to read ahead.
             device: A device or sharding to put them on.
 
         Yields:
             Each batch with its row numbers.
 
         Raises:
-            ValueError: If a number is too small or no integer; with the first batch, if the store
-                is empty; and with any, if its rows are damaged on disk, or hold 64-bit numbers
-                that do not fit the device's 32 bits while ``jax_enable_x64`` is off.
+            ValueError: If a number is too small or not an integer; at the first batch, if the store
+                is empty; and at any batch, if its rows are damaged on disk, or have 64-bit numbers
+                that do not fit 32 bits while ``jax_enable_x64`` is off.
         """
         for name, value, least, most in (
             ("batch_size", batch_size, 1, MOST_ROWS),
@@ -359,19 +358,19 @@ class Store:
         score: Callable[[PyTree[Array]], Array] | None = None,
         rows_at_a_time: int = 4096,
     ) -> Buffer:
-        """Add a range of rows to a buffer, in order; deleted ones are left out.
+        """Adds a range of rows to a buffer, in order and without deleted ones.
 
         Args:
-            buffer: It is consumed: go on with the result. A ``TrajectoryBuffer`` takes rows with
-                leaves ``[num_envs, ...]``, one step of all environments.
+            buffer: The buffer, which is consumed: go on with the result. A ``TrajectoryBuffer``
+                takes rows with leaves ``[num_envs, ...]``, one step of all environments.
             start: First row, at most ``len(store)``.
             stop: Row after the last, from ``start`` to ``len(store)``, which is the default.
-            priority: Gives the priorities of rows ``[B]``, from their leaves ``[B, ...]``.
-            score: Gives their scores.
-            rows_at_a_time: How many rows are in memory besides the buffer.
+            priority: Returns the priorities of rows ``[B]``, given their leaves ``[B, ...]``.
+            score: Returns their scores, likewise.
+            rows_at_a_time: Number of rows in memory besides the buffer.
 
         Raises:
-            ValueError: If rows and buffer differ, a number is illegal, or the rows are damaged.
+            ValueError: If rows do not fit the buffer, a number is illegal, or rows are damaged.
             IndexError: If there are no such rows.
         """
         check_options(buffer, "add", {})
@@ -388,7 +387,7 @@ class Store:
         filled: Any = buffer
         for begin in range(0, len(rows), size):
             piece = rows[begin : begin + size]
-            # Pieces of one size: one program.
+            # Pieces of one size need only one program.
             padded = np.pad(piece, (0, size - len(piece)), mode="edge")
             mask: Any = np.arange(size) < len(piece)
             items = self._for_jax(self.read(padded))
@@ -436,7 +435,7 @@ class Store:
                         self._unpin(chunks)
 
     def _numbers(self, rows: Rows) -> Int[np.ndarray, " ..."]:
-        """The numbers of the rows that NumPy would take."""
+        """Returns the numbers of the rows that NumPy would select."""
         if isinstance(rows, slice):
             return np.arange(self._rows)[rows]
         known = isinstance(rows, int | np.integer | Sequence | np.ndarray | jax.Array)
@@ -454,7 +453,7 @@ class Store:
                 )
             return np.flatnonzero(array)
         if not array.size and not hasattr(rows, "dtype"):
-            return np.zeros(array.shape, np.int64)  # [] says nothing of its dtype.
+            return np.zeros(array.shape, np.int64)  # [] has no integer dtype.
         if not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
                 f"rows has dtype {array.dtype}; expected integers, a mask or a slice of all rows"
@@ -463,7 +462,7 @@ class Store:
 
     def _read(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray[Any, Any]]:
         if not rows.size:
-            # tensorstore would look for the first chunk all the same.
+            # tensorstore would look for the first chunk even so.
             return jax.tree.map(
                 lambda x: np.zeros((*rows.shape, *x.shape[1:]), x.dtype), self._like
             )
@@ -482,7 +481,7 @@ class Store:
         return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
 
     def _for_jax(self, rows: PyTree[np.ndarray[Any, Any]]) -> PyTree[np.ndarray[Any, Any]]:
-        """Rows in the dtypes that arrays of JAX have, which may be narrower."""
+        """Returns rows in the dtypes of JAX arrays, which may be narrower."""
         leaves = [
             numbers.convert(leaf, f"data{name}", jax.dtypes.canonicalize_dtype(leaf.dtype))
             for name, leaf in zip(self._names, jax.tree.leaves(rows), strict=True)
@@ -508,7 +507,7 @@ class Store:
                 self._free()
 
     def _free(self) -> None:
-        """Take chunks without live rows off the disk, unless they are pinned."""
+        """Removes chunks without live rows from the disk, unless they are pinned."""
         free: list[int] = []
         for begin, end in self._deleted.tolist():
             for chunk in range(-(-begin // self._chunk), end // self._chunk):
@@ -532,7 +531,7 @@ class Store:
         deleted: Ranges | None = None,
         freed: Ranges | None = None,
     ) -> None:
-        """Say on disk what counts, and then here."""
+        """Records the valid rows on disk, and then in this object."""
         rows = self._rows if rows is None else rows
         deleted = self._deleted if deleted is None else deleted
         freed = self._freed if freed is None else freed
@@ -586,8 +585,8 @@ class Store:
         record = self._record("store.json")
         self._compare(record["leaves"], leaves)
         if self._lock is not None:
-            # What a killed writer was about to make a chunk of. tensorstore would write over the
-            # beginning of such a file, and keep the rest.
+            # A killed writer leaves files that were to become chunks. tensorstore would overwrite
+            # the beginning of such a file and keep the rest.
             for left in self._folder.glob("leaves/*/*.__lock"):
                 left.unlink()
         try:
@@ -604,7 +603,7 @@ class Store:
         shutil.rmtree(self._folder / "leaves", ignore_errors=True)
         self._open_arrays(chunk, cache, create=True)
         self._commit(0, Ranges.of([]), Ranges.of([]))
-        # Last: with this, it is a store.
+        # Written last, since this file makes the folder a store.
         records.write(
             self._folder / "store.json", {"format": _FORMAT, "chunk": chunk, "leaves": leaves}
         )
@@ -622,7 +621,7 @@ class Store:
             self._arrays.append(array)
 
     def _check_new(self) -> None:
-        """Refuse to begin a store where there is more than what a killed beginning leaves."""
+        """Checks that a folder without a store only has files that an interrupted start leaves."""
         more = [
             str(file.relative_to(self._folder))
             for file in self._folder.glob("leaves/**/*")
@@ -663,7 +662,7 @@ class Store:
         self._folder.mkdir(parents=True, exist_ok=True)
         lock = (self._folder / "lock").open("a")
         try:
-            # Gone with the process, however it ends.
+            # The operating system releases it when the process ends for any reason.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.close()
@@ -679,7 +678,7 @@ class Store:
 
     def _check_items(self, items: PyTree[Array]) -> None:
         def stored(path: Any, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
-            """The leaf in the stored dtype, if they are one for JAX."""
+            """Returns the leaf in the stored dtype, if JAX does not tell the two dtypes apart."""
             try:
                 got = jax.typeof(leaf)
             except TypeError as error:
@@ -706,9 +705,9 @@ class Store:
 
 
 def _like(example: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
-    """Shapes ``[1, *shape]`` and dtypes of an item; Python numbers get the dtypes of JAX."""
+    """Returns shapes ``[1, *shape]`` and dtypes of an item; Python numbers get JAX's dtypes."""
     with jax.enable_x64(True):
-        # Checks the example, and makes no array of it.
+        # This checks the example without making arrays.
         jax.eval_shape(lambda: storage.allocate(example, (1,)))
 
     def batch(leaf: Any) -> jax.ShapeDtypeStruct:

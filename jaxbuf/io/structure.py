@@ -1,4 +1,4 @@
-"""What a pytree is apart from its numbers, as plain values: its configuration and its leaves."""
+"""Descriptions of pytrees without their numbers: the configuration and the types of leaves."""
 
 import dataclasses
 import enum
@@ -14,12 +14,12 @@ from jaxtyping import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What is known of a leaf before its numbers are.
+    """The type of a leaf.
 
     Attributes:
         shape: Its shape.
         dtype: Name of its dtype, such as ``float32`` or ``key<fry>``.
-        scalar: Whether it is a Python number, which may become an array of its kind and back.
+        scalar: Whether it is a Python number, which may become an array of its kind or vice versa.
     """
 
     shape: tuple[int, ...]
@@ -28,10 +28,10 @@ class Leaf:
 
     @classmethod
     def of(cls, leaf: Any, name: str) -> "Leaf":
-        """Describe an array, a Python number or a ``jax.ShapeDtypeStruct``.
+        """Describes an array, a Python number or a ``jax.ShapeDtypeStruct``.
 
         Raises:
-            ValueError: If it is none of them.
+            ValueError: If it is something else.
         """
         if isinstance(leaf, bool | int | float | complex):
             return cls((), np.asarray(leaf).dtype.name, True)
@@ -40,7 +40,7 @@ class Leaf:
         return cls(tuple(leaf.shape), str(leaf.dtype), False)
 
     def fits(self, other: "Leaf") -> bool:
-        """Whether one can be loaded for the other."""
+        """Returns whether a leaf of one type can be loaded for the other."""
         if self.shape != other.shape:
             return False
         if (self.scalar or other.scalar) and not is_key(self.dtype) and not is_key(other.dtype):
@@ -49,24 +49,25 @@ class Leaf:
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether a dtype, or the name of one, is that of PRNG keys."""
+    """Returns whether a dtype, or the name of one, is that of PRNG keys."""
     return str(dtype).startswith("key<")
 
 
 def leaves(tree: PyTree, name: str) -> dict[str, Leaf]:
-    """Each leaf by the name it has in an error, in order.
+    """Returns the type of each leaf by the leaf's name in errors, in order.
 
     Raises:
-        ValueError: If a leaf is no array.
+        ValueError: If a leaf is not an array.
     """
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {key: Leaf.of(leaf, name + key) for key, leaf in ((_string(p), x) for p, x in flat)}
 
 
 def configuration(tree: PyTree) -> dict[str, Any]:
-    """Everything static in the dataclasses of a pytree, by where it stands.
+    """Returns all static fields in the dataclasses of a pytree, by their path.
 
-    Functions are code rather than configuration, and left out; so are devices and shardings.
+    Functions are left out, since they are code rather than configuration. So are devices and
+    shardings.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -84,7 +85,7 @@ def _nodes(node: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, type(node).__qualname__
         dynamic = {_string(key) for key, _ in children}
         for field in dataclasses.fields(node):
-            # A field without leaves is a child, too, though it has nothing to show.
+            # A field without leaves is also a child, although it does not appear in a path.
             if f".{field.name}" not in dynamic and not _is_dynamic(field):
                 yield from _values(getattr(node, field.name), f"{path}.{field.name}")
     for key, child in children:
@@ -121,7 +122,7 @@ def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif value is None or isinstance(value, bool | int | float | str):
         yield path, value
     elif isinstance(value, jax.Device | jax.sharding.Sharding):
-        # Where arrays live is not what they mean.
+        # The placement of arrays does not change their meaning.
         return
     elif not callable(value):
         yield path, type(value).__qualname__

@@ -1,6 +1,6 @@
-"""A folder of numbered versions, of which the newest counts.
+"""A folder of numbered versions, of which the newest is the current one.
 
-A version appears whole or not at all, and the one before goes once it is safely on disk.
+A version appears complete or not at all. The previous one is removed once the new one is on disk.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ from pathlib import Path
 from jaxbuf.io import records
 
 _LOCK = "jaxbuf.lock"
-# Until format 2 a name had no prefix. A date looks the same, so that only the manifest tells.
+# Before format 2 names had no prefix. Since a date looks the same, the manifest decides.
 _NAME = re.compile(r"(jaxbuf-)?(\d{8,})")
-# What is being written or removed.
+# Names of versions that are being written or removed.
 _UNFINISHED = re.compile(r"jaxbuf-\d{8,}\.(new|old)")
 _MANIFESTS = ("manifest.json", "manifest/metadata")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
 def find(folder: Path) -> list[Path]:
-    """The versions in a folder, oldest first."""
+    """Returns the versions in a folder, oldest first."""
     found: list[tuple[int, Path]] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in folder.iterdir():
@@ -34,11 +34,13 @@ def find(folder: Path) -> list[Path]:
 
 
 def replace(folder: Path, write: Callable[[Path], None]) -> None:
-    """Add a version and remove those before it.
+    """Adds a version and removes earlier ones.
 
     Args:
-        folder: It is made if needed. What carries no manifest of ours is left alone.
-        write: Called with a new, empty folder to write the version to, ``manifest.json`` and all.
+        folder: The folder, which is created if needed. Entries without a manifest of jaxbuf are
+            left alone.
+        write: Called with a new, empty folder to which it writes the version, including
+            ``manifest.json``.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,8 +60,8 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
         records.sync(folder)
         for entry in previous:
             if _has_manifest(entry) and not entry.is_symlink():
-                # Renamed first: what is removed in part is not taken for a version. If that is
-                # not permitted, the newest counts all the same.
+                # Renamed first, so that a partly removed version is not taken for a complete one.
+                # If that is not permitted, the newest version is still the current one.
                 old = folder / f"jaxbuf-{number(entry):08d}.old"
                 with contextlib.suppress(OSError):
                     shutil.rmtree(entry.rename(old))
@@ -67,10 +69,11 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, shared: bool = False) -> Generator[None]:
-    """Wait until nobody else writes to a folder; with ``shared``, others may read meanwhile.
+    """Waits until nobody else writes to a folder; with ``shared``, others may read meanwhile.
 
-    The lock is gone with the process, however it ends. Where there is no lock to read under (a
-    copy, another file system) and where the file system has none, this does nothing.
+    The operating system releases the lock when the process ends for any reason. There is no lock if
+    the file system does not support it, or for readers of a folder without a lock file, such as a
+    copy.
     """
     try:
         lock = (folder / _LOCK).open("rb" if shared else "ab")
@@ -88,23 +91,23 @@ def locked(folder: Path, *, shared: bool = False) -> Generator[None]:
         try:
             yield
         finally:
-            # Closing is not enough where a process was forked meanwhile.
+            # Closing is not enough if the process was forked meanwhile.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def number(version: Path) -> int:
-    """The number of a version."""
+    """Returns the number of a version."""
     return int(version.name.removeprefix("jaxbuf-").partition(".")[0])
 
 
 def unfinished(folder: Path, number: int) -> Path:
-    """Where the version of a number is while it is being written."""
+    """Returns the path of a version while it is being written."""
     return folder / f"jaxbuf-{number:08d}.new"
 
 
 def _has_manifest(entry: Path) -> bool:
-    """Whether a folder carries a manifest of ours, be it damaged."""
+    """Returns whether a folder has a manifest of jaxbuf, even a damaged one."""
     for name in _MANIFESTS:
         with contextlib.suppress(OSError), (entry / name).open("rb") as file:
             return file.read(10) == b'{"format":'

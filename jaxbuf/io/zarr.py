@@ -1,16 +1,16 @@
-"""Arrays on disk that grow by rows, each chunk with a checksum, through tensorstore."""
+"""Arrays on disk that grow by rows, with a checksum for each chunk, stored by tensorstore."""
 
 from pathlib import Path
 from typing import Any
 
 import jax
 
-# More than will ever be appended: an array needs no new shape when rows come.
+# More rows than will ever be appended, so that an array needs no new shape when it grows.
 _MOST_ROWS = 2**40
 
 
 def new_cache(size: int) -> Any:
-    """Memory for chunks that were read, of at most ``size`` bytes, which arrays may share."""
+    """Returns a cache of at most ``size`` bytes for chunks, which arrays may share."""
     import tensorstore as ts
 
     return ts.Context({"cache_pool": {"total_bytes_limit": size}})
@@ -19,14 +19,14 @@ def new_cache(size: int) -> Any:
 def open_rows(
     folder: Path, like: jax.ShapeDtypeStruct, chunk: int, cache: Any, *, create: bool = False
 ) -> Any:
-    """Open or create an array that grows by rows.
+    """Opens or creates an array that grows by rows.
 
     Args:
-        folder: Where it lies.
+        folder: Its folder.
         like: A batch of rows, ``[B, *shape]``.
-        chunk: Rows in a chunk.
-        cache: Where to keep chunks that were read.
-        create: Whether it is a new one.
+        chunk: Number of rows in a chunk.
+        cache: The cache for chunks.
+        create: Whether to create it.
 
     Raises:
         ValueError: As ``open_array`` does.
@@ -49,23 +49,23 @@ def open_array(
     known: bool = True,
     create: bool = False,
 ) -> Any:
-    """Open or create an array.
+    """Opens or creates an array.
 
     Args:
-        folder: Where it lies.
+        folder: Its folder.
         dtype: Its dtype.
         shape: Its shape.
         chunk: The shape of a chunk.
-        cache: Where to keep chunks that were read.
-        known: Whether it may be there already.
-        create: Whether it may be a new one.
+        cache: The cache for chunks.
+        known: Whether it may exist already.
+        create: Whether it may be created.
 
     Returns:
-        The tensorstore array. To read a chunk that is missing or damaged is a ``ValueError``.
+        The tensorstore array. A read of a missing or damaged chunk raises a ``ValueError``.
 
     Raises:
-        ValueError: If there is none, or one with anything different about it; or, if it is to be
-            created, tensorstore does not know the dtype.
+        ValueError: If the array does not exist or differs from these arguments, or if it is to be
+            created and tensorstore does not support the dtype.
     """
     import tensorstore as ts
 
@@ -74,10 +74,10 @@ def open_array(
         "kvstore": {"driver": "file", "path": f"{folder}/"},
         # Another process may have appended since a chunk was read.
         "recheck_cached_data": "open",
-        # A chunk that is missing is an error, and one of zeros is not left out.
+        # A missing chunk is an error, so chunks of zeros must be written too.
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
-        # All of it, so that what is on disk is compared with it.
+        # Complete, so that it is compared with the metadata on disk.
         "metadata": {
             "data_type": str(dtype),
             "shape": [*shape],
@@ -94,12 +94,12 @@ def open_array(
 
 
 def finish(futures: list[Any]) -> None:
-    """Wait until nothing is on its way any more, and only then say what failed."""
+    """Waits for all futures, and only then raises the first error."""
     errors = [error for error in [future.exception() for future in futures] if error]
     if errors:
         raise errors[0]
 
 
 def reason(error: Exception) -> str:
-    """What tensorstore says of an error, without its list of settings."""
+    """Returns the message of a tensorstore error without its list of settings."""
     return str(error).split(" [")[0]

@@ -1,6 +1,6 @@
-"""Baselines: the score from which an item is worth sending, and the filter that uses it.
+"""Baselines: the lowest score that is worth sending, and the filter that uses it.
 
-A baseline is a number; −inf means that there is none yet. A manager computes it from a moving
+A baseline is a number, which is −inf before it is known. A manager computes it from a moving
 average of the batches it receives, an array ``[]`` that starts at −inf, and from the scores in its
 buffer.
 
@@ -27,7 +27,7 @@ Agreement = Literal["min", "mean", "max"]
 
 
 class Baseline(Protocol):
-    """Chooses the score from which an item is worth sending: a frozen, hashable dataclass."""
+    """Chooses the lowest score that is worth sending: a frozen, hashable dataclass."""
 
     @property
     def alpha(self) -> float:
@@ -100,7 +100,7 @@ class Min:
         _check_alpha(self)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
-        """Return the smallest finite score; −inf if there is none."""
+        """Return the smallest finite score; −inf if no score is finite."""
         least = _least_finite(score)
         return jnp.where(jnp.isfinite(least), least, jnp.float32(-jnp.inf))
 
@@ -132,7 +132,7 @@ class Percentile:
         object.__setattr__(self, "q", q)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
-        """Return the percentile of the finite scores; −inf if there are none."""
+        """Return the percentile of the finite scores; −inf if no score is finite."""
         finite = jnp.isfinite(score)
         rising = jnp.sort(jnp.where(finite, score, jnp.float32(jnp.inf)))
         count = jnp.sum(finite, dtype=jnp.int32)
@@ -175,7 +175,7 @@ def baseline_value(
     """Return the current baseline.
 
     Args:
-        baseline: How it is chosen.
+        baseline: The rule that chooses the baseline.
         average: The moving average, including the newest batch.
         score: The score in each slot of the buffer, ``[N]``, after the newest batch was stored; not
             finite in empty slots.
@@ -274,7 +274,7 @@ class BaselineFilter(struct.PyTreeNode):
 
         Args:
             score: The score of each row, ``[B]``. NaN is sent only while there is no baseline.
-            baseline: The last baseline; −inf if there is none.
+            baseline: The last baseline; −inf before it is known.
             mask: Which rows are part of the batch, ``[B]``. A batch without rows changes nothing.
 
         Returns:
@@ -320,7 +320,7 @@ class BaselineFilter(struct.PyTreeNode):
 
 
 def _least_finite(score: Float[Array, " N"]) -> Float[Array, ""]:
-    """Return the smallest finite score; +inf if there is none."""
+    """Return the smallest finite score; +inf if no score is finite."""
     infinity = jnp.float32(jnp.inf)
     return jnp.min(jnp.where(jnp.isfinite(score), score, infinity), initial=infinity)
 

@@ -16,7 +16,7 @@ class Batch(NamedTuple):
 
     Attributes:
         items: Leaves ``[B, ...]``.
-        score: The score of each item, such as its log reward, ``[B]``; NaN where it has none.
+        score: The score of each item, such as its log reward, ``[B]``; NaN for an item without one.
     """
 
     items: PyTree[Array]
@@ -28,7 +28,7 @@ class Reply(struct.PyTreeNode):
 
     Attributes:
         scores: The scores of the worker's batch; zeros if it sent none.
-        baseline: The score from which an item is worth sending, ``[]``.
+        baseline: The lowest score that is worth sending, ``[]``.
         answered: Whether the worker sent a batch, ``[]`` bool; always False on the manager.
     """
 

@@ -16,8 +16,8 @@ class Answer(NamedTuple):
 
     Attributes:
         scores: The scores of the batch, NumPy arrays.
-        baseline: The score from which an item is worth sending; −inf if there is none.
-        sequence: The number of the batch among those of this worker, counted from 1.
+        baseline: The lowest score that is worth sending; −inf before it is known.
+        sequence: The number of the batch among the batches of this worker, counted from 1.
     """
 
     scores: dict[str, np.ndarray]
@@ -34,12 +34,12 @@ class Mailbox:
         baseline: The last baseline that the worker has heard of.
 
     Attributes:
-        channel: The same.
+        channel: The channel to the manager.
         waiting: The numbers of batches that are unanswered, in rising order.
         answers: Answers that were not returned yet, in order.
         refused: The number of each batch that was refused, and the reason.
         baseline: The last baseline that the worker has heard of.
-        failure: Why the manager cannot go on; empty while it can.
+        failure: The reason why the manager cannot go on; empty while it can.
         counts: Batches ``answered``, ``refused`` and ``given_up``, and answers that came ``late``.
     """
 
@@ -54,7 +54,7 @@ class Mailbox:
         self.has_left = False
         self._batches, self._requests = batches, 0
         self._metadata: dict[int, dict[str, Any]] = {}
-        # Whether the manager has said goodbye, or that it is still there.
+        # True once the manager has said goodbye, and once it has said that it is still there.
         self._released = self._held = False
 
     def send_batch(self, tree: Any, rows: int) -> None:
@@ -111,7 +111,7 @@ class Mailbox:
         """Wait until everything is sent and answered, or the manager has failed.
 
         Returns:
-            What is unanswered when the time is over; empty if nothing is.
+            A description of what is unanswered when the time is over; empty if all is answered.
         """
         wait = wire.Wait(timeout)
         while (self.waiting or self.channel.sending) and not self.failure:
@@ -123,10 +123,10 @@ class Mailbox:
         return self._silence(f"{len(self.waiting)} batches", timeout)
 
     def wait_for_goodbye(self, timeout: float | None) -> str:
-        """Wait until the manager leaves, too; each sign of it begins the time anew.
+        """Wait until the manager leaves as well; each message from it restarts the time limit.
 
         Returns:
-            Why it did not say goodbye; empty if it did.
+            The reason why it did not say goodbye; empty if it did.
         """
         wait = wire.Wait(timeout)
         while not self._released and not self.failure:
@@ -139,7 +139,7 @@ class Mailbox:
         return self.failure
 
     def give_up(self) -> None:
-        """Stop waiting for answers; those that come later are dropped."""
+        """Stop waiting for answers; later ones are dropped."""
         self.counts["given_up"] += len(self.waiting)
         self.waiting.clear()
 
@@ -225,5 +225,5 @@ class Mailbox:
         self.answers.append(Answer(scores, float(self.baseline), number))
 
     def _fail(self, text: str) -> None:
-        # The first failure is the cause of those after it.
+        # The first failure is the cause of later ones.
         self.failure = self.failure or text

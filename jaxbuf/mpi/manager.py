@@ -1,4 +1,4 @@
-"""The manager of a shared buffer: it stores and scores batches, and knows what is worth sending."""
+"""The manager of a shared buffer, which stores and scores batches and computes the baseline."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -29,7 +29,7 @@ class Manager(struct.PyTreeNode):
         average: The moving average of ``update_average``, ``[]``.
         counters: Batches and rows received from each worker, ``[W, 2]`` uint32; they wrap.
         score_state: The state of the score function; empty for a plain function.
-        baseline: How the baseline is chosen.
+        baseline: The rule that chooses the baseline.
         scores: The score function.
         store: Whether batches are stored, or only scored.
 
@@ -70,7 +70,7 @@ class Manager(struct.PyTreeNode):
         Args:
             buffer: The buffer in which batches are stored; it may hold items already.
             num_workers: The number of workers.
-            baseline: Chooses the score from which an item is worth sending.
+            baseline: Chooses the lowest score that is worth sending.
             scores: Scores a batch. Either a pure function of the buffer before the batch is stored,
                 the batch, the mask of its rows ``[B]`` and the number of the worker ``[]``, which
                 returns a dict of arrays; or a ``StatefulScore``. It is configuration, so pass the
@@ -160,7 +160,7 @@ class Manager(struct.PyTreeNode):
         return manager, jax.tree.map(jnp.asarray, scores)
 
     def baseline_value(self) -> Float[Array, ""]:
-        """Return the baseline after all batches so far; −inf if there is none yet."""
+        """Return the baseline after all batches so far; −inf before it is known."""
         kept = _kept_scores(self.buffer) if self.baseline.uses_buffer else None
         full = self.buffer.size == self.buffer.capacity
         return baseline_value(self.baseline, self.average, kept, full)
@@ -178,7 +178,7 @@ class Manager(struct.PyTreeNode):
 def receive_batch(
     manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: int | Int[Array, ""]
 ) -> tuple[Manager, dict[str, Array]]:
-    """Call ``Manager.receive`` with a batch and its mask, as they travel."""
+    """Call ``Manager.receive`` with a batch and its mask."""
     return manager.receive(batch.items, score=batch.score, mask=mask, sender=sender)
 
 
@@ -198,7 +198,7 @@ def outline(make: Callable[[int], Manager], num_workers: int) -> Manager:
 
 
 def _kept_scores(buffer: ItemBuffer) -> Float[Array, " N"] | None:
-    """Return the score in each slot, not finite where it is empty; None if none are kept."""
+    """Return the score in each slot, not finite in empty ones; None if none are kept."""
     ranking = buffer.occupancy.inner if isinstance(buffer.occupancy, Subset) else buffer.occupancy
     if isinstance(ranking, Ranking):
         return ranking.score

@@ -37,7 +37,7 @@ class Choice(NamedTuple):
     """The ranks to replace, and the averages that replace them.
 
     Attributes:
-        replaced: Which ranks are replaced, ``[W]``.
+        replaced: True for the ranks to replace, ``[W]``.
         weights: Row ``i`` holds the weight of each rank in the average that replaces rank ``i``,
             ``[W, W]``. A row sums to 1, or is zero if its rank is not replaced.
     """
@@ -50,10 +50,10 @@ class Choice(NamedTuple):
 class ReplaceWorst:
     """Replaces the worst ranks by averages of others.
 
-    A rank is replaced if it is old enough and meets each of ``threshold`` and ``worst_ratio`` that
-    is given; with neither, age alone decides. The best rank and ranks that score as much are never
-    replaced because of their score. A rank without a score (NaN) ranks last and is never a donor.
-    Donors are drawn separately for each replaced rank from those that are not replaced, so that
+    A rank is replaced if it is old enough and meets ``threshold`` and ``worst_ratio``, as far as
+    they are given; with neither, age alone decides. The best rank and ranks with the same score are
+    never replaced because of their score. A rank without a score (NaN) ranks last and is never a
+    donor. Donors are drawn separately for each replaced rank from the ranks that are kept, so that
     the replaced ranks differ.
 
     Attributes:
@@ -292,7 +292,7 @@ class Population(struct.PyTreeNode):
         """Return metrics of this rank, all scalars.
 
         Returns:
-            ``score``, the mean score per call since it was last replaced, NaN if there is none;
+            ``score``, the mean score per call since it was last replaced, NaN without one;
             ``age``, the number of calls since then; ``calls`` in total; how often this rank was
             ``replaced``; and the ``replacements`` of all ranks.
         """

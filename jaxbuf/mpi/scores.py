@@ -1,4 +1,4 @@
-"""Score functions: they measure what a batch is worth to the shared buffer.
+"""Score functions, which measure what a batch is worth to the shared buffer.
 
 A score function is any pure function of the manager's buffer before the batch is stored, the batch,
 the mask of its rows ``[B]``, and the number of the worker ``[]``. It returns a dict of arrays.
@@ -24,7 +24,7 @@ from jaxbuf.mpi.batch import Batch, uses_score
 from jaxbuf.strategies.diversity import Diversity, Field
 from jaxbuf.strategies.points import Ball, Computed, Others, Points, finite
 
-# The largest distance: larger ones count as this.
+# Larger distances are clipped to this.
 _FAR = 2.0**40
 
 
@@ -212,7 +212,7 @@ class NewModes:
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """``score``: a weighted sum of other scores, averaged for each worker; and these scores.
+    """``score``: a weighted sum of other scores, averaged for each worker; returns these as well.
 
     The exponential moving average starts at the first batch of a worker, and is 0 before. A batch
     without rows, or with a sum that is not finite, does not change it.

@@ -31,9 +31,9 @@ class Served(NamedTuple):
     """The result of serving a group until all workers have left.
 
     Attributes:
-        manager: The manager, with everything that it was sent.
-        traffic: Counts and times of what went through it.
-        faults: What went wrong, in order of time; each text names a rank.
+        manager: The manager after all batches.
+        traffic: Counts and times of its messages.
+        faults: Descriptions of errors, in order of time; each names a rank.
     """
 
     manager: Manager
@@ -179,7 +179,7 @@ class _Server:
         self._name = channel.names[channel.rank]
         self._traffic = Traffic(channel.names[: channel.manager])
         self._faults: list[str] = []
-        # Workers by what is known of them. Those that wait for a goodbye have left, too.
+        # Workers by their state. Workers that wait for a goodbye have left as well.
         self._left: set[int] = set()
         self._waiting: set[int] = set()
         self._lost: set[int] = set()
@@ -242,7 +242,7 @@ class _Server:
                 self._send(worker, Kind.HOLD)
 
     def _look_for_silence(self) -> None:
-        """Count workers as lost that have been silent for too long."""
+        """Count workers that have been silent for too long as lost."""
         if self._channel.timeout is None:
             return
         now = time.monotonic()
@@ -284,7 +284,7 @@ class _Server:
         self._heard[worker] = time.monotonic()
 
     def _fault(self, worker: int, kind: int) -> str:
-        """Return why a message that can be read is refused; empty if it is not."""
+        """Return the reason to refuse a message that can be read; empty to accept it."""
         if kind not in (Kind.BATCH, Kind.METADATA_REQUEST, Kind.LEAVE, Kind.ABORT):
             return f"its kind is {kind}, which only a manager sends"
         if kind == Kind.BATCH and worker in self._left:
@@ -294,7 +294,7 @@ class _Server:
     def _refuse(self, message: Message, fault: str) -> None:
         self._note(message.source, f"sent a message that was refused: {fault}")
         text = f"{self._name}, the manager, refused a message: {fault}"
-        # A worker that began anew too early listens to the tag of a later run.
+        # A worker that began anew too early receives on the tag of a later run.
         tag, number = max(message.tag, self._channel.tag), max(message.header.number, 0)
         self._send(message.source, Kind.REFUSAL, wire.note(text), number, tag)
 

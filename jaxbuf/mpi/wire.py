@@ -2,7 +2,7 @@
 
 A message is a header, which is a record of a fixed NumPy dtype, followed by the arrays of a pytree
 whose shapes both ends know; nothing is pickled or padded. Header and small arrays are sent in one
-piece. Large arrays follow, each from the memory that it lies in, so they are not copied.
+piece. Large arrays follow, each sent from its own memory, so they are not copied.
 
 Each run of the exchange has two tags of its own, one for first pieces and one for large arrays.
 Messages that an earlier run left behind are therefore recognized and dropped. A communicator for
@@ -96,7 +96,7 @@ class Schema:
 
     Attributes:
         leaves: Shapes and dtypes.
-        large: Which of them are sent on their own.
+        large: True for the leaves that are sent on their own.
         treedef: Their structure.
         rows: The largest number of rows; None if arrays have no leading axis of rows.
         checksum: A checksum of structure, shapes and dtypes.
@@ -131,7 +131,7 @@ class Message(NamedTuple):
         size: Bytes received, arrays included.
         header: Its header; zeros if it could not be read.
         tree: Its arrays, valid until the next message is received; None if there is a fault.
-        fault: Why it cannot be used; empty if it can.
+        fault: The reason why it cannot be used; empty if it can.
     """
 
     source: int
@@ -158,7 +158,7 @@ class Sending(NamedTuple):
     requests: "list[MPI.Request]"
 
     def done(self) -> bool:
-        """Return whether MPI needs the memory no longer."""
+        """Return whether MPI no longer needs the memory."""
         return all(request.Test() for request in self.requests)
 
 
@@ -166,7 +166,7 @@ class _Partial:
     """A message whose first piece was received, but not all of its large arrays.
 
     Args:
-        message: What is known of it.
+        message: The message as far as it is known.
         schema: Its schema.
         arrays: Memory for its arrays.
 
@@ -206,7 +206,7 @@ class Channel:
         timeout: Seconds after which a wait ends; None waits forever.
 
     Attributes:
-        names: What each rank of the group is called in texts.
+        names: The name of each rank of the group in messages to users.
         schemas: The schema of each kind of message.
         sending: Messages on their way, in the order in which they were sent.
         tag: The tag of this run's first pieces. Large arrays have the next one.
@@ -284,16 +284,16 @@ class Channel:
         return size
 
     def collect(self) -> None:
-        """Forget messages that have left."""
+        """Forget messages that have been sent."""
         self.sending = [sending for sending in self.sending if not sending.done()]
 
     def abandon(self) -> None:
-        """Keep what is still on its way, and its memory, until the process ends."""
+        """Keep messages that are on their way, and their memory, until the process ends."""
         _ABANDONED.extend(self.sending)
         self.sending = []
 
     def receive(self) -> Message | None:
-        """Return the next message that is complete or faulty; None if there is none yet."""
+        """Return the next message that is complete or faulty; None if none has come yet."""
         from mpi4py import MPI
 
         if self._lent is not None:
@@ -360,7 +360,7 @@ class Channel:
         return partial.finish()
 
     def _fault(self, header: Header, tag: int, size: int) -> str:
-        """Return why a header cannot be used; empty if it can."""
+        """Return the reason why a header cannot be used; empty if it can."""
         if tag != self.tag:
             return (
                 f"its tag is {tag}; expected {self.tag}: a worker that has left may begin anew "
@@ -453,7 +453,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _count_run(group: "MPI.Intracomm") -> int:
-    """Return how often this rank has begun a run with the communicator, this one included."""
+    """Return how often this rank has begun a run with the communicator, including this one."""
     from mpi4py import MPI
 
     global _runs

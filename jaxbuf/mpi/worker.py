@@ -34,7 +34,7 @@ class Drained(NamedTuple):
     Attributes:
         answers: Answers that were not returned before, in order.
         missing: The numbers of batches without an answer. The manager may have stored them or not.
-        reason: Why something is missing; empty if nothing is.
+        reason: The reason why something is missing; empty if nothing is.
     """
 
     answers: tuple[Answer, ...]
@@ -45,8 +45,8 @@ class Drained(NamedTuple):
 class Worker:
     """A worker's connection to the manager of its group.
 
-    Every ``every`` adds it sends the rows that were added since the last time, or those that the
-    filter lets pass. The ``mode`` determines when answers are returned:
+    After every ``every`` adds it sends the rows that were added since the last message, or only the
+    rows that the filter lets pass. The ``mode`` determines when answers are returned:
 
     * ``"sync"``: an add that sends waits for its answer and returns it.
     * ``"deferred"``: it waits until its batch has left, and returns the answer to the batch before;
@@ -66,7 +66,7 @@ class Worker:
         rows: The largest number of rows of a message, at least ``every`` times the rows of an add,
             and the same as on the manager.
         every: The number of adds from one message to the next.
-        mode: When answers are returned.
+        mode: ``"sync"``, ``"deferred"`` or ``"pipelined"``; see above.
         filter: Chooses the items to send; None sends all of them.
         scoring_only: If True, items are padded trajectories ``[B, T, ...]`` with a ``mask``
             ``[B, T]``, and their last states are sent; the buffer's example is a single state.
@@ -116,7 +116,7 @@ class Worker:
         self._filters = filter is not None or scoring_only
         # The shapes and dtypes of batches that were checked.
         self._checked: set[Any] = set()
-        # What `state.place` holds, too: reading that would wait for the device.
+        # The same numbers as in `state.place`; reading that would wait for the device.
         self._kept, self._adds = (int(x) for x in self._state.place)
 
         channel = wire.Channel(group, timeout)
@@ -153,8 +153,8 @@ class Worker:
                 part of the trajectories, ``[B, T]``.
 
         Returns:
-            An answer, as the mode says. None if there is none now, for example because the filter
-            lets no row pass.
+            An answer, according to the mode. None if no answer is due, for example because the
+            filter lets no row pass.
 
         Raises:
             ValueError: If a structure, shape or dtype differs from the example, a required score is
@@ -263,7 +263,7 @@ class Worker:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            # After an error nobody is waited for.
+            # After an error the worker waits for nobody.
             self._mail.abort(f"{type(error).__name__}: {error}")
             return
         drained = self.exit()
@@ -343,9 +343,9 @@ class _Chosen(NamedTuple):
 
     Attributes:
         mask: Which rows are sent, ``[B]``.
-        count: How many, ``[]``.
-        batch: The rows. None stands for those in the state, and items that are None for those that
-            were added, which the program does not copy.
+        count: Their number, ``[]``.
+        batch: The rows. None stands for the rows in the state, and items that are None stand for
+            the rows that were added, which the program does not copy.
     """
 
     mask: Any
@@ -394,7 +394,7 @@ def _flush(state: WorkerState, baseline: Any) -> tuple[WorkerState, _Chosen]:
 
 
 def _immutable(like: Array, leaf: Any) -> Array:
-    """Return an array that nobody can change, with the dtype of another one."""
+    """Return an array that nobody can modify, with the dtype of another one."""
     if isinstance(leaf, jax.Array) and leaf.dtype == like.dtype:
         return leaf
     return jnp.array(leaf, like.dtype)

@@ -18,12 +18,12 @@ class WorkerState(struct.PyTreeNode):
 
     Attributes:
         items: Rows that are kept for the next message, leaves ``[R, ...]``.
-        score: The score of each row, ``[R]``; NaN where it has none.
+        score: The score of each row, ``[R]``; NaN for a row without one.
         mask: Which rows are used, ``[R]``.
         place: The number of rows kept, and of adds since the last message, ``[2]`` int32.
         baseline: The last baseline, ``[]``.
-        counters: Adds, rows offered, batches sent, rows sent, and batches of which nothing was
-            sent, ``[5]`` uint32; they wrap.
+        counters: Adds, rows offered, batches sent, rows sent, and batches skipped, ``[5]`` uint32;
+            they wrap.
         filter: Chooses the items to send; None sends all of them.
     """
 
@@ -108,7 +108,7 @@ class WorkerState(struct.PyTreeNode):
     def choose(
         self, score: Float[Array, " B"], mask: Bool[Array, " B"]
     ) -> tuple[Self, Bool[Array, " B"], Int[Array, ""]]:
-        """Choose the rows to send, as ``contact``, of a batch that is not kept."""
+        """Choose the rows to send of a batch that is not kept, as ``contact`` does."""
         state, sent = self, mask
         if self.filter is not None:
             chosen, sent = self.filter.select(score, self.baseline, mask)
