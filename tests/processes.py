@@ -13,11 +13,10 @@ def free_port():
 
 
 def start(*command, devices=1, **options):
-    """A Python process that has begun, with so many devices."""
-    flags = (
-        f"--xla_force_host_platform_device_count={devices} "
-        "--xla_cpu_collective_call_terminate_timeout_seconds=300"
-    )
+    """A Python process that has begun, with so many devices; None lets it choose."""
+    flags = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+    if devices is not None:
+        flags += f" --xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,

@@ -120,7 +120,7 @@ def law(sampler):
 
 
 def drawn(buffer, batches=200, batch_size=512):
-    """How often each item is drawn, and with which probability it says that it is."""
+    """Returns the counts of all items in many draws, and the probabilities that came with them."""
 
     @jax.jit
     def draws(buffer, keys):
@@ -212,7 +212,7 @@ def test_a_new_item_gets_the_largest_priority_of_all_shards_and_no_other_does():
 
 
 def collectives(text):
-    """How many of each kind a compiled program has, and the most elements that one handles."""
+    """Returns the collectives of a program by kind, and the most elements that one handles."""
     found, most = collections.Counter(), 0
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     for shape, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):

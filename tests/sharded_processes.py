@@ -35,7 +35,7 @@ def create(devices):
 
 
 def rows(buffer, number):
-    """New items and a mask; each process makes those that it holds."""
+    """New items and a mask, of which each process makes the rows that it holds."""
     own = ROWS // jax.process_count()
     at = np.arange(own, dtype=np.int32) + own * jax.process_index() + ROWS * number
     sharding = jax.NamedSharding(buffer.mesh, jax.P("data"))

@@ -97,7 +97,7 @@ def test_no_shard_without_mass_is_aimed_at_however_sums_are_rounded(monkeypatch)
 
     @jax.jit
     def wrong(total):
-        """Whether the sums themselves would give a shard without mass a place."""
+        """Returns True if the sums themselves would give a shard without mass a place."""
         sums = lax.associative_scan(jnp.add, total)
         return jnp.any((jnp.diff(sums, prepend=0.0) > 0) & (total == 0))
 

@@ -14,7 +14,7 @@ KILLED = 3
 
 
 class Pair(NamedTuple):
-    """How two processes ended, one of which was killed, and the folder in which they went on."""
+    """The end of two processes, one of which was killed, and the folder in which they went on."""
 
     folder: object
     codes: list

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,8 +154,11 @@ class TrainState(struct.PyTreeNode):
 @functools.cache
 def make_env(name: str) -> tuple[Any, Any]:
     """An environment of gymnax, and its parameters."""
-    # Some hold arrays, which must not belong to a trace that happens to come first.
+    # Some hold arrays, which must not belong to a trace that happens to come first. So does gymnax
+    # itself, and no array may be made before the processes of dqn_sharded have found each other.
     with jax.ensure_compile_time_eval():
+        import gymnax
+
         return gymnax.make(name)
 
 
