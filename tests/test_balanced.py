@@ -148,7 +148,7 @@ def test_items_are_one_environment():
     buffer = buffer.add(jnp.arange(9, dtype=jnp.int32))
     batch = jaxbuf.sample(buffer, jax.random.key(0), 6)
     assert sorted(batch.data.tolist()) == [3, 4, 5, 6, 7, 8]
-    with pytest.raises(ValueError, match=re.escape("goes by the age of items")):
+    with pytest.raises(ValueError, match=re.escape("uses the age of items")):
         jaxbuf.ItemBuffer.create(
             jnp.int32(0), 6, sampler=jaxbuf.Balanced(), evictor=jaxbuf.Lowest()
         )

@@ -389,7 +389,7 @@ def test_bad_use():
     with pytest.raises(ValueError, match=r"expected None or jaxbuf.Diversity\(cutoff"):
         jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity)
     buffer = jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity(1.0))
-    with pytest.raises(ValueError, match=r"Diversity.* goes by the score of items; pass score"):
+    with pytest.raises(ValueError, match=r"Diversity.* uses the score of items; pass score"):
         buffer.add(jnp.zeros((1, 2)))
     assert jaxbuf.Diversity(np.float32(1), np.int32(2)) == jaxbuf.Diversity(1.0, 2.0)
 

@@ -495,7 +495,7 @@ def lowest():
             lambda: jaxbuf.ItemBuffer.create(
                 ITEM, 4, sampler=jaxbuf.Recent(0.5, 3), evictor=jaxbuf.Lowest()
             ),
-            "goes by the age of items, but this buffer's Ranking does not keep their order",
+            "uses the age of items, but this buffer's Ranking does not keep their order",
         ),
         (
             lambda: jaxbuf.ItemBuffer.create(
@@ -505,10 +505,10 @@ def lowest():
                 evictor=jaxbuf.Lowest(),
                 freshness=jaxbuf.Freshness(max_use=2),
             ),
-            "goes by the age of items, but this buffer's Subset does not keep their order",
+            "uses the age of items, but this buffer's Subset does not keep their order",
         ),
-        (lambda: lowest().latest(2), "latest goes by the age of items"),
-        (lambda: lowest().sample_range(jax.random.key(0), 2), "sample_range goes by the age"),
+        (lambda: lowest().latest(2), "latest uses the age of items"),
+        (lambda: lowest().sample_range(jax.random.key(0), 2), "sample_range uses the age"),
         (
             lambda: plain().sample_range(jax.random.key(0), 2, by_priority=True),
             "by_priority is True, but Uniform(replacement=True) has no priorities",

@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 NOT_YET = (
-    "jaxbuf/buffers",
     "jaxbuf/examples",
     "jaxbuf/monitoring",
 )

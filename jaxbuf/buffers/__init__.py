@@ -1,1 +1,1 @@
-"""The pytrees people hold: composed of the core and the strategies."""
+"""The buffers: pytrees composed of the core and the strategies."""

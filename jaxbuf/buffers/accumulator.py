@@ -1,4 +1,4 @@
-"""Items of many rows, collected row by row: whole episodes and chunks of fragments."""
+"""Accumulators, which assemble items row by row: whole episodes and chunks of fragments."""
 
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ class PaddedEpisode(struct.PyTreeNode):
 
     Attributes:
         steps: Leaves ``[max_length, ...]``, or ``[B, max_length, ...]``; zeros past the end.
-        length: Steps that are real, the first ones; ``[]`` or ``[B]`` int32.
+        length: The number of real steps, which come first; ``[]`` or ``[B]`` int32.
     """
 
     steps: PyTree[Array]
@@ -30,7 +30,7 @@ class PaddedEpisode(struct.PyTreeNode):
 
     @property
     def mask(self) -> Bool[Array, "... L"]:
-        """Which steps are real, ``[max_length]`` or ``[B, max_length]``."""
+        """A mask of the real steps, ``[max_length]`` or ``[B, max_length]``."""
         longest = jax.tree.leaves(self.steps)[0].shape[self.length.ndim]
         step = jax.lax.broadcasted_iota(jnp.int32, (*self.length.shape, longest), self.length.ndim)
         return step < self.length[..., None]
@@ -56,24 +56,26 @@ class Chunk(struct.PyTreeNode):
 class EpisodeAccumulator(struct.PyTreeNode):
     """Assembles the steps of ``num_envs`` environments into whole episodes.
 
-    An episode ends where a step is ``terminated`` or ``truncated``. One that reaches ``max_length``
-    steps without is cut there, counted, and goes on as another item; neither flag is set in the
-    last step of a piece that was cut, so it is bootstrapped as what is truncated.
+    An episode ends with a step that is ``terminated`` or ``truncated``. An episode that reaches
+    ``max_length`` steps without such a flag is cut and counted, and its later steps form another
+    item. Neither flag is set in the last step of a piece that was cut, so a learner bootstraps from
+    it as from a truncated step.
 
-    Each ``add`` hands out up to ``per_add`` complete episodes, oldest first, ready for
-    ``ItemBuffer.add``. Others wait in line; one that is complete while the line is full is lost
-    and counted as ``refused``. With one step at a time and the defaults none ever waits. Handing
-    out costs ``per_add`` padded episodes in each ``add``, whether complete or not, so with long
-    episodes and single steps choose a small one: as many as end in an ``add`` on average, rounded
-    up. For long rollouts of short episodes choose ``waiting`` as large as may end in one of them.
+    Each ``add`` returns up to ``per_add`` complete episodes, oldest first, ready for
+    ``ItemBuffer.add``. Other complete episodes wait in a queue; if the queue is full, an episode is
+    lost and counted as ``refused``. If single steps are added and the defaults are used, no episode
+    ever waits. Each ``add`` copies ``per_add`` padded episodes, complete or not. With long episodes
+    and single steps, choose a small ``per_add``: the average number of episodes that end in an
+    ``add``, rounded up. With long rollouts of short episodes, choose for ``waiting`` the largest
+    number of episodes that may end in one rollout.
 
-    One immutable pytree, as a buffer.
+    The accumulator is a single immutable pytree, like a buffer.
 
     Attributes:
         data: The steps, leaves ``[num_envs + waiting, max_length, ...]``.
-        lanes: Which of them belong to which environment, and which are complete.
+        lanes: Records to which environment each row of ``data`` belongs, and which are complete.
         flags: Paths of the fields that end an episode.
-        per_add: Most episodes handed out at a time, ``K``.
+        per_add: The largest number of episodes returned at a time, ``K``.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -112,23 +114,26 @@ class EpisodeAccumulator(struct.PyTreeNode):
         terminated: str = "terminated",
         truncated: str | None = None,
     ) -> Self:
-        """An empty accumulator.
+        """Creates an empty accumulator.
 
         Args:
-            example: One unbatched step: arrays or ``jax.ShapeDtypeStruct``.
-            num_envs: Environments ``E``.
-            max_length: Most steps of an episode, ``L``.
-            per_add: Most episodes handed out by one ``add``, ``K``; by default ``num_envs``.
-            waiting: Most complete episodes that are kept until they are handed out, those of the
-                ``add`` itself included; by default the larger of ``num_envs`` and ``per_add``.
-            terminated: Name of the flag that an episode ended with this step; dots lead into nested
-                fields.
-            truncated: Name of the flag that it was cut off here. By default the field
-                ``truncated`` beside ``terminated``, or else at the top, if steps have one.
+            example: One unbatched step of arrays or ``jax.ShapeDtypeStruct``.
+            num_envs: The number of environments ``E``.
+            max_length: The largest number of steps of an episode, ``L``.
+            per_add: The largest number of episodes returned by one ``add``, ``K``; by default
+                ``num_envs``.
+            waiting: The largest number of complete episodes that are kept until they are returned,
+                including episodes completed by the same ``add``; by default the larger of
+                ``num_envs`` and ``per_add``.
+            terminated: Path of the flag of the last step of an episode; dots separate the names of
+                nested fields.
+            truncated: Path of the flag of steps at which an episode was truncated. The default is
+                the field ``truncated`` next to ``terminated`` or, failing that, at the top level of
+                a step, if there is one.
 
         Raises:
             ValueError: If a number is not an integer of at least 1, ``per_add`` is larger than
-                ``waiting``, there are more than 2**30 steps, a flag is missing or no bool, or
+                ``waiting``, there are more than 2**30 steps, a flag is missing or not a bool, or
                 ``example`` holds anything but arrays.
         """
         num_envs = common.check_count("num_envs", num_envs)
@@ -156,45 +161,46 @@ class EpisodeAccumulator(struct.PyTreeNode):
 
     @property
     def num_envs(self) -> int:
-        """Environments."""
+        """The number of environments."""
         return self.lanes.lane.shape[-1]
 
     @property
     def max_length(self) -> int:
-        """Most steps of an episode."""
+        """The largest number of steps of an episode."""
         return self.lanes.length
 
     @property
     def example(self) -> PaddedEpisode:
-        """One episode as ``ItemBuffer.create`` and ``Queue.create`` want it, of shapes only."""
+        """The shapes of an episode, as an example for ``ItemBuffer.create`` or ``Queue.create``."""
         length: Any = jax.ShapeDtypeStruct((), jnp.int32)
         return PaddedEpisode(steps=_shapes(self.data), length=length)
 
     @property
     def filled(self) -> Int[Array, " E"]:
-        """Steps of the episode that each environment is in, ``[num_envs]``."""
+        """The number of steps in the open episode of each environment, ``[num_envs]``."""
         return self.lanes.filled
 
     @property
     def waiting(self) -> Int[Array, ""]:
-        """Complete episodes that are not handed out yet."""
+        """The number of complete episodes that have not been returned yet."""
         return self.lanes.waiting
 
     def add(
         self, steps: PyTree[Array], *, mask: Bool[Array, "..."] | None = None
     ) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
-        """Append one step, or ``T`` of them, to each environment; hand out what is complete.
+        """Appends one step or ``T`` steps to each environment, and returns complete episodes.
 
         Args:
-            steps: Leaves ``[num_envs, *shape]`` or ``[num_envs, T, *shape]``, in the example's
-                dtypes.
-            mask: Which steps to take, ``[num_envs]`` or ``[num_envs, T]``; those of a row keep
-                their order.
+            steps: The steps, leaves ``[num_envs, *shape]`` or ``[num_envs, T, *shape]`` with the
+                example's dtypes.
+            mask: A mask of the steps to add, ``[num_envs]`` or ``[num_envs, T]``; the added steps
+                of a row keep their order.
 
         Returns:
-            The accumulator that goes on; up to ``per_add`` episodes, those first that were complete
-            first (of one step those of the first environments), leaves ``[K, max_length, ...]``;
-            and which rows hold one, ``[K]``: the ``mask`` for ``ItemBuffer.add``.
+            The new accumulator; up to ``per_add`` episodes, leaves ``[K, max_length, ...]``, in the
+            order in which they were completed (at the same step: in the order of environments); and
+            a mask of the rows that hold an episode, ``[K]``, which is the ``mask`` for
+            ``ItemBuffer.add``.
 
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
@@ -210,7 +216,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
         return self.replace(data=_write(self.data, steps, target), lanes=lanes).take()
 
     def take(self) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
-        """Hand out up to ``per_add`` of the episodes that wait, as ``add`` does."""
+        """Returns up to ``per_add`` of the waiting episodes, like ``add``."""
         self = trees.on_device(self)
         lanes, lane, length, done = self.lanes.take(self.per_add)
         episodes = PaddedEpisode(steps=storage.read(self.data, lane), length=length)
@@ -224,7 +230,10 @@ class EpisodeAccumulator(struct.PyTreeNode):
         return self.replace(lanes=lanes), episodes.replace(steps=padded), done
 
     def drop(self, envs: Bool[Array, " E"]) -> Self:
-        """Forget, and count, the unfinished episodes of some environments: ``[num_envs]`` bools.
+        """Drops and counts the unfinished episodes of some environments.
+
+        Args:
+            envs: A mask of the environments, ``[num_envs]``.
 
         Raises:
             ValueError: When traced, if the shape or dtype differs.
@@ -234,16 +243,17 @@ class EpisodeAccumulator(struct.PyTreeNode):
         return self.replace(lanes=self.lanes.drop(envs))
 
     def clear(self) -> Self:
-        """Without any steps; counters go on. Shares no array with the original."""
+        """Returns an empty accumulator with the same counters, which shares no array with this."""
         return self.replace(data=jax.tree.map(jnp.zeros_like, self.data), lanes=self.lanes.clear())
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars.
+        """Returns scalars to monitor.
 
         Returns:
-            ``steps`` of unfinished episodes and episodes ``waiting``; and counted since creation,
-            wrapping at 2**32: ``episodes`` that were complete, of these the ones ``cut`` for their
-            length and ``refused`` because too many waited, and the unfinished ones ``dropped``.
+            The numbers of ``steps`` in unfinished episodes and of episodes ``waiting``. Also counts
+            since creation, which wrap at 2**32: completed ``episodes``; of these the episodes
+            ``cut`` for their length, and ``refused`` because too many were waiting; and unfinished
+            episodes ``dropped``.
         """
         counters = self.lanes.counters
         return {
@@ -256,36 +266,37 @@ class EpisodeAccumulator(struct.PyTreeNode):
         }
 
     def _check(self, steps: PyTree[Array], mask: Any) -> tuple[PyTree[Array], Bool[Array, "E T"]]:
-        """The steps as arrays ``[num_envs, T, *shape]``, and which of them to take."""
+        """Returns the steps as arrays ``[num_envs, T, *shape]``, and a mask of those to add."""
         steps, batch = common.check_steps(self.data, steps, self.num_envs)
         return steps, common.check_step_mask(jnp.ones(batch, bool) if mask is None else mask, batch)
 
 
 class ChunkAccumulator(struct.PyTreeNode):
-    """Collects the fragments of ``num_workers`` workers into chunks of consecutive ones.
+    """Collects the fragments of ``num_workers`` workers into chunks of consecutive fragments.
 
-    Workers number their fragments. Where a number does not follow the one before, or the session is
-    another one, what the worker has of an incomplete chunk is dropped and counted, and the fragment
-    begins another. A chunk has the model version of its first fragment. Complete chunks are handed
-    out as an ``EpisodeAccumulator`` hands out episodes, ready for ``ItemBuffer.add``.
+    Workers number their fragments. If a number does not follow the previous one, or the session
+    changes, the worker's incomplete chunk is dropped and counted, and the fragment begins a new
+    one. A chunk has the model version of its first fragment. Complete chunks are returned in the
+    same way as the episodes of an ``EpisodeAccumulator``, ready for ``ItemBuffer.add``.
 
-    With ``freshness``, and the learner's version told by ``set_version``, no chunk begins with a
-    fragment that is too stale: such fragments, and those of other sessions than the learner's, are
-    dropped from the front of what a worker has, and what follows them is kept. So one old fragment
-    does not cost the chunk.
+    With ``freshness``, and the learner's version set by ``set_version``, no chunk begins with a
+    fragment that is too stale. Fragments that are too stale, or of another session than the
+    learner's, are dropped from the front of an incomplete chunk, and the later ones are kept, so
+    that a single old fragment does not cost the whole chunk.
 
     Attributes:
         data: Fragments, their versions and sessions, leaves ``[num_workers + waiting, F, ...]``.
-        lanes: Which of them belong to which worker, and which are complete.
-        start: The place of the first fragment in each lane, from where they go round,
-            ``[num_workers + waiting]`` int32.
+        lanes: Records to which worker each row of ``data`` belongs, and which are complete.
+        start: The place of the first fragment in each lane, ``[num_workers + waiting]`` int32; the
+            others follow it cyclically.
         number: The number of each worker's last fragment, ``[num_workers]`` int32.
-        session: Its session, ``[num_workers]`` int32.
+        session: The session of each worker's last fragment, ``[num_workers]`` int32.
         learner: The learner's version and session, ``[2]`` int32.
-        rejected: Fragments of workers that do not exist, ``[]`` uint32; wraps.
-        stale: Fragments dropped as too stale, ``[]`` uint32; wraps.
-        per_add: Most chunks handed out at a time, ``K``.
-        freshness: Which fragments are too stale; None for none. Uses are the buffer's to count.
+        rejected: The number of fragments of workers that do not exist, ``[]`` uint32; it wraps.
+        stale: The number of fragments dropped as too stale, ``[]`` uint32; it wraps.
+        per_add: The largest number of chunks returned at a time, ``K``.
+        freshness: Determines which fragments are too stale; None keeps all. Uses are counted by the
+            buffer, not here.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -301,7 +312,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         >>> chunks.fragments[done].tolist(), chunks.version[done].tolist()
         ([[1.0, 2.0]], [7])
 
-        Stale fragments at the front:
+        Stale fragments are dropped from the front:
 
         >>> freshness = jaxbuf.Freshness(max_staleness=1, comparison=">")
         >>> accumulator = jaxbuf.ChunkAccumulator.create(
@@ -343,22 +354,24 @@ class ChunkAccumulator(struct.PyTreeNode):
         waiting: int | None = None,
         freshness: Freshness | None = None,
     ) -> Self:
-        """An empty accumulator.
+        """Creates an empty accumulator.
 
         Args:
-            example: One unbatched fragment: arrays or ``jax.ShapeDtypeStruct``.
-            num_workers: Workers ``W``.
-            fragments_per_chunk: Fragments in a chunk, ``F``.
-            per_add: Most chunks handed out by one ``add``, ``K``; by default ``num_workers``.
-            waiting: Most complete chunks that are kept until they are handed out, those of the
-                ``add`` itself included; by default the larger of ``num_workers`` and ``per_add``.
-            freshness: Which fragments are too stale, by its ``max_staleness`` and ``comparison``:
-                that of the buffer. None takes them all.
+            example: One unbatched fragment of arrays or ``jax.ShapeDtypeStruct``.
+            num_workers: The number of workers ``W``.
+            fragments_per_chunk: The number of fragments in a chunk, ``F``.
+            per_add: The largest number of chunks returned by one ``add``, ``K``; by default
+                ``num_workers``.
+            waiting: The largest number of complete chunks that are kept until they are returned,
+                including chunks completed by the same ``add``; by default the larger of
+                ``num_workers`` and ``per_add``.
+            freshness: The buffer's ``Freshness``, whose ``max_staleness`` and ``comparison``
+                determine which fragments are too stale. None keeps all fragments.
 
         Raises:
             ValueError: If a number is not an integer of at least 1, ``per_add`` is larger than
                 ``waiting``, there are more than 2**30 fragments, ``example`` holds anything but
-                arrays, or ``freshness`` is no ``Freshness``.
+                arrays, or ``freshness`` is neither None nor a ``Freshness``.
         """
         num_workers = common.check_count("num_workers", num_workers)
         length = common.check_count("fragments_per_chunk", fragments_per_chunk)
@@ -384,33 +397,33 @@ class ChunkAccumulator(struct.PyTreeNode):
 
     @property
     def num_workers(self) -> int:
-        """Workers."""
+        """The number of workers."""
         return self.lanes.lane.shape[-1]
 
     @property
     def fragments_per_chunk(self) -> int:
-        """Fragments in a chunk."""
+        """The number of fragments in a chunk."""
         return self.lanes.length
 
     @property
     def example(self) -> Chunk:
-        """One chunk as ``ItemBuffer.create`` and ``Queue.create`` want it, of shapes only."""
+        """The shapes of one chunk, as an example for ``ItemBuffer.create`` or ``Queue.create``."""
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         return Chunk(fragments=_shapes(self.data[0]), version=number, session=number)
 
     @property
     def filled(self) -> Int[Array, " W"]:
-        """Fragments of the incomplete chunk of each worker, ``[num_workers]``."""
+        """The number of fragments in the incomplete chunk of each worker, ``[num_workers]``."""
         return self.lanes.filled
 
     @property
     def waiting(self) -> Int[Array, ""]:
-        """Complete chunks that are not handed out yet."""
+        """The number of complete chunks that have not been returned yet."""
         return self.lanes.waiting
 
     @property
     def live(self) -> Bool[Array, "N F"]:
-        """Which places of ``data`` hold a fragment, ``[num_workers + waiting, F]``."""
+        """A mask of the places of ``data`` that hold a fragment, ``[num_workers + waiting, F]``."""
         length = self.fragments_per_chunk
         place = jnp.arange(length, dtype=jnp.int32)[None]
         return (place - self.start[:, None]) % length < self.lanes.held[:, None]
@@ -418,18 +431,19 @@ class ChunkAccumulator(struct.PyTreeNode):
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
     ) -> Self:
-        """The learner is at this version now: of incomplete chunks what is too stale is dropped.
+        """Sets the learner's version, and drops fragments of incomplete chunks that are too stale.
 
-        It is dropped with what came before it, and counted; what follows is kept. Chunks that are
-        complete and wait are left to the buffer.
+        Fragments that are too stale are dropped and counted together with all earlier ones of their
+        chunk; later ones are kept. Complete chunks that are waiting do not change: the buffer
+        checks them.
 
         Args:
-            version: Its version, an integer; usually one more than before.
-            session: Which run of the learner this is, if that matters.
+            version: The learner's version, an integer; usually one more than before.
+            session: The number of the learner's run. None keeps the present session.
 
         Raises:
-            ValueError: When traced, if the accumulator has no ``freshness``, or one of the two is
-                not an integer.
+            ValueError: When traced, if the accumulator has no ``freshness``, or an argument is not
+                an integer.
         """
         if self.freshness is None:
             raise ValueError(
@@ -463,25 +477,27 @@ class ChunkAccumulator(struct.PyTreeNode):
         session: Int[Array, " B"] | None = None,
         mask: Bool[Array, " B"] | None = None,
     ) -> tuple[Self, Chunk, Bool[Array, " K"]]:
-        """Take fragments of any workers; hand out the chunks that are complete.
+        """Adds fragments of any workers, and returns complete chunks.
 
         Args:
-            fragments: Leaves ``[B, *shape]``, in the example's dtypes; those of one worker in
-                order.
-            worker: Whose each is, ``[B]`` int32 in ``[0, num_workers)``; others are counted in
-                ``metrics()["rejected"]``.
-            number: Which of the worker's fragments each is, ``[B]`` int32, counting by one.
-            version: The model version that each was made with, ``[B]`` int32; by default the
-                learner's, which is 0 until ``set_version``. One that is too stale is dropped and
-                counted in ``metrics()["stale"]``.
-            session: The learner's session that each was made in, ``[B]`` int32; by default the
-                learner's now. Fragments of two sessions never join into one chunk, and with
-                ``freshness`` those of another one than the learner's are too stale.
-            mask: Which fragments to take, ``[B]``.
+            fragments: The fragments, leaves ``[B, *shape]`` with the example's dtypes; the
+                fragments of each worker must be in order.
+            worker: The worker of each fragment, ``[B]`` int32 in ``[0, num_workers)``; fragments of
+                other numbers are dropped and counted in ``metrics()["rejected"]``.
+            number: The number of each fragment, ``[B]`` int32, which increases by one from each
+                fragment of a worker to the next.
+            version: The model version that generated each fragment, ``[B]`` int32; by default the
+                learner's version, which is 0 before ``set_version``. A fragment that is too stale
+                is dropped and counted in ``metrics()["stale"]``.
+            session: The learner's session in which each fragment was generated, ``[B]`` int32; by
+                default the learner's session. A chunk never contains fragments of two sessions, and
+                with ``freshness``, fragments of another session than the learner's are too stale.
+            mask: A mask of the fragments to add, ``[B]``.
 
         Returns:
-            The accumulator that goes on; up to ``per_add`` chunks, those first that were complete
-            first; and which rows hold one, ``[K]``: the ``mask`` for ``ItemBuffer.add``.
+            The new accumulator; up to ``per_add`` chunks in the order in which they were completed;
+            and a mask of the rows that hold a chunk, ``[K]``, which is the ``mask`` for
+            ``ItemBuffer.add``.
 
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
@@ -512,7 +528,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         follows = (number[None] == last_number + 1) & (session[None] == last_session)
         lanes, target = self.lanes.place(taken, jnp.zeros_like(taken), taken & ~follows)
         accumulator = self.replace(
-            # A row is one worker's; for the others its place lies past the end.
+            # Each row belongs to one worker; for all others its target is past the end.
             data=_write(
                 self.data, (fragments, version, session), self._turn(jnp.min(target, axis=0))
             ),
@@ -525,7 +541,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         return accumulator.take()
 
     def take(self) -> tuple[Self, Chunk, Bool[Array, " K"]]:
-        """Hand out up to ``per_add`` of the chunks that wait, as ``add`` does."""
+        """Returns up to ``per_add`` of the waiting chunks, like ``add``."""
         self = trees.on_device(self)
         lanes, lane, _, done = self.lanes.take(self.per_add)
         length = self.fragments_per_chunk
@@ -540,7 +556,10 @@ class ChunkAccumulator(struct.PyTreeNode):
         return self.replace(lanes=lanes), chunks, done
 
     def drop(self, workers: Bool[Array, " W"]) -> Self:
-        """Forget, and count, the incomplete chunks of some workers: ``[num_workers]`` bools.
+        """Drops and counts the incomplete chunks of some workers.
+
+        Args:
+            workers: A mask of the workers, ``[num_workers]``.
 
         Raises:
             ValueError: When traced, if the shape or dtype differs.
@@ -551,7 +570,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         return self.replace(lanes=self.lanes.drop(workers))
 
     def clear(self) -> Self:
-        """Without any fragments; counters go on. Shares no array with the original."""
+        """Returns an empty accumulator with the same counters, which shares no array with this."""
         return self.replace(
             data=jax.tree.map(jnp.zeros_like, self.data),
             lanes=self.lanes.clear(),
@@ -564,13 +583,14 @@ class ChunkAccumulator(struct.PyTreeNode):
         )
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars.
+        """Returns scalars to monitor.
 
         Returns:
-            ``fragments`` of incomplete chunks and chunks ``waiting``; and counted since creation,
-            wrapping at 2**32: ``chunks`` that were complete, of these the ones ``refused`` because
-            too many waited, incomplete ones ``dropped``, for a gap in the numbers or by ``drop``,
-            and the fragments ``rejected`` for their worker and dropped as too ``stale``.
+            The numbers of ``fragments`` in incomplete chunks and of chunks ``waiting``. Also counts
+            since creation, which wrap at 2**32: completed ``chunks``; of these the chunks
+            ``refused`` because too many were waiting; incomplete chunks ``dropped``, for a gap in
+            the numbers or by ``drop``; fragments ``rejected`` for their worker, and fragments
+            dropped as too ``stale``.
         """
         counters = self.lanes.counters
         return {
@@ -586,13 +606,16 @@ class ChunkAccumulator(struct.PyTreeNode):
     def _is_stale(
         self, version: Int[Array, "..."], session: Int[Array, "..."]
     ) -> Bool[Array, "..."]:
-        """Which fragments are too stale, or of another session than the learner's."""
+        """Returns a mask of the fragments that are too stale, or not of the learner's session."""
         if self.freshness is None:
             return jnp.zeros(version.shape, bool)
         return (version < self.freshness.floor(self.learner[0])) | (session != self.learner[1])
 
     def _turn(self, target: Int[Array, " R"]) -> Int[Array, " R"]:
-        """Where rows of lanes lie, ``lane * F + place``, if place 0 lies at the lane's start."""
+        """Returns where rows of lanes are stored, ``lane * F + place``.
+
+        Places in ``target`` count from the start of each lane, which is rotated.
+        """
         length = self.fragments_per_chunk
         lane, place = target // length, target % length
         turned = lane * length + (self.start.at[lane].get(mode="clip") + place) % length
@@ -602,7 +625,7 @@ class ChunkAccumulator(struct.PyTreeNode):
 def _check_line(
     owners: int, length: int, per_add: int | None, waiting: int | None
 ) -> tuple[int, int]:
-    """How many items are handed out at a time, and how many may wait."""
+    """Returns the checked numbers of items to return at a time, and of items that may wait."""
     hands_out = common.check_count("per_add", owners if per_add is None else per_add)
     line = common.check_count("waiting", max(owners, hands_out) if waiting is None else waiting)
     if hands_out > line:
@@ -619,17 +642,17 @@ def _check_line(
 
 
 def _at(values: Int[Array, " B"], row: Int[Array, "..."], otherwise: Array) -> Int[Array, "..."]:
-    """The values at some rows; those of ``otherwise`` where a row is negative."""
+    """Returns the values at some rows, or ``otherwise`` where a row is negative."""
     return jnp.where(row < 0, otherwise, values[row])
 
 
 def _shapes(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
-    """One lane of the storage, as shapes and dtypes."""
+    """Returns the shapes and dtypes of one lane of the storage."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
 
 
 def _write(data: PyTree[Array], rows: PyTree[Array], target: Int[Array, "..."]) -> PyTree[Array]:
-    """Put rows, leaves ``[*target.shape, ...]``, at their places in the lanes of the storage."""
+    """Writes rows, leaves ``[*target.shape, ...]``, to their places in the storage."""
     written = storage.write(
         jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), data),
         jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, target.ndim), rows),

@@ -1,4 +1,4 @@
-"""What an ``ItemBuffer`` and a ``TrajectoryBuffer`` have in common: slots that are drawn from."""
+"""The common base of ``ItemBuffer`` and ``TrajectoryBuffer``: slots that a sampler draws."""
 
 import abc
 from collections.abc import Callable
@@ -31,21 +31,22 @@ _MISSING: dict[type[Part], str] = {
 
 
 class Body(struct.PyTreeNode):
-    """A buffer whose slots hold items, or windows of steps, that a sampler draws.
+    """A buffer with slots for items, or for windows of steps, that a sampler draws.
 
     Attributes:
         data: The storage.
-        occupancy: Which slots are live.
-        sampler_state: What the sampler keeps.
-        counters: What was added and refused so far, by name in ``counter_names``, ``[K]`` uint32;
-            they wrap.
-        extra_states: What each of the extras keeps.
-        sampler: How items are drawn.
-        extras: The parts beside the sampler, in the order in which they are asked.
+        occupancy: Records which slots are live.
+        sampler_state: The state of the sampler.
+        counters: The numbers of rows added and refused so far, in the order of ``counter_names``,
+            ``[K]`` uint32, which wrap.
+        extra_states: The state of each of the extras.
+        sampler: The sampler, which draws items.
+        extras: The parts of the buffer besides sampler and evictor, in the order in which ``add``
+            asks them.
     """
 
     data: PyTree[Array]
-    occupancy: Any  # An Occupancy; each buffer says of which kind.
+    occupancy: Any  # An Occupancy, whose class is declared by each buffer.
     sampler_state: Any
     counters: UInt[Array, " K"]
     extra_states: tuple[Any, ...]
@@ -55,16 +56,16 @@ class Body(struct.PyTreeNode):
     @property
     @abc.abstractmethod
     def capacity(self) -> int:
-        """Most items, or steps, held at a time."""
+        """The largest number of items, or steps, that the buffer can hold."""
 
     @property
     @abc.abstractmethod
     def size(self) -> Int[Array, ""]:
-        """Items, or steps, held now."""
+        """The number of items, or steps, that the buffer holds."""
 
     @abc.abstractmethod
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
-        """What the slots at ``index`` hold, leaves ``[B, ...]``."""
+        """Returns the contents of the slots at ``index``, leaves ``[B, ...]``."""
 
     @property
     def counter_names(self) -> tuple[str, ...]:
@@ -73,40 +74,40 @@ class Body(struct.PyTreeNode):
 
     @property
     def freshness(self) -> Freshness | None:
-        """When items retire; None never."""
+        """The limits on uses and staleness; None without ``Freshness``."""
         return self._find(Freshness)[0]
 
     @property
     def freshness_state(self) -> FreshnessState:
-        """What is known of uses and versions; nothing without limits on them."""
+        """The state of ``freshness``; an empty tuple without it."""
         return self._find(Freshness)[1]
 
     @property
     def diversity(self) -> Diversity | None:
-        """Which new items are different enough to enter; None takes all."""
+        """The filter that admits only items that differ enough; None without it."""
         return self._find(Diversity)[0]
 
     @property
     def diversity_state(self) -> DiversityState:
-        """What the diversity filter keeps; nothing without one."""
+        """The state of ``diversity``; an empty tuple without it."""
         return self._find(Diversity)[1]
 
     def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
-        """Draw the next batch of a pass over the buffer, with the sampler ``Shuffled``.
+        """Draws the next batch of a pass over the buffer, with the sampler ``Shuffled``.
 
-        With another sampler the batch is that of ``sample``, and the buffer stays as it is.
+        With any other sampler this is ``sample``, and the buffer does not change.
 
         Args:
             key: A PRNG key.
-            batch_size: Rows ``B``; static.
+            batch_size: The number of rows ``B``; static.
 
         Returns:
-            The buffer to go on with, which knows which items, or windows, were given in this pass,
-            and a ``Sample``. Where the pass has fewer left, the rows after them are invalid.
+            The new buffer, which records the items, or windows, drawn in this pass, and a
+            ``Sample``. If fewer than ``B`` items are left in the pass, the last rows are invalid.
 
         Raises:
-            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` not a single
-                key.
+            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` is not a
+                single key.
         """
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
@@ -123,34 +124,37 @@ class Body(struct.PyTreeNode):
         by_priority: bool = False,
         replacement: bool = False,
     ) -> Sample:
-        """Draw a batch from a range of ages, whatever the sampler.
+        """Draws a batch from a range of ages, independently of the sampler.
 
-        A ``TrajectoryBuffer`` draws windows, from the same range of ages of every ring.
+        A ``TrajectoryBuffer`` draws windows, from the same range of ages in every ring.
 
         Args:
             key: A PRNG key.
-            batch_size: Rows ``B``; static.
-            start: The first item of the range, counted like the start of a slice of a list of the
-                items from the oldest to the newest: ``-10`` means the last ten. May be traced.
-            stop: The end of the range, counted in the same way.
-            by_priority: Draw the items of the range with the sampler's own probabilities, relative
-                to each other, instead of all with the same chance; static. Uniform where all of
-                these are 0. It costs a pass over all slots.
+            batch_size: The number of rows ``B``; static.
+            start: The start of the range, as in a slice of a list of the items from the oldest to
+                the newest: ``-10`` means the ten newest. May be traced.
+            stop: The end of the range, as in such a slice.
+            by_priority: Whether to draw the items of the range with probabilities proportional to
+                those of the sampler, instead of equal ones; static. If these are all 0, the draw is
+                uniform. It costs a pass over all slots.
             replacement: Whether a batch may hold an item twice; static.
 
         Returns:
-            A ``Sample`` in order of age, ring by ring. By default its items are different and
-            evenly spread over the range: each with the same chance, one from each of ``B`` parts of
-            it. If the range holds no more than ``B`` items (by priority: items with a probability
-            above 0), these are all of them, and the other rows are invalid. With replacement rows
-            are independent of each other, or by priority one from each of ``B`` equal parts of the
-            probability, and they are invalid only if the range is empty. ``probability`` is that of
-            a single draw from the range.
+            A ``Sample`` in order of age, ring by ring.
+
+            * Without replacement (the default) its items are different. Unless ``by_priority`` is
+              set, they are also evenly spread over the range, one from each of ``B`` equal parts.
+              If the range holds at most ``B`` items (with a probability above 0), all of them are
+              drawn, and the other rows are invalid.
+            * With replacement rows are independent; with ``by_priority``, one is drawn from each of
+              ``B`` equal parts of the probability. Rows are invalid only if the range is empty.
+
+            ``probability`` is the probability of a single draw from the range.
 
         Raises:
-            ValueError: If the evictor keeps no order of time, ``batch_size`` is not an integer of
-                at least 1, a flag is neither True nor False, or ``by_priority`` is True and the
-                sampler has no priorities.
+            ValueError: If the evictor does not keep the order of insertion, ``batch_size`` is not
+                an integer of at least 1, a flag is neither True nor False, or ``by_priority`` is
+                True and the sampler has no priorities.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxbuf
@@ -173,18 +177,19 @@ class Body(struct.PyTreeNode):
         return call(Body._picked, self, key, rows, bounds, *flags.values(), static=(2, 4, 5))
 
     def latest(self, n: int) -> Sample:
-        """The ``n`` newest items, or the ``n`` newest windows of every ring.
+        """Returns the ``n`` newest items, or the ``n`` newest windows of every ring.
 
         Args:
-            n: How many, of each ring; static.
+            n: The number of items, or of windows of each ring; static.
 
         Returns:
-            A ``Sample`` with leaves ``[n, ...]``, or ``[num_envs * n, sequence_length, ...]``, ring
-            by ring and the oldest first. If there are fewer, the last rows of a ring are invalid.
+            A ``Sample`` with leaves ``[n, ...]``, or ``[num_envs * n, sequence_length, ...]``,
+            ordered by ring and then from the oldest to the newest. If a ring holds fewer than
+            ``n``, its last rows are invalid.
 
         Raises:
-            ValueError: If the evictor keeps no order of time, or ``n`` is not an integer from 1 to
-                the number of slots, of each ring.
+            ValueError: If the evictor does not keep the order of insertion, or ``n`` is not an
+                integer from 1 to the number of slots (of each ring).
 
         Example:
             >>> import jax.numpy as jnp, jaxbuf
@@ -204,16 +209,17 @@ class Body(struct.PyTreeNode):
         *,
         mask: Bool[Array, " B"] | None = None,
     ) -> Self:
-        """Set the priorities of sampled items, or windows.
+        """Sets the priorities of sampled items, or windows.
 
-        Rows whose item has been overwritten since (of a window any step), invalid rows and masked
-        ones are dropped. Of several rows for one item the last accepted one counts.
+        A row is dropped if it is invalid or masked out, or if its item has been overwritten since
+        it was sampled (for a window: any of its steps). If several rows name the same item, the
+        last accepted one wins.
 
         Args:
-            slots: Which items: ``sample.slots``, ``[B]``.
-            priority: Their new priorities, ``[B]``; a NaN, negative or infinite one is refused and
-                counted in ``metrics()["rejected"]``.
-            mask: Which rows to take, ``[B]``.
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            priority: Their new priorities, ``[B]``. Rows with a NaN, negative or infinite priority
+                are refused and counted in ``metrics()["rejected"]``.
+            mask: A mask of the rows to use, ``[B]``.
 
         Raises:
             ValueError: When traced, if the sampler has no priorities, or a shape differs.
@@ -223,12 +229,12 @@ class Body(struct.PyTreeNode):
         return call(Body._updated, self, slots, value, mask)
 
     def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
-        """Count a use of each sampled item, or window; those used ``max_use`` times retire.
+        """Counts a use of each sampled item, or window, and retires items used ``max_use`` times.
 
         Args:
-            slots: Which items: ``sample.slots``, ``[B]``. One that is there twice was used twice.
-                Rows whose item has been overwritten or has retired since are dropped.
-            mask: Which rows to take, ``[B]``.
+            slots: The slots of the items, ``sample.slots``, ``[B]``. An item that occurs twice is
+                counted twice. Rows whose item has since been overwritten or retired are dropped.
+            mask: A mask of the rows to use, ``[B]``.
 
         Raises:
             ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
@@ -239,22 +245,23 @@ class Body(struct.PyTreeNode):
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
     ) -> Self:
-        """The learner is at this version now: what has become too stale retires.
+        """Sets the learner's version, and retires the items that have become too stale.
 
         Args:
-            version: Its version, an integer that fits int32; usually one more than before.
-            session: Which run of the learner this is, if that matters: when it is another one than
-                before, versions start over, and everything that is here retires.
+            version: The learner's version, an integer that fits int32; usually one more than
+                before.
+            session: The number of the learner's run. If it changes, versions start over, and all
+                items retire. None keeps the present session.
 
         Raises:
-            ValueError: When traced, if the buffer has no ``Freshness``, or one of the two is not
-                an integer that fits int32.
+            ValueError: When traced, if the buffer has no ``Freshness``, or an argument is not an
+                integer that fits int32.
         """
         freshness, _ = self._need(Freshness, "set_version was called, but ")
         return retire.set_version(common.check_single(self), freshness, version, session)
 
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
-        """How often each sampled item was used so far, ``[B]``; 0 where it is not here any more.
+        """Returns the number of uses of each sampled item, ``[B]``; 0 if the item has left.
 
         Raises:
             ValueError: If the buffer has no ``Freshness``.
@@ -263,7 +270,7 @@ class Body(struct.PyTreeNode):
         return retire.uses_and_staleness(self, slots)[0]
 
     def staleness(self, slots: Slots) -> Int[Array, " B"]:
-        """How many versions each sampled item is behind, ``[B]``; 0 where it is not here any more.
+        """Returns the staleness of each sampled item, in versions, ``[B]``; 0 if the item has left.
 
         Raises:
             ValueError: If the buffer has no ``Freshness``.
@@ -272,29 +279,36 @@ class Body(struct.PyTreeNode):
         return retire.uses_and_staleness(self, slots)[1]
 
     def support(self) -> Support:
-        """How many items, or windows, can be drawn, and the least probability among them."""
+        """Returns the number of items, or windows, that can be drawn, and their least probability.
+
+        See ``jaxbuf.strategies.Support``.
+        """
         return call(Body._supported, trees.on_device(self))
 
     def _supported(self) -> Support:
         return self.sampler.support(lax.stop_gradient(self.sampler_state), self.occupancy)
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars: one pass over the slots, for logging.
+        """Returns scalars to monitor; it costs one pass over the slots.
 
         Returns:
-            ``size``, and of a ``TrajectoryBuffer``, whose size is in steps, the ``windows`` that
-            can be drawn; ``adds`` and ``rejected``, counted since creation and wrapping at 2**32;
-            ``effective_sample_size`` (of the distribution drawn from, ``1 / Σ P²``); with
-            priorities ``priority_min``, ``priority_max`` and ``priority_mean`` of the live items,
-            as their masses tell them; with scores ``score_min``, ``score_max`` and ``score_mean``.
+            A dict with the following entries, as far as they apply to the buffer. Counts are since
+            creation and wrap at 2**32.
 
-            With a diversity filter how many rows it refused, ``refused_low_score``,
-            ``refused_within_batch`` and ``refused_near_buffer``. With limits on freshness the
-            learner's ``version``, how many rows were ``refused_stale`` and how many items
-            ``retired_used`` and ``retired_stale``, and of the live items ``use_max``,
-            ``use_mean``, ``staleness_max`` and ``staleness_mean``. With episodes that are avoided
-            how many windows were ``refused_across_episodes``. With parts of your own what they
-            count and tell.
+            * ``size``; ``windows``, the number of windows that can be drawn, for a
+              ``TrajectoryBuffer``, whose size is in steps; the counts ``adds`` and ``rejected``.
+            * ``effective_sample_size``, which is ``1 / Σ P²`` for the probabilities ``P`` of the
+              sampler.
+            * With priorities, ``priority_min``, ``priority_max`` and ``priority_mean`` of the live
+              items, computed from their masses.
+            * With scores, ``score_min``, ``score_max`` and ``score_mean``.
+            * With ``Diversity``, the counts of refused rows ``refused_low_score``,
+              ``refused_within_batch`` and ``refused_near_buffer``.
+            * With ``Freshness``, the learner's ``version``, the counts ``refused_stale``,
+              ``retired_used`` and ``retired_stale``, and ``use_max``, ``use_mean``,
+              ``staleness_max`` and ``staleness_mean`` of the live items.
+            * With ``Episodes(boundary="avoid")``, the count ``refused_across_episodes`` of windows.
+            * The reasons and metrics of your own parts.
         """
         return call(Body._told, trees.on_device(self))
 
@@ -310,7 +324,7 @@ class Body(struct.PyTreeNode):
         return found
 
     def options(self) -> dict[str, Any]:
-        """The strategies that it was created with, as keyword arguments of ``create``."""
+        """Returns the strategies of the buffer, as keyword arguments of ``create``."""
         return {
             "sampler": self.sampler,
             "freshness": self.freshness,
@@ -318,7 +332,7 @@ class Body(struct.PyTreeNode):
         }
 
     def with_state(self, kind: type[Part], state: Any) -> Self:
-        """The buffer with another state of the part of this kind."""
+        """Returns the buffer with a new state for the part of this class."""
         states = [state if isinstance(part, kind) else before for part, before in self._parts()]
         return self.replace(extra_states=tuple(states))
 
@@ -326,7 +340,7 @@ class Body(struct.PyTreeNode):
         return {"size": self.size}
 
     def _sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
-        """What the sampler draws."""
+        """Returns a batch drawn by the sampler."""
         return call(Body._drawn, self, key, batch_size, static=(2,))
 
     def _drawn(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -355,7 +369,7 @@ class Body(struct.PyTreeNode):
     def _updated(
         self, slots: Slots, priority: Float[Array, " B"], mask: Bool[Array, " B"] | None
     ) -> Self:
-        """Give sampled slots new priorities, but for the stale, masked and illegal ones."""
+        """Sets the priorities of sampled slots; stale, masked and illegal rows are dropped."""
         taken = self.occupancy.holds(slots)
         if mask is not None:
             taken &= mask
@@ -369,33 +383,33 @@ class Body(struct.PyTreeNode):
         )
 
     def _gather(self, draw: Draw) -> Sample:
-        """The items, or windows, that were drawn."""
+        """Returns the items, or windows, of a draw."""
         return common.gather(self.occupancy, draw, self.capacity, self._read)
 
     def _counted(self, counts: dict[str, Array]) -> UInt[Array, " K"]:
-        """The counters with more in some of them."""
+        """Returns the counters with these counts added."""
         return self.counters + counters.tally(self.counter_names, counts)
 
     def _parts(self) -> list[tuple[Part, Any]]:
-        """The extras and what they keep; no gradient flows through that."""
+        """Returns the extras and their states, through which no gradient flows."""
         return list(zip(self.extras, lax.stop_gradient(self.extra_states), strict=True))
 
     def _tell(self, hear: Callable[[Part, Any], Any]) -> tuple[Any, ...]:
-        """The states of all extras when each has heard of something."""
+        """Returns the states of all extras after applying ``hear`` to each part and its state."""
         return tuple(hear(part, state) for part, state in self._parts())
 
     def _find(self, kind: type[SomePart]) -> tuple[SomePart | None, Any]:
-        """The part of this kind and its state; None, and nothing, without."""
+        """Returns the part of this class and its state, or ``(None, ())``."""
         for part, state in zip(self.extras, self.extra_states, strict=True):
             if isinstance(part, kind):
                 return part, state
         return None, ()
 
     def _need(self, kind: type[SomePart], what: str = "") -> tuple[SomePart, Any]:
-        """The part of this kind and its state.
+        """Returns the part of this class and its state.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If the buffer has no such part.
         """
         part, state = self._find(kind)
         if part is None:
@@ -403,7 +417,7 @@ class Body(struct.PyTreeNode):
         return part, state
 
     def _cleared(self, slots: int) -> Self:
-        """The buffer when all have left its slots. Shares no array with the original."""
+        """Returns the buffer with empty slots, which shares no array with the original."""
         return self.replace(
             data=jax.tree.map(jnp.zeros_like, self.data),
             occupancy=self.occupancy.clear(),
@@ -415,7 +429,7 @@ class Body(struct.PyTreeNode):
         )
 
 
-# The parts that have an argument of their own.
+# The parts that are passed to ``create`` by a keyword of their own.
 KEYWORDS: dict[type[Part], str] = {
     Episodes: "episodes",
     Freshness: "freshness",
@@ -430,7 +444,7 @@ def counter_names(extras: tuple[Part, ...]) -> tuple[str, ...]:
 
 
 def refuse(refused: dict[str, Bool[Array, "..."]], rows: Rows, counts: dict[str, Array]) -> Rows:
-    """The rows without those that are refused, each of which counts under its first reason."""
+    """Returns the rows that are not refused, and counts each refused row under its first reason."""
     none: Array = jnp.uint32(0)
     for reason, mask in refused.items():
         hit = rows.taken & mask

@@ -1,4 +1,4 @@
-"""What buffers check and do alike, whatever a slot of theirs holds."""
+"""Checks and operations that all buffers share."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -31,28 +31,28 @@ AnyBuffer = TypeVar("AnyBuffer", bound=Any)
 
 
 def check_batch_size(batch_size: int) -> int:
-    """``batch_size`` as a Python integer.
+    """Returns ``batch_size`` as a Python integer.
 
     Raises:
-        ValueError: If it is not an integer from 1 to 2**31 - 1 that is known when traced.
+        ValueError: If it is not a static integer from 1 to 2**31 - 1.
     """
     return check_count("batch_size", batch_size, most=2**31 - 1)
 
 
 def check_wanted(batch_size: Any) -> Int[Array, ""]:
-    """How many rows are asked for, as an array; it may be traced.
+    """Returns the number of rows requested as an array; it may be traced.
 
     Raises:
-        ValueError: If it is not one integer, or known not to fit int32.
+        ValueError: If it is not a single integer, or has a known value that does not fit int32.
     """
     return storage.check_rows(batch_size, "batch_size", (), np.int32, "one integer")
 
 
 def check_key(key: Any) -> None:
-    """Refuse what is no PRNG key, or more than one.
+    """Checks that ``key`` is a single PRNG key.
 
     Raises:
-        ValueError: If it is no key of ``jax.random.key`` or ``jax.random.PRNGKey``.
+        ValueError: If it is not a key from ``jax.random.key`` or ``jax.random.PRNGKey``.
     """
     dtype = getattr(key, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -62,16 +62,16 @@ def check_key(key: Any) -> None:
         return
     kind = f"{dtype} of shape {key.shape}" if hasattr(key, "shape") else type(key).__name__
     raise ValueError(
-        f"key is of type {kind}; expected one key, such as jax.random.key(0) or one of those that "
-        "jax.random.split makes"
+        f"key is of type {kind}; expected one key, such as jax.random.key(0) or one of the keys "
+        "that jax.random.split returns"
     )
 
 
 def check_single(buffer: AnyBuffer) -> AnyBuffer:
-    """The buffer, of jax arrays; refuse one that was donated, and buffers put side by side.
+    """Returns the buffer with its leaves as JAX arrays.
 
     Raises:
-        ValueError: If it is gone, or if there is more than one, as ``vmap`` makes them.
+        ValueError: If it was donated, or is a batch of buffers, as ``vmap`` returns them.
     """
     check_there(buffer.counters, "buffer")
     if buffer.counters.ndim > 1:
@@ -84,10 +84,10 @@ def check_single(buffer: AnyBuffer) -> AnyBuffer:
 
 
 def check_slots(slots: Any, name: str = "slots") -> None:
-    """Refuse what does not name items.
+    """Checks that ``slots`` are the slots of a sample.
 
     Raises:
-        ValueError: If it has no index and generation.
+        ValueError: If they have no index and generation of integers of the same shape.
     """
     index: Any = getattr(slots, "index", None)
     generation: Any = getattr(slots, "generation", None)
@@ -99,16 +99,16 @@ def check_slots(slots: Any, name: str = "slots") -> None:
     if not whole or index.shape != generation.shape:
         raise ValueError(
             f"{name} has an index {index.dtype}{list(index.shape)} and a generation "
-            f"{generation.dtype}{list(generation.shape)}; expected integers of one shape, as a "
-            "sample has them"
+            f"{generation.dtype}{list(generation.shape)}; expected integers of the same shape, as "
+            "in a sample"
         )
 
 
 def check_sampler(sampler: Any) -> None:
-    """Refuse what cannot draw.
+    """Checks that ``sampler`` is a sampler.
 
     Raises:
-        ValueError: If it is no ``Sampler``.
+        ValueError: If it is not a ``Sampler``.
     """
     if not isinstance(sampler, Sampler):
         raise ValueError(
@@ -118,10 +118,10 @@ def check_sampler(sampler: Any) -> None:
 
 
 def check_removes(sampler: Sampler, what: str) -> None:
-    """Refuse a sampler with priorities that goes on drawing what is gone.
+    """Checks that a sampler with priorities can remove items.
 
     Raises:
-        ValueError: If it has no method ``remove`` of its own.
+        ValueError: If it does not define ``remove``.
     """
     told = sampler.base if isinstance(sampler, Recent) else sampler
     if told.uses_priority and type(told).remove is Sampler.remove:
@@ -132,10 +132,10 @@ def check_removes(sampler: Sampler, what: str) -> None:
 
 
 def check_evictor(evictor: Any) -> None:
-    """Refuse what does not choose the item that goes.
+    """Checks that ``evictor`` is an evictor.
 
     Raises:
-        ValueError: If it is no ``Evictor``.
+        ValueError: If it is not an ``Evictor``.
     """
     if not isinstance(evictor, Evictor):
         raise ValueError(
@@ -147,11 +147,11 @@ def check_evictor(evictor: Any) -> None:
 def check_parts(
     parts: Any, *, freshness: Any = None, episodes: Any = None, diversity: Any = None
 ) -> tuple[Part, ...]:
-    """Returns all parts that a buffer is to have, in the order in which they are asked.
+    """Returns all parts of a buffer, in the order in which ``add`` asks them.
 
     Raises:
-        ValueError: If ``parts`` is no sequence of parts, one of the others is neither None nor of
-            its class, or there are two of one of these classes.
+        ValueError: If ``parts`` is not a sequence of parts or has a part of one of the three
+            classes with a keyword, or if another argument is neither None nor of its class.
     """
     found: list[Part] = []
     if not isinstance(parts, tuple | list):
@@ -177,10 +177,10 @@ def check_parts(
 
 
 def check_version_used(extras: tuple[Part, ...], version: Any, session: Any) -> None:
-    """Refuse versions and sessions where no part uses them.
+    """Checks that versions and sessions are given only if a part uses them.
 
     Raises:
-        ValueError: If one of them was given.
+        ValueError: If one of them was given and no part uses it.
     """
     if any(part.uses_version for part in extras):
         return
@@ -193,10 +193,10 @@ def check_version_used(extras: tuple[Part, ...], version: Any, session: Any) -> 
 
 
 def needs_priority(sampler: Sampler, what: str) -> None:
-    """Refuse priorities that nothing uses.
+    """Checks that the sampler uses priorities.
 
     Raises:
-        ValueError: If the sampler has no priorities.
+        ValueError: If it does not.
     """
     if not sampler.uses_priority:
         raise ValueError(
@@ -206,7 +206,9 @@ def needs_priority(sampler: Sampler, what: str) -> None:
 
 
 def check_priority(priority: Any, shape: tuple[int, ...], axes: str) -> Float[Array, "..."]:
-    """Priorities of rows. One that is too large is infinite, so that its row is refused, as others.
+    """Returns the priorities of rows as float32; one that is too large becomes infinite.
+
+    The row of an infinite priority is refused later, like others with an illegal priority.
 
     Raises:
         ValueError: If the shape differs, or they are not numbers.
@@ -215,14 +217,14 @@ def check_priority(priority: Any, shape: tuple[int, ...], axes: str) -> Float[Ar
 
 
 def needs_order(occupancy: Any, what: str) -> None:
-    """Refuse to go by age where nothing knows it.
+    """Checks that the occupancy keeps the order of insertion, which ages are derived from.
 
     Raises:
-        ValueError: If the occupancy keeps no order of time.
+        ValueError: If it does not.
     """
     if not occupancy.keeps_order:
         raise ValueError(
-            f"{what} goes by the age of items, but this buffer's {type(occupancy).__name__} does "
+            f"{what} uses the age of items, but this buffer's {type(occupancy).__name__} does "
             "not keep their order; create it with evictor=jaxbuf.Oldest()"
         )
 
@@ -235,12 +237,12 @@ def check_range(
     stop: Bound,
     flags: dict[str, bool],
 ) -> tuple[int, list[Int[Array, ""] | None]]:
-    """The arguments of ``sample_range``, checked: how many rows, and the bounds of the range.
+    """Checks the arguments of ``sample_range``, and returns the number of rows and the bounds.
 
     Raises:
-        ValueError: If the occupancy keeps no order of time, ``batch_size`` is not an integer of at
-            least 1, a flag is neither True nor False, a bound is not an integer, or
-            ``by_priority`` is asked of a sampler that has no priorities or cannot tell them.
+        ValueError: If the occupancy does not keep the order of insertion, ``batch_size`` is not an
+            integer of at least 1, a flag is neither True nor False, a bound is not an integer, or
+            ``by_priority`` is True and the sampler has no priorities or is not a ``KnownSampler``.
     """
     needs_order(buffer.occupancy, "sample_range")
     rows = check_batch_size(batch_size)
@@ -270,7 +272,7 @@ def pick(
     by_priority: bool,
     replacement: bool,
 ) -> Draw:
-    """Rows from the items of an age range, in order of age; see ``sample_range`` of the buffers."""
+    """Draws rows from a range of ages, in order of age; see ``sample_range`` of the buffers."""
     ages = buffer.occupancy.age_range(*bounds)
     if by_priority:
         return _pick_by_priority(buffer, key, rows, ages, replacement=replacement)
@@ -291,7 +293,7 @@ def pick(
 def _pick_by_priority(
     buffer: Any, key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
 ) -> Draw:
-    """Rows from an age range by the probabilities that the sampler gives its items."""
+    """Draws rows from a range of ages with probabilities proportional to the sampler's."""
     sampler = buffer.sampler
     capacity = ages.most * ages.count.shape[0]
     rank = jnp.arange(capacity, dtype=jnp.int32)
@@ -318,7 +320,7 @@ def _pick_by_priority(
 
 
 def newest(occupancy: Any, n: int) -> Draw:
-    """The ``n`` newest items of each ring, ring by ring in order of age.
+    """Draws the ``n`` newest items of each ring, ordered by ring and then by age.
 
     Raises:
         ValueError: If ``n`` is more than a ring can hold.
@@ -337,13 +339,13 @@ def gather(
     capacity: int,
     read: Callable[[Int[Array, " B"]], PyTree[Array]],
 ) -> Sample:
-    """What was drawn; rows that are not valid have index ``capacity`` and probability 0.
+    """Returns the sample of a draw; invalid rows have index ``capacity`` and probability 0.
 
     Args:
-        occupancy: Where it was drawn from.
+        occupancy: The occupancy of the buffer.
         draw: The draw.
-        capacity: Of the buffer.
-        read: The data at the indices.
+        capacity: The capacity of the buffer.
+        read: Returns the data at given indices.
     """
     index = jnp.where(draw.valid, draw.index, capacity)
     slots = Slots(index=index, generation=occupancy.generation(index))
@@ -354,12 +356,12 @@ def gather(
 def check_steps(
     data: PyTree[Array], steps: PyTree[Array], num_envs: int
 ) -> tuple[PyTree[Array], tuple[int, ...]]:
-    """The steps as arrays ``[num_envs, T, *shape]``, and the leading axes they came with.
+    """Returns steps as arrays ``[num_envs, T, *shape]``, and the leading axes they came with.
 
     Args:
-        data: Leaves ``[:, :, *shape]`` that are to hold them.
-        steps: One step, or ``T`` of them, of each environment.
-        num_envs: How many there are.
+        data: The storage for the steps, leaves ``[:, :, *shape]``.
+        steps: One step or ``T`` steps of each environment.
+        num_envs: The number of environments.
 
     Raises:
         ValueError: If a structure, shape or dtype differs.
@@ -374,10 +376,14 @@ def check_steps(
 
 
 def check_step_mask(mask: Any, batch: tuple[int, ...]) -> Bool[Array, "E T"]:
-    """A mask of steps with the leading axes ``batch``, one number or ``T`` for each environment.
+    """Returns a mask of steps, given one value or ``T`` values for each environment.
+
+    Args:
+        mask: The mask, ``[num_envs]`` or ``[num_envs, T]``.
+        batch: The leading axes of the steps, ``(num_envs,)`` or ``(num_envs, T)``.
 
     Raises:
-        ValueError: If it has another shape, or is no mask.
+        ValueError: If it has another shape, or is not a mask.
     """
     num_envs, *steps = batch
     one = np.ndim(mask) == 1
@@ -392,7 +398,7 @@ def check_step_mask(mask: Any, batch: tuple[int, ...]) -> Bool[Array, "E T"]:
 def check_update(
     sampler: Sampler, slots: Slots, priority: Any, mask: Any
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"] | None]:
-    """The arguments of ``update_priority``, checked: the priorities, and the mask if there is one.
+    """Checks the arguments of ``update_priority``, and returns the priorities and the mask, if any.
 
     Raises:
         ValueError: If the sampler has no priorities, or a shape differs.

@@ -1,4 +1,4 @@
-"""The rows of a batch on their way from the shards that hold them to where they belong."""
+"""The exchange of the rows of a batch between devices, from the shards that hold them."""
 
 import functools
 import math
@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.core import collectives
 
-# A batch of no more bytes is exchanged at once, as if every row came from every device.
+# A batch of at most this many bytes is exchanged in a single step, with room for every row from
+# every device.
 _AT_ONCE = 2**20
 
 
@@ -24,19 +25,20 @@ def exchange(
     nbytes: int,
     axis: str,
 ) -> PyTree[Array]:
-    """The rows of a batch that belong on this device, from whichever shards hold them.
+    """Returns the rows of a batch that belong on this device, from the shards that hold them.
 
     Args:
-        fetch: Of ``(shard, number, position)`` the rows ``[n, ...]`` that a shard of this device
-            has at these positions of the batch ``[n]``; anything for those of others.
+        fetch: A function of ``(shard, number, position)`` that returns the rows ``[n, ...]`` of the
+            batch at positions ``[n]`` which a shard of this device holds; rows of other shards are
+            arbitrary.
         shards: The shards of this device, leaves ``[L, ...]``.
-        shard: The shard of each row, the same on every device.
-        count: How many shards there are, ``S``.
-        nbytes: Size of a row.
+        shard: The shard of each row, ``[B]``, the same on every device.
+        count: The number of shards, ``S``.
+        nbytes: The size of a row in bytes.
         axis: The axis of the mesh.
 
     Returns:
-        Leaves ``[B / D, ...]``.
+        The rows of this device, leaves ``[B / D, ...]``.
     """
     rows = shard.shape[0]
     numbers = numbers_of(shards, axis)
@@ -44,7 +46,7 @@ def exchange(
     devices, here, mine = count // local, lax.axis_index(axis), local * each
 
     def send(position: Int[Array, " n"]) -> PyTree[Array]:
-        """An equal number of rows to each device, and those that it gets."""
+        """Sends the same number of rows to each device, and returns the received rows."""
         found = jax.vmap(functools.partial(fetch, position=position))(shards, numbers)
         own = jnp.clip(shard.at[position].get(mode="clip") - numbers[0], 0, local - 1)
         row = jnp.arange(position.shape[0], dtype=jnp.int32)
@@ -59,7 +61,8 @@ def exchange(
         got = jax.tree.map(lambda leaf: leaf.reshape(devices, mine, *leaf.shape[1:]), got)
         return jax.tree.map(lambda leaf: leaf[origin[here], row], got)
 
-    # Most rows lie where they belong. The others go in rounds of a few from each device to each.
+    # Most rows are already on the device where they belong. The others are sent in rounds of a few
+    # rows between each pair of devices.
     home = position[here].reshape(local, each)
     kept = jax.vmap(fetch)(shards, numbers, home)
     kept = jax.tree.map(lambda leaf: leaf.reshape(mine, *leaf.shape[2:]), kept)
@@ -72,7 +75,7 @@ def exchange(
     to_me = moves[here][None] & (origin[here][None] == device)
 
     def listed(which: Bool[Array, "D b"], turn: Array, values: Any, none: int) -> Int[Array, "D w"]:
-        """The rows that each device gives or gets in this round."""
+        """Returns the rows that each device sends or receives in this round."""
         rank = jnp.cumsum(which, axis=1, dtype=jnp.int32) - 1
         place = jnp.where(which & (rank // width == turn), rank % width, width)
         empty = jnp.full((devices, width), none, jnp.int32)
@@ -87,10 +90,10 @@ def exchange(
 
 
 def places(shard: Int[Array, " B"], count: int) -> Int[Array, " B"]:
-    """Which row comes to each place of the batch, if as many as can be stay with their shard.
+    """Returns the row for each place of the batch, so that most rows stay with their shard.
 
-    The first ``B / S`` rows of each shard lie in its own block. The others fill the gaps in the
-    blocks of shards that have fewer.
+    The first ``B / S`` rows of each shard are placed in its own block. The other rows fill the gaps
+    in the blocks of shards with fewer rows.
     """
     if count == 1:
         return jnp.arange(shard.shape[0], dtype=jnp.int32)
@@ -109,6 +112,6 @@ def places(shard: Int[Array, " B"], count: int) -> Int[Array, " B"]:
 
 
 def numbers_of(shards: PyTree[Array], axis: str) -> Int[Array, " L"]:
-    """Which shards are on this device."""
+    """Returns the numbers of the shards on this device."""
     local = jax.tree.leaves(shards)[0].shape[0]
     return lax.axis_index(axis) * local + jnp.arange(local, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""A buffer in the memory of the host, whose batches go to an accelerator."""
+"""A buffer in host memory that sends its batches to an accelerator."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,25 +20,25 @@ from jaxbuf.strategies.protocols import Support
 
 @dataclasses.dataclass(frozen=True)
 class _Contents:
-    """How many items, or windows, there are."""
+    """The number of items, or windows, for importance weights."""
 
     size: Any
 
 
 class Hosted(OwnPrograms, struct.PyTreeNode):
-    """A buffer that lies on a CPU device of this process, while its batches go to an accelerator.
+    """A buffer on a CPU device of this process that sends its batches to an accelerator.
 
-    The host usually has more memory than the accelerator. All of the buffer stays there and is
-    updated in place, with the native kernels of the CPU; only batches travel. It gives the same
-    batches as the buffer that ``make`` makes, bit for bit.
+    The host usually has more memory than the accelerator. The whole buffer stays on the host, where
+    it is updated in place by the native CPU kernels; only batches are transferred. The batches are
+    bitwise equal to those of the buffer that ``make`` returns.
 
-    The methods are those of the buffer inside, but they are called from Python: each runs a program
-    of its own on the CPU, so ``jax.jit``, ``jax.lax.scan`` and ``jax.vmap`` cannot call them. What
-    is passed to them may be on any device of this process. A method that changes the buffer
-    consumes it, unless it is told ``donate=False``, and returns the one to go on with.
+    It has the methods of the buffer inside, but they must be called from Python: each of them runs
+    its own program on the CPU, so they cannot be called within ``jax.jit``, ``jax.lax.scan`` or
+    ``jax.vmap``. Arguments may be on any device of this process. A method that changes the buffer
+    returns the new buffer and consumes the old one, unless it is called with ``donate=False``.
 
-    **Drawing while the accelerator works.** JAX returns before a step is done. So draw the next
-    batch after the step was called, and before its TD errors are asked for:
+    **Drawing while the accelerator works.** JAX dispatches a step asynchronously. Draw the next
+    batch after calling the step and before using its TD errors:
 
     >>> import jax, jax.numpy as jnp, jaxbuf
     >>> item = {"obs": jnp.zeros(3), "reward": jnp.float32(0)}
@@ -55,21 +55,21 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     ...     buffer = jaxbuf.update_priority(buffer, batch.slots, td_error)  # waits for the step
     ...     batch = following
 
-    Priorities are one step late this way, as the next batch is drawn before they are set. A row
+    Priorities are then one step late, because the next batch is drawn before they are set. A row
     whose item has been overwritten in the meantime is dropped, as always. Keep keys on
-    ``buffer.device``, as here: one that is computed on the accelerator is there only after the step
-    before it, and the draw would wait for that.
+    ``buffer.device``, as in this example: a key that is computed on the accelerator is available
+    only after the step before it, and the draw would wait for that.
 
-    ``jaxbuf.save`` and ``jaxbuf.load`` take it like any other buffer, and its devices may be others
-    when it is loaded. Give it to a ``jaxbuf.Holder`` where several threads use it.
+    ``jaxbuf.save`` and ``jaxbuf.load`` accept it like any other buffer, and it may be loaded onto
+    other devices. If several threads use it, put it into a ``jaxbuf.Holder``.
 
     Attributes:
         buffer: The buffer itself; its arrays are on ``device``.
-        to: The device that batches are put on, or the sharding that they get.
+        to: The device or the sharding of the batches.
         device: The CPU device.
 
     References:
-        Hoffman et al., Acme, 2020: batches that are fetched for the next step while the present one
+        Hoffman et al., Acme, 2020, which fetches the batch of the next step while the present step
         runs.
     """
 
@@ -78,7 +78,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     device: Any = struct.field(pytree_node=False, default=None)
 
     def __post_init__(self) -> None:
-        # A function when users call the class; a buffer when JAX puts the fields together again.
+        # Users pass a function; JAX passes the buffer when it unflattens the pytree.
         if callable(self.buffer):
             device = _cpu()
             object.__setattr__(self, "buffer", _make(self.buffer, device))
@@ -87,21 +87,20 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
 
     @classmethod
     def create(cls, make: Callable[[], Any], to: Any = None) -> Self:
-        """An empty buffer in the memory of the host.
-
-        ``Hosted(make, to)`` is the same.
+        """Creates an empty buffer in host memory; ``Hosted(make, to)`` does the same.
 
         Args:
-            make: Makes the buffer, such as ``lambda: jaxbuf.ItemBuffer.create(item, 10**6)``. It
-                is called once, with the CPU as the default device.
-            to: Where batches go: a device, or a sharding such as
+            make: A function that creates the buffer, such as
+                ``lambda: jaxbuf.ItemBuffer.create(item, 10**6)``. It is called once, with the CPU
+                as the default device.
+            to: The destination of batches: a device, or a sharding such as
                 ``NamedSharding(mesh, PartitionSpec("data"))``, which splits their rows among
                 several devices. By default the first device of this process.
 
         Raises:
-            ValueError: If ``make`` is no function that makes a buffer to sample from, ``to`` is
-                neither a device nor a sharding of rows, this process has no CPU device, or this is
-                called inside of ``jax.jit`` or another transformation.
+            ValueError: If ``make`` is not a function that returns a buffer with ``sample``, ``to``
+                is neither a device nor a sharding of rows, this process has no CPU device, or this
+                is called inside of ``jax.jit`` or another transformation.
         """
         if not callable(make):
             raise ValueError(
@@ -111,61 +110,63 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         return cls(make, to=to)
 
     def __repr__(self) -> str:
-        """Where it is and where batches go, and what is in the buffer."""
+        """Describes the devices and the buffer inside."""
         inner = describe.text(self.buffer).replace("\n", "\n  ")
         return f"Hosted: on {self.device}, batches go to {self.to}\n  {inner}"
 
     @property
     def capacity(self) -> int:
-        """Most items, or steps, held at a time."""
+        """The largest number of items, or steps, that the buffer can hold."""
         return self.buffer.capacity
 
     @property
     def size(self) -> Int[Array, ""]:
-        """Items, or steps, held now."""
+        """The number of items, or steps, that the buffer holds."""
         return self._call("_size", {})
 
     @property
     def occupancy(self) -> _Contents:
-        """How many items, or windows, there are, as importance weights ask for it."""
+        """An object whose ``size`` is the number of items, or windows, for importance weights."""
         return _Contents(np.asarray(self._call("_count", {})))
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
-        """Whether there are at least ``batch_size`` items, or windows, that can be drawn."""
+        """Returns whether at least ``batch_size`` items, or windows, can be drawn."""
         return self._call("can_sample", {"batch_size": batch_size})
 
     def add(self, items: PyTree[Array], *, donate: bool = True, **options: Any) -> Self:
-        """Add items, which are brought to the host.
+        """Adds items, which are transferred to the host.
 
         Args:
-            items: What to add, as for the buffer inside.
-            donate: False keeps this buffer usable, at the price of a copy of all it holds.
-            **options: Those of the buffer's own ``add``.
+            items: The items, as for the buffer inside.
+            donate: False keeps this buffer usable, at the cost of a copy of its whole contents.
+            **options: Options of the buffer's own ``add``.
 
         Returns:
             The buffer with the items.
 
         Raises:
-            ValueError: As ``jaxbuf.add``, or if this is called inside of ``jax.jit`` or another
-                transformation.
+            ValueError: As raised by ``jaxbuf.add``, or if this is called inside of ``jax.jit`` or
+                another transformation.
         """
         items, options = self._here("add", (items, options))
         return self.replace(buffer=ops.add(self.buffer, items, donate=donate, **options))
 
     def sample(self, key: PRNGKeyArray, batch_size: int, **options: Any) -> Sample:
-        """Draw a batch on the host, and send it to where batches go.
+        """Draws a batch on the host, and transfers it to ``to``.
 
         Args:
-            key: A PRNG key, best on ``device``.
-            batch_size: Rows ``B``.
-            **options: Those of the buffer's own ``sample``.
+            key: A PRNG key, preferably on ``device``.
+            batch_size: The number of rows ``B``.
+            **options: Options of the buffer's own ``sample``.
 
         Returns:
-            A ``Sample`` of ``B`` rows with all of its arrays on ``to``. It may still be on its way.
+            A ``Sample`` of ``B`` rows with all of its arrays on ``to``. The transfer may still be
+            in progress.
 
         Raises:
-            ValueError: As ``jaxbuf.sample``, if the devices of ``to`` cannot share so many rows
-                equally, or if this is called inside of ``jax.jit`` or another transformation.
+            ValueError: As raised by ``jaxbuf.sample``, if the rows cannot be split equally among
+                the devices of ``to``, or if this is called inside of ``jax.jit`` or another
+                transformation.
         """
         key, options = self._here("sample", (key, options))
         self._check_rows(common.check_batch_size(batch_size))
@@ -174,18 +175,18 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     def next_batch(
         self, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
     ) -> tuple[Self, Sample]:
-        """Draw the next batch of a pass on the host, and send it to where batches go.
+        """Draws the next batch of a pass on the host, and transfers it to ``to``.
 
         Args:
-            key: A PRNG key, best on ``device``.
-            batch_size: Rows ``B``.
-            donate: False keeps this buffer usable, at the price of a copy of all it holds.
+            key: A PRNG key, preferably on ``device``.
+            batch_size: The number of rows ``B``.
+            donate: False keeps this buffer usable, at the cost of a copy of its whole contents.
 
         Returns:
-            The buffer to go on with, and a ``Sample`` with all of its arrays on ``to``.
+            The new buffer, and a ``Sample`` with all of its arrays on ``to``.
 
         Raises:
-            ValueError: As ``jaxbuf.next_batch`` and ``sample``.
+            ValueError: As raised by ``jaxbuf.next_batch`` and ``sample``.
         """
         key = self._here("next_batch", key)
         self._check_rows(common.check_batch_size(batch_size))
@@ -202,7 +203,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         by_priority: bool = False,
         replacement: bool = False,
     ) -> Sample:
-        """Draw a batch from a range of ages, as ``sample_range`` of the buffer inside does."""
+        """Draws a batch from a range of ages, like ``sample_range`` of the buffer inside."""
         rows = common.check_batch_size(batch_size)
         self._check_rows(rows)
         batch = self._call(
@@ -215,7 +216,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         return jax.device_put(batch, self.to)
 
     def latest(self, n: int) -> Sample:
-        """The ``n`` newest items, or windows of every ring, as of the buffer inside."""
+        """Returns the ``n`` newest items, or windows of every ring, like the buffer inside."""
         n = common.check_count("n", n)
         self._check_rows(n * getattr(self.buffer, "num_envs", 1))
         return jax.device_put(self._call("latest", {}, n=n), self.to)
@@ -223,20 +224,20 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     def update_priority(
         self, slots: Slots, priority: Float[Array, " B"], *, donate: bool = True, **options: Any
     ) -> Self:
-        """Set priorities of sampled items, which are brought to the host.
+        """Sets the priorities of sampled items, which are transferred to the host.
 
         Args:
-            slots: Which items: ``sample.slots``, ``[B]``.
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
             priority: The new priorities, ``[B]``.
-            donate: False keeps this buffer usable, at the price of a copy of all it holds.
-            **options: Those of the buffer's own ``update_priority``.
+            donate: False keeps this buffer usable, at the cost of a copy of its whole contents.
+            **options: Options of the buffer's own ``update_priority``.
 
         Returns:
             The buffer with the new priorities.
 
         Raises:
-            ValueError: As ``jaxbuf.update_priority``, or if this is called inside of ``jax.jit`` or
-                another transformation.
+            ValueError: As raised by ``jaxbuf.update_priority``, or if this is called inside of
+                ``jax.jit`` or another transformation.
         """
         given = (slots, priority, options)
         slots, priority, options = self._here("update_priority", given)
@@ -246,7 +247,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     def mark_used(
         self, slots: Slots, *, mask: Bool[Array, " B"] | None = None, donate: bool = True
     ) -> Self:
-        """Count a use of each sampled item, as ``mark_used`` of a buffer with ``Freshness``."""
+        """Counts a use of each sampled item, like ``mark_used`` of a buffer with ``Freshness``."""
         return self._change("mark_used", {"slots": slots, "mask": mask}, donate)
 
     def set_version(
@@ -256,35 +257,36 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         *,
         donate: bool = True,
     ) -> Self:
-        """Tell the learner's version, as ``set_version`` of a buffer with ``Freshness``."""
+        """Sets the learner's version, like ``set_version`` of a buffer with ``Freshness``."""
         return self._change("set_version", {"version": version, "session": session}, donate)
 
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
-        """How often each sampled item was used, ``[B]``, on ``device``."""
+        """Returns the number of uses of each sampled item, ``[B]``, on ``device``."""
         return self._call("use_count", {"slots": slots})
 
     def staleness(self, slots: Slots) -> Int[Array, " B"]:
-        """How many versions each sampled item is behind, ``[B]``, on ``device``."""
+        """Returns the staleness of each sampled item, in versions, ``[B]``, on ``device``."""
         return self._call("staleness", {"slots": slots})
 
     def clear(self, *, donate: bool = True) -> Self:
-        """The buffer without its items. Slots sampled before stay stale; counters go on."""
+        """Returns the buffer without items; earlier slots remain stale, counters are kept."""
         return self._change("clear", {}, donate)
 
     def support(self) -> Support:
-        """How many items can be drawn, and the least probability among them, as NumPy scalars.
+        """Returns the number of items that can be drawn, and their least probability.
 
-        These fit arrays of any device, which ``jaxbuf.importance_weights`` needs.
+        Both are NumPy scalars, which can be combined with arrays on any device, as
+        ``jaxbuf.importance_weights`` requires.
         """
         count, least = self._call("_support", {})
         return Support(np.asarray(count), np.asarray(least))  # pyright: ignore[reportArgumentType]
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, those of the buffer inside; scalars on ``device``."""
+        """Returns the metrics of the buffer inside, scalars on ``device``."""
         return self._call("metrics", {})
 
     def _call(self, method: str, given: dict[str, Any], donate: bool = False, **static: Any) -> Any:
-        """What a method of the buffer says of arguments that are traced and others that are not."""
+        """Calls a method of the buffer, jitted, with traced (``given``) and static arguments."""
         given = self._here(method, given)
         if method not in _OTHERS:
             check_options(self.buffer, method, {})
@@ -296,10 +298,11 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         return self.replace(buffer=self._call(method, given, donate))
 
     def _here(self, method: str, tree: Any) -> Any:
-        """The tree with its arrays on the CPU device.
+        """Returns the tree with its arrays on the CPU device.
 
         Raises:
-            ValueError: If something is being traced, or an array is not on devices of this process.
+            ValueError: If called inside of a transformation, or if an array is not on devices of
+                this process.
         """
         method = method.lstrip("_")
         if not is_outside():
@@ -310,7 +313,8 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
             )
         trees.leaves(tree, f"the argument of {method}")
 
-        # Given a device only, an array that was split over an explicit mesh would keep its type.
+        # With a device instead of a sharding, an array that is split over a mesh with explicit axes
+        # would keep its sharding in its type.
         here = jax.sharding.SingleDeviceSharding(self.device)
 
         def bring(leaf: Any) -> Any:
@@ -326,10 +330,10 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         return jax.tree.map(bring, tree)
 
     def _check_rows(self, rows: int) -> None:
-        """Refuse batches that cannot be split.
+        """Checks that a batch can be split among the devices of ``to``.
 
         Raises:
-            ValueError: If the devices of ``to`` cannot share so many rows equally.
+            ValueError: If the rows cannot be split equally.
         """
         if isinstance(self.to, jax.sharding.Sharding):
             try:
@@ -360,10 +364,10 @@ _OTHERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _cpu() -> Any:
-    """A CPU device of this process.
+    """Returns a CPU device of this process.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If this process has no CPU device, or this is called inside of a transformation.
     """
     if not is_outside():
         raise ValueError(
@@ -380,10 +384,10 @@ def _cpu() -> Any:
 
 
 def _make(make: Callable[[], Any], device: Any) -> Any:
-    """The buffer, committed to the device.
+    """Creates the buffer, and commits it to the device.
 
     Raises:
-        ValueError: If it is no buffer to sample from.
+        ValueError: If it is not a buffer with ``sample``.
     """
     with jax.default_device(device):
         buffer = make()
@@ -394,10 +398,10 @@ def _make(make: Callable[[], Any], device: Any) -> Any:
 
 
 def _check_to(to: Any) -> Any:
-    """Where batches go.
+    """Returns the checked destination of batches, by default the first device.
 
     Raises:
-        ValueError: If it is no device, and no sharding of rows.
+        ValueError: If it is neither a device nor a sharding of rows.
     """
     if to is None:
         return jax.local_devices()[0]

@@ -27,21 +27,22 @@ from jaxbuf.strategies.samplers import Uniform
 class ItemBuffer(Body):
     """Up to ``capacity`` independent items: transitions, whole padded trajectories, states.
 
-    The buffer is one immutable pytree, its configuration static: it goes through ``jit``, ``scan``,
-    ``vmap`` and checkpoints as it is. Its methods are pure and return new buffers.
-    ``jaxbuf.add``, ``jaxbuf.sample`` and ``jaxbuf.update_priority`` are the same, jitted.
+    The buffer is a single immutable pytree with static configuration, so it can be passed through
+    ``jit``, ``scan``, ``vmap`` and checkpoints like any other pytree. Its methods are pure and
+    return new buffers. ``jaxbuf.add``, ``jaxbuf.sample`` and ``jaxbuf.update_priority`` are jitted
+    versions of them.
 
     Attributes:
         data: The items, leaves ``[capacity, ...]``.
-        occupancy: Which slots are live.
-        sampler_state: What the sampler keeps.
-        counters: Items added, rows rejected, and rows refused for other reasons so far, by name in
-            ``counter_names``, ``[K]`` uint32; they wrap.
-        extra_states: What each of the extras keeps.
-        sampler: How items are drawn.
-        extras: The parts beside sampler and evictor: limits on freshness, a diversity filter, and
-            your own.
-        evictor: What makes room for new ones.
+        occupancy: Records which slots are live.
+        sampler_state: The state of the sampler.
+        counters: The numbers of items added, rows rejected, and rows refused for other reasons so
+            far, in the order of ``counter_names``, ``[K]`` uint32, which wrap.
+        extra_states: The state of each of the extras.
+        sampler: The sampler, which draws items.
+        extras: The parts besides sampler and evictor: limits on freshness, a diversity filter, and
+            your own parts.
+        evictor: The evictor, which makes room for new items.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -71,22 +72,22 @@ class ItemBuffer(Body):
         diversity: Diversity | None = None,
         parts: tuple[Part, ...] = (),
     ) -> Self:
-        """An empty buffer.
+        """Creates an empty buffer.
 
         Args:
-            example: One unbatched item: arrays or ``jax.ShapeDtypeStruct``. Only shapes and dtypes
-                matter.
-            capacity: Most items held at a time.
-            sampler: How items are drawn.
-            evictor: What makes room for new ones.
-            freshness: Retires items that were used enough or are too stale; None retires none.
-            diversity: Refuses new items that are too close to others; None refuses none.
-            parts: Parts of your own, which derive from ``jaxbuf.strategies.Part``.
+            example: One unbatched item of arrays or ``jax.ShapeDtypeStruct``. Only shapes and
+                dtypes matter.
+            capacity: The largest number of items that the buffer can hold.
+            sampler: Draws items.
+            evictor: Chooses the items that make room for new ones.
+            freshness: Retires items that were used often enough or are too stale; None disables it.
+            diversity: Refuses new items that are too close to others; None disables it.
+            parts: Your own parts, which derive from ``jaxbuf.strategies.Part``.
 
         Raises:
-            ValueError: If ``capacity`` is not an integer from 1 to 2**30, ``example`` holds
-                anything but arrays or takes more memory than there is, or ``diversity`` compares a
-                field that items do not have.
+            ValueError: If ``capacity`` is not an integer in ``[1, 2**30]``, ``example`` holds
+                anything but arrays or needs more memory than is available, or ``diversity``
+                compares a field that items do not have.
         """
         capacity = sizes.check_count("capacity", capacity)
         common.check_sampler(sampler)
@@ -115,21 +116,21 @@ class ItemBuffer(Body):
 
     @property
     def capacity(self) -> int:
-        """Most items held at a time."""
+        """The largest number of items that the buffer can hold."""
         return self.occupancy.capacity
 
     @property
     def size(self) -> Int[Array, ""]:
-        """Items held now."""
+        """The number of items that the buffer holds."""
         return self.occupancy.size
 
     @property
     def live(self) -> Bool[Array, " N"]:
-        """Which slots hold an item, ``[capacity]``.
+        """A mask of the slots that hold an item, ``[capacity]``.
 
-        Items leave in many ways: others take their slot, they are used enough or become too stale.
-        What is here now tells what has left. Where items name rows of a ``Store``, those that no
-        item names can be deleted:
+        Items leave in many ways: they are overwritten, have been used often enough, or become too
+        stale. The items that are live now show which ones have left. For example, if items refer to
+        rows of a ``Store``, rows that no live item refers to can be deleted:
 
         >>> import jax.numpy as jnp, numpy as np, jaxbuf
         >>> buffer = jaxbuf.ItemBuffer.create({"row": jnp.int32(0)}, capacity=2)
@@ -141,7 +142,7 @@ class ItemBuffer(Body):
         return self.occupancy.live(jnp.arange(self.capacity, dtype=jnp.int32))
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
-        """Whether there are at least ``batch_size`` items that can be drawn."""
+        """Returns whether at least ``batch_size`` items can be drawn."""
         return self.support().count >= common.check_wanted(batch_size)
 
     def add(
@@ -154,26 +155,30 @@ class ItemBuffer(Body):
         session: Int[Array, " B"] | None = None,
         mask: Bool[Array, " B"] | None = None,
     ) -> Self:
-        """Add a batch of items; of more than ``capacity``, the last ones stay.
+        """Adds a batch of items; if there are more than ``capacity``, the last ones are kept.
 
         Args:
-            items: Leaves ``[B, *shape]``, in the example's dtypes.
-            priority: Of each item, ``[B]``; finite and not negative. A row with another is refused
-                and counted in ``metrics()["rejected"]``. Without, new items get the larger of the
-                sampler's ``initial_priority`` and the largest priority in the buffer.
-            score: Of each item, ``[B]``, for whatever here goes by it; any number, infinities
-                included. A row with NaN is refused and counted.
-            version: Of the policy that made each item, ``[B]`` int32, for ``Freshness``; without,
-                the learner's own. A row that is too stale already is refused, evicts nothing, and
-                is counted in ``metrics()["refused_stale"]``.
-            session: Of the learner whose policy that was, ``[B]`` int32, for ``Freshness``;
-                without, the learner's own. A row of another session is refused as too stale.
-            mask: Which rows to take, ``[B]``; the others cost no slot.
+            items: The items, leaves ``[B, *shape]`` with the example's dtypes.
+            priority: Priorities, ``[B]``, finite and not negative. A row with any other priority is
+                refused and counted in ``metrics()["rejected"]``. By default new items get the
+                larger of the sampler's ``initial_priority`` and the largest priority in the buffer.
+            score: Scores, ``[B]``, used by the sampler, evictor or diversity filter. May be
+                infinite; a row with NaN is refused and counted in ``metrics()["rejected"]``.
+            version: Versions of the policies that generated the items, ``[B]`` int32, for
+                ``Freshness``; by default the learner's version. A row that is too stale already is
+                refused, evicts nothing, and is counted in ``metrics()["refused_stale"]``.
+            session: Sessions of the learner in which the items were generated, ``[B]`` int32, for
+                ``Freshness``; by default the learner's session. A row of another session is refused
+                as too stale.
+            mask: A mask of the rows to add, ``[B]``; masked-out rows take no slot.
+
+        Returns:
+            The buffer with the items.
 
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example, if
-                ``priority``, ``score``, ``version`` or ``session`` is given and nothing here uses
-                it, or if ``score`` is missing.
+                ``priority``, ``score``, ``version`` or ``session`` is given but not used by the
+                buffer, or if ``score`` is missing.
         """
         self = common.check_single(self)
         items, rows, value, illegal = self._check(items, priority, score, version, session, mask)
@@ -184,7 +189,7 @@ class ItemBuffer(Body):
     def _put(
         self, items: PyTree[Array], rows: Rows, value: Any, illegal: dict[str, Bool[Array, " B"]]
     ) -> Self:
-        """Refuse rows, place the others, write them, and tell everybody."""
+        """Refuses rows, places and writes the others, and updates the sampler and the parts."""
         counts: dict[str, Array] = {}
         rows = refuse(illegal, rows, counts)
         for part, state in self._parts():
@@ -201,19 +206,19 @@ class ItemBuffer(Body):
         )
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
-        """Draw a batch.
+        """Draws a batch.
 
         Args:
             key: A PRNG key.
-            batch_size: Rows ``B``; static.
+            batch_size: The number of rows ``B``; static.
 
         Returns:
-            A ``Sample``. Its shapes never depend on what the buffer holds: rows that cannot be
-            drawn have ``valid`` False, probability 0 and index ``capacity``.
+            A ``Sample``. Its shapes do not depend on the contents of the buffer: rows that cannot
+            be drawn have ``valid`` False, probability 0 and index ``capacity``.
 
         Raises:
-            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` not a single
-                key.
+            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` is not a
+                single key.
         """
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
@@ -221,14 +226,15 @@ class ItemBuffer(Body):
         return self._sample(key, rows)
 
     def clear(self) -> Self:
-        """The buffer without its items. Slots sampled before stay stale; counters go on.
+        """Returns the buffer without its items.
 
-        Shares no array with the original, so that either may be donated.
+        Slots sampled before remain stale, and counters keep their values. The result shares no
+        array with the original, so that either may be donated.
         """
         return self._cleared(self.capacity)
 
     def options(self) -> dict[str, Any]:
-        """The strategies that it was created with, as keyword arguments of ``create``."""
+        """Returns the strategies of the buffer, as keyword arguments of ``create``."""
         return {**super().options(), "evictor": self.evictor, "diversity": self.diversity}
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
@@ -237,18 +243,18 @@ class ItemBuffer(Body):
     def _check(
         self, items: Any, priority: Any, score: Any, version: Any, session: Any, mask: Any
     ) -> tuple[PyTree[Array], Rows, Any, dict[str, Bool[Array, " B"]]]:
-        """What ``add`` was given, once it is known to fit.
+        """Checks the arguments of ``add`` and converts them to arrays.
 
         Returns:
-            The items; what is known of each row; the priorities, or scores, for the sampler; and
-            which rows are rejected because of these.
+            The items, the rows for the parts, the priorities or scores for the sampler, and a mask
+            of the rows to reject because of these.
         """
         items, (count,) = storage.check(self.data, items, "items", ("B",))
         shape, parts = (count,), (self.sampler, self.evictor, *self.extras)
         common.check_version_used(self.extras, version, session)
         score_used = [part for part in parts if part.uses_score]
         if score is None and score_used:
-            raise ValueError(f"{score_used[0]} goes by the score of items; pass score=[B] to add")
+            raise ValueError(f"{score_used[0]} uses the score of items; pass score=[B] to add")
         if score is not None and not score_used:
             raise ValueError(
                 f"score was given, but neither {self.sampler} nor {self.evictor} uses it; leave it "

@@ -1,4 +1,4 @@
-"""Rows of several owners, collected in lanes until an item is complete."""
+"""Lanes, in which rows of several owners are collected until an item is complete."""
 
 from typing import Self
 
@@ -9,25 +9,27 @@ from jaxtyping import Array, Bool, Int, UInt
 
 
 class Lanes(struct.PyTreeNode):
-    """``E`` owners that each fill a lane of ``length`` rows, and a line of ``W`` spare lanes.
+    """Lanes of ``length`` rows: one for each of ``E`` owners to fill, and ``W`` spare ones.
 
-    When an item is complete its lane joins the line, and its owner goes on in a free lane from
-    there. An item that completes while the line is full of waiting ones is refused: its rows go,
-    and its owner starts over. All of a rollout is placed at once, and no row of a lane twice.
+    The spare lanes form a queue. When an item is complete, its lane is moved to the queue, and its
+    owner is given a free lane from there. An item that is completed while no lane is free is
+    refused: its rows are lost, and its owner starts over in the same lane. A whole rollout is
+    placed at once, and no place of a lane is written twice.
 
-    The line is a ring of spare lanes. From ``head`` on come those that wait, oldest first, and then
-    those that are free, so that a completed lane is swapped with the first free one.
+    The queue is a ring of lanes. Beginning at ``head``, it has first the lanes of complete items
+    that are waiting, oldest first, and then the free lanes. A completed lane is swapped with the
+    first free one.
 
     Attributes:
         lane: The lane that each owner fills, ``[E]`` int32.
-        filled: How many rows it holds, ``[E]`` int32, below ``length``.
+        filled: The number of rows in that lane, ``[E]`` int32, less than ``length``.
         line: The spare lanes, ``[W]`` int32.
-        rows: How many rows each of them holds, ``[W]`` int32; arbitrary for free ones.
-        head: Where the line begins, ``[]`` int32.
-        waiting: How many complete items there are, ``[]`` int32.
-        counters: Items completed, of those the ones that ran out of rows, refused and dropped,
-            ``[4]`` uint32; they wrap.
-        length: Rows in a lane.
+        rows: The number of rows in each spare lane, ``[W]`` int32; arbitrary for free lanes.
+        head: The place in ``line`` where the queue begins, ``[]`` int32.
+        waiting: The number of complete items that are waiting, ``[]`` int32.
+        counters: The numbers of items completed, of items among them that filled their lane without
+            an end, of items refused, and of items dropped; ``[4]`` uint32, which wrap.
+        length: The number of rows in a lane.
     """
 
     lane: Int[Array, " E"]
@@ -41,7 +43,7 @@ class Lanes(struct.PyTreeNode):
 
     @classmethod
     def create(cls, owners: int, spare: int, length: int) -> Self:
-        """Empty lanes."""
+        """Creates empty lanes."""
         return cls(
             lane=jnp.arange(owners, dtype=jnp.int32),
             filled=jnp.zeros((owners,), jnp.int32),
@@ -55,12 +57,12 @@ class Lanes(struct.PyTreeNode):
 
     @property
     def count(self) -> int:
-        """Lanes, used and spare."""
+        """The number of all lanes, including spare ones."""
         return self.lane.shape[-1] + self.line.shape[-1]
 
     @property
     def held(self) -> Int[Array, " L"]:
-        """How many rows each lane holds, ``[count]``; those of free ones are none."""
+        """The number of rows in each lane, ``[count]``; 0 for free lanes."""
         order = (jnp.arange(self.line.size, dtype=jnp.int32) - self.head) % self.line.size
         rows = jnp.where(order < self.waiting, self.rows, 0)
         held = jnp.zeros((self.count,), jnp.int32)
@@ -72,23 +74,25 @@ class Lanes(struct.PyTreeNode):
         ends: Bool[Array, "E T"],
         begins: Bool[Array, "E T"] | None = None,
     ) -> tuple[Self, Int[Array, "E T"]]:
-        """Append rows to the items of their owners.
+        """Appends rows to the items of their owners.
 
         Args:
-            taken: Which rows there are, in order of time.
-            ends: Which of them end an item, full or not.
-            begins: Which of them begin one, whatever came before: what is not complete is dropped.
+            taken: A mask of the rows to append, in order of time.
+            ends: A mask of the rows that end an item, even if the lane is not full.
+            begins: A mask of the rows that begin a new item, so that the incomplete item before
+                them is dropped; None if no row does.
 
         Returns:
-            The new lanes; and where each row goes, ``lane * length + place``, past the end for rows
-            that are not there, or whose item was refused or dropped. No place is given twice.
+            The new lanes, and the place of each row, ``lane * length + place``. The place is past
+            the end for rows that are not taken, or whose item was refused or dropped. All other
+            places are different.
         """
         ends = taken & ends
         begins = jnp.zeros_like(taken) if begins is None else taken & begins
         rank = jnp.cumsum(taken, axis=1, dtype=jnp.int32) - taken.astype(jnp.int32)
         count = jnp.sum(taken, axis=1, keepdims=True, dtype=jnp.int32)
-        # An item starts at the last row that begins one or follows an end; full lanes follow from
-        # there, one every ``length`` rows.
+        # An item starts at the last row that begins one or follows an end. From there on, a lane is
+        # full every ``length`` rows, and a new item starts.
         first = -self.filled[:, None]
         start, stop = jnp.where(begins, rank, first), jnp.where(ends, rank + 1, first)
         before = _before(jnp.maximum(start, stop), first)
@@ -120,11 +124,13 @@ class Lanes(struct.PyTreeNode):
         return lanes, target
 
     def take(self, rows: int) -> tuple[Self, Int[Array, " K"], Int[Array, " K"], Bool[Array, " K"]]:
-        """The ``rows`` items that wait longest; their lanes are free from the next ``place`` on.
+        """Takes up to ``rows`` waiting items, the oldest first.
+
+        Their lanes must be read before the next ``place``, which may overwrite them.
 
         Returns:
-            The lanes without them; and for each row its lane, how many rows are in it, 0 if there
-            is no item, and whether there is one.
+            The lanes without these items; the lane of each item; the number of rows in it, 0 if
+            there is no item; and a mask of the items, since fewer may be waiting.
         """
         row = jnp.arange(rows, dtype=jnp.int32)
         there = row < self.waiting
@@ -136,7 +142,7 @@ class Lanes(struct.PyTreeNode):
         return lanes, self.line[spot], jnp.where(there, self.rows[spot], 0), there
 
     def drop(self, owners: Bool[Array, " E"]) -> Self:
-        """Start over: what these owners have not completed is dropped and counted."""
+        """Drops and counts the incomplete items of these owners."""
         dropped = jnp.sum(owners & (self.filled > 0), dtype=jnp.uint32)
         return self.replace(
             filled=jnp.where(owners, 0, self.filled),
@@ -144,7 +150,7 @@ class Lanes(struct.PyTreeNode):
         )
 
     def clear(self) -> Self:
-        """No rows and nothing that waits; counters go on. Shares no array with the original."""
+        """Returns empty lanes that keep the counters, and share no array with the original."""
         return self.replace(
             lane=self.lane.copy(),
             filled=jnp.zeros_like(self.filled),
@@ -156,23 +162,27 @@ class Lanes(struct.PyTreeNode):
         )
 
     def _after(self, order: Int[Array, "E T"]) -> Int[Array, "E T"]:
-        """The lane of each owner once its item of this number has joined the line; −1: none has."""
+        """Returns the lane of each owner after its item with this number joined the queue.
+
+        A number of −1 means that none of its items has joined the queue.
+        """
         free = self.line[(self.head + self.waiting + order) % self.line.size]
         return jnp.where(order < 0, self.lane[:, None], free)
 
 
 def _before(value: Int[Array, "E T"], first: Int[Array, "E 1"]) -> Int[Array, "E T"]:
-    """The largest value before each row, and ``first`` before all of them."""
+    """Returns the largest value before each row; before the first row it is ``first``."""
     return lax.cummax(jnp.concatenate([first, value[:, :-1]], axis=1), axis=1)
 
 
 def _stays(
     complete: Bool[Array, "E T"], accepted: Bool[Array, "E T"], begins: Bool[Array, "E T"]
 ) -> Bool[Array, "E T"]:
-    """Which rows belong to an item that is neither refused nor dropped later in the rollout."""
+    """Returns a mask of the rows whose item is not refused or dropped later in the rollout."""
     rows = complete.shape[1]
-    # The next thing that happens to an item decides. A row's own completion comes after it, the
-    # beginning of another item before the row that begins it; the lowest bit tells a loss.
+    # The next event of an item decides. Events are ordered in time: a completion comes after its
+    # row, and the beginning of another item before its row. The lowest bit of an event's time is
+    # set if the item is lost.
     never = jnp.int32(4 * rows + 4)
     time = 4 * jnp.arange(rows, dtype=jnp.int32)[None] + 2
     completion = jnp.where(complete, time + (~accepted).astype(jnp.int32), never)

@@ -1,4 +1,4 @@
-"""What a buffer of steps can tell about their episodes."""
+"""Lookups of the episodes in a buffer of steps."""
 
 import functools
 from collections.abc import Callable
@@ -19,13 +19,14 @@ from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
 class EpisodeLookups:
     """The lookups of a ``TrajectoryBuffer`` with ``Episodes``.
 
-    Each takes sampled windows, ``sample.slots``, and answers for their first steps; or single
-    steps, ``env_ids`` and ``positions`` as ``TrajectoryBuffer.locate`` counts them, of any shapes
-    that broadcast. All raise a ``ValueError`` if the buffer was created without ``Episodes``.
+    Each of them takes either the slots of sampled windows, ``sample.slots``, and returns results
+    for their first steps; or ``env_ids`` and ``positions`` of single steps, as returned by
+    ``TrajectoryBuffer.locate``, of any shapes that broadcast. All of them raise a ``ValueError`` if
+    the buffer was created without ``Episodes``.
 
     Attributes:
         data: The steps, leaves ``[num_envs, length, ...]``.
-        occupancy: Which steps and windows there are.
+        occupancy: Records which steps and windows there are.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -59,7 +60,7 @@ class EpisodeLookups:
 
     @property
     def rings(self) -> Rings:
-        """Where steps lie, and windows that are avoided too."""
+        """The rings of all steps and windows, including windows that are not drawn."""
         return self.occupancy.inner if isinstance(self.occupancy, Subset) else self.occupancy
 
     def episode_begin_position(
@@ -69,15 +70,16 @@ class EpisodeLookups:
         *,
         held: bool = False,
     ) -> UInt[Array, "..."]:
-        """The position of the first step of the episode, which may not be held any more.
+        """Returns the position of the first step of the episode, which may have been overwritten.
 
         Args:
             where: ``sample.slots``, or ``env_ids``.
-            positions: Which steps of these environments.
-            held: Take the first step of the episode that is still held instead; static.
+            positions: The positions of steps in these environments, with ``env_ids``.
+            held: Whether to return the first step of the episode that is still held instead;
+                static.
 
         Returns:
-            Positions; a step's own where it is not held.
+            Positions; the step's own position if it is not held.
         """
         first_held = checks.check_flag("held", held)
         query = EpisodeIndex.held_begin if first_held else EpisodeIndex.begin
@@ -86,18 +88,19 @@ class EpisodeLookups:
     def last_terminated_position(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> UInt[Array, "..."]:
-        """The position of the last step, up to this one, where the episode's discount was zero.
+        """Returns the position of the last step, up to this one, with a discount of zero.
 
-        That is a step whose ``Episodes.terminated`` is set: the episode's last one, or with
-        ``Episodes.last`` any, as at the loss of a life. It may not be held any more.
+        That is a step whose flag ``Episodes.terminated`` is set: the last step of the episode or,
+        with ``Episodes.last``, any step, for example at the loss of a life. It may have been
+        overwritten.
 
         Args:
             where: ``sample.slots``, or ``env_ids``.
-            positions: Which steps of these environments.
+            positions: The positions of steps in these environments, with ``env_ids``.
 
         Returns:
-            Positions; that of the first step of the episode where none has terminated yet, and a
-            step's own where it is not held.
+            Positions; the position of the episode's first step if no step has terminated yet, and
+            the step's own position if it is not held.
 
         References:
             ``get_disc_0_begin_position`` of ALF's replay buffer,
@@ -120,51 +123,51 @@ class EpisodeLookups:
     def steps_to_episode_end(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> Int[Array, "..."]:
-        """How many steps of the episode follow; an open one ends with the newest step for now.
+        """Returns the number of steps that follow in the episode, up to the newest if it is open.
 
         Args:
             where: ``sample.slots``, or ``env_ids``.
-            positions: Which steps of these environments.
+            positions: The positions of steps in these environments, with ``env_ids``.
 
         Returns:
-            Numbers from 0 on; -1 where the step itself is not held.
+            Numbers of steps, at least 0; -1 if the step itself is not held.
         """
         return self._look_up(EpisodeIndex.remaining, where, positions)
 
     def is_episode_first(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> Bool[Array, "..."]:
-        """Whether an episode began with this step; False where it is not held.
+        """Returns whether an episode began with this step; False if it is not held.
 
         Args:
             where: ``sample.slots``, or ``env_ids``.
-            positions: Which steps of these environments.
+            positions: The positions of steps in these environments, with ``env_ids``.
         """
         return self._look_up(EpisodeIndex.is_first, where, positions)
 
     def is_episode_last(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> Bool[Array, "..."]:
-        """Whether an episode ended with this step; False where it is not held.
+        """Returns whether an episode ended with this step; False if it is not held.
 
         Args:
             where: ``sample.slots``, or ``env_ids``.
-            positions: Which steps of these environments.
+            positions: The positions of steps in these environments, with ``env_ids``.
         """
         return self._look_up(EpisodeIndex.is_last, where, positions)
 
     def episode_return(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> Float[Array, "..."]:
-        """The discounted return from this step to the end of its episode.
+        """Returns the discounted return from this step to the end of its episode.
 
         Args:
             where: ``sample.slots``, or ``env_ids``.
-            positions: Which steps of these environments.
+            positions: The positions of steps in these environments, with ``env_ids``.
 
         Returns:
-            Returns; ``Episodes.default_return`` where the episode goes on or was truncated, and
-            where the step is not held.
+            Returns; ``Episodes.default_return`` if the episode is open or was truncated, or if the
+            step is not held.
 
         Raises:
             ValueError: If the buffer was created without ``Episodes(record_return=True)``.
@@ -179,14 +182,14 @@ class EpisodeLookups:
     def episode_mask(
         self, slots: Slots, *, sequence_length: int | None = None
     ) -> Bool[Array, "B S"]:
-        """Which steps of sampled windows belong to the episode of their first one.
+        """Returns a mask of the steps of sampled windows in the episode of the first step.
 
         Args:
             slots: ``sample.slots``, ``[B]``.
-            sequence_length: As it was given to ``sample``; static.
+            sequence_length: The ``sequence_length`` passed to ``sample``, if any; static.
 
         Returns:
-            ``[B, sequence_length]``; all False for a window that is not there any more.
+            A mask ``[B, sequence_length]``; all False for a window that is not held any more.
 
         Raises:
             ValueError: If the ``boundary`` is ``"cross"``.
@@ -234,15 +237,15 @@ class EpisodeLookups:
 def broadcast_steps(
     env_ids: Any, positions: Any, name: str = "env_ids"
 ) -> tuple[Int[Array, " B"], UInt[Array, " B"], tuple[int, ...]]:
-    """Names of single steps as flat arrays, and the shape that they had together.
+    """Returns environments and positions of steps as flat arrays, and their broadcast shape.
 
     Args:
-        env_ids: Whose steps.
-        positions: Which of them.
-        name: What to call ``env_ids`` in an error.
+        env_ids: The environments of the steps.
+        positions: The positions of the steps.
+        name: The name of ``env_ids`` in an error.
 
     Raises:
-        ValueError: If one of them holds no integers, or they do not broadcast.
+        ValueError: If an argument does not hold integers, or the two do not broadcast.
     """
     env, position = numbers.integers(env_ids, name), numbers.array(positions, "positions")
     if not jnp.issubdtype(position.dtype, jnp.integer):

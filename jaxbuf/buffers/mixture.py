@@ -1,4 +1,4 @@
-"""One batch from several buffers."""
+"""A mixture of buffers, from which a batch is sampled at fixed ratios."""
 
 import dataclasses
 import itertools
@@ -33,34 +33,34 @@ from jaxbuf.strategies.protocols import Support
 
 @dataclasses.dataclass(frozen=True)
 class _Contents:
-    """How many items all parts hold: what importance weights are relative to."""
+    """The number of items in all parts, for importance weights."""
 
     size: Int[Array, ""]
 
 
 class Mixture(struct.PyTreeNode):
-    """Several buffers, sampled together at a fixed ratio: offline and online data, say.
+    """Several buffers, sampled together at fixed ratios, for example offline and online data.
 
-    A batch holds an exact number of rows from each part, first those of the first part. Slots know
-    their buffer: a part's slots come after all those of the parts before it, so that
-    ``update_priority`` reaches the right one. ``probability`` is that of a row of the mixture: the
-    part's share of the batch, times what the part says. So ``importance_weights`` are relative to
-    drawing uniformly from all items of all parts, whatever their samplers.
+    A batch has an exact number of rows from each part, ordered by part. Slots are numbered through
+    all parts: the slots of a part follow those of the parts before it, so that ``update_priority``
+    reaches the right part. The ``probability`` of a row is the part's share of the batch, times the
+    probability within the part. ``importance_weights`` are therefore relative to a uniform draw
+    from the items of all parts, whatever their samplers.
 
-    A part that holds nothing gives rows that are not valid; the rows of the others stay as they
-    are, so that shapes and the numbers from each part never depend on what is in them. Ask
-    ``can_sample`` first.
+    An empty part returns rows that are not valid, and the other parts are not affected, so that
+    shapes and the numbers of rows do not depend on the contents of the parts. Use ``can_sample``
+    to check.
 
-    It is one immutable pytree, as its parts are, and works with ``jaxbuf.sample``,
-    ``jaxbuf.update_priority`` and ``jaxbuf.importance_weights``. It may be a part itself.
+    The mixture is an immutable pytree, like its parts, and works with ``jaxbuf.sample``,
+    ``jaxbuf.update_priority`` and ``jaxbuf.importance_weights``. A part may be a mixture itself.
 
-    Parts need not be alike: ``mark_used`` and ``set_version`` reach those with ``Freshness``, and
-    lookups such as ``locate`` and ``steps_to_episode_end`` are answered for each row by the part it
-    is from. ``part_slots`` names the rows of one part for its own methods.
+    Parts may be of different kinds: ``mark_used`` and ``set_version`` apply to the parts with
+    ``Freshness``, and lookups such as ``locate`` and ``steps_to_episode_end`` ask, for each row,
+    the part that it comes from. ``part_slots`` returns the slots of one part for its own methods.
 
     Attributes:
         parts: The buffers.
-        ratios: The share of each in a batch; they sum to 1.
+        ratios: The share of each part in a batch; they sum to 1.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -82,16 +82,16 @@ class Mixture(struct.PyTreeNode):
 
     @classmethod
     def create(cls, buffers: Sequence[Any], ratios: Sequence[float]) -> Self:
-        """A mixture of buffers.
+        """Creates a mixture of buffers.
 
         Args:
-            buffers: The parts, whose samples have the same structure, shapes and dtypes.
-            ratios: How many rows each gives, relative to the others.
+            buffers: The parts, whose samples must have the same structure, shapes and dtypes.
+            ratios: The relative numbers of rows from each part.
 
         Raises:
-            ValueError: If there are no buffers or not as many ratios, a ratio is negative or not
-                finite, all are zero, samples of the parts do not fit together, two parts share
-                memory, or there are 2**31 slots or more.
+            ValueError: If there are no buffers, the number of ratios differs, a ratio is negative
+                or not finite, all ratios are zero, samples of the parts differ in structure, shape
+                or dtype, two parts share memory, or there are 2**31 slots or more.
         """
         parts, weights = _sequence("buffers", buffers, "buffers"), _check_ratios(ratios)
         if not parts or len(parts) != len(weights):
@@ -115,24 +115,24 @@ class Mixture(struct.PyTreeNode):
 
     @property
     def capacity(self) -> int:
-        """Slots of all parts together."""
+        """The number of slots of all parts together."""
         return sum(part.capacity for part in self.parts)
 
     @property
     def size(self) -> Int[Array, ""]:
-        """What the parts hold now, in all."""
+        """The number of items, or steps, in all parts together."""
         return _total([part.size for part in self.parts])
 
     @property
     def occupancy(self) -> Any:
-        """How many items can be told apart, as ``occupancy.size``."""
+        """An object whose ``size`` is the number of items, or windows, in all parts."""
         return _Contents(_total([part.occupancy.size for part in self.parts]))
 
     def counts(self, batch_size: int) -> tuple[int, ...]:
-        """How many rows of a batch come from each part.
+        """Returns the number of rows of a batch that come from each part.
 
-        Whole shares first; rows that are left go to the parts with the largest remainders, of equal
-        ones to the first.
+        Each part gets its share rounded down, and the remaining rows go to the parts with the
+        largest remainders; among equal remainders, to the first parts.
         """
         rows = common.check_batch_size(batch_size)
         product = np.uint64(2 * rows) * np.asarray(self._shares, np.uint64)
@@ -141,10 +141,11 @@ class Mixture(struct.PyTreeNode):
         return tuple(int(count) for count in counts)
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
-        """Whether every part with a share holds as many items as its rows, and at least one.
+        """Returns whether every part can fill its rows of a batch, and has at least one item.
 
         Args:
-            batch_size: Rows ``B``; may be traced.
+            batch_size: The number of rows ``B``; may be traced. Parts with a ratio of 0 are
+                ignored.
         """
         if isinstance(batch_size, int | np.integer):
             counts: Any = [max(count, 1) for count in self.counts(batch_size)]
@@ -152,7 +153,7 @@ class Mixture(struct.PyTreeNode):
             rows = storage.check_rows(batch_size, "batch_size", (), np.int32, "a number")
             doubled = jnp.broadcast_to(2 * jnp.maximum(rows, 0).astype(jnp.uint32), len(self.parts))
             shares = jnp.asarray(self._shares, jnp.uint32)
-            # The high and the low half of the product.
+            # The high and low halves of the 64-bit product.
             whole, rest = scale_word(doubled, shares).astype(jnp.int32), doubled * shares
             counts = jnp.maximum(_largest_remainders(rows, whole, rest), 1)
         able = [
@@ -163,27 +164,30 @@ class Mixture(struct.PyTreeNode):
         return jnp.all(jnp.stack(able), axis=0)
 
     def add(self, items: PyTree[Array], *, part: int | None = None, **options: Any) -> Self:
-        """Add to one of the parts.
+        """Adds items to one of the parts.
 
         Args:
-            items: What to add.
-            part: To which part; static.
-            **options: Those of the part's own ``add``.
+            items: The items, as for the ``add`` of the part.
+            part: The number of the part; static.
+            **options: Options of the part's own ``add``.
+
+        Returns:
+            The mixture with the items.
 
         Raises:
-            ValueError: If ``part`` is no part, if the part does not take one of the options, or as
-                the part's ``add``.
+            ValueError: If ``part`` is not the number of a part, if the part does not take one of
+                the options, or as raised by the part's ``add``.
         """
         i = self._check_part(part)
         check_options(self.parts[i], "add", options)
         return self.replace_part(i, self.parts[i].add(items, **options))
 
     def replace_part(self, part: int, buffer: Any) -> Self:
-        """The mixture with another state of one part.
+        """Returns the mixture with a new state of one part.
 
         Raises:
-            ValueError: If ``part`` is no part, or ``buffer`` is not built as the one that was
-                there.
+            ValueError: If ``part`` is not the number of a part, or ``buffer`` is not built like the
+                present part.
         """
         i = self._check_part(part)
         if jax.tree.structure(buffer) != jax.tree.structure(self.parts[i]):
@@ -191,19 +195,19 @@ class Mixture(struct.PyTreeNode):
         return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
 
     def sample(self, key: PRNGKeyArray, batch_size: int, **options: Any) -> Sample:
-        """Draw a batch, an exact number of rows from each part.
+        """Draws a batch with an exact number of rows from each part.
 
         Args:
             key: A PRNG key.
-            batch_size: Rows ``B``; static.
-            **options: Those of the parts' own ``sample``, the same for all of them.
+            batch_size: The number of rows ``B``; static.
+            **options: Options of the parts' own ``sample``, the same for all parts.
 
         Returns:
-            A ``Sample``; rows that a part cannot give are invalid, have probability 0 and index
+            A ``Sample``. Rows that a part cannot draw have ``valid`` False, probability 0 and index
             ``capacity``.
 
         Raises:
-            ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` not a single
+            ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
                 key, or a part does not take one of the options.
         """
         rows = common.check_batch_size(batch_size)
@@ -225,25 +229,26 @@ class Mixture(struct.PyTreeNode):
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *drawn)
 
     def part_of(self, slots: Slots) -> Int[Array, " B"]:
-        """Which part each row is from, ``[B]``; the number of parts where it is not valid."""
+        """Returns the part of each row, ``[B]``; the number of parts if the row is invalid."""
         common.check_slots(slots)
         ends = [self._offset(i + 1) for i in range(len(self.parts))]
         at_or_after = slots.index[:, None] >= jnp.asarray(ends, jnp.int32)[None]
         return jnp.sum(at_or_after, axis=1, dtype=jnp.int32)
 
     def part_slots(self, slots: Slots, part: int) -> Slots:
-        """The slots of one part, as that part itself names them.
+        """Returns the slots of one part, for the part's own methods.
 
         Args:
-            slots: Slots of the mixture: ``sample.slots``, ``[B]``.
-            part: Which part; static.
+            slots: Slots of the mixture, ``sample.slots``, ``[B]``.
+            part: The number of the part; static.
 
         Returns:
-            Slots for the part's own methods, ``[B]``. Rows that are from another part have index
-            ``parts[part].capacity``, as rows that are not valid have, and are dropped there.
+            Slots of the part, ``[B]``. Rows of other parts, like invalid rows, have index
+            ``parts[part].capacity``, so that the part ignores them.
 
         Raises:
-            ValueError: If ``part`` is no part, or ``slots`` are none.
+            ValueError: If ``part`` is not the number of a part, or ``slots`` are not the slots of a
+                sample.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxbuf
@@ -268,15 +273,15 @@ class Mixture(struct.PyTreeNode):
         *,
         mask: Bool[Array, " B"] | None = None,
     ) -> Self:
-        """Set the priorities of sampled items, each in the part it is from.
+        """Sets the priorities of sampled items, each in the part that it comes from.
 
-        Rows from parts without priorities are dropped, as are stale, invalid and masked ones.
+        Rows of parts without priorities are dropped, as are stale, invalid and masked rows.
 
         Args:
-            slots: Which items: ``sample.slots``, ``[B]``.
-            priority: Their new priorities, ``[B]``; one that is not legal is refused and counted by
-                the part.
-            mask: Which rows to take, ``[B]``.
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            priority: Their new priorities, ``[B]``; illegal ones are refused and counted by the
+                part.
+            mask: A mask of the rows to use, ``[B]``.
 
         Raises:
             ValueError: When traced, if no part has priorities, or a shape differs.
@@ -289,13 +294,13 @@ class Mixture(struct.PyTreeNode):
         )
 
     def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
-        """Count a use of each sampled item, in the part it is from.
+        """Counts a use of each sampled item, in the part that it comes from.
 
-        Rows from parts without ``Freshness`` are dropped, as are stale, invalid and masked ones.
+        Rows of parts without ``Freshness`` are dropped, as are stale, invalid and masked rows.
 
         Args:
-            slots: Which items: ``sample.slots``, ``[B]``.
-            mask: Which rows to take, ``[B]``.
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            mask: A mask of the rows to use, ``[B]``.
 
         Raises:
             ValueError: When traced, if no part has ``Freshness``, or a shape differs.
@@ -307,22 +312,22 @@ class Mixture(struct.PyTreeNode):
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
     ) -> Self:
-        """The learner is at this version now, for all parts with ``Freshness``.
+        """Sets the learner's version in all parts with ``Freshness``.
 
         Args:
-            version: Its version, an integer; usually one more than before.
-            session: Which run of the learner this is, if that matters.
+            version: The learner's version, an integer; usually one more than before.
+            session: The number of the learner's run. None keeps the present session.
 
         Raises:
-            ValueError: When traced, if no part has ``Freshness``, or a number is not an integer.
+            ValueError: When traced, if no part has ``Freshness``, or an argument is not an integer.
         """
         return self._tell("set_version", FRESHNESS, lambda part: part.set_version(version, session))
 
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
-        """How often each sampled item was used so far, ``[B]``.
+        """Returns the number of uses of each sampled item, ``[B]``.
 
         Returns:
-            Counts; 0 where the item is not here any more, or its part has no ``Freshness``.
+            Counts; 0 if the item has left, or its part has no ``Freshness``.
 
         Raises:
             ValueError: If no part has ``Freshness``.
@@ -330,10 +335,10 @@ class Mixture(struct.PyTreeNode):
         return self._ask("use_count", FRESHNESS, slots, lambda part, own: part.use_count(own))
 
     def staleness(self, slots: Slots) -> Int[Array, " B"]:
-        """How many versions each sampled item is behind, ``[B]``.
+        """Returns the staleness of each sampled item, ``[B]``.
 
         Returns:
-            Versions; 0 where the item is not here any more, or its part has no ``Freshness``.
+            The staleness in versions; 0 if the item has left, or its part has no ``Freshness``.
 
         Raises:
             ValueError: If no part has ``Freshness``.
@@ -341,11 +346,11 @@ class Mixture(struct.PyTreeNode):
         return self._ask("staleness", FRESHNESS, slots, lambda part, own: part.staleness(own))
 
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
-        """The environment of each sampled window, and the position of its first step, ``[B]``.
+        """Returns the environment of each sampled window, and the position of its first step.
 
-        Environments are numbered through all parts: those of a part come after all those of the
-        ``TrajectoryBuffer``s before it. Of rows that are not valid, or from a part without
-        environments, it is the number of all environments.
+        Both have shape ``[B]``. Environments are numbered through all parts: the environments of a
+        part follow those of the parts before it. Rows that are invalid, or of a part without
+        environments, get the total number of environments.
 
         Raises:
             ValueError: If no part is a ``TrajectoryBuffer``.
@@ -362,20 +367,20 @@ class Mixture(struct.PyTreeNode):
     def get_field(
         self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
     ) -> PyTree[Array]:
-        """Read one field of single steps, wherever ``locate`` says that they are.
+        """Reads one field of single steps, as ``TrajectoryBuffer.get_field`` does.
 
         Args:
-            path: Its name, as for ``TrajectoryBuffer.get_field``.
-            env_ids: Whose steps, as ``locate`` numbers them, of any shape that broadcasts with
-                ``positions``.
-            positions: Which steps.
+            path: The name of the field, as for ``TrajectoryBuffer.get_field``.
+            env_ids: The environments of the steps, numbered as in ``locate``, of any shape that
+                broadcasts with ``positions``.
+            positions: The positions of the steps.
 
         Returns:
-            The field, leaves ``[..., *shape]``; zeros where the step is not held.
+            The field, leaves ``[..., *shape]``; zeros if a step is not held.
 
         Raises:
             ValueError: When traced, if no part is a ``TrajectoryBuffer``, there is no such field,
-                or a number is not an integer.
+                or an argument does not hold integers.
         """
         return self._ask_of_steps(
             "get_field",
@@ -392,11 +397,11 @@ class Mixture(struct.PyTreeNode):
         *,
         held: bool = False,
     ) -> UInt[Array, "..."]:
-        """As ``TrajectoryBuffer.episode_begin_position``, each row by the part it is from.
+        """Returns ``TrajectoryBuffer.episode_begin_position`` of each row's part.
 
-        This and all other lookups of episodes take ``slots``, or ``env_ids`` and ``positions`` as
-        ``locate`` numbers them. Rows from parts without ``Episodes`` get what steps get that are
-        not held.
+        This and all other lookups of episodes take ``slots``, or ``env_ids`` and ``positions``
+        numbered as in ``locate``. Rows of parts without ``Episodes`` get the same result as steps
+        that are not held.
 
         Raises:
             ValueError: If no part has ``Episodes``.
@@ -406,7 +411,7 @@ class Mixture(struct.PyTreeNode):
     def last_terminated_position(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> UInt[Array, "..."]:
-        """As ``TrajectoryBuffer.last_terminated_position``, each row by the part it is from.
+        """Returns ``TrajectoryBuffer.last_terminated_position`` of each row's part.
 
         Raises:
             ValueError: If no part has ``Episodes``.
@@ -416,7 +421,7 @@ class Mixture(struct.PyTreeNode):
     def steps_to_episode_end(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> Int[Array, "..."]:
-        """As ``TrajectoryBuffer.steps_to_episode_end``, each row by the part it is from.
+        """Returns ``TrajectoryBuffer.steps_to_episode_end`` of each row's part.
 
         Raises:
             ValueError: If no part has ``Episodes``.
@@ -426,7 +431,7 @@ class Mixture(struct.PyTreeNode):
     def is_episode_first(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> Bool[Array, "..."]:
-        """As ``TrajectoryBuffer.is_episode_first``, each row by the part it is from.
+        """Returns ``TrajectoryBuffer.is_episode_first`` of each row's part.
 
         Raises:
             ValueError: If no part has ``Episodes``.
@@ -436,7 +441,7 @@ class Mixture(struct.PyTreeNode):
     def is_episode_last(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> Bool[Array, "..."]:
-        """As ``TrajectoryBuffer.is_episode_last``, each row by the part it is from.
+        """Returns ``TrajectoryBuffer.is_episode_last`` of each row's part.
 
         Raises:
             ValueError: If no part has ``Episodes``.
@@ -446,7 +451,7 @@ class Mixture(struct.PyTreeNode):
     def episode_return(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
     ) -> Float[Array, "..."]:
-        """As ``TrajectoryBuffer.episode_return``, each row by the part it is from.
+        """Returns ``TrajectoryBuffer.episode_return`` of each row's part.
 
         Raises:
             ValueError: If no part has ``Episodes``, or one of them records no returns.
@@ -456,7 +461,7 @@ class Mixture(struct.PyTreeNode):
     def episode_mask(
         self, slots: Slots, *, sequence_length: int | None = None
     ) -> Bool[Array, "B S"]:
-        """As ``TrajectoryBuffer.episode_mask``, each row by the part it is from.
+        """Returns ``TrajectoryBuffer.episode_mask`` of each row's part.
 
         Raises:
             ValueError: If no part has ``Episodes``, or the ``boundary`` of one is ``"cross"``.
@@ -469,11 +474,11 @@ class Mixture(struct.PyTreeNode):
         )
 
     def clear(self) -> Self:
-        """The mixture with nothing in its parts."""
+        """Returns the mixture with all parts cleared."""
         return self.replace(parts=tuple(part.clear() for part in self.parts))
 
     def support(self) -> Support:
-        """How many items can be drawn, and the least probability among them."""
+        """Returns the number of items that can be drawn, and the least probability among them."""
         supports = [
             (part.support(), jnp.float32(ratio))
             for part, ratio in zip(self.parts, self.ratios, strict=True)
@@ -490,11 +495,11 @@ class Mixture(struct.PyTreeNode):
         )
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars.
+        """Returns scalars to monitor.
 
         Returns:
-            ``size`` of all, and those of each part with its number before their names:
-            ``0/size``, ``1/priority_max``.
+            The total ``size``, and the metrics of each part, whose names are prefixed with the
+            number of the part: ``0/size``, ``1/priority_max``.
         """
         found = {"size": self.size}
         for i, part in enumerate(self.parts):
@@ -502,7 +507,10 @@ class Mixture(struct.PyTreeNode):
         return found
 
     def _tell(self, method: str, ability: Ability, tell: Callable[..., Any], *slots: Slots) -> Self:
-        """The mixture once all parts that can were told something, with slots of their own."""
+        """Returns the mixture after applying ``tell`` to all parts that have the ability.
+
+        Each part gets its own slots.
+        """
         ability.need(self, method)
         parts = list(self.parts)
         for i, part in enumerate(parts):
@@ -516,14 +524,14 @@ class Mixture(struct.PyTreeNode):
         ability: Ability,
         ask: Callable[[int], tuple[Bool[Array, " B"], PyTree[Array]]],
     ) -> PyTree[Array]:
-        """What all parts that can say of rows, each of its own.
+        """Joins the results of all parts that have the ability, each for its own rows.
 
-        Of rows that are nobody's it is what the first of them says, which does not hold them.
+        Rows of no part get the result of the first of these parts, which does not hold them.
 
         Args:
-            method: What was called.
-            ability: What it takes.
-            ask: Gives which rows are those of a part, ``[B]``, and what it says, ``[B, ...]``.
+            method: The name of the method, for errors.
+            ability: The ability that the method needs.
+            ask: Returns a mask of the rows of a part, ``[B]``, and its results, ``[B, ...]``.
         """
         ability.need(self, method)
         answer: Any = None
@@ -536,7 +544,7 @@ class Mixture(struct.PyTreeNode):
     def _ask(
         self, method: str, ability: Ability, slots: Slots, ask: Callable[[Any, Slots], PyTree]
     ) -> PyTree[Array]:
-        """What the parts say of sampled items."""
+        """Returns the results of the parts for sampled items."""
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
             own = self.part_slots(slots, i)
@@ -552,7 +560,7 @@ class Mixture(struct.PyTreeNode):
         positions: Any,
         ask: Callable[[Any, Array, Array], PyTree[Array]],
     ) -> PyTree[Array]:
-        """What the parts say of single steps of environments, as ``locate`` numbers these."""
+        """Returns the results of the parts for single steps, with ``locate``'s environments."""
         env, position, shape = broadcast_steps(env_ids, positions)
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
@@ -564,7 +572,7 @@ class Mixture(struct.PyTreeNode):
         return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), answer)
 
     def _look_up(self, method: str, where: Any, positions: Any, **options: Any) -> Array:
-        """What the parts say of the episodes of sampled windows, or of single steps."""
+        """Returns the lookups of episodes by the parts, for sampled windows or single steps."""
         if isinstance(where, Slots):
             return self._ask(
                 method,
@@ -583,17 +591,17 @@ class Mixture(struct.PyTreeNode):
         )
 
     def _first_env(self, part: int) -> int:
-        """The environments of the parts before it."""
+        """Returns the number of environments of the parts before this one."""
         return sum(num_envs(before) for before in self.parts[:part])
 
     @property
     def _shares(self) -> list[int]:
-        """The ratios in units of 2**-31, as which they can be multiplied exactly when traced."""
+        """The ratios in units of 2**-31, so that traced products with them are exact."""
         until = [round(sum(self.ratios[:i]) * 2**31) for i in range(len(self.ratios) + 1)]
         return [end - start for start, end in itertools.pairwise(until)]
 
     def _offset(self, part: int) -> int:
-        """The slots of the parts before it."""
+        """Returns the number of slots of the parts before this one."""
         return sum(before.capacity for before in self.parts[:part])
 
     def _check_part(self, part: Any) -> int:
@@ -607,7 +615,7 @@ class Mixture(struct.PyTreeNode):
 
 
 def _check_ratios(ratios: Any) -> tuple[float, ...]:
-    """The ratios as Python floats."""
+    """Returns the ratios as Python floats."""
     return tuple(
         checks.check_number(
             f"ratios[{i}]", ratio, "a finite number of at least 0", lambda x: 0 <= x < math.inf
@@ -617,7 +625,7 @@ def _check_ratios(ratios: Any) -> tuple[float, ...]:
 
 
 def _sequence(name: str, values: Any, what: str) -> tuple[Any, ...]:
-    """Several things, in a list or anything else that has an order and a length."""
+    """Returns the values of a list, or of any other sequence or one-dimensional array."""
     array = isinstance(values, np.ndarray | jax.Array) and values.ndim == 1
     if not array and (not isinstance(values, Sequence) or isinstance(values, str | bytes)):
         raise ValueError(f"{name} is {checks.name_of(values)}; expected a list of {what}")
@@ -625,17 +633,17 @@ def _sequence(name: str, values: Any, what: str) -> tuple[Any, ...]:
 
 
 def _largest_remainders(rows: Any, whole: Any, rest: Any) -> Any:
-    """Whole shares, and one row more for the parts with the largest remainders.
+    """Rounds shares to integers, giving one row more to the parts with the largest remainders.
 
     Args:
-        rows: Rows in all.
-        whole: Whole shares of each part, ``[P]``: an array of NumPy's or of JAX's.
+        rows: The total number of rows.
+        whole: The share of each part rounded down, ``[P]``; a NumPy or JAX array.
         rest: The remainders, unsigned in units of 2**-32, ``[P]``.
 
     Returns:
-        Rows of each part, ``[P]``.
+        The number of rows of each part, ``[P]``.
     """
-    # Ratios are rounded, so equal remainders may differ in their last bits.
+    # Ratios are rounded, so remainders that should be equal may differ in their last bits.
     rest = ((rest >> 1) + 2**14) >> 15
     earlier = np.tri(len(rest), k=-1, dtype=bool)
     ahead = (rest[None] > rest[:, None]) | ((rest[None] == rest[:, None]) & earlier)
@@ -647,7 +655,7 @@ def _total(numbers: list[Array]) -> Int[Array, ""]:
 
 
 def _check_alike(parts: tuple[Any, ...]) -> None:
-    """Refuse parts whose samples cannot be put into one batch."""
+    """Raises ValueError if samples of the parts cannot be concatenated to one batch."""
     rows = [
         jax.eval_shape(lambda key, part=part: part.sample(key, 1).data, jax.random.key(0))
         for part in parts

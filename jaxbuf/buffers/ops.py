@@ -1,7 +1,8 @@
-"""The buffers' methods as functions, jitted once for everybody.
+"""The methods of the buffers as jitted functions.
 
-A loop that jits ``buffer.add`` anew each time would trace it each time. These do not, and they
-donate: the buffer's memory is updated in place, and the buffer passed in cannot be used again.
+A loop that calls ``jax.jit(buffer.add)`` in each step would trace it in each step. These functions
+are traced once. They also donate the buffer: its memory is updated in place, and the buffer passed
+in cannot be used again.
 """
 
 from collections.abc import Callable
@@ -19,14 +20,14 @@ from jaxbuf.core.slots import Slots
 
 
 class _Buffer(Protocol):
-    """What these functions call: any of the buffers, or one of your own."""
+    """A buffer with ``add``: one of this library, or your own."""
 
     @property
     def add(self) -> Callable[..., Any]: ...
 
 
 class _SampledBuffer(_Buffer, Protocol):
-    """A buffer to sample from."""
+    """A buffer with ``sample`` and ``update_priority``."""
 
     @property
     def sample(self) -> Callable[..., Sample]: ...
@@ -36,7 +37,7 @@ class _SampledBuffer(_Buffer, Protocol):
 
 
 class _IteratedBuffer(Protocol):
-    """A buffer that goes from batch to batch."""
+    """A buffer with ``next_batch``."""
 
     @property
     def next_batch(self) -> Callable[..., Any]: ...
@@ -56,31 +57,32 @@ AnySampledBuffer = TypeVar("AnySampledBuffer", bound=_SampledBuffer)
 def add(
     buffer: AnyBuffer, items: PyTree[Array], *, donate: bool = True, **options: Any
 ) -> AnyBuffer:
-    """Add items to a buffer: ``buffer.add(items, **options)``, jitted.
+    """Adds items to a buffer: ``buffer.add(items, **options)``, jitted.
 
-    It compiles once for all buffers that are built alike, and again for other shapes. The buffer is
-    donated: its memory is updated in place, and the one passed in cannot be used any more.
+    It compiles once for all buffers with the same configuration, and again for other shapes. The
+    buffer is donated: its memory is updated in place, and the buffer passed in cannot be used any
+    more.
 
-    Inside your own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` this is the plain method, and
-    ``donate`` changes nothing: your program decides what it overwrites. Donate the buffer to that,
-    with ``jax.jit(step, donate_argnums=0)``. A scan updates its carry in place by itself.
+    Inside your own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` this calls the plain method, and
+    ``donate`` has no effect: donate the buffer to your own program instead, with
+    ``jax.jit(step, donate_argnums=0)``. A scan updates its carry in place by itself.
 
     Args:
-        buffer: Any buffer. It is consumed: go on with the result.
-        items: What to add, leaves ``[B, ...]``; for a ``TrajectoryBuffer`` steps, leaves
+        buffer: Any buffer. It is consumed: use the result instead.
+        items: The items, leaves ``[B, ...]``; for a ``TrajectoryBuffer`` steps, leaves
             ``[num_envs, ...]`` or ``[num_envs, T, ...]``.
-        donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
-        **options: Those of the buffer's own ``add``: ``priority``, ``score``, ``version``,
+        donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
+        **options: Options of the buffer's own ``add``: ``priority``, ``score``, ``version``,
             ``session`` or ``mask`` for an ``ItemBuffer``, ``part`` for a ``Mixture``. Python
-            integers, booleans and strings are static, arrays are traced. An option that is None is
-            left out.
+            integers, booleans and strings are static, arrays are traced. Options that are None are
+            ignored.
 
     Returns:
         The buffer with the items.
 
     Raises:
         ValueError: If ``buffer`` is not a buffer or was donated before, if it does not take one of
-            the options, or as its own ``add``.
+            the options, or as raised by its own ``add``.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -102,26 +104,27 @@ def add(
 
 
 def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options: Any) -> Sample:
-    """Draw a batch from a buffer: ``buffer.sample(key, batch_size, **options)``, jitted.
+    """Draws a batch from a buffer: ``buffer.sample(key, batch_size, **options)``, jitted.
 
-    It compiles once for each batch size and all buffers that are built alike. Nothing is donated:
-    the buffer stays as it is. Inside your own ``jax.jit`` this is the plain method. Add before you
-    sample there: a program that samples first has to keep the old storage, and copies it.
+    It compiles once for each batch size and for all buffers with the same configuration. The buffer
+    is not donated and does not change. Inside your own ``jax.jit`` this calls the plain method. Add
+    before you sample there: a program that samples first has to keep the old storage, and copies
+    it.
 
     Args:
-        buffer: Any buffer but a ``Queue``, whose items are taken.
+        buffer: Any buffer except a ``Queue``, which has ``take`` instead.
         key: A PRNG key.
-        batch_size: Rows ``B``; static.
-        **options: Those of the buffer's own ``sample``, such as the ``sequence_length`` of a
+        batch_size: The number of rows ``B``; static.
+        **options: Options of the buffer's own ``sample``, such as the ``sequence_length`` of a
             ``TrajectoryBuffer``. Python integers, booleans and strings are static, arrays are
-            traced. An option that is None is left out.
+            traced. Options that are None are ignored.
 
     Returns:
         A ``Sample`` of ``B`` rows: ``data``, ``slots``, ``probability`` and ``valid``.
 
     Raises:
         ValueError: If ``buffer`` is not a buffer, cannot be sampled from or was donated before, if
-            it does not take one of the options, or as its own ``sample``.
+            it does not take one of the options, or as raised by its own ``sample``.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -144,25 +147,25 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
 def next_batch(
     buffer: AnyIteratedBuffer, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
 ) -> tuple[AnyIteratedBuffer, Sample]:
-    """Draw the next batch of a pass: ``buffer.next_batch(key, batch_size)``, jitted.
+    """Draws the next batch of a pass: ``buffer.next_batch(key, batch_size)``, jitted.
 
-    With the sampler ``Shuffled`` a pass gives every item exactly once. The buffer knows how far it
-    has come, so it is returned as well. It is donated, as by ``jaxbuf.add``; inside your own
-    ``jax.jit`` this is the plain method, and ``donate`` changes nothing there.
+    With the sampler ``Shuffled``, a pass draws every item exactly once. The buffer records the
+    progress of the pass, so it is returned as well. It is donated, as in ``jaxbuf.add``; inside
+    your own ``jax.jit`` this calls the plain method, and ``donate`` has no effect.
 
     Args:
-        buffer: An ``ItemBuffer``, a ``TrajectoryBuffer``, or a ``Hosted`` one. It is consumed: go
-            on with the result.
+        buffer: An ``ItemBuffer``, a ``TrajectoryBuffer``, or a ``Hosted`` one. It is consumed: use
+            the result instead.
         key: A PRNG key.
-        batch_size: Rows ``B``; static.
-        donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
+        batch_size: The number of rows ``B``; static.
+        donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
 
     Returns:
-        The buffer, and a ``Sample`` of ``B`` rows.
+        The new buffer, and a ``Sample`` of ``B`` rows.
 
     Raises:
-        ValueError: If ``buffer`` is not such a buffer or was donated before, or as its own
-            ``next_batch``.
+        ValueError: If ``buffer`` is not such a buffer or was donated before, or as raised by its
+            own ``next_batch``.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -192,26 +195,26 @@ def update_priority(
     donate: bool = True,
     **options: Any,
 ) -> AnySampledBuffer:
-    """Set priorities of sampled items: ``buffer.update_priority(slots, priority, ...)``, jitted.
+    """Sets priorities of sampled items: ``buffer.update_priority(slots, priority, ...)``, jitted.
 
     Rows whose item has been overwritten since it was sampled are dropped. The buffer is donated, as
-    by ``jaxbuf.add``; inside your own ``jax.jit`` this is the plain method, and ``donate`` changes
-    nothing there.
+    in ``jaxbuf.add``; inside your own ``jax.jit`` this calls the plain method, and ``donate`` has
+    no effect.
 
     Args:
-        buffer: Any buffer with priorities. It is consumed: go on with the result.
-        slots: Which items: ``sample.slots``, ``[B]``.
+        buffer: Any buffer with priorities. It is consumed: use the result instead.
+        slots: The slots of the items, ``sample.slots``, ``[B]``.
         priority: The new priorities, ``[B]``.
-        donate: False keeps ``buffer`` usable, at the price of a copy of all it holds.
-        **options: Those of the buffer's own ``update_priority``, such as ``mask``: which rows to
-            take, ``[B]``. An option that is None is left out.
+        donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
+        **options: Options of the buffer's own ``update_priority``, such as ``mask``, a mask of the
+            rows to use, ``[B]``. Options that are None are ignored.
 
     Returns:
         The buffer with the new priorities.
 
     Raises:
         ValueError: If ``buffer`` is not a buffer, has no priorities or was donated before, if it
-            does not take one of the options, or as its own ``update_priority``.
+            does not take one of the options, or as raised by its own ``update_priority``.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -233,7 +236,7 @@ def update_priority(
 
 
 def _converted(given: dict[str, Any]) -> dict[str, Any]:
-    """Numbers of rows as they are kept, which ``jax.jit`` would cut to 32 bits before."""
+    """Converts arguments to the dtypes of the buffer, before ``jax.jit`` truncates to 32 bits."""
     return {
         name: numbers.convert(value, name, _KEPT[name], infinite=name == "priority")
         if name in _KEPT

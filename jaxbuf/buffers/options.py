@@ -1,4 +1,4 @@
-"""Options that are handed on to the methods of a buffer, which define them."""
+"""Options that are passed on to the methods of a buffer, which define them."""
 
 import functools
 import inspect
@@ -14,13 +14,13 @@ from jaxbuf.core import checks
 def check_options(
     buffer: Any, method: str, options: Mapping[str, Any], argument: str = "buffer"
 ) -> None:
-    """Refuse what is no buffer, and options that its own method does not take.
+    """Checks that ``buffer`` is a buffer, and that its method takes these options.
 
     Args:
-        buffer: The buffer, or what was given in its place.
+        buffer: The buffer, or another object that was passed instead.
         method: The name of the method that the options are for.
         options: The options by name.
-        argument: What to call the buffer in an error.
+        argument: The name of the buffer in an error.
 
     Raises:
         ValueError: If ``buffer`` is not a pytree with such a method, or the method does not take
@@ -40,7 +40,7 @@ def check_options(
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
-    """The options that are traced when a method is jitted, and the static ones.
+    """Splits options into traced and static ones, for a method that is jitted.
 
     Python and NumPy integers, booleans and strings configure a call and are static. Everything
     else, arrays first of all, is traced.
@@ -55,7 +55,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tup
 
 @functools.cache
 def _options(method: Callable[..., Any]) -> tuple[str, ...] | None:
-    """The names of a method's options; None if it takes any and checks them itself."""
+    """Returns the names of a method's options; None if it takes any and checks them itself."""
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None

@@ -1,4 +1,4 @@
-"""Which of the buffers in a mixture can do what, for they need not be alike in that."""
+"""Abilities of the buffers in a mixture, which may be of different kinds."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,27 +9,27 @@ from jaxtyping import Array, Bool, PyTree
 
 
 class Ability(NamedTuple):
-    """Something that not all buffers can do.
+    """An ability that not all buffers have.
 
     Attributes:
-        test: Tells whether a buffer can.
-        missing: What to say where no part can.
+        test: Returns whether a buffer has the ability.
+        missing: The text of the error if no part has it.
     """
 
     test: Callable[[Any], bool]
     missing: str
 
     def has(self, buffer: Any) -> bool:
-        """Whether a buffer can do it, or a part of it."""
+        """Returns whether a buffer, or a part of it, has the ability."""
         if hasattr(buffer, "parts"):
             return any(self.has(part) for part in buffer.parts)
         return self.test(buffer)
 
     def need(self, buffer: Any, method: str) -> None:
-        """Refuse a buffer of which no part can.
+        """Checks that a buffer, or a part of it, has the ability.
 
         Raises:
-            ValueError: If none can.
+            ValueError: If no part has it.
         """
         if not self.has(buffer):
             raise ValueError(f"{method} was called, but {self.missing}")
@@ -54,14 +54,14 @@ EPISODES = Ability(
 
 
 def num_envs(buffer: Any) -> int:
-    """Environments of a buffer, or of all its parts together; 0 if it has none."""
+    """Returns the number of environments of a buffer, or of all its parts; 0 if it has none."""
     if hasattr(buffer, "parts"):
         return sum(num_envs(part) for part in buffer.parts)
     return getattr(buffer, "num_envs", 0)
 
 
 def choose(own: Bool[Array, " B"], new: PyTree[Array], old: PyTree[Array]) -> PyTree[Array]:
-    """The rows ``[B, ...]`` of ``new`` where they are its own, those of ``old`` elsewhere."""
+    """Returns the rows ``[B, ...]`` of ``new`` where ``own`` is True, and of ``old`` elsewhere."""
 
     def leaf(new: Array, old: Array) -> Array:
         return jnp.where(own.reshape(own.shape + (1,) * (new.ndim - own.ndim)), new, old)

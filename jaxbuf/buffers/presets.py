@@ -1,4 +1,4 @@
-"""Combinations worth a name: a few lines each over ``ItemBuffer.create``."""
+"""Presets: common combinations of strategies for an ``ItemBuffer``."""
 
 from jaxtyping import PyTree
 
@@ -13,18 +13,19 @@ from jaxbuf.strategies.softmax import Softmax
 def reward_prioritized(
     example: PyTree, capacity: int, *, temperature: float | None = None, fallback: bool = False
 ) -> ItemBuffer:
-    """A buffer that keeps the items with the highest score, such as the log reward.
+    """Creates a buffer that keeps the items with the highest score, such as the log reward.
 
     Args:
         example: One unbatched item.
-        capacity: Most items held at a time.
-        temperature: Draw by the softmax of scores, at this temperature; None draws uniformly. Both
-            without replacement.
-        fallback: With a temperature, draw the whole batch with replacement when it asks for more
-            items than there are, instead of leaving rows invalid.
+        capacity: The largest number of items that the buffer can hold.
+        temperature: The temperature of the softmax of scores from which items are drawn; None draws
+            uniformly. Both draw without replacement.
+        fallback: With a temperature, whether to draw the whole batch with replacement if it has
+            more rows than there are items, instead of leaving rows invalid.
 
     Raises:
-        ValueError: As ``ItemBuffer.create``, or if ``fallback`` is True without a temperature.
+        ValueError: As raised by ``ItemBuffer.create``, or if ``fallback`` is True without a
+            temperature.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -48,24 +49,26 @@ def diverse_reward_prioritized(
     temperature: float | None = None,
     fallback: bool = False,
 ) -> ItemBuffer:
-    """``reward_prioritized``, but what enters once it is full must also be new.
+    """Creates a ``reward_prioritized`` buffer that admits only new items once it is full.
 
-    It fills with whatever comes. Then a row must score at least as much as the lowest item, and be
-    farther than ``cutoff`` from every row of its batch that scores higher and from every item.
+    Until the buffer is full, it admits every item. After that a row must score at least as much as
+    the lowest item, and be farther than ``cutoff`` from every row of its batch with a higher score
+    and from every item in the buffer.
 
     Args:
         example: One unbatched item.
-        capacity: Most items held at a time.
-        cutoff: The largest distance at which two items are the same.
-        p: Norm of the distance; see ``Diversity``.
-        field: What of an item is compared; see ``Diversity``. None compares all of it.
-        temperature: Draw by the softmax of scores, at this temperature; None draws uniformly. Both
-            without replacement.
-        fallback: With a temperature, draw the whole batch with replacement when it asks for more
-            items than there are, instead of leaving rows invalid.
+        capacity: The largest number of items that the buffer can hold.
+        cutoff: The largest distance at which two items count as the same.
+        p: The norm of the distance; see ``Diversity``.
+        field: The part of an item to compare; see ``Diversity``. None compares the whole item.
+        temperature: The temperature of the softmax of scores from which items are drawn; None draws
+            uniformly. Both draw without replacement.
+        fallback: With a temperature, whether to draw the whole batch with replacement if it has
+            more rows than there are items, instead of leaving rows invalid.
 
     Raises:
-        ValueError: As ``ItemBuffer.create``, or if ``fallback`` is True without a temperature.
+        ValueError: As raised by ``ItemBuffer.create``, or if ``fallback`` is True without a
+            temperature.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -87,13 +90,13 @@ def diverse_reward_prioritized(
 
 
 def terminal_state_buffer(example: PyTree, capacity: int) -> ItemBuffer:
-    """A first-in, first-out buffer of states, drawn without replacement.
+    """Creates a first-in, first-out buffer of states, drawn without replacement.
 
-    Fill it with what ``terminal_states`` takes from padded trajectories.
+    Use ``terminal_states`` to extract these states from padded trajectories.
 
     Args:
-        example: One unbatched state, and whatever is to be kept with it.
-        capacity: Most states held at a time.
+        example: One unbatched state, with any other fields to store with it.
+        capacity: The largest number of states that the buffer can hold.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -108,7 +111,7 @@ def terminal_state_buffer(example: PyTree, capacity: int) -> ItemBuffer:
 
 
 def terminating_states(example: PyTree, capacity: int) -> ItemBuffer:
-    """The old name of ``terminal_state_buffer``."""
+    """Deprecated name of ``terminal_state_buffer``."""
     renamed.warn("jaxbuf.terminating_states", "jaxbuf.terminal_state_buffer")
     return terminal_state_buffer(example, capacity)
 

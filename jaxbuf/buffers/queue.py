@@ -1,4 +1,4 @@
-"""First in, first out, and out only once."""
+"""A first-in, first-out queue, whose items are taken once each."""
 
 from typing import Any, Self
 
@@ -17,15 +17,17 @@ from jaxbuf.occupancy.ring import Ring
 
 
 class Queue(struct.PyTreeNode):
-    """Up to ``capacity`` items, usually whole trajectories, that wait to be consumed once each.
+    """Up to ``capacity`` items, usually whole trajectories, each of which is consumed once.
 
     Unlike other buffers it evicts nothing: rows that do not fit are refused and counted. ``take``
-    returns the oldest items and the queue without them. One immutable pytree, as other buffers.
+    returns the oldest items and the queue without them. It is an immutable pytree, like the other
+    buffers.
 
     Attributes:
         data: The items, leaves ``[capacity, ...]``.
-        occupancy: Which slots hold an item that was not consumed.
-        counters: Items added, rows rejected and items taken so far, ``[3]`` uint32; they wrap.
+        occupancy: Records which slots hold an item that has not been consumed.
+        counters: The numbers of items added, rows rejected and items taken so far, ``[3]`` uint32,
+            which wrap.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -49,16 +51,16 @@ class Queue(struct.PyTreeNode):
 
     @classmethod
     def create(cls, example: PyTree, capacity: int) -> Self:
-        """An empty queue.
+        """Creates an empty queue.
 
         Args:
-            example: One unbatched item: arrays or ``jax.ShapeDtypeStruct``. Only shapes and dtypes
-                matter.
-            capacity: Most items that wait at a time.
+            example: One unbatched item of arrays or ``jax.ShapeDtypeStruct``. Only shapes and
+                dtypes matter.
+            capacity: The largest number of items in the queue.
 
         Raises:
-            ValueError: If ``capacity`` is not an integer from 1 to 2**30, or ``example`` holds
-                anything but arrays or takes more memory than there is.
+            ValueError: If ``capacity`` is not an integer in ``[1, 2**30]``, or ``example`` holds
+                anything but arrays or needs more memory than is available.
         """
         capacity = sizes.check_count("capacity", capacity)
         return cls(
@@ -69,31 +71,32 @@ class Queue(struct.PyTreeNode):
 
     @property
     def capacity(self) -> int:
-        """Most items that wait at a time."""
+        """The largest number of items in the queue."""
         return self.occupancy.capacity
 
     @property
     def size(self) -> Int[Array, ""]:
-        """Items that wait now."""
+        """The number of items in the queue."""
         return self.occupancy.size
 
     def can_add(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
-        """Whether ``batch_size`` more items fit."""
+        """Returns whether ``batch_size`` more items fit."""
         return self.capacity - self.size >= common.check_wanted(batch_size)
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
-        """Whether at least ``batch_size`` items wait."""
+        """Returns whether the queue holds at least ``batch_size`` items."""
         return self.size >= common.check_wanted(batch_size)
 
     def accepts(self, rows: int, mask: Bool[Array, " B"] | None = None) -> Bool[Array, " B"]:
-        """Which rows ``add`` would take now: of those that the mask leaves, the first that fit.
+        """Returns a mask of the rows that ``add`` would accept now: the first ones that fit.
 
         Args:
-            rows: How many are offered, ``B``; static.
-            mask: Which of them, ``[B]``.
+            rows: The number of rows to be added, ``B``; static.
+            mask: A mask of the rows to be added, ``[B]``; None for all.
 
         Raises:
-            ValueError: When traced, if ``rows`` is not an integer or the mask not ``[B]`` bools.
+            ValueError: When traced, if ``rows`` is not an integer, or the mask does not consist of
+                ``B`` bools.
         """
         rows = sizes.check_count("rows", rows, least=0)
         free = self.capacity - self.size
@@ -103,12 +106,15 @@ class Queue(struct.PyTreeNode):
         return offered & (jnp.cumsum(offered, dtype=jnp.int32) <= free)
 
     def add(self, items: PyTree[Array], *, mask: Bool[Array, " B"] | None = None) -> Self:
-        """Append a batch of items in order, as far as they fit; ``accepts`` tells which do.
+        """Appends a batch of items in order, as far as they fit; see ``accepts``.
 
         Args:
-            items: Leaves ``[B, *shape]``, in the example's dtypes. Rows that do not fit are
-                counted in ``metrics()["rejected"]``.
-            mask: Which rows to take, ``[B]``.
+            items: The items, leaves ``[B, *shape]`` with the example's dtypes. Rows that do not fit
+                are counted in ``metrics()["rejected"]``.
+            mask: A mask of the rows to add, ``[B]``.
+
+        Returns:
+            The queue with the items.
 
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
@@ -126,7 +132,7 @@ class Queue(struct.PyTreeNode):
     def _put(
         self, items: PyTree[Array], taken: Bool[Array, " B"], offered: UInt[Array, ""]
     ) -> Self:
-        """Place the rows that are taken, and write them."""
+        """Places the accepted rows, and writes them."""
         occupancy, index = self.occupancy.place(taken.shape[0], taken, None)
         added = jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
@@ -136,15 +142,15 @@ class Queue(struct.PyTreeNode):
         )
 
     def take(self, batch_size: int) -> tuple[Self, Sample]:
-        """The oldest items, and the queue without them.
+        """Takes the oldest items out of the queue.
 
         Args:
-            batch_size: Rows ``B``; static.
+            batch_size: The number of rows ``B``; static.
 
         Returns:
-            The queue that goes on, and a ``Sample``, oldest item first. If fewer items wait they
-            are all taken, and the rows after them have ``valid`` False, probability 0 and index
-            ``capacity``; see ``can_sample``.
+            The queue without these items, and a ``Sample`` of them, the oldest first. If the queue
+            holds fewer than ``B`` items, all of them are taken, and the other rows have ``valid``
+            False, probability 0 and index ``capacity``; see ``can_sample``.
 
         Raises:
             ValueError: If ``batch_size`` is not an integer of at least 1.
@@ -174,9 +180,9 @@ class Queue(struct.PyTreeNode):
         return queue, sample
 
     def clear(self) -> Self:
-        """The queue without its items; counters go on.
+        """Returns the queue without its items; counters keep their values.
 
-        Shares no array with the original, so that either may be donated.
+        The result shares no array with the original, so that either may be donated.
         """
         return self.replace(
             data=jax.tree.map(jnp.zeros_like, self.data),
@@ -185,11 +191,11 @@ class Queue(struct.PyTreeNode):
         )
 
     def metrics(self) -> dict[str, Array]:
-        """Numbers worth watching, all scalars.
+        """Returns scalars to monitor.
 
         Returns:
-            ``size``; and counted since creation, wrapping at 2**32: ``adds``, ``rejected`` (rows
-            that did not fit) and ``taken``.
+            ``size``, and the counts ``adds``, ``rejected`` (rows that did not fit) and ``taken``,
+            which are since creation and wrap at 2**32.
         """
         return {
             "size": self.size,

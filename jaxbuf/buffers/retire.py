@@ -1,4 +1,4 @@
-"""Taking items out of the middle of a buffer."""
+"""Retirement of items, which may be anywhere in a buffer."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -20,16 +20,16 @@ from jaxbuf.strategies.protocols import Sampler
 if TYPE_CHECKING:
     from jaxbuf.buffers.body import Body
 
-# How many stale items retire at a time, each of which costs a path of every tree.
+# The number of stale items that retire at a time; each of them costs an update of every tree.
 _ROWS = 256
 
-# The sampler's state, which items there are, and what is known of their uses and versions.
+# The state of the sampler, the live items, and the state of ``Freshness``.
 _Parts: TypeAlias = tuple[Any, Subset, FreshnessState]
 AnyBuffer = TypeVar("AnyBuffer", bound="Body")
 
 
 def mark_used(buffer: AnyBuffer, freshness: Freshness, slots: Slots, mask: Any) -> AnyBuffer:
-    """See ``mark_used`` of the buffers."""
+    """Implements ``mark_used`` of the buffers."""
     common.check_slots(slots)
     if slots.index.size == 0:
         return buffer
@@ -46,7 +46,7 @@ def mark_used(buffer: AnyBuffer, freshness: Freshness, slots: Slots, mask: Any) 
 
 
 def set_version(buffer: AnyBuffer, freshness: Freshness, version: Any, session: Any) -> AnyBuffer:
-    """See ``set_version`` of the buffers."""
+    """Implements ``set_version`` of the buffers."""
     before = buffer.freshness_state
     now = storage.check_rows(version, "version", (), np.int32, "a number")
     run: Any = None
@@ -57,7 +57,7 @@ def set_version(buffer: AnyBuffer, freshness: Freshness, version: Any, session: 
     state = freshness.at_version(state, now, run)
     stale = occupancy.members.mask & (state.versions < freshness.floor(now))
 
-    # The items themselves stay out of the loop.
+    # The loop carries only these parts, and not the data of the items.
     parts = _retire_all(buffer.sampler, freshness, (sampler_state, occupancy, state), stale)
     if run is not None:
         sampler_state, occupancy, state = parts
@@ -68,7 +68,7 @@ def set_version(buffer: AnyBuffer, freshness: Freshness, version: Any, session: 
 
 
 def uses_and_staleness(buffer: "Body", slots: Slots) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """How often the items were used and how stale they are, in one look; 0 if not here any more."""
+    """Returns the uses and the staleness of items; 0 if an item has left."""
     buffer = trees.on_device(buffer)
     assert buffer.freshness is not None
     common.check_slots(slots)
@@ -84,7 +84,7 @@ def _parts(buffer: "Body") -> _Parts:
 
 
 def _with(buffer: AnyBuffer, parts: _Parts, gone: Int[Array, " R"]) -> AnyBuffer:
-    """The buffer with these, once its other parts have heard of the slots that are gone."""
+    """Returns the buffer with these parts, and tells its other parts which slots are gone."""
     sampler_state, occupancy, state = parts
     states = [
         state if isinstance(part, Freshness) else part.on_remove(kept, gone)
@@ -98,7 +98,7 @@ def _with(buffer: AnyBuffer, parts: _Parts, gone: Int[Array, " R"]) -> AnyBuffer
 def _retire_all(
     sampler: Sampler, freshness: Freshness, parts: _Parts, stale: Bool[Array, " N"]
 ) -> _Parts:
-    """What is kept without the items that are ``stale``, some at a time."""
+    """Retires the items that are ``stale``, a fixed number at a time."""
     found = Bitset.of(stale)
 
     def some_left(carry: tuple[Array, _Parts]) -> Bool[Array, ""]:
@@ -109,8 +109,8 @@ def _retire_all(
         rank = first + jnp.arange(_ROWS, dtype=jnp.int32)
         gone = jnp.where(rank < found.size, found.at(rank), parts[1].capacity)
         sampler_state, members, state = _retire(sampler, parts, gone, "retired_stale")
-        # Nobody asks for these versions again, but XLA sees that all have been looked up before
-        # others are written.
+        # These versions are not needed any more. Writing them shows XLA that all versions have been
+        # read before they change.
         return first + _ROWS, (sampler_state, members, freshness.retired(state, gone))
 
     begin = vary_with((jnp.int32(0), parts), found.size)
@@ -118,9 +118,9 @@ def _retire_all(
 
 
 def _retire(sampler: Sampler, parts: _Parts, gone: Int[Array, " B"], counter: str) -> _Parts:
-    """What is kept without the items of slots ``gone``, and how many they were, counted.
+    """Retires the items in slots ``gone``, and adds their number to a counter.
 
-    A slot may be there twice, or hold no item; one past the end is none.
+    A slot may occur several times, or hold no item; slots past the end are ignored.
     """
     sampler_state, before, state = parts
     occupancy = before.exclude(gone)

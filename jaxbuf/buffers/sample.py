@@ -1,4 +1,4 @@
-"""What sampling returns, and the weights that correct for how it was drawn."""
+"""Samples, and the importance weights that correct for the probabilities of a draw."""
 
 import math
 from typing import Any, Literal, Protocol, get_args
@@ -20,15 +20,15 @@ Normalize = Literal["batch", "buffer", "mean"]
 
 
 class Sample(struct.PyTreeNode):
-    """A batch.
+    """A batch sampled from a buffer.
 
     Attributes:
         data: The items, leaves ``[B, ...]``; ``[B, sequence_length, ...]`` for windows.
-        slots: Where they lie, for ``update_priority``; ``[B]``.
-        probability: The probability with which a single draw gives each row, ``[B]``; 0 where
-            invalid.
-        valid: Which rows were drawn, ``[B]``. All of them, unless the buffer holds too little; the
-            data of the others is arbitrary, but never NaN by itself.
+        slots: The slots of the items, ``[B]``, for ``update_priority``.
+        probability: The probability that a single draw returns each row, ``[B]``; 0 if invalid.
+        valid: A mask of the rows that were drawn, ``[B]``. These are all rows, unless the buffer
+            holds too few items. The data of other rows is arbitrary, but not NaN unless stored
+            items are.
     """
 
     data: PyTree[Array]
@@ -53,25 +53,27 @@ def importance_weights(
     beta: float | Float[Array, ""],
     normalize: Normalize | None = "batch",
 ) -> Float[Array, " B"]:
-    """Weights that undo the bias of prioritized sampling: ``(N · P(i)) ** -beta``, normalized.
+    """Returns weights that correct the bias of prioritized sampling: ``(N · P(i)) ** -beta``.
 
-    ``N`` is the number of items, or windows, in the buffer. All forms are computed from ratios of
-    probabilities, so that neither tiny ones nor large buffers overflow.
+    ``N`` is the number of items, or windows, in the buffer. The weights are normalized as chosen by
+    ``normalize``. They are computed from ratios of probabilities, so that neither tiny
+    probabilities nor large buffers overflow.
 
     Args:
-        buffer: The buffer the sample is from, as it was then.
-        sample: What was sampled.
-        beta: From 0 (no correction) to 1 (full). An argument: annealing it does not retrace.
-        normalize: ``"batch"`` divides by the largest weight of the batch and ``"buffer"`` by the
-            largest of the whole buffer, both so that weights only scale updates down; ``"mean"`` is
-            ALF's ``(p · nnz / Σp) ** -beta``, where only items that can be drawn count; None
-            divides by nothing.
+        buffer: The buffer from which the sample was drawn, in its state at that time.
+        sample: The sample.
+        beta: The strength of the correction, from 0 (none) to 1 (full). It is traced, so annealing
+            it does not cause a retrace.
+        normalize: ``"batch"`` divides by the largest weight of the batch, and ``"buffer"`` by the
+            largest weight of the whole buffer; with either, weights only scale updates down.
+            ``"mean"`` is ALF's ``(p · nnz / Σp) ** -beta``, which counts only items that can be
+            drawn. None does not normalize.
 
     Returns:
-        Weights ``[B]``; 0 where the sample is invalid.
+        Weights, ``[B]``; 0 where the sample is invalid.
 
     Raises:
-        ValueError: If ``normalize`` is none of these, or ``sample`` no sample.
+        ValueError: If ``normalize`` is none of these, or ``sample`` is not a sample.
 
     References:
         Schaul et al., Prioritized Experience Replay, ICLR 2016, section 3.4.
@@ -95,7 +97,7 @@ def importance_weights(
     check_sample("sample", sample)
     if isinstance(beta, int | float | np.number) or not hasattr(beta, "dtype"):
         beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
-    # The weights of a batch relative to each other do not depend on what else there is.
+    # Weights relative to the largest one of the batch do not depend on the rest of the buffer.
     whole = None if normalize == "batch" else buffer
     row = (sample.probability, sample.valid)
     # Each device of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
@@ -104,10 +106,10 @@ def importance_weights(
 
 
 def check_sample(name: str, sample: Any) -> None:
-    """Refuse what is not one sample.
+    """Checks that ``sample`` is a single sample.
 
     Raises:
-        ValueError: If it has no rows of its own.
+        ValueError: If it has no probabilities and mask of shape ``[B]``.
     """
     probability: Any = getattr(sample, "probability", None)
     valid: Any = getattr(sample, "valid", None)

@@ -31,7 +31,7 @@ _RECIPE = (
 
 @dataclasses.dataclass(frozen=True)
 class _Contents:
-    """How many items all shards hold: what importance weights are relative to."""
+    """The number of items in all shards, for importance weights."""
 
     size: Int[Array, ""]
 
@@ -39,23 +39,23 @@ class _Contents:
 class Sharded(struct.PyTreeNode):
     """One logical buffer of ``S`` shards, each a whole buffer, along an axis of a mesh.
 
-    ``sample`` draws exactly as one buffer with the items of all shards does: every device learns
-    the sums of all shards, computes the same targets, and answers those that lie in its shards.
-    ``S`` is part of the configuration and the number of devices is not: on any mesh whose axis
-    divides ``S`` the results are the same.
+    ``sample`` draws exactly like a single buffer with the items of all shards: every device
+    receives the sums of all shards, computes the same targets, and draws the targets that fall into
+    its own shards. ``S`` is part of the configuration, and the number of devices is not: results
+    are the same on any mesh whose axis divides ``S``.
 
-    Rows are sharded over the same axis: block ``k`` of ``B / S`` rows of an ``add`` goes to shard
-    ``k``, so that no row travels, and of a batch every device holds ``B / D`` rows. Each shard
-    evicts its own oldest items. All shapes are global, also ``batch_size``; inside your own
-    ``jax.shard_map`` over the axis, where the buffer comes in by ``in_specs=P(axis)``, a device
-    passes and gets its own rows.
+    Rows are sharded over the same axis. Block ``k`` of ``B / S`` rows of an ``add`` goes to shard
+    ``k``, so that no row is sent to another device, and every device holds ``B / D`` rows of a
+    batch. Each shard evicts its own oldest items. All shapes, and ``batch_size``, are global.
+    Inside your own ``jax.shard_map`` over the axis, to which the buffer is passed with
+    ``in_specs=P(axis)``, each device passes and receives its own rows.
 
     Attributes:
-        shards: The shards as one buffer, with an axis ``S`` in front of every leaf.
-        num_shards: ``S``.
-        mesh: The mesh it was created on.
-        axis: The axis along which shards lie.
-        exchange: Whether a batch is drawn from all shards as from one.
+        shards: The shards as one buffer, with a leading axis ``S`` in every leaf.
+        num_shards: The number of shards, ``S``.
+        mesh: The mesh on which the buffer was created.
+        axis: The axis of the mesh along which the shards are laid out.
+        exchange: Whether a batch is drawn from all shards as if they were one buffer.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -90,21 +90,22 @@ class Sharded(struct.PyTreeNode):
         shards: int | None = None,
         exchange: bool = True,
     ) -> Self:
-        """An empty buffer. Its arrays are made where they are to lie.
+        """Creates an empty buffer, whose arrays are allocated on their own devices.
 
         Args:
-            make: Creates one shard, an ``ItemBuffer`` or a ``TrajectoryBuffer``.
-            mesh: The devices.
-            axis: The axis of the mesh along which shards lie.
-            shards: How many, ``S``; a multiple of the length of the axis, which is the default.
-                With more, the buffer can later be loaded onto as many devices.
-            exchange: False draws ``B / S`` rows of every batch from each shard, so that no rows
-                travel. ``probability`` is that of this draw: with ``beta=1`` weighted means stay
-                unbiased, but rows of shards with little mass come more often than from one buffer.
+            make: A function that creates one shard, an ``ItemBuffer`` or a ``TrajectoryBuffer``.
+            mesh: The mesh of devices.
+            axis: The axis of the mesh along which to lay out the shards.
+            shards: The number of shards ``S``, a multiple of the length of the axis, which is the
+                default. With more shards, the buffer can later be loaded onto up to ``S`` devices.
+            exchange: False draws ``B / S`` rows of every batch from each shard, so that no rows are
+                sent between devices. ``probability`` is that of this draw: with ``beta=1`` weighted
+                means remain unbiased, but items of shards with little mass are drawn more often
+                than from a single buffer.
 
         Raises:
-            ValueError: If the mesh has no such axis, ``shards`` is no multiple of its length,
-                ``make`` gives a buffer that keeps an order of all its items (``Lowest``,
+            ValueError: If the mesh has no such axis, ``shards`` is not a multiple of its length,
+                ``make`` returns a buffer that compares or orders all of its items (``Lowest``,
                 ``Diversity``, ``Recent``, draws without replacement) or whose sampler does not
                 derive from ``jaxbuf.strategies.ShardableSampler``, or there are 2**31 slots or
                 more.
@@ -140,47 +141,51 @@ class Sharded(struct.PyTreeNode):
 
     @property
     def capacity(self) -> int:
-        """Most items, or steps, held at a time by all shards together."""
+        """The largest number of items, or steps, that all shards together can hold."""
         return self.num_shards * self.shards.capacity
 
     @property
     def size(self) -> Int[Array, ""]:
-        """Items, or steps, held now by all shards together."""
+        """The number of items, or steps, in all shards together."""
         return call(_total, self, _size_of, static=(1,))
 
     @property
     def occupancy(self) -> Any:
-        """How many items, or windows, can be told apart, as ``occupancy.size``."""
+        """An object whose ``size`` is the number of items, or windows, in all shards."""
         return _Contents(call(_total, self, _occupied, static=(1,)))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes over which the rows of a batch lie here: none outside of ``shard_map``."""
+        """The mesh axes over which a batch is split here; empty outside of ``shard_map``."""
         inside = self.axis in jax.sharding.get_abstract_mesh().manual_axes
         return (self.axis,) if inside else ()
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
-        """Whether ``batch_size`` items can be drawn; without exchange, from each shard its share.
+        """Returns whether ``batch_size`` items can be drawn.
 
-        The share of each is ``batch_size / S``.
+        Without ``exchange``, each shard must be able to draw its ``batch_size / S`` items.
         """
         return call(_can_sample, self, common.check_wanted(batch_size))
 
     def support(self) -> Support:
-        """How many items can be drawn, and the least probability among them."""
+        """Returns the number of items that can be drawn, and the least probability among them."""
         return Support(*call(_support, self))
 
     def add(self, items: PyTree[Array], **options: Any) -> Self:
-        """Add rows, the first ``B / S`` of them to the first shard and so on.
+        """Adds rows: the first ``B / S`` rows to the first shard, and so on.
 
         Args:
-            items: Leaves ``[B, ...]``, or steps of a ``TrajectoryBuffer`` with ``B`` environments
-                in all; ``B`` is a multiple of ``S``.
-            **options: Those of the shards' own ``add``, a row for each of ``items``, but not
-                ``env_ids``. Without ``priority`` new items get the largest of all shards.
+            items: Items, leaves ``[B, ...]``, or steps for ``TrajectoryBuffer`` shards with ``B``
+                environments in total; ``B`` is a multiple of ``S``.
+            **options: Options of the shards' own ``add`` except ``env_ids``, with one row for each
+                row of ``items``. By default new items get the largest priority of all shards.
+
+        Returns:
+            The buffer with the rows.
 
         Raises:
-            ValueError: When traced, if ``B`` is no multiple of ``S``, or as the shards' ``add``.
+            ValueError: When traced, if ``B`` is not a multiple of ``S``, or as raised by the
+                shards' ``add``.
         """
         given = {name: value for name, value in options.items() if value is not None}
         check_options(self.shards, "add", given)
@@ -194,17 +199,19 @@ class Sharded(struct.PyTreeNode):
         return call(_add, self, items, given)
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
-        """Draw a batch from all shards.
+        """Draws a batch from all shards.
 
         Args:
-            key: A PRNG key; where devices have different ones that of the first shard counts.
-            batch_size: Rows ``B`` of all devices together, a multiple of ``S``; static.
+            key: A PRNG key; if devices have different keys, the key of the first shard is used.
+            batch_size: The total number of rows ``B``, a multiple of ``S``; static.
 
         Returns:
-            A ``Sample`` whose rows are sharded over the axis. Slots count through all shards.
+            A ``Sample`` whose rows are sharded over the axis. Slots are numbered through all
+            shards.
 
         Raises:
-            ValueError: If ``batch_size`` is no multiple of ``S``, or ``key`` not a single key.
+            ValueError: If ``batch_size`` is not a multiple of ``S``, or ``key`` is not a single
+                key.
         """
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
@@ -215,10 +222,10 @@ class Sharded(struct.PyTreeNode):
     def update_priority(
         self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
     ) -> Self:
-        """Set the priorities of sampled items, wherever they lie; as ``ItemBuffer`` does.
+        """Sets the priorities of sampled items, on any device; see ``ItemBuffer``.
 
         Raises:
-            ValueError: When traced, if the sampler has no priorities, ``B`` is no multiple of
+            ValueError: When traced, if the sampler has no priorities, ``B`` is not a multiple of
                 ``S``, or a shape differs.
         """
         common.needs_priority(self.shards.sampler, "update_priority was called")
@@ -231,18 +238,20 @@ class Sharded(struct.PyTreeNode):
         return call(_update, self, slots, value, taken.astype(jnp.int32))
 
     def clear(self) -> Self:
-        """The buffer without its items. Slots sampled before stay stale; counters go on."""
+        """Returns the buffer without items; earlier slots remain stale, counters are kept."""
         return call(_clear, self)
 
     def metrics(self) -> dict[str, Array]:
-        """Those of the shards, all scalars: sums, least and largest values, and means by size.
+        """Returns the metrics of all shards together, as scalars.
 
-        ``effective_sample_size`` is missing, as it does not follow from those of the shards.
+        Counts are summed, minima and maxima are taken over the shards, and means are weighted by
+        size. ``effective_sample_size`` is left out, because it cannot be computed from the values
+        of the shards.
         """
         return call(_metrics, self)
 
     def _check_rows(self, name: str, rows: int) -> None:
-        """Refuse rows that cannot be dealt out evenly to the shards that are here."""
+        """Raises ValueError if rows cannot be split evenly among the shards that are here."""
         count = jax.tree.leaves(self.shards)[0].shape[0]
         if rows % count:
             raise ValueError(_odd(name, rows, count))
@@ -252,7 +261,7 @@ _EXPLICIT = jax.sharding.AxisType.Explicit
 
 
 def _check_shard(buffer: Any) -> Any:
-    """Refuse what cannot be a shard."""
+    """Returns the buffer; raises ValueError if it cannot be a shard."""
     sampler: Any = getattr(buffer, "sampler", None)
     if sampler is None:
         raise ValueError(
@@ -277,14 +286,14 @@ def _check_shard(buffer: Any) -> Any:
 def _run(
     buffer: Sharded, body: Callable[..., Any], rows: Any = (), same: Any = (), out: Any = None
 ) -> Any:
-    """``body(shards, rows, same)`` on each device: with its own shards and rows.
+    """Runs ``body(shards, rows, same)`` on each device, with the device's own shards and rows.
 
     Args:
         buffer: The buffer.
-        body: A function of arrays that lie on a device, the shards with ``S / D`` in front.
+        body: A function of the arrays on one device; its shards have a leading axis ``S / D``.
         rows: Arrays whose first axis is sharded.
-        same: Arrays that are whole on every device.
-        out: How results are sharded; as the shards unless given.
+        same: Arrays that are replicated on every device.
+        out: The ``PartitionSpec`` of the results; by default that of the shards.
     """
     here = jax.sharding.get_abstract_mesh()
     spec = jax.P(buffer.axis)
@@ -304,7 +313,7 @@ def _run(
         return body(buffer.shards, rows, same)
     args, specs = (buffer.shards, rows, same), (spec, spec, jax.P())
     if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[buffer.axis] == _EXPLICIT:
-        # Where shardings are part of types, shard_map demands those of its in_specs.
+        # With explicit sharding, shard_map requires arguments with the shardings of its in_specs.
         args = tuple(
             jax.reshard(tree, jax.NamedSharding(mesh, spec))
             for tree, spec in zip(args, specs, strict=True)
@@ -365,7 +374,7 @@ def _can_sample(buffer: Sharded, wanted: Int[Array, ""]) -> Bool[Array, ""]:
 
 
 def _supports(buffer: Sharded, shards: Any) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
-    """What each shard can draw by itself."""
+    """Returns the number of items that each shard can draw, and their least probability."""
 
     def of(shard: Any) -> tuple[Array, Array]:
         known = shard.support()
@@ -481,7 +490,7 @@ def _sample(buffer: Sharded, key: PRNGKeyArray, rows: int) -> Sample:
 
 
 def _numbered(buffer: Sharded, batch: Sample, number: Int[Array, ""]) -> Sample:
-    """A sample of one shard, with slots that count through all shards."""
+    """Returns the sample of one shard with slots that are numbered through all shards."""
     index = batch.slots.index + number * buffer.shards.capacity
     index = jnp.where(batch.valid, index, buffer.capacity)
     return batch.replace(slots=batch.slots.replace(index=index))
@@ -494,5 +503,5 @@ def _reports(shards: Any) -> Any:
 
 
 def _world(buffer: Sharded, shards: Any) -> Any:
-    """The reports of all shards, on every device."""
+    """Returns the reports of all shards, on every device."""
     return all_gather(_reports(shards), buffer.axis)

@@ -25,12 +25,13 @@ from jaxbuf.strategies.samplers import Uniform
 
 
 class Steps(struct.PyTreeNode):
-    """Steps that were read from every ring, in order of time.
+    """Steps read from every ring, in order of time.
 
     Attributes:
         data: The steps, leaves ``[E, T, ...]``; arbitrary where invalid.
         position: Their positions, ``[E, T]``; see ``TrajectoryBuffer.end_position``.
-        valid: Which rows hold a step, ``[E, T]``: the first ones of every ring.
+        valid: A mask of the rows that hold a step, ``[E, T]``, which are the first ones of each
+            ring.
     """
 
     data: PyTree[Array]
@@ -44,23 +45,26 @@ class Steps(struct.PyTreeNode):
 class TrajectoryBuffer(EpisodeLookups, Body):
     """The last ``length`` steps of each of ``num_envs`` environments.
 
-    Every environment has a ring of its own with its own write position, so that any of them may be
-    added to at any time. Samples are windows of ``sequence_length`` consecutive steps that never
-    cross a write position: the newest ``sequence_length - 1`` steps of a ring become starts as
-    later ones arrive. A window is stale as soon as its first step is overwritten.
+    Every environment has its own ring with its own write position, so that steps of any environment
+    may be added at any time. Samples are windows of ``sequence_length`` consecutive steps that
+    never cross a write position: the newest ``sequence_length - 1`` steps of a ring can start a
+    window only after later steps have been added. A window is stale as soon as its first step is
+    overwritten.
 
-    Like an ``ItemBuffer`` it is one immutable pytree, its configuration static, its methods pure.
+    Like an ``ItemBuffer``, it is a single immutable pytree with static configuration and pure
+    methods.
 
     Attributes:
         data: The steps, leaves ``[num_envs, length, ...]``.
-        occupancy: Which steps and windows there are.
-        sampler_state: What the sampler keeps: one slot for each place where a window may start.
-        counters: Steps added, priorities rejected, and windows refused so far, by name in
-            ``counter_names``, ``[K]`` uint32; they wrap.
-        extra_states: What each of the extras keeps.
-        sampler: How windows are drawn.
-        extras: The parts beside the sampler: an index of episodes, limits on freshness, and your
-            own.
+        occupancy: Records which steps and windows there are.
+        sampler_state: The state of the sampler, with one slot for each place where a window may
+            start.
+        counters: The numbers of steps added, priorities rejected, and windows refused so far, in
+            the order of ``counter_names``, ``[K]`` uint32, which wrap.
+        extra_states: The state of each of the extras.
+        sampler: The sampler, which draws windows.
+        extras: The parts besides the sampler: an index of episodes, limits on freshness, and your
+            own parts.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -93,31 +97,32 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         freshness: Freshness | None = None,
         parts: tuple[Part, ...] = (),
     ) -> Self:
-        """An empty buffer.
+        """Creates an empty buffer.
 
         Args:
-            example: One unbatched step: arrays or ``jax.ShapeDtypeStruct``. Only shapes and dtypes
-                matter.
-            num_envs: Rings ``E``.
-            length: Most steps held of each environment.
-            sequence_length: Steps in a window.
-            period: Windows start at multiples of it, counted from the beginning of the ring's
-                memory; 1 allows every start, ``sequence_length`` makes windows disjoint.
-            num_earliest_ignored: How many of the earliest steps of each ring start no window and
-                are not gathered. They stay readable: what looks back from the start of a window,
-                such as a stack of frames, finds them.
-            sampler: How windows are drawn.
-            episodes: Keep an index of episodes, by the flags among the steps.
-            freshness: Retires windows that were used enough or are too stale; None retires none. A
-                window is as stale as its first step. Steps stay, so ``size`` counts them as before.
-            parts: Parts of your own, which derive from ``jaxbuf.strategies.Part``.
+            example: One unbatched step of arrays or ``jax.ShapeDtypeStruct``. Only shapes and
+                dtypes matter.
+            num_envs: The number of environments ``E``, each with a ring.
+            length: The largest number of steps held for each environment.
+            sequence_length: The number of steps in a window.
+            period: Windows start at places of the ring that are multiples of this number. 1 allows
+                every start, and ``sequence_length`` makes windows disjoint.
+            num_earliest_ignored: The number of earliest steps of each ring that start no window and
+                are not gathered. They can still be read by views that look back from the start of a
+                window, such as a stack of frames.
+            sampler: Draws windows.
+            episodes: Keeps an index of episodes, based on flags in the steps; None disables it.
+            freshness: Retires windows that were used often enough or are too stale; None disables
+                it. A window is as stale as its first step. The steps of retired windows are kept,
+                and ``size`` counts them.
+            parts: Your own parts, which derive from ``jaxbuf.strategies.Part``.
 
         Raises:
-            ValueError: If a number is not an integer of at least 1, a window is longer than a ring,
-                ``length`` is no multiple of ``period``, too many steps are ignored, there are more
-                than 2**30 steps, the sampler needs scores or is no ``WindowSampler``, ``example``
-                holds anything but arrays, or ``episodes`` names a field that is missing, of another
-                shape, or of the wrong dtype.
+            ValueError: If a number is not an integer of at least 1 (``num_earliest_ignored``: 0), a
+                window is longer than a ring, ``length`` is not a multiple of ``period``, too many
+                steps are ignored, there are more than 2**30 steps, the sampler needs scores,
+                ``example`` holds anything but arrays, or ``episodes`` names a field that is missing
+                or has the wrong shape or dtype.
         """
         num_envs = common.check_count("num_envs", num_envs)
         length = common.check_count("length", length)
@@ -159,66 +164,66 @@ class TrajectoryBuffer(EpisodeLookups, Body):
 
     @property
     def episodes(self) -> Episodes | None:
-        """Which flags end an episode; None without an index of episodes."""
+        """The configuration of the index of episodes; None without ``Episodes``."""
         return self._find(Episodes)[0]
 
     @property
     def episode_index(self) -> EpisodeIndex | None:
-        """Where episodes begin and end; None without ``Episodes``."""
+        """The index of episodes; None without ``Episodes``."""
         return self._find(Episodes)[1] if self.episodes else None
 
     @property
     def num_envs(self) -> int:
-        """Number of rings."""
+        """The number of environments."""
         return self.rings.num_envs
 
     @property
     def length(self) -> int:
-        """Most steps held of each environment."""
+        """The largest number of steps held for each environment."""
         return self.rings.length
 
     @property
     def sequence_length(self) -> int:
-        """Steps in a window."""
+        """The number of steps in a window."""
         return self.rings.sequence_length
 
     @property
     def period(self) -> int:
-        """Distance between the places where windows start."""
+        """The distance between places where windows may start."""
         return self.rings.period
 
     @property
     def num_earliest_ignored(self) -> int:
-        """How many of the earliest steps of each ring start no window."""
+        """The number of earliest steps of each ring that start no window."""
         return self.rings.ignored
 
     @property
     def capacity(self) -> int:
-        """Most steps held at a time, ``num_envs * length``."""
+        """The largest number of steps that the buffer can hold, ``num_envs * length``."""
         return self.num_envs * self.length
 
     @property
     def max_windows(self) -> int:
-        """Most windows that can be drawn from at a time, those of all rings together.
+        """The largest number of windows that can be drawn from, of all rings together.
 
         A full ring has ``length - num_earliest_ignored - sequence_length + 1`` places for the first
-        step of a window, and one window for every ``period`` of them.
+        step of a window, and a window at every ``period``-th of them.
         """
         places = self.length - self.num_earliest_ignored - self.sequence_length + 1
         return self.num_envs * -(-places // self.period)
 
     @property
     def size(self) -> Int[Array, ""]:
-        """Steps held now, of all environments together."""
+        """The number of steps held, of all environments together."""
         return self.rings.steps
 
     @property
     def num_windows(self) -> Int[Array, ""]:
-        """Windows that can be drawn now, of all environments together."""
+        """The number of windows that can be drawn, of all environments together."""
         return self.occupancy.size
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
-        """Whether there are at least ``batch_size`` windows; at most ``max_windows`` can be."""
+        """Returns whether at least ``batch_size`` of at most ``max_windows`` can be drawn."""
         return self.num_windows >= common.check_wanted(batch_size)
 
     def add(
@@ -231,34 +236,39 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         mask: Bool[Array, "..."] | None = None,
         env_ids: Int[Array, " K"] | None = None,
     ) -> Self:
-        """Append one step, or ``T`` of them, to each environment, or to some of them.
+        """Appends one step or ``T`` steps to each environment, or to some of them.
 
         Args:
-            steps: Leaves ``[num_envs, *shape]`` or ``[num_envs, T, *shape]``, in the example's
-                dtypes. Of more than ``length`` the last ones stay.
-            priority: ``[num_envs]`` or ``[num_envs, T]``, each for the window that ends at that
-                step; finite and not negative. Another becomes the default and is counted in
-                ``metrics()["rejected"]``; the step stays. The default, also without priorities, is
-                the larger of the sampler's ``initial_priority`` and the largest priority in the
-                buffer.
-            version: Of the policy that made the steps, ``[num_envs]`` or ``[num_envs, T]`` int32,
-                for ``Freshness``; without, the learner's own. Steps that are too stale already are
-                kept, for without them others would become neighbors in time that are not; but no
-                window starts at them: those are counted in ``metrics()["refused_stale"]``.
-            session: Of the learner whose policy that was, ``[num_envs]`` or ``[num_envs, T]``
-                int32, for ``Freshness``; without, the learner's own. Steps of another session are
-                too stale, whatever their version.
-            mask: Which steps to take, ``[num_envs]`` or ``[num_envs, T]``; those of a row keep
-                their order, and the others cost no place and move no write position.
-            env_ids: Which environments the rows are of, ``[K]`` different numbers below
-                ``num_envs``; everything else then has a row for each of these instead of for each
-                environment. Where numbers are traced, so that they cannot be checked, those that
-                name no environment are left out, and of several rows for one the last counts.
+            steps: The steps, leaves ``[num_envs, *shape]`` or ``[num_envs, T, *shape]`` with the
+                example's dtypes. If there are more than ``length``, the last ones are kept.
+            priority: Priorities, ``[num_envs]`` or ``[num_envs, T]``, each for the window that ends
+                at that step; finite and not negative. Any other priority is counted in
+                ``metrics()["rejected"]`` and replaced by the default; the step is added. The
+                default is the larger of the sampler's ``initial_priority`` and the largest priority
+                in the buffer.
+            version: Versions of the policies that generated the steps, ``[num_envs]`` or
+                ``[num_envs, T]`` int32, for ``Freshness``; by default the learner's version. Steps
+                that are too stale already are added, because the steps around them would otherwise
+                become neighbors in time. But no window starts at them, and these windows are
+                counted in ``metrics()["refused_stale"]``.
+            session: Sessions of the learner in which the steps were generated, ``[num_envs]`` or
+                ``[num_envs, T]`` int32, for ``Freshness``; by default the learner's session. Steps
+                of another session are too stale, whatever their version.
+            mask: A mask of the steps to add, ``[num_envs]`` or ``[num_envs, T]``. The added steps
+                of a row keep their order; masked-out steps take no place and do not move the write
+                position.
+            env_ids: The environments of the rows, ``[K]`` different numbers below ``num_envs``. All
+                other arguments then have ``K`` rows instead of ``num_envs``. If the numbers are
+                traced they cannot be checked: rows with a number out of range are then left out,
+                and if several rows have the same number, the last one is used.
+
+        Returns:
+            The buffer with the steps.
 
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example, if
-                ``priority``, ``version`` or ``session`` is given and nothing here uses it, or if
-                ``env_ids`` names no environment or one twice.
+                ``priority``, ``version`` or ``session`` is given but not used by the buffer, or if
+                ``env_ids`` has a number that is out of range or occurs twice.
 
         Example:
             >>> import jax.numpy as jnp, jaxbuf
@@ -276,7 +286,7 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         return call(TrajectoryBuffer._put, self, steps, given, value)
 
     def _put(self, steps: PyTree[Array], given: Rows, value: Float[Array, "E T"] | None) -> Self:
-        """Place steps, write them, say which windows come and go, and tell everybody."""
+        """Places and writes steps, and updates the windows, the sampler and the parts."""
         rings, target, broken, completed = self.rings.place(given.shape[1], given.mask)
         rows = StepRows(**vars(given), rings=self.rings, target=target)
         begins = (target < self.capacity) & (target % self.period == 0)
@@ -303,26 +313,26 @@ class TrajectoryBuffer(EpisodeLookups, Body):
     def sample(
         self, key: PRNGKeyArray, batch_size: int, *, sequence_length: int | None = None
     ) -> Sample:
-        """Draw a batch of windows.
+        """Draws a batch of windows.
 
         Args:
             key: A PRNG key.
-            batch_size: Rows ``B``; static.
-            sequence_length: Steps in a window, this time; static. None takes the buffer's own. All
-                windows of that length are drawn, also those that are shorter than the buffer's and
-                newer. Such a one has the default priority, and an update of its priority is
-                dropped. It costs a copy of the priorities.
+            batch_size: The number of rows ``B``; static.
+            sequence_length: The number of steps in a window of this batch; static. None uses the
+                buffer's ``sequence_length``. A shorter length adds windows that are newer than any
+                of the buffer's own. These have the default priority, and updates of their
+                priorities are dropped. Another length costs a copy of the priorities.
 
         Returns:
-            A ``Sample`` with leaves ``[B, sequence_length, ...]``, in order of time. Its shapes
-            never depend on what the buffer holds: rows that cannot be drawn have ``valid`` False,
-            probability 0 and index ``capacity``.
+            A ``Sample`` with leaves ``[B, sequence_length, ...]``, in order of time. Its shapes do
+            not depend on the contents of the buffer: rows that cannot be drawn have ``valid``
+            False, probability 0 and index ``capacity``.
 
         Raises:
-            ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` not a single
-                key, or
-                ``sequence_length`` is longer than a ring, or not the buffer's own where some
-                windows are taken out: with ``Freshness``, or ``Episodes(boundary="avoid")``.
+            ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
+                key, ``sequence_length`` is longer than a ring, or it differs from the buffer's
+                although some windows are taken out, by ``Freshness`` or by
+                ``Episodes(boundary="avoid")``.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxbuf
@@ -337,17 +347,17 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         return self._windows_of(sequence_length)._sample(key, rows)
 
     def clear(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
-        """The buffer without its steps, or without those of some environments.
+        """Returns the buffer without its steps, or without the steps of some environments.
 
-        Slots sampled before stay stale; positions and counters go on.
+        Slots sampled before remain stale; positions and counters are not reset.
 
         Args:
-            envs: Which environments: a mask ``[num_envs]``, or numbers ``[K]``, of which those that
-                name no environment are ignored. Without, all of them; the result then shares no
-                array with the original, so that either may be donated.
+            envs: The environments to clear, as a mask ``[num_envs]`` or as numbers ``[K]``, of
+                which numbers out of range are ignored. None clears all of them; the result then
+                shares no array with the original, so that either may be donated.
 
         Raises:
-            ValueError: When traced, if ``envs`` is neither.
+            ValueError: When traced, if ``envs`` is neither a mask nor numbers.
         """
         if envs is None:
             return self._cleared(self.rings.capacity)
@@ -363,24 +373,24 @@ class TrajectoryBuffer(EpisodeLookups, Body):
 
     @property
     def end_position(self) -> UInt[Array, " E"]:
-        """The position that the next step of each environment will have, ``[num_envs]``.
+        """The position of the next step of each environment, ``[num_envs]``.
 
-        A step's position counts what was written to its ring before it. It never changes while the
-        step is held, and neighbors in time have neighboring positions. It is unsigned and wraps at
-        2**32, so differences of positions are right for ever. ``clear`` does not begin anew: it
-        goes on from a later multiple of ``length``.
+        The position of a step is the number of steps written to its ring before it. It does not
+        change while the step is held, and consecutive steps have consecutive positions. Positions
+        are unsigned and wrap at 2**32, so that differences of positions stay correct. ``clear``
+        does not reset them, but continues from a later multiple of ``length``.
         """
         return self.rings.end
 
     @property
     def earliest_position(self) -> UInt[Array, " E"]:
-        """The position of the earliest step held of each environment; the end if there is none."""
+        """The position of the earliest step held of each environment; the end position if empty."""
         return self.rings.end - self.rings.held
 
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
-        """The environment of each sampled window, and the position of its first step, ``[B]``.
+        """Returns the environment of each sampled window, and the position of its first step.
 
-        Of rows that are not valid the environment is ``num_envs``.
+        Both have shape ``[B]``. The environment of an invalid row is ``num_envs``.
         """
         common.check_slots(slots)
         env, position = self.rings.starts_at(slots.index, slots.generation)
@@ -389,21 +399,23 @@ class TrajectoryBuffer(EpisodeLookups, Body):
     def get_field(
         self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
     ) -> PyTree[Array]:
-        """Read one field of single steps.
+        """Reads one field of single steps.
 
         Args:
-            path: Its name; dots lead into nested fields. It may name a part of a step that holds
-                several fields.
-            env_ids: Whose steps, integers of any shape that broadcasts with ``positions``.
-            positions: Which steps, as ``locate``, ``earliest_position`` and ``end_position`` count.
+            path: The name of the field, with dots between the names of nested fields. It may also
+                name a part of a step that holds several fields.
+            env_ids: The environments of the steps, integers of any shape that broadcasts with
+                ``positions``.
+            positions: The positions of the steps, as in ``locate``, ``earliest_position`` and
+                ``end_position``.
 
         Returns:
-            The field, leaves ``[..., *shape]``; zeros where there is no such environment or the
-            step is not held: not written yet, or gone.
+            The field, leaves ``[..., *shape]``; zeros if an environment does not exist, or a step
+            is not written yet or no longer held.
 
         Raises:
-            ValueError: When traced, if there is no such field, or a number is not an
-                integer.
+            ValueError: When traced, if there is no such field, or an argument does not hold
+                integers.
 
         Example:
             >>> import jax.numpy as jnp, jaxbuf
@@ -430,14 +442,15 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         return jax.tree.map(shaped, storage.read(_fold(field), row))
 
     def gather_all(self, *, ignore_earliest: bool = True) -> Steps:
-        """All steps held, in order of time.
+        """Returns all steps held, in order of time.
 
         Args:
-            ignore_earliest: Leave out the ``num_earliest_ignored`` earliest steps of each ring.
+            ignore_earliest: Whether to leave out the ``num_earliest_ignored`` earliest steps of
+                each ring.
 
         Returns:
-            ``Steps`` with leaves ``[num_envs, length, ...]``, whatever the buffer holds: the rows
-            of a ring begin with its earliest step, and those past the newest one are invalid.
+            ``Steps`` with leaves ``[num_envs, length, ...]``. The rows of a ring begin with its
+            earliest step, and rows past the newest step are invalid.
         """
         self = common.check_single(self)
         ignore = checks.check_flag("ignore_earliest", ignore_earliest)
@@ -445,16 +458,16 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         return self._earliest(self.length, skip)
 
     def dequeue(self, n: int, *, mask: Bool[Array, " E"] | None = None) -> tuple[Self, Steps]:
-        """Take the ``n`` earliest steps out of every ring.
+        """Removes the ``n`` earliest steps from every ring.
 
         Args:
-            n: Most steps of each environment; static.
-            mask: From which environments, ``[num_envs]``.
+            n: The largest number of steps to remove from each environment; static.
+            mask: A mask of the environments, ``[num_envs]``; None for all.
 
         Returns:
-            The buffer without them, and ``Steps`` with leaves ``[num_envs, n, ...]``, earliest
-            first. A ring that holds fewer gives what it has; its other rows are invalid. Windows
-            that lost a step are no longer drawn.
+            The buffer without these steps, and ``Steps`` with leaves ``[num_envs, n, ...]``, the
+            earliest first. If a ring holds fewer steps, all of them are removed, and its other rows
+            are invalid. Windows that lost a step are no longer drawn.
 
         Raises:
             ValueError: If ``n`` is not an integer from 1 to ``length``.
@@ -482,7 +495,7 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         return self._without(gone, rings), steps
 
     def options(self) -> dict[str, Any]:
-        """All but the sizes that it was created with, as keyword arguments of ``create``."""
+        """Returns the configuration except the sizes, as keyword arguments of ``create``."""
         return {
             **super().options(),
             "sequence_length": self.sequence_length,
@@ -497,10 +510,10 @@ class TrajectoryBuffer(EpisodeLookups, Body):
     def _check(
         self, steps: Any, priority: Any, version: Any, session: Any, mask: Any
     ) -> tuple[PyTree[Array], Rows, Any]:
-        """What ``add`` was given, ``[num_envs, T]``, once it is known to fit.
+        """Checks the arguments of ``add`` and converts them to arrays ``[num_envs, T, ...]``.
 
         Returns:
-            The steps, what is known of each row, and the priorities.
+            The steps, the rows for the parts, and the priorities.
         """
         steps, batch = common.check_steps(self.data, steps, self.num_envs)
         axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
@@ -521,7 +534,7 @@ class TrajectoryBuffer(EpisodeLookups, Body):
     def _refuse(
         self, completed: Int[Array, "E T"], rows: StepRows, counts: dict[str, Array]
     ) -> tuple[Int[Array, "E T"], list[Int[Array, "E T"]]]:
-        """The windows that are complete without those that the parts refuse, and these."""
+        """Returns the completed windows that no part refuses, and the refused ones."""
         refused: list[Int[Array, "E T"]] = []
         slots = self.rings.capacity
         for part, state in self._parts():
@@ -535,7 +548,7 @@ class TrajectoryBuffer(EpisodeLookups, Body):
     def _add_to(
         self, env_ids: Any, steps: Any, priority: Any, version: Any, session: Any, mask: Any
     ) -> Self:
-        """``add`` of one row for each of some environments: the others get masked ones."""
+        """Adds rows to some environments, by an ``add`` with masked rows for the others."""
         ids = self._check_env_ids(env_ids)
         count = ids.shape[0]
         steps, batch = common.check_steps(self.data, steps, count)
@@ -550,7 +563,7 @@ class TrajectoryBuffer(EpisodeLookups, Body):
             version = _per_step(version, "version", batch, axes)
         if session is not None:
             session = _per_step(session, "session", batch, axes)
-        # A negative number would count from the end.
+        # JAX would count a negative index from the end.
         at = jnp.where(ids >= 0, ids, self.num_envs)
         row = jnp.full((self.num_envs,), -1, jnp.int32)
         row = row.at[at].max(jnp.arange(count, dtype=jnp.int32), mode="drop")
@@ -562,7 +575,7 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         return self.add(steps, priority=priority, version=version, session=session, mask=taken)
 
     def _earliest(self, count: int, skip: int) -> Steps:
-        """The first ``count`` steps of each ring after ``skip`` of them."""
+        """Returns the earliest ``count`` steps of each ring, after skipping ``skip`` of them."""
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         rank = jnp.arange(count, dtype=jnp.uint32)[None]
         position = (self.earliest_position + jnp.uint32(skip))[:, None] + rank
@@ -577,7 +590,7 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         return Steps(data=data, position=position, valid=valid)
 
     def _without(self, gone: Int[Array, "..."], rings: Rings) -> Self:
-        """The buffer once there are no windows at these slots."""
+        """Returns the buffer with these rings, and without windows at these slots."""
         nothing, slots = jnp.zeros((0,), jnp.int32), gone.reshape(-1)
         state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
@@ -587,26 +600,26 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         )
 
     def _seen(self, rings: Rings, come: Int[Array, " B"], gone: Int[Array, " R"]) -> Rings | Subset:
-        """The occupancy after some windows have come and others have gone."""
+        """Returns the occupancy after windows at ``come`` were added and ``gone`` were removed."""
         if not isinstance(self.occupancy, Subset):
             return rings
         member = jnp.concatenate([jnp.ones(come.shape, bool), jnp.zeros(gone.shape, bool)])
         return self.occupancy.replace(inner=rings).mark(jnp.concatenate([come, gone]), member)
 
     def _check_envs(self, envs: Any) -> Bool[Array, " E"]:
-        """``envs`` as a mask."""
+        """Returns ``envs`` as a mask."""
         given = numbers.abstract(envs, "envs")
         if given.dtype == jnp.bool_:
             return storage.check_rows(envs, "envs", (self.num_envs,), np.bool_, "(num_envs,)")
         if len(given.shape) != 1:
             raise ValueError(f"envs has shape {given.shape}; expected (K,), or a mask (num_envs,)")
         ids = numbers.integers(envs, "envs")
-        # A negative number would count from the end.
+        # JAX would count a negative index from the end.
         at = jnp.where(ids >= 0, ids, self.num_envs)
         return jnp.zeros((self.num_envs,), bool).at[at].set(True, mode="drop")
 
     def _windows_of(self, sequence_length: int | None) -> Self:
-        """The same steps seen as windows of another length; None changes nothing."""
+        """Returns a buffer of the same steps with windows of another length; None keeps it."""
         if sequence_length is None:
             return self
         size = common.check_count("sequence_length", sequence_length)
@@ -616,7 +629,7 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         if isinstance(self.occupancy, Subset):
             raise ValueError(
                 f"sequence_length is {size}, but this buffer takes out some of its windows of "
-                f"{self.sequence_length} steps (freshness, or episodes that are not crossed); "
+                f'{self.sequence_length} steps (freshness, or episodes with boundary="avoid"); '
                 f"create it with sequence_length={size}"
             )
         rings, come, gone = self.rings.resize(size)
@@ -625,7 +638,7 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         return self.replace(occupancy=rings, sampler_state=state)
 
     def _check_env_ids(self, env_ids: Any) -> Int[Array, " K"]:
-        """``env_ids`` as an array."""
+        """Returns ``env_ids`` as an array."""
         given = numbers.ids(env_ids, "env_ids")
         if given.ndim != 1:
             raise ValueError(f"env_ids has shape {given.shape}; expected (K,)")
@@ -645,16 +658,16 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         return jnp.asarray(given).astype(jnp.int32)
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
-        """The windows at ``index``, leaves ``[B, sequence_length, ...]``."""
+        """Returns the windows at ``index``, leaves ``[B, sequence_length, ...]``."""
         ring, start = self.rings.split(index)
         return storage.read_runs(self.data, ring, start, self.sequence_length)
 
 
 def _check_windows(sequence_length: int, length: int, ignored: int) -> None:
-    """Refuse windows that no ring could ever hold.
+    """Checks that a ring can hold a window.
 
     Raises:
-        ValueError: If they are too long.
+        ValueError: If windows are too long.
     """
     if sequence_length > length:
         raise ValueError(
@@ -670,18 +683,18 @@ def _check_windows(sequence_length: int, length: int, ignored: int) -> None:
 
 
 def _per_step(value: Any, name: str, batch: tuple[int, ...], axes: str) -> Int[Array, "E T"]:
-    """One integer for each step, or the same for all steps of an environment."""
+    """Returns one integer for each step, given one for each step or for each environment."""
     shape = batch[:1] if np.ndim(value) == 1 else batch
     array = storage.check_rows(value, name, shape, np.int32, axes).reshape(batch[0], -1)
     return jnp.broadcast_to(array, (batch[0], batch[1] if len(batch) > 1 else 1))
 
 
 def _fold(data: PyTree[Array]) -> PyTree[Array]:
-    """Leaves ``[E, T, ...]`` as ``[E * T, ...]``."""
+    """Reshapes leaves ``[E, T, ...]`` to ``[E * T, ...]``."""
     return jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), data)
 
 
 def _unfold(data: PyTree[Array], buffer: TrajectoryBuffer) -> PyTree[Array]:
-    """The inverse of ``_fold`` for the storage of ``buffer``."""
+    """Applies the inverse of ``_fold`` to the storage of ``buffer``."""
     leading = (buffer.num_envs, buffer.length)
     return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[1:]), data)
