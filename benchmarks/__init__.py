@@ -22,5 +22,6 @@ A row is one object ([`benchmarks.harness.Row`][]). A module in `benchmarks/rows
 Memory is reported for compiled programs only. Peers in C++ manage their own memory: the resident
 set of their process does not grow with a call, however much it needs.
 
-A separate program measures on a GPU: [`benchmarks.gpu`][].
+Separate programs measure on a GPU, [`benchmarks.gpu`][], and over several devices,
+[`benchmarks.devices`][].
 """

@@ -128,7 +128,7 @@ class Agent:
         return jax.lax.with_sharding_constraint(tree, jax.NamedSharding(self.mesh, SAME))
 
     def shardings(self) -> Any:
-        """Where each part of a ``TrainState`` lies."""
+        """Returns the shardings of a ``TrainState``, a prefix of it."""
         split, same = (jax.NamedSharding(self.mesh, spec) for spec in (SPLIT, SAME))
         state: Any = TrainState
         return state(
@@ -227,7 +227,7 @@ class Agent:
         envs, episode_return, steps, log = self.each_shard(
             act, same, keys, state.envs, state.episode_return
         )
-        # The rows of each shard, one after the other, are those that its part of the buffer takes.
+        # In the order of the shards, as the buffer gives the first rows to its first shard.
         steps = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), steps)
         state = state.replace(
             envs=envs,
