@@ -31,7 +31,7 @@ def run_processes(*commands, devices=1):
     """The output of Python processes that run at the same time, each with so many devices."""
     processes = [start(*command, devices=devices) for command in commands]
     try:
-        out = [process.communicate(timeout=120)[0] for process in processes]
+        out = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
