@@ -512,7 +512,7 @@ def test_without_episodes_nothing_is_kept():
 BAD = [
     ({"terminated": "done"}, "episodes.terminated is 'done', but the example has no such field"),
     ({"terminated": "reward"}, "episodes.terminated is 'reward', of dtype float32; expected bool"),
-    ({"terminated": "end"}, "episodes.terminated is 'end', which is no single array"),
+    ({"terminated": "end"}, "episodes.terminated is 'end', which is not a single array"),
     ({"truncated": "end.cut"}, "episodes.truncated is 'end.cut', but the example has no such"),
     ({"last": "t"}, "episodes.last is 't', of dtype int32; expected bool"),
     (
@@ -565,7 +565,7 @@ def test_truncated_is_found_beside_terminated(fields, ends):
 
 def test_a_flag_must_be_one_number_a_step():
     step = {"terminated": jnp.zeros(3, bool)}
-    message = "episodes.terminated is 'terminated', of shape (3,); expected one number a step"
+    message = "episodes.terminated is 'terminated', of shape (3,); expected one number per step"
     with pytest.raises(ValueError, match=re.escape(message)):
         jaxbuf.TrajectoryBuffer.create(step, 2, 4, episodes=jaxbuf.Episodes())
 

@@ -378,8 +378,8 @@ def _cpu() -> Any:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
         raise ValueError(
-            "this process has no CPU device for a Hosted buffer; name it beside the accelerator in "
-            'jax_platforms, as in JAX_PLATFORMS="cuda,cpu"'
+            "this process has no CPU device for a Hosted buffer; name it next to the accelerator "
+            'in jax_platforms, as in JAX_PLATFORMS="cuda,cpu"'
         ) from error
 
 

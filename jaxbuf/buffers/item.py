@@ -95,7 +95,7 @@ class ItemBuffer(Body):
         extras = common.check_parts(parts, freshness=freshness, diversity=diversity)
         for part in extras:
             if not part.of_items:
-                raise ValueError(f"an ItemBuffer cannot have {part}, a part of windows")
+                raise ValueError(f"an ItemBuffer cannot have {part}, which is a part for windows")
         data = storage.allocate(example, (capacity,))
         occupancy: ItemOccupancy = evictor.init(capacity)
         if any(part.removes for part in extras):

@@ -276,7 +276,9 @@ def _check_shard(buffer: Any) -> Any:
         )
     for part in buffer.extras:
         if part.of_items:
-            raise ValueError(f"{part} looks at all items, and a shard has but some; {_RECIPE}")
+            raise ValueError(
+                f"{part} looks at all items, but a shard has only some of them; {_RECIPE}"
+            )
     evictor: Any = getattr(buffer, "evictor", None)
     if evictor is not None and evictor.uses_score:
         raise ValueError(f"{evictor} compares each item with all others; {_RECIPE}")

@@ -145,7 +145,9 @@ class TrajectoryBuffer(EpisodeLookups, Body):
         extras = common.check_parts(parts, episodes=episodes, freshness=freshness)
         for part in extras:
             if not part.of_windows:
-                raise ValueError(f"a TrajectoryBuffer cannot have {part}, a part of items")
+                raise ValueError(
+                    f"a TrajectoryBuffer cannot have {part}, which is a part for items"
+                )
         data = storage.allocate(example, (num_envs, length))
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
         picks = any(part.removes for part in extras)

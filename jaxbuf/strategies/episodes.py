@@ -562,7 +562,7 @@ def _check(data: PyTree[Array], path: str, name: str, kind: Any) -> None:
     """Raises ValueError if a path does not lead to a single bool, or float, of a step."""
     found = fields.need(data, path, f"episodes.{name}", "the example has")
     if not hasattr(found, "dtype"):
-        raise ValueError(f"episodes.{name} is {path!r}, which is no single array")
+        raise ValueError(f"episodes.{name} is {path!r}, which is not a single array")
     if not jnp.issubdtype(found.dtype, kind):
         expected = "bool" if kind is jnp.bool_ else "a floating dtype"
         raise ValueError(
@@ -570,6 +570,6 @@ def _check(data: PyTree[Array], path: str, name: str, kind: Any) -> None:
         )
     if found.ndim != 2:
         raise ValueError(
-            f"episodes.{name} is {path!r}, of shape {found.shape[2:]}; expected one number a step, "
-            "of shape ()"
+            f"episodes.{name} is {path!r}, of shape {found.shape[2:]}; expected one number per "
+            "step, of shape ()"
         )

@@ -108,7 +108,7 @@ class Softmax(ShardableSampler):
         for name in ("replacement", "fallback"):
             object.__setattr__(self, name, checks.check_flag(name, getattr(self, name)))
         if self.fallback and self.replacement:
-            raise ValueError("fallback is for replacement=False; leave it out, or set that")
+            raise ValueError("fallback requires replacement=False; set both, or leave it out")
 
     def init(self, capacity: int) -> SoftmaxState:
         """Returns the state without scores."""
