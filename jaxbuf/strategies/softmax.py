@@ -267,9 +267,10 @@ class Softmax(ShardableSampler):
     def _scale(self, reference: Float[Array, "..."], world: _Report) -> Float[Array, "..."]:
         """Returns the factor that converts masses to the largest reference of all shards."""
         largest = jnp.max(world.reference, axis=0)
-        scale = jnp.exp((reference - largest) / jnp.float32(self.temperature))
         # The difference of equal infinities is NaN.
-        return jnp.where(reference == largest, 1.0, scale)
+        same = reference == largest
+        away = jnp.where(same, 0.0, reference) - jnp.where(same, 0.0, largest)
+        return jnp.exp(away / jnp.float32(self.temperature))
 
     def _total(self, world: _Report) -> Float[Array, ""]:
         return bounds(world.total * self._scale(world.reference, world))[-1]
