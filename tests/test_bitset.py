@@ -45,6 +45,10 @@ def test_random_changes_agree_with_an_array(capacity):
         rank = jnp.arange(capacity, dtype=jnp.int32)
         np.testing.assert_array_equal(find(bits, rank)[: twin.sum()], np.flatnonzero(twin))
         assert bits.size == twin.sum()
+        kept = rng.random(capacity) < 0.5
+        some = bits.where(jnp.asarray(kept))
+        twice = change(bits, every[1:-1], twin & kept)
+        jax.tree.map(np.testing.assert_array_equal, some, twice)
     assert bits.clear().size == 0
 
 

@@ -81,6 +81,17 @@ def test_stale_steps_stay_in_place_but_start_no_window():
     assert firsts(buffer) == [0, 3, 4, 100, 101, 102, 103]
 
 
+def test_a_learner_that_goes_back_tolerates_what_it_did_not():
+    buffer = create(jaxbuf.Freshness(max_staleness=10), sequence_length=3)
+    buffer = jaxbuf.add(buffer, steps(0, 2), version=jnp.zeros((2, 2), jnp.int32))
+    # Too stale a while before they are complete.
+    buffer = advance(advance(buffer, 10), 5)
+    buffer = jaxbuf.add(buffer, steps(2, 2))
+    assert firsts(buffer) == [0, 1, 100, 101]
+    assert firsts(advance(buffer, 9)) == [0, 1, 100, 101]
+    assert firsts(advance(buffer, 10)) == []
+
+
 def test_what_an_earlier_session_began_is_never_drawn():
     buffer = jaxbuf.add(create(jaxbuf.Freshness(), sequence_length=3), steps(0, 4))
     assert firsts(buffer) == [0, 1, 100, 101]

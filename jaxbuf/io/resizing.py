@@ -187,6 +187,7 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
         state = blank.replace(
             versions=blank.versions.at[begun].set(known.versions[window], mode="drop"),
             uses=blank.uses.at[begun].set(known.uses[window], mode="drop"),
+            oldest=known.oldest,
             counters=known.counters,
         )
         old, new = (buffer.with_state(Freshness, state) for buffer in (old, new))

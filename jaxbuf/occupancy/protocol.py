@@ -36,6 +36,12 @@ class Occupancy(abc.ABC):
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
 
+    def draw_where(
+        self, wanted: Bool[Array, " B"], words: UInt[Array, " B"], index: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        """Returns a draw for each row that is ``wanted``, and ``index`` for the others."""
+        return jnp.where(wanted, self.draw(words), index)
+
     @abc.abstractmethod
     def clear(self) -> Self:
         """Returns an occupancy without items, which shares no array with the original.

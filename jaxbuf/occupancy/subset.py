@@ -6,6 +6,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core.random import scale_word
@@ -112,6 +113,13 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         """
         rank = scale_word(words, self.size.astype(jnp.uint32))
         return self.at(rank.astype(jnp.int32))
+
+    def draw_where(
+        self, wanted: Bool[Array, " B"], words: UInt[Array, " B"], index: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        """Returns draws for the ``wanted`` rows; searches for no member if there are none."""
+        draw = super().draw_where
+        return lax.cond(jnp.any(wanted), lambda: draw(wanted, words, index), lambda: index)
 
     @property
     def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

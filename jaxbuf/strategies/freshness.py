@@ -12,7 +12,6 @@ from typing import Any, Literal, Self, get_args
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.core import checks, counters, sizes, storage
@@ -37,12 +36,15 @@ class FreshnessState(struct.PyTreeNode):
         versions: The version of the item in each slot, ``[N]``; the largest int32 where an item was
             too stale and retired.
         uses: The number of uses of the item in each slot, ``[N]``.
+        oldest: A lower bound on the versions of all items that may still become too stale. While
+            this version is fresh enough, no item needs to be checked.
         counters: Counts of retired items, and the learner's version and session, ``[6]`` uint32,
             which wrap. ``count`` reads one by name.
     """
 
     versions: Int[Array, " N"]
     uses: Int[Array, " N"]
+    oldest: Int[Array, ""]
     counters: UInt[Array, " 6"]
 
     @property
@@ -134,6 +136,7 @@ class Freshness(Part):
         return FreshnessState(
             versions=jnp.zeros((slots,), jnp.int32),
             uses=jnp.zeros((slots,), jnp.int32),
+            oldest=jnp.int32(_NEVER),
             counters=jnp.zeros((len(_COUNTERS),), jnp.uint32),
         )
 
@@ -142,11 +145,15 @@ class Freshness(Part):
     ) -> FreshnessState:
         """Sets the learner's version; if the session changes, all present items are too stale."""
         change = {"version": (version - state.version).astype(jnp.uint32)}
+        # When the learner goes back, incomplete windows that were too stale can be fresh again.
+        back = self.floor(version) < self.floor(state.version)
         if session is not None:
             # This includes incomplete windows, of which only the first step may be here.
             other = session != state.session
             state = state.replace(versions=jnp.where(other, _TOO_OLD, state.versions))
+            back |= other
             change["session"] = (session - state.session).astype(jnp.uint32)
+        state = state.replace(oldest=jnp.where(back, _TOO_OLD, state.oldest))
         return state.more(**change)
 
     def floor(self, version: Int[Array, ""]) -> Int[Array, ""]:
@@ -227,15 +234,24 @@ class Freshness(Part):
         Returns:
             The state, and a mask of the items that have now been used often enough.
         """
-        # Sorting by slot and present uses makes the update depend on a read of the uses, so that
-        # other readers, such as ``Statistics``, come first and XLA need not copy the array.
-        at = jnp.where(taken, index, state.uses.shape[0])
-        at, _ = lax.sort((at, storage.select(index, state.uses)), num_keys=2)
-        uses = state.uses.at[at].add(1, mode="drop", indices_are_sorted=True)
+        # Counts stop at the largest int32. This makes the update depend on a read of the uses, so
+        # that other readers, such as ``Statistics``, come first and XLA need not copy the array.
+        more = taken & (storage.select(index, state.uses) < _NEVER)
+        uses = state.uses.at[jnp.where(more, index, state.uses.shape[0])].add(1, mode="drop")
         state = state.replace(uses=uses)
         if self.max_use is None:
             return state, jnp.zeros(taken.shape, bool)
         return state, taken & (storage.select(index, uses) >= self.max_use)
+
+    def some_stale(self, state: FreshnessState) -> Bool[Array, ""]:
+        """Returns whether any item can be too stale."""
+        return state.oldest < self.floor(state.version)
+
+    def looked(self, state: FreshnessState) -> FreshnessState:
+        """Updates ``oldest`` after all items that were too stale have been retired."""
+        floor = self.floor(state.version)
+        oldest = jnp.min(jnp.where(state.versions < floor, _NEVER, state.versions))
+        return state.replace(oldest=oldest)
 
     def retired(self, state: FreshnessState, index: Int[Array, " B"]) -> FreshnessState:
         """Marks the items at ``index``, which were too stale, as retired."""
@@ -277,7 +293,9 @@ def _placed(
     state: FreshnessState, index: Int[Array, "..."], version: Int[Array, "..."]
 ) -> FreshnessState:
     """Records new items, or first steps of windows, of these versions at ``index``."""
+    placed = jnp.where(index < state.versions.shape[0], version, _NEVER)
     return state.replace(
+        oldest=jnp.minimum(state.oldest, jnp.min(placed, initial=_NEVER)),
         versions=state.versions.at[index].set(version, mode="drop"),
         uses=state.uses.at[index].set(0, mode="drop"),
     )

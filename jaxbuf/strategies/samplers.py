@@ -392,7 +392,7 @@ class Prioritized(ShardableSampler, KnownSampler):
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
         """Returns the slots of the targets, and their masses."""
         index, mass = state.find(target.point, target.refine)
-        index = jnp.where(target.by_mass, index, occupancy.draw(target.word))
+        index = occupancy.draw_where(~target.by_mass, target.word, index)
         return (index, mass) if self.uniform_mix == 0 else state.read(index)
 
 
