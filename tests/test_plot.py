@@ -44,13 +44,13 @@ def test_all_there_is_of_an_item_buffer():
     figure = jaxbuf.plot(buffer)
     assert isinstance(figure, Figure)
     axes = drawn(figure)
-    assert list(axes) == ["where items lie", "ages", "priorities", "use counts", "staleness"]
-    assert lines(axes["where items lie"]) == [20]
+    assert list(axes) == ["age by slot", "ages", "priorities", "use counts", "staleness"]
+    assert lines(axes["age by slot"]) == [20]
     for title in list(axes)[1:]:
         assert counted(axes[title]) == size
     low, high = axes["priorities"].patches[0].get_data().edges[[0, -1]]
     np.testing.assert_allclose([low, high], [0.5, 4.0], rtol=1e-5)
-    shown = axes["where items lie"].images[0].get_array()
+    shown = axes["age by slot"].images[0].get_array()
     live = np.asarray(buffer.occupancy.live(jnp.arange(50)))
     np.testing.assert_array_equal(~np.ma.getmaskarray(shown)[0], live)
     age = (19 - np.arange(50)) % 50
@@ -61,10 +61,10 @@ def test_scores_and_arrivals():
     buffer = jaxbuf.reward_prioritized(jnp.float32(0), 10)
     score = jnp.arange(25.0)
     axes = drawn(jaxbuf.plot(jaxbuf.add(buffer, score, score=score)))
-    assert list(axes) == ["where items lie", "ages", "scores"]
+    assert list(axes) == ["age by slot", "ages", "scores"]
     assert counted(axes["scores"]) == 10
-    assert lines(axes["where items lie"]) == []
-    shown = np.asarray(axes["where items lie"].images[0].get_array())
+    assert lines(axes["age by slot"]) == []
+    shown = np.asarray(axes["age by slot"].images[0].get_array())
     assert sorted(shown[0].tolist()) == list(range(10))
     softmax = jaxbuf.ItemBuffer.create(jnp.float32(0), 10, sampler=jaxbuf.Softmax())
     score = jnp.array([1.0, -jnp.inf, 2.0])
@@ -81,11 +81,11 @@ def test_rings_and_their_write_positions():
     mask = jnp.arange(14)[None] < jnp.array([[4], [14]])
     buffer = jaxbuf.add(buffer, {"obs": jnp.ones((2, 14))}, mask=mask)
     axes = drawn(jaxbuf.plot(buffer))
-    assert list(axes) == ["where steps lie", "ages", "priorities"]
-    assert lines(axes["where steps lie"]) == [4, 4]
+    assert list(axes) == ["age by place", "ages", "priorities"]
+    assert lines(axes["age by place"]) == [4, 4]
     assert counted(axes["ages"]) == 14
     assert counted(axes["priorities"]) == 2 + 8
-    shown = axes["where steps lie"].images[0].get_array()
+    shown = axes["age by place"].images[0].get_array()
     assert shown.filled(-1).astype(int).tolist() == [
         [3, 2, 1, 0, -1, -1, -1, -1, -1, -1],
         [3, 2, 1, 0, 9, 8, 7, 6, 5, 4],
@@ -96,7 +96,7 @@ def test_queues_and_mixtures():
     queue = jaxbuf.add(jaxbuf.Queue.create(jnp.float32(0), 8), jnp.ones(6))
     queue, _ = jax.jit(lambda queue: queue.take(2))(queue)
     axes = drawn(jaxbuf.plot(queue))
-    assert list(axes) == ["where items lie", "ages"]
+    assert list(axes) == ["age by slot", "ages"]
     assert counted(axes["ages"]) == 4
     one, two = (jaxbuf.ItemBuffer.create(jnp.float32(0), n) for n in (3, 4))
     recent = jaxbuf.Recent(0.5, 2, base=jaxbuf.Prioritized())
@@ -118,14 +118,14 @@ def test_large_buffers_are_binned():
     buffer = jaxbuf.ItemBuffer.create(jnp.int8(0), 2**20)
     buffer = jaxbuf.add(buffer, jnp.zeros(2**19 + 2**10, jnp.int8))
     axes = drawn(jaxbuf.plot(buffer))
-    shown = axes["where items lie"].images[0].get_array()
+    shown = axes["age by slot"].images[0].get_array()
     assert shown.shape == (1, 512)
     assert (~np.ma.getmaskarray(shown)).sum() == 257
     assert counted(axes["ages"]) == 2**19 + 2**10
     assert len(axes["ages"].patches[0].get_data().values) <= 41
     rings = jaxbuf.TrajectoryBuffer.create(jnp.int8(0), 100, 10)
     axes = drawn(jaxbuf.plot(jaxbuf.add(rings, jnp.zeros((100, 5), jnp.int8))))
-    assert axes["where steps lie"].images[0].get_array().shape == (64, 10)
+    assert axes["age by place"].images[0].get_array().shape == (64, 10)
 
 
 def test_what_cannot_be_drawn():
@@ -147,3 +147,33 @@ def test_matplotlib_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="plot needs matplotlib; install it with `pip install"):
         jaxbuf.plot(jaxbuf.ItemBuffer.create(jnp.float32(0), 4))
+
+
+def test_axes_are_in_whole_units():
+    rings = jaxbuf.TrajectoryBuffer.create(
+        {"obs": jnp.float32(0)}, 2, 4, sequence_length=2, sampler=jaxbuf.Prioritized()
+    )
+    figure = jaxbuf.plot(jaxbuf.add(rings, {"obs": jnp.ones((2, 3))}))
+    axes = drawn(figure)
+    where, ages = axes["age by place"], axes["ages"]
+    assert where.images[0].get_extent() == [0, 4, 1.5, -0.5]
+    colors = next(other for other in figure.axes if other.get_ylabel() == "age")
+    for ticks in (where.get_xticks(), ages.get_xticks(), ages.get_yticks(), colors.get_yticks()):
+        np.testing.assert_array_equal(ticks, np.round(ticks))
+    np.testing.assert_array_equal(ages.patches[0].get_data().edges, [-0.5, 0.5, 1.5, 2.5])
+    assert ages.get_xlabel() == "age (steps added since)"
+    assert (ages.get_ylabel(), axes["priorities"].get_ylabel()) == ("steps", "windows")
+    assert not ages.lines
+    assert len(axes["priorities"].lines) == 1
+
+
+def test_ages_begin_at_zero_after_the_newest_have_retired():
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 8, freshness=jaxbuf.Freshness(max_use=1))
+    buffer = buffer.add(jnp.ones(8))
+    buffer = buffer.mark_used(
+        jaxbuf.Slots(jnp.array([6, 7]), buffer.sample(KEY, 2).slots.generation)
+    )
+    axes = drawn(jaxbuf.plot(buffer))
+    shown = axes["ages"].patches[0].get_data()
+    assert shown.values.tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert shown.edges[0] == -0.5

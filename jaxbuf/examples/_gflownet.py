@@ -1,4 +1,4 @@
-"""A GFlowNet on a hypergrid, trained with a buffer of terminal states: what its examples share.
+"""A GFlowNet on a hypergrid, trained with a buffer of terminal states: code that examples share.
 
 The grid is that of Bengio et al. (2021), the loss trajectory balance (Malkin et al., "Trajectory
 balance: Improved credit assignment in GFlowNets", 2022) with a uniform backward policy. An update
@@ -71,12 +71,12 @@ class Options:
 
     @property
     def replayed(self) -> int:
-        """Trajectories of an update that are replayed."""
+        """The number of replayed trajectories in an update."""
         return round(self.batch_size * self.replay_ratio)
 
 
 class Policy(nn.Module):
-    """Logits of all actions, from the coordinates of a state.
+    """A network that maps the coordinates of a state to the logits of all actions.
 
     Attributes:
         height: H.
@@ -100,9 +100,9 @@ class Policy(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class GFlowNet:
-    """A policy on a grid, and how far it is from stopping in proportion to reward.
+    """A policy on a grid that learns to stop in proportion to reward, and its loss.
 
-    Parameters are ``{"policy": those of the network, "log_z": the log of the total reward}``.
+    Parameters are ``{"policy": the network's, "log_z": the log of the total reward}``.
 
     Args:
         grid: The grid on which it acts.
@@ -118,19 +118,19 @@ class GFlowNet:
         return Policy(self.grid.height, self.grid.num_actions, self.hidden)
 
     def init(self, key: PRNGKeyArray) -> Any:
-        """Parameters of a policy that takes each legal action with the same probability."""
+        """Returns parameters of a policy that takes all legal actions with the same probability."""
         origin = jnp.zeros(self.grid.dims, jnp.int32)
         return {"policy": self.network.init(key, origin), "log_z": jnp.float32(0)}
 
     def log_policy(self, params: Any, states: Int[Array, "... D"]) -> Float[Array, "... A"]:
-        """Log probability of each action; −inf where it is illegal."""
+        """Returns the log probability of each action; −inf for an illegal one."""
         logits: Any = self.network.apply(params["policy"], states)
         return jax.nn.log_softmax(jnp.where(self.grid.legal(states), logits, -jnp.inf))
 
     def rollout(
         self, params: Any, key: PRNGKeyArray, count: int, exploration: float
     ) -> Trajectories:
-        """``count`` trajectories, padded, with a share ``exploration`` of random actions."""
+        """Returns ``count`` padded trajectories with a share ``exploration`` of random actions."""
         grid = self.grid
 
         def forward(carry: tuple[Array, Array], point: Array) -> tuple[tuple[Array, Array], Any]:
@@ -150,7 +150,7 @@ class GFlowNet:
         return Trajectories(jnp.swapaxes(states, 0, 1), actions.T, lengths)
 
     def imbalance(self, params: Any, trajectories: Trajectories) -> Float[Array, " B"]:
-        """By how much the log flow along each trajectory misses balance; its square is the loss."""
+        """Returns how far each trajectory's log flow is from balance; the loss is its square."""
         log_policy = self.log_policy(params, trajectories.states)
         taken = jnp.take_along_axis(log_policy, trajectories.actions[..., None], axis=-1)[..., 0]
         log_forward = jnp.sum(jnp.where(trajectories.mask, taken, 0.0), axis=1)
@@ -165,7 +165,7 @@ class GFlowNet:
 
 
 class TrainState(struct.PyTreeNode):
-    """Everything that training changes.
+    """The state that training changes.
 
     Attributes:
         params: Parameters of the GFlowNet.
@@ -173,9 +173,9 @@ class TrainState(struct.PyTreeNode):
         buffer: Terminal states, or None.
         found: The number of the fresh trajectory that first reached each mode, ``[M]``, or
             ``NEVER``.
-        fresh: Fresh trajectories so far, scalar.
-        step: Updates so far, scalar.
-        key: Source of all later randomness.
+        fresh: Number of fresh trajectories so far, scalar.
+        step: Number of updates so far, scalar.
+        key: The PRNG key of all later randomness.
     """
 
     params: Any
@@ -206,19 +206,19 @@ class Agent:
 
     @property
     def fresh(self) -> int:
-        """Fresh trajectories in an update."""
+        """The number of fresh trajectories in an update."""
         return self.config.batch_size - (0 if self.kind == "none" else self.config.replayed)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam, much faster for ``log_z`` than for the policy."""
+        """Adam, with a much larger learning rate for ``log_z`` than for the policy."""
         rates = {"policy": self.config.lr, "log_z": self.config.log_z_lr}
         return optax.multi_transform(
             {name: optax.adam(rate) for name, rate in rates.items()}, {name: name for name in rates}
         )
 
     def init(self, key: PRNGKeyArray) -> TrainState:
-        """A new policy and an empty buffer."""
+        """Returns the state of a new policy and an empty buffer."""
         key, params_key = jax.random.split(key)
         params = self.gflownet.init(params_key)
         return TrainState(
@@ -232,7 +232,7 @@ class Agent:
         )
 
     def new_buffer(self) -> jaxbuf.ItemBuffer | None:
-        """An empty buffer of terminal states."""
+        """Returns an empty buffer of terminal states; None for the kind ``none``."""
         capacity = self.config.capacity
         state = jax.ShapeDtypeStruct((self.config.dims,), jnp.int32)
         if self.kind == "fifo":
@@ -246,7 +246,7 @@ class Agent:
         return None
 
     def train(self, state: TrainState, iterations: int) -> TrainState:
-        """Update ``iterations`` times, all in one ``lax.scan``."""
+        """Updates ``iterations`` times, all in one ``lax.scan``."""
 
         def iteration(state: TrainState, _: None) -> tuple[TrainState, None]:
             return self.update(state)[0], None
@@ -254,7 +254,7 @@ class Agent:
         return jax.lax.scan(iteration, state, length=iterations)[0]
 
     def update(self, state: TrainState) -> tuple[TrainState, Int[Array, "F D"]]:
-        """Roll out, remember, replay and learn; returns where fresh trajectories stopped, too."""
+        """Rolls out, adds, replays and learns; also returns the fresh terminal states."""
         config, grid = self.config, self.config.grid
         key, rollout_key, replay_key = jax.random.split(state.key, 3)
         trajectories = self.gflownet.rollout(
@@ -265,7 +265,7 @@ class Agent:
         found = state.found.at[grid.mode(last)].min(number, mode="drop")
         buffer = state.buffer
         if buffer is not None:
-            # In this order: a buffer that is sampled before it is added to gets copied.
+            # In this order, since a buffer that is sampled before it is added to would be copied.
             score = None if self.kind == "fifo" else grid.log_reward(last)
             buffer = buffer.add(last, score=score, mask=valid)
             sample_key, backward_key = jax.random.split(replay_key)
@@ -279,7 +279,7 @@ class Agent:
 
         def loss_fn(params: Any) -> Float[Array, ""]:
             loss = self.gflownet.imbalance(params, trajectories) ** 2
-            # Fresh trajectories are always valid: there is no mean of nothing.
+            # Fresh trajectories are always valid, so the mean is over at least one row.
             return jnp.mean(loss, where=valid)
 
         grads = jax.grad(loss_fn)(state.params)

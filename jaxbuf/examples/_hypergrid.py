@@ -1,4 +1,4 @@
-"""The hypergrid of the GFlowNet papers: modes far apart, and everything known exactly."""
+"""The hypergrid of the GFlowNet papers, with modes far apart and a target known exactly."""
 
 import dataclasses
 from typing import NamedTuple
@@ -11,12 +11,12 @@ MAX_STATES = 2**20
 
 
 class Trajectories(NamedTuple):
-    """B trajectories from the origin to where they stop, padded to one length T.
+    """B trajectories from the origin to their terminal states, padded to one length T.
 
     Attributes:
-        states: Before each action, ``[B, T, D]``; past the end, where the trajectory stopped.
+        states: The state before each action, ``[B, T, D]``; past the end, the terminal state.
         actions: The coordinate that grows by one, or D to stop, ``[B, T]``; past the end, D.
-        lengths: Actions of each trajectory, the one that stops it included, ``[B]``.
+        lengths: Number of actions of each trajectory, including the one that stops it, ``[B]``.
     """
 
     states: Int[Array, "B T D"]
@@ -36,7 +36,7 @@ class HyperGrid:
     A trajectory begins at the origin, lets one coordinate after another grow by one, and stops
     anywhere. With ``a_i = |x_i / (height - 1) - 1/2|``, stopping at ``x`` is worth ``background``,
     plus 0.5 where all ``a_i > 0.25``, plus 2 where all ``0.3 < a_i < 0.4``. The latter are the
-    modes: a small cube near each of the ``2 ** dims`` corners, with next to nothing between them.
+    modes: a small cube near each of the ``2 ** dims`` corners, with hardly any reward in between.
 
     Args:
         dims: D.
@@ -80,12 +80,12 @@ class HyperGrid:
 
     @property
     def num_states(self) -> int:
-        """All points of the grid, N."""
+        """The number of points of the grid, N."""
         return self.height**self.dims
 
     @property
     def num_modes(self) -> int:
-        """Cubes of highest reward, one near each corner, M."""
+        """The number of cubes of highest reward, one near each corner, M."""
         return 2**self.dims
 
     @property
@@ -95,16 +95,16 @@ class HyperGrid:
 
     @property
     def max_length(self) -> int:
-        """Actions in the longest trajectory, T."""
+        """The number of actions in the longest trajectory, T."""
         return self.dims * (self.height - 1) + 1
 
     def states(self) -> Int[Array, "N D"]:
-        """All points, in the order of ``index``."""
+        """Returns all points, in the order of ``index``."""
         axes = [jnp.arange(self.height, dtype=jnp.int32)] * self.dims
         return jnp.stack(jnp.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, self.dims)
 
     def legal(self, states: Int[Array, "... D"]) -> Bool[Array, "... A"]:
-        """Returns True for legal actions: a coordinate grows up to ``height - 1``."""
+        """Returns True for legal actions; a coordinate may grow up to ``height - 1``."""
         stop = jnp.ones((*states.shape[:-1], 1), jnp.bool_)
         return jnp.concatenate([states < self.height - 1, stop], axis=-1)
 
@@ -113,7 +113,7 @@ class HyperGrid:
         return states + jax.nn.one_hot(actions, self.dims, dtype=jnp.int32)
 
     def log_reward(self, states: Int[Array, "... D"]) -> Float[Array, "..."]:
-        """Logarithm of the reward of stopping there."""
+        """Returns the log of the reward of stopping in each state."""
         off = self._off_center(states)
         span = self.height - 1
         ring = jnp.all(2 * off > span, axis=-1)
@@ -122,9 +122,9 @@ class HyperGrid:
         return jnp.log(reward + jnp.float32(self.background))
 
     def mode(self, states: Int[Array, "... D"]) -> Int[Array, "..."]:
-        """Number of the mode that a state is in, or M if it is in none.
+        """Returns the number of the mode that a state is in, or M if it is in none.
 
-        Bit d tells on which side of the middle coordinate d is.
+        Bit d of the number tells on which side of the middle coordinate d is.
         """
         span = self.height - 1
         inside = jnp.all(_near(5 * self._off_center(states), 3 * span, 4 * span), axis=-1)
@@ -133,7 +133,7 @@ class HyperGrid:
         return jnp.where(inside, corner, self.num_modes)
 
     def target(self) -> Float[Array, " N"]:
-        """The distribution to learn: the reward of each state, divided by their sum."""
+        """Returns the distribution to learn: the reward of each state, divided by the total."""
         return jax.nn.softmax(self.log_reward(self.states()))
 
     def stopping_distribution(self, log_policy: Float[Array, "N A"]) -> Float[Array, " N"]:
@@ -142,8 +142,8 @@ class HyperGrid:
         Flow is passed on from the origin, one more action at a time.
 
         Args:
-            log_policy: Log probability of each action in each of ``states()``; −inf where it is
-                illegal.
+            log_policy: Log probability of each action in each of ``states()``; −inf for an illegal
+                one.
         """
         grid = (self.height,) * self.dims
         policy = jnp.exp(log_policy).reshape(*grid, self.num_actions)
@@ -161,14 +161,14 @@ class HyperGrid:
         return (flow * policy[..., self.dims]).reshape(-1)
 
     def log_backward(self, trajectories: Trajectories) -> Float[Array, " B"]:
-        """Log probability of the way back to the origin when every parent is equally likely."""
+        """Returns the log probability of the way back if all parents are equally likely."""
         parents = jnp.sum(trajectories.states > 0, axis=-1, dtype=jnp.float32)
-        # The origin, where each trajectory begins, has none.
+        # The origin, where each trajectory begins, has no parents.
         log_parents = jnp.where(trajectories.mask & (parents > 0), jnp.log(parents), 0.0)
         return -jnp.sum(log_parents, axis=1)
 
     def backward(self, key: PRNGKeyArray, states: Int[Array, "B D"]) -> Trajectories:
-        """Trajectories that end in given states, walked back with every parent equally likely."""
+        """Returns trajectories to given states, walked back with all parents equally likely."""
         length = jnp.sum(states, axis=-1, dtype=jnp.int32) + 1
         steps = jnp.arange(self.max_length, dtype=jnp.int32)
         point = jax.random.uniform(key, (self.max_length, states.shape[0]))
@@ -184,12 +184,12 @@ class HyperGrid:
         return Trajectories(jnp.swapaxes(before, 0, 1), actions.T, length)
 
     def _off_center(self, states: Int[Array, "... D"]) -> Int[Array, "... D"]:
-        # In units of half a step: integers, so that no bound is missed by rounding.
+        # In units of half a step, which are integers, so that no bound is missed by rounding.
         return jnp.abs(2 * states - (self.height - 1))
 
 
 def pick(point: Float[Array, " B"], mass: Float[Array, "B A"]) -> Int[Array, " B"]:
-    """The action at a point between 0 and 1, if each takes a share as large as its mass."""
+    """Returns the action at a point in [0, 1), if each takes a share in proportion to its mass."""
     ends = jnp.cumsum(mass, axis=-1)
     return jnp.sum(ends <= point[:, None] * ends[:, -1:], axis=-1, dtype=jnp.int32)
 

@@ -1,4 +1,4 @@
-"""Helpers of all examples: command line, folder of a run, training by chunks, table and plot."""
+"""Helpers of all examples: command line, folder of a run, training in chunks, table and plot."""
 
 import csv
 import dataclasses
@@ -26,13 +26,13 @@ State = TypeVar("State")
 
 @dataclasses.dataclass(frozen=True)
 class Run(Generic[Config]):
-    """One run of an example, as the command line asks for it.
+    """One run of an example, as the command line describes it.
 
     Attributes:
         config: Options of the training.
         out: The folder to write to.
-        resume: Go on from the checkpoint in --out, with its options.
-        tensorboard: Log for TensorBoard, too.
+        resume: Whether to go on from the checkpoint in --out, with its options.
+        tensorboard: Whether to log for TensorBoard as well.
     """
 
     config: tyro.conf.OmitArgPrefixes[Config]
@@ -51,19 +51,19 @@ class Run(Generic[Config]):
         unit: str,
         rows: int = 1,
     ) -> tuple[State, list[float]]:
-        """Train chunk by chunk; show, log and save how it goes.
+        """Trains chunk by chunk; shows and logs the progress, and saves checkpoints.
 
         Args:
             state: The state to begin with.
-            chunk: Takes a state. Returns the next state, metrics to log, and a text to show.
-            done: Steps done before.
-            until: Steps at which to end.
-            size: Steps in a chunk.
+            chunk: Takes a state; returns the next state, metrics to log, and a text to show.
+            done: Number of steps done before.
+            until: Number of steps at which to end.
+            size: Number of steps in a chunk.
             unit: The name of a step.
             rows: The number of steps that one step of each seed counts as.
 
         Returns:
-            The state at the end, and how many seconds each chunk took.
+            The state at the end, and the duration of each chunk in seconds.
         """
         chunks = max(0, math.ceil((until - done) / size))
         seconds: list[float] = []
@@ -86,13 +86,13 @@ class Run(Generic[Config]):
                 bar.set_postfix_str(shown, refresh=False)
                 bar.update(size * rows)
                 if (i + 1) % max(chunks // 10, 1) == 0 or i + 1 == chunks:
-                    # In this order: what was logged after a checkpoint is logged again.
+                    # In this order, since steps after a checkpoint are logged again.
                     monitor.flush()
                     jaxbuf.save(self._checkpoint, state)
         return state, seconds
 
     def load(self, like: State) -> State:
-        """The training state of the checkpoint; ``like`` has its structure, shapes and dtypes."""
+        """Returns the training state in the checkpoint; ``like`` has its structure and shapes."""
         try:
             return jaxbuf.load(self._checkpoint, like)
         except FileNotFoundError:
@@ -109,7 +109,7 @@ class Run(Generic[Config]):
         return self.out / "checkpoint"
 
     def logged(self, name: str) -> NDArray[np.float64]:
-        """Returns all that was logged under a name: numbers ``[P]``, or arrays ``[P, S]``."""
+        """Returns all values logged under a name: numbers ``[P]``, or arrays ``[P, S]``."""
         with (self.out / "log.csv").open() as file:
             header, *rows = csv.reader(file)
         table = np.asarray(rows, np.float64)
@@ -135,15 +135,15 @@ def main(
     *,
     may_grow: str = "steps",
 ) -> int:
-    """Run an example from the command line.
+    """Runs an example from the command line.
 
     Args:
         example: The name of its module, and of its folder in ``runs/``.
-        train: Trains and reports.
+        train: The function that trains and reports.
         default: A dataclass of options with their defaults.
         description: For ``--help``.
         argv: The words after the program's name; None takes those of this process.
-        may_grow: The option that may be larger than before when a run goes on.
+        may_grow: The option that may be larger than before when a run is resumed.
 
     Returns:
         The exit status: 0, or 130 after an interruption.
@@ -187,7 +187,7 @@ def main(
 
 
 def begin(out: Path, example: str, options: dict[str, Any], *, resume: bool = False) -> None:
-    """Make the folder of a run; unless it is resumed, empty it of an earlier run of this example.
+    """Creates the folder of a run; unless it is resumed, deletes an earlier run of this example.
 
     Raises:
         SystemExit: If the folder cannot be written, or holds something else.
@@ -207,7 +207,7 @@ def begin(out: Path, example: str, options: dict[str, Any], *, resume: bool = Fa
 
 
 def _saved_options(out: Path, example: str) -> dict[str, Any]:
-    """The options of the run in a folder; none if there is no run."""
+    """Returns the options of the run in a folder; an empty dict if there is no run."""
     if out.exists() and not out.is_dir():
         fail(f"{out} is a file; choose another --out")
     if not out.exists() or not any(out.iterdir()):
@@ -224,13 +224,13 @@ def _saved_options(out: Path, example: str) -> dict[str, Any]:
 
 
 def fail(message: str) -> NoReturn:
-    """Say what is wrong with the command line, and exit."""
+    """Prints what is wrong with the command line, and exits."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def check(config: Any, low: float, *names: str, high: float = float("inf")) -> None:
-    """Raise ``ValueError`` unless these options are between ``low`` and ``high``.
+    """Checks that options are between ``low`` and ``high``; raises ``ValueError`` if not.
 
     Example:
         >>> from types import SimpleNamespace
@@ -247,7 +247,7 @@ def check(config: Any, low: float, *names: str, high: float = float("inf")) -> N
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in plain text, its columns aligned to the right.
+    """Returns a table in plain text with its columns aligned to the right.
 
     Example:
         >>> print(table(["seed", "return"], [["0", "500.0"], ["mean", "500.0"]]))
@@ -274,15 +274,15 @@ def plot(
     xlabel: str,
     ylabel: str,
 ) -> None:
-    """Draw a curve of every seed, and the mean of each group of seeds.
+    """Draws a curve of every seed, and the mean of each group of seeds.
 
     Args:
         path: The PNG to write.
         x: Positions of the points, ``[P]``.
-        groups: By name, the values of each group's seeds, ``[P, seeds]``; NaN where there is none.
-        title: Stands above the axes.
-        xlabel: Stands below them.
-        ylabel: Stands left of them.
+        groups: By name, the values of each group's seeds, ``[P, seeds]``; NaN for missing ones.
+        title: The title of the axes.
+        xlabel: The label of the x axis.
+        ylabel: The label of the y axis.
     """
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")
     axes: Any = figure.add_subplot()

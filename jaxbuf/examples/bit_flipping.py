@@ -1,8 +1,8 @@
 """DQN with and without hindsight on flipping bits: ``python -m jaxbuf.examples.bit_flipping``.
 
-The task, and why nothing is learned on it without hindsight, is that of section 3.1 of
-Andrychowicz et al., "Hindsight Experience Replay" (2017). Both agents, and all their seeds, are one
-program.
+The task is from section 3.1 of Andrychowicz et al., "Hindsight Experience Replay" (2017), which
+explains why an agent without hindsight learns nothing on it. Both agents with all their seeds are
+one program.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from jaxbuf.examples import _run
 DESCRIPTION = """Train DQN to flip bits, with hindsight and without, several seeds of each at once.
 
 An episode begins with random bits and asks for other random bits. An action flips one bit; every
-step costs 1 until all bits are right. Of 2**15 goals a random agent meets next to none, so all that
-it ever sees is -1; with hindsight it learns from the goals it met instead. Takes less than a minute
-on two CPU cores. Some things to try:
+step costs 1 until all bits are right. A random agent reaches hardly any of the 2**15 goals, so the
+only reward that it sees is -1. With hindsight it learns from the states that it reached instead.
+Takes less than a minute on two CPU cores. Some things to try:
   --bits 8                        few enough to learn without hindsight as well
   --strategy final                another source of goals
   --resume --episodes 16_000      train a finished run for longer
@@ -71,7 +71,7 @@ class Config:
         _run.check(self, 1, "seeds", "num_envs", "updates", "batch_size", "hidden", "eval_episodes")
         _run.check(self, 0, "fraction", "discount", "epsilon", "target_rate", high=1)
         _run.check(self, 0, "seed", "lr")
-        # As many episodes are played side by side.
+        # This many episodes are played side by side.
         _run.check(self, self.num_envs, "capacity", "episodes")
 
 
@@ -83,23 +83,23 @@ class QNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B D"]) -> Float[Array, "B A"]:
-        """Values of all actions for B observations."""
+        """Returns the values of all actions for B observations."""
         for _ in range(2):
             x = nn.relu(nn.LayerNorm()(nn.Dense(self.hidden)(x)))
         return nn.Dense(self.num_actions)(x)
 
 
 class TrainState(struct.PyTreeNode):
-    """Everything that training changes.
+    """The state that training changes.
 
     Attributes:
         params: Parameters of the Q-network.
         target_params: Their moving average, which the targets use.
         opt_state: State of the optimizer.
         buffer: The replay buffer; its items are whole episodes.
-        key: Source of all later randomness.
+        key: The PRNG key of all later randomness.
         fraction: Share of transitions that get another goal; 0 is DQN without hindsight.
-        episodes: Episodes so far, scalar.
+        episodes: Number of episodes so far, scalar.
     """
 
     params: Any
@@ -115,11 +115,11 @@ class Episodes(NamedTuple):
     """E episodes of at most ``bits`` steps, padded.
 
     Attributes:
-        states: The bits before each action, and after the last; ``[E, bits + 1, bits]``.
+        states: The bits before each action, and after the last one; ``[E, bits + 1, bits]``.
         goal: The bits asked for, ``[E, bits]``.
         action: The bits that were flipped, ``[E, bits]``.
-        length: Steps until all bits were right, or all there are; ``[E]``.
-        success: True where all bits were right in the end, ``[E]``.
+        length: Steps until all bits were right, or ``bits`` if they never were, ``[E]``.
+        success: True if all bits were right in the end, ``[E]``.
     """
 
     states: Bool[Array, "E T+1 N"]
@@ -137,7 +137,7 @@ class Agent:
 
     @functools.cached_property
     def network(self) -> QNetwork:
-        """The Q-network, which sees the bits that are and those that shall be."""
+        """The Q-network, whose input is the bits and the goal."""
         return QNetwork(self.config.bits, self.config.hidden)
 
     @functools.cached_property
@@ -146,7 +146,7 @@ class Agent:
         return optax.adam(self.config.lr)
 
     def init(self, key: PRNGKeyArray, fraction: Float[Array, ""]) -> TrainState:
-        """A new network and an empty buffer."""
+        """Returns the state of a new network and an empty buffer."""
         config = self.config
         key, params_key = jax.random.split(key)
         bits = jnp.zeros((1, config.bits), jnp.bool_)
@@ -164,7 +164,7 @@ class Agent:
         )
 
     def train(self, state: TrainState, iterations: int) -> TrainState:
-        """Alternate episodes and learning, all in one ``lax.scan``."""
+        """Alternates episodes and learning, all in one ``lax.scan``."""
 
         def iteration(state: TrainState, _: None) -> tuple[TrainState, None]:
             key, play_key = jax.random.split(state.key)
@@ -182,7 +182,7 @@ class Agent:
         return jax.lax.scan(iteration, state, length=iterations)[0]
 
     def play(self, params: Any, key: PRNGKeyArray, num_envs: int, epsilon: float) -> Episodes:
-        """Whole ε-greedy episodes, which end when all bits are right."""
+        """Plays whole ε-greedy episodes, which end when all bits are right."""
         bits = self.config.bits
         begin_key, goal_key, step_key = jax.random.split(key, 3)
         begin, goal = (
@@ -211,7 +211,7 @@ class Agent:
         )
 
     def learn(self, state: TrainState) -> TrainState:
-        """One update of the network and of its target."""
+        """Updates the network and its target once."""
         key, *keys = jax.random.split(state.key, 4)
         episodes = state.buffer.sample(keys[0], self.config.batch_size).data
         batch = self.transitions(episodes, keys[1], keys[2], state.fraction)
@@ -236,7 +236,7 @@ class Agent:
         goal_key: PRNGKeyArray,
         fraction: float | Float[Array, ""],
     ) -> dict[str, Array]:
-        """One step of each episode, some with a goal of hindsight."""
+        """Returns one step of each episode, some of them with a goal chosen in hindsight."""
         rows = jnp.arange(episodes.length.size)
         t = jax.random.randint(step_key, rows.shape, 0, episodes.length)
         achieved_goals = episodes.states[:, 1:]
@@ -262,10 +262,10 @@ class Agent:
     def td_error(
         self, params: Any, target_params: Any, batch: dict[str, Array]
     ) -> Float[Array, " B"]:
-        """Value minus one-step target; nothing comes after a goal that is reached."""
+        """Returns value minus one-step target; there is no bootstrap after a reached goal."""
         values = self.values(params, batch["obs"], batch["goal"])
         value = jnp.take_along_axis(values, batch["action"][:, None], axis=-1)[:, 0]
-        # The state that an action led to is what it achieved.
+        # The state after an action is the goal that it achieved.
         next_values = self.values(target_params, batch["achieved_goal"], batch["goal"])
         bootstrap = jnp.where(batch["reward"] == 0, 0.0, jnp.max(next_values, axis=-1))
         target = batch["reward"] + self.config.discount * bootstrap
@@ -274,18 +274,18 @@ class Agent:
     def values(
         self, params: Any, bits: Bool[Array, "B N"], goal: Bool[Array, "B N"]
     ) -> Float[Array, "B N"]:
-        """Values of flipping each bit."""
+        """Returns the value of flipping each bit."""
         values: Any = self.network.apply(params, _inputs(bits, goal))
         return values
 
     def evaluate(self, state: TrainState, key: PRNGKeyArray) -> Float[Array, ""]:
-        """Success rate of greedy episodes."""
+        """Returns the success rate of greedy episodes."""
         episodes = self.play(state.params, key, self.config.eval_episodes, 0.0)
         return jnp.mean(episodes.success.astype(jnp.float32))
 
 
 def reward(achieved: Bool[Array, "B N"], goal: Bool[Array, "B N"]) -> Float[Array, " B"]:
-    """0 where all bits are right, else −1."""
+    """Returns 0 if all bits are right, else −1."""
     return -jnp.any(achieved != goal, axis=-1).astype(jnp.float32)
 
 
@@ -293,10 +293,10 @@ def _inputs(bits: Bool[Array, "B N"], goal: Bool[Array, "B N"]) -> Float[Array, 
     return 2.0 * jnp.concatenate([bits, goal], axis=-1).astype(jnp.float32) - 1.0
 
 
-# Kept, so that an agent that is run again in the same process is not compiled again.
+# Cached, so that an agent that runs again in the same process is not compiled again.
 @functools.cache
 def programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns jitted functions that begin a run and go on with it, for all seeds of both agents."""
+    """Returns jitted functions that begin and continue a run, for all seeds of both agents."""
 
     def go_on(state: TrainState) -> tuple[TrainState, Float[Array, ""]]:
         state = agent.train(state, length)
@@ -305,7 +305,7 @@ def programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..
 
     # The same seeds with and without hindsight.
     init = jax.vmap(jax.vmap(agent.init, in_axes=(0, None)), in_axes=(None, 0))
-    # Donated, so that the buffers are updated where they are.
+    # Donated, so that the buffers are updated in place.
     chunk = jax.jit(
         jax.vmap(jax.vmap(go_on)), donate_argnums=0, compiler_options=jaxbuf.compiler_options()
     )
@@ -313,7 +313,7 @@ def programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..
 
 
 def train(run: _run.Run[Config]) -> None:
-    """Train all seeds of both agents, and tell how that went."""
+    """Trains all seeds of both agents, and prints the results."""
     began = time.perf_counter()
     config = run.config
     length = math.ceil(config.episodes / config.num_envs / CHUNKS)

@@ -1,8 +1,8 @@
-"""DQN with prioritized replay, its whole training loop one jitted program.
+"""DQN with prioritized replay, whose training loop is one jitted program.
 
 ``python -m jaxbuf.examples.dqn`` learns CartPole with four seeds at once. Environment steps, adds,
 samples, updates, annealing and the target network all happen inside one ``lax.scan``, which
-``vmap`` runs for every seed; Python only calls it, a hundredth of the run at a time, to show
+``vmap`` runs for every seed. Python calls it for a hundredth of the run at a time, to show
 progress, to log and to save.
 
 The agent is double DQN (van Hasselt, Guez and Silver, 2016) with n-step targets and
@@ -48,7 +48,7 @@ EXAMPLE = "dqn"
 CHUNKS = 100
 MinAtar = Literal["Asterix-MinAtar", "Breakout-MinAtar", "Freeway-MinAtar", "SpaceInvaders-MinAtar"]
 Name = Literal["CartPole-v1", "Acrobot-v1", "MountainCar-v0", MinAtar]
-# Keeps what the network already predicts exactly from never being drawn again.
+# Transitions that the network already predicts exactly are still drawn from time to time.
 PRIORITY_EPSILON = 1e-3
 
 
@@ -89,11 +89,11 @@ class Config:
 
 
 class QNetwork(nn.Module):
-    """One value for each of ``num_actions``, of observations that are vectors or images.
+    """A network with one value for each of ``num_actions``, for vectors or images.
 
     Vectors go through two hidden layers; images ``[H, W, C]`` through one 3 × 3 convolution with 16
     features and one hidden layer (Young and Tian, "MinAtar", 2019). Hidden layers are normalized,
-    which keeps values from running away (Gallici et al., "Simplifying Deep Temporal Difference
+    which keeps values from diverging (Gallici et al., "Simplifying Deep Temporal Difference
     Learning", 2024).
     """
 
@@ -102,10 +102,10 @@ class QNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, obs: Shaped[Array, "B ..."]) -> Float[Array, "B A"]:
-        """Values of all actions for B observations."""
+        """Returns the values of all actions for B observations."""
         x = obs.astype(jnp.float32)
         if x.ndim == 4:
-            # A convolution. Under a vmap over parameters, nn.Conv would be a slow one.
+            # A convolution, since nn.Conv is slow under a vmap over parameters.
             x = nn.relu(nn.Dense(16)(patches(x))).reshape(x.shape[0], -1)
         else:
             x = nn.relu(nn.LayerNorm()(nn.Dense(self.hidden)(x)))
@@ -114,7 +114,7 @@ class QNetwork(nn.Module):
 
 
 def patches(x: Float[Array, "B H W C"]) -> Float[Array, "B H-2 W-2 9*C"]:
-    """All 3 × 3 patches of an image."""
+    """Returns all 3 × 3 patches of an image."""
     height, width = x.shape[1] - 2, x.shape[2] - 2
     views = [x[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
     return jnp.concatenate(views, axis=-1)
@@ -128,7 +128,7 @@ class EpisodeLog(NamedTuple):
 
 
 class TrainState(struct.PyTreeNode):
-    """Everything that training changes; all of it goes into a checkpoint.
+    """The state that training changes, which is saved in checkpoints.
 
     Attributes:
         params: Parameters of the Q-network.
@@ -136,9 +136,9 @@ class TrainState(struct.PyTreeNode):
         opt_state: State of the optimizer.
         buffer: The replay buffer.
         envs: State of the environments.
-        episode_return: Reward since each began, ``[E]``.
-        key: Source of all later randomness.
-        step: Environment steps so far, scalar.
+        episode_return: Sum of rewards since each episode began, ``[E]``.
+        key: The PRNG key of all later randomness.
+        step: Number of environment steps so far, scalar.
     """
 
     params: Any
@@ -153,9 +153,9 @@ class TrainState(struct.PyTreeNode):
 
 @functools.cache
 def make_env(name: str) -> tuple[Any, Any]:
-    """An environment of gymnax, and its parameters."""
-    # Some hold arrays, which must not belong to a trace that happens to come first. So does gymnax
-    # itself, and no array may be made before the processes of dqn_sharded have found each other.
+    """Returns an environment of gymnax and its parameters."""
+    # Some environments and gymnax itself hold arrays, which must not belong to the first trace that
+    # uses them. No array may be made before the processes of dqn_sharded have found each other.
     with jax.ensure_compile_time_eval():
         import gymnax
 
@@ -182,7 +182,7 @@ class Agent:
         return optax.chain(optax.clip_by_global_norm(10.0), optax.adam(schedule))
 
     def init(self, key: PRNGKeyArray) -> TrainState:
-        """A new network, and a buffer filled with ``warmup`` random steps."""
+        """Returns the state of a new network, with ``warmup`` random steps in the buffer."""
         config = self.config
         key, params_key, envs_key = jax.random.split(key, 3)
         envs = gymnax_reset(*make_env(config.env), envs_key, config.num_envs)
@@ -204,14 +204,14 @@ class Agent:
         return jax.lax.scan(lambda s, _: self.interact(s, 1.0), state, length=iterations)[0]
 
     def create_buffer(self, step: PyTree) -> Any:
-        """An empty buffer for steps like this one, of one environment."""
+        """Returns an empty buffer for steps like this one of one environment."""
         config = self.config
         sampler = jaxbuf.Prioritized(alpha=config.alpha, epsilon=PRIORITY_EPSILON)
         return jaxbuf.TrajectoryBuffer.create(
             step,
             config.num_envs,
             config.capacity // config.num_envs,
-            # A transition is the steps of its rewards, and one more to end at.
+            # A transition has one step for each of its rewards, and the step at which it ends.
             sequence_length=config.n_step + 1,
             sampler=sampler if config.sampler == "prioritized" else jaxbuf.Uniform(),
         )
@@ -219,15 +219,15 @@ class Agent:
     def train(
         self, state: TrainState, iterations: int
     ) -> tuple[TrainState, EpisodeLog, dict[str, Any]]:
-        """Alternate interaction and learning, all in one ``lax.scan``.
+        """Alternates interaction and learning, all in one ``lax.scan``.
 
         Returns:
-            The new state, the episodes that ended on the way, and metrics: the mean loss, and those
-            of the buffer at the end.
+            The new state, the episodes that ended on the way, and metrics: the mean loss, and the
+            metrics of the buffer at the end.
         """
 
         def iteration(state: TrainState, _: None) -> tuple[TrainState, Any]:
-            # In this order: a buffer that is sampled before it is added to gets copied.
+            # In this order, since a buffer that is sampled before it is added to would be copied.
             state, log = self.interact(state, self.epsilon(state.step))
             state, loss = self.learn(state)
             return state, (log, loss)
@@ -239,7 +239,7 @@ class Agent:
     def interact(
         self, state: TrainState, epsilon: float | Float[Array, ""]
     ) -> tuple[TrainState, EpisodeLog]:
-        """One ε-greedy step in every environment, added to the buffer."""
+        """Takes an ε-greedy step in every environment, and adds it to the buffer."""
         key, action_key, step_key = jax.random.split(state.key, 3)
         action = self.act(state.params, state.envs.obs, epsilon, action_key)
         envs, steps = self.step(step_key, state.envs, action)
@@ -258,7 +258,7 @@ class Agent:
     def act(
         self, params: Any, obs: Array, epsilon: float | Float[Array, ""], key: PRNGKeyArray
     ) -> Int[Array, " E"]:
-        """The best action in each environment, or with probability ``epsilon`` a random one."""
+        """Returns the best action per environment, or a random one with probability ``epsilon``."""
         greedy = jnp.argmax(self.values(params, obs), axis=-1).astype(jnp.int32)
         explore_key, action_key = jax.random.split(key)
         explore = jax.random.uniform(explore_key, greedy.shape) < epsilon
@@ -268,14 +268,14 @@ class Agent:
     def step(
         self, key: PRNGKeyArray, envs: GymnaxState, action: Int[Array, " E"]
     ) -> tuple[GymnaxState, dict[str, Any]]:
-        """Take one action in each environment. Returns the next states, and the steps to store."""
+        """Takes one action in each environment; returns the next states and the steps to store."""
         envs, steps = gymnax_step(*make_env(self.config.env), key, envs, action)
-        # Bits are all that observations of MinAtar hold.
+        # Observations of MinAtar are bits.
         dtype = jnp.bool_ if self.config.env in get_args(MinAtar) else jnp.float32
         return envs, {k: v.astype(dtype) if "obs" in k else v for k, v in steps.items()}
 
     def learn(self, state: TrainState) -> tuple[TrainState, Float[Array, ""]]:
-        """One update of the network, of its target and of the priorities; and the loss."""
+        """Updates the network, its target and the priorities once; also returns the loss."""
         key, sample_key = jax.random.split(state.key)
         buffer = state.buffer
         batch = buffer.sample(sample_key, self.config.batch_size)
@@ -302,9 +302,9 @@ class Agent:
         return state, loss
 
     def td_error(self, params: Any, target_params: Any, window: Any) -> Float[Array, " B"]:
-        """Value minus n-step target, the next action chosen by ``params`` (double DQN)."""
+        """Returns value minus n-step target; ``params`` choose the next action (double DQN)."""
         returns = jaxbuf.n_step(window, self.config.n_step, self.config.discount)
-        # The last step of the return, whose "next_obs" is of the same episode.
+        # The last step of the return, whose "next_obs" is in the same episode.
         last = returns.bootstrap_index[:, 0] - 1
         row = jnp.arange(last.size)
         next_obs = window["next_obs"][row, last]
@@ -315,25 +315,25 @@ class Agent:
         return value - jax.lax.stop_gradient(target)
 
     def values(self, params: Any, obs: Shaped[Array, "B ..."]) -> Float[Array, "B A"]:
-        """Values of all actions."""
+        """Returns the values of all actions."""
         values: Any = self.network.apply(params, obs)
         return values
 
     def epsilon(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """Share of random actions: from 1 to ``config.epsilon``, then constant."""
+        """Returns the share of random actions, which falls from 1 to ``config.epsilon``."""
         explored = jnp.minimum(self.progress(step) / max(self.config.exploration, 1e-6), 1.0)
         return 1.0 + explored * (self.config.epsilon - 1.0)
 
     def beta(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """Importance exponent: from ``config.beta`` to 1."""
+        """Returns the importance exponent, which rises from ``config.beta`` to 1."""
         return self.config.beta + self.progress(step) * (1.0 - self.config.beta)
 
     def progress(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """The share of the run that is done."""
+        """Returns the share of the run that is done."""
         return jnp.minimum(step.astype(jnp.float32) / self.config.steps, 1.0)
 
     def evaluate(self, state: TrainState, key: PRNGKeyArray) -> Float[Array, " episodes"]:
-        """Returns of ``eval_episodes`` greedy episodes."""
+        """Plays ``eval_episodes`` greedy episodes, and gives the return of each."""
 
         def iteration(carry: Any, key: PRNGKeyArray) -> tuple[Any, None]:
             envs, returns, running = carry
@@ -351,21 +351,21 @@ class Agent:
         return jax.lax.scan(iteration, start, keys)[0][1]
 
 
-# Kept, so that an agent that is run again in the same process is not compiled again.
+# Cached, so that an agent that runs again in the same process is not compiled again.
 @functools.cache
 def programs(agent: Agent, length: int) -> tuple[Any, Any, Any]:
     """Returns jitted functions that begin, train and evaluate a run, for all seeds at once."""
     chunk = jax.vmap(lambda state: agent.train(state, length))
     return (
         jax.jit(jax.vmap(agent.init)),
-        # Donated, so that the buffers are updated where they are.
+        # Donated, so that the buffers are updated in place.
         jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options()),
         jax.jit(jax.vmap(agent.evaluate)),
     )
 
 
 def train(run: _run.Run[Config]) -> None:
-    """Train all seeds, and tell how that went."""
+    """Trains all seeds, and prints the results."""
     began = time.perf_counter()
     config = run.config
     length = math.ceil((config.steps - config.warmup) / config.num_envs / CHUNKS)

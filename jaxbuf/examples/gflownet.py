@@ -25,13 +25,13 @@ from jaxbuf.examples._gflownet import NEVER, Agent, Buffer, GFlowNet, Options, T
 
 DESCRIPTION = """Train GFlowNets on a hypergrid with several replay buffers, to compare them.
 
-A GFlowNet learns to stop at each point of the grid with a probability proportional to its reward;
-nearly all of that lies near the corners, with next to nothing between them. Each update trains on
-as many trajectories as any other, but with a buffer a part of them are replayed:
+A GFlowNet learns to stop at each point of the grid with a probability proportional to its reward.
+Nearly all reward is near the corners, with hardly any in between. All updates train on the same
+number of trajectories, but with a buffer some of them are replayed:
   none     all are fresh
   fifo     from the latest terminal states
-  reward   from those of highest reward, each as often as it was found
-  diverse  from distinct ones of highest reward, in proportion to it
+  reward   from the states of highest reward, each as often as it was found
+  diverse  from distinct states of highest reward, in proportion to it
 
 Takes a minute or two on two CPU cores. Some things to try:
   --buffer none diverse           only some of the buffers
@@ -74,14 +74,15 @@ class Outcome(NamedTuple):
     """The result of training with one buffer.
 
     Attributes:
-        updates: Updates of each seed after each chunk, ``[P]``.
-        l1: Distance to the target then, the sum of absolute differences, from 0 to 2;
+        updates: Number of updates of each seed after each chunk, ``[P]``.
+        l1: Distance to the target at that time, the sum of absolute differences, from 0 to 2;
             ``[P, seeds]``.
         learned: Distributions of terminal states in the end, ``[seeds, N]``.
         found: The number of the fresh trajectory that first reached each mode, or inf,
             ``[seeds, M]``.
-        fresh: Fresh trajectories of each seed.
-        seconds: For each chunk since the program began; the first is compiled in its time.
+        fresh: Number of fresh trajectories of each seed.
+        seconds: Duration of each chunk since the program began; that of the first includes
+            compilation.
     """
 
     updates: NDArray[Any]
@@ -92,34 +93,34 @@ class Outcome(NamedTuple):
     seconds: list[float]
 
     def modes(self, fresh: NDArray[Any]) -> NDArray[Any]:
-        """Modes found by so many fresh trajectories, ``[P, seeds]``; NaN past the end."""
+        """Returns modes found within ``fresh`` trajectories, ``[P, seeds]``; NaN past the end."""
         count = np.sum(self.found[None] <= fresh[:, None, None], axis=-1)
         return np.where(fresh[:, None] <= self.fresh, count, np.nan)
 
     @property
     def to_all(self) -> NDArray[Any]:
-        """Fresh trajectories until all modes were found, ``[seeds]``."""
+        """Returns the number of fresh trajectories until all modes were found, ``[seeds]``."""
         return self.found.max(axis=1)
 
 
-# All are kept, so that an agent that is run again in the same process is not compiled again.
+# Cached, so that an agent that runs again in the same process is not compiled again.
 @functools.cache
 def programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns jitted functions that begin and go on training with one buffer, for all seeds."""
     chunk = jax.vmap(lambda state: agent.train(state, length))
-    # Donated, so that the buffers are updated where they are.
+    # Donated, so that the buffers are updated in place.
     chunk = jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
     return jax.jit(jax.vmap(agent.init)), chunk
 
 
 @functools.cache
 def stopping_distribution(gflownet: GFlowNet) -> Callable[[Any], Float[Array, "S N"]]:
-    """Returns a function of the exact distributions of terminal states, for all seeds."""
+    """Returns a function that computes the exact terminal distributions of all seeds."""
     return jax.jit(jax.vmap(gflownet.stopping_distribution))
 
 
 def train(run: _run.Run[Config]) -> None:
-    """Train with one buffer after the other, chunk by chunk in turn, and tell how that went."""
+    """Trains with all buffers, which take turns chunk by chunk, and prints the results."""
     began = time.perf_counter()
     config = run.config
     length = math.ceil(config.steps / CHUNKS)
@@ -209,7 +210,7 @@ def _table(outcomes: dict[str, Outcome], config: Config) -> str:
 
 
 def _median(values: NDArray[Any], form: str) -> str:
-    """The median over seeds, and in brackets their range."""
+    """Returns the median over seeds, and their range in brackets."""
     median, least, most = (
         format(value, form) if np.isfinite(value) else "never"
         for value in (np.median(values), values.min(), values.max())
@@ -230,7 +231,7 @@ def compare(outcomes: dict[str, Outcome], seconds: float) -> str:
 
 
 def _draw(folder: Path, outcomes: dict[str, Outcome], config: Config) -> None:
-    """Write the pictures."""
+    """Writes the figures."""
     grid = config.grid
     title = f"hypergrid, {config.dims} × {config.height}"
     most = max(outcome.fresh for outcome in outcomes.values())
@@ -257,7 +258,7 @@ def _draw(folder: Path, outcomes: dict[str, Outcome], config: Config) -> None:
 
 
 def _plot_marginals(path: Path, distributions: dict[str, NDArray[Any]], config: Config) -> None:
-    """Draw the joint distribution of the first two coordinates, side by side in one scale."""
+    """Draws the joint distributions of the first two coordinates side by side, in one scale."""
     width = config.height if config.dims > 1 else 1
     panels = {
         name: distribution.reshape(config.height, width, -1).sum(axis=-1).T

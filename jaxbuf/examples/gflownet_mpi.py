@@ -1,7 +1,8 @@
 """GFlowNets on several ranks: ``mpiexec -n 4 python -m jaxbuf.examples.gflownet_mpi``.
 
-All ranks but the last are workers, each with a policy and a buffer of its own; the last one is the
-manager. Workers send it the terminal states of every few updates, and hear how many modes are new.
+All ranks but the last are workers, each with its own policy and buffer. The last rank is the
+manager. After every few updates a worker sends it terminal states, and is told how many modes are
+new.
 """
 
 import contextlib
@@ -38,27 +39,27 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Train GFlowNets on a hypergrid, on several ranks that share what they find.
 
-All ranks but the last train, each a GFlowNet of its own; the last one is the manager of the buffer
-that they fill, and tells them how many modes of the grid are new. Compares
-  alone      one rank trains as many trajectories as all of them, and shares nothing
+All ranks but the last train, each its own GFlowNet. The last one is the manager of the buffer that
+they fill, and tells them how many modes of the grid are new. Compares
+  alone      one rank trains on as many trajectories as all workers, and shares nothing
   sync       a worker waits for the answer to what it sends
-  deferred   it waits until that is sent, and reads the answer before it sends again
-  pipelined  it waits for nothing
+  deferred   it waits until its batch is sent, and reads the answer before it sends again
+  pipelined  it does not wait
 
 Start it on 2 ranks or more, and see the modes that were found against time:
   mpiexec -n 4 python -m jaxbuf.examples.gflownet_mpi
 
 Takes a minute or two for four ranks on two CPU cores. Some things to try:
-  --run sync pipelined --every 1       only some, that send after each update
+  --run sync pipelined --every 1       only some runs, with a message after each update
   --dims 4 --steps 500                 a smaller grid
 
-Ends with a table, and what went through the manager. Writes, in runs/gflownet_mpi or where --out
-says:
+Ends with a table, and a table of the manager's messages. Writes, in runs/gflownet_mpi or where
+--out says:
   modes.png  modes found over time, of every run"""
 EXAMPLE = "gflownet_mpi"
 PROGRAM = f"python -m jaxbuf.examples.{EXAMPLE}"
 Mode = Literal["alone", "sync", "deferred", "pipelined"]
-# Wherever a launcher says which rank this is.
+# Environment variables in which launchers say which rank this is.
 RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
@@ -69,7 +70,7 @@ class Config(Options):
     dims: int = 6  # dimensions of the grid
     steps: int = 3_000  # updates of each worker
     buffer: Buffer = "diverse"  # of each worker
-    run: tuple[Mode, ...] = get_args(Mode)  # what to compare
+    run: tuple[Mode, ...] = get_args(Mode)  # runs to compare
     every: int = 10  # updates between two messages
     shared: int = 1000  # terminal states in the manager's buffer
     borrow: int = 16  # of these in each answer, for the worker to replay
@@ -87,28 +88,28 @@ class Config(Options):
 
     @property
     def messages(self) -> int:
-        """Messages of each worker."""
+        """The number of messages of each worker."""
         return -(-self.steps // self.every)
 
     @property
     def borrowed(self) -> int:
-        """Terminal states in an answer; a worker that replays nothing has no use for them."""
+        """The number of terminal states in an answer; 0 for workers that replay nothing."""
         return 0 if self.buffer == "none" else self.borrow
 
     @property
     def rows(self) -> int:
-        """Terminal states in a message."""
+        """The number of terminal states in a message."""
         return self.every * Agent(self, self.buffer).fresh
 
 
 @dataclasses.dataclass(frozen=True)
 class Discoveries:
-    """A score for managers: the modes that a batch adds to those found so far.
+    """A score for managers: the number of modes that a batch adds to the ones found so far.
 
-    With it goes a sample of the buffer, so that workers learn from what others have found.
+    It comes with a sample of the buffer, so that workers learn from what others have found.
 
     Args:
-        grid: Whose modes they are.
+        grid: The grid that has the modes.
         count: The number of states in the sample.
     """
 
@@ -116,7 +117,7 @@ class Discoveries:
     count: int
 
     def init(self, num_workers: int) -> tuple[Float[Array, " M"], PRNGKeyArray]:
-        """After how many seconds each mode was first reached, inf for all; and a key."""
+        """Returns the seconds until each mode was first reached, inf at first, and a key."""
         del num_workers
         return jnp.full((self.grid.num_modes,), jnp.inf, jnp.float32), jax.random.key(0)
 
@@ -128,7 +129,7 @@ class Discoveries:
         mask: Bool[Array, " B"],
         sender: Int[Array, ""],
     ) -> tuple[tuple[Float[Array, " M"], PRNGKeyArray], dict[str, Array]]:
-        """Those seconds after a batch; ``new_modes``, ``modes`` so far, and ``states`` to learn."""
+        """Returns the state after a batch; and ``new_modes``, ``modes`` so far, and ``states``."""
         del sender
         found, key = state
         key, sample_key = jax.random.split(key)
@@ -148,10 +149,10 @@ class Outcome(NamedTuple):
 
     Attributes:
         found: Seconds until each mode was first reached, or inf, ``[M]``.
-        trajectories: Fresh ones, of all workers.
+        trajectories: Number of fresh trajectories of all workers.
         seconds: Duration of the run.
-        exchanging: The share of them that workers spent on talking to the manager, or waiting for
-            it; NaN without one.
+        exchanging: The share of this time in which workers communicated with the manager or
+            waited for it; NaN without one.
         traffic: A table of the messages that the manager handled; empty without one.
         faults: Descriptions of the faults on the way.
     """
@@ -166,7 +167,7 @@ class Outcome(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this example from the command line and return its exit status. All ranks call this."""
-    # What is wrong with the arguments is said once.
+    # Only one rank prints what is wrong with the arguments.
     quiet = any(os.environ.get(name, "0") != "0" for name in RANKS)
     out, err = (io.StringIO(), io.StringIO()) if quiet else (sys.stdout, sys.stderr)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -175,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module("jaxbuf.mpi")
     except ImportError as error:
         _run.fail(f"{error}; in a clone, `make demo-mpi` installs all that it needs")
-    # From here on MPI runs.
+    # This import starts MPI.
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _begin(config: Config) -> bool:
-    """Make the folder ready, or say what is wrong with it."""
+    """Prepares the folder, or prints what is wrong with it."""
     try:
         _run.begin(config.out, EXAMPLE, {})
     except SystemExit:
@@ -208,7 +209,7 @@ def _begin(config: Config) -> bool:
 
 
 def make_manager(config: Config, num_workers: int) -> "Manager":
-    """A manager of distinct terminal states, those of highest reward."""
+    """Returns a manager of the distinct terminal states of highest reward."""
     from jaxbuf.mpi import Manager
 
     item = {"state": jnp.zeros(config.dims, jnp.int32), "seconds": jnp.float32(0)}
@@ -217,12 +218,12 @@ def make_manager(config: Config, num_workers: int) -> "Manager":
 
 
 def _train(config: Config, world: "MPI.Intracomm") -> dict[str, Outcome]:
-    """One run after the other; what they came to is known on the first rank."""
+    """Trains one run after the other; returns the outcomes on the first rank."""
     from jaxbuf.mpi import Layout, make_communicators
 
     workers, rank = world.Get_size() - 1, world.Get_rank()
     communicators = make_communicators(Layout(world.Get_size()), world)
-    # Alone, the first rank trains as much as all workers.
+    # Alone, the first rank trains as much as all workers together.
     messages = {run: config.messages * (workers if run == "alone" else 1) for run in config.run}
     outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
@@ -235,7 +236,7 @@ def _train(config: Config, world: "MPI.Intracomm") -> dict[str, Outcome]:
         learner = None
         if communicators.training is not None:
             learner = _Learner(config, rank)
-            # The first exchange compiles what it needs, so it is not looked at.
+            # The first exchange includes compilation, so it is not reported.
             _meet(world)
             learner.exchange(communicators, "sync", 1, None)
         else:
@@ -257,14 +258,14 @@ def _train(config: Config, world: "MPI.Intracomm") -> dict[str, Outcome]:
 
 
 def _meet(world: "MPI.Intracomm") -> None:
-    """Wait until all ranks are here, without keeping a core busy that one of them could use."""
+    """Waits for all ranks without keeping a core busy that one of them could use."""
     here = world.Ibarrier()
     while not here.Test():
         time.sleep(1e-3)
 
 
 def _manage(config: Config, communicators: "Communicators") -> dict[str, Any]:
-    """Serve the workers of one run; returns what is to be told of it."""
+    """Serves the workers of one run; returns a report of it."""
     from jaxbuf.mpi import serve
 
     assert communicators.group is not None
@@ -278,11 +279,11 @@ def _manage(config: Config, communicators: "Communicators") -> dict[str, Any]:
 
 
 class _Learner:
-    """A worker's training, compiled once for all runs.
+    """The training of a worker, compiled once for all runs.
 
     Args:
         config: All settings.
-        rank: The rank of this worker, which explores from a seed of its own.
+        rank: The rank of this worker, which has its own seed.
     """
 
     def __init__(self, config: Config, rank: int) -> None:
@@ -291,7 +292,7 @@ class _Learner:
         self._key = jax.random.key(config.seed + rank)
         self._init = jax.jit(self._agent.init)
         train = jax.jit(self._updates, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
-        # What there is to borrow before the first answer.
+        # The states to borrow before the first answer.
         self._nothing = {
             "states": np.zeros((config.borrowed, config.dims), np.int32),
             "valid": np.zeros(config.borrowed, np.bool_),
@@ -299,7 +300,7 @@ class _Learner:
         self._train = train.lower(self._init(self._key), self._nothing).compile()
 
     def alone(self, messages: int, progress: Any) -> dict[str, Any]:
-        """Train without a manager; returns what is to be told of it."""
+        """Trains without a manager; returns a report of it."""
         found = np.full(self._config.grid.num_modes, np.inf)
 
         def note(state: TrainState, items: dict[str, Any], log_reward: Array) -> dict[str, Any]:
@@ -317,7 +318,7 @@ class _Learner:
         messages: int,
         progress: Any,
     ) -> dict[str, Any]:
-        """Train as a worker; returns what is to be told of it."""
+        """Trains as a worker; returns a report of it."""
         from jaxbuf.mpi import Worker
 
         config = self._config
@@ -338,7 +339,7 @@ class _Learner:
         share: Callable[[TrainState, dict[str, Any], Array], dict[str, Any]],
         progress: Any,
     ) -> dict[str, Any]:
-        """Train from the beginning, and share what was found after every few updates."""
+        """Trains from the beginning, and shares terminal states after every few updates."""
         state, exchanging, modes = self._init(self._key), 0.0, 0
         borrowed = self._nothing
         began = time.perf_counter()
@@ -366,7 +367,7 @@ class _Learner:
     def _updates(
         self, state: TrainState, borrowed: dict[str, Array]
     ) -> tuple[TrainState, Int[Array, "R D"], Float[Array, " R"]]:
-        """Some updates, where their fresh trajectories stopped, and the log reward of that."""
+        """Updates a few times; also returns fresh terminal states and their log rewards."""
         if state.buffer is not None and self._config.borrowed:
             states = borrowed["states"]
             score = None if self._config.buffer == "fifo" else self._config.grid.log_reward(states)
@@ -398,7 +399,7 @@ def _outcome(of_ranks: list[dict[str, Any]]) -> Outcome:
 
 
 def _tell(outcomes: dict[str, Outcome], config: Config) -> None:
-    """Print the tables, and draw the picture."""
+    """Prints the tables, and draws the figure."""
     grid = config.grid
     header = [
         "run",
@@ -437,7 +438,7 @@ def _seconds(value: float) -> str:
 
 
 def _plot(path: Path, outcomes: dict[str, Outcome], config: Config) -> None:
-    """Draw the modes that were found in each run over time."""
+    """Draws the modes that were found in each run over time."""
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")
     axes: Any = figure.add_subplot()
     for run, outcome in outcomes.items():

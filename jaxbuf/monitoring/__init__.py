@@ -1,1 +1,1 @@
-"""Statistics, logs, plots and memory: what a run does while it runs."""
+"""Observation of a run: statistics, logs, plots and the memory that buffers take."""

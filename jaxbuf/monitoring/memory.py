@@ -1,4 +1,4 @@
-"""Which parts of a buffer a step updates in place, and which it copies."""
+"""Reports on which parts of a buffer a step updates in place, and which it copies."""
 
 import dataclasses
 import inspect
@@ -26,17 +26,17 @@ _ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{\}")
 
 @dataclasses.dataclass(frozen=True)
 class LeafMemory:
-    """What a program does with one array of its arguments.
+    """The use that a program makes of the memory of one array among its arguments.
 
     Attributes:
-        name: Which one, such as ``buffer.data['obs']``.
+        name: Its name, such as ``buffer.data['obs']``.
         shape: Its shape.
         dtype: Name of its dtype.
         nbytes: Its size in bytes.
         donated: Whether the program may write to its memory.
         in_buffer: Whether it is part of a buffer.
-        fate: ``"in place"`` if a result lies in the same memory; ``"copied"`` if a buffer like the
-            one it is part of is returned and lies elsewhere; ``"read"`` otherwise.
+        fate: ``"in place"`` if a result is in the same memory; ``"copied"`` if its buffer is
+            returned in other memory; ``"read"`` otherwise.
     """
 
     name: str
@@ -50,16 +50,16 @@ class LeafMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """What a compiled function does with the memory of its buffers. Its ``str`` is a table.
+    """A report on the memory of buffers in a compiled function. Its ``str`` is a table.
 
     Attributes:
         name: The name of the function.
-        leaves: The arrays looked at.
-        result_bytes: Size of the results that do not lie in the memory of an argument.
-        temporary_bytes: What the program needs beside its arguments and results. A program that
-            copies an array on the way to a result needs at least the size of that array.
-        closed_over_bytes: Size of the arrays that the function takes from around it, not as
-            arguments: they are constants of the program and cannot be donated.
+        leaves: The arrays that the report covers.
+        result_bytes: Size of the results that are not in the memory of an argument.
+        temporary_bytes: Memory that the program needs besides its arguments and results. A program
+            that copies an array on the way to a result needs at least the size of that array.
+        closed_over_bytes: Size of the arrays that the function closes over. They are constants of
+            the program and cannot be donated.
     """
 
     name: str
@@ -70,7 +70,7 @@ class MemoryReport:
 
     @property
     def copied(self) -> tuple[str, ...]:
-        """Names of the leaves whose new contents lie in other memory."""
+        """Names of the leaves whose new contents are in other memory."""
         return self._names("copied")
 
     @property
@@ -95,7 +95,7 @@ class MemoryReport:
 
     @property
     def advice(self) -> str:
-        """What to change, if anything is copied or closed over; empty otherwise."""
+        """Advice on how to avoid copies and closed-over arrays; empty if there are none."""
         return " ".join(self._advice())
 
     def __str__(self) -> str:
@@ -147,22 +147,23 @@ def explain_memory(
     static_argnums: int | Sequence[int] = (),
     smallest: int = 1024,
 ) -> MemoryReport:
-    """Compile a function, and tell which arrays of a buffer it updates in place.
+    """Compiles a function, and reports which arrays of a buffer it updates in place.
 
-    Nothing runs. Arguments may be arrays or ``jax.ShapeDtypeStruct``, so it takes no memory either.
+    The function is not run. Arguments may also be ``jax.ShapeDtypeStruct``, which take no memory.
 
     Args:
         fn: The function to explain, such as ``jaxbuf.add``, a training step, or a method of a
-            buffer: then the buffer is the first argument. One that ``jax.jit`` returned keeps its
-            own donated and static arguments.
+            buffer, which is then the first argument. A function that ``jax.jit`` returned keeps
+            its own donated and static arguments.
         *args: The arguments of the function.
-        donate_argnums: Which arguments it may overwrite, as in ``jax.jit``; ``()`` for none.
-        static_argnums: Which arguments are static, as in ``jax.jit``.
+        donate_argnums: Positions of arguments that it may overwrite, as in ``jax.jit``; ``()`` for
+            none.
+        static_argnums: Positions of static arguments, as in ``jax.jit``.
         smallest: Arrays of fewer bytes may be closed over.
 
     Returns:
-        A ``MemoryReport`` on the leaves of all buffers among the arguments, and of those that are
-        donated; on all arguments if there are none of either kind.
+        A ``MemoryReport`` on the leaves of all buffers among the arguments and of donated
+        arguments; on all arguments if there are no such leaves.
 
     Raises:
         ValueError: If ``smallest`` is below 1, or ``fn`` is not a function.
@@ -191,7 +192,7 @@ def compile_step(
     static_argnums: int | Sequence[int],
     smallest: int,
 ) -> tuple[MemoryReport, str]:
-    """The report of ``explain_memory``, and the text of the program that it is on."""
+    """Returns the report of ``explain_memory``, and the text of the compiled program."""
     owner = getattr(fn, "__self__", None)
     if _is_buffer(owner):
         fn, args = getattr(fn, "__func__", fn), (owner, *args)
@@ -199,12 +200,12 @@ def compile_step(
     if not hasattr(fn, "trace"):
         jitted = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     with warnings.catch_warnings():
-        # The report tells what is donated in vain.
+        # The report says which arguments are donated in vain.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*args)
         lowered = traced.lower()
         compiled = lowered.compile()
-    # The program has no parameter for an argument that nothing uses.
+    # The program has no parameter for an unused argument.
     shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda x: x is None)
     used = [i for i, sharding in enumerate(shardings) if sharding is not None]
     text = compiled.as_text() or ""
@@ -214,7 +215,7 @@ def compile_step(
     names = _names(fn, lowered.args_info, static_argnums)
     nodes = jax.tree_util.tree_leaves_with_path(lowered.args_info, is_leaf=_is_buffer)
     for path, node in nodes:
-        # Of a buffer that is not among the results there are no new contents.
+        # A buffer that is not among the results has no new contents.
         other: Fate = "copied" if _is_buffer(node) and _is_in(node, lowered.out_info) else "read"
         for inner, info in jax.tree_util.tree_leaves_with_path(node):
             _, argument, *rest = (*path, *inner)
@@ -247,7 +248,7 @@ def _is_buffer(node: Any) -> bool:
 
 
 def _is_in(buffer: Any, out_info: Any) -> bool:
-    """Whether there is a buffer like this one among the results."""
+    """Returns whether there is a buffer like this one among the results."""
 
     def kind(node: Any) -> tuple[Any, ...]:
         return jax.tree.structure(node), *(leaf.shape for leaf in jax.tree.leaves(node))
@@ -256,7 +257,7 @@ def _is_in(buffer: Any, out_info: Any) -> bool:
 
 
 def _names(fn: Any, args_info: Any, static_argnums: int | Sequence[int]) -> list[str]:
-    """The names of the positional arguments that are not static."""
+    """Returns the names of the positional arguments that are not static."""
     count = len(args_info[0])
     try:
         given = list(inspect.signature(fn).parameters.values())

@@ -1,4 +1,4 @@
-"""Writes numbers of a run where people look: a CSV, TensorBoard, Weights & Biases, the terminal."""
+"""Writes metrics of a run to a CSV, TensorBoard, Weights & Biases or the terminal."""
 
 import csv
 import io
@@ -22,40 +22,40 @@ from jaxbuf.core import checks, numbers, sizes
 
 
 class Writer(Protocol):
-    """Where a ``Monitor`` writes to. Any object with these methods will do."""
+    """The destination of a ``Monitor``: any object with these methods."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the numbers of one step, by name; steps grow."""
+        """Writes the metrics of one step, by name; steps only grow."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Forget what an earlier run wrote after ``step``, for the run goes on from there."""
+        """Drops what an earlier run wrote after ``step``, since the run resumes from there."""
         ...
 
     def flush(self) -> None:
-        """See to it that what was taken outlives this process."""
+        """Makes sure that everything written so far outlives this process."""
         ...
 
     def close(self) -> None:
-        """Flush, and let go of files."""
+        """Flushes, and closes files."""
         ...
 
 
 class Monitor:
-    """Writes metrics every so many steps, or seconds, to all its writers.
+    """Writes metrics to all its writers at regular intervals of steps or seconds.
 
-    ``write`` is for Python loops, ``callback`` for code that is traced. What they are given between
-    two writes is dropped. Metrics are any pytree of numbers: names are joined with ``/``, and the
+    ``write`` is for Python loops, ``callback`` for traced code. Metrics that arrive between two
+    writes are dropped. Metrics are any pytree of numbers: names are joined with ``/``, and the
     elements of an array, such as one number for each seed, are numbered: ``loss/0``, ``loss/1``.
 
     Args:
-        writers: Where to write.
+        writers: The writers.
         every_steps: Write the first step, and then the first one at or after each multiple of this.
-        every_seconds: Write the first step, and then the first one after so many seconds. With
-            neither of the two every step is written.
-        resume_at: The step of the checkpoint that an interrupted run goes on from: the same log
-            goes on, without what was written after that step.
-        clock: Tells the time in seconds.
+        every_seconds: Write the first step, and then the first one after this many seconds. If
+            neither interval is given, every step is written.
+        resume_at: The step of the checkpoint from which an interrupted run resumes. The log
+            continues, without entries that were written after that step.
+        clock: A function that returns the time in seconds.
 
     Raises:
         ValueError: If a period is not positive, or both are given.
@@ -113,17 +113,17 @@ class Monitor:
         self._clock = clock
         self._last_step = resume_at
         self._last_time: float | None = None
-        # Callbacks come from threads of JAX.
+        # JAX calls callbacks from its own threads.
         self._turn = threading.Lock()
         if resume_at is not None:
             for writer in self._writers:
                 writer.rewind(int(resume_at))
 
     def write(self, step: int | Int[Array, ""], metrics: PyTree) -> bool:
-        """Write the metrics of a step if it is time.
+        """Writes the metrics of a step if it is time.
 
         Args:
-            step: A number that grows. An array is fine if all its elements are equal.
+            step: An integer that only grows. It may be an array if all its elements are equal.
             metrics: Numbers and arrays of numbers, by name.
 
         Returns:
@@ -150,11 +150,11 @@ class Monitor:
     def callback(
         self, step: int | Int[Array, ""], metrics: PyTree[Array], *, ordered: bool = True
     ) -> None:
-        """``write``, from inside ``jit``, ``scan`` and ``vmap``.
+        """Calls ``write`` from inside ``jit``, ``scan`` and ``vmap``.
 
-        What is mapped over arrives together, as arrays. Delivery is asynchronous: call ``flush``
-        before you look at what was written. Every call hands its numbers to Python, also those that
-        are dropped then, so in a tight loop call it once in many steps.
+        Under ``vmap`` all rows arrive together, as arrays. Delivery is asynchronous: call ``flush``
+        before you read what was written. Every call hands its numbers to Python, even if they are
+        then dropped, so in a tight loop call it only once in many steps.
 
         Args:
             step: As for ``write``.
@@ -166,14 +166,14 @@ class Monitor:
         self._send(ordered)(step, jax.lax.stop_gradient(metrics))
 
     def flush(self) -> None:
-        """Wait for callbacks that are under way, and see to it that all is written."""
+        """Waits for pending callbacks, and flushes all writers."""
         jax.effects_barrier()
         with self._turn:
             for writer in self._writers:
                 writer.flush()
 
     def close(self) -> None:
-        """Flush, and close the writers."""
+        """Flushes, and closes the writers."""
         self.flush()
         for writer in self._writers:
             writer.close()
@@ -205,7 +205,7 @@ class Monitor:
         self.write(step, metrics)
 
     def _send(self, ordered: bool) -> Callable[[Any, Any], None]:
-        # Under vmap an ordered callback is an error, and another one is called for each row.
+        # Under vmap an ordered callback is an error, and an unordered one is called for each row.
         @custom_vmap
         def send(step: Any, metrics: Any) -> None:
             jax.debug.callback(self._receive, step, metrics, ordered=ordered)
@@ -219,18 +219,18 @@ class Monitor:
 
 
 class CsvWriter:
-    """A table in a file, one row for each step, the step in its first column.
+    """Writes a CSV file with one row for each step, whose number is in the first column.
 
-    Each row is appended in one piece, so that a killed process leaves whole rows, and at most one
-    broken one, which is dropped when the file is opened again. Columns may appear later: then the
-    file is written anew, beside the old one until it is complete. A file that is there goes on.
+    Each row is appended in one piece, so that a killed process leaves complete rows and at most one
+    broken row, which is dropped when the file is opened again. If a new column appears, the file is
+    rewritten and then replaced. An existing file is continued.
 
     Args:
         path: The file.
 
     Raises:
-        ValueError: If the file is there and is no such table; and from ``write`` if a metric is
-            called ``step``, as the first column is.
+        ValueError: If the file exists but is not such a table; and from ``write`` if a metric is
+            called ``step`` like the first column.
 
     Example:
         >>> import pathlib, tempfile
@@ -252,7 +252,7 @@ class CsvWriter:
         self._file = self._open()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a row; numbers that are missing leave their cell empty."""
+        """Appends a row; cells of missing metrics are empty."""
         if "step" in metrics:
             raise ValueError(
                 "metrics has a number called 'step', as the first column is; choose another name"
@@ -266,29 +266,28 @@ class CsvWriter:
         self._file.write(_line(cells))
 
     def rewind(self, step: int) -> None:
-        """Drop the rows of later steps."""
+        """Drops the rows of later steps."""
         rows = _read_table(self._path)[1]
         kept = [row for row in rows if int(row[0]) <= step]
         if len(kept) < len(rows):
             self._replace(kept)
 
     def flush(self) -> None:
-        """Have the rows on disk."""
+        """Flushes all rows to disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Have the rows on disk, and close the file."""
+        """Flushes all rows to disk, and closes the file."""
         if not self._file.closed:
             self.flush()
             self._file.close()
 
     def _open(self) -> Any:
-        # Unbuffered: a row is one call of the operating system, which a killed process has made or
-        # has not.
+        # Unbuffered, so that each row is one system call, which a killed process has made or not.
         return open(self._path, "ab", buffering=0)
 
     def _replace(self, rows: list[list[str]]) -> None:
-        """Write the file anew."""
+        """Replaces the file."""
         width = len(self._columns)
         lines = [self._columns, *(row + [""] * (width - len(row)) for row in rows)]
         beside = self._path.with_name(self._path.name + ".new")
@@ -303,38 +302,38 @@ class CsvWriter:
 
 
 class TerminalWriter:
-    """One line for each step.
+    """Prints one line for each step.
 
     Args:
-        file: Where to print; None takes ``sys.stdout`` as it is at each step.
+        file: The file to print to; None looks up ``sys.stdout`` at each step.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print a line."""
+        """Prints a line."""
         numbers = "".join(f"  {name} {value:.6g}" for name, value in metrics.items())
         print(f"step {step}{numbers}", file=self._file or sys.stdout)
 
     def rewind(self, step: int) -> None:
-        """What was printed stays."""
+        """Does nothing, since printed lines stay."""
 
     def flush(self) -> None:
-        """Have the lines shown."""
+        """Flushes the lines to the file."""
         (self._file or sys.stdout).flush()
 
     def close(self) -> None:
-        """Have the lines shown."""
+        """Flushes the lines to the file."""
         self.flush()
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard, through tensorboardX (extra ``logging``).
+    """Writes scalars for TensorBoard with tensorboardX (extra ``logging``).
 
     Args:
-        folder: Where to put the event files. TensorBoard reads those of interrupted runs, in the
-            same folder, as one run.
+        folder: The folder for event files. TensorBoard reads the files of an interrupted and a
+            resumed run in the same folder as one run.
 
     Raises:
         ImportError: If tensorboardX is not installed.
@@ -356,14 +355,14 @@ class TensorBoardWriter:
         self._event: Any = protocol.Event
         self._restart: Any = protocol.SessionLog(status=protocol.SessionLog.START)
         Path(folder).mkdir(parents=True, exist_ok=True)
-        # Its SummaryWriter would leave the writing to a thread, whose queue is lost with the
-        # process. A file is named after the second, and two of one name overwrite each other.
+        # SummaryWriter would write from a thread, whose queue is lost with the process. Names of
+        # event files have a resolution of one second, and files of one name would be overwritten.
         self._file: Any = EventsWriter(
             os.path.join(folder, "events"), f".{time.time_ns()}.{os.getpid()}"
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a point to each curve."""
+        """Adds a point to each curve."""
         curves: dict[str, tuple[str, Any]] = {}
         for name, value in metrics.items():
             summary = self._scalar(name, value)
@@ -379,16 +378,16 @@ class TensorBoardWriter:
         self._file.flush()
 
     def rewind(self, step: int) -> None:
-        """Have TensorBoard hide the points of later steps."""
+        """Makes TensorBoard hide the points of later steps."""
         self._add(step + 1, session_log=self._restart)
         self._file.flush()
 
     def flush(self) -> None:
-        """Have the points on disk."""
+        """Flushes all points to disk."""
         self._file.flush()
 
     def close(self) -> None:
-        """Have the points on disk, and close the file."""
+        """Flushes all points to disk, and closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -398,11 +397,11 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A run of Weights & Biases (``pip install wandb``).
+    """Logs to a run of Weights & Biases (``pip install wandb``).
 
     Args:
-        settings: For ``wandb.init``, such as ``project``, ``name``, or ``mode="offline"``, which
-            needs neither network nor account. To go on with an interrupted run pass its ``id``
+        settings: Arguments of ``wandb.init``, such as ``project``, ``name``, or ``mode="offline"``,
+            which needs neither network nor account. To resume an interrupted run, pass its ``id``
             and ``resume="allow"``.
 
     Raises:
@@ -419,17 +418,17 @@ class WandbWriter:
         self._run: Any = wandb.init(**settings)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the numbers."""
+        """Logs the metrics."""
         self._run.log(dict(metrics), step=step)
 
     def rewind(self, step: int) -> None:
-        """What the service has stays."""
+        """Does nothing, since the service keeps its data."""
 
     def flush(self) -> None:
-        """Nothing to do: a process of its own has the numbers already."""
+        """Does nothing, since a separate process already has the metrics."""
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finishes the run."""
         self._run.finish()
 
 
@@ -456,7 +455,7 @@ def _line(cells: Sequence[Any]) -> bytes:
 
 
 def _read_table(path: Path) -> tuple[list[str], list[list[str]], bool]:
-    """The columns, the complete rows, and whether there is nothing but these."""
+    """Returns the columns, the complete rows, and whether the file has nothing else."""
     content = path.read_bytes() if path.exists() else b""
     end = content.rfind(b"\n") + 1
     lines = list(csv.reader(io.StringIO(content[:end].decode(errors="replace"))))

@@ -1,4 +1,4 @@
-"""A buffer as a picture: where its items lie, how old they are, and what is known of them."""
+"""Figures of buffers: the ages of items by slot, and distributions over the items."""
 
 import dataclasses
 import importlib
@@ -19,7 +19,7 @@ from jaxbuf.occupancy.subset import Subset
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A picture has about this many points across and down: more slots share one.
+# The most points across and down a map, and the most bars of a histogram: more slots share one.
 _COLUMNS, _ROWS, _BINS = 512, 64, 40
 _PANELS_PER_ROW = 3
 
@@ -29,28 +29,32 @@ class _Panel:
     """A histogram.
 
     Attributes:
-        title: What is counted.
-        xlabel: What its values are.
-        values: One for each live item.
-        whole: Whether the values are whole numbers.
+        title: The title of the axes.
+        xlabel: A name of the values.
+        unit: A name of the things that have these values.
+        values: One value for each live item.
+        discrete: Whether the values are nonnegative integers; the histogram then begins at 0.
+        mean: Whether to mark the mean.
     """
 
     title: str
     xlabel: str
+    unit: str
     values: NDArray[Any]
-    whole: bool = False
+    discrete: bool = False
+    mean: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class _Map:
-    """What lies where.
+    """The ages of items by slot, or of steps by environment and place.
 
     Attributes:
-        age: Of what is in each place, ``[R, N]``: steps or items that came to its ring since.
+        age: Age in each place, ``[R, N]``: the number of items or steps added to its ring since.
         live: Which places hold something that can be drawn or read, ``[R, N]``.
-        position: Where each ring writes next, ``[R]``; empty if there is no such place.
-        unit: What lies there.
-        ring: What a row is.
+        position: The place that each ring writes next, ``[R]``; empty if there is no such place.
+        unit: ``items`` or ``steps``.
+        ring: A name of the rows; empty if there is only one.
     """
 
     age: NDArray[Any]
@@ -61,13 +65,13 @@ class _Map:
 
 
 def plot(buffer: Any) -> "Figure":
-    """Draw what a buffer holds.
+    """Draws the contents of a buffer.
 
-    On top, where its items lie: the color of a place tells the age of what is there, counted in
-    items that came after it (in steps of the same ring, for trajectories), and lines mark where
-    the next ones are written. Below, as far as there are any, the distributions of ages, of
-    priorities, of scores, of use counts and of staleness over what can be drawn now: items, or
-    windows. Of large buffers neighboring slots share a point of the picture.
+    The map at the top shows the age of the item in each slot by color. An age is the number of
+    items that were added since; for trajectories, the number of steps of the same environment.
+    Lines mark the slots that are written next. Below it are histograms of ages and, if the buffer
+    has them, of priorities, scores, use counts and staleness over the items, or windows, that can
+    be drawn now. In large buffers neighboring slots share a point of the map.
 
     Args:
         buffer: An ``ItemBuffer``, ``TrajectoryBuffer``, ``Queue`` or ``Mixture``.
@@ -77,8 +81,7 @@ def plot(buffer: Any) -> "Figure":
 
     Raises:
         ImportError: If matplotlib is not installed.
-        ValueError: If there are no numbers to draw: inside ``jit``, after donation, or of several
-            stacked buffers.
+        ValueError: If the buffer is traced, was donated, or is a stack of several buffers.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -86,7 +89,7 @@ def plot(buffer: Any) -> "Figure":
         >>> buffer = buffer.add(jnp.ones(140), priority=jnp.linspace(0, 1, 140))
         >>> figure = jaxbuf.plot(buffer)
         >>> [axes.get_title() for axes in figure.axes if axes.get_title()]
-        ['where items lie', 'ages', 'priorities']
+        ['age by slot', 'ages', 'priorities']
     """
     try:
         module: Any = importlib.import_module("matplotlib.figure")
@@ -101,7 +104,7 @@ def plot(buffer: Any) -> "Figure":
     heights = [2.4 + 2.2 * _rows(panels) for _, _, panels in looks]
 
     class Shown(module.Figure):
-        """A figure that a notebook shows, whether or not it has set up matplotlib."""
+        """A figure that a notebook shows even if matplotlib was not set up for notebooks."""
 
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()
@@ -122,7 +125,7 @@ def _title(buffer: Any) -> str:
 
 
 def _parts(buffer: Any) -> list[Any]:
-    """The buffer, or those that a mixture consists of."""
+    """Returns the buffer, or the parts of a mixture."""
     if hasattr(buffer, "parts"):
         return [inner for part in buffer.parts for inner in _parts(part)]
     return [buffer]
@@ -148,7 +151,7 @@ def _check(buffer: Any) -> None:
 
 
 def _map(buffer: Any) -> _Map:
-    """Where its items, or steps, lie."""
+    """Returns the ages of items by slot, or of steps by environment and place."""
     if hasattr(buffer, "num_envs"):
         counters = np.asarray(buffer.rings.counters).astype(np.int64)
         position, held = counters[:, 0], counters[:, 2]
@@ -162,18 +165,29 @@ def _map(buffer: Any) -> _Map:
 
 
 def _panels(buffer: Any) -> list[_Panel]:
-    """What there are numbers of."""
+    """Returns the histograms that the buffer has values for."""
     where = _map(buffer)
-    found = [_Panel("ages", f"{where.unit} that came since", where.age[where.live], whole=True)]
+    # Ages are spread evenly, or in two groups after others have retired: no mean describes them.
+    found = [
+        _Panel(
+            "ages",
+            f"age ({where.unit} added since)",
+            where.unit,
+            where.age[where.live],
+            discrete=True,
+            mean=False,
+        )
+    ]
     if not hasattr(buffer, "sampler"):
         return found
     live = _live(buffer)
     sampler, state = buffer.sampler, buffer.sampler_state
-    # What draws from the newest items keeps the state of the sampler that draws the others.
+    unit = "windows" if hasattr(buffer, "num_envs") else "items"
+    # A sampler of the newest items keeps the state of the base sampler, which draws the others.
     sampler = getattr(sampler, "base", sampler)
     if hasattr(sampler, "priority") and hasattr(state, "leaves"):
         priority = np.asarray(sampler.priority(state.leaves))
-        found.append(_Panel("priorities", "priority", priority[live]))
+        found.append(_Panel("priorities", "priority", unit, priority[live]))
     score = getattr(_inner(buffer.occupancy), "score", None)
     if score is None and hasattr(state, "scores"):
         score = state.scores.leaves
@@ -181,15 +195,15 @@ def _panels(buffer: Any) -> list[_Panel]:
         known = np.asarray(score)[live]
         finite = np.isfinite(known)
         others = f" ({known.size - finite.sum()} infinite left out)" if not finite.all() else ""
-        found.append(_Panel("scores", f"score{others}", known[finite]))
+        found.append(_Panel("scores", f"score{others}", unit, known[finite]))
     if buffer.freshness is not None:
         uses = np.asarray(buffer.freshness_state.uses)[: live.size]
         if buffer.freshness.max_use is not None or uses[live].any():
-            found.append(_Panel("use counts", "times used", uses[live], whole=True))
+            found.append(_Panel("use counts", "times used", unit, uses[live], discrete=True))
         versions = np.asarray(buffer.freshness_state.versions)[: live.size].astype(np.int64)
         behind = int(buffer.freshness_state.version) - versions
         if buffer.freshness.max_staleness is not None or behind[live].any():
-            found.append(_Panel("staleness", "versions behind", behind[live], whole=True))
+            found.append(_Panel("staleness", "versions behind", unit, behind[live], discrete=True))
     return found
 
 
@@ -198,13 +212,13 @@ def _inner(occupancy: Any) -> Any:
 
 
 def _live(buffer: Any) -> NDArray[Any]:
-    """Which slots hold something that can be drawn."""
+    """Returns a mask of the slots that can be drawn."""
     slots = buffer.rings.capacity if hasattr(buffer, "num_envs") else buffer.capacity
     return np.asarray(buffer.occupancy.live(jnp.arange(slots, dtype=jnp.int32)))
 
 
 def _ages(buffer: Any) -> NDArray[Any]:
-    """How many items came after the one in each slot; arbitrary where there is none."""
+    """Returns the number of items added since the one in each slot; arbitrary in empty slots."""
     inner = _inner(buffer.occupancy)
     slot = np.arange(buffer.capacity)
     if isinstance(inner, Ranking):
@@ -233,30 +247,39 @@ def _draw_map(figure: Any, axes: Any, where: _Map) -> None:
     age, share = _binned(where.age, where.live)
     image = axes.imshow(
         np.ma.masked_where(share == 0, age),
-        # Where only some are left, as after others have retired, the color is pale.
+        # Points of which only some slots are live, as after others have retired, are pale.
         alpha=np.where(share > 0, 0.25 + 0.75 * share, 0.0),
         aspect="auto",
         interpolation="nearest",
         cmap="viridis_r",
         vmin=0,
         vmax=max(float(age.max(initial=0.0)), 1.0),
-        extent=(0, length, rings, 0),
+        extent=(0, length, rings - 0.5, -0.5),
     )
-    figure.colorbar(image, ax=axes, label="age", pad=0.01)
+    bar = figure.colorbar(image, ax=axes, label="age", pad=0.01)
+    bar.ax.yaxis.get_major_locator().set_params(integer=True)
     step = math.ceil(rings / _ROWS)
     for top, position in enumerate(where.position.tolist()):
         if top % step == 0:
-            axes.plot([position] * 2, [top, top + step], color="tab:red", lw=2)
+            axes.plot([position] * 2, [top - 0.5, top + step - 0.5], color="tab:red", lw=2)
     if len(where.position):
         axes.plot([], [], color="tab:red", lw=2, label="written next")
-        axes.legend(loc="upper right", fontsize="small")
+        # Above the axes, where it covers nothing.
+        axes.legend(
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            borderaxespad=0.0,
+            frameon=False,
+            fontsize="small",
+        )
     axes.set(
-        title=f"where {where.unit} lie",
+        title="age by place" if where.ring else "age by slot",
         xlabel="place in the ring" if where.ring else "slot",
         ylabel=where.ring,
         xlim=(0, length),
-        ylim=(rings, 0),
+        ylim=(rings - 0.5, -0.5),
     )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     if rings == 1:
         axes.set_yticks([])
     else:
@@ -265,15 +288,18 @@ def _draw_map(figure: Any, axes: Any, where: _Map) -> None:
 
 def _draw_panel(axes: Any, panel: _Panel) -> None:
     values = panel.values
-    axes.set(title=panel.title, xlabel=panel.xlabel, ylabel="how many")
+    axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.unit)
     if values.size == 0:
-        axes.text(0.5, 0.5, "nothing here", ha="center", va="center", transform=axes.transAxes)
+        text = f"no {panel.unit}"
+        axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
         return
     low, high = float(values.min()), float(values.max())
     bins = min(_BINS, 2 * math.ceil(math.sqrt(values.size)))
-    if panel.whole:
-        width = max(1, math.ceil((high - low + 1) / _BINS))
-        edges = np.arange(low - 0.5, high + 0.5 + width, width)
+    if panel.discrete:
+        width = math.ceil((high + 1) / _BINS)
+        # Bars of one integer are centered on it; wider ones begin at their first integer.
+        shift = 0.5 if width == 1 else 0.0
+        edges = width * np.arange(math.ceil((high + 1) / width) + 1) - shift
     elif low > 0 and high > 1000 * low:
         edges = np.geomspace(low, high, bins + 1)
         axes.set_xscale("log")
@@ -283,19 +309,21 @@ def _draw_panel(axes: Any, panel: _Panel) -> None:
         )
     count, edges = np.histogram(values, edges)
     axes.stairs(count, edges, fill=True, alpha=0.8)
-    mean = float(values.mean())
-    label = f"mean {mean:,.0f}" if abs(mean) >= 1000 else f"mean {mean:.3g}"
-    axes.axvline(mean, color="tab:red", lw=1, label=label)
-    axes.legend(loc="best", fontsize="small")
-    axes.set_ylim(bottom=0)
+    if panel.mean:
+        mean = float(values.mean())
+        label = f"mean {mean:,.0f}" if abs(mean) >= 1000 else f"mean {mean:.3g}"
+        axes.axvline(mean, color="tab:red", lw=1, label=label)
+        axes.legend(loc="upper right", frameon=False, fontsize="small")
+    # Room above the bars for the legend.
+    axes.set_ylim(0, 1.25 * float(count.max()))
     axes.yaxis.get_major_locator().set_params(integer=True)
-    if panel.whole:
-        axes.set_xlim(edges[0] - 0.5, edges[-1] + 0.5)
+    if panel.discrete:
+        axes.set_xlim(edges[0], edges[-1])
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _binned(age: NDArray[Any], live: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The mean age in each point of the picture, and the share of its places that are live."""
+    """Returns the mean age at each point of the map, and the share of its places that are live."""
     rows, columns = (
         np.linspace(0, size, min(size, most) + 1).astype(int)[:-1]
         for size, most in zip(age.shape, (_ROWS, _COLUMNS), strict=True)
