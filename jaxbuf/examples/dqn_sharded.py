@@ -1,14 +1,14 @@
 """DQN whose environments, replay buffer and gradients are spread over all devices.
 
-``python -m jaxbuf.examples.dqn_sharded`` trains the agent of ``dqn`` on CartPole, on whatever
-devices there are. ``--devices 8`` makes eight devices of a CPU, and with ``--coordinator`` several
-processes train together.
+``python -m jaxbuf.examples.dqn_sharded`` trains the agent of ``dqn`` on CartPole, on all
+available devices. ``--devices 8`` splits a CPU into eight devices, and with ``--coordinator``
+several processes train together.
 
-Environments, buffer and batches are dealt to ``--shards``, and these are dealt to the devices. The
-program is written as for one device. Only three places speak of devices: ``jaxbuf.Sharded`` keeps
-each shard where its environments are, ``Agent.each_shard`` computes where the rows of a shard lie,
-and ``Agent.whole`` collects the gradients of all shards before they are averaged. As every shard
-computes the same whichever device it is on, the number of devices changes only the speed.
+Environments, buffer and batches are divided among ``--shards``, and the shards among the devices.
+The program is written as for one device. Only three places deal with devices: ``jaxbuf.Sharded``
+keeps each shard on the device of its environments, ``Agent.each_shard`` computes on the device that
+has the rows of a shard, and ``Agent.whole`` collects the gradients of all shards before they are
+averaged. Since a shard computes the same on every device, their number only changes the speed.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ SPLIT, SAME = jax.P("data"), jax.P()
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Options of the training. All numbers are those of all shards together."""
+    """Options of the training. All numbers are totals over the shards."""
 
     devices: int | None = None  # how many to use; on a CPU so many are made
     shards: int = 8  # parts of the buffer; a multiple of the number of devices
@@ -68,16 +68,16 @@ class Config:
 
 
 class TrainState(struct.PyTreeNode):
-    """Everything that training changes.
+    """The state that training changes.
 
     Attributes:
         envs: State of the environments, by shard: leaves ``[S, E, ...]``.
-        episode_return: Reward since each began, by shard.
-        buffer: The replay buffer, whose shards lie where their environments do.
-        params: Parameters of the Q-network; these and what follows are the same on all devices.
+        episode_return: Sum of rewards since each episode began, by shard.
+        buffer: The replay buffer, each shard on the device of its environments.
+        params: Parameters of the Q-network. They and all that follow are the same on all devices.
         target_params: Their moving average, which the targets use.
         opt_state: State of the optimizer.
-        step: Environment steps so far.
+        step: Number of environment steps so far.
     """
 
     envs: GymnaxState
@@ -98,16 +98,16 @@ class Agent:
 
     @functools.cached_property
     def dqn(self) -> dqn.Agent:
-        """Network, optimizer and schedules; how to act, to step and to compute errors."""
+        """The agent that provides the network, optimizer, schedules, actions, steps and errors."""
         names = ("steps", "num_envs", "batch_size", "capacity", "warmup", "hidden")
         return dqn.Agent(dqn.Config(**{name: getattr(self.config, name) for name in names}))
 
     def each_shard(self, function: Callable[..., Any], params: Any, *args: Any) -> Any:
-        """``function(params, *args)`` for each shard, on the device that has its part of ``args``.
+        """Calls ``function(params, *args)`` for each shard, on the device that has its ``args``.
 
         Args:
-            function: Computes for one shard.
-            params: The same for all shards.
+            function: The function of one shard.
+            params: Its first argument, the same for all shards.
             *args: Leaves ``[S, ...]``.
 
         Returns:
@@ -115,16 +115,16 @@ class Agent:
         """
 
         def here(params: Any, args: Any) -> Any:
-            # The parameters of this device, as jax.grad would add up over all devices otherwise.
+            # Parameters of this device, since jax.grad would otherwise sum over all devices.
             params = jax.lax.pcast(params, "data", to="varying")
-            # One after the other, so that all compute the same however many are on a device.
+            # One shard after the other, so that results do not depend on how many are on a device.
             return jax.lax.map(lambda own: function(params, *own), args)
 
         mapped = jax.shard_map(here, mesh=self.mesh, in_specs=(SAME, SPLIT), out_specs=SPLIT)
         return mapped(params, args)
 
     def whole(self, tree: Any) -> Any:
-        """All of ``tree`` on every device."""
+        """Returns all of ``tree`` on every device."""
         return jax.lax.with_sharding_constraint(tree, jax.NamedSharding(self.mesh, SAME))
 
     def shardings(self) -> Any:
@@ -142,7 +142,7 @@ class Agent:
         )
 
     def init(self) -> TrainState:
-        """A new network, new episodes and an empty buffer."""
+        """Returns the state of a new network, new episodes and an empty buffer."""
         config = self.config
         shards, num_envs = config.shards, config.num_envs // config.shards
         env, env_params = dqn.make_env(self.dqn.config.env)
@@ -175,7 +175,7 @@ class Agent:
         )
 
     def train(self, state: TrainState, iterations: int) -> tuple[TrainState, dict[str, Any]]:
-        """Act and learn. Returns the new state, and what to log."""
+        """Acts and learns; returns the new state and the metrics to log."""
 
         def iteration(state: TrainState, _: None) -> tuple[TrainState, Any]:
             act_key, learn_key = jax.random.split(self.key(state))
@@ -192,7 +192,7 @@ class Agent:
         return state, log
 
     def warm_up(self, state: TrainState, iterations: int) -> TrainState:
-        """Add random steps."""
+        """Adds random steps."""
 
         def iteration(state: TrainState, _: None) -> tuple[TrainState, None]:
             return self.interact(state, self.key(state), jnp.float32(1))[0], None
@@ -200,13 +200,13 @@ class Agent:
         return jax.lax.scan(iteration, state, length=iterations)[0]
 
     def key(self, state: TrainState) -> PRNGKeyArray:
-        """The key of this step."""
+        """Returns the key of this step."""
         return jax.random.fold_in(jax.random.key(self.config.seed), state.step)
 
     def interact(
         self, state: TrainState, key: PRNGKeyArray, epsilon: Float[Array, ""]
     ) -> tuple[TrainState, tuple[Array, Array]]:
-        """One ε-greedy step in every environment, added to the shard that is there.
+        """Takes an ε-greedy step in every environment, and adds it to the shard on its device.
 
         Returns:
             The new state, the number of episodes that ended, and the sum of their returns.
@@ -239,7 +239,7 @@ class Agent:
         return state, (jnp.sum(episodes, dtype=jnp.int32), jnp.sum(returns))
 
     def learn(self, state: TrainState, key: PRNGKeyArray) -> tuple[TrainState, Float[Array, ""]]:
-        """One update of the network, of its target and of the priorities; and the loss."""
+        """Updates the network, its target and the priorities once; also returns the loss."""
 
         def gradient(params: Any, window: Any, weights: Float[Array, " b"]) -> Any:
             def loss_fn(online: Any) -> tuple[Float[Array, ""], Float[Array, " b"]]:
@@ -257,8 +257,9 @@ class Agent:
         )
         params = state.params, state.target_params
         grads, losses, error = self.each_shard(gradient, params, window, weights)
-        # Averaged in the same order everywhere. With a large network, let the devices add up their
-        # own first, by jnp.mean alone: then less is sent, but the last bits depend on their number.
+        # Averaged in the same order for any number of devices. With a large network use jnp.mean
+        # alone: devices then sum their own gradients first, which sends less, but the last bits
+        # depend on the number of devices.
         grads, loss = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), self.whole((grads, losses)))
         updates, opt_state = self.dqn.optimizer.update(grads, state.opt_state, state.params)
         new = optax.apply_updates(state.params, updates)
@@ -273,7 +274,7 @@ class Agent:
 
 
 def find_devices(config: Config) -> list[Any]:
-    """Join the other processes, if there are any. Returns the devices of all of them."""
+    """Joins the other processes, if there are any; returns the devices of all processes."""
     if config.coordinator is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         address = None if config.coordinator == "auto" else config.coordinator
@@ -287,14 +288,14 @@ def find_devices(config: Config) -> list[Any]:
 
 
 def train(config: Config) -> None:
-    """Train, and have the first process log."""
+    """Trains, and logs in the first process."""
     devices = find_devices(config)
     auto = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(auto,), devices=devices)
     agent = Agent(config, mesh)
     where, same = agent.shardings(), jax.NamedSharding(mesh, SAME)
     iterations = -(-(config.steps - config.warmup) // config.num_envs // config.chunks)
-    # Donated, so that the buffer is updated where it is.
+    # Donated, so that the buffer is updated in place.
     jit = functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
     chunk = jit(agent.train, out_shardings=(where, same))
     state = jax.jit(agent.init, out_shardings=where)()
@@ -304,7 +305,7 @@ def train(config: Config) -> None:
         state = jit(agent.warm_up, out_shardings=where)(state, config.warmup // config.num_envs)
     first = jax.process_index() == 0
     writers = [jaxbuf.CsvWriter(config.out / "log.csv")] if first else []
-    # From here, so that rows of an earlier run are taken off.
+    # Resumed from here, so that later rows of an earlier run are dropped.
     with jaxbuf.Monitor(writers, resume_at=int(state.step)) as monitor:
         while int(state.step) < config.steps:
             state, log = chunk(state, iterations)
@@ -313,7 +314,7 @@ def train(config: Config) -> None:
             if first:
                 shown = f"return {log['return']:.1f}  loss {log['loss']:.4f}"
                 print(f"step {step:,}  {shown}", flush=True)
-            # In this order: what was logged after a checkpoint is logged again.
+            # In this order, since steps after a checkpoint are logged again.
             monitor.flush()
             jaxbuf.save(config.out / "checkpoint", state)
 
