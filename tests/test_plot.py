@@ -177,3 +177,13 @@ def test_ages_begin_at_zero_after_the_newest_have_retired():
     shown = axes["ages"].patches[0].get_data()
     assert shown.values.tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     assert shown.edges[0] == -0.5
+
+
+def test_items_of_later_versions_than_the_learners_are_shown():
+    buffer = jaxbuf.ItemBuffer.create(
+        jnp.float32(0), 4, freshness=jaxbuf.Freshness(max_staleness=3)
+    )
+    buffer = buffer.add(jnp.ones(3), version=jnp.array([0, 1, 3]))
+    shown = drawn(jaxbuf.plot(buffer))["staleness"].patches[0].get_data()
+    assert shown.values.tolist() == [1, 0, 1, 1]
+    np.testing.assert_array_equal(shown.edges, [-3.5, -2.5, -1.5, -0.5, 0.5])

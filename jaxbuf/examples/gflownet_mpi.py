@@ -53,8 +53,8 @@ Takes a minute or two for four ranks on two CPU cores. Some things to try:
   --run sync pipelined --every 1       only some runs, with a message after each update
   --dims 4 --steps 500                 a smaller grid
 
-Ends with a table, and a table of the manager's messages. Writes, in runs/gflownet_mpi or where
---out says:
+Ends with a table, and a table of the manager's messages.
+Writes, in runs/gflownet_mpi or where --out says:
   modes.png  modes found over time, of every run"""
 EXAMPLE = "gflownet_mpi"
 PROGRAM = f"python -m jaxbuf.examples.{EXAMPLE}"

@@ -33,7 +33,8 @@ class _Panel:
         xlabel: A name of the values.
         unit: A name of the things that have these values.
         values: One value for each live item.
-        discrete: Whether the values are nonnegative integers; the histogram then begins at 0.
+        discrete: Whether the values are integers; the histogram then begins at 0, or at the least
+            value if that is negative.
         mean: Whether to mark the mean.
     """
 
@@ -296,10 +297,13 @@ def _draw_panel(axes: Any, panel: _Panel) -> None:
     low, high = float(values.min()), float(values.max())
     bins = min(_BINS, 2 * math.ceil(math.sqrt(values.size)))
     if panel.discrete:
-        width = math.ceil((high + 1) / _BINS)
+        # An item may be of a later version than the learner's, and then has a negative staleness.
+        first = min(0.0, low)
+        span = high + 1 - first
+        width = math.ceil(span / _BINS)
         # Bars of one integer are centered on it; wider ones begin at their first integer.
         shift = 0.5 if width == 1 else 0.0
-        edges = width * np.arange(math.ceil((high + 1) / width) + 1) - shift
+        edges = first + width * np.arange(math.ceil(span / width) + 1) - shift
     elif low > 0 and high > 1000 * low:
         edges = np.geomspace(low, high, bins + 1)
         axes.set_xscale("log")
