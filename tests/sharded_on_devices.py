@@ -81,7 +81,7 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    ("devices", "at_once"), [(1, True), (2, True), (4, True), (8, True), (2, False), (8, False)]
+    ("devices", "at_once"), [(devices, way) for devices in (1, 2, 4, 8) for way in (True, False)]
 )
 def test_the_number_of_devices_changes_nothing(monkeypatch, expected, devices, at_once):
     if not at_once:
@@ -154,6 +154,7 @@ def test_shards_are_drawn_from_exactly_as_one_buffer(name):
     assert (counts[p == 0] == 0).all()
     seen = counts > 0
     np.testing.assert_allclose(said[seen], p[seen], rtol=3e-6)
+    assert abs(np.where(seen, said, p).sum() - 1) < 3e-6
     single = make(sampler, S * N)()
     given = {"priority": PRIORITY} if sampler.uses_priority else {}
     if sampler.uses_score:
@@ -211,6 +212,80 @@ def test_a_new_item_gets_the_largest_priority_of_all_shards_and_no_other_does():
     np.testing.assert_array_equal(roots, after.max(axis=1))
 
 
+def test_freshness_is_that_of_each_shard_and_rows_find_their_own():
+    """Beside a model in NumPy of all slots, of which each shard fills its own in turn."""
+    limits = jaxbuf.Freshness(max_use=6, max_staleness=4)
+
+    def create():
+        return jaxbuf.ItemBuffer.create(ITEM, N, sampler=PLAIN, freshness=limits)
+
+    buffer = jaxbuf.Sharded.create(create, mesh_of(4), "data", shards=S)
+    set_version = jax.jit(jaxbuf.Sharded.set_version, donate_argnums=0)
+    mark_used = jax.jit(jaxbuf.Sharded.mark_used, donate_argnums=0)
+    version, uses, at = np.zeros((3, S, N), int)
+    here, added, learner = np.zeros((S, N), bool), np.zeros(S, int), 0
+    stale = used = refused = 0
+    rng = np.random.default_rng(0)
+    for turn in range(10):
+        new, of = np.arange(8 * S) + 1000 * turn, learner - rng.integers(0, 6, 8 * S)
+        mask = rng.random(8 * S) < 0.7
+        buffer = jaxbuf.add(buffer, rows(new), version=of.astype(np.int32), mask=mask)
+        for row in np.flatnonzero(mask):
+            shard = row // 8
+            if learner - of[row] >= 4:
+                refused += 1
+                continue
+            slot = shard, added[shard] % N
+            version[slot], uses[slot], at[slot], here[slot] = of[row], 0, new[row], True
+            added[shard] += 1
+        learner += int(turn % 2)
+        buffer = set_version(buffer, learner)
+        gone = here & (learner - version >= 4)
+        stale, here = stale + gone.sum(), here & ~gone
+        batch = jax.device_get(jaxbuf.sample(buffer, jax.random.key(turn), 128))
+        index = batch.slots.index
+        assert batch.valid.all()
+        assert here.reshape(-1)[index].all()
+        np.testing.assert_array_equal(batch.data["at"], at.reshape(-1)[index])
+        taken = rng.random(128) < 0.8
+        buffer = mark_used(buffer, batch.slots, mask=taken)
+        np.add.at(uses.reshape(-1), index[taken], 1)
+        gone = here & (uses >= 6)
+        used, here = used + gone.sum(), here & ~gone
+        still = here.reshape(-1)[index]
+        count, age = buffer.use_count(batch.slots), buffer.staleness(batch.slots)
+        np.testing.assert_array_equal(count, np.where(still, uses.reshape(-1)[index], 0))
+        np.testing.assert_array_equal(age, np.where(still, learner - version.reshape(-1)[index], 0))
+        assert int(buffer.size) == here.sum()
+        told = jax.device_get(buffer.metrics())
+        assert told["version"] == learner
+        assert told["retired_used"] == used
+        assert told["retired_stale"] == stale
+        assert told["refused_stale"] == refused
+        assert told["use_max"] == uses[here].max()
+        assert told["staleness_max"] == (learner - version)[here].max()
+        np.testing.assert_allclose(told["use_mean"], uses[here].mean(), rtol=1e-6)
+    assert min(stale, used, refused) > 20
+    buffer = set_version(buffer, 0, 1)
+    assert int(buffer.size) == 0
+
+
+def test_metrics_of_shards_without_items_do_not_count():
+    buffer = jaxbuf.Sharded.create(
+        lambda: jaxbuf.ItemBuffer.create(ITEM, N, freshness=jaxbuf.Freshness(max_use=9)),
+        mesh_of(8),
+        "data",
+    )
+    # The only item is of a version ahead of the learner's, in the second shard.
+    ahead = jnp.full(8, 5, jnp.int32)
+    buffer = jaxbuf.add(buffer, rows(np.arange(8)), version=ahead, mask=np.arange(8) == 1)
+    assert int(buffer.metrics()["staleness_max"]) == -5
+    buffer = filled(mesh_of(8), jaxbuf.Softmax())
+    nothing = np.where(np.arange(S * N) == 3, -np.inf, 1.0).astype(np.float32)
+    buffer = jaxbuf.add(buffer, rows(np.arange(S * N)), score=nothing)
+    assert float(buffer.metrics()["score_min"]) == -np.inf
+
+
 def collectives(text):
     """Returns the collectives of a program by kind, and the most elements that one handles."""
     found, most = collections.Counter(), 0
@@ -226,6 +301,7 @@ def collectives(text):
 
 
 LARGE = 4096
+OF_FRESHNESS = {"mark_used", "set_version", "use_count"}
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -237,13 +313,21 @@ LARGE = 4096
         ("sample", {"all-gather": 1, "all-to-all": 1}),
         ("sample without exchange", {"all-gather": 1}),
         ("update_priority", {"all-gather": 1}),
+        ("mark_used", {"all-gather": 1}),
+        ("set_version", {}),
+        ("use_count", {"all-gather": 1, "all-reduce": 1}),
         ("step", {"all-gather": 3, "all-to-all": 1, "all-reduce": 1}),
     ],
 )
 def test_little_travels_and_nothing_is_copied(what, counts, devices):
     mesh, example = mesh_of(devices), {"obs": jnp.zeros(2), "action": jnp.int32(0)}
     buffer = jaxbuf.Sharded.create(
-        lambda: jaxbuf.ItemBuffer.create(example, LARGE, sampler=jaxbuf.Prioritized()),
+        lambda: jaxbuf.ItemBuffer.create(
+            example,
+            LARGE,
+            sampler=jaxbuf.Prioritized(),
+            freshness=jaxbuf.Freshness(4, 4) if what in OF_FRESHNESS else None,
+        ),
         mesh,
         "data",
         shards=devices,
@@ -270,6 +354,9 @@ def test_little_travels_and_nothing_is_copied(what, counts, devices):
         "sample": (lambda buffer, key: (buffer, buffer.sample(key, 64)), (key,)),
         "sample without exchange": (lambda buffer, key: (buffer, buffer.sample(key, 64)), (key,)),
         "update_priority": (lambda buffer, s, p: buffer.update_priority(s, p), (slots, priority)),
+        "mark_used": (lambda buffer, slots: buffer.mark_used(slots), (slots,)),
+        "set_version": (lambda buffer, version: buffer.set_version(version), (jnp.int32(3),)),
+        "use_count": (lambda buffer, slots: (buffer, buffer.use_count(slots)), (slots,)),
         "step": (step, (items,)),
     }[what]
     compiled = jax.jit(function, donate_argnums=0).lower(buffer, *args).compile()
@@ -283,7 +370,10 @@ def test_little_travels_and_nothing_is_copied(what, counts, devices):
     # An update computes the roots anew, without a look at them.
     assert compiled.memory_analysis().alias_size_in_bytes >= held - 16
     copies = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
-    assert all(np.prod([int(n) for n in dims.split(",")]) < LARGE for dims in copies)
+    # In the loop that retires stale items, that of a buffer alone copies its tree, too.
+    assert what == "set_version" or all(
+        np.prod([int(n) for n in dims.split(",")]) < LARGE for dims in copies
+    )
 
 
 def test_independent_buffers_under_shard_map_send_nothing():
@@ -467,6 +557,13 @@ def test_storage_stays_where_it_is():
     assert places(buffer) == before
     with pytest.raises(ValueError, match="donated"):
         jaxbuf.add(old, rows(np.arange(16)))
+
+
+def test_shards_that_do_not_divide_are_refused():
+    for devices, shards in ((8, 12), (4, 6), (2, 1)):
+        message = f"shards is {shards}.*choose a multiple of {devices}"
+        with pytest.raises(ValueError, match=message):
+            jaxbuf.Sharded.create(make(), mesh_of(devices), "data", shards=shards)
 
 
 def test_a_buffer_of_another_mesh_is_refused():

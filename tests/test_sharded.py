@@ -151,6 +151,13 @@ def test_importance_weights_by_their_definition(buffer, normalize):
     np.testing.assert_allclose(got, weight, rtol=2e-6)
 
 
+class Foreign(jaxbuf.strategies.Sampler):
+    """A sampler of one's own without report, aim and hit."""
+
+    def draw(self, state, key, batch_size, occupancy):
+        raise NotImplementedError
+
+
 def with_(**options):
     given = {"make": make(), "mesh": mesh(), "axis": "data"} | options
     return lambda: jaxbuf.Sharded.create(
@@ -173,7 +180,8 @@ REFUSED = {
         with_(make=make(jaxbuf.Softmax(), diversity=jaxbuf.Diversity(0.5, field="at"))),
         "looks at all items.*data alone is sharded",
     ),
-    "freshness": (with_(make=make(freshness=jaxbuf.Freshness(max_use=1))), "looks at all items"),
+    "part": (with_(make=make(parts=(jaxbuf.strategies.Part(),))), "looks at all items"),
+    "foreign": (with_(make=make(Foreign())), "must derive from jaxbuf.strategies.ShardableSampler"),
 }
 
 
@@ -195,6 +203,11 @@ def test_rows_that_do_not_divide_are_refused(buffer):
     ):
         with pytest.raises(ValueError, match="multiple of 4, such as 4"):
             call()
+    for call in (buffer.mark_used, buffer.use_count, buffer.staleness):
+        with pytest.raises(ValueError, match=r"freshness=jaxbuf\.Freshness"):
+            call(jaxbuf.Slots(jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.uint32)))
+    with pytest.raises(ValueError, match=r"freshness=jaxbuf\.Freshness"):
+        buffer.set_version(1)
     with pytest.raises(ValueError, match="expected a row for each"):
         buffer.add({"at": jnp.int32(0)})
     with pytest.raises(ValueError, match="env_ids was given"):

@@ -239,7 +239,7 @@ class Body(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
         """
-        freshness, _ = self._need(Freshness, "mark_used was called, but ")
+        freshness = self.need_freshness("mark_used was called, but ")
         return retire.mark_used(common.check_single(self), freshness, slots, mask)
 
     def set_version(
@@ -257,7 +257,7 @@ class Body(struct.PyTreeNode):
             ValueError: When traced, if the buffer has no ``Freshness``, or an argument is not an
                 integer that fits int32.
         """
-        freshness, _ = self._need(Freshness, "set_version was called, but ")
+        freshness = self.need_freshness("set_version was called, but ")
         return retire.set_version(common.check_single(self), freshness, version, session)
 
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
@@ -266,7 +266,7 @@ class Body(struct.PyTreeNode):
         Raises:
             ValueError: If the buffer has no ``Freshness``.
         """
-        self._need(Freshness, "use_count was called, but ")
+        self.need_freshness("use_count was called, but ")
         return retire.uses_and_staleness(self, slots)[0]
 
     def staleness(self, slots: Slots) -> Int[Array, " B"]:
@@ -275,7 +275,7 @@ class Body(struct.PyTreeNode):
         Raises:
             ValueError: If the buffer has no ``Freshness``.
         """
-        self._need(Freshness, "staleness was called, but ")
+        self.need_freshness("staleness was called, but ")
         return retire.uses_and_staleness(self, slots)[1]
 
     def support(self) -> Support:
@@ -345,12 +345,12 @@ class Body(struct.PyTreeNode):
 
     def _drawn(self, key: PRNGKeyArray, batch_size: int) -> Sample:
         state = lax.stop_gradient(self.sampler_state)
-        return self._gather(self.sampler.draw(state, key, batch_size, self.occupancy))
+        return self.gather(self.sampler.draw(state, key, batch_size, self.occupancy))
 
     def _next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
         state = lax.stop_gradient(self.sampler_state)
         state, draw = self.sampler.next(state, key, batch_size, self.occupancy)
-        return self.replace(sampler_state=state), self._gather(draw)
+        return self.replace(sampler_state=state), self.gather(draw)
 
     def _picked(
         self,
@@ -361,10 +361,10 @@ class Body(struct.PyTreeNode):
         replacement: bool,
     ) -> Sample:
         flags = {"by_priority": by_priority, "replacement": replacement}
-        return self._gather(common.pick(self, key, batch_size, bounds, **flags))
+        return self.gather(common.pick(self, key, batch_size, bounds, **flags))
 
     def _newest(self, n: int) -> Sample:
-        return self._gather(common.newest(self.occupancy, n))
+        return self.gather(common.newest(self.occupancy, n))
 
     def _updated(
         self, slots: Slots, priority: Float[Array, " B"], mask: Bool[Array, " B"] | None
@@ -382,8 +382,8 @@ class Body(struct.PyTreeNode):
             counters=self._counted({"rejected": rejected}),
         )
 
-    def _gather(self, draw: Draw) -> Sample:
-        """Returns the items, or windows, of a draw."""
+    def gather(self, draw: Draw) -> Sample:
+        """Returns the items, or windows, of a draw, such as that of a sampler."""
         return common.gather(self.occupancy, draw, self.capacity, self._read)
 
     def _counted(self, counts: dict[str, Array]) -> UInt[Array, " K"]:
@@ -404,6 +404,14 @@ class Body(struct.PyTreeNode):
             if isinstance(part, kind):
                 return part, state
         return None, ()
+
+    def need_freshness(self, what: str) -> Freshness:
+        """Returns the limits on uses and staleness.
+
+        Raises:
+            ValueError: If there are none; the message begins with ``what``.
+        """
+        return self._need(Freshness, what)[0]
 
     def _need(self, kind: type[SomePart], what: str = "") -> tuple[SomePart, Any]:
         """Returns the part of this class and its state.

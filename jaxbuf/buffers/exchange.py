@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
+from jaxbuf.buffers.per_device import numbers_of
 from jaxbuf.core import collectives
 
 # A batch of at most this many bytes is exchanged in a single step, with room for every row from
@@ -109,9 +110,3 @@ def places(shard: Int[Array, " B"], count: int) -> Int[Array, " B"]:
     giver = jnp.minimum(jnp.sum(until[None] <= nth[:, None], axis=1, dtype=jnp.int32), count - 1)
     spare = first[giver] + each + nth - (until - more)[giver]
     return jnp.argsort(shard, stable=True)[jnp.where(gap, spare, first[block] + rank)]
-
-
-def numbers_of(shards: PyTree[Array], axis: str) -> Int[Array, " L"]:
-    """Returns the numbers of the shards on this device."""
-    local = jax.tree.leaves(shards)[0].shape[0]
-    return lax.axis_index(axis) * local + jnp.arange(local, dtype=jnp.int32)

@@ -1,6 +1,5 @@
 """A buffer in host memory that sends its batches to an accelerator."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -11,18 +10,11 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, ops
 from jaxbuf.buffers.options import check_options
-from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.core import checks, describe, trees
 from jaxbuf.core.calls import OwnPrograms, call, is_outside
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import Support
-
-
-@dataclasses.dataclass(frozen=True)
-class _Contents:
-    """The number of items, or windows, for importance weights."""
-
-    size: Any
 
 
 class Hosted(OwnPrograms, struct.PyTreeNode):
@@ -125,9 +117,10 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         return self._call("_size", {})
 
     @property
-    def occupancy(self) -> _Contents:
+    def occupancy(self) -> Contents:
         """An object whose ``size`` is the number of items, or windows, for importance weights."""
-        return _Contents(np.asarray(self._call("_count", {})))
+        count = np.asarray(self._call("_count", {}))
+        return Contents(count)  # pyright: ignore[reportArgumentType]
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether at least ``batch_size`` items, or windows, can be drawn."""

@@ -1,6 +1,5 @@
 """A mixture of buffers, from which a batch is sampled at fixed ratios."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -24,18 +23,11 @@ from jaxbuf.buffers.parts import (
     choose,
     num_envs,
 )
-from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import Support
-
-
-@dataclasses.dataclass(frozen=True)
-class _Contents:
-    """The number of items in all parts, for importance weights."""
-
-    size: Int[Array, ""]
 
 
 class Mixture(struct.PyTreeNode):
@@ -124,9 +116,9 @@ class Mixture(struct.PyTreeNode):
         return _total([part.size for part in self.parts])
 
     @property
-    def occupancy(self) -> Any:
+    def occupancy(self) -> Contents:
         """An object whose ``size`` is the number of items, or windows, in all parts."""
-        return _Contents(_total([part.occupancy.size for part in self.parts]))
+        return Contents(_total([part.occupancy.size for part in self.parts]))
 
     def counts(self, batch_size: int) -> tuple[int, ...]:
         """Returns the number of rows of a batch that come from each part.

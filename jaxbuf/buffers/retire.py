@@ -44,10 +44,7 @@ def mark_used(buffer: AnyBuffer, freshness: Freshness, slots: Slots, mask: Any) 
 def set_version(buffer: AnyBuffer, freshness: Freshness, version: Any, session: Any) -> AnyBuffer:
     """Implements ``set_version`` of the buffers."""
     before, size = buffer.freshness_state, buffer.occupancy.size
-    now = storage.check_rows(version, "version", (), np.int32, "a number")
-    run: Any = None
-    if session is not None:
-        run = storage.check_rows(session, "session", (), np.int32, "a number")
+    now, run = check_version(version, session)
     state = freshness.at_version(freshness.noted(before, size, before.version), now, run)
 
     # The loop does not carry the data of the items.
@@ -58,6 +55,18 @@ def set_version(buffer: AnyBuffer, freshness: Freshness, version: Any, session: 
         state = freshness.noted(bare.freshness_state, bare.occupancy.size, left_at)
         bare = bare.with_state(Freshness, state)
     return bare.replace(data=buffer.data)
+
+
+def check_version(version: Any, session: Any) -> tuple[Int[Array, ""], Int[Array, ""] | None]:
+    """Returns the learner's version and session as arrays.
+
+    Raises:
+        ValueError: If one of them is not an integer that fits int32.
+    """
+    now = storage.check_rows(version, "version", (), np.int32, "a number")
+    if session is None:
+        return now, None
+    return now, storage.check_rows(session, "session", (), np.int32, "a number")
 
 
 def uses_and_staleness(buffer: "Body", slots: Slots) -> tuple[Int[Array, " B"], Int[Array, " B"]]:

@@ -1,14 +1,14 @@
 """Samples, and the importance weights that correct for the probabilities of a draw."""
 
 import math
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, describe, storage
@@ -38,6 +38,15 @@ class Sample(struct.PyTreeNode):
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
+
+
+class Contents(NamedTuple):
+    """The number of items, or windows, in a buffer that consists of several.
+
+    ``importance_weights`` reads it as the occupancy of such a buffer.
+    """
+
+    size: Int[Array, ""]
 
 
 class _Supported(Protocol):

@@ -104,6 +104,7 @@ class Episodes(Part):
 
     of_items = False
     of_windows = True
+    of_shards = True
 
     def __post_init__(self) -> None:
         for name in ("terminated", "truncated", "last", "reward"):

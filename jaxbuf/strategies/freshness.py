@@ -119,6 +119,7 @@ class Freshness(Part):
     uses_version = True
     removes = True
     of_windows = True
+    of_shards = True
 
     def __post_init__(self) -> None:
         checks.check_choice("comparison", self.comparison, get_args(Comparison))

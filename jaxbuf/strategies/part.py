@@ -87,6 +87,8 @@ class Part:
         removes: Whether items may be removed, or windows refused, while their neighbors stay.
         of_items: Whether the part can be used in an ``ItemBuffer``.
         of_windows: Whether the part can be used in a ``TrajectoryBuffer``.
+        of_shards: Whether the part can be used in the shards of a ``Sharded``, each of which sees
+            its own items only.
 
     Example:
         >>> import dataclasses, jax, jax.numpy as jnp, jaxbuf
@@ -123,6 +125,7 @@ class Part:
     removes: bool = False
     of_items: bool = True
     of_windows: bool = False
+    of_shards: bool = False
 
     def init(self, data: PyTree[Any], slots: int) -> Any:
         """Returns the state for an empty buffer.

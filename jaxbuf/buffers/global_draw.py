@@ -1,0 +1,96 @@
+"""The draw of a batch from all shards of a ``Sharded``."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree
+
+from jaxbuf.buffers.body import Body
+from jaxbuf.buffers.exchange import exchange, places
+from jaxbuf.buffers.per_device import here_of, numbers_of, run
+from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.shards import report
+from jaxbuf.core.collectives import all_gather
+from jaxbuf.strategies.protocols import ShardableSampler
+
+if TYPE_CHECKING:
+    from jaxbuf.buffers.sharded import Sharded
+
+
+def sample(buffer: "Sharded", key: PRNGKeyArray, rows: int) -> Sample:
+    """Draws a batch of so many rows, with the key of the first shard for all devices."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    nbytes = _row_bytes(buffer)
+
+    def body(shards: Any, _: Any, words: Array) -> Sample:
+        shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
+        known = report(shards) if buffer.exchange else ()
+        words = jnp.broadcast_to(words, (here_of(shards), *words.shape))
+        world, words = all_gather((known, words), buffer.axis)
+        first = words[0]
+        if typed:
+            first = jax.random.wrap_key_data(first, impl=jax.random.key_impl(key))
+        if buffer.exchange:
+            return _exact(buffer, shards, world, first, rows, nbytes)
+        return _equal_parts(buffer, shards, first, rows)
+
+    return run(buffer, body, same=jax.random.key_data(key) if typed else key)
+
+
+def _exact(
+    buffer: "Sharded",
+    shards: Body,
+    world: PyTree[Array],
+    key: PRNGKeyArray,
+    rows: int,
+    nbytes: int,
+) -> Sample:
+    """Returns this device's rows of a batch that is drawn as from a single buffer."""
+    sampler, count = shards.sampler, buffer.num_shards
+    assert isinstance(sampler, ShardableSampler)
+    aimed = sampler.aim(world, key, rows, count * shards.occupancy.capacity)
+    source = places(aimed.shard, count)
+    home, target = jax.tree.map(lambda leaf: leaf[source], (aimed.shard, aimed.target))
+
+    def fetch(shard: Body, number: Array, position: Int[Array, " n"]) -> PyTree[Array]:
+        wanted = jax.tree.map(lambda leaf: leaf.at[position].get(mode="clip"), target)
+        draw = sampler.hit(shard.sampler_state, shard.occupancy, wanted, world)
+        own = home.at[position].get(mode="fill", fill_value=count) == number
+        draw = dataclasses.replace(draw, valid=draw.valid & own)
+        batch = _numbered(buffer, shard.gather(draw), number)
+        return batch.data, batch.slots, batch.probability
+
+    data, slots, probability = exchange(fetch, shards, home, count, nbytes, buffer.axis)
+    return Sample(data, slots, probability, slots.index < buffer.capacity)
+
+
+def _equal_parts(buffer: "Sharded", shards: Body, key: PRNGKeyArray, rows: int) -> Sample:
+    """Returns the same number of rows from each shard on this device."""
+    count = buffer.num_shards
+
+    def part(shard: Any, number: Array) -> Sample:
+        batch = shard.sample(jax.random.fold_in(key, number), rows // count)
+        batch = batch.replace(probability=batch.probability / count)
+        return _numbered(buffer, batch, number)
+
+    batch = jax.vmap(part)(shards, numbers_of(shards, buffer.axis))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+
+
+def _numbered(buffer: "Sharded", batch: Sample, number: Int[Array, ""]) -> Sample:
+    """Returns the sample of one shard with slots that are numbered through all shards."""
+    index = batch.slots.index + number * buffer.shards.capacity
+    index = jnp.where(batch.valid, index, buffer.capacity)
+    return batch.replace(slots=batch.slots.replace(index=index))
+
+
+def _row_bytes(buffer: "Sharded") -> int:
+    """Returns the size of the data of a row."""
+    shards: Any = buffer.shards
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shards)
+    row = jax.eval_shape(lambda shard: shard.sample(jax.random.key(0), 1).data, one)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(row))

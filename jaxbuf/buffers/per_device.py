@@ -1,0 +1,82 @@
+"""Programs that run on each device of a ``Sharded``, with the shards that lie there."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, PyTree
+
+if TYPE_CHECKING:
+    from jaxbuf.buffers.sharded import Sharded
+
+_EXPLICIT = jax.sharding.AxisType.Explicit
+
+
+def run(
+    buffer: "Sharded",
+    body: Callable[[Any, Any, Any], Any],
+    rows: PyTree[Array] = (),
+    same: PyTree[Array] = (),
+    out: jax.P | None = None,
+) -> Any:
+    """Runs ``body(shards, rows, same)`` on each device, with the device's own shards and rows.
+
+    Inside the caller's ``jax.shard_map`` over the axis this is a plain call. Elsewhere it is mapped
+    over the mesh of the buffer.
+
+    Args:
+        buffer: The buffer.
+        body: A function of the arrays on one device; its shards have a leading axis ``S / D``.
+        rows: Arrays whose first axis is sharded.
+        same: Arrays that are replicated on every device.
+        out: The ``PartitionSpec`` of the results; by default that of the shards.
+
+    Raises:
+        ValueError: If the program runs on another mesh than the buffer's, or a caller's
+            ``shard_map`` does not split the buffer.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    mesh = buffer.mesh if here.empty else here
+    spec = jax.P(buffer.axis)
+    if mesh.shape.get(buffer.axis) != buffer.mesh.shape[buffer.axis]:
+        raise ValueError(
+            f"buffer was created on a mesh of {dict(buffer.mesh.shape)}, but this program runs "
+            f"on one of {dict(mesh.shape)}; create it on that mesh, or save and load it"
+        )
+    if buffer.batch_axes:
+        local = here_of(buffer.shards)
+        if local * mesh.shape[buffer.axis] != buffer.num_shards:
+            raise ValueError(
+                f"buffer has {local} of its {buffer.num_shards} shards on each of "
+                f"{mesh.shape[buffer.axis]} devices; pass it to shard_map by in_specs={spec}"
+            )
+        return body(buffer.shards, rows, same)
+    args, specs = (buffer.shards, rows, same), (spec, spec, jax.P())
+    if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[buffer.axis] == _EXPLICIT:
+        # With explicit sharding, shard_map requires arguments with the shardings of its in_specs.
+        args = tuple(
+            jax.reshard(tree, jax.NamedSharding(mesh, spec))
+            for tree, spec in zip(args, specs, strict=True)
+        )
+    mapped = jax.shard_map(
+        body,
+        mesh=buffer.mesh if here.empty else None,
+        in_specs=specs,
+        out_specs=spec if out is None else out,
+        axis_names={buffer.axis},
+        check_vma=False,
+    )
+    return mapped(*args)
+
+
+def here_of(shards: PyTree[Array]) -> int:
+    """Returns the number of shards among these, ``L = S / D`` on each device."""
+    return jax.tree.leaves(shards)[0].shape[0]
+
+
+def numbers_of(shards: PyTree[Array], axis: str) -> Int[Array, " L"]:
+    """Returns the numbers of the shards on this device."""
+    local = here_of(shards)
+    return lax.axis_index(axis) * local + jnp.arange(local, dtype=jnp.int32)

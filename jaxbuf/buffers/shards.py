@@ -1,0 +1,234 @@
+"""The operations of a ``Sharded`` on its shards, except for the draw."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jaxbuf.buffers.body import Body
+from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.buffers.per_device import here_of, numbers_of, run
+from jaxbuf.core import checks
+from jaxbuf.core.collectives import all_gather
+from jaxbuf.core.slots import Slots
+from jaxbuf.strategies.protocols import ShardableSampler
+from jaxbuf.strategies.samplers import least_positive
+
+if TYPE_CHECKING:
+    from jaxbuf.buffers.sharded import Sharded
+
+_RECIPE = (
+    "keep one ItemBuffer whose data alone is sharded and everything else replicated, as the guide "
+    '"More than one device" shows'
+)
+
+
+def check_shard(buffer: Any) -> Body:
+    """Returns the buffer.
+
+    Raises:
+        ValueError: If it cannot be a shard.
+    """
+    if not isinstance(buffer, Body):
+        raise ValueError(
+            f"make gives {checks.kind_of(buffer)}; expected a function that creates an ItemBuffer "
+            "or a TrajectoryBuffer"
+        )
+    sampler = buffer.sampler
+    if not isinstance(sampler, ShardableSampler) or not sampler.shardable:
+        raise ValueError(
+            f"{sampler} does not draw from shards: it must derive from "
+            "jaxbuf.strategies.ShardableSampler, as Uniform, Prioritized and Softmax do, and draw "
+            f"with replacement; choose such a sampler, or {_RECIPE}"
+        )
+    for part in buffer.extras:
+        if not part.of_shards:
+            raise ValueError(
+                f"{part} looks at all items, but a shard has only some of them; {_RECIPE}"
+            )
+    if isinstance(buffer, ItemBuffer) and buffer.evictor.uses_score:
+        raise ValueError(f"{buffer.evictor} compares each item with all others; {_RECIPE}")
+    return buffer
+
+
+def report(shards: Body) -> PyTree[Array]:
+    """Returns the reports of the shards on this device, leaves ``[L]``."""
+    sampler = shards.sampler
+    assert isinstance(sampler, ShardableSampler)
+    return jax.vmap(sampler.report)(lax.stop_gradient(shards.sampler_state), shards.occupancy)
+
+
+def total(buffer: "Sharded", count: Callable[[Body], Array]) -> Int[Array, ""]:
+    """Returns the sum of a count over all shards."""
+
+    def body(shards: Body, *_: Any) -> Array:
+        return lax.psum(jnp.sum(jax.vmap(count)(shards), dtype=jnp.int32), buffer.axis)
+
+    return run(buffer, body, out=jax.P())
+
+
+def size_of(shard: Body) -> Int[Array, ""]:
+    """Returns the number of items, or steps, in a shard."""
+    return shard.size
+
+
+def occupied(shard: Body) -> Int[Array, ""]:
+    """Returns the number of items, or windows, in a shard."""
+    return shard.occupancy.size
+
+
+def support(buffer: "Sharded") -> tuple[Int[Array, ""], Float[Array, ""]]:
+    """Returns the number of items that can be drawn, and their least probability."""
+
+    def body(shards: Body, *_: Any) -> tuple[Array, Array]:
+        if buffer.exchange:
+            sampler = shards.sampler
+            assert isinstance(sampler, ShardableSampler)
+            known = sampler.reach(all_gather(report(shards), buffer.axis))
+            return known.count, known.least_probability
+        count, least = _supports(buffer, shards)
+        return jnp.sum(count, dtype=jnp.int32), least_positive(least) / buffer.num_shards
+
+    return run(buffer, body, out=jax.P())
+
+
+def can_sample(buffer: "Sharded", wanted: Int[Array, ""]) -> Bool[Array, ""]:
+    """Returns whether so many items can be drawn, without exchange from every shard alike."""
+    if buffer.exchange:
+        return support(buffer)[0] >= wanted
+
+    def body(shards: Body, *_: Any) -> Array:
+        return jnp.min(_supports(buffer, shards)[0])
+
+    return run(buffer, body, out=jax.P()) * buffer.num_shards >= wanted
+
+
+def add(buffer: "Sharded", items: PyTree[Array], given: dict[str, Any]) -> "Sharded":
+    """Adds one block of the rows to each shard."""
+    if jax.tree.leaves(items)[0].shape[0] == 0:
+        return buffer
+
+    def body(shards: Any, rows: Any, _: Any) -> Body:
+        sampler = shards.sampler
+        if sampler.uses_priority and "priority" not in given:
+            # New items get the largest priority of all shards.
+            world = all_gather(report(shards), buffer.axis)
+            state = lax.stop_gradient(shards.sampler_state)
+            state = jax.vmap(lambda own: sampler.lend(own, world))(state)
+            shards = shards.replace(sampler_state=state)
+        count = here_of(shards)
+        blocks = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), rows)
+        return jax.vmap(lambda shard, block: shard.add(block[0], **block[1]))(shards, blocks)
+
+    return buffer.replace(shards=run(buffer, body, (items, given)))
+
+
+def tell(buffer: "Sharded", rows: tuple[Any, ...], change: Callable[..., Body]) -> "Sharded":
+    """Applies ``change(shard, slots, *values)`` to every shard, with the slots of its own items.
+
+    Args:
+        buffer: The buffer.
+        rows: Slots ``[B]``, numbered through all shards; a mask ``[B]`` or None; and any number of
+            values ``[B]``.
+        change: A method of the shards. It gets all rows, and those of other shards have slots that
+            are out of range.
+    """
+
+    def body(shards: Body, rows: Any, _: Any) -> Body:
+        slots, mask, *values = rows
+        if mask is not None:
+            slots = slots.replace(index=jnp.where(mask, slots.index, buffer.capacity))
+        slots, values = all_gather((slots, values), buffer.axis)
+
+        def of(shard: Body, number: Array) -> Body:
+            return change(shard, _own(slots, number, shard.capacity), *values)
+
+        return jax.vmap(of)(shards, numbers_of(shards, buffer.axis))
+
+    return buffer.replace(shards=run(buffer, body, rows))
+
+
+def ask(
+    buffer: "Sharded", slots: Slots, question: Callable[[Body, Slots], Int[Array, " B"]]
+) -> Int[Array, " B"]:
+    """Returns ``question(shard, slots)`` of the shard of each row; 0 must answer for other rows."""
+
+    def body(shards: Body, rows: Slots, _: Any) -> Array:
+        slots = all_gather(rows, buffer.axis)
+
+        def of(shard: Body, number: Array) -> Array:
+            return question(shard, _own(slots, number, shard.capacity))
+
+        answers = jax.vmap(of)(shards, numbers_of(shards, buffer.axis))
+        answer = lax.psum(jnp.sum(answers, axis=0, dtype=jnp.int32), buffer.axis)
+        return answer.reshape(-1, rows.index.shape[0])[lax.axis_index(buffer.axis)]
+
+    return run(buffer, body, slots)
+
+
+def each(
+    buffer: "Sharded", change: Callable[..., Body], arguments: tuple[Any, ...] = ()
+) -> "Sharded":
+    """Applies ``change(shard, *arguments)`` to every shard."""
+
+    def body(shards: Any, _: Any, same: Any) -> Body:
+        if here_of(shards) > 1:
+            return jax.vmap(lambda shard: change(shard, *same))(shards)
+        # A single shard is not mapped: its loops end by its own conditions, and XLA updates what
+        # they carry in place.
+        changed = change(jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), shards), *same)
+        return jax.tree.map(lambda leaf: leaf[None], changed)
+
+    return buffer.replace(shards=run(buffer, body, same=arguments))
+
+
+def clear(shard: Any) -> Body:
+    """Clears one shard."""
+    return shard.clear()
+
+
+def metrics(buffer: "Sharded") -> dict[str, Array]:
+    """Returns the metrics of all shards, joined as their names say."""
+
+    def body(shards: Body, *_: Any) -> dict[str, Array]:
+        found = all_gather(jax.vmap(lambda shard: shard.metrics())(shards), buffer.axis)
+        found.pop("effective_sample_size", None)
+        count = found.get("windows", found["size"])
+        return {name: _joined(name, value, count) for name, value in found.items()}
+
+    return run(buffer, body, out=jax.P())
+
+
+def _joined(name: str, value: Array, count: Int[Array, " S"]) -> Array:
+    """Returns one value for the values ``[S]`` of a metric in all shards, with ``count`` items."""
+    some = count > 0
+    if name.endswith("_mean"):
+        share = count.astype(jnp.float32) / jnp.maximum(jnp.sum(count), 1).astype(jnp.float32)
+        return jnp.sum(jnp.where(some, value * share, 0.0))
+    # A shard without items has no extremes. If all are empty, the value is that of the first one.
+    known = jnp.where(some, value, value[jnp.argmax(some)])
+    if name.endswith("_min"):
+        return jnp.min(known)
+    if name.endswith("_max"):
+        return jnp.max(known)
+    # Every shard has the same version.
+    return value[0] if name == "version" else jnp.sum(value, dtype=value.dtype)
+
+
+def _supports(buffer: "Sharded", shards: Body) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """Returns the number of items that each shard can draw, and their least probability."""
+
+    def of(shard: Body) -> tuple[Array, Array]:
+        known = shard.support()
+        return known.count, known.least_probability
+
+    return all_gather(jax.vmap(of)(shards), buffer.axis)
+
+
+def _own(slots: Slots, number: Int[Array, ""], capacity: int) -> Slots:
+    """Returns the slots within one shard; those of other shards are out of range."""
+    own = slots.index // capacity == number
+    return slots.replace(index=jnp.where(own, slots.index - number * capacity, capacity))
