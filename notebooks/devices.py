@@ -93,7 +93,7 @@ print(f"{buffer.size} items of {buffer.capacity}")
 # ## Exact draws
 #
 # Every device learns the sums of all shards in one small `all_gather`, computes the same random
-# targets and answers those that fall into its own shard. Then rows travel until each device has an
+# targets, and draws the ones in its own shard. Then rows travel until each device has an
 # equal part of the batch. We count 200,000 draws. With `exchange=False`, each shard gives the same
 # number of rows instead, as if there were eight buffers that do not know of each other.
 

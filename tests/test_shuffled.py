@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 
+import flax.struct
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -384,6 +385,50 @@ def test_a_hosted_buffer_goes_over_its_items():
         found += batch.data.tolist()
     assert sorted(found) == list(range(8))
     assert buffer.metrics()["passes"] == 1
+
+
+def test_each_part_of_a_mixture_has_a_pass_of_its_own():
+    twins = [Twin(16), Twin(8)]
+    parts = [items(16).add(jnp.arange(9)), items(8).add(jnp.arange(100, 104))]
+    twins[0].add(range(9))
+    twins[1].add(range(100, 104))
+    drawn = items(4, sampler=jaxbuf.Prioritized()).add(jnp.arange(200, 203))
+    mixture = jaxbuf.Mixture.create([*parts, drawn], [4, 2, 2])
+    for turn in range(12):
+        same = mixture.sample(jax.random.key(turn), 8).data[6:]
+        mixture, batch = jaxbuf.next_batch(mixture, jax.random.key(turn), 8)
+        part = mixture.part_of(batch.slots).tolist()
+        want = [0] * 4 + [1] * 2 + [2] * 2
+        assert part == [n if ok else 3 for n, ok in zip(want, batch.valid.tolist(), strict=True)]
+        for twin, begin, count in ((twins[0], 0, 4), (twins[1], 4, 2)):
+            own = jax.tree.map(lambda leaf: leaf[begin : begin + count], batch)  # noqa: B023
+            twin.check(own.replace(probability=own.probability * 8 / count), count)
+        # A part with another sampler draws as it does in a sample.
+        assert batch.data[6:].tolist() == same.tolist()
+        if turn == 5:
+            mixture = mixture.add(jnp.arange(104, 107), part=1)
+            twins[1].add(range(104, 107))
+    assert [twin.passes for twin in twins] == [4, 4]
+    told = mixture.metrics()
+    assert [int(told[f"{i}/passes"]) for i in range(2)] == [4, 4]
+
+
+def test_a_mixture_of_parts_without_passes_is_refused():
+    class Plain(flax.struct.PyTreeNode):
+        """A buffer of one's own."""
+
+        inner: jaxbuf.ItemBuffer
+        capacity = 4
+
+        def add(self, items):
+            return self.replace(inner=self.inner.add(items))
+
+        def sample(self, key, batch_size):
+            return self.inner.sample(key, batch_size)
+
+    mixture = jaxbuf.Mixture.create([items(4), Plain(items(4))], [1, 1])
+    with pytest.raises(ValueError, match=r"parts\[1\] is a Plain, which has no method next_batch"):
+        mixture.next_batch(jax.random.key(0), 2)
 
 
 def test_what_cannot_be_is_refused():

@@ -207,18 +207,71 @@ class Mixture(struct.PyTreeNode):
         for part in self.parts:
             check_options(part, "sample", options)
         keys = jax.random.split(key, len(self.parts))
-        drawn: list[Sample] = []
+        return self._batch(
+            {
+                i: self.parts[i].sample(keys[i], count, **options)
+                for i, count in enumerate(self.counts(rows))
+                if count > 0
+            }
+        )
+
+    def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
+        """Draws the next batch, with an exact number of rows from the pass of each part.
+
+        A part with the sampler ``Shuffled`` gives the next items of its own pass, and each of its
+        passes ends by itself: with other numbers of items or other ratios, parts begin new passes
+        at different times. A part with another sampler draws as in ``sample``.
+
+        Args:
+            key: A PRNG key.
+            batch_size: The number of rows ``B``; static.
+
+        Returns:
+            The new mixture, and a ``Sample``. If fewer items than its rows are left in the pass of
+            a part, its last rows are invalid.
+
+        Raises:
+            ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
+                key, or a part has no ``next_batch``.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> def passes(numbers):
+            ...     buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=jaxbuf.Shuffled())
+            ...     return buffer.add(numbers)
+            >>> parts = [passes(jnp.arange(6)), passes(jnp.array([10, 11]))]
+            >>> mixture = jaxbuf.Mixture.create(parts, [3, 1])
+            >>> found = []
+            >>> for key in jax.random.split(jax.random.key(0), 2):
+            ...     mixture, batch = jaxbuf.next_batch(mixture, key, 4)
+            ...     found += batch.data.tolist()
+            >>> sorted(found)
+            [0, 1, 2, 3, 4, 5, 10, 11]
+        """
+        rows = common.check_batch_size(batch_size)
+        common.check_key(key)
+        for i, part in enumerate(self.parts):
+            check_options(part, "next_batch", {}, f"parts[{i}]")
+        keys, parts = jax.random.split(key, len(self.parts)), list(self.parts)
+        drawn: dict[int, Sample] = {}
         for i, count in enumerate(self.counts(rows)):
             if count > 0:
-                sample = self.parts[i].sample(keys[i], count, **options)
-                index = jnp.where(sample.valid, sample.slots.index + self._offset(i), self.capacity)
-                drawn.append(
-                    sample.replace(
-                        slots=sample.slots.replace(index=index),
-                        probability=sample.probability * jnp.float32(count / rows),
-                    )
-                )
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *drawn)
+                parts[i], drawn[i] = parts[i].next_batch(keys[i], count)
+        return self.replace(parts=tuple(parts)), self._batch(drawn)
+
+    def _batch(self, drawn: dict[int, Sample]) -> Sample:
+        """Returns one sample of those that the parts of these numbers gave."""
+        rows = sum(sample.valid.shape[0] for sample in drawn.values())
+
+        def own(i: int, sample: Sample) -> Sample:
+            index = jnp.where(sample.valid, sample.slots.index + self._offset(i), self.capacity)
+            share = jnp.float32(sample.valid.shape[0] / rows)
+            return sample.replace(
+                slots=sample.slots.replace(index=index), probability=sample.probability * share
+            )
+
+        samples = [own(i, sample) for i, sample in drawn.items()]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *samples)
 
     def part_of(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the part of each row, ``[B]``; the number of parts if the row is invalid."""

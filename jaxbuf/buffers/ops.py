@@ -154,8 +154,8 @@ def next_batch(
     your own ``jax.jit`` this calls the plain method, and ``donate`` has no effect.
 
     Args:
-        buffer: An ``ItemBuffer``, a ``TrajectoryBuffer``, or a ``Hosted`` one. It is consumed: use
-            the result instead.
+        buffer: An ``ItemBuffer``, a ``TrajectoryBuffer``, a ``Mixture`` of them, or a ``Hosted``
+            one. It is consumed: use the result instead.
         key: A PRNG key.
         batch_size: The number of rows ``B``; static.
         donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
