@@ -320,7 +320,7 @@ def test_a_cleared_buffer_remembers_no_point():
 
 def test_without_a_filter_a_buffer_has_no_more_leaves():
     plain = jaxbuf.ItemBuffer.create(jnp.zeros(3), 4)
-    assert len(jax.tree.leaves(plain)) == 3
+    assert len(jax.tree.leaves(plain)) == 5
     assert "refused_near_buffer" not in plain.metrics()
 
 

@@ -362,8 +362,9 @@ def test_clearing_and_dequeuing():
 def test_past_2_to_the_32_steps():
     length = 2**10
     buffer = create(1, length, 2, boundary="avoid", **RETURNS)
-    counters = jnp.array([[length - 2, 2**32 // length, 0]], jnp.uint32)
-    rings = buffer.rings.replace(counters=counters)
+    rings = buffer.rings.replace(
+        cursor=jnp.array([length - 2], jnp.uint32), lap=jnp.array([2**32 // length], jnp.uint32)
+    )
     buffer = buffer.replace(occupancy=buffer.occupancy.replace(inner=rings))
     first = int(buffer.end_position[0])
     assert first == 2**32 - 2
@@ -382,7 +383,9 @@ def test_an_episode_that_never_ends():
     buffer = jaxbuf.add(buffer, rows_of("...."))
     index = buffer.episode_index
     far = index.replace(
-        behind=jnp.full_like(index.behind, 2**30), counters=jnp.array([[2**30, 2**30, 0]])
+        behind=jnp.full_like(index.behind, 2**30),
+        run=jnp.array([2**30]),
+        pending=jnp.array([2**30]),
     )
     buffer = jaxbuf.add(buffer.replace(extra_states=(far,)), rows_of(".."))
     assert ask(buffer, 1, range(2, 6))["remaining"].tolist() == [[3, 2, 1, 0]]

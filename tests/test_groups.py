@@ -221,8 +221,7 @@ def test_an_empty_buffer_and_groups_that_do_not_exist():
 
 def test_order_of_age_past_2_to_the_32_laps():
     buffer = filled([0, 0, 0])
-    counters = jnp.array([0, 2**32 - 1, 0], jnp.uint32)
-    buffer = buffer.replace(occupancy=buffer.occupancy.replace(counters=counters))
+    buffer = buffer.replace(occupancy=buffer.occupancy.replace(lap=jnp.uint32(2**32 - 1)))
     for start in (0, 2, 4):
         buffer = jaxbuf.add(buffer, items([0, 0], start))
     batch = jaxbuf.sample_groups(buffer, jax.random.key(0), 1, num_groups=1, size=3)

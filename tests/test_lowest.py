@@ -174,8 +174,7 @@ def test_random_adds_against_the_model(capacity, rows):
 
 def test_ties_are_exact_while_the_numbers_wrap():
     buffer, twin = create(6), reference_scores.Lowest(6)
-    start = jnp.asarray([2**32 - 40, 0], jnp.uint32)
-    buffer = buffer.replace(occupancy=buffer.occupancy.replace(counters=start))
+    buffer = buffer.replace(occupancy=buffer.occupancy.replace(arrivals=jnp.uint32(2**32 - 40)))
     for items, score, mask in batches(5, 30, 3):
         score = np.where(score > 0, 1.0, 0.0).astype(np.float32)
         twin.add(items.tolist(), score.tolist(), mask)

@@ -109,7 +109,7 @@ def test_rows_are_placed_where_the_definition_puts_them(capacity, rows):
     rng = np.random.default_rng(capacity)
     # The numbers of arrival wrap on the way.
     ranking = Ranking.create(capacity)
-    ranking = ranking.replace(counters=jnp.asarray([2**32 - 100, 0], jnp.uint32))
+    ranking = ranking.replace(arrivals=jnp.uint32(2**32 - 100))
 
     def place(ranking, score, mask):
         return ranking.place(rows, mask, score)
@@ -129,7 +129,7 @@ def test_rows_are_placed_where_the_definition_puts_them(capacity, rows):
             wanted = plainly(*args)
         same(got, wanted)
         ranking = wanted[0]
-    assert ranking.size == min(capacity, int(ranking.counters[0] + np.uint32(100)))
+    assert ranking.size == min(capacity, int(ranking.arrivals + np.uint32(100)))
     many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), ranking)
     scores = jnp.asarray(rng.choice(RANKED, (3, rows)), jnp.float32)
     both(jax.vmap(lambda ranking, score: ranking.place(rows, None, score)), many, scores)
@@ -147,7 +147,7 @@ def test_rows_are_placed_in_the_tree_whatever_it_holds(capacity, rows):
             for limit in (2, 2**32):
                 nodes = rng.integers(0, limit, ranking.nodes.shape, dtype=np.uint32)
                 hostile = ranking.replace(
-                    nodes=jnp.asarray(nodes), counters=jnp.asarray([7, size], jnp.uint32)
+                    nodes=jnp.asarray(nodes), arrivals=jnp.uint32(7), held=jnp.uint32(size)
                 )
                 slot = compiled(hostile, score)[1]
                 assert ((slot >= 0) & (slot <= capacity)).all()

@@ -60,9 +60,9 @@ def test_trajectories_of_any_structure():
 
 def test_past_2_to_the_32_items():
     queue = create(4)
-    counters = jnp.array([2, 2**32 - 1, 0], jnp.uint32)
+    ring = queue.occupancy.replace(cursor=jnp.uint32(2), lap=jnp.uint32(2**32 - 1))
     queue = queue.replace(
-        occupancy=queue.occupancy.replace(counters=counters),
+        occupancy=ring,
         counters=jnp.full((3,), 2**32 - 2, jnp.uint32),
     )
     for t in range(4):

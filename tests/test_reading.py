@@ -199,8 +199,10 @@ def test_a_sample_can_be_located_and_read_around():
 
 def test_positions_past_2_to_the_32():
     buffer = create(1, 6)
-    counters = jnp.array([[3, 2**32 // 6 + 1, 0]], jnp.uint32)
-    buffer = buffer.replace(occupancy=buffer.occupancy.replace(counters=counters))
+    rings = buffer.occupancy.replace(
+        cursor=jnp.array([3], jnp.uint32), lap=jnp.array([2**32 // 6 + 1], jnp.uint32)
+    )
+    buffer = buffer.replace(occupancy=rings)
     first = int(buffer.end_position[0])
     assert first > 2**32 - 6
     buffer = jaxbuf.add(buffer, every_env(1, *range(1, 7)))

@@ -150,16 +150,16 @@ def test_no_window_no_mass():
 
 
 @pytest.mark.parametrize(
-    ("counters", "message"),
+    ("cursor", "held", "message"),
     [
-        ((9, 1, 9), "buffer.occupancy.position is 9; expected less than 9"),
-        ((0, 1, 10), "buffer.occupancy.size is 10; expected at most the capacity, 9"),
-        ((3, 1, 5), "buffer.occupancy.position is 3; expected 5, the size"),
+        (9, 9, "buffer.occupancy.position is 9; expected less than 9"),
+        (0, 10, "buffer.occupancy.size is 10; expected at most the capacity, 9"),
+        (3, 5, "buffer.occupancy.position is 3; expected 5, the size"),
     ],
 )
-def test_positions_and_sizes_are_in_range(counters, message):
+def test_positions_and_sizes_are_in_range(cursor, held, message):
     buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 9)
-    ring = buffer.occupancy.replace(counters=jnp.array(counters, jnp.uint32))
+    ring = buffer.occupancy.replace(cursor=jnp.uint32(cursor), held=jnp.uint32(held))
     with says(message):
         testing.assert_valid(buffer.replace(occupancy=ring))
 
@@ -167,17 +167,17 @@ def test_positions_and_sizes_are_in_range(counters, message):
 def test_a_queue_may_begin_anywhere():
     queue, _ = jaxbuf.Queue.create(jnp.float32(0), 4).add(jnp.arange(3.0)).take(2)
     testing.assert_valid(queue)
-    ring = queue.occupancy.replace(counters=jnp.array([1, 1, 5], jnp.uint32))
+    ring = queue.occupancy.replace(cursor=jnp.uint32(1), held=jnp.uint32(5))
     with says("buffer.occupancy.size is 5"):
         testing.assert_valid(queue.replace(occupancy=ring))
 
 
-@pytest.mark.parametrize(("column", "value"), [(0, 8), (2, 9)])
-def test_each_ring_is_in_range(column, value):
+@pytest.mark.parametrize(("name", "value"), [("cursor", 8), ("held", 9)])
+def test_each_ring_is_in_range(name, value):
     buffer = trajectories(episodes=None)
-    counters = buffer.occupancy.counters.at[1, column].set(jnp.uint32(value))
-    with says(f"buffer.occupancy.counters[1, {column}] is {value}"):
-        testing.assert_valid(buffer.replace(occupancy=buffer.occupancy.replace(counters=counters)))
+    broken = getattr(buffer.occupancy, name).at[1].set(jnp.uint32(value))
+    with says(f"buffer.occupancy.{name}[1] is {value}"):
+        testing.assert_valid(buffer.replace(occupancy=buffer.occupancy.replace(**{name: broken})))
 
 
 def test_each_node_of_a_ranking_is_compared_with_its_children():
@@ -196,18 +196,19 @@ def test_what_is_wrong_with_a_ranking_is_named():
     buffer = ranked()
     ranking = buffer.occupancy
 
-    def broken(counters):
-        return buffer.replace(occupancy=ranking.replace(counters=jnp.array(counters, jnp.uint32)))
+    def broken(arrivals, held):
+        counts = {"arrivals": jnp.uint32(arrivals), "held": jnp.uint32(held)}
+        return buffer.replace(occupancy=ranking.replace(**counts))
 
     with says("buffer.occupancy.scored[4] is True; expected False: there are only 4 items"):
-        testing.assert_valid(broken([7, 4]))
+        testing.assert_valid(broken(7, 4))
     with says("buffer.occupancy.scored[6] is False; expected True, for there is an item"):
-        testing.assert_valid(broken([7, 7]))
+        testing.assert_valid(broken(7, 7))
     with says("buffer.occupancy.size is 9; expected at most the capacity, 8"):
-        testing.assert_valid(broken([7, 9]))
+        testing.assert_valid(broken(7, 9))
     # The number of the next item begins anew.
     with says("buffer.occupancy.generation[6] is 1; expected a number that no other slot has"):
-        testing.assert_valid(broken([1, 6]).add(jnp.ones(1), score=jnp.ones(1)))
+        testing.assert_valid(broken(1, 6).add(jnp.ones(1), score=jnp.ones(1)))
     with says("buffer.occupancy.score[6] is nan; expected a number"):
         placed, _ = ranking.place(1, None, jnp.array([jnp.nan]))
         testing.assert_valid(buffer.replace(occupancy=placed))
@@ -385,14 +386,14 @@ def test_names_lead_to_what_is_wrong():
     limits = jaxbuf.Freshness(max_use=3)
     buffer = ranked(freshness=limits)
     for broken, message in (
-        (buffer.occupancy.inner.replace(counters=jnp.array([7, 9], jnp.uint32)), "size"),
+        (buffer.occupancy.inner.replace(held=jnp.uint32(9)), "size"),
         (buffer.occupancy.inner.demote(jnp.array([2])), "scored[2]"),
     ):
         with says(f"buffer.occupancy.inner.{message} is"):
             occupancy = buffer.occupancy.replace(inner=broken)
             testing.assert_valid(buffer.replace(occupancy=occupancy))
     buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 9, freshness=limits)
-    ring = buffer.occupancy.inner.replace(counters=jnp.array([3, 1, 0], jnp.uint32))
+    ring = buffer.occupancy.inner.replace(cursor=jnp.uint32(3), held=jnp.uint32(0))
     with says("buffer.occupancy.inner.position is 3; expected 0, the size"):
         testing.assert_valid(buffer.replace(occupancy=buffer.occupancy.replace(inner=ring)))
 

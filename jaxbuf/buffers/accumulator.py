@@ -255,14 +255,14 @@ class EpisodeAccumulator(struct.PyTreeNode):
             ``cut`` for their length, and ``refused`` because too many were waiting; and unfinished
             episodes ``dropped``.
         """
-        counters = self.lanes.counters
+        counts = self.lanes.counts()
         return {
             "steps": jnp.sum(self.filled, axis=-1, dtype=jnp.int32),
             "waiting": self.waiting,
-            "episodes": counters[..., 0],
-            "cut": counters[..., 1],
-            "refused": counters[..., 2],
-            "dropped": counters[..., 3],
+            "episodes": counts["complete"],
+            "cut": counts["cut"],
+            "refused": counts["refused"],
+            "dropped": counts["dropped"],
         }
 
     def _check(self, steps: PyTree[Array], mask: Any) -> tuple[PyTree[Array], Bool[Array, "E T"]]:
@@ -592,13 +592,13 @@ class ChunkAccumulator(struct.PyTreeNode):
             the numbers or by ``drop``; fragments ``rejected`` for their worker, and fragments
             dropped as too ``stale``.
         """
-        counters = self.lanes.counters
+        counts = self.lanes.counts()
         return {
             "fragments": jnp.sum(self.filled, axis=-1, dtype=jnp.int32),
             "waiting": self.waiting,
-            "chunks": counters[..., 0],
-            "refused": counters[..., 2],
-            "dropped": counters[..., 3],
+            "chunks": counts["complete"],
+            "refused": counts["refused"],
+            "dropped": counts["dropped"],
             "rejected": self.rejected,
             "stale": self.stale,
         }

@@ -7,6 +7,11 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
+from jaxbuf.core import counters
+
+# The names of the counters of lanes.
+COUNTS = ("complete", "cut", "refused", "dropped")
+
 
 class Lanes(struct.PyTreeNode):
     """Lanes of ``length`` rows: one for each of ``E`` owners to fill, and ``W`` spare ones.
@@ -28,7 +33,8 @@ class Lanes(struct.PyTreeNode):
         head: The place in ``line`` where the queue begins, ``[]`` int32.
         waiting: The number of complete items that are waiting, ``[]`` int32.
         counters: The numbers of items completed, of items among them that filled their lane without
-            an end, of items refused, and of items dropped; ``[4]`` uint32, which wrap.
+            an end, of items refused, and of items dropped, in the order of ``COUNTS``; ``[4]``
+            uint32, which wrap.
         length: The number of rows in a lane.
     """
 
@@ -51,7 +57,7 @@ class Lanes(struct.PyTreeNode):
             rows=jnp.zeros((spare,), jnp.int32),
             head=jnp.int32(0),
             waiting=jnp.int32(0),
-            counters=jnp.zeros((4,), jnp.uint32),
+            counters=counters.tally(COUNTS, {}),
             length=length,
         )
 
@@ -111,7 +117,13 @@ class Lanes(struct.PyTreeNode):
         target = jnp.where(stays, lane * self.length + place, self.count * self.length)
 
         spot = jnp.where(accepted, spot, self.line.size).reshape(-1)
-        number = jnp.stack([complete, full & ~ends, complete & ~accepted, dropped])
+        events = {
+            "complete": complete,
+            "cut": full & ~ends,
+            "refused": complete & ~accepted,
+            "dropped": dropped,
+        }
+        counts = {name: jnp.sum(event, dtype=jnp.uint32) for name, event in events.items()}
         last = jnp.maximum(start, stop).max(axis=1, keepdims=True)
         lanes = self.replace(
             lane=self._after(swapped.max(1, keepdims=True))[:, 0],
@@ -119,7 +131,7 @@ class Lanes(struct.PyTreeNode):
             line=self.line.at[spot].set(lane.reshape(-1), mode="drop", unique_indices=True),
             rows=self.rows.at[spot].set(place.reshape(-1) + 1, mode="drop", unique_indices=True),
             waiting=self.waiting + jnp.sum(accepted, dtype=jnp.int32),
-            counters=self.counters + jnp.sum(number, axis=(1, 2), dtype=jnp.uint32),
+            counters=self.counters + counters.tally(COUNTS, counts),
         )
         return lanes, target
 
@@ -146,8 +158,12 @@ class Lanes(struct.PyTreeNode):
         dropped = jnp.sum(owners & (self.filled > 0), dtype=jnp.uint32)
         return self.replace(
             filled=jnp.where(owners, 0, self.filled),
-            counters=self.counters.at[3].add(dropped),
+            counters=self.counters + counters.tally(COUNTS, {"dropped": dropped}),
         )
+
+    def counts(self) -> dict[str, Array]:
+        """Returns the counters by their names."""
+        return counters.named(COUNTS, self.counters)
 
     def clear(self) -> Self:
         """Returns empty lanes that keep the counters, and share no array with the original."""

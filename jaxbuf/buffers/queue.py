@@ -10,10 +10,13 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe, sizes, storage
+from jaxbuf.core import counters, describe, sizes, storage
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ring import Ring
+
+# The names of the counters of a queue.
+COUNTS = ("adds", "rejected", "taken")
 
 
 class Queue(struct.PyTreeNode):
@@ -26,8 +29,8 @@ class Queue(struct.PyTreeNode):
     Attributes:
         data: The items, leaves ``[capacity, ...]``.
         occupancy: Records which slots hold an item that has not been consumed.
-        counters: The numbers of items added, rows rejected and items taken so far, ``[3]`` uint32,
-            which wrap.
+        counters: The numbers of items added, rows rejected and items taken so far, in the order of
+            ``COUNTS``, ``[3]`` uint32, which wrap.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -66,7 +69,7 @@ class Queue(struct.PyTreeNode):
         return cls(
             data=storage.allocate(example, (capacity,)),
             occupancy=Ring.create(capacity),
-            counters=jnp.zeros((3,), jnp.uint32),
+            counters=counters.tally(COUNTS, {}),
         )
 
     @property
@@ -138,7 +141,8 @@ class Queue(struct.PyTreeNode):
         return self.replace(
             data=storage.write(self.data, items, index),
             occupancy=occupancy,
-            counters=self.counters + jnp.stack([added, offered - added, jnp.uint32(0)]),
+            counters=self.counters
+            + counters.tally(COUNTS, {"adds": added, "rejected": offered - added}),
         )
 
     def take(self, batch_size: int) -> tuple[Self, Sample]:
@@ -171,11 +175,9 @@ class Queue(struct.PyTreeNode):
             valid=valid,
         )
         count = jnp.minimum(size, batch_size).astype(jnp.uint32)
-        zero = jnp.uint32(0)
-        counters = self.occupancy.counters - jnp.stack([zero, zero, count])
         queue = self.replace(
-            occupancy=self.occupancy.replace(counters=counters),
-            counters=self.counters + jnp.stack([zero, zero, count]),
+            occupancy=self.occupancy.replace(held=self.occupancy.held - count),
+            counters=self.counters + counters.tally(COUNTS, {"taken": count}),
         )
         return queue, sample
 
@@ -197,9 +199,4 @@ class Queue(struct.PyTreeNode):
             ``size``, and the counts ``adds``, ``rejected`` (rows that did not fit) and ``taken``,
             which are since creation and wrap at 2**32.
         """
-        return {
-            "size": self.size,
-            "adds": self.counters[..., 0],
-            "rejected": self.counters[..., 1],
-            "taken": self.counters[..., 2],
-        }
+        return {"size": self.size, **counters.named(COUNTS, self.counters)}

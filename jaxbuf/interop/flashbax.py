@@ -114,7 +114,7 @@ class TrajectoryBufferState(struct.PyTreeNode):
     @property
     def current_index(self) -> Int[Array, ""]:
         """The index on the time axis of the next step."""
-        return self._counter(0).astype(jnp.int32)
+        return self.buffer.rings.cursor[..., 0].astype(jnp.int32)
 
     @property
     def write_index(self) -> Int[Array, ""]:
@@ -124,12 +124,13 @@ class TrajectoryBufferState(struct.PyTreeNode):
     @property
     def read_index(self) -> Int[Array, ""]:
         """The index on the time axis of the earliest step, which a queue gives next."""
-        return (self.current_index - self._counter(2).astype(jnp.int32)) % self.buffer.length
+        held = self.buffer.rings.held[..., 0].astype(jnp.int32)
+        return (self.current_index - held) % self.buffer.length
 
     @property
     def is_full(self) -> Bool[Array, ""]:
         """True if every place holds a step."""
-        return self._counter(2) == jnp.uint32(self.buffer.length)
+        return self.buffer.rings.held[..., 0] == jnp.uint32(self.buffer.length)
 
     @property
     def running_index(self) -> Int[Array, ""]:
@@ -146,10 +147,6 @@ class TrajectoryBufferState(struct.PyTreeNode):
         if not self.buffer.sampler.uses_priority:
             raise AttributeError("this buffer has no priorities, so it keeps no sum tree")
         return SumTreeRoot(nodes=self.buffer.sampler_state.root("sum")[..., None])
-
-    def _counter(self, number: int) -> Array:
-        """A counter of the rings, which is the same for all of them."""
-        return self.buffer.rings.counters[..., 0, number]
 
 
 TrajectoryQueueState = TrajectoryBufferState

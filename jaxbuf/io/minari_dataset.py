@@ -199,11 +199,12 @@ def _pad(x: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
 def _in_order(source: Any) -> list[dict[str, Any]]:
     """Returns the steps of each environment, oldest first, leaves ``[T, ...]``."""
     if isinstance(source, TrajectoryBuffer):
-        counters = np.asarray(source.rings.counters).astype(np.int64)
+        rings = source.rings
+        cursor, held = (np.asarray(x).astype(np.int64) for x in (rings.cursor, rings.held))
         data = jax.tree.map(np.asarray, source.data)
         out: list[dict[str, Any]] = []
-        for env, (position, _, held) in enumerate(counters):
-            at = (position - held + np.arange(held)) % source.length
+        for env in range(source.num_envs):
+            at = (cursor[env] - held[env] + np.arange(held[env])) % source.length
             out.append(_at(data, (env, at)))
         return out
     if hasattr(source, "occupancy"):

@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.buffers.queue import Queue
+from jaxbuf.buffers.queue import COUNTS, Queue
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.core import counters
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.ranking import Ranking
@@ -93,7 +94,7 @@ def in_order(occupancy: Any) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
     elif isinstance(occupancy, Ranking):
         slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
         # Numbers wrap; relative to the next one they are in order.
-        order = jnp.argsort(occupancy.generation(slot) - occupancy.counters[0])
+        order = jnp.argsort(occupancy.generation(slot) - occupancy.arrivals)
     else:
         raise ValueError(f"{type(occupancy).__name__} does not tell the age of its items")
     return order, occupancy.live(order)
@@ -114,15 +115,20 @@ def _resize(old: Any, size: int) -> Any:
     if isinstance(old, TrajectoryBuffer):
         return _resize_rings(old, new)
     order, live = in_order(old.occupancy)
-    counters = old.counters
+    counts = old.counters
     if isinstance(old, Queue):
         # As if it had never been larger: what came last was refused.
         kept = live & (jnp.cumsum(live, dtype=jnp.int32) <= size)
         refused = jnp.sum(live & ~kept, dtype=jnp.uint32)
-        live, counters = kept, counters + jnp.stack([jnp.uint32(0), refused, jnp.uint32(0)])
+        live, counts = kept, counts + counters.tally(COUNTS, {"rejected": refused})
     inner = _inner(old.occupancy)
     score = inner.score[order] if isinstance(inner, Ranking) else None
-    empty = _inner(new.occupancy).replace(counters=inner.clear().counters)
+    empty = _inner(new.occupancy)
+    # Generations continue those of the old buffer, so that its slots become stale.
+    if isinstance(inner, Ranking):
+        empty = empty.replace(arrivals=inner.arrivals)
+    else:
+        empty = empty.replace(lap=inner.clear().lap)
     empty = _with_inner(new.occupancy, empty)
     placed, index = empty.place(order.shape[0], live, score)
 
@@ -140,19 +146,18 @@ def _resize(old: Any, size: int) -> Any:
         return blank.at[index].set(full[order], mode="drop", unique_indices=True)
 
     moved = _move_fields(new, old, move)
-    return moved.replace(occupancy=placed, counters=counters)
+    return moved.replace(occupancy=placed, counters=counts)
 
 
 def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuffer:
     """Moves the newest steps of each ring so that windows still start at the same steps."""
     before = old.rings
-    position, held = (before.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
+    position, held = (x.astype(jnp.int32)[:, None] for x in (before.cursor, before.held))
     rank = jnp.arange(before.length, dtype=jnp.int32)[None]
     oldest = (position - held) % jnp.int32(before.length)
     order = (oldest + rank) % jnp.int32(before.length)
-    start = (oldest % jnp.int32(before.period)).astype(jnp.uint32)
-    counters = jnp.concatenate([start, before.clear().counters[:, 1:]], axis=1)
-    empty = new.rings.replace(counters=counters)
+    start = (oldest % jnp.int32(before.period)).astype(jnp.uint32)[:, 0]
+    empty = new.rings.replace(cursor=start, lap=before.clear().lap)
     placed, target, _, _ = empty.place(before.length, rank < held)
 
     # A window moves with its first step, and none starts where a step is not kept or too early.

@@ -234,8 +234,8 @@ class Store:
         if not isinstance(buffer, TrajectoryBuffer):
             order, live = (np.asarray(x) for x in resizing.in_order(buffer.occupancy))
             return self.append(jax.tree.map(lambda leaf: leaf[order[live]], buffer.data))
-        counters = np.asarray(buffer.rings.counters).astype(np.int64)
-        position, held = counters[:, 0], counters[:, 2]
+        rings = buffer.rings
+        position, held = (np.asarray(x).astype(np.int64) for x in (rings.cursor, rings.held))
         if np.any(held != held[0]):
             raise ValueError(
                 f"environments have from {held.min()} to {held.max()} steps; append rollouts as "

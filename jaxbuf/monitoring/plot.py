@@ -154,8 +154,8 @@ def _check(buffer: Any) -> None:
 def _map(buffer: Any) -> _Map:
     """Returns the ages of items by slot, or of steps by environment and place."""
     if hasattr(buffer, "num_envs"):
-        counters = np.asarray(buffer.rings.counters).astype(np.int64)
-        position, held = counters[:, 0], counters[:, 2]
+        rings = buffer.rings
+        position, held = (np.asarray(x).astype(np.int64) for x in (rings.cursor, rings.held))
         place = np.arange(buffer.length)[None]
         age = (position[:, None] - 1 - place) % buffer.length
         return _Map(age, age < held[:, None], position, "steps", "environment")
@@ -224,7 +224,7 @@ def _ages(buffer: Any) -> NDArray[Any]:
     slot = np.arange(buffer.capacity)
     if isinstance(inner, Ranking):
         number = np.asarray(inner.generation(jnp.asarray(slot, jnp.int32)))
-        return (np.asarray(inner.counters)[0] - np.uint32(1) - number).astype(np.int64)
+        return (np.asarray(inner.arrivals) - np.uint32(1) - number).astype(np.int64)
     if hasattr(inner, "position"):
         return (int(inner.position) - 1 - slot) % buffer.capacity
     return np.zeros(slot.shape, np.int64)

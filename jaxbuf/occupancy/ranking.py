@@ -42,12 +42,14 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
     Attributes:
         nodes: The lowest item in each node, as the rank of its score and its generation, ``[P, 2]``
             uint32: the leaves, then each level above them, padded to whole blocks of siblings.
-        counters: Number of the next item, and size, ``[2]`` uint32.
+        arrivals: The number of the next item, ``[]`` uint32.
+        held: The number of live items, ``[]`` uint32.
         capacity: Number of slots.
     """
 
     nodes: UInt[Array, "P 2"]
-    counters: UInt[Array, " 2"]
+    arrivals: UInt[Array, ""]
+    held: UInt[Array, ""]
     capacity: int = struct.field(pytree_node=False)
 
     @classmethod
@@ -56,14 +58,15 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
         # The numbers start at 1, so that no generation that a caller sets to zero is ever live.
         return cls(
             nodes=_empty(capacity),
-            counters=jnp.asarray([1, 0], jnp.uint32),
+            arrivals=jnp.uint32(1),
+            held=jnp.uint32(0),
             capacity=capacity,
         )
 
     @property
     def size(self) -> Int[Array, ""]:
         """The number of live items."""
-        return self.counters[..., 1].astype(jnp.int32)
+        return self.held.astype(jnp.int32)
 
     @property
     def score(self) -> Float[Array, " N"]:
@@ -87,13 +90,12 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
         if score is None:
             raise ValueError("Lowest ranks items by their score; pass score=[B] to add")
         taken = jnp.ones((rows,), bool) if mask is None else mask
-        arrival = self.counters[0] + jnp.cumsum(taken, dtype=jnp.uint32) - jnp.uint32(1)
+        arrival = self.arrivals + jnp.cumsum(taken, dtype=jnp.uint32) - jnp.uint32(1)
         count = jnp.sum(taken, dtype=jnp.uint32)
         rank = jnp.where(taken, to_rank(score), jnp.uint32(0))
-        nodes, slot = _place(self.nodes, self.counters, rank, arrival, self.capacity)
-        size = jnp.minimum(self.counters[1] + count, jnp.uint32(self.capacity))
-        counters = jnp.stack([self.counters[0] + count, size])
-        return self.replace(nodes=nodes, counters=counters), slot
+        nodes, slot = _place(self.nodes, self.arrivals, self.held, rank, arrival, self.capacity)
+        held = jnp.minimum(self.held + count, jnp.uint32(self.capacity))
+        return self.replace(nodes=nodes, arrivals=self.arrivals + count, held=held), slot
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
         """Returns which rows rank below all items while no slot is free, and would be refused."""
@@ -111,25 +113,28 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
-        return scale_word(words, self.counters[1]).astype(jnp.int32)
+        return scale_word(words, self.held).astype(jnp.int32)
 
     def demote(self, index: Int[Array, " B"]) -> Self:
         """Makes the items at ``index`` rank below all others, so that they are replaced first."""
         slot = jnp.where(self.live(index), index, self.capacity)
         item = jnp.stack([jnp.full(slot.shape, _DEMOTED), self.generation(index)], axis=-1)
-        zero = _zero(self.counters)
+        zero = _zero(self.arrivals)
         return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
 
     def recomputed(self) -> Self:
         """Returns the ranking with all nodes above the leaves recomputed from their children."""
         slot, item = jnp.arange(self.capacity, dtype=jnp.int32), self.nodes[: self.capacity]
-        zero = _zero(self.counters)
+        zero = _zero(self.arrivals)
         return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
 
     def clear(self) -> Self:
         """Returns an empty ranking. Numbers go on, so that slots sampled before stay stale."""
-        counters = jnp.stack([self.counters[0], jnp.uint32(0)])
-        return self.replace(nodes=_empty(self.capacity), counters=counters)
+        return self.replace(
+            nodes=_empty(self.capacity),
+            arrivals=self.arrivals.copy(),
+            held=jnp.zeros_like(self.held),
+        )
 
     def metrics(self) -> dict[str, Array]:
         """Returns the smallest, largest and mean score of the live items; 0 without items."""
@@ -198,15 +203,16 @@ def _least(blocks: UInt[Array, "B K 2"], zero: UInt[Array, ""]) -> UInt[Array, "
     return jnp.stack([least, age + zero], axis=-1)
 
 
-def _zero(counters: UInt[Array, " 2"]) -> UInt[Array, ""]:
+def _zero(arrivals: UInt[Array, ""]) -> UInt[Array, ""]:
     """Returns the oldest possible number; relative to it all numbers rise, even if they wrap."""
-    return counters[0] ^ jnp.uint32(1 << 31)
+    return arrivals ^ jnp.uint32(1 << 31)
 
 
 @functools.partial(jax.jit, static_argnames="capacity")
 def _place(
     nodes: UInt[Array, "P 2"],
-    counters: UInt[Array, " 2"],
+    arrivals: UInt[Array, ""],
+    held: UInt[Array, ""],
     rank: UInt[Array, " B"],
     arrival: UInt[Array, " B"],
     capacity: int,
@@ -214,13 +220,14 @@ def _place(
     """Returns the nodes with these rows added, and their slots; rows of rank 0 are refused."""
     natively = functools.partial(native.place, capacity=capacity)
     plainly = functools.partial(_place_plainly, capacity)
-    return native.either(natively, plainly, nodes, counters, rank, arrival)
+    return native.either(natively, plainly, nodes, arrivals, held, rank, arrival)
 
 
 def _place_plainly(
     capacity: int,
     nodes: UInt[Array, "P 2"],
-    counters: UInt[Array, " 2"],
+    arrivals: UInt[Array, ""],
+    held: UInt[Array, ""],
     rank: UInt[Array, " B"],
     arrival: UInt[Array, " B"],
 ) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
@@ -228,9 +235,9 @@ def _place_plainly(
     row = jnp.arange(rank.shape[0], dtype=jnp.int32)
     falling, order = lax.sort((~rank[::-1], row[::-1]), num_keys=1)
     rank, arrival = ~falling, arrival[order]
-    zero = _zero(counters)
+    zero = _zero(arrivals)
     lowest, lowest_rank, lowest_age = _lowest(nodes, rank.shape[0], zero, capacity)
-    free = counters[1].astype(jnp.int32) + row
+    free = held.astype(jnp.int32) + row
     which = jnp.clip(free - capacity, 0, lowest.shape[0] - 1)
     older = lowest_age[which] < arrival - zero
     above = (lowest_rank[which] < rank) | ((lowest_rank[which] == rank) & older)

@@ -18,35 +18,38 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
     the number of laps, so that nothing is stored per slot. All counters wrap safely.
 
     Attributes:
-        counters: Write position, lap and size, ``[3]`` uint32.
+        cursor: The slot that is written next, ``[]`` uint32.
+        lap: The number of the present lap, ``[]`` uint32.
+        held: The number of live items, ``[]`` uint32.
         capacity: Number of slots.
     """
 
-    counters: UInt[Array, " 3"]
+    cursor: UInt[Array, ""]
+    lap: UInt[Array, ""]
+    held: UInt[Array, ""]
     capacity: int = struct.field(pytree_node=False)
 
     @classmethod
     def create(cls, capacity: int) -> Self:
         """Returns an empty ring of ``capacity`` slots."""
         # The laps start at 1, so that no generation that a caller sets to zero is ever live.
-        return cls(counters=jnp.asarray([0, 1, 0], jnp.uint32), capacity=capacity)
+        return cls(cursor=jnp.uint32(0), lap=jnp.uint32(1), held=jnp.uint32(0), capacity=capacity)
 
     @property
     def position(self) -> Int[Array, ""]:
         """The slot that is written next."""
-        return self.counters[..., 0].astype(jnp.int32)
+        return self.cursor.astype(jnp.int32)
 
     @property
     def size(self) -> Int[Array, ""]:
         """The number of live items."""
-        return self.counters[..., 2].astype(jnp.int32)
+        return self.held.astype(jnp.int32)
 
     def place(
         self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
     ) -> tuple[Self, Int[Array, " B"]]:
         """Chooses consecutive slots; if there are more rows than slots, the last ones are kept."""
         del score
-        position, lap, size = self.counters[0], self.counters[1], self.counters[2]
         capacity = jnp.uint32(self.capacity)
         if mask is None:
             rank, taken = jnp.arange(rows, dtype=jnp.uint32), jnp.ones((rows,), bool)
@@ -55,13 +58,15 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
             rank, taken = jnp.cumsum(mask, dtype=jnp.uint32) - jnp.uint32(1), mask
             count = jnp.sum(mask, dtype=jnp.uint32)
         stays = taken & (rank + capacity >= count)
-        slot = ((position + rank) % capacity).astype(jnp.int32)
+        slot = ((self.cursor + rank) % capacity).astype(jnp.int32)
         index = jnp.where(stays, slot, self.capacity)
-        end = position + count
-        counters = jnp.stack(
-            [end % capacity, lap + end // capacity, jnp.minimum(size + count, capacity)]
+        end = self.cursor + count
+        ring = self.replace(
+            cursor=end % capacity,
+            lap=self.lap + end // capacity,
+            held=jnp.minimum(self.held + count, capacity),
         )
-        return self.replace(counters=counters), index
+        return ring, index
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether there is an item at ``index``."""
@@ -70,13 +75,12 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """Returns the lap in which ``index`` was written."""
-        lap = self.counters[..., 1]
-        return jnp.where(index < self.position, lap, lap - jnp.uint32(1))
+        return jnp.where(index < self.position, self.lap, self.lap - jnp.uint32(1))
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
         # Until the ring is full its items are in the first slots; afterwards they are in all slots.
-        return scale_word(words, self.counters[2]).astype(jnp.int32)
+        return scale_word(words, self.held).astype(jnp.int32)
 
     def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
         """Returns the slot of the earliest item, and the number of items."""
@@ -93,6 +97,8 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
 
     def clear(self) -> Self:
         """Returns an empty ring, two laps ahead so that no earlier generation is used again."""
-        lap = self.counters[1] + jnp.uint32(2)
-        zero = jnp.uint32(0)
-        return self.replace(counters=jnp.stack([zero, lap, zero]))
+        return self.replace(
+            cursor=jnp.zeros_like(self.cursor),
+            lap=self.lap + jnp.uint32(2),
+            held=jnp.zeros_like(self.held),
+        )

@@ -27,14 +27,18 @@ class Rings(Occupancy, struct.PyTreeNode):
     ``clear`` begins a new lap, from which positions go on.
 
     Attributes:
-        counters: Write position, lap and number of steps of each ring, ``[E, 3]`` uint32.
+        cursor: The place of each ring that is written next, ``[E]`` uint32.
+        lap: The number of the present lap of each ring, ``[E]`` uint32.
+        held: The number of steps in each ring, ``[E]`` uint32.
         length: Number of steps that a ring holds, a multiple of ``period``.
         sequence_length: Number of steps in a window, at most ``length``.
         period: Distance between the starts of windows.
         ignored: Number of earliest steps of a ring that start no window.
     """
 
-    counters: UInt[Array, "E 3"]
+    cursor: UInt[Array, " E"]
+    lap: UInt[Array, " E"]
+    held: UInt[Array, " E"]
     length: int = struct.field(pytree_node=False)
     sequence_length: int = struct.field(pytree_node=False)
     period: int = struct.field(pytree_node=False)
@@ -46,9 +50,10 @@ class Rings(Occupancy, struct.PyTreeNode):
     ) -> Self:
         """Returns empty rings."""
         # The laps start at 1, so that no generation that a caller sets to zero is ever live.
-        first = jnp.asarray([0, 1, 0], jnp.uint32)
         return cls(
-            counters=jnp.tile(first, (num_envs, 1)),
+            cursor=jnp.zeros((num_envs,), jnp.uint32),
+            lap=jnp.ones((num_envs,), jnp.uint32),
+            held=jnp.zeros((num_envs,), jnp.uint32),
             length=length,
             sequence_length=sequence_length,
             period=period,
@@ -58,7 +63,7 @@ class Rings(Occupancy, struct.PyTreeNode):
     @property
     def num_envs(self) -> int:
         """Rings."""
-        return self.counters.shape[-2]
+        return self.cursor.shape[-1]
 
     @property
     def starts(self) -> int:
@@ -73,7 +78,7 @@ class Rings(Occupancy, struct.PyTreeNode):
     @property
     def steps(self) -> Int[Array, ""]:
         """The number of steps held by all rings together."""
-        return jnp.sum(self.counters[..., 2], axis=-1, dtype=jnp.uint32).astype(jnp.int32)
+        return jnp.sum(self.held, axis=-1, dtype=jnp.uint32).astype(jnp.int32)
 
     @property
     def size(self) -> Int[Array, ""]:
@@ -96,8 +101,8 @@ class Rings(Occupancy, struct.PyTreeNode):
             completes. A missing slot is past the end. No place and no slot is given twice.
         """
         # Unsigned as far as possible, since every conversion is an operation for each ring.
-        cursor, lap, before = (self.counters[:, i : i + 1] for i in range(3))
-        position, size = cursor.astype(jnp.int32), before.astype(jnp.int32)
+        cursor = self.cursor[:, None]
+        position, size = cursor.astype(jnp.int32), self.held[:, None].astype(jnp.int32)
         length = jnp.uint32(self.length)
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         if mask is None:
@@ -130,12 +135,14 @@ class Rings(Occupancy, struct.PyTreeNode):
             passed = (start >= self.ignored - size) & (start <= count - self.sequence_length)
             broken = jnp.concatenate([broken, self._slot(env, position + start, passed)], axis=1)
 
-        more = count.astype(jnp.uint32)
-        end = cursor + more
-        counters = jnp.concatenate(
-            [end % length, lap + end // length, jnp.minimum(before + more, length)], axis=1
+        more = count[:, 0].astype(jnp.uint32)
+        end = self.cursor + more
+        rings = self.replace(
+            cursor=end % length,
+            lap=self.lap + end // length,
+            held=jnp.minimum(self.held + more, length),
         )
-        return self.replace(counters=counters), target, broken, completed
+        return rings, target, broken, completed
 
     def resize(self, sequence_length: int) -> tuple[Self, Int[Array, "E R"], Int[Array, "E Q"]]:
         """Returns the same steps seen as windows of another length.
@@ -145,7 +152,7 @@ class Rings(Occupancy, struct.PyTreeNode):
             a window before and do not now.
         """
         shorter, longer = sorted((self.sequence_length, sequence_length))
-        position, size = (self.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
+        position, size = (x.astype(jnp.int32)[:, None] for x in (self.cursor, self.held))
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         behind = jnp.arange(shorter - 1, longer - 1, dtype=jnp.int32)[None]
         slots = self._slot(env, position - 1 - behind, behind < size - self.ignored)
@@ -160,19 +167,18 @@ class Rings(Occupancy, struct.PyTreeNode):
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether there is a complete window at ``index``."""
-        ring, start = self._ring_of(index)
-        written = ring[..., 0].astype(jnp.int32) + self.length
-        behind = _modulo(written - 1 - start, self.length)
-        held = ring[..., 2].astype(jnp.int32)
+        env, start = self.split(index)
+        cursor, _, held = self._of(env)
+        behind = _modulo(cursor.astype(jnp.int32) + self.length - 1 - start, self.length)
         inside = (index >= 0) & (index < self.num_envs * self.starts)
-        inside &= behind < held - self.ignored
+        inside &= behind < held.astype(jnp.int32) - self.ignored
         return inside & (behind >= self.sequence_length - 1)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """Returns the lap in which the first step of the window at ``index`` was written."""
-        ring, start = self._ring_of(index)
-        position, lap = ring[..., 0].astype(jnp.int32), ring[..., 1]
-        return jnp.where(start < position, lap, lap - jnp.uint32(1))
+        env, start = self.split(index)
+        cursor, lap, _ = self._of(env)
+        return jnp.where(start < cursor.astype(jnp.int32), lap, lap - jnp.uint32(1))
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns a uniformly drawn window for each random word; arbitrary if none is complete."""
@@ -183,20 +189,15 @@ class Rings(Occupancy, struct.PyTreeNode):
     @property
     def end(self) -> UInt[Array, " E"]:
         """The position of the next step of each ring."""
-        counters = self.counters
-        return (counters[..., 1] - jnp.uint32(1)) * jnp.uint32(self.length) + counters[..., 0]
-
-    @property
-    def held(self) -> UInt[Array, " E"]:
-        """The number of steps in each ring."""
-        return self.counters[..., 2]
+        return (self.lap - jnp.uint32(1)) * jnp.uint32(self.length) + self.cursor
 
     def locate(self, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns where steps are, in the indices of ``place``; past the end for missing ones."""
-        ring = self.counters.at[env].get(mode="clip")
-        age = self.end.at[env].get(mode="clip") - jnp.uint32(1) - position
-        inside = (env >= 0) & (env < self.num_envs) & (age < ring[..., 2])
-        place = (ring[..., 0].astype(jnp.int32) - 1 - age.astype(jnp.int32)) % self.length
+        cursor, lap, held = self._of(env)
+        end = (lap - jnp.uint32(1)) * jnp.uint32(self.length) + cursor
+        age = end - jnp.uint32(1) - position
+        inside = (env >= 0) & (env < self.num_envs) & (age < held)
+        place = (cursor.astype(jnp.int32) - 1 - age.astype(jnp.int32)) % self.length
         return jnp.where(inside, env * self.length + place, self.num_envs * self.length)
 
     def starts_at(
@@ -217,19 +218,19 @@ class Rings(Occupancy, struct.PyTreeNode):
         Returns:
             The new rings, and the slots whose windows are gone.
         """
-        position, size = (self.counters[:, i].astype(jnp.int32)[:, None] for i in (0, 2))
+        position, size = (x.astype(jnp.int32)[:, None] for x in (self.cursor, self.held))
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         offset = jnp.arange(most, dtype=jnp.int32)[None]
         place = position - size + self.ignored + offset
         # Slots past the last complete window have no mass anyway.
         gone = (offset < count[:, None]) & (self.ignored + offset < size)
-        left = self.counters[:, 2] - count.astype(jnp.uint32)
-        return self.replace(counters=self.counters.at[:, 2].set(left)), self._slot(env, place, gone)
+        left = self.held - count.astype(jnp.uint32)
+        return self.replace(held=left), self._slot(env, place, gone)
 
     def span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
         """Returns for each ring its earliest window, ``start / period``, and the window count."""
-        position, size = (self.counters[..., i].astype(jnp.int32) for i in (0, 2))
-        size = jnp.maximum(size - self.ignored, 0)
+        position = self.cursor.astype(jnp.int32)
+        size = jnp.maximum(self.held.astype(jnp.int32) - self.ignored, 0)
         oldest = (position - size) % self.length
         first = -(-oldest // self.period)
         last = -(-(oldest + size - self.sequence_length + 1) // self.period)
@@ -249,12 +250,13 @@ class Rings(Occupancy, struct.PyTreeNode):
 
         Those rings move two laps ahead, so that no earlier generation is used again.
         """
-        lap = self.counters[:, 1] + jnp.uint32(2)
-        zero = jnp.zeros_like(lap)
-        cleared = jnp.stack([zero, lap, zero], axis=1)
-        if mask is not None:
-            cleared = jnp.where(mask[:, None], cleared, self.counters)
-        return self.replace(counters=cleared)
+        if mask is None:
+            mask = jnp.ones(self.held.shape, bool)
+        return self.replace(
+            cursor=jnp.where(mask, 0, self.cursor),
+            lap=jnp.where(mask, self.lap + jnp.uint32(2), self.lap),
+            held=jnp.where(mask, 0, self.held),
+        )
 
     def _slot(
         self, env: Int[Array, "E 1"], place: Int[Array, "E T"], wanted: Bool[Array, "E T"]
@@ -272,10 +274,10 @@ class Rings(Occupancy, struct.PyTreeNode):
         start = number % starts * jnp.uint32(self.period)
         return (number // starts).astype(jnp.int32), start.astype(jnp.int32)
 
-    def _ring_of(self, index: Int[Array, " B"]) -> tuple[UInt[Array, "B 3"], Int[Array, " B"]]:
-        """Returns the counters of the ring of each window, and the window's place in it."""
-        env, start = self.split(index)
-        return self.counters.at[env].get(mode="clip"), start
+    def _of(self, env: Int[Array, " B"]) -> tuple[UInt[Array, " B"], ...]:
+        """Returns the cursors, laps and numbers of steps of these rings."""
+        each = (self.cursor, self.lap, self.held)
+        return tuple(array.at[env].get(mode="clip") for array in each)
 
 
 def _modulo(number: Int[Array, "..."], length: int) -> Int[Array, "..."]:

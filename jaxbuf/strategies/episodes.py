@@ -162,7 +162,9 @@ class Episodes(Part):
             behind=jnp.zeros((num_envs, length), jnp.int32),
             returns=jnp.zeros((num_envs, length if self.record_return else 0), jnp.float32),
             since=() if self.last is None else jnp.zeros((num_envs, length), jnp.int32),
-            counters=jnp.zeros((num_envs, 3), jnp.int32),
+            run=jnp.zeros((num_envs,), jnp.int32),
+            pending=jnp.zeros((num_envs,), jnp.int32),
+            cut=jnp.zeros((num_envs,), bool),
             episodes=self,
         )
 
@@ -219,9 +221,9 @@ class EpisodeIndex(struct.PyTreeNode):
             int32; it saturates at 2**30.
         returns: Returns of steps whose return is known, and rewards of the others, ``[E, N]``;
             ``[E, 0]`` if returns are not recorded.
-        counters: For each ring, the number of steps of the open episode so far, the number of
-            newest steps without a return, and whether the first of these had terminated (used only
-            by ALF's recurrence); ``[E, 3]`` int32.
+        run: The number of steps of the open episode of each ring so far, ``[E]`` int32.
+        pending: The number of newest steps of each ring that have no return yet, ``[E]`` int32.
+        cut: Whether the first of these had terminated, ``[E]``; used only by ALF's recurrence.
         since: The number of steps from the last terminated step of its episode, or else from the
             first step of the episode, to each step, ``[E, N]`` int32; it saturates like ``behind``.
             An empty tuple without ``Episodes.last``, because then only the last step of an episode
@@ -231,7 +233,9 @@ class EpisodeIndex(struct.PyTreeNode):
 
     behind: Int[Array, "E N"]
     returns: Float[Array, "E N"]
-    counters: Int[Array, "E 3"]
+    run: Int[Array, " E"]
+    pending: Int[Array, " E"]
+    cut: Bool[Array, " E"]
     since: Any
     episodes: Episodes = struct.field(pytree_node=False)
 
@@ -256,19 +260,17 @@ class EpisodeIndex(struct.PyTreeNode):
         terminated, last = terminated & taken, last & taken
         rank = jnp.cumsum(taken, axis=1, dtype=jnp.int32) - 1
         count = rank[:, -1:] + 1
-        run = self.counters[:, :1]
+        run = self.run[:, None]
         # The number of the step that begins the next episode; the first new step has number 0.
         begin = lax.cummax(jnp.where(last, rank + 1, -run), axis=1)
         before = jnp.concatenate([-run, begin[:, :-1]], axis=1)
         behind = jnp.minimum(rank - before, _FAR)
-        run = jnp.minimum(count - begin[:, -1:], _FAR)
-        counters = jnp.concatenate([run, self.counters[:, 1:]], axis=1)
         rows = target.reshape(-1)
         index = self.replace(
             behind=storage.write(self.behind.reshape(-1), behind.reshape(-1), rows).reshape(
                 self.behind.shape
             ),
-            counters=counters,
+            run=jnp.minimum(count - begin[:, -1:], _FAR)[:, 0],
         )
         if self.episodes.last is not None:
             anew = taken & (terminated | (behind == 0))
@@ -353,7 +355,7 @@ class EpisodeIndex(struct.PyTreeNode):
         newest = position + jnp.uint32(1) == rings.end.at[env].get(mode="clip")
         ended = jnp.where(
             newest,
-            self.counters.at[env, 0].get(mode="clip") == 0,
+            self.run.at[env].get(mode="clip") == 0,
             (after < self.behind.size) & (self.steps_before(after) == 0),
         )
         return ended & (rings.locate(env, position) < self.behind.size)
@@ -370,14 +372,18 @@ class EpisodeIndex(struct.PyTreeNode):
         """Returns the return of each step; the default if it is unknown or the step not held."""
         row = rings.locate(env, position)
         back = rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position
-        known = back >= self.counters.at[env, 1].get(mode="clip").astype(jnp.uint32)
+        known = back >= self.pending.at[env].get(mode="clip").astype(jnp.uint32)
         value = storage.read(self.returns.reshape(-1), row)
         known &= row < self.returns.size
         return jnp.where(known, value, jnp.float32(self.episodes.default_return))
 
     def clear(self, mask: Bool[Array, " E"]) -> Self:
         """Forgets the open episodes of these rings."""
-        return self.replace(counters=jnp.where(mask[:, None], 0, self.counters))
+        return self.replace(
+            run=jnp.where(mask, 0, self.run),
+            pending=jnp.where(mask, 0, self.pending),
+            cut=self.cut & ~mask,
+        )
 
     def steps_before(self, row: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns the number of steps between the start of its episode and each stored step."""
@@ -391,7 +397,7 @@ class EpisodeIndex(struct.PyTreeNode):
         rows: Int[Array, " ET"],
     ) -> Int[Array, "E N"]:
         """Returns ``since`` with the new rows; the count restarts at the rows marked ``anew``."""
-        newest = (rings.counters[:, :1].astype(jnp.int32) - 1) % self.since.shape[1]
+        newest = (rings.cursor[:, None].astype(jnp.int32) - 1) % self.since.shape[1]
         before = jnp.take_along_axis(self.since, newest, axis=1) + 1
         origin = lax.cummax(jnp.where(anew, rank, -before), axis=1)
         since = jnp.minimum(rank - origin, _FAR).reshape(-1)
@@ -409,7 +415,7 @@ class EpisodeIndex(struct.PyTreeNode):
     ) -> Self:
         """Writes the new rows, and fills in the returns of older rows that are now known."""
         alf = self.episodes.recurrence == "alf"
-        pending, cut = self.counters[:, 1:2], self.counters[:, 2:] > 0
+        pending, cut = self.pending[:, None], self.cut[:, None]
         num_envs = pending.shape[0]
 
         def back(carry: _Tail, row: tuple[Array, ...]) -> tuple[_Tail, Array]:
@@ -441,19 +447,18 @@ class EpisodeIndex(struct.PyTreeNode):
         )
         count = rank[:, -1:] + 1
         left = jnp.minimum(count - settled, _FAR)
-        counters = jnp.concatenate(
-            [self.counters[:, :1], left, (cut_now & alf).astype(jnp.int32)], axis=1
-        )
 
         returns = storage.write(self.returns.reshape(-1), values.T.reshape(-1), rows)
-        position = rings.counters[:, 0].astype(jnp.int32)
+        position = rings.cursor.astype(jnp.int32)
         room = jnp.maximum(rings.length - count[:, 0], 0)
         kept = jnp.minimum(jnp.minimum(pending[:, 0], rings.held.astype(jnp.int32)), room)
         steps = jnp.where(tail.state == _OPEN, 0, kept)
         first = jnp.where(cut[:, 0], pending[:, 0] - 1, -1)
         fill = _filler(self.episodes)
         returns = fill(returns.reshape(self.returns.shape), position, steps, first, *tail)
-        return self.replace(returns=returns, counters=counters)
+        return self.replace(
+            returns=returns, pending=left[:, 0], cut=cut_now[:, 0] if alf else self.cut
+        )
 
 
 class _Tail(NamedTuple):

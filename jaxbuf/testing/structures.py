@@ -143,7 +143,7 @@ def _look_up(members: Bitset) -> tuple[Any, Any, Any]:
 
 def ring_problems(name: str, ring: Ring) -> Iterator[str]:
     """Checks that counters are within their ranges."""
-    position, _, size = np.asarray(ring.counters)
+    position, size = np.asarray(ring.cursor), np.asarray(ring.held)
     yield from first_wrong(
         f"{name}.position", position, position >= ring.capacity, f"less than {ring.capacity}"
     )
@@ -153,11 +153,11 @@ def ring_problems(name: str, ring: Ring) -> Iterator[str]:
 
 
 def rings_problems(name: str, rings: Rings) -> Iterator[str]:
-    """Checks that ``counters[env, 0]`` and ``counters[env, 2]`` are within their ranges."""
-    counters = np.asarray(rings.counters)
-    most = np.array([rings.length - 1, 2**32 - 1, rings.length], np.uint32)
-    limit = f"at most {rings.length - 1} as a position, and {rings.length} as a number of steps"
-    yield from first_wrong(f"{name}.counters", counters, counters > most, limit)
+    """Checks that the cursors and the numbers of steps are within their ranges."""
+    cursor, held = np.asarray(rings.cursor), np.asarray(rings.held)
+    last = rings.length - 1
+    yield from first_wrong(f"{name}.cursor", cursor, cursor > last, f"at most {last}")
+    yield from first_wrong(f"{name}.held", held, held > rings.length, f"at most {rings.length}")
 
 
 def ranking_problems(name: str, ranking: Ranking) -> Iterator[str]:

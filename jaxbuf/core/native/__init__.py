@@ -126,7 +126,8 @@ def read(
 
 def place(
     nodes: UInt[Array, "P 2"],
-    counters: UInt[Array, " 2"],
+    arrivals: UInt[Array, ""],
+    held: UInt[Array, ""],
     rank: UInt[Array, " B"],
     arrival: UInt[Array, " B"],
     *,
@@ -139,7 +140,7 @@ def place(
     """
     out = (nodes, jax.ShapeDtypeStruct(rank.shape, jnp.int32))
     call = _call("place", out, nodes, "broadcast_all", input_output_aliases={0: 0})
-    return call(nodes, counters, rank, arrival, capacity=np.int64(capacity))
+    return call(nodes, arrivals, held, rank, arrival, capacity=np.int64(capacity))
 
 
 def mark(

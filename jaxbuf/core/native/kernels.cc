@@ -335,8 +335,8 @@ ffi::Error Read(Ints nodes, Ints index, ffi::Result<Ints> same, ffi::Result<Ints
 
 // Puts rows into the tree of ranking.py, best first. Each row replaces the lowest item if that ranks
 // below it. Items placed earlier rank above all remaining rows, so that they are not replaced.
-ffi::Error Place(Words nodes, Words counters, Words rank, Words arrival, ffi::Result<Words> out,
-                 ffi::Result<Ints> slot, int64_t capacity) {
+ffi::Error Place(Words nodes, Words next, Words held, Words rank, Words arrival,
+                 ffi::Result<Words> out, ffi::Result<Ints> slot, int64_t capacity) {
   const size_t axes = slot->dimensions().size() - 1;
   const int64_t trees = Product(slot->dimensions(), axes), rows = slot->dimensions()[axes];
   const int64_t size = 2 * nodes.dimensions()[axes];
@@ -356,9 +356,8 @@ ffi::Error Place(Words nodes, Words counters, Words rank, Words arrival, ffi::Re
     uint32_t* tree = out->typed_data() + t * size;
     const uint32_t *ranks = rank.typed_data() + t * rows, *arrivals = arrival.typed_data() + t * rows;
     int32_t* to = slot->typed_data() + t * rows;
-    const uint32_t next = counters.typed_data()[2 * t], live = counters.typed_data()[2 * t + 1];
     // Relative to the oldest possible number all numbers rise, even where they wrap.
-    const uint32_t zero = next ^ (1u << 31);
+    const uint32_t zero = next.typed_data()[t] ^ (1u << 31);
     const auto key = [&](uint32_t rank, uint32_t number) {
       return uint64_t{rank} << 32 | (number - zero);
     };
@@ -383,7 +382,7 @@ ffi::Error Place(Words nodes, Words counters, Words rank, Words arrival, ffi::Re
     std::fill_n(to, rows, static_cast<int32_t>(capacity));
     for (int64_t i = 0; i < rows && ranks[order[i]] > 0; ++i) {
       const uint64_t item = key(ranks[order[i]], arrivals[order[i]]);
-      int64_t node = live + i;
+      int64_t node = int64_t{held.typed_data()[t]} + i;
       if (node >= capacity) {
         if (read(levels[top].start) >= item) break;
         node = 0;
@@ -539,6 +538,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_read, Read,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_place, Place,
                               ffi::Ffi::Bind()
+                                  .Arg<Words>()
                                   .Arg<Words>()
                                   .Arg<Words>()
                                   .Arg<Words>()
