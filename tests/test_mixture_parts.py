@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.buffers.lookups import EpisodeLookups
 
 STEP = {"x": jnp.int32(0), "terminated": jnp.bool_(False)}
 EPISODES = jaxbuf.Episodes(boundary="mask")
@@ -108,8 +107,12 @@ def test_locate_and_get_field(create):
     chex.assert_shape(mixture.get_field("x", env, position), (32,))
 
 
-LOOKUPS = sorted(name for name in vars(EpisodeLookups) if not name.startswith("_"))
-LOOKUPS = [name for name in LOOKUPS if inspect.isfunction(getattr(EpisodeLookups, name))]
+LOOKUPS = ["episode_mask"] + sorted(
+    name
+    for name, method in vars(jaxbuf.TrajectoryBuffer).items()
+    if inspect.isfunction(method) and "where" in inspect.signature(method).parameters
+    if not name.startswith("_")
+)
 OF_STEPS = [(name, {}) for name in LOOKUPS if name not in ("episode_mask", "episode_return")]
 OF_STEPS += [("episode_begin_position", {"held": True})]
 
@@ -121,7 +124,7 @@ def test_every_lookup_is_passed_on_with_its_options(name):
             (p.name, p.kind, p.default)
             for p in inspect.signature(getattr(c, name)).parameters.values()
         ]
-        for c in (EpisodeLookups, jaxbuf.Mixture)
+        for c in (jaxbuf.TrajectoryBuffer, jaxbuf.Mixture)
     )
     assert own == passed
 
