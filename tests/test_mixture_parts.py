@@ -107,12 +107,13 @@ def test_locate_and_get_field(create):
     chex.assert_shape(mixture.get_field("x", env, position), (32,))
 
 
-LOOKUPS = ["episode_mask"] + sorted(
+LOOKUPS = sorted(
     name
     for name, method in vars(jaxbuf.TrajectoryBuffer).items()
     if inspect.isfunction(method) and "where" in inspect.signature(method).parameters
     if not name.startswith("_")
 )
+LOOKUPS = ["episode_mask", *LOOKUPS]
 OF_STEPS = [(name, {}) for name in LOOKUPS if name not in ("episode_mask", "episode_return")]
 OF_STEPS += [("episode_begin_position", {"held": True})]
 

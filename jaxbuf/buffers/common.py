@@ -54,13 +54,12 @@ def check_key(key: Any) -> None:
     Raises:
         ValueError: If it is not a key from ``jax.random.key`` or ``jax.random.PRNGKey``.
     """
-    dtype = getattr(key, "dtype", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    shape: Any = getattr(key, "shape", None)
-    one = shape == () if typed else dtype == np.uint32 and np.size(shape) == 1
-    if one and not isinstance(key, jax.ShapeDtypeStruct):
-        return
-    kind = f"{dtype} of shape {key.shape}" if hasattr(key, "shape") else type(key).__name__
+    kind = type(key).__name__
+    if isinstance(key, jax.Array | np.ndarray):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.ndim == 0 if typed else key.dtype == np.uint32 and key.ndim == 1:
+            return
+        kind = f"{key.dtype} of shape {key.shape}"
     raise ValueError(
         f"key is of type {kind}; expected one key, such as jax.random.key(0) or one of the keys "
         "that jax.random.split returns"
@@ -89,13 +88,14 @@ def check_slots(slots: Any, name: str = "slots") -> None:
     Raises:
         ValueError: If they have no index and generation of integers of the same shape.
     """
-    index: Any = getattr(slots, "index", None)
-    generation: Any = getattr(slots, "generation", None)
-    fields = (index, generation)
-    if not all(isinstance(field, jax.Array | np.ndarray) for field in fields):
-        kind = "only an array" if hasattr(slots, "dtype") else checks.name_of(slots)
+    arrays = jax.Array | np.ndarray
+    if not isinstance(slots, Slots) or not all(
+        isinstance(field, arrays) for field in (slots.index, slots.generation)
+    ):
+        kind = "only an array" if isinstance(slots, arrays) else checks.name_of(slots)
         raise ValueError(f"{name} is {kind}; expected the slots of a sample: batch.slots")
-    whole = all(jnp.issubdtype(field.dtype, jnp.integer) for field in fields)
+    index, generation = slots.index, slots.generation
+    whole = all(jnp.issubdtype(field.dtype, jnp.integer) for field in (index, generation))
     if not whole or index.shape != generation.shape:
         raise ValueError(
             f"{name} has an index {index.dtype}{list(index.shape)} and a generation "

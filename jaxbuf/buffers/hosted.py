@@ -1,5 +1,6 @@
 """A buffer in host memory that sends its batches to an accelerator."""
 
+import operator
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from jaxbuf.buffers import common, ops
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Contents, Sample
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, trees
 from jaxbuf.core.calls import OwnPrograms, call, is_outside
 from jaxbuf.core.slots import Slots
@@ -211,7 +213,8 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     def latest(self, n: int) -> Sample:
         """Returns the ``n`` newest items, or windows of every ring, like the buffer inside."""
         n = common.check_count("n", n)
-        self._check_rows(n * getattr(self.buffer, "num_envs", 1))
+        rings = self.buffer.num_envs if isinstance(self.buffer, TrajectoryBuffer) else 1
+        self._check_rows(n * rings)
         return jax.device_put(self._call("latest", {}, n=n), self.to)
 
     def update_priority(
@@ -341,7 +344,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
 def _method(buffer: Any, method: str, given: dict[str, Any], static: Any) -> Any:
     if method in _OTHERS:
         return _OTHERS[method](buffer)
-    return getattr(buffer, method)(**given, **dict(static))
+    return operator.methodcaller(method, **given, **dict(static))(buffer)
 
 
 def _support(buffer: Any) -> tuple[Array, Array]:

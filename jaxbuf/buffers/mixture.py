@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from jaxbuf.buffers.parts import (
     FRESHNESS,
     PRIORITIES,
     Ability,
+    Composite,
     choose,
     num_envs,
 )
@@ -30,7 +32,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import Support
 
 
-class Mixture(struct.PyTreeNode):
+class Mixture(Composite, struct.PyTreeNode):
     """Several buffers, sampled together at fixed ratios, for example offline and online data.
 
     A batch has an exact number of rows from each part, ordered by part. Slots are numbered through
@@ -623,7 +625,7 @@ class Mixture(struct.PyTreeNode):
                 method,
                 EPISODES,
                 where,
-                lambda part, own: getattr(part, method)(own, positions, **options),
+                lambda part, own: operator.methodcaller(method, own, positions, **options)(part),
             )
         if positions is None:
             raise ValueError("positions is None; give env_ids and positions, or slots")
@@ -632,7 +634,7 @@ class Mixture(struct.PyTreeNode):
             EPISODES,
             where,
             positions,
-            lambda part, env, position: getattr(part, method)(env, position, **options),
+            lambda part, env, at: operator.methodcaller(method, env, at, **options)(part),
         )
 
     def _first_env(self, part: int) -> int:

@@ -11,8 +11,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from jaxbuf.buffers.accumulator import ChunkAccumulator, EpisodeAccumulator
+from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.common import check_batch_size, check_key
 from jaxbuf.buffers.options import check_options, split_options
+from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, numbers
 from jaxbuf.core.calls import OwnPrograms, call
@@ -49,6 +52,8 @@ _KEPT = {
     "version": np.dtype("int32"),
     "session": np.dtype("int32"),
 }
+# The classes whose ``data`` holds the items as they are added.
+_STORES = Body | Queue | EpisodeAccumulator | ChunkAccumulator
 AnyBuffer = TypeVar("AnyBuffer", bound=_Buffer)
 AnyIteratedBuffer = TypeVar("AnyIteratedBuffer", bound=_IteratedBuffer)
 AnySampledBuffer = TypeVar("AnySampledBuffer", bound=_SampledBuffer)
@@ -99,7 +104,8 @@ def add(
     donate = checks.check_flag("donate", donate)
     traced, static = split_options(given)
     traced = _converted(traced)
-    items = numbers.narrow(items, "items", getattr(buffer, "data", ()))
+    stored = buffer.data if isinstance(buffer, _STORES) else ()
+    items = numbers.narrow(items, "items", stored)
     return call(_add_method, buffer, items, traced, static, static=(3,), donate=donate)
 
 

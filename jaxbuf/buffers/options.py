@@ -26,7 +26,7 @@ def check_options(
         ValueError: If ``buffer`` is not a pytree with such a method, or the method does not take
             an option.
     """
-    own = getattr(type(buffer), method, None)
+    own = _methods(type(buffer)).get(method)
     if own is None or jax.tree_util.all_leaves([buffer]):
         raise ValueError(f"{argument} is {_no_buffer(buffer, method)}")
     takes = _options(own)
@@ -54,6 +54,12 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tup
 
 
 @functools.cache
+def _methods(kind: type) -> dict[str, Callable[..., Any]]:
+    """Returns the methods of a class by name, those of its bases included."""
+    return dict(inspect.getmembers(kind, callable))
+
+
+@functools.cache
 def _options(method: Callable[..., Any]) -> tuple[str, ...] | None:
     """Returns the names of a method's options; None if it takes any and checks them itself."""
     parameters = inspect.signature(method).parameters.values()
@@ -67,8 +73,12 @@ def _options(method: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def _no_buffer(thing: Any, method: str) -> str:
-    if hasattr(type(thing), "add") and not jax.tree_util.all_leaves([thing]):
-        public = [name for name in dir(type(thing)) if not name.startswith("_")]
-        has = ", ".join(name for name in public if inspect.isfunction(getattr(type(thing), name)))
+    methods = _methods(type(thing))
+    if "add" in methods and not jax.tree_util.all_leaves([thing]):
+        has = ", ".join(
+            name
+            for name, member in methods.items()
+            if inspect.isfunction(member) and not name.startswith("_")
+        )
         return f"{checks.kind_of(thing)}, which has no method {method}; it has {has}"
     return f"{checks.kind_of(thing)}; expected a buffer, such as one of jaxbuf.ItemBuffer.create"

@@ -7,6 +7,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
+from jaxbuf.buffers.body import Body
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
+
+
+class Composite:
+    """A buffer made of other buffers.
+
+    Attributes:
+        parts: These buffers.
+    """
+
+    parts: tuple[Any, ...]
+
 
 class Ability(NamedTuple):
     """An ability that not all buffers have.
@@ -21,7 +34,7 @@ class Ability(NamedTuple):
 
     def has(self, buffer: Any) -> bool:
         """Returns whether a buffer, or a part of it, has the ability."""
-        if hasattr(buffer, "parts"):
+        if isinstance(buffer, Composite):
             return any(self.has(part) for part in buffer.parts)
         return self.test(buffer)
 
@@ -36,28 +49,28 @@ class Ability(NamedTuple):
 
 
 PRIORITIES = Ability(
-    lambda buffer: getattr(getattr(buffer, "sampler", None), "uses_priority", False),
+    lambda buffer: isinstance(buffer, Body) and buffer.sampler.uses_priority,
     "no part has priorities; create one of them with sampler=jaxbuf.Prioritized(...)",
 )
 FRESHNESS = Ability(
-    lambda buffer: getattr(buffer, "freshness", None) is not None,
+    lambda buffer: isinstance(buffer, Body) and buffer.freshness is not None,
     "no part limits uses or staleness; create one of them with freshness=jaxbuf.Freshness(...)",
 )
 ENVIRONMENTS = Ability(
-    lambda buffer: hasattr(buffer, "num_envs"),
+    lambda buffer: isinstance(buffer, TrajectoryBuffer),
     "no part has environments; make one of them a jaxbuf.TrajectoryBuffer",
 )
 EPISODES = Ability(
-    lambda buffer: getattr(buffer, "episode_index", None) is not None,
+    lambda buffer: isinstance(buffer, TrajectoryBuffer) and buffer.episodes is not None,
     "no part knows its episodes; create a TrajectoryBuffer with episodes=jaxbuf.Episodes()",
 )
 
 
 def num_envs(buffer: Any) -> int:
     """Returns the number of environments of a buffer, or of all its parts; 0 if it has none."""
-    if hasattr(buffer, "parts"):
+    if isinstance(buffer, Composite):
         return sum(num_envs(part) for part in buffer.parts)
-    return getattr(buffer, "num_envs", 0)
+    return buffer.num_envs if isinstance(buffer, TrajectoryBuffer) else 0
 
 
 def choose(own: Bool[Array, " B"], new: PyTree[Array], old: PyTree[Array]) -> PyTree[Array]:

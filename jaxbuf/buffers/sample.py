@@ -1,5 +1,6 @@
 """Samples, and the importance weights that correct for the probabilities of a draw."""
 
+import abc
 import math
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -47,6 +48,15 @@ class Contents(NamedTuple):
     """
 
     size: Int[Array, ""]
+
+
+class SplitBatches(abc.ABC):
+    """A buffer that may split its batches over the devices of a mesh."""
+
+    @property
+    @abc.abstractmethod
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh over which rows are split here; empty if each device has all."""
 
 
 class _Supported(Protocol):
@@ -104,13 +114,13 @@ def importance_weights(
         raise ValueError(f'normalize is {given}; choose "batch", "buffer", "mean" or None')
     check_options(buffer, "support", {})
     check_sample("sample", sample)
-    if isinstance(beta, int | float | np.number) or not hasattr(beta, "dtype"):
+    if not isinstance(beta, jax.Array | np.ndarray):
         beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
     # Weights relative to the largest one of the batch do not depend on the rest of the buffer.
     whole = None if normalize == "batch" else buffer
     row = (sample.probability, sample.valid)
     # Each device of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
-    axes = getattr(buffer, "batch_axes", ())
+    axes = buffer.batch_axes if isinstance(buffer, SplitBatches) else ()
     return call(_weights, whole, row, beta, normalize, axes, static=(3, 4))
 
 
@@ -120,13 +130,14 @@ def check_sample(name: str, sample: Any) -> None:
     Raises:
         ValueError: If it has no probabilities and mask of shape ``[B]``.
     """
-    probability: Any = getattr(sample, "probability", None)
-    valid: Any = getattr(sample, "valid", None)
     arrays = jax.Array | np.ndarray
-    if not isinstance(probability, arrays) or not isinstance(valid, arrays):
+    if not isinstance(sample, Sample) or not all(
+        isinstance(field, arrays) for field in (sample.probability, sample.valid)
+    ):
         raise ValueError(
             f"{name} is {checks.kind_of(sample)}; expected the whole sample, not its data or slots"
         )
+    probability, valid = sample.probability, sample.valid
     if probability.shape != valid.shape or probability.ndim != 1:
         raise ValueError(
             f"{name} has a probability of shape {probability.shape} and valid of shape "

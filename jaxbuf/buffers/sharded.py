@@ -14,14 +14,14 @@ from jaxbuf.buffers import shards as on_shards
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.per_device import here_of
-from jaxbuf.buffers.sample import Contents, Sample
+from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
 from jaxbuf.core import checks, describe, sizes, storage
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import Support
 
 
-class Sharded(struct.PyTreeNode):
+class Sharded(SplitBatches, struct.PyTreeNode):
     """One logical buffer of ``S`` shards, each a whole buffer, along an axis of a mesh.
 
     ``sample`` draws exactly like a single buffer with the items of all shards: every device

@@ -438,7 +438,7 @@ class TrajectoryBuffer(Body):
         """
         self = common.check_single(self)
         field = fields.need(self.data, path, "path", "steps have")
-        if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(field)):
+        if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(field)):
             raise ValueError(f"path is {path!r}, which leads to no arrays")
         env, position, shape = broadcast_steps(env_ids, positions)
         row = self.rings.locate(env, position)

@@ -109,7 +109,8 @@ def check_pair(
         Traceback (most recent call last):
         ValueError: reward_clip is 1.0; expected (low, high)
     """
-    sized = isinstance(value, list | tuple) or getattr(value, "shape", None) == (2,)
+    array = isinstance(value, np.ndarray | jax.Array) and value.shape == (2,)
+    sized = array or isinstance(value, list | tuple)
     bounds = [_as_float(bound) for bound in value] if sized and not _is_abstract(value) else []
     if len(bounds) == 2:
         low, high = bounds

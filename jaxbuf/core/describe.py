@@ -6,18 +6,21 @@ describe.rich`` prints their shapes and sizes, and its configuration. Nothing is
 
 import dataclasses
 import html
+import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.core
+import numpy as np
 
 from jaxbuf.core.donation import is_gone
 from jaxbuf.core.sizes import format_bytes
 
 _MOST_LEAVES = 16
 _LONGEST = 200
+_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 def text(self: Any) -> str:
@@ -57,7 +60,7 @@ def _lines(thing: Any) -> Iterator[str]:
 
 def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, Any]]:
     """Returns for each part of a field its name, its kind, and the value that has its size."""
-    value = getattr(thing, field.name)
+    value = _value(thing, field)
     if not field.metadata.get("pytree_node", True):
         # Classes with an underscore only matter to readers of the source.
         hidden = value is None or value == () or type(value).__name__.startswith("_")
@@ -72,7 +75,7 @@ def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, Any
 
 def _kind(node: Any) -> str:
     """Returns an array's dtype and shape, a function's name, or a dataclass without its arrays."""
-    if hasattr(node, "shape") and hasattr(node, "dtype"):
+    if isinstance(node, _ARRAYS):
         return f"{node.dtype}[{', '.join(map(str, node.shape))}]" if node.shape else str(node.dtype)
     if type(node).__repr__ is text:
         return type(node).__name__
@@ -80,16 +83,23 @@ def _kind(node: Any) -> str:
         inner = [
             f"{field.name}={_kind(value)}"
             for field in dataclasses.fields(node)
-            for value in [getattr(node, field.name)]
+            for value in [_value(node, field)]
             if not field.metadata.get("pytree_node", True) or dataclasses.is_dataclass(value)
         ]
         return f"{type(node).__name__}({', '.join(inner)})" if inner else type(node).__name__
-    whole = getattr(node, "__name__", None) or repr(node)
+    function: Any = inspect.unwrap(node) if callable(node) else None
+    named = inspect.isroutine(function) or isinstance(function, type)
+    whole = function.__name__ if named else repr(node)
     return whole if len(whole) <= _LONGEST else whole[: _LONGEST - 3] + "..."
 
 
+def _value(thing: Any, field: dataclasses.Field[Any]) -> Any:
+    # A dataclass gives access to its fields by name only like this.
+    return getattr(thing, field.name)
+
+
 def _size(node: Any) -> str:
-    arrays = [leaf for leaf in jax.tree.leaves(node) if hasattr(leaf, "dtype")]
+    arrays = [leaf for leaf in jax.tree.leaves(node) if isinstance(leaf, _ARRAYS)]
     return format_bytes(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays))
 
 

@@ -17,7 +17,7 @@ def find(tree: Any, path: str) -> Any:
     """
     at = tree
     for part in path.split("."):
-        at = at.get(part) if isinstance(at, dict) else getattr(at, part, None)
+        at = _step(at, part)
     return at if jax.tree.leaves(at) else None
 
 
@@ -81,10 +81,18 @@ def replace(tree: Any, path: str, value: Any) -> Any:
         {'obs': {'goal': 3, 'arm': 2}}
     """
     part, _, rest = path.partition(".")
-    inner = tree[part] if isinstance(tree, dict) else getattr(tree, part)
-    changed = replace(inner, rest, value) if rest else value
+    changed = replace(_step(tree, part), rest, value) if rest else value
     if isinstance(tree, dict):
         return {**tree, part: changed}
-    if hasattr(tree, "_replace"):
-        return tree._replace(**{part: changed})
-    return dataclasses.replace(tree, **{part: changed})
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return dataclasses.replace(tree, **{part: changed})
+    named: Any = tree
+    return named._replace(**{part: changed})
+
+
+def _step(tree: Any, part: str) -> Any:
+    """Returns the value of a key or an attribute; None if there is no such one."""
+    if isinstance(tree, dict):
+        return tree.get(part)
+    # The name is a part of the user's path, and the tree may be of any class of the user.
+    return getattr(tree, part, None)

@@ -196,7 +196,9 @@ def _may_change(leaf: Any) -> bool:
     """Returns whether a leaf's numbers may change when it is traced or stored."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind in _KINDS and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
-    return isinstance(leaf, int | float) or getattr(leaf, "weak_type", False)
+    if isinstance(leaf, jax.Array):
+        return jax.typeof(leaf).weak_type
+    return isinstance(leaf, int | float)
 
 
 def _kind(dtype: Any) -> str:

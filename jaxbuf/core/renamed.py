@@ -37,6 +37,7 @@ def field(old: str, new: str) -> Callable[[Class], Class]:
 
     def read(self: Any) -> Any:
         warn(f"the attribute {old}", new)
+        # The name is an argument of the decorator.
         return getattr(self, new)
 
     def decorate(kind: Class) -> Class:

@@ -194,7 +194,8 @@ def _gather(storage: PyTree[Array], start: Int[Array, " B"], length: int | None)
     axes, leading = (1, start.shape) if length is None else (2, (*start.shape, length))
     for leaf in leaves:
         sizes.check_bytes("a batch", (*leading, *leaf.shape[axes:]), leaf.dtype)
-    known = [getattr(leaf.dtype, "kind", "none") in _KINDS for leaf in leaves]
+    # The dtypes of PRNG keys are not NumPy's.
+    known = [isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in _KINDS for leaf in leaves]
 
     def natively(start: Int[Array, " B"], *leaves: Array) -> list[Array]:
         taken = iter(

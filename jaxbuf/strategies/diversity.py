@@ -124,8 +124,8 @@ class Diversity(Part):
                     f"field is {checks.name_of(self.field)}; expected a field such as "
                     "'obs.position', a function of one item, or a tuple of these"
                 )
-        for name, known in (("within_batch", WithinBatch), ("active", Active)):
-            checks.check_choice(name, getattr(self, name), get_args(known))
+        checks.check_choice("within_batch", self.within_batch, get_args(WithinBatch))
+        checks.check_choice("active", self.active, get_args(Active))
 
     def init(self, data: PyTree[Any], slots: int) -> DiversityState:
         """Returns the state of an empty buffer.

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jax.custom_batching import custom_vmap
@@ -107,12 +108,13 @@ class Episodes(Part):
     of_shards = True
 
     def __post_init__(self) -> None:
-        for name in ("terminated", "truncated", "last", "reward"):
-            path = getattr(self, name)
-            if path is not None or name in ("terminated", "reward"):
+        checks.check_field("terminated", self.terminated)
+        checks.check_field("reward", self.reward)
+        for name, path in (("truncated", self.truncated), ("last", self.last)):
+            if path is not None:
                 checks.check_field(name, path)
-        for name, choices in (("boundary", Boundary), ("recurrence", Recurrence)):
-            checks.check_choice(name, getattr(self, name), get_args(choices))
+        checks.check_choice("boundary", self.boundary, get_args(Boundary))
+        checks.check_choice("recurrence", self.recurrence, get_args(Recurrence))
         record_return = checks.check_flag("record_return", self.record_return)
         object.__setattr__(self, "record_return", record_return)
         discount = checks.check_number(
@@ -567,7 +569,7 @@ def _fill(
 def _check(data: PyTree[Array], path: str, name: str, kind: Any) -> None:
     """Raises ValueError if a path does not lead to a single bool, or float, of a step."""
     found = fields.need(data, path, f"episodes.{name}", "the example has")
-    if not hasattr(found, "dtype"):
+    if not isinstance(found, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise ValueError(f"episodes.{name} is {path!r}, which is not a single array")
     if not jnp.issubdtype(found.dtype, kind):
         expected = "bool" if kind is jnp.bool_ else "a floating dtype"

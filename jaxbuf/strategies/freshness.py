@@ -123,9 +123,9 @@ class Freshness(Part):
 
     def __post_init__(self) -> None:
         checks.check_choice("comparison", self.comparison, get_args(Comparison))
-        least = {"max_use": 1, "max_staleness": 1 if self.comparison == ">=" else 0}
-        for name, low in least.items():
-            value = getattr(self, name)
+        strict = self.comparison == ">="
+        limits = {"max_use": (self.max_use, 1), "max_staleness": (self.max_staleness, int(strict))}
+        for name, (value, low) in limits.items():
             if value is None:
                 continue
             # A NumPy scalar can differ from the same Python number, which would cause a retrace.

@@ -171,18 +171,20 @@ class Prioritized(ShardableSampler, KnownSampler):
     uses_priority = True
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "initial_priority", "epsilon"):
+        numbers = {
+            "alpha": self.alpha,
+            "initial_priority": self.initial_priority,
+            "epsilon": self.epsilon,
+        }
+        for name, value in numbers.items():
             number = checks.check_number(
-                name,
-                getattr(self, name),
-                "a finite number of at least 0",
-                lambda x: 0 <= x < math.inf,
+                name, value, "a finite number of at least 0", lambda x: 0 <= x < math.inf
             )
             object.__setattr__(self, name, number)
         mix = checks.check_fraction("uniform_mix", self.uniform_mix)
         object.__setattr__(self, "uniform_mix", mix)
-        for name in ("stratified", "replacement"):
-            object.__setattr__(self, name, checks.check_flag(name, getattr(self, name)))
+        for name, flag in (("stratified", self.stratified), ("replacement", self.replacement)):
+            object.__setattr__(self, name, checks.check_flag(name, flag))
 
     def init(self, capacity: int) -> SegmentTree:
         """Returns a tree of masses that are all zero."""

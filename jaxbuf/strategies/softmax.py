@@ -105,8 +105,8 @@ class Softmax(ShardableSampler):
             lambda x: _TINY <= x < math.inf,
         )
         object.__setattr__(self, "temperature", temperature)
-        for name in ("replacement", "fallback"):
-            object.__setattr__(self, name, checks.check_flag(name, getattr(self, name)))
+        for name, flag in (("replacement", self.replacement), ("fallback", self.fallback)):
+            object.__setattr__(self, name, checks.check_flag(name, flag))
         if self.fallback and self.replacement:
             raise ValueError("fallback requires replacement=False; set both, or leave it out")
 

@@ -43,8 +43,8 @@ def native_available() -> bool:
         return False
     library = ctypes.CDLL(str(path))
     for name in ("set_leaves", "find", "read", "place", "mark", "take"):
-        symbol = getattr(library, f"jaxbuf_{name}")
-        jax.ffi.register_ffi_target(f"jaxbuf_{name}", jax.ffi.pycapsule(symbol), platform="cpu")
+        target = jax.ffi.pycapsule(library[f"jaxbuf_{name}"])
+        jax.ffi.register_ffi_target(f"jaxbuf_{name}", target, platform="cpu")
     return True
 
 
