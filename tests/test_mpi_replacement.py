@@ -172,12 +172,15 @@ def test_a_population_refuses_bad_arguments():
 
     key, rule = jax.random.key(0), ReplaceWorst(age=1)
     with pytest.raises(ValueError, match="rule is 3; expected"):
-        Population.create(3, MPI.COMM_SELF, key)
+        Population.create(3, key, MPI.COMM_SELF)
     with pytest.raises(ValueError, match="this rank is not in comm"):
-        Population.create(rule, None, key)
+        Population.create(rule, key, None)
     with pytest.raises(ValueError, match=r"score has shape \(\); expected \(1,\), which is \(W,\)"):
         rule.choose(key, jnp.zeros(()), jnp.int32(0))
-    population = Population.create(rule, MPI.COMM_SELF, key)
+    population = Population.create(rule, key, MPI.COMM_SELF)
+    with pytest.warns(DeprecationWarning, match=r"is now Population.create\(rule, key, comm\)"):
+        before = Population.create(rule, MPI.COMM_SELF, key)
+    assert int(before.spared) == int(population.spared)
     with pytest.raises(ValueError, match="params has no leaves"):
         population.update(key, {}, 0.0)
     with pytest.raises(ValueError, match=r"params\['steps'\] has dtype int32; only floating"):
@@ -189,7 +192,7 @@ def test_a_population_refuses_bad_arguments():
 def test_a_single_rank_is_never_replaced():
     from mpi4py import MPI
 
-    population = Population.create(ReplaceWorst(age=1), MPI.COMM_SELF, jax.random.key(0))
+    population = Population.create(ReplaceWorst(age=1), jax.random.key(0), MPI.COMM_SELF)
     params = {"w": jnp.array([1.0, jnp.nan])}
     for call in range(3):
         # Raw keys work like typed ones.
@@ -262,7 +265,7 @@ def _program(folder):
     world = MPI.COMM_WORLD
     rank, ranks = world.Get_rank(), world.Get_size()
     for name, rule in _RULES.items():
-        population = Population.create(rule, world, jax.random.key(99))
+        population = Population.create(rule, jax.random.key(99), world)
         params = jax.tree.map(jnp.asarray, _params(rank))
         if rank == 0:
             params["dense"] = params["dense"].at[0, 0].set(jnp.inf)
@@ -287,7 +290,7 @@ def _program(folder):
             facts=[int(metrics[x]) for x in ("age", "calls", "replaced", "replacements")],
             score=metrics["score"],
         )
-    drawn = Population.create(ReplaceWorst(age=(5, 50)), world, jax.random.key(1))
+    drawn = Population.create(ReplaceWorst(age=(5, 50)), jax.random.key(1), world)
     print(json.dumps({"spared": int(drawn.spared)}))
 
 

@@ -176,6 +176,26 @@ class Body(struct.PyTreeNode):
         rows, bounds = common.check_range(self, key, batch_size, start, stop, flags)
         return call(Body._picked, self, key, rows, bounds, *flags.values(), static=(2, 4, 5))
 
+    def gather(self, draw: Draw) -> Sample:
+        """Returns the items, or windows, of a draw.
+
+        Args:
+            draw: The draw, such as one by a sampler that the buffer does not have.
+
+        Returns:
+            A ``Sample``, whose invalid rows have probability 0 and index ``capacity``.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=jaxbuf.Prioritized())
+            >>> buffer = buffer.add(jnp.arange(3))
+            >>> sampler = jaxbuf.Uniform(replacement=False)
+            >>> draw = sampler.draw((), jax.random.key(0), 3, buffer.occupancy)
+            >>> sorted(buffer.gather(draw).data.tolist())
+            [0, 1, 2]
+        """
+        return common.gather(self.occupancy, draw, self.capacity, self._read)
+
     def latest(self, n: int) -> Sample:
         """Returns the ``n`` newest items, or the ``n`` newest windows of every ring.
 
@@ -381,10 +401,6 @@ class Body(struct.PyTreeNode):
             sampler_state=self.sampler.set_priority(state, index, priority),
             counters=self._counted({"rejected": rejected}),
         )
-
-    def gather(self, draw: Draw) -> Sample:
-        """Returns the items, or windows, of a draw, such as that of a sampler."""
-        return common.gather(self.occupancy, draw, self.capacity, self._read)
 
     def _counted(self, counts: dict[str, Array]) -> UInt[Array, " K"]:
         """Returns the counters with these counts added."""

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.core import checks, describe, numbers, sizes, storage
+from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage
 from jaxbuf.mpi.layout import Ranks
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class Population(struct.PyTreeNode):
         >>> from jaxbuf.mpi import Layout, Population, ReplaceWorst, make_communicators
         >>> rule = ReplaceWorst(worst_ratio=0.3, age=100, average="weighted_mean", every=20)
         >>> training = make_communicators(Layout(4)).training  # doctest: +SKIP
-        >>> population = Population.create(rule, training, jax.random.key(0))  # doctest: +SKIP
+        >>> population = Population.create(rule, jax.random.key(0), training)  # doctest: +SKIP
         >>> @jax.jit
         ... def step(population, key, params):
         ...     params, score = train(params)
@@ -219,19 +219,23 @@ class Population(struct.PyTreeNode):
     _repr_html_ = describe.rich
 
     @classmethod
-    def create(cls, rule: ReplaceWorst, comm: "MPI.Intracomm", key: PRNGKeyArray) -> Self:
+    def create(cls, rule: ReplaceWorst, key: PRNGKeyArray, comm: "MPI.Intracomm") -> Self:
         """Create this rank's part. Every rank of ``comm`` calls this with the same arguments.
 
         Args:
             rule: The rule that chooses the ranks to replace.
-            comm: The communicator of the ranks to compare, such as ``Communicators.training``.
             key: The key from which each rank draws how long it is spared.
+            comm: The communicator of the ranks to compare, such as ``Communicators.training``.
 
         Raises:
             ValueError: If ``rule`` is not a ``ReplaceWorst``, or this rank is not in ``comm``.
         """
         if not isinstance(rule, ReplaceWorst):
             raise ValueError(f"rule is {rule!r}; expected jaxbuf.mpi.ReplaceWorst(...)")
+        first, second = cast("tuple[Any, Any]", (key, comm))
+        if isinstance(second, jax.Array | np.ndarray):
+            renamed.warn("Population.create(rule, comm, key)", "Population.create(rule, key, comm)")
+            key, comm = second, first
         if comm is None:
             raise ValueError("this rank is not in comm; only its members are compared")
         ranks = Ranks(comm)
