@@ -1,7 +1,6 @@
 """Calls from Python: each function is jitted once, as a program of its own."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.extend.core
 from jaxtyping import PyTree
 
 from jaxbuf.core.donation import check_there
+from jaxbuf.core.types import Function
 
 
 class OwnPrograms:
@@ -17,7 +17,7 @@ class OwnPrograms:
 
 
 def call(
-    function: Callable[..., Any], *args: Any, static: tuple[int, ...] = (), donate: bool = False
+    function: Function, *args: PyTree, static: tuple[int, ...] = (), donate: bool = False
 ) -> Any:
     """Returns ``function(*args)``: jitted, or as it is inside a transformation of the caller.
 
@@ -96,7 +96,7 @@ def _options(platform: str) -> dict[str, str] | None:
 
 
 def _run(
-    function: Callable[..., Any], static: tuple[int, ...], donate: bool, args: tuple[Any, ...]
+    function: Function, static: tuple[int, ...], donate: bool, args: tuple[PyTree, ...]
 ) -> Any:
     # XLA's error for a donated argument names neither the argument nor a remedy, and devices that
     # work together may wait for each other forever.
@@ -111,9 +111,7 @@ def _run(
 
 
 @functools.cache
-def _compiled(
-    function: Callable[..., Any], static: tuple[int, ...], donate: bool, platform: str
-) -> Callable[..., Any]:
+def _compiled(function: Function, static: tuple[int, ...], donate: bool, platform: str) -> Function:
     """Returns the one jitted form of a function for a platform."""
     return jax.jit(
         function,
@@ -123,7 +121,7 @@ def _compiled(
     )
 
 
-def _state() -> Any:
+def _state() -> object:
     """Returns an opaque value for what this thread is tracing; only comparisons make sense."""
     return jax.extend.core.get_opaque_trace_state(convention="jaxbuf")
 

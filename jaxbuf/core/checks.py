@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.core
@@ -16,7 +16,7 @@ import numpy as np
 _SHORT = 80
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Returns the kind of a value, as a phrase that can follow "is".
 
     Example:
@@ -33,7 +33,7 @@ def kind_of(value: Any) -> str:
     return f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
 
 
-def name_of(value: Any) -> str:
+def name_of(value: object) -> str:
     """Returns a value's repr if it is short, and else its kind, as a phrase that follows "is".
 
     Example:
@@ -46,7 +46,7 @@ def name_of(value: Any) -> str:
     return text if 0 < len(text) <= _SHORT else kind_of(value)
 
 
-def check_flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: object) -> bool:
     """Returns a switch as a Python bool.
 
     Raises:
@@ -62,7 +62,7 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_number(name: str, value: Any, expected: str, legal: Callable[[float], bool]) -> float:
+def check_number(name: str, value: object, expected: str, legal: Callable[[float], bool]) -> float:
     """Returns a number that is known when the program is traced, as a Python float.
 
     NumPy scalars are converted because as configuration they would cause retracing.
@@ -87,7 +87,7 @@ def check_number(name: str, value: Any, expected: str, legal: Callable[[float], 
     return number
 
 
-def check_fraction(name: str, value: Any) -> float:
+def check_fraction(name: str, value: object) -> float:
     """Returns a fraction as a Python float.
 
     Raises:
@@ -97,7 +97,7 @@ def check_fraction(name: str, value: Any) -> float:
 
 
 def check_pair(
-    name: str, value: Any, expected: str, legal: Callable[[float, float], bool]
+    name: str, value: object, expected: str, legal: Callable[[float, float], bool]
 ) -> tuple[float, float]:
     """Returns two bounds as Python floats.
 
@@ -109,9 +109,11 @@ def check_pair(
         Traceback (most recent call last):
         ValueError: reward_clip is 1.0; expected (low, high)
     """
-    array = isinstance(value, np.ndarray | jax.Array) and value.shape == (2,)
-    sized = array or isinstance(value, list | tuple)
-    bounds = [_as_float(bound) for bound in value] if sized and not _is_abstract(value) else []
+    bounds: list[float | None] = []
+    if isinstance(value, list | tuple):
+        bounds = [_as_float(bound) for bound in cast("Sequence[object]", value)]
+    elif isinstance(value, np.ndarray | jax.Array) and not _is_abstract(value):
+        bounds = [_as_float(bound) for bound in value] if value.shape == (2,) else []
     if len(bounds) == 2:
         low, high = bounds
         if low is not None and high is not None and legal(low, high):
@@ -119,7 +121,7 @@ def check_pair(
     raise ValueError(f"{name} is {name_of(value)}; expected {expected}")
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     """Returns a name, which must be one of ``choices``.
 
     Raises:
@@ -135,7 +137,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     return value
 
 
-def check_field(name: str, value: Any) -> str:
+def check_field(name: str, value: object) -> str:
     """Returns the name of a field; dots in it lead into nested fields.
 
     Raises:
@@ -151,7 +153,7 @@ def check_field(name: str, value: Any) -> str:
     return value
 
 
-def check_path(name: str, value: Any) -> Path:
+def check_path(name: str, value: object) -> Path:
     """Returns the path of a file or a folder.
 
     Raises:
@@ -167,7 +169,7 @@ def check_path(name: str, value: Any) -> Path:
     return Path(value)
 
 
-def check_seconds(name: str, value: Any) -> float | None:
+def check_seconds(name: str, value: object) -> float | None:
     """Returns a duration in seconds, or None.
 
     Raises:
@@ -183,7 +185,7 @@ def check_seconds(name: str, value: Any) -> float | None:
     return check_number(name, value, "seconds, more than 0, or None", lambda x: x > 0)
 
 
-def check_kind(name: str, value: Any, kind: type, expected: str) -> None:
+def check_kind(name: str, value: object, kind: type, expected: str) -> None:
     """Checks that a value is an instance of a class.
 
     Raises:
@@ -193,7 +195,7 @@ def check_kind(name: str, value: Any, kind: type, expected: str) -> None:
         raise ValueError(f"{name} is {name_of(value)}; expected {expected}")
 
 
-def _as_float(value: Any) -> float | None:
+def _as_float(value: object) -> float | None:
     """Returns a real number as a float, or None for any other value."""
     if _is_abstract(value) or isinstance(value, bool):
         return None
@@ -208,7 +210,7 @@ def _as_float(value: Any) -> float | None:
     return float(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Returns whether the repr of a value is what a user would write."""
     if isinstance(value, list | tuple | dict):
         parts: Any = value.values() if isinstance(value, dict) else value
@@ -218,6 +220,6 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str | bytes | bool | int | float | complex | np.generic)
 
 
-def _is_abstract(value: Any) -> bool:
+def _is_abstract(value: object) -> bool:
     """Returns whether the numbers of an array are unknown until a program runs."""
     return isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct)

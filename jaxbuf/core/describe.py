@@ -23,7 +23,7 @@ _LONGEST = 200
 _ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
-def text(self: Any) -> str:
+def text(self: object) -> str:
     """Returns one line for the whole, and one for each array and each part of the configuration.
 
     Tracers, abstract values and donated buffers are also described, and marked as such.
@@ -41,7 +41,7 @@ def text(self: Any) -> str:
     return "\n".join([f"{type(self).__name__}: {_size(self)}{_state(self)}", *_lines(self)])
 
 
-def rich(self: Any) -> str:
+def rich(self: object) -> str:
     """Returns the same description as HTML, for a notebook."""
     title, _, rows = html.escape(text(self)).partition("\n")
     return f"<div><strong>{title}</strong><pre>{rows}</pre></div>"
@@ -58,7 +58,7 @@ def _lines(thing: Any) -> Iterator[str]:
             yield from (f"  {line}" for line in _lines(node))
 
 
-def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, Any]]:
+def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, object]]:
     """Returns for each part of a field its name, its kind, and the value that has its size."""
     value = _value(thing, field)
     if not field.metadata.get("pytree_node", True):
@@ -66,6 +66,7 @@ def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, Any
         hidden = value is None or value == () or type(value).__name__.startswith("_")
         return [] if hidden else [(field.name, _kind(value), None)]
     parts = jax.tree_util.tree_leaves_with_path(value, is_leaf=dataclasses.is_dataclass)
+    rows: list[tuple[str, str, object]]
     rows = [(field.name + jax.tree_util.keystr(path), _kind(node), node) for path, node in parts]
     if len(rows) > _MOST_LEAVES:
         more = f"and {len(rows) - _MOST_LEAVES + 1} more leaves"
@@ -73,7 +74,7 @@ def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, Any
     return rows
 
 
-def _kind(node: Any) -> str:
+def _kind(node: object) -> str:
     """Returns an array's dtype and shape, a function's name, or a dataclass without its arrays."""
     if isinstance(node, _ARRAYS):
         return f"{node.dtype}[{', '.join(map(str, node.shape))}]" if node.shape else str(node.dtype)
@@ -93,17 +94,17 @@ def _kind(node: Any) -> str:
     return whole if len(whole) <= _LONGEST else whole[: _LONGEST - 3] + "..."
 
 
-def _value(thing: Any, field: dataclasses.Field[Any]) -> Any:
+def _value(thing: Any, field: dataclasses.Field[Any]) -> object:
     # A dataclass gives access to its fields by name only like this.
     return getattr(thing, field.name)
 
 
-def _size(node: Any) -> str:
+def _size(node: object) -> str:
     arrays = [leaf for leaf in jax.tree.leaves(node) if isinstance(leaf, _ARRAYS)]
     return format_bytes(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays))
 
 
-def _state(thing: Any) -> str:
+def _state(thing: object) -> str:
     """Returns a remark if the arrays have no readable contents, and says why."""
     leaves = jax.tree.leaves(thing)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):

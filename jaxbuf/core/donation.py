@@ -1,14 +1,12 @@
 """Detects arrays that were donated to a program, which has updated them in place."""
 
-from typing import Any
-
 import jax
 import jax.core
 
 from jaxbuf.core import trees
 
 
-def is_gone(tree: Any, name: str = "tree") -> bool:
+def is_gone(tree: object, name: str = "tree") -> bool:
     """Returns whether an array of the tree was donated, so that it can no longer be read.
 
     Raises:
@@ -20,7 +18,7 @@ def is_gone(tree: Any, name: str = "tree") -> bool:
     )
 
 
-def check_there(tree: Any, name: str) -> None:
+def check_there(tree: object, name: str) -> None:
     """Checks that a tree is a pytree and was not donated.
 
     Raises:

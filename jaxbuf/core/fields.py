@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from jaxbuf.core import checks
 
 
-def find(tree: Any, path: str) -> Any:
+def find(tree: PyTree, path: str) -> PyTree:
     """Returns the field at a dotted path; None if it is missing or None.
 
     Example:
@@ -21,7 +22,7 @@ def find(tree: Any, path: str) -> Any:
     return at if jax.tree.leaves(at) else None
 
 
-def need(tree: Any, path: str, name: str, where: str) -> Any:
+def need(tree: PyTree, path: str, name: str, where: str) -> PyTree:
     """Returns the field at a dotted path, which must exist.
 
     Args:
@@ -48,7 +49,7 @@ def need(tree: Any, path: str, name: str, where: str) -> Any:
     return found
 
 
-def truncation(tree: Any, terminated: str, given: str | None) -> str | None:
+def truncation(tree: PyTree, terminated: str, given: str | None) -> str | None:
     """Returns the path of the flags for truncated episodes.
 
     Args:
@@ -71,7 +72,7 @@ def truncation(tree: Any, terminated: str, given: str | None) -> str | None:
     return next((path for path in paths if find(tree, path) is not None), None)
 
 
-def replace(tree: Any, path: str, value: Any) -> Any:
+def replace(tree: PyTree, path: str, value: object) -> PyTree:
     """Returns the tree with another value at a dotted path, which must exist.
 
     Dicts, named tuples and dataclasses along the path are copied, never changed.
@@ -90,7 +91,7 @@ def replace(tree: Any, path: str, value: Any) -> Any:
     return named._replace(**{part: changed})
 
 
-def _step(tree: Any, part: str) -> Any:
+def _step(tree: PyTree, part: str) -> PyTree:
     """Returns the value of a key or an attribute; None if there is no such one."""
     if isinstance(tree, dict):
         return tree.get(part)

@@ -9,12 +9,13 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import checks, trees
+from jaxbuf.core.types import Dtype
 
 # A number may be converted to its own kind or a later one: bool, integer, floating, complex.
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
 
-def abstract(value: Any, name: str) -> jax.ShapeDtypeStruct:
+def abstract(value: object, name: str) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and weak type that ``value`` has once it is traced.
 
     Raises:
@@ -35,7 +36,7 @@ def abstract(value: Any, name: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=bool(aval.weak_type))
 
 
-def given(value: Any, name: str) -> jax.ShapeDtypeStruct:
+def given(value: object, name: str) -> jax.ShapeDtypeStruct:
     """Returns the same as ``abstract`` for a value that must hold numbers, not only their type.
 
     Raises:
@@ -64,7 +65,7 @@ def arrays(tree: PyTree, name: str) -> PyTree[Array]:
     return jax.tree.unflatten(treedef, out)
 
 
-def array(value: Any, name: str) -> Array:
+def array(value: object, name: str) -> Array:
     """Returns one jax array.
 
     Raises:
@@ -74,7 +75,7 @@ def array(value: Any, name: str) -> Array:
     return arrays(value, name)
 
 
-def ids(value: Any, name: str) -> Any:
+def ids(value: object, name: str) -> Any:
     """Returns integer identifiers as a NumPy array, or as a traced one.
 
     Raises:
@@ -88,17 +89,17 @@ def ids(value: Any, name: str) -> Any:
     return value if isinstance(value, jax.core.Tracer) else np.asarray(value)
 
 
-def is_number(dtype: Any) -> bool:
+def is_number(dtype: Dtype) -> bool:
     """Returns whether a dtype is one of numbers, unlike that of PRNG keys."""
     return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def may_become(got: Any, want: Any) -> bool:
+def may_become(got: Dtype, want: Dtype) -> bool:
     """Returns whether dtype ``got`` may be converted to ``want`` without loss of its kind."""
     return _KINDS[_kind(got)] <= _KINDS[_kind(want)]
 
 
-def convert(value: Any, name: str, dtype: Any, *, infinite: bool = False) -> Any:
+def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -> Any:
     """Returns ``value`` in another dtype, if its numbers fit it.
 
     Python numbers, NumPy arrays, and jax arrays that are not traced can be checked.
@@ -147,7 +148,7 @@ def convert(value: Any, name: str, dtype: Any, *, infinite: bool = False) -> Any
         return host.astype(dtype)
 
 
-def integers(value: Any, name: str) -> Int[Array, "..."]:
+def integers(value: object, name: str) -> Int[Array, "..."]:
     """Returns integers of any width as an int32 array.
 
     Raises:
@@ -192,7 +193,7 @@ def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, out)
 
 
-def _may_change(leaf: Any) -> bool:
+def _may_change(leaf: object) -> bool:
     """Returns whether a leaf's numbers may change when it is traced or stored."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind in _KINDS and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
@@ -201,7 +202,7 @@ def _may_change(leaf: Any) -> bool:
     return isinstance(leaf, int | float)
 
 
-def _kind(dtype: Any) -> str:
+def _kind(dtype: Dtype) -> str:
     # NumPy calls bfloat16, int4 and similar dtypes kind "V".
     for kind, group in (("i", jnp.signedinteger), ("f", jnp.floating)):
         if jnp.issubdtype(dtype, group):
@@ -209,7 +210,7 @@ def _kind(dtype: Any) -> str:
     return np.dtype(dtype).kind
 
 
-def _may_overflow(got: Any, dtype: Any, infinite: bool) -> bool:
+def _may_overflow(got: Dtype, dtype: Dtype, infinite: bool) -> bool:
     """Returns whether a number of dtype ``got`` may be out of the range of ``dtype``."""
     if np.can_cast(got, dtype):
         return False
@@ -220,7 +221,7 @@ def _may_overflow(got: Any, dtype: Any, infinite: bool) -> bool:
     return not infinite
 
 
-def _check_fit(host: np.ndarray, name: str, dtype: Any) -> None:
+def _check_fit(host: np.ndarray, name: str, dtype: Dtype) -> None:
     """Checks that all numbers are in the range of ``dtype``."""
     if not host.size:
         return
@@ -240,7 +241,7 @@ def _check_fit(host: np.ndarray, name: str, dtype: Any) -> None:
         _refuse(name + where, host[tuple(at)], dtype)
 
 
-def _refuse(name: str, number: Any, dtype: Any) -> None:
+def _refuse(name: str, number: object, dtype: Dtype) -> None:
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)

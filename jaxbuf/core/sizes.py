@@ -3,11 +3,12 @@
 import contextlib
 import math
 from collections.abc import Generator, Sequence
-from typing import Any
 
 import jax
 import jax.core
 import numpy as np
+
+from jaxbuf.core.types import Dtype
 
 # Slots are numbered by int32, and trees over them have up to twice as many nodes.
 MOST_ROWS = 2**30
@@ -32,7 +33,7 @@ def format_bytes(number: int) -> str:
     return f"{number} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def check_count(name: str, value: Any, least: int = 1, most: int = MOST_ROWS) -> int:
+def check_count(name: str, value: object, least: int = 1, most: int = MOST_ROWS) -> int:
     """Returns a size or another static count as a Python integer.
 
     Args:
@@ -65,7 +66,7 @@ def check_count(name: str, value: Any, least: int = 1, most: int = MOST_ROWS) ->
     return int(value)
 
 
-def check_bytes(name: str, shape: Sequence[int], dtype: Any) -> int:
+def check_bytes(name: str, shape: Sequence[int], dtype: Dtype) -> int:
     """Returns the size in bytes of an array that is to be allocated.
 
     Raises:

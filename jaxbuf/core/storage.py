@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ def allocate(example: PyTree, leading: Sequence[int]) -> PyTree[Array]:
     )
 
 
-def _zeros(leaf: Any, leading: Sequence[int], name: str) -> Array:
+def _zeros(leaf: object, leading: Sequence[int], name: str) -> Array:
     """Returns zeros for one leaf of an example."""
     like = numbers.abstract(leaf, name)
     shape = (*leading, *like.shape)
@@ -105,7 +104,7 @@ def check(
 
 
 def check_rows(
-    value: Any,
+    value: object,
     name: str,
     shape: tuple[int, ...],
     dtype: type[np.generic],
@@ -147,7 +146,7 @@ def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic]) -> bool:
     if got.dtype == np.dtype(dtype) or whole:
         return True
     loose = got.weak_type or jnp.issubdtype(dtype, jnp.floating)
-    return loose and numbers.may_become(got.dtype, dtype)
+    return loose and numbers.may_become(got.dtype, np.dtype(dtype))
 
 
 def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
@@ -217,12 +216,12 @@ def _gather(storage: PyTree[Array], start: Int[Array, " B"], length: int | None)
 def _(
     length: int | None,
     primals: tuple[PyTree[Array], Int[Array, " B"]],
-    tangents: tuple[PyTree[Array], Any],
+    tangents: tuple[PyTree[Array], object],
 ) -> tuple[PyTree[Array], PyTree[Array]]:
     (storage, start), (change, _) = primals, tangents
     rows = _gather(storage, start, length)
 
-    def of(row: Array, tangent: Any) -> Any:
+    def of(row: Array, tangent: Array) -> Array | np.ndarray:
         if jnp.issubdtype(row.dtype, jnp.inexact):
             return _select(tangent, start, length)
         return np.zeros(row.shape, jax.dtypes.float0)
@@ -266,7 +265,7 @@ def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:
     raise ValueError(f"{name} has another structure than the example: {detail}")
 
 
-def _name(root: str, path: Any) -> str:
+def _name(root: str, path: tuple[object, ...]) -> str:
     return root + jax.tree_util.keystr(path)
 
 

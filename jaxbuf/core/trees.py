@@ -9,7 +9,7 @@ import numpy as np
 Tree = TypeVar("Tree")
 
 
-def leaves(tree: Any, name: str) -> list[Any]:
+def leaves(tree: object, name: str) -> list[Any]:
     """Returns the leaves of a pytree.
 
     Raises:

@@ -1,6 +1,6 @@
 """Arrays that vary over the devices of a mesh, in the types that ``jax.shard_map`` tracks."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax import lax
@@ -36,5 +36,5 @@ def vary_with(tree: AnyTree, *others: PyTree[Array]) -> AnyTree:
     return jax.tree.map(cast, tree)
 
 
-def _axes(leaf: Any) -> frozenset[str]:
+def _axes(leaf: object) -> frozenset[str]:
     return jax.typeof(leaf).manual_axis_type.varying

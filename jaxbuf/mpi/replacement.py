@@ -232,10 +232,12 @@ class Population(struct.PyTreeNode):
         """
         if not isinstance(rule, ReplaceWorst):
             raise ValueError(f"rule is {rule!r}; expected jaxbuf.mpi.ReplaceWorst(...)")
-        first, second = cast("tuple[Any, Any]", (key, comm))
-        if isinstance(second, jax.Array | np.ndarray):
+        first: Any = key
+        second: Any = comm
+        swapped = isinstance(second, jax.Array | np.ndarray)
+        if swapped:
             renamed.warn("Population.create(rule, comm, key)", "Population.create(rule, key, comm)")
-            key, comm = second, first
+            key, comm = cast("PRNGKeyArray", second), first
         if comm is None:
             raise ValueError("this rank is not in comm; only its members are compared")
         ranks = Ranks(comm)

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
+from jaxbuf.core.types import Function
 from jaxbuf.core.varying import vary_with
 
 
@@ -57,7 +58,7 @@ def using_native(enabled: bool) -> contextlib.AbstractContextManager[None]:
     return _in_use(enabled)
 
 
-def either(natively: Callable[..., Any], plainly: Callable[..., Any], *arrays: Array) -> Any:
+def either(natively: Function, plainly: Function, *arrays: Array) -> PyTree[Array]:
     """Returns ``natively(*arrays)`` on a CPU with the kernels, and else ``plainly(*arrays)``."""
     arrays = vary_with(arrays, arrays)
     if not (_in_use.value and native_available()):
@@ -65,11 +66,13 @@ def either(natively: Callable[..., Any], plainly: Callable[..., Any], *arrays: A
     return lax.platform_dependent(*arrays, cpu=natively, default=plainly)
 
 
-def _call(name: str, out: Any, like: Array, batched: str, **options: Any) -> Callable[..., Any]:
+def _call(
+    name: str, out: PyTree[jax.ShapeDtypeStruct], like: Array, batched: str, **options: Any
+) -> Function:
     """Returns a kernel as a function of arrays; its results vary over a mesh as ``like`` does."""
     known = jax.typeof(like)
 
-    def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    def shape_of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not known.manual_axis_type.varying:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         sharding = jax.NamedSharding(known.sharding.mesh, jax.P(*[None] * len(leaf.shape)))
