@@ -18,6 +18,7 @@ import numpy as np
 import jaxbuf
 
 KILLS = int(os.environ.get("JAXBUF_KILLS", "40"))
+KILLS_OF_TWO = int(os.environ.get("JAXBUF_KILLS", "20"))
 
 # Processes fork from one that has imported everything and computed nothing.
 _context = multiprocessing.get_context("forkserver")
@@ -119,7 +120,7 @@ def _one_of_two(path: Path, sender: Connection, who: int, k: int) -> None:
         k += 1
 
 
-def kill_two_savers(path: Path, longest: float, kills: int = KILLS) -> int:
+def kill_two_savers(path: Path, longest: float, kills: int = KILLS_OF_TWO) -> int:
     """Have two processes save to one folder and kill both, ``kills`` times over.
 
     Whatever the moments, what is there afterwards is whole, and nothing that was acknowledged

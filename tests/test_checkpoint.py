@@ -791,7 +791,7 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path):
 
 
 def test_two_savers_that_are_killed_leave_a_whole_checkpoint(tmp_path):
-    assert kill.kill_two_savers(tmp_path / "run", longest=0.5, kills=kill.KILLS // 2) > 0
+    assert kill.kill_two_savers(tmp_path / "run", longest=0.5) > 0
 
 
 def test_orbax_is_imported_where_it_is_needed_only():

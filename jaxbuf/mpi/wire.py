@@ -1,8 +1,9 @@
 """Messages between a manager and its workers.
 
 A message is a header, which is a record of a fixed NumPy dtype, followed by the arrays of a pytree
-whose shapes both ends know; nothing is pickled or padded. Header and small arrays are sent in one
-piece. Large arrays follow, each sent from its own memory, so they are not copied.
+whose shapes both ends know; nothing is pickled. Header and small arrays are sent in one piece, in
+which each array has a fixed place, so the receiver need not copy it. Large arrays follow, each sent
+from its own memory and without the rows that it does not use.
 
 Each run of the exchange has two tags of its own, one for first pieces and one for large arrays.
 Messages that an earlier run left behind are therefore recognized and dropped. A communicator for
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # The last byte is the version of this format.
-MAGIC = 0x6A786266_02
+MAGIC = 0x6A786266_03
 HEADER = np.dtype([(name, np.int64) for name in ("magic", "kind", "number", "rows", "checksum")])
 # The application may send messages of its own through the communicator, usually with small tags.
 FIRST_TAG = 7100
@@ -86,6 +87,11 @@ class Header(NamedTuple):
     checksum: int = 0
 
 
+def _size(leaf: Any) -> int:
+    """Return the bytes of an array of this shape and dtype."""
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
 class Schema:
     """The shapes and dtypes of the arrays in one kind of message, the same at both ends.
 
@@ -96,8 +102,9 @@ class Schema:
 
     Attributes:
         leaves: Shapes and dtypes.
-        large: True for the leaves that are sent on their own.
-        treedef: Their structure.
+        starts: The byte of the first piece at which each array begins; None for large arrays.
+        size: The bytes of the first piece, header included.
+        treedef: The structure of the arrays.
         rows: The largest number of rows; None if arrays have no leading axis of rows.
         checksum: A checksum of structure, shapes and dtypes.
     """
@@ -105,15 +112,25 @@ class Schema:
     def __init__(self, tree: PyTree, rows: int | None = None) -> None:
         leaves, self.treedef = jax.tree.flatten(tree)
         self.leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for x in leaves]
-        self.large = [leaf.size * leaf.dtype.itemsize >= _LARGE for leaf in self.leaves]
         self.rows = rows
+        self.starts: list[int | None] = []
+        self.size = HEADER.itemsize
+        for size in map(_size, self.leaves):
+            start = -(-self.size // _ALIGNMENT) * _ALIGNMENT
+            self.starts.append(None if size >= _LARGE else start)
+            self.size = self.size if size >= _LARGE else start + size
         names = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
         described = [(leaf.shape, leaf.dtype.name) for leaf in self.leaves]
         self.checksum = zlib.crc32(repr((names, described)).encode())
 
-    def allocate(self) -> list[np.ndarray]:
-        """Return zeros for each array."""
-        return [_zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
+    def arrays(self, first: np.ndarray) -> list[np.ndarray]:
+        """Return the small arrays as views of a first piece, and memory for the large ones."""
+        return [
+            _zeros(leaf.shape, leaf.dtype)
+            if start is None
+            else first[start : start + _size(leaf)].view(leaf.dtype).reshape(leaf.shape)
+            for start, leaf in zip(self.starts, self.leaves, strict=True)
+        ]
 
 
 _NOTE = Schema(jax.ShapeDtypeStruct((_NOTE_BYTES,), np.uint8))
@@ -148,54 +165,51 @@ class Sending(NamedTuple):
     Attributes:
         to: The rank that it goes to.
         kind: Its kind.
-        size: Its bytes.
         requests: One for the first piece and one for each large array.
+        memory: The memory of its first piece.
     """
 
     to: int
     kind: Kind
-    size: int
     requests: "list[MPI.Request]"
+    memory: "_Memory"
 
     def done(self) -> bool:
         """Return whether MPI no longer needs the memory."""
         return all(request.Test() for request in self.requests)
 
 
-class _Partial:
-    """A message whose first piece was received, but not all of its large arrays.
+class _Memory:
+    """Memory for the first piece of any message; it is used again once a message is done.
 
     Args:
-        message: The message as far as it is known.
-        schema: Its schema.
-        arrays: Memory for its arrays.
+        size: Its bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.first = _zeros((size,), np.dtype(np.uint8))
+        self._arrays: dict[Kind, tuple[list[np.ndarray], Any]] = {}
+
+    def arrays(self, kind: Kind, schema: Schema) -> tuple[list[np.ndarray], Any]:
+        """Return the arrays of a message of this kind, as a list and as a pytree."""
+        if kind not in self._arrays:
+            arrays = schema.arrays(self.first)
+            self._arrays[kind] = arrays, jax.tree.unflatten(schema.treedef, arrays)
+        return self._arrays[kind]
+
+
+class _Partial(NamedTuple):
+    """A message whose first piece was received, but not all of its large arrays.
 
     Attributes:
+        message: The message as far as it is known.
+        memory: Its memory.
         missing: The memory of each large array that was not received yet, as bytes.
     """
 
-    def __init__(self, message: Message, schema: Schema, arrays: list[np.ndarray]) -> None:
-        self.message, self.schema, self.arrays = message, schema, arrays
-        rows = None if schema.rows is None else message.header.rows
-        used = [_bytes(array[:rows] if array.ndim else array) for array in arrays]
-        self.missing = [part for part, large in zip(used, schema.large, strict=True) if large]
-        self._small = [part for part, large in zip(used, schema.large, strict=True) if not large]
-        for array in arrays if rows is not None else ():
-            array[rows:] = 0
-
-    def take_small(self, data: np.ndarray) -> bool:
-        """Copy the small arrays from the first piece; returns False if it has another size."""
-        if data.size != sum(part.size for part in self._small):
-            return False
-        start = 0
-        for part in self._small:
-            part[:] = data[start : start + part.size]
-            start += part.size
-        return True
-
-    def finish(self) -> Message:
-        tree = jax.tree.unflatten(self.schema.treedef, self.arrays)
-        return self.message._replace(tree=tree)
+    message: Message
+    memory: _Memory
+    missing: list[np.ndarray]
 
 
 class Channel:
@@ -227,11 +241,12 @@ class Channel:
         # Name ranks by their number in the whole program, if they have one.
         known = ours.Translate_ranks(ranks, world)
         self.names = [f"rank {r if k == MPI.UNDEFINED else k}" for r, k in enumerate(known)]
+        self._mpi, self._status = MPI, MPI.Status()
         self._source = MPI.ANY_SOURCE if self.rank == self.manager else self.manager
         self._partial: dict[int, _Partial] = {}
-        # Memory to receive into, by kind, and that of the message that was returned last.
-        self._free: dict[int, list[list[np.ndarray]]] = {kind: [] for kind in Kind}
-        self._lent: tuple[int, list[np.ndarray]] | None = None
+        # Memory to use again, and that of the message that was returned last.
+        self._free: list[_Memory] = []
+        self._lent: _Memory | None = None
 
     @property
     def manager_name(self) -> str:
@@ -239,8 +254,9 @@ class Channel:
         return f"{self.names[self.manager]}, the manager,"
 
     def add_schemas(self, schemas: Mapping[Kind, Schema]) -> None:
-        """Set the schemas of the kinds that depend on what is exchanged."""
+        """Set the schemas that depend on what is exchanged, before the first message."""
         self.schemas |= schemas
+        self._free.clear()
 
     def send(
         self,
@@ -266,26 +282,31 @@ class Channel:
         Returns:
             The bytes of the message.
         """
-        from mpi4py import MPI
-
         tag = self.tag if tag is None else tag
-        schema = self.schemas[kind]
-        small = [_bytes(np.array(Header(MAGIC, kind, number, rows, schema.checksum), HEADER))]
-        parts: list[np.ndarray] = []
-        for leaf, large in zip(jax.tree.leaves(tree), schema.large, strict=True):
-            (parts if large else small).append(_bytes(np.asarray(leaf)))
-        parts = [np.concatenate(small), *parts]
+        schema, memory = self.schemas[kind], self._take_memory()
+        memory.first[: HEADER.itemsize].view(HEADER)[0] = MAGIC, kind, number, rows, schema.checksum
+        parts = [memory.first[: schema.size]]
+        views, _ = memory.arrays(kind, schema)
+        for view, start, leaf in zip(views, schema.starts, jax.tree.leaves(tree), strict=True):
+            array = np.asarray(leaf)
+            if start is None:
+                parts.append(_bytes(array))
+            elif array.shape == view.shape:
+                view[...] = array
+            else:
+                view[:rows], view[rows:] = array, 0
         requests = [
-            self.comm.Isend([part, MPI.BYTE], dest=to, tag=tag + (k > 0))
+            self.comm.Isend([part, self._mpi.BYTE], dest=to, tag=tag + (k > 0))
             for k, part in enumerate(parts)
         ]
-        size = sum(part.size for part in parts)
-        self.sending.append(Sending(to, kind, size, requests))
-        return size
+        self.sending.append(Sending(to, kind, requests, memory))
+        return sum(part.size for part in parts)
 
     def collect(self) -> None:
         """Forget messages that have been sent."""
-        self.sending = [sending for sending in self.sending if not sending.done()]
+        done = [sending.done() for sending in self.sending]
+        self._free += [x.memory for x, sent in zip(self.sending, done, strict=True) if sent]
+        self.sending = [x for x, sent in zip(self.sending, done, strict=True) if not sent]
 
     def abandon(self) -> None:
         """Keep messages that are on their way, and their memory, until the process ends."""
@@ -294,70 +315,81 @@ class Channel:
 
     def receive(self) -> Message | None:
         """Return the next message that is complete or faulty; None if none has come yet."""
-        from mpi4py import MPI
-
-        if self._lent is not None:
-            kind, arrays = self._lent
-            self._free[kind].append(arrays)
-            self._lent = None
-        status = MPI.Status()
-        while matched := self.comm.Improbe(self._source, MPI.ANY_TAG, status):
-            source, tag, size = status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
+        self._give_back()
+        mpi, status = self._mpi, self._status
+        while matched := self.comm.Improbe(self._source, mpi.ANY_TAG, status):
+            source, tag, size = status.Get_source(), status.Get_tag(), status.Get_count(mpi.BYTE)
             if tag == self.tag + 1:
                 message = self._receive_large(matched, source, size)
             else:
                 message = self._receive_first(matched, source, tag, size)
             if message is not None:
                 return message
+            self._give_back()
         return None
 
     def _receive_first(
         self, matched: "MPI.Message", source: int, tag: int, size: int
     ) -> Message | None:
-        from mpi4py import MPI
-
-        data = np.zeros(max(size, HEADER.itemsize), np.uint8)
-        matched.Recv([data[:size], MPI.BYTE])
+        memory = self._take_memory()
+        data = memory.first[:size] if size <= memory.first.size else np.empty(size, np.uint8)
+        matched.Recv([data, self._mpi.BYTE])
+        self._lent = memory
         if tag >= FIRST_TAG and (tag < self.tag or tag % 2):
             # From an earlier run, or a large array of a message that was refused.
             return None
-        header = Header(*data[: HEADER.itemsize].view(HEADER)[0].tolist())
+        header = Header(0, 0)
+        if size >= HEADER.itemsize:
+            header = Header(*data[: HEADER.itemsize].view(HEADER)[0].tolist())
         fault = self._fault(header, tag, size)
-        message = Message(source, tag, size, header, fault=fault)
         if fault:
-            readable = size >= HEADER.itemsize and header.magic == MAGIC
-            return message if readable else message._replace(header=Header(0, 0))
-        schema, free = self.schemas[Kind(header.kind)], self._free[header.kind]
-        partial = _Partial(message, schema, free.pop() if free else schema.allocate())
-        if not partial.take_small(data[HEADER.itemsize :]):
-            return message._replace(fault=f"it has {size} bytes, which do not fit its header")
-        return self._go_on(source, partial)
+            header = header if header.magic == MAGIC else Header(0, 0)
+            return Message(source, tag, size, header, fault=fault)
+        kind = Kind(header.kind)
+        schema = self.schemas[kind]
+        arrays, tree = memory.arrays(kind, schema)
+        missing: list[np.ndarray] = []
+        for array, start in zip(arrays, schema.starts, strict=True):
+            if start is None:
+                used = array if schema.rows is None else array[: header.rows]
+                array[len(used) :] = 0
+                missing.append(_bytes(used))
+        return self._go_on(_Partial(Message(source, tag, size, header, tree), memory, missing))
 
     def _receive_large(self, matched: "MPI.Message", source: int, size: int) -> Message | None:
-        from mpi4py import MPI
-
         partial = self._partial.pop(source, None)
-        if partial is None:
+        expected = partial.missing[0] if partial else None
+        fits = expected is not None and expected.size == size
+        matched.Recv([expected if fits else np.empty(size, np.uint8), self._mpi.BYTE])
+        if partial is None or expected is None:
             # Its message was refused.
-            matched.Recv([np.empty(size, np.uint8), MPI.BYTE])
             return None
-        memory, *partial.missing = partial.missing
-        fits = memory.size == size
-        matched.Recv([memory if fits else np.empty(size, np.uint8), MPI.BYTE])
-        partial.message = partial.message._replace(size=partial.message.size + size)
+        message = partial.message._replace(size=partial.message.size + size)
         if not fits:
-            fault = f"an array of it has {size} bytes; expected {memory.size}"
-            return partial.message._replace(fault=fault)
-        return self._go_on(source, partial)
+            fault = f"an array of it has {size} bytes; expected {expected.size}"
+            return message._replace(tree=None, fault=fault)
+        return self._go_on(_Partial(message, partial.memory, partial.missing[1:]))
 
-    def _go_on(self, source: int, partial: _Partial) -> Message | None:
+    def _go_on(self, partial: _Partial) -> Message | None:
         """Return the message if it is complete, and otherwise wait for its next large array."""
         if partial.missing:
             # An earlier message that is still incomplete was cut short by an error of its sender.
-            self._partial[source] = partial
+            self._partial[partial.message.source] = partial
+            self._lent = None
             return None
-        self._lent = (partial.message.header.kind, partial.arrays)
-        return partial.finish()
+        self._lent = partial.memory
+        return partial.message
+
+    def _give_back(self) -> None:
+        """Use the memory of the message that was returned last again."""
+        if self._lent is not None:
+            self._free.append(self._lent)
+            self._lent = None
+
+    def _take_memory(self) -> _Memory:
+        if self._free:
+            return self._free.pop()
+        return _Memory(max(schema.size for schema in self.schemas.values()))
 
     def _fault(self, header: Header, tag: int, size: int) -> str:
         """Return the reason why a header cannot be used; empty if it can."""
@@ -384,6 +416,8 @@ class Channel:
                 "its arrays have other shapes or dtypes: rows and the example must be the same at "
                 "both ends"
             )
+        if size != schema.size:
+            return f"it has {size} bytes; expected {schema.size}"
         return ""
 
 
@@ -445,8 +479,8 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    size = math.prod(shape) * np.dtype(dtype).itemsize
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
     memory = np.zeros((size + _ALIGNMENT,), np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
