@@ -1,5 +1,6 @@
 """Settings of every test: the CPU unless told otherwise, and no silent promotion."""
 
+import ctypes
 import gc
 import importlib.util
 import os
@@ -64,6 +65,11 @@ def _forget_programs():
     if psutil.Process().memory_info().rss > MOST_MEMORY:
         jax.clear_caches()
         gc.collect()
+        # glibc keeps what is freed, so that the memory would stay above the limit until the end
+        # and the programs would be forgotten after each module.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -56,6 +56,8 @@ def test_only_items_carry_gradients(name, what):
     _, function = operations.OPERATIONS[what]
     args = (jnp.float32(1), *operations.abstract(name), jax.random.key(0))
 
+    # Jitted, it is traced once for all of what follows.
+    @jax.jit
     def sums(parameter, buffer, sample, key):
         return items_and_books(what, depending(function, buffer, sample, parameter, key))
 
