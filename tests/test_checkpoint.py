@@ -748,6 +748,42 @@ def test_what_cannot_be_moved_is_refused(tmp_path):
         jaxbuf.load(tmp_path, item_buffer(3, sampler=Memorizer()), resize=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class CountIds(jaxbuf.strategies.Part):
+    """Remembers whether the id in each slot is odd, and how many are even and odd."""
+
+    def init(self, data, slots):
+        return jnp.full((slots,), -1, jnp.int32), jnp.zeros((2,), jnp.int32)
+
+    def on_add(self, state, index, rows):
+        odd = state[0].at[index].set(rows.items["id"] % 2, mode="drop")
+        return odd, jnp.sum(odd[None] == jnp.arange(2)[:, None], axis=1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class MovedIds(CountIds):
+    def move(self, empty, state, moves):
+        odd = moves(empty[0], state[0])
+        return odd, jnp.sum(odd[None] == jnp.arange(2)[:, None], axis=1, dtype=jnp.int32)
+
+
+def test_a_part_that_counts_items_must_say_how_they_move(tmp_path):
+    jaxbuf.save(tmp_path, item_buffer(8, parts=(CountIds(),)))
+    with pytest.raises(ValueError, match=r"state has an array of shape \(2,\).*a method move"):
+        jaxbuf.load(tmp_path, item_buffer(3, parts=(CountIds(),)), resize=True)
+
+
+@pytest.mark.parametrize(("capacity", "counts"), [(3, [1, 2]), (12, [3, 5])])
+def test_a_part_of_ones_own_moves_with_its_items(tmp_path, capacity, counts):
+    old = jaxbuf.add(item_buffer(8, parts=(MovedIds(),)), items(0, 2, 1, 3, 4, 5, 7, 6, 8, 11, 13))
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, item_buffer(capacity, parts=(MovedIds(),)), resize=True)
+    odd, found = (np.asarray(x) for x in new.extra_states[0])
+    live = np.asarray(new.occupancy.live(jnp.arange(capacity, dtype=jnp.int32)))
+    np.testing.assert_array_equal(odd, np.where(live, np.asarray(new.data["id"]) % 2, -1))
+    assert found.tolist() == counts
+
+
 # flax 0.12.0 calls what jax 0.10 has moved.
 @pytest.mark.filterwarnings("ignore:jax.core.get_opaque_trace_state is deprecated")
 def test_a_buffer_in_a_train_state_of_orbax(tmp_path):

@@ -142,7 +142,8 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
             ``ItemBuffer`` or a ``Queue``) or ``length`` (of a ``TrajectoryBuffer``). If not all
             items fit, the evictor's choice is kept: the newest items or the highest scores. A queue
             keeps its oldest items, and a trajectory buffer its newest steps. Slots that were
-            sampled before become stale, and positions of steps are counted anew.
+            sampled before become stale, and positions of steps are counted anew. What samplers and
+            parts keep moves with the items, by ``Sampler.move`` and ``Part.move``.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.

@@ -1,8 +1,6 @@
 """Copies of buffers with another size, which keep as many items as fit, in their order."""
 
-import dataclasses
 import functools
-import math
 from typing import Any, TypeVar, cast
 
 import jax
@@ -14,14 +12,10 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import COUNTS, Queue
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import counters
-from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.subset import Subset
-from jaxbuf.strategies.freshness import Freshness
-from jaxbuf.strategies.points import Points
-from jaxbuf.strategies.shuffled import Pass
+from jaxbuf.strategies.moves import Moves
 
 Tree = TypeVar("Tree")
 Buffer = ItemBuffer | Queue | TrajectoryBuffer
@@ -71,7 +65,7 @@ def fit(tree: Tree, like: Tree) -> Tree:
             resized = _resize_stack(node, _size(wanted))
             same = jax.tree.structure(resized) == jax.tree.structure(wanted)
         except (TypeError, ValueError) as error:
-            raise ValueError(_cannot(path, node)) from error
+            raise ValueError(f"{_cannot(path, node)}: {error}") from error
         if not same or _shapes(resized) != _shapes(wanted):
             raise ValueError(_cannot(path, node))
         return resized
@@ -132,21 +126,8 @@ def _resize(old: Any, size: int) -> Any:
     empty = _with_inner(new.occupancy, empty)
     placed, index = empty.place(order.shape[0], live, score)
 
-    def move(blank: Any, full: Any) -> Any:
-        if isinstance(blank, SegmentTree):
-            return blank.set(index, full.leaves[order])
-        if isinstance(blank, Pass):
-            return blank.replace(passes=full.passes).mark(index, *full.look(order))
-        if isinstance(blank, Points):
-            rows = jnp.transpose(full.blocks, (0, 3, 1, 2))
-            return blank.set(index, rows.reshape(-1, math.prod(rows.shape[2:]))[order])
-        if blank.shape == full.shape:
-            return full
-        _check_slots(blank, new.capacity, full, old.capacity)
-        return blank.at[index].set(full[order], mode="drop", unique_indices=True)
-
-    moved = _move_fields(new, old, move)
-    return moved.replace(occupancy=placed, counters=counts)
+    moves = Moves(order, index, index, (old.capacity, new.capacity))
+    return _move(new, old, moves).replace(occupancy=placed, counters=counts)
 
 
 def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuffer:
@@ -169,63 +150,26 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
     begun = jnp.where(kept, index, new.capacity)
     index = jnp.where(kept & before.live(window) & placed.live(index), index, new.capacity)
 
-    def move(blank: Any, full: Any) -> Any:
-        if isinstance(blank, SegmentTree):
-            return blank.set(index, full.leaves[window])
-        if isinstance(blank, Bitset):
-            return blank.set(index, full.get(window))
-        if isinstance(blank, Pass):
-            return blank.replace(passes=full.passes).mark(index, *full.look(window))
-        if blank.shape == full.shape:
-            return full
-        if blank.shape[:2] == (new.num_envs, new.length):
-            rows = jax.lax.collapse(full[env, order], 0, 2)
-            flat = jax.lax.collapse(blank, 0, 2)
-            flat = flat.at[target.reshape(-1)].set(rows, mode="drop", unique_indices=True)
-            return flat.reshape(blank.shape)
-        _check_slots(blank, new.num_envs * placed.starts, full, window.shape[0])
-        return blank.at[index].set(full[window], mode="drop")
-
-    if new.freshness is not None:
-        # This includes windows that are not complete yet, whose first steps are kept.
-        known, blank = old.freshness_state, new.freshness_state
-        state = blank.replace(
-            versions=blank.versions.at[begun].set(known.versions[window], mode="drop"),
-            uses=blank.uses.at[begun].set(known.uses[window], mode="drop"),
-            oldest=known.oldest,
-            counters=known.counters,
-        )
-        old, new = (buffer.with_state(Freshness, state) for buffer in (old, new))
-
     occupancy, full = _with_inner(new.occupancy, placed), cast("Any", old.occupancy)
     if isinstance(occupancy, Subset):
-        occupancy = occupancy.replace(members=move(occupancy.members, full.members))
-    return _move_fields(new, old, move).replace(occupancy=occupancy, counters=old.counters)
+        members = occupancy.members.set(index, full.members.get(window))
+        occupancy = occupancy.replace(members=members)
+    slots = (before.num_envs * before.starts, new.num_envs * placed.starts)
+    lengths = (before.length, placed.length)
+    moves = Moves(window, index, begun, slots, (order, target), lengths)
+    return _move(new, old, moves).replace(occupancy=occupancy, counters=old.counters)
 
 
-def _move_fields(new: Any, old: Any, move: Any) -> Any:
-    fields = {
-        field.name: jax.tree.map(
-            move,
-            getattr(new, field.name),
-            getattr(old, field.name),
-            is_leaf=lambda node: isinstance(node, SegmentTree | Points | Pass),
-        )
-        for field in dataclasses.fields(new)
-        if field.metadata.get("pytree_node", True) and field.name not in ("occupancy", "counters")
-    }
-    moved = new.replace(**fields)
-    sampler = getattr(new, "sampler", None)
-    if sampler is not None and sampler.uses_score:
-        # This tells the sampler that its largest score may be gone.
-        nothing = jnp.full((1,), new.capacity, jnp.int32), jnp.zeros((1,), jnp.float32)
-        moved = moved.replace(sampler_state=sampler.set_priority(moved.sampler_state, *nothing))
-    return moved
-
-
-def _check_slots(blank: Array, new: int, full: Array, old: int) -> None:
-    if blank.shape[:1] != (new,) or full.shape != (old, *blank.shape[1:]):
-        raise ValueError(f"{full.shape} cannot become {blank.shape}: axis 0 is not one of slots")
+def _move(new: Any, old: Any, moves: Moves) -> Any:
+    """Moves the items, and what sampler and parts know of them."""
+    moved = new.replace(data=moves(new.data, old.data))
+    if isinstance(new, Queue):
+        return moved
+    parts = zip(new.extras, new.extra_states, old.extra_states, strict=True)
+    return moved.replace(
+        sampler_state=new.sampler.move(new.sampler_state, old.sampler_state, moves),
+        extra_states=tuple(part.move(empty, state, moves) for part, empty, state in parts),
+    )
 
 
 def _inner(occupancy: Any) -> Any:

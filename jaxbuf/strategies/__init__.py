@@ -2,6 +2,7 @@
 
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
+from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import (
     Aim,
@@ -19,6 +20,7 @@ __all__ = [
     "Evictor",
     "ItemOccupancy",
     "KnownSampler",
+    "Moves",
     "Occupancy",
     "Part",
     "Rows",

@@ -21,6 +21,7 @@ from jaxbuf.core import checks, fields, renamed
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.ranking import to_rank
+from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.points import Ball, Points, finite, pairwise
 
@@ -159,6 +160,10 @@ class Diversity(Part):
         why = self._judge(state, points, score, offered, occupancy)[: bad.shape[0]]
         refused = {name: why == k for k, name in enumerate(self.reasons, 1)}
         return {"rejected": bad, **refused}
+
+    def move(self, empty: DiversityState, state: DiversityState, moves: Moves) -> DiversityState:
+        """Moves the points."""
+        return DiversityState(empty.points.set(moves.target, state.points.get(moves.source)))
 
     def on_add(self, state: DiversityState, index: Int[Array, " B"], rows: Rows) -> DiversityState:
         """Stores the compared parts of the new items at ``index``."""

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 from jaxbuf.core import checks, fields, storage
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.rings import Rings
+from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, StepRows
 
 Boundary = Literal["cross", "mask", "avoid"]
@@ -169,6 +170,13 @@ class Episodes(Part):
             cut=jnp.zeros((num_envs,), bool),
             episodes=self,
         )
+
+    def move(self, empty: "EpisodeIndex", state: "EpisodeIndex", moves: Moves) -> "EpisodeIndex":
+        """Moves what is known of each step; the open episodes stay as they are."""
+        behind, returns, since = moves(
+            (empty.behind, empty.returns, empty.since), (state.behind, state.returns, state.since)
+        )
+        return state.replace(behind=behind, returns=returns, since=since)
 
     def on_steps(
         self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: StepRows

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.core import checks, counters, sizes, storage
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
+from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows, StepRows
 
 Comparison = Literal[">=", ">"]
@@ -261,6 +262,14 @@ class Freshness(Part):
     def on_clear(self, state: FreshnessState, empty: FreshnessState) -> FreshnessState:
         """Returns the cleared state, which keeps the counters and the learner's version."""
         return empty.replace(counters=state.counters.copy())
+
+    def move(self, empty: FreshnessState, state: FreshnessState, moves: Moves) -> FreshnessState:
+        """Moves versions and uses, also those of windows that are not complete yet."""
+        rows = (state.versions[moves.source], state.uses[moves.source])
+        return state.replace(
+            versions=empty.versions.at[moves.begun].set(rows[0], mode="drop"),
+            uses=empty.uses.at[moves.begun].set(rows[1], mode="drop"),
+        )
 
     def metrics(self, state: FreshnessState, occupancy: Occupancy) -> dict[str, Array]:
         """Returns counts, and the uses and staleness of the live items, 0 if there are none."""

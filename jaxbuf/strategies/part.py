@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.occupancy.rings import Rings
+from jaxbuf.strategies.moves import Moves
 
 
 @functools.partial(
@@ -176,6 +177,22 @@ class Part:
         """Updates the state after environments were cleared; windows go through ``on_remove``."""
         del envs
         return state
+
+    def move(self, empty: Any, state: Any, moves: Moves) -> Any:
+        """Returns the state after the items moved to a buffer of another size.
+
+        This is how ``jaxbuf.load`` resizes a buffer. The default moves each ``SegmentTree`` and
+        each array ``[slots, ...]``, and refuses a state that has anything else.
+
+        Args:
+            empty: The state for an empty buffer of the new size.
+            state: The state before.
+            moves: The slots of the items before and after.
+
+        Raises:
+            ValueError: When traced, if the state cannot be moved.
+        """
+        return moves(empty, state)
 
     def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
         """Returns scalars to monitor; the buffer itself counts the refused rows."""

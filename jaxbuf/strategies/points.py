@@ -190,6 +190,11 @@ class Points(Others, struct.PyTreeNode):
         )
         return self.replace(blocks=changed)
 
+    def get(self, index: Int[Array, " B"]) -> Float[Array, "B P"]:
+        """Returns the points in these slots, padded to whole groups of coordinates."""
+        rows = jnp.transpose(self.blocks, (0, 3, 1, 2))
+        return rows.reshape(-1, math.prod(rows.shape[2:]))[index]
+
     @property
     def height(self) -> int:
         """The number of points in a tile."""

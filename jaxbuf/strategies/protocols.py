@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
+from jaxbuf.strategies.moves import Moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +118,22 @@ class Sampler(abc.ABC):
             removed: The slots of the removed windows, ``[R]``, disjoint from ``added``.
         """
         return self.on_add(self.remove(state, removed), added, value)
+
+    def move(self, empty: Any, state: Any, moves: Moves) -> Any:
+        """Returns the state after the items moved to a buffer of another size.
+
+        This is how ``jaxbuf.load`` resizes a buffer. The default moves each ``SegmentTree`` and
+        each array ``[capacity, ...]``, and refuses a state that has anything else.
+
+        Args:
+            empty: The state for an empty buffer of the new size.
+            state: The state before.
+            moves: The slots of the items before and after.
+
+        Raises:
+            ValueError: When traced, if the state cannot be moved.
+        """
+        return moves(empty, state)
 
     @abc.abstractmethod
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:

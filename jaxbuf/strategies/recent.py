@@ -13,6 +13,7 @@ from jaxbuf.core import checks, sizes
 from jaxbuf.core.random import random_words
 from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 from jaxbuf.strategies.samplers import Uniform
 
@@ -104,6 +105,10 @@ class Recent(KnownSampler):
     ) -> Any:
         """Updates the base, which alone keeps state."""
         return self.base.on_slide(state, added, value, removed)
+
+    def move(self, empty: Any, state: Any, moves: Moves) -> Any:
+        """Moves the state of the base."""
+        return self.base.move(empty, state, moves)
 
     def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` items, the recent ones first."""

@@ -13,6 +13,7 @@ from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
+from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, Sampler, share
 from jaxbuf.strategies.samplers import Uniform
 
@@ -150,6 +151,11 @@ class Shuffled(Sampler):
         del value
         yes = jnp.ones(index.shape, bool)
         return state.mark(index, yes, ~yes)
+
+    def move(self, empty: Pass, state: Pass, moves: Moves) -> Pass:
+        """Moves which items are left and which were drawn, in the same pass."""
+        empty = empty.replace(passes=state.passes)
+        return empty.mark(moves.target, *state.look(moves.source))
 
     def remove(self, state: Pass, index: Int[Array, " B"]) -> Pass:
         """Removes items from this pass."""

@@ -17,6 +17,7 @@ from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics
 from jaxbuf.strategies.distinct import distinct
+from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Aim, Draw, ShardableSampler, Support
 from jaxbuf.strategies.samplers import bounds, least_positive, points, shard_of, without
 
@@ -161,6 +162,10 @@ class Softmax(ShardableSampler):
     def remove(self, state: SoftmaxState, index: Int[Array, " B"]) -> SoftmaxState:
         """Removes items by setting their scores to −inf."""
         return self.on_add(state, index, jnp.full(index.shape, -jnp.inf, jnp.float32))
+
+    def move(self, empty: SoftmaxState, state: SoftmaxState, moves: Moves) -> SoftmaxState:
+        """Adds the scores again, so that masses are relative to the largest one that stays."""
+        return self.on_add(empty, moves.target, state.scores.leaves[moves.source])
 
     @property
     def shardable(self) -> bool:

@@ -1,0 +1,68 @@
+"""The slots that items move to when a buffer is loaded with another size."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxbuf.core.segment_tree import SegmentTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """The slots that the items of a buffer have in a buffer of another size.
+
+    ``Sampler.move`` and ``Part.move`` get one. Called with an empty state and the old state, it
+    moves what these keep for each slot: a ``SegmentTree`` over slots, or an array whose first axis
+    has the length of the slots (or whose first two axes are environments and steps).
+
+    Attributes:
+        source: Slots in the old buffer, ``[B]``.
+        target: Their slots in the new buffer, ``[B]``; past the end if the item does not stay.
+        begun: The same, but windows that are not complete yet have a slot as well, ``[B]``.
+        slots: The number of slots before and after; static.
+        steps: For each step of the old buffer in its ring ``[E, T]``, the place before, and
+            ``ring * length + place`` after, past the end if it does not stay; None for items.
+        lengths: The lengths of the rings before and after; static.
+    """
+
+    source: Int[Array, " B"]
+    target: Int[Array, " B"]
+    begun: Int[Array, " B"]
+    slots: tuple[int, int]
+    steps: tuple[Int[Array, "E T"], Int[Array, "E T"]] | None = None
+    lengths: tuple[int, int] = (0, 0)
+
+    def __call__(self, empty: Any, full: Any) -> Any:
+        """Returns the empty state with what the full one keeps for the items that stay.
+
+        Raises:
+            ValueError: When traced, if there is an array without an axis of slots.
+        """
+
+        def is_tree(node: Any) -> bool:
+            return isinstance(node, SegmentTree)
+
+        return jax.tree.map(self._move, empty, full, is_leaf=is_tree)
+
+    def _move(self, blank: Any, full: Any) -> Any:
+        if isinstance(blank, SegmentTree):
+            return blank.set(self.target, full.leaves[self.source])
+        shapes = full.shape, blank.shape
+        if [shape[:1] for shape in shapes] == [(slots,) for slots in self.slots]:
+            return blank.at[self.target].set(full[self.source], mode="drop")
+        if self.steps is not None:
+            place, target = self.steps
+            if [shape[:2] for shape in shapes] == [(len(place), n) for n in self.lengths]:
+                ring = jnp.arange(len(place), dtype=jnp.int32)[:, None]
+                rows, flat = (lax.collapse(x, 0, 2) for x in (full[ring, place], blank))
+                return flat.at[target.reshape(-1)].set(rows, mode="drop").reshape(blank.shape)
+        if blank.size == full.size == 0:
+            return blank
+        raise ValueError(
+            f"its state has an array of shape {full.shape}, which does not have an axis of slots; "
+            "give it a method move"
+        )
