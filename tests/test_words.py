@@ -34,7 +34,10 @@ FILES = sorted(
         "*.md",
         "docs/**/*.md",
         "benchmarks/**/*.md",
-        *(f"{folder}/**/*.py" for folder in ("benchmarks", "docs", "jaxbuf", "notebooks", "tests")),
+        *(
+            f"{folder}/**/*.py"
+            for folder in ("benchmarks", "docs", "experiments", "jaxbuf", "notebooks", "tests")
+        ),
     )
     for path in ROOT.glob(pattern)
     if path.resolve() != HERE and ".ipynb_checkpoints" not in path.parts
