@@ -559,6 +559,77 @@ def test_storage_stays_where_it_is():
         jaxbuf.add(old, rows(np.arange(16)))
 
 
+def held(buffer):
+    """The numbers of the items of each shard from the oldest on, and the mass or score of each."""
+    found, shards = [], jax.device_get(buffer.shards)
+    for k in range(buffer.num_shards):
+        shard = jax.tree.map(lambda leaf, k=k: leaf[k], shards)
+        position, _, size = (int(n) for n in shard.occupancy.counters)
+        slots = (position - size + np.arange(size)) % shard.capacity
+        state = shard.sampler_state
+        tree = state.scores if isinstance(shard.sampler, jaxbuf.Softmax) else state
+        found.append((shard.data["at"][slots].tolist(), np.asarray(tree.leaves)[slots].tolist()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("stratified", [(4, 100, 4), (16, 5, 8), (1, 160, 1)]), ("softmax", [(4, 100, 4)])],
+)
+def test_another_number_of_shards_gets_the_items_in_turn(tmp_path, name, sizes):
+    sampler, rng = SAMPLERS[name], np.random.default_rng(5)
+    buffer = filled(mesh_of(8), sampler)
+    # Some more, so that rings begin anywhere, and shards differ in their numbers of items.
+    more, mask = np.arange(1000, 1064), rng.random(64) < 0.6
+    mask[8:16] = False
+    value = {"score" if sampler.uses_score else "priority": rng.lognormal(0, 1, 64).astype("f4")}
+    buffer = jaxbuf.add(buffer.clear(), rows(more), mask=mask, **value)
+    for _ in range(3):
+        buffer = jaxbuf.add(buffer, rows(more + 100), mask=~mask, **value)
+    old = held(buffer)
+    slots = jax.device_get(jaxbuf.sample(buffer, jax.random.key(0), 64).slots)
+    adds = np.asarray(buffer.shards.counters).sum(axis=0).tolist()
+    jaxbuf.save(tmp_path, buffer)
+    queues, dealt = [list(zip(*shard, strict=True)) for shard in old], []
+    for rank in range(max(map(len, queues)), 0, -1):
+        dealt += [queue[-rank] for queue in queues if len(queue) >= rank]
+    for shards, n, devices in sizes:
+        like = jaxbuf.Sharded.create(make(sampler, n), mesh_of(devices), "data", shards=shards)
+        with pytest.raises(ValueError, match="pass resize=True"):
+            jaxbuf.load(tmp_path, like)
+        loaded = jaxbuf.load(tmp_path, like, resize=True)
+        assert len(loaded.shards.data["obs"].sharding.device_set) == devices
+        want = [[list(x) for x in zip(*dealt[k::shards][-n:], strict=True)] for k in range(shards)]
+        assert [list(shard) for shard in held(loaded)] == want
+        assert np.asarray(loaded.shards.counters).sum(axis=0).tolist() == adds
+        drawn = jaxbuf.sample(loaded, jax.random.key(0), 64)
+        check_rows(drawn)
+        kept = [item for k in range(shards) for item in dealt[k::shards][-n:]]
+        mass = np.array([value for _, value in kept], np.float64)
+        mass = np.exp(mass / sampler.temperature) if sampler.uses_score else mass
+        law_of = dict(zip([at for at, _ in kept], mass / mass.sum(), strict=True))
+        want = [law_of[at] for at in drawn.data["at"].tolist()]
+        np.testing.assert_allclose(drawn.probability, want, rtol=1e-5)
+        # Slots of before are stale.
+        if sampler.uses_priority:
+            stale = jaxbuf.update_priority(loaded, slots, np.full(64, 99.0, "f4"), donate=False)
+            assert held(stale) == held(loaded)
+
+
+def test_shards_with_parts_are_not_dealt(tmp_path):
+    def create(shards):
+        return jaxbuf.Sharded.create(
+            lambda: jaxbuf.ItemBuffer.create(ITEM, 4, freshness=jaxbuf.Freshness(2)),
+            mesh_of(2),
+            "data",
+            shards=shards,
+        )
+
+    jaxbuf.save(tmp_path, {"buffer": create(4)})
+    with pytest.raises(ValueError, match=r"like\['buffer'\] has 2 shards.*with shards=4"):
+        jaxbuf.load(tmp_path, {"buffer": create(2)}, resize=True)
+
+
 def test_shards_that_do_not_divide_are_refused():
     for devices, shards in ((8, 12), (4, 6), (2, 1)):
         message = f"shards is {shards}.*choose a multiple of {devices}"

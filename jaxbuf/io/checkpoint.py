@@ -139,11 +139,14 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
             committed to devices, and shapes with a sharding, determine where the result is placed.
             The sharding may differ from that of the saved arrays.
         resize: Whether buffers may differ from those of ``like`` in their ``capacity`` (of an
-            ``ItemBuffer`` or a ``Queue``) or ``length`` (of a ``TrajectoryBuffer``). If not all
-            items fit, the evictor's choice is kept: the newest items or the highest scores. A queue
-            keeps its oldest items, and a trajectory buffer its newest steps. Slots that were
-            sampled before become stale, and positions of steps are counted anew. What samplers and
-            parts keep moves with the items, by ``Sampler.move`` and ``Part.move``.
+            ``ItemBuffer`` or a ``Queue``), ``length`` (of a ``TrajectoryBuffer``) or number of
+            shards (of a ``Sharded`` with ``ItemBuffer`` shards without parts). If not all items
+            fit, the evictor's choice is kept: the newest items or the highest scores. A queue keeps
+            its oldest items, and a trajectory buffer its newest steps. Another number of shards
+            gets the items in turn, in order of age, and every process reads all of them. Slots that
+            were sampled before become stale, and positions of steps are counted anew.
+            What samplers and parts keep moves with the items, by ``Sampler.move`` and
+            ``Part.move``.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
@@ -230,14 +233,14 @@ def _compare(
         # If a node has another class, differences below it say nothing more.
         if have != want and not any(name.startswith(other + ".") for other in parts):
             parts.append(name)
-            sizes &= name.endswith((".capacity", ".length"))
+            sizes &= name.endswith((".capacity", ".length", ".num_shards"))
     messages = [
         f"like{name} is {wanted.get(name, missing)}, but the checkpoint has "
         f"{configuration.get(name, missing)}"
         for name in parts
     ]
     if messages:
-        hint = "pass resize=True to load into another capacity" if sizes else "create it alike"
+        hint = "pass resize=True to load into another size" if sizes else "create it alike"
     else:
         hint = "pass a pytree like the one that was saved"
         given = structure.leaves(target, "like")

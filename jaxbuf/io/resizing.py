@@ -10,8 +10,10 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import COUNTS, Queue
+from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import counters
+from jaxbuf.io import resharding
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.subset import Subset
@@ -21,6 +23,7 @@ Tree = TypeVar("Tree")
 Buffer = ItemBuffer | Queue | TrajectoryBuffer
 
 _BUFFERS = (ItemBuffer, Queue, TrajectoryBuffer)
+_SHARDS = jax.tree_util.GetAttrKey("shards")
 
 
 def as_saved(like: PyTree, configuration: dict[str, Any]) -> PyTree:
@@ -35,6 +38,12 @@ def as_saved(like: PyTree, configuration: dict[str, Any]) -> PyTree:
     """
 
     def rebuild(path: tuple[Any, ...], node: Any) -> Any:
+        if isinstance(node, Sharded):
+            name = jax.tree_util.keystr(path)
+            count = configuration.get(f"{name}.num_shards")
+            if isinstance(count, int) and count != node.num_shards:
+                node = resharding.abstract(node, count, f"like{name}")
+            return node.replace(shards=rebuild((*path, _SHARDS), node.shards))
         if not isinstance(node, _BUFFERS):
             return node
         inner = ".inner" if isinstance(node.occupancy, Subset) else ""
@@ -59,6 +68,11 @@ def fit(tree: Tree, like: Tree) -> Tree:
     """
 
     def convert(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
+        if isinstance(node, Sharded):
+            if node.num_shards == wanted.num_shards:
+                return node.replace(shards=convert((*path, _SHARDS), node.shards, wanted.shards))
+            size = _size(wanted.shards)
+            return wanted.replace(shards=resharding.deal(node.shards, wanted.num_shards, size))
         if not isinstance(node, _BUFFERS) or _size(node) == _size(wanted):
             return node
         try:
@@ -181,7 +195,7 @@ def _with_inner(occupancy: Any, inner: Any) -> Any:
 
 
 def _is_buffer(node: Any) -> bool:
-    return isinstance(node, _BUFFERS)
+    return isinstance(node, (Sharded, *_BUFFERS))
 
 
 def _size_name(buffer: Any) -> str:
