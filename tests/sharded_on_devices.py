@@ -564,7 +564,7 @@ def held(buffer):
     found, shards = [], jax.device_get(buffer.shards)
     for k in range(buffer.num_shards):
         shard = jax.tree.map(lambda leaf, k=k: leaf[k], shards)
-        position, _, size = (int(n) for n in shard.occupancy.counters)
+        position, size = int(shard.occupancy.cursor), int(shard.occupancy.held)
         slots = (position - size + np.arange(size)) % shard.capacity
         state = shard.sampler_state
         tree = state.scores if isinstance(shard.sampler, jaxbuf.Softmax) else state

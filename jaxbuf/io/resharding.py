@@ -55,8 +55,8 @@ def deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), cast("Any", old.data)
     )
     new = ItemBuffer.create(example, size, **old.options())
-    # Later than all generations that the old shards gave to slots.
-    empty = Ring(jnp.max(jax.vmap(Ring.clear)(rings).counters, axis=0), size)
+    # The laps begin after all generations that the old shards gave to slots.
+    empty = Ring.create(size).replace(lap=jnp.max(rings.clear().lap))
 
     def rows_of(full: Array) -> Array:
         """Returns what is kept for each slot, in the order of age."""
