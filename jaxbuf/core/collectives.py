@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +35,15 @@ def _moved(tree: PyTree[Array], move: Callable[[Array, str], Array], axis: str) 
 
 
 @_moved.defjvp
-def _(move: Any, axis: str, primals: Any, tangents: Any) -> tuple[PyTree[Array], PyTree[Array]]:
+def _(
+    move: Callable[[Array, str], Array],
+    axis: str,
+    primals: tuple[PyTree[Array]],
+    tangents: tuple[PyTree[Array]],
+) -> tuple[PyTree[Array], PyTree[Array]]:
     out = _moved(*primals, move, axis)
 
-    def of(leaf: Array, tangent: Any) -> Any:
+    def of(leaf: Array, tangent: Array) -> Array | np.ndarray:
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             return move(tangent, axis)
         return np.zeros(leaf.shape, jax.dtypes.float0)

@@ -1,7 +1,7 @@
 """Ranges of items by age, and even draws from a range."""
 
 import dataclasses
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt
@@ -149,7 +149,9 @@ def in_part(
     return begin + scale_word(words, size.astype(jnp.uint32)).astype(jnp.int32)
 
 
-def spread(words: UInt[Array, " B"], turn: UInt[Array, ""], total: Int[Array, ""]) -> Any:
+def spread(
+    words: UInt[Array, " B"], turn: UInt[Array, ""], total: Int[Array, ""]
+) -> Int[Array, " B"]:
     """Returns ranks in ``[0, total)`` for ``B`` rows, as evenly as possible.
 
     Each rank is given to ``B / total`` rows on average, and always to that number rounded up or

@@ -47,7 +47,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         [0, 0, 2, 2]
     """
 
-    inner: Any
+    inner: Any  # An ItemOccupancy, or Rings.
     members: Bitset
 
     @classmethod

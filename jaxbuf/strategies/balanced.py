@@ -1,7 +1,6 @@
 """Drawing the same number of windows from every environment."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +8,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
 from jaxbuf.core.random import random_words, scale_word
+from jaxbuf.core.types import State
 from jaxbuf.occupancy.ages import in_part, ring_of
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
@@ -55,7 +55,7 @@ class Balanced(KnownSampler):
     def __post_init__(self) -> None:
         object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
 
-    def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` windows, ordered by environment."""
         del state
         ages = occupancy.age_range(None, None)
@@ -87,21 +87,21 @@ class Balanced(KnownSampler):
         return Draw(index, _probability(held, env), valid)
 
     def probability(
-        self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
+        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live windows."""
         del state
         ages = occupancy.age_range(None, None)
         return _probability(ages.count, index // ages.most)
 
-    def support(self, state: Any, occupancy: Occupancy) -> Support:
+    def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the support, which is all windows."""
         del state
         held = occupancy.age_range(None, None).count
         least = _probability(held, jnp.argmax(held)[None])[0]
         return Support(occupancy.size, jnp.where(occupancy.size > 0, least, 0.0))
 
-    def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
+    def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns ``effective_sample_size``: less than ``size`` if some environments hold fewer."""
         del state
         held = occupancy.age_range(None, None).count

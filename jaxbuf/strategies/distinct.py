@@ -1,7 +1,7 @@
 """Draws without replacement."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,16 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxbuf.core.varying import vary_with
 
+Scratch = TypeVar("Scratch")
+
 
 def distinct(
     key: PRNGKeyArray,
     batch_size: int,
     count: Int[Array, ""],
-    scratch: Any,
-    propose: Callable[[PRNGKeyArray, int, Any], Int[Array, " P"]],
-    remove: Callable[[Any, Int[Array, " B"]], Any] | None,
+    scratch: Scratch,
+    propose: Callable[[PRNGKeyArray, int, Scratch], Int[Array, " P"]],
+    remove: Callable[[Scratch, Int[Array, " B"]], Scratch] | None,
     capacity: int,
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Draws ``count`` different items.
@@ -51,10 +53,10 @@ def distinct(
     # The scratch may vary over the devices of a mesh while the key does not, or the reverse.
     filled, chosen, scratch = vary_with((filled, chosen, scratch), (chosen, scratch))
 
-    def unfinished(carry: tuple[Array, Array, Array, Any]) -> Array:
+    def unfinished(carry: tuple[Array, Array, Array, Scratch]) -> Array:
         return carry[1] < count
 
-    def attempt(carry: tuple[Array, Array, Array, Any]) -> tuple[Array, Array, Array, Any]:
+    def attempt(carry: tuple[Array, Array, Array, Scratch]) -> tuple[Array, Array, Array, Scratch]:
         round_, _, chosen, scratch = carry
         if remove is not None:
             scratch = remove(scratch, chosen)

@@ -29,7 +29,7 @@ WithinBatch = Literal["suppress", "greedy"]
 Active = Literal["always", "full"]
 # Sort keys larger than that of any score.
 _LOW, _NOT_OFFERED = np.uint32(2**32 - 2), np.uint32(2**32 - 1)
-Field = str | Callable[[Any], Any]
+Field = str | Callable[[PyTree[Array]], PyTree[Array]]
 
 
 class DiversityState(struct.PyTreeNode):
@@ -128,7 +128,7 @@ class Diversity(Part):
         checks.check_choice("within_batch", self.within_batch, get_args(WithinBatch))
         checks.check_choice("active", self.active, get_args(Active))
 
-    def init(self, data: PyTree[Any], slots: int) -> DiversityState:
+    def init(self, data: PyTree[Array], slots: int) -> DiversityState:
         """Returns the state of an empty buffer.
 
         Raises:
@@ -271,7 +271,7 @@ def _parts(field: Any) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", field) if isinstance(field, tuple) else (field,)
 
 
-def _get(item: Any, part: Field) -> Any:
+def _get(item: PyTree[Array], part: Field) -> PyTree[Array]:
     """Returns the field of an item at a dotted path, or the result of a function of the item.
 
     Raises:

@@ -142,7 +142,7 @@ class Episodes(Part):
             object.__setattr__(self, "removes", True)
             object.__setattr__(self, "reasons", ("refused_across_episodes",))
 
-    def init(self, data: PyTree[Any], slots: int) -> "EpisodeIndex":
+    def init(self, data: PyTree[Array], slots: int) -> "EpisodeIndex":
         """Returns the index of an empty buffer.
 
         Args:
@@ -246,7 +246,7 @@ class EpisodeIndex(struct.PyTreeNode):
     run: Int[Array, " E"]
     pending: Int[Array, " E"]
     cut: Bool[Array, " E"]
-    since: Any
+    since: PyTree[Int[Array, "E N"]]
     episodes: Episodes = struct.field(pytree_node=False)
 
     def extend(
@@ -574,7 +574,7 @@ def _fill(
     return lax.while_loop(unfinished, back, carry)[0].reshape(returns.shape)
 
 
-def _check(data: PyTree[Array], path: str, name: str, kind: Any) -> None:
+def _check(data: PyTree[Array], path: str, name: str, kind: type[np.generic]) -> None:
     """Raises ValueError if a path does not lead to a single bool, or float, of a step."""
     found = fields.need(data, path, f"episodes.{name}", "the example has")
     if not isinstance(found, jax.Array | np.ndarray | jax.ShapeDtypeStruct):

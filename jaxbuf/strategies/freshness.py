@@ -7,7 +7,7 @@ References:
 """
 
 import dataclasses
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -132,7 +132,7 @@ class Freshness(Part):
             # A NumPy scalar can differ from the same Python number, which would cause a retrace.
             object.__setattr__(self, name, sizes.check_count(name, value, low, 2**31 - 1))
 
-    def init(self, data: PyTree[Any], slots: int) -> FreshnessState:
+    def init(self, data: PyTree[Array], slots: int) -> FreshnessState:
         """Returns the state without uses, and with the learner at version 0 of session 0."""
         del data
         return FreshnessState(

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
+from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Moves
@@ -128,7 +129,7 @@ class Part:
     of_windows: bool = False
     of_shards: bool = False
 
-    def init(self, data: PyTree[Any], slots: int) -> Any:
+    def init(self, data: PyTree[Array], slots: int) -> State:
         """Returns the state for an empty buffer.
 
         Args:
@@ -140,45 +141,45 @@ class Part:
         return ()
 
     def refuse(
-        self, state: Any, rows: Rows, occupancy: ItemOccupancy
+        self, state: State, rows: Rows, occupancy: ItemOccupancy
     ) -> dict[str, Bool[Array, " B"]]:
         """Returns masks of the items to refuse, by reason; the occupancy is from before the add."""
         del state, rows, occupancy
         return {}
 
-    def on_add(self, state: Any, index: Int[Array, " B"], rows: Rows) -> Any:
+    def on_add(self, state: State, index: Int[Array, " B"], rows: Rows) -> State:
         """Updates the state after items were written to the slots ``index``."""
         del index, rows
         return state
 
-    def on_steps(self, state: Any, index: Int[Array, "E T"], rows: StepRows) -> Any:
+    def on_steps(self, state: State, index: Int[Array, "E T"], rows: StepRows) -> State:
         """Updates the state after steps were written; ``index`` has the windows they begin."""
         del index, rows
         return state
 
     def refuse_windows(
-        self, state: Any, index: Int[Array, "E T"], rows: StepRows
+        self, state: State, index: Int[Array, "E T"], rows: StepRows
     ) -> dict[str, Bool[Array, "E T"]]:
         """Returns masks, by reason, of the just completed windows ``index`` that are not drawn."""
         del state, index, rows
         return {}
 
-    def on_remove(self, state: Any, index: Int[Array, " B"]) -> Any:
+    def on_remove(self, state: State, index: Int[Array, " B"]) -> State:
         """Updates the state after items or windows at ``index`` left, before slots are reused."""
         del index
         return state
 
-    def on_clear(self, state: Any, empty: Any) -> Any:
+    def on_clear(self, state: State, empty: State) -> State:
         """Returns the state after ``clear``, given a new buffer's; must not share arrays."""
         del state
         return empty
 
-    def on_clear_envs(self, state: Any, envs: Bool[Array, " E"]) -> Any:
+    def on_clear_envs(self, state: State, envs: Bool[Array, " E"]) -> State:
         """Updates the state after environments were cleared; windows go through ``on_remove``."""
         del envs
         return state
 
-    def move(self, empty: Any, state: Any, moves: Moves) -> Any:
+    def move(self, empty: State, state: State, moves: Moves) -> State:
         """Returns the state after the items moved to a buffer of another size.
 
         This is how ``jaxbuf.load`` resizes a buffer. The default moves each ``SegmentTree`` and
@@ -194,7 +195,7 @@ class Part:
         """
         return moves(empty, state)
 
-    def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
+    def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns scalars to monitor; the buffer itself counts the refused rows."""
         del state, occupancy
         return {}

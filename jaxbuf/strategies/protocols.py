@@ -2,12 +2,12 @@
 
 import abc
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.moves import Moves
 
@@ -74,7 +74,7 @@ class Sampler(abc.ABC):
     uses_score: bool = False
     uses_age: bool = False
 
-    def init(self, capacity: int) -> Any:
+    def init(self, capacity: int) -> State:
         """Returns the state for an empty buffer."""
         del capacity
         return ()
@@ -86,28 +86,32 @@ class Sampler(abc.ABC):
         """
         return jnp.ones(value.shape, bool)
 
-    def on_add(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"] | None) -> Any:
+    def on_add(
+        self, state: State, index: Int[Array, " B"], value: Float[Array, " B"] | None
+    ) -> State:
         """Updates the state after an add, with priorities (or scores); None for the default."""
         del index, value
         return state
 
-    def set_priority(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
+    def set_priority(
+        self, state: State, index: Int[Array, " B"], value: Float[Array, " B"]
+    ) -> State:
         """Sets the priorities at ``index``; if an item occurs several times, the last one wins."""
         del index, value
         return state
 
-    def remove(self, state: Any, index: Int[Array, " B"]) -> Any:
+    def remove(self, state: State, index: Int[Array, " B"]) -> State:
         """Removes the items at ``index``, which must not be drawn any more."""
         del index
         return state
 
     def on_slide(
         self,
-        state: Any,
+        state: State,
         added: Int[Array, " B"],
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
-    ) -> Any:
+    ) -> State:
         """Updates the state after steps were written, which completes windows and removes others.
 
         Args:
@@ -136,12 +140,12 @@ class Sampler(abc.ABC):
         return moves(empty, state)
 
     @abc.abstractmethod
-    def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
 
     def next(
-        self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
-    ) -> tuple[Any, Draw]:
+        self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
+    ) -> tuple[State, Draw]:
         """Draws the next batch, for samplers whose draws depend on earlier ones.
 
         Returns:
@@ -149,12 +153,12 @@ class Sampler(abc.ABC):
         """
         return state, self.draw(state, key, batch_size, occupancy)
 
-    def support(self, state: Any, occupancy: Occupancy) -> Support:
+    def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the items that can be drawn; by default all live items, equally likely."""
         del state
         return Support(occupancy.size, share(occupancy.size))
 
-    def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
+    def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns scalars to monitor."""
         del state, occupancy
         return {}
@@ -165,7 +169,7 @@ class KnownSampler(Sampler):
 
     @abc.abstractmethod
     def probability(
-        self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
+        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
 
@@ -198,7 +202,7 @@ class ShardableSampler(Sampler):
         return True
 
     @abc.abstractmethod
-    def report(self, state: Any, occupancy: Occupancy) -> PyTree[Array]:
+    def report(self, state: State, occupancy: Occupancy) -> PyTree[Array]:
         """Returns the summary of this shard for the others: scalars of 4 bytes each."""
 
     @abc.abstractmethod
@@ -214,7 +218,7 @@ class ShardableSampler(Sampler):
 
     @abc.abstractmethod
     def hit(
-        self, state: Any, occupancy: Occupancy, target: PyTree[Array], world: PyTree[Array]
+        self, state: State, occupancy: Occupancy, target: PyTree[Array], world: PyTree[Array]
     ) -> Draw:
         """Draws the rows that ``aim`` assigned to this shard; other rows are arbitrary.
 
@@ -232,22 +236,22 @@ class ShardableSampler(Sampler):
     def reach(self, world: PyTree[Array]) -> Support:
         """Returns the items that can be drawn from all shards together."""
 
-    def lend(self, state: Any, world: PyTree[Array]) -> Any:
+    def lend(self, state: State, world: PyTree[Array]) -> State:
         """Returns the state with values of other shards that the following ``on_add`` needs."""
         del world
         return state
 
-    def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
         world = self.alone(state, occupancy)
         aimed = self.aim(world, key, batch_size, occupancy.capacity)
         return self.hit(state, occupancy, aimed.target, world)
 
-    def support(self, state: Any, occupancy: Occupancy) -> Support:
+    def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the items that can be drawn."""
         return self.reach(self.alone(state, occupancy))
 
-    def alone(self, state: Any, occupancy: Occupancy) -> PyTree[Array]:
+    def alone(self, state: State, occupancy: Occupancy) -> PyTree[Array]:
         """Returns the reports of all shards when this is the only one, leaves ``[1]``."""
         return jax.tree.map(lambda leaf: leaf[None], self.report(state, occupancy))
 

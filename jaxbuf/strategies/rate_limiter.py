@@ -7,7 +7,7 @@ to wait or to skip a step that is not allowed.
 
 import fractions
 import math
-from typing import Any, Self
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -293,7 +293,7 @@ class ThroughputLimiter(struct.PyTreeNode):
         return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}
 
 
-def _check_bounds(name: str, bounds: Any) -> tuple[float, float]:
+def _check_bounds(name: str, bounds: object) -> tuple[float, float]:
     return checks.check_pair(
         name,
         bounds,
@@ -306,7 +306,7 @@ def _are_numbers(*bounds: float) -> bool:
     return not any(math.isnan(bound) for bound in bounds)
 
 
-def _integer(number: Any, name: str) -> Int[Array, ""]:
+def _integer(number: object, name: str) -> Int[Array, ""]:
     """Converts a number of items to int32; a negative number in an array becomes 0.
 
     Raises:
@@ -329,5 +329,5 @@ def _integer(number: Any, name: str) -> Int[Array, ""]:
     return jnp.clip(array, 0, min(int(jnp.iinfo(array.dtype).max), most)).astype(jnp.int32)
 
 
-def _float(number: Any, name: str = "count") -> Float[Array, ""]:
+def _float(number: object, name: str = "count") -> Float[Array, ""]:
     return _integer(number, name).astype(jnp.float32)

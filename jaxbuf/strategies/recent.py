@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxbuf.core import checks, sizes
 from jaxbuf.core.random import random_words
+from jaxbuf.core.types import State
 from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.moves import Moves
@@ -76,7 +77,7 @@ class Recent(KnownSampler):
         object.__setattr__(self, "uses_priority", self.base.uses_priority)
         object.__setattr__(self, "uses_score", self.base.uses_score)
 
-    def init(self, capacity: int) -> Any:
+    def init(self, capacity: int) -> State:
         """Returns the state of the base."""
         return self.base.init(capacity)
 
@@ -84,33 +85,37 @@ class Recent(KnownSampler):
         """Returns a mask of the values that the base accepts."""
         return self.base.accepts(value)
 
-    def on_add(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"] | None) -> Any:
+    def on_add(
+        self, state: State, index: Int[Array, " B"], value: Float[Array, " B"] | None
+    ) -> State:
         """Updates the base, which alone keeps state."""
         return self.base.on_add(state, index, value)
 
-    def set_priority(self, state: Any, index: Int[Array, " B"], value: Float[Array, " B"]) -> Any:
+    def set_priority(
+        self, state: State, index: Int[Array, " B"], value: Float[Array, " B"]
+    ) -> State:
         """Updates the base, which alone keeps state."""
         return self.base.set_priority(state, index, value)
 
-    def remove(self, state: Any, index: Int[Array, " B"]) -> Any:
+    def remove(self, state: State, index: Int[Array, " B"]) -> State:
         """Updates the base, which alone keeps state."""
         return self.base.remove(state, index)
 
     def on_slide(
         self,
-        state: Any,
+        state: State,
         added: Int[Array, " B"],
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
-    ) -> Any:
+    ) -> State:
         """Updates the base, which alone keeps state."""
         return self.base.on_slide(state, added, value, removed)
 
-    def move(self, empty: Any, state: Any, moves: Moves) -> Any:
+    def move(self, empty: State, state: State, moves: Moves) -> State:
         """Moves the state of the base."""
         return self.base.move(empty, state, moves)
 
-    def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` items, the recent ones first."""
         rows = math.floor(self.ratio * batch_size + 0.5)
         if rows == 0:
@@ -133,13 +138,13 @@ class Recent(KnownSampler):
         return Draw(jnp.where(probability >= 0, index, -1), probability, valid)
 
     def probability(
-        self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
+        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
         known = self.base.probability(state, index, occupancy)
         return _mixed(self.ratio, self._recent(occupancy), index, known)
 
-    def support(self, state: Any, occupancy: Occupancy) -> Support:
+    def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the support: the recent items and all that the base can draw."""
         probability = self._everywhere(state, occupancy)
         some = probability > 0
@@ -147,7 +152,7 @@ class Recent(KnownSampler):
         least = jnp.min(jnp.where(some, probability, jnp.inf))
         return Support(count, jnp.where(count > 0, least, 0.0))
 
-    def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
+    def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns the metrics of the base, with the ``effective_sample_size`` of the mixture."""
         squares = jnp.sum(self._everywhere(state, occupancy) ** 2)
         spread_over = jnp.where(squares > 0, 1.0 / jnp.where(squares > 0, squares, 1.0), 0.0)
@@ -156,10 +161,10 @@ class Recent(KnownSampler):
             "effective_sample_size": spread_over,
         }
 
-    def _recent(self, occupancy: Any) -> Ages:
+    def _recent(self, occupancy: Occupancy) -> Ages:
         return occupancy.age_range(-self.steps, None)
 
-    def _everywhere(self, state: Any, occupancy: Any) -> Float[Array, " N"]:
+    def _everywhere(self, state: State, occupancy: Occupancy) -> Float[Array, " N"]:
         """Returns the probability of every slot."""
         slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
         probability = self.probability(state, slot, occupancy)

@@ -6,7 +6,7 @@ References:
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from jaxbuf.core import checks
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.protocols import (
@@ -53,7 +54,7 @@ class Uniform(ShardableSampler, KnownSampler):
         """True with replacement; without it, each draw depends on all others."""
         return self.replacement
 
-    def report(self, state: Any, occupancy: Occupancy) -> Int[Array, ""]:
+    def report(self, state: State, occupancy: Occupancy) -> Int[Array, ""]:
         """Returns the number of items."""
         del state
         return occupancy.size
@@ -67,7 +68,7 @@ class Uniform(ShardableSampler, KnownSampler):
 
     def hit(
         self,
-        state: Any,
+        state: State,
         occupancy: Occupancy,
         target: UInt[Array, " B"],
         world: Int[Array, " S"],
@@ -86,7 +87,7 @@ class Uniform(ShardableSampler, KnownSampler):
         size = jnp.sum(world, axis=0, dtype=jnp.int32)
         return Support(size, share(size))
 
-    def draw(self, state: Any, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
@@ -104,13 +105,13 @@ class Uniform(ShardableSampler, KnownSampler):
         return Draw(index, probability, valid)
 
     def probability(
-        self, state: Any, index: Int[Array, " B"], occupancy: Occupancy
+        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
         del state
         return jnp.broadcast_to(share(occupancy.size), index.shape)
 
-    def metrics(self, state: Any, occupancy: Occupancy) -> dict[str, Array]:
+    def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns ``effective_sample_size``, which is the number of items."""
         del state
         return {"effective_sample_size": occupancy.size.astype(jnp.float32)}

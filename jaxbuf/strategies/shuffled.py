@@ -1,11 +1,11 @@
 """A sampler that passes over a buffer: every item exactly once, in random order."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
 from jaxbuf.core.random import random_words, scale_word
@@ -146,7 +146,9 @@ class Shuffled(Sampler):
             raise ValueError(f"{self} goes over fewer than 2**30 slots, but there are {capacity}")
         return Pass.create(capacity)
 
-    def on_add(self, state: Pass, index: Int[Array, " B"], value: Any) -> Pass:
+    def on_add(
+        self, state: Pass, index: Int[Array, " B"], value: Float[Array, " B"] | None
+    ) -> Pass:
         """Adds new items to this pass, in place of the items that they overwrite."""
         del value
         yes = jnp.ones(index.shape, bool)
@@ -163,7 +165,11 @@ class Shuffled(Sampler):
         return state.mark(index, no, no)
 
     def on_slide(
-        self, state: Pass, added: Int[Array, " B"], value: Any, removed: Int[Array, " R"]
+        self,
+        state: Pass,
+        added: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        removed: Int[Array, " R"],
     ) -> Pass:
         """Adds new windows to this pass and removes others."""
         del value
@@ -186,7 +192,7 @@ class Shuffled(Sampler):
         if self.drop_last:
             count = jnp.where(left >= batch_size, count, 0)
 
-        def propose(key: PRNGKeyArray, rows: int, _: Any) -> Int[Array, " P"]:
+        def propose(key: PRNGKeyArray, rows: int, _: object) -> Int[Array, " P"]:
             rank = scale_word(random_words(key, (rows,)), left.astype(jnp.uint32))
             return state.at(first + rank.astype(jnp.int32))
 
