@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.lanes import Lanes
 from jaxbuf.core import describe, fields, storage, trees
+from jaxbuf.core.types import Numbers
 from jaxbuf.strategies.freshness import Freshness
 
 
@@ -266,7 +267,9 @@ class EpisodeAccumulator(struct.PyTreeNode):
             "dropped": counts["dropped"],
         }
 
-    def _check(self, steps: PyTree[Array], mask: Any) -> tuple[PyTree[Array], Bool[Array, "E T"]]:
+    def _check(
+        self, steps: PyTree[Array], mask: Numbers | None
+    ) -> tuple[PyTree[Array], Bool[Array, "E T"]]:
         """Returns the steps as arrays ``[num_envs, T, *shape]``, and a mask of those to add."""
         steps, batch = common.check_steps(self.data, steps, self.num_envs)
         return steps, common.check_step_mask(jnp.ones(batch, bool) if mask is None else mask, batch)

@@ -15,6 +15,7 @@ from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, sizes, trees
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import State
 from jaxbuf.strategies.diversity import Diversity, DiversityState
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
@@ -47,9 +48,9 @@ class Body(struct.PyTreeNode):
 
     data: PyTree[Array]
     occupancy: Any  # An Occupancy, whose class is declared by each buffer.
-    sampler_state: Any
+    sampler_state: State
     counters: UInt[Array, " K"]
-    extra_states: tuple[Any, ...]
+    extra_states: tuple[State, ...]
     sampler: Sampler = struct.field(pytree_node=False)
     extras: tuple[Part, ...] = struct.field(pytree_node=False)
 
@@ -351,7 +352,7 @@ class Body(struct.PyTreeNode):
             "parts": tuple(part for part in self.extras if type(part) not in KEYWORDS),
         }
 
-    def with_state(self, kind: type[Part], state: Any) -> Self:
+    def with_state(self, kind: type[Part], state: State) -> Self:
         """Returns the buffer with a new state for the part of this class."""
         states = [state if isinstance(part, kind) else before for part, before in self._parts()]
         return self.replace(extra_states=tuple(states))
@@ -406,15 +407,15 @@ class Body(struct.PyTreeNode):
         """Returns the counters with these counts added."""
         return self.counters + counters.tally(self.counter_names, counts)
 
-    def _parts(self) -> list[tuple[Part, Any]]:
+    def _parts(self) -> list[tuple[Part, State]]:
         """Returns the extras and their states, through which no gradient flows."""
         return list(zip(self.extras, lax.stop_gradient(self.extra_states), strict=True))
 
-    def _tell(self, hear: Callable[[Part, Any], Any]) -> tuple[Any, ...]:
+    def _tell(self, hear: Callable[[Part, State], State]) -> tuple[State, ...]:
         """Returns the states of all extras after applying ``hear`` to each part and its state."""
         return tuple(hear(part, state) for part, state in self._parts())
 
-    def _find(self, kind: type[SomePart]) -> tuple[SomePart | None, Any]:
+    def _find(self, kind: type[SomePart]) -> tuple[SomePart | None, State]:
         """Returns the part of this class and its state, or ``(None, ())``."""
         for part, state in zip(self.extras, self.extra_states, strict=True):
             if isinstance(part, kind):
@@ -429,7 +430,7 @@ class Body(struct.PyTreeNode):
         """
         return self._need(Freshness, what)[0]
 
-    def _need(self, kind: type[SomePart], what: str = "") -> tuple[SomePart, Any]:
+    def _need(self, kind: type[SomePart], what: str = "") -> tuple[SomePart, State]:
         """Returns the part of this class and its state.
 
         Raises:

@@ -1,7 +1,7 @@
 """Checks and operations that all buffers share."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
@@ -27,7 +28,18 @@ from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Uniform, points, without
 
-AnyBuffer = TypeVar("AnyBuffer", bound=Any)
+if TYPE_CHECKING:
+    from jaxbuf.buffers.body import Body
+
+
+class _Counting(Protocol):
+    """A buffer that counts rows."""
+
+    @property
+    def counters(self) -> Array: ...
+
+
+Counting = TypeVar("Counting", bound=_Counting)
 
 
 def check_batch_size(batch_size: int) -> int:
@@ -39,7 +51,7 @@ def check_batch_size(batch_size: int) -> int:
     return check_count("batch_size", batch_size, most=2**31 - 1)
 
 
-def check_wanted(batch_size: Any) -> Int[Array, ""]:
+def check_wanted(batch_size: object) -> Int[Array, ""]:
     """Returns the number of rows requested as an array; it may be traced.
 
     Raises:
@@ -48,7 +60,7 @@ def check_wanted(batch_size: Any) -> Int[Array, ""]:
     return storage.check_rows(batch_size, "batch_size", (), np.int32, "one integer")
 
 
-def check_key(key: Any) -> None:
+def check_key(key: object) -> None:
     """Checks that ``key`` is a single PRNG key.
 
     Raises:
@@ -66,7 +78,7 @@ def check_key(key: Any) -> None:
     )
 
 
-def check_single(buffer: AnyBuffer) -> AnyBuffer:
+def check_single(buffer: Counting) -> Counting:
     """Returns the buffer with its leaves as JAX arrays.
 
     Raises:
@@ -82,7 +94,7 @@ def check_single(buffer: AnyBuffer) -> AnyBuffer:
     return trees.on_device(buffer)
 
 
-def check_slots(slots: Any, name: str = "slots") -> None:
+def check_slots(slots: object, name: str = "slots") -> None:
     """Checks that ``slots`` are the slots of a sample.
 
     Raises:
@@ -104,7 +116,7 @@ def check_slots(slots: Any, name: str = "slots") -> None:
         )
 
 
-def check_sampler(sampler: Any) -> None:
+def check_sampler(sampler: object) -> None:
     """Checks that ``sampler`` is a sampler.
 
     Raises:
@@ -131,7 +143,7 @@ def check_removes(sampler: Sampler, what: str) -> None:
         )
 
 
-def check_evictor(evictor: Any) -> None:
+def check_evictor(evictor: object) -> None:
     """Checks that ``evictor`` is an evictor.
 
     Raises:
@@ -145,7 +157,7 @@ def check_evictor(evictor: Any) -> None:
 
 
 def check_parts(
-    parts: Any, *, freshness: Any = None, episodes: Any = None, diversity: Any = None
+    parts: object, *, freshness: object = None, episodes: object = None, diversity: object = None
 ) -> tuple[Part, ...]:
     """Returns all parts of a buffer, in the order in which ``add`` asks them.
 
@@ -176,7 +188,7 @@ def check_parts(
     return (*found, *own)
 
 
-def check_version_used(extras: tuple[Part, ...], version: Any, session: Any) -> None:
+def check_version_used(extras: tuple[Part, ...], version: object, session: object) -> None:
     """Checks that versions and sessions are given only if a part uses them.
 
     Raises:
@@ -205,7 +217,7 @@ def needs_priority(sampler: Sampler, what: str) -> None:
         )
 
 
-def check_priority(priority: Any, shape: tuple[int, ...], axes: str) -> Float[Array, "..."]:
+def check_priority(priority: object, shape: tuple[int, ...], axes: str) -> Float[Array, "..."]:
     """Returns the priorities of rows as float32; one that is too large becomes infinite.
 
     The row of an infinite priority is refused later, like others with an illegal priority.
@@ -216,7 +228,7 @@ def check_priority(priority: Any, shape: tuple[int, ...], axes: str) -> Float[Ar
     return storage.check_rows(priority, "priority", shape, np.float32, axes, infinite=True)
 
 
-def needs_order(occupancy: Any, what: str) -> None:
+def needs_order(occupancy: Occupancy, what: str) -> None:
     """Checks that the occupancy keeps the order of insertion, which ages are derived from.
 
     Raises:
@@ -230,7 +242,7 @@ def needs_order(occupancy: Any, what: str) -> None:
 
 
 def check_range(
-    buffer: Any,
+    buffer: "Body",
     key: PRNGKeyArray,
     batch_size: int,
     start: Bound,
@@ -264,7 +276,7 @@ def check_range(
 
 
 def pick(
-    buffer: Any,
+    buffer: "Body",
     key: PRNGKeyArray,
     rows: int,
     bounds: list[Int[Array, ""] | None],
@@ -291,10 +303,11 @@ def pick(
 
 
 def _pick_by_priority(
-    buffer: Any, key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
+    buffer: "Body", key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
 ) -> Draw:
     """Draws rows from a range of ages with probabilities proportional to the sampler's."""
     sampler = buffer.sampler
+    assert isinstance(sampler, KnownSampler)
     capacity = ages.most * ages.count.shape[0]
     rank = jnp.arange(capacity, dtype=jnp.int32)
     inside = rank < ages.total
@@ -319,7 +332,7 @@ def _pick_by_priority(
     return Draw(ages.at(drawn), tree.read(drawn)[1] / jnp.where(total > 0, total, 1.0), valid)
 
 
-def newest(occupancy: Any, n: int) -> Draw:
+def newest(occupancy: Occupancy, n: int) -> Draw:
     """Draws the ``n`` newest items of each ring, ordered by ring and then by age.
 
     Raises:
@@ -375,7 +388,7 @@ def check_steps(
     return steps, batch
 
 
-def check_step_mask(mask: Any, batch: tuple[int, ...]) -> Bool[Array, "E T"]:
+def check_step_mask(mask: Numbers, batch: tuple[int, ...]) -> Bool[Array, "E T"]:
     """Returns a mask of steps, given one value or ``T`` values for each environment.
 
     Args:
@@ -396,7 +409,7 @@ def check_step_mask(mask: Any, batch: tuple[int, ...]) -> Bool[Array, "E T"]:
 
 
 def check_update(
-    sampler: Sampler, slots: Slots, priority: Any, mask: Any
+    sampler: Sampler, slots: Slots, priority: object, mask: object
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"] | None]:
     """Checks the arguments of ``update_priority``, and returns the priorities and the mask, if any.
 

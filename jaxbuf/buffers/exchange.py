@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +74,9 @@ def exchange(
     to_them = moves & (origin == here)
     to_me = moves[here][None] & (origin[here][None] == device)
 
-    def listed(which: Bool[Array, "D b"], turn: Array, values: Any, none: int) -> Int[Array, "D w"]:
+    def listed(
+        which: Bool[Array, "D b"], turn: Array, values: object, none: int
+    ) -> Int[Array, "D w"]:
         """Returns the rows that each device sends or receives in this round."""
         rank = jnp.cumsum(which, axis=1, dtype=jnp.int32) - 1
         place = jnp.where(which & (rank // width == turn), rank % width, width)

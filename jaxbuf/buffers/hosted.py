@@ -16,6 +16,7 @@ from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, trees
 from jaxbuf.core.calls import OwnPrograms, call, is_outside
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Static
 from jaxbuf.strategies.protocols import Support
 
 
@@ -281,7 +282,9 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         """Returns the metrics of the buffer inside, scalars on ``device``."""
         return self._call("metrics", {})
 
-    def _call(self, method: str, given: dict[str, Any], donate: bool = False, **static: Any) -> Any:
+    def _call(
+        self, method: str, given: dict[str, object], donate: bool = False, **static: object
+    ) -> Any:
         """Calls a method of the buffer, jitted, with traced (``given``) and static arguments."""
         given = self._here(method, given)
         if method not in _OTHERS:
@@ -289,11 +292,11 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         named = tuple(sorted(static.items()))
         return call(_method, self.buffer, method, given, named, static=(1, 3), donate=donate)
 
-    def _change(self, method: str, given: dict[str, Any], donate: bool) -> Self:
+    def _change(self, method: str, given: dict[str, object], donate: bool) -> Self:
         donate = checks.check_flag("donate", donate)
         return self.replace(buffer=self._call(method, given, donate))
 
-    def _here(self, method: str, tree: Any) -> Any:
+    def _here(self, method: str, tree: PyTree) -> PyTree:
         """Returns the tree with its arrays on the CPU device.
 
         Raises:
@@ -313,7 +316,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         # would keep its sharding in its type.
         here = jax.sharding.SingleDeviceSharding(self.device)
 
-        def bring(leaf: Any) -> Any:
+        def bring(leaf: object) -> object:
             if not isinstance(leaf, jax.Array):
                 return leaf
             if not leaf.is_fully_addressable:
@@ -341,7 +344,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
                 ) from error
 
 
-def _method(buffer: Any, method: str, given: dict[str, Any], static: Any) -> Any:
+def _method(buffer: Any, method: str, given: dict[str, object], static: Static) -> Any:
     if method in _OTHERS:
         return _OTHERS[method](buffer)
     return operator.methodcaller(method, **given, **dict(static))(buffer)
@@ -393,7 +396,7 @@ def _make(make: Callable[[], Any], device: Any) -> Any:
     return jax.device_put(buffer, device)
 
 
-def _check_to(to: Any) -> Any:
+def _check_to(to: object) -> Any:
     """Returns the checked destination of batches, by default the first device.
 
     Raises:

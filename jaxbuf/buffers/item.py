@@ -14,6 +14,7 @@ from jaxbuf.buffers.body import Body, counter_names, refuse
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage
 from jaxbuf.core.calls import call
+from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
@@ -187,7 +188,11 @@ class ItemBuffer(Body):
         return call(ItemBuffer._put, self, items, rows, value, illegal)
 
     def _put(
-        self, items: PyTree[Array], rows: Rows, value: Any, illegal: dict[str, Bool[Array, " B"]]
+        self,
+        items: PyTree[Array],
+        rows: Rows,
+        value: Float[Array, " B"] | None,
+        illegal: dict[str, Bool[Array, " B"]],
     ) -> Self:
         """Refuses rows, places and writes the others, and updates the sampler and the parts."""
         counts: dict[str, Array] = {}
@@ -241,8 +246,14 @@ class ItemBuffer(Body):
         return storage.read(self.data, index)
 
     def _check(
-        self, items: Any, priority: Any, score: Any, version: Any, session: Any, mask: Any
-    ) -> tuple[PyTree[Array], Rows, Any, dict[str, Bool[Array, " B"]]]:
+        self,
+        items: PyTree[Array],
+        priority: Numbers | None,
+        score: Numbers | None,
+        version: Numbers | None,
+        session: Numbers | None,
+        mask: Numbers | None,
+    ) -> tuple[PyTree[Array], Rows, Float[Array, " B"] | None, dict[str, Bool[Array, " B"]]]:
         """Checks the arguments of ``add`` and converts them to arrays.
 
         Returns:
@@ -264,7 +275,7 @@ class ItemBuffer(Body):
             common.needs_priority(self.sampler, "priority was given")
             priority = common.check_priority(priority, shape, "(B,)")
 
-        def per_row(value: Any, name: str, dtype: Any) -> Any:
+        def per_row(value: Numbers | None, name: str, dtype: type[np.generic]) -> Array | None:
             return None if value is None else storage.check_rows(value, name, shape, dtype, "(B,)")
 
         rows = Rows(

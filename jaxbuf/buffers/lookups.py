@@ -1,7 +1,6 @@
 """Lookups of the episodes in a buffer of steps."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt
@@ -45,7 +44,7 @@ def look_up(
 
 
 def broadcast_steps(
-    env_ids: Any, positions: Any, name: str = "env_ids"
+    env_ids: object, positions: object, name: str = "env_ids"
 ) -> tuple[Int[Array, " B"], UInt[Array, " B"], tuple[int, ...]]:
     """Returns environments and positions of steps as flat arrays, and their broadcast shape.
 

@@ -29,6 +29,7 @@ from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
 
 
@@ -142,7 +143,7 @@ class Mixture(Composite, struct.PyTreeNode):
                 ignored.
         """
         if isinstance(batch_size, int | np.integer):
-            counts: Any = [max(count, 1) for count in self.counts(batch_size)]
+            counts: Sequence[int] | Array = [max(count, 1) for count in self.counts(batch_size)]
         else:
             rows = storage.check_rows(batch_size, "batch_size", (), np.int32, "a number")
             doubled = jnp.broadcast_to(2 * jnp.maximum(rows, 0).astype(jnp.uint32), len(self.parts))
@@ -553,7 +554,7 @@ class Mixture(Composite, struct.PyTreeNode):
             found |= {f"{i}/{name}": value for name, value in part.metrics().items()}
         return found
 
-    def _tell(self, method: str, ability: Ability, tell: Callable[..., Any], *slots: Slots) -> Self:
+    def _tell(self, method: str, ability: Ability, tell: Function, *slots: Slots) -> Self:
         """Returns the mixture after applying ``tell`` to all parts that have the ability.
 
         Each part gets its own slots.
@@ -603,8 +604,8 @@ class Mixture(Composite, struct.PyTreeNode):
         self,
         method: str,
         ability: Ability,
-        env_ids: Any,
-        positions: Any,
+        env_ids: object,
+        positions: object,
         ask: Callable[[Any, Array, Array], PyTree[Array]],
     ) -> PyTree[Array]:
         """Returns the results of the parts for single steps, with ``locate``'s environments."""
@@ -618,7 +619,13 @@ class Mixture(Composite, struct.PyTreeNode):
         answer = self._join(method, ability, of_part)
         return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), answer)
 
-    def _look_up(self, method: str, where: Any, positions: Any, **options: Any) -> Array:
+    def _look_up(
+        self,
+        method: str,
+        where: Slots | Int[Array, "..."],
+        positions: Int[Array, "..."] | None,
+        **options: Any,
+    ) -> Array:
         """Returns the lookups of episodes by the parts, for sampled windows or single steps."""
         if isinstance(where, Slots):
             return self._ask(
@@ -661,7 +668,7 @@ class Mixture(Composite, struct.PyTreeNode):
         return int(part)
 
 
-def _check_ratios(ratios: Any) -> tuple[float, ...]:
+def _check_ratios(ratios: object) -> tuple[float, ...]:
     """Returns the ratios as Python floats."""
     return tuple(
         checks.check_number(

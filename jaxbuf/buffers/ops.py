@@ -20,13 +20,14 @@ from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, numbers
 from jaxbuf.core.calls import OwnPrograms, call
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Function, Static
 
 
 class _Buffer(Protocol):
     """A buffer with ``add``: one of this library, or your own."""
 
     @property
-    def add(self) -> Callable[..., Any]: ...
+    def add(self) -> Function: ...
 
 
 class _SampledBuffer(_Buffer, Protocol):
@@ -36,14 +37,14 @@ class _SampledBuffer(_Buffer, Protocol):
     def sample(self) -> Callable[..., Sample]: ...
 
     @property
-    def update_priority(self) -> Callable[..., Any]: ...
+    def update_priority(self) -> Function: ...
 
 
 class _IteratedBuffer(Protocol):
     """A buffer with ``next_batch``."""
 
     @property
-    def next_batch(self) -> Callable[..., Any]: ...
+    def next_batch(self) -> Function: ...
 
 
 _KEPT = {
@@ -251,21 +252,23 @@ def _converted(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _add_method(buffer: Any, items: Any, traced: dict[str, Any], static: Any) -> Any:
+def _add_method(
+    buffer: Any, items: PyTree[Array], traced: dict[str, object], static: Static
+) -> Any:
     return buffer.add(items, **traced, **dict(static))
 
 
 def _sample_method(
-    buffer: Any, key: Any, batch_size: int, traced: dict[str, Any], static: Any
+    buffer: Any, key: object, batch_size: int, traced: dict[str, object], static: Static
 ) -> Any:
     return buffer.sample(key, batch_size, **traced, **dict(static))
 
 
-def _next_method(buffer: Any, key: Any, batch_size: int) -> Any:
+def _next_method(buffer: Any, key: object, batch_size: int) -> Any:
     return buffer.next_batch(key, batch_size)
 
 
 def _update_method(
-    buffer: Any, slots: Any, priority: Any, traced: dict[str, Any], static: Any
+    buffer: Any, slots: object, priority: object, traced: dict[str, object], static: Static
 ) -> Any:
     return buffer.update_priority(slots, priority, **traced, **dict(static))

@@ -2,17 +2,17 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 from jaxbuf.core import checks
+from jaxbuf.core.types import Function, Static
 
 
 def check_options(
-    buffer: Any, method: str, options: Mapping[str, Any], argument: str = "buffer"
+    buffer: object, method: str, options: Mapping[str, object], argument: str = "buffer"
 ) -> None:
     """Checks that ``buffer`` is a buffer, and that its method takes these options.
 
@@ -39,7 +39,7 @@ def check_options(
             )
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+def split_options(options: Mapping[str, object]) -> tuple[dict[str, object], Static]:
     """Splits options into traced and static ones, for a method that is jitted.
 
     Python and NumPy integers, booleans and strings configure a call and are static. Everything
@@ -54,13 +54,13 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tup
 
 
 @functools.cache
-def _methods(kind: type) -> dict[str, Callable[..., Any]]:
+def _methods(kind: type) -> dict[str, Function]:
     """Returns the methods of a class by name, those of its bases included."""
     return dict(inspect.getmembers(kind, callable))
 
 
 @functools.cache
-def _options(method: Callable[..., Any]) -> tuple[str, ...] | None:
+def _options(method: Function) -> tuple[str, ...] | None:
     """Returns the names of a method's options; None if it takes any and checks them itself."""
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -72,7 +72,7 @@ def _options(method: Callable[..., Any]) -> tuple[str, ...] | None:
     )
 
 
-def _no_buffer(thing: Any, method: str) -> str:
+def _no_buffer(thing: object, method: str) -> str:
     methods = _methods(type(thing))
     if "add" in methods and not jax.tree_util.all_leaves([thing]):
         has = ", ".join(

@@ -29,16 +29,16 @@ class Ability(NamedTuple):
         missing: The text of the error if no part has it.
     """
 
-    test: Callable[[Any], bool]
+    test: Callable[[object], bool]
     missing: str
 
-    def has(self, buffer: Any) -> bool:
+    def has(self, buffer: object) -> bool:
         """Returns whether a buffer, or a part of it, has the ability."""
         if isinstance(buffer, Composite):
             return any(self.has(part) for part in buffer.parts)
         return self.test(buffer)
 
-    def need(self, buffer: Any, method: str) -> None:
+    def need(self, buffer: object, method: str) -> None:
         """Checks that a buffer, or a part of it, has the ability.
 
         Raises:
@@ -66,7 +66,7 @@ EPISODES = Ability(
 )
 
 
-def num_envs(buffer: Any) -> int:
+def num_envs(buffer: object) -> int:
     """Returns the number of environments of a buffer, or of all its parts; 0 if it has none."""
     if isinstance(buffer, Composite):
         return sum(num_envs(part) for part in buffer.parts)

@@ -1,6 +1,6 @@
 """Retirement of items, which may be anywhere in a buffer."""
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,7 @@ _ROWS = 256
 AnyBuffer = TypeVar("AnyBuffer", bound="Body")
 
 
-def mark_used(buffer: AnyBuffer, freshness: Freshness, slots: Slots, mask: Any) -> AnyBuffer:
+def mark_used(buffer: AnyBuffer, freshness: Freshness, slots: Slots, mask: object) -> AnyBuffer:
     """Implements ``mark_used`` of the buffers."""
     common.check_slots(slots)
     if slots.index.size == 0:
@@ -41,7 +41,9 @@ def mark_used(buffer: AnyBuffer, freshness: Freshness, slots: Slots, mask: Any) 
     return _retire(buffer, gone, "retired_used")
 
 
-def set_version(buffer: AnyBuffer, freshness: Freshness, version: Any, session: Any) -> AnyBuffer:
+def set_version(
+    buffer: AnyBuffer, freshness: Freshness, version: object, session: object
+) -> AnyBuffer:
     """Implements ``set_version`` of the buffers."""
     before, size = buffer.freshness_state, buffer.occupancy.size
     now, run = check_version(version, session)
@@ -57,7 +59,7 @@ def set_version(buffer: AnyBuffer, freshness: Freshness, version: Any, session: 
     return bare.replace(data=buffer.data)
 
 
-def check_version(version: Any, session: Any) -> tuple[Int[Array, ""], Int[Array, ""] | None]:
+def check_version(version: object, session: object) -> tuple[Int[Array, ""], Int[Array, ""] | None]:
     """Returns the learner's version and session as arrays.
 
     Raises:

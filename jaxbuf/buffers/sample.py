@@ -2,7 +2,7 @@
 
 import abc
 import math
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -59,9 +59,14 @@ class SplitBatches(abc.ABC):
         """The axes of the mesh over which rows are split here; empty if each device has all."""
 
 
+class _Sized(Protocol):
+    @property
+    def size(self) -> Int[Array, ""]: ...
+
+
 class _Supported(Protocol):
     @property
-    def occupancy(self) -> Any: ...
+    def occupancy(self) -> _Sized: ...
 
     def support(self) -> Support: ...
 
@@ -116,7 +121,7 @@ def importance_weights(
     check_sample("sample", sample)
     if not isinstance(beta, jax.Array | np.ndarray):
         beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
-    # Weights relative to the largest one of the batch do not depend on the rest of the buffer.
+    # Weights relative to the largest one of the batch do not depend on the buffer.
     whole = None if normalize == "batch" else buffer
     row = (sample.probability, sample.valid)
     # Each device of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
@@ -124,7 +129,7 @@ def importance_weights(
     return call(_weights, whole, row, beta, normalize, axes, static=(3, 4))
 
 
-def check_sample(name: str, sample: Any) -> None:
+def check_sample(name: str, sample: object) -> None:
     """Checks that ``sample`` is a single sample.
 
     Raises:
@@ -146,13 +151,17 @@ def check_sample(name: str, sample: Any) -> None:
 
 
 def _weights(
-    buffer: Any, row: Any, beta: Any, normalize: str | None, axes: tuple[str, ...]
+    buffer: _Supported | None,
+    row: tuple[Array, Array],
+    beta: float | Array,
+    normalize: str | None,
+    axes: tuple[str, ...],
 ) -> Array:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     row, beta = lax.stop_gradient((row, beta))
     probability, valid = row
     probability = jnp.where(valid, probability, 1.0)
-    if normalize == "batch":
+    if buffer is None:
         least = jnp.min(probability, initial=1.0)
         ratio = probability / (lax.pmin(least, axes) if axes else least)
     elif normalize == "buffer":

@@ -106,7 +106,7 @@ def can_sample(buffer: "Sharded", wanted: Int[Array, ""]) -> Bool[Array, ""]:
     return run(buffer, body, out=jax.P()) * buffer.num_shards >= wanted
 
 
-def add(buffer: "Sharded", items: PyTree[Array], given: dict[str, Any]) -> "Sharded":
+def add(buffer: "Sharded", items: PyTree[Array], given: dict[str, object]) -> "Sharded":
     """Adds one block of the rows to each shard."""
     if jax.tree.leaves(items)[0].shape[0] == 0:
         return buffer

@@ -17,6 +17,7 @@ from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
@@ -492,7 +493,7 @@ class TrajectoryBuffer(Body):
         n = common.check_count("n", n)
         if n > self.length:
             raise ValueError(f"n is {n}, but a ring has length {self.length}")
-        taken: Any = None
+        taken: Bool[Array, " E"] | None = None
         if mask is not None:
             shape = (self.num_envs,)
             taken = storage.check_rows(mask, "mask", shape, np.bool_, "(num_envs,)")
@@ -707,8 +708,13 @@ class TrajectoryBuffer(Body):
         return {"size": self.size, "windows": self.occupancy.size}
 
     def _check(
-        self, steps: Any, priority: Any, version: Any, session: Any, mask: Any
-    ) -> tuple[PyTree[Array], Rows, Any]:
+        self,
+        steps: PyTree[Array],
+        priority: Numbers | None,
+        version: Numbers | None,
+        session: Numbers | None,
+        mask: Numbers | None,
+    ) -> tuple[PyTree[Array], Rows, Float[Array, "E T"] | None]:
         """Checks the arguments of ``add`` and converts them to arrays ``[num_envs, T, ...]``.
 
         Returns:
@@ -745,7 +751,13 @@ class TrajectoryBuffer(Body):
         return completed, refused
 
     def _add_to(
-        self, env_ids: Any, steps: Any, priority: Any, version: Any, session: Any, mask: Any
+        self,
+        env_ids: object,
+        steps: PyTree[Array],
+        priority: Numbers | None,
+        version: Numbers | None,
+        session: Numbers | None,
+        mask: Numbers | None,
     ) -> Self:
         """Adds rows to some environments, by an ``add`` with masked rows for the others."""
         ids = self._check_env_ids(env_ids)
@@ -755,23 +767,20 @@ class TrajectoryBuffer(Body):
             return self
         axes = "(K, T)" if len(batch) > 1 else "(K,)"
         taken = common.check_step_mask(np.ones(count, bool) if mask is None else mask, batch)
+        given: dict[str, Array] = {}
         if priority is not None:
-            priority = common.check_priority(priority, batch, axes)
-            priority = priority.reshape(taken.shape)
+            given["priority"] = common.check_priority(priority, batch, axes).reshape(taken.shape)
         if version is not None:
-            version = _per_step(version, "version", batch, axes)
+            given["version"] = _per_step(version, "version", batch, axes)
         if session is not None:
-            session = _per_step(session, "session", batch, axes)
+            given["session"] = _per_step(session, "session", batch, axes)
         # JAX would count a negative index from the end.
         at = jnp.where(ids >= 0, ids, self.num_envs)
         row = jnp.full((self.num_envs,), -1, jnp.int32)
         row = row.at[at].max(jnp.arange(count, dtype=jnp.int32), mode="drop")
         here = jnp.maximum(row, 0)
-        steps, priority, version, session, taken = jax.tree.map(
-            lambda leaf: leaf[here], (steps, priority, version, session, taken)
-        )
-        taken &= (row >= 0)[:, None]
-        return self.add(steps, priority=priority, version=version, session=session, mask=taken)
+        steps, given, taken = jax.tree.map(lambda leaf: leaf[here], (steps, given, taken))
+        return self.add(steps, mask=taken & (row >= 0)[:, None], **given)
 
     def _earliest(self, count: int, skip: int) -> Steps:
         """Returns the earliest ``count`` steps of each ring, after skipping ``skip`` of them."""
@@ -805,7 +814,7 @@ class TrajectoryBuffer(Body):
         member = jnp.concatenate([jnp.ones(come.shape, bool), jnp.zeros(gone.shape, bool)])
         return self.occupancy.replace(inner=rings).mark(jnp.concatenate([come, gone]), member)
 
-    def _check_envs(self, envs: Any) -> Bool[Array, " E"]:
+    def _check_envs(self, envs: object) -> Bool[Array, " E"]:
         """Returns ``envs`` as a mask."""
         given = numbers.abstract(envs, "envs")
         if given.dtype == jnp.bool_:
@@ -836,7 +845,7 @@ class TrajectoryBuffer(Body):
         state = self.sampler.on_slide(state, come.reshape(-1), None, gone.reshape(-1))
         return self.replace(occupancy=rings, sampler_state=state)
 
-    def _check_env_ids(self, env_ids: Any) -> Int[Array, " K"]:
+    def _check_env_ids(self, env_ids: object) -> Int[Array, " K"]:
         """Returns ``env_ids`` as an array."""
         given = numbers.ids(env_ids, "env_ids")
         if given.ndim != 1:
@@ -881,7 +890,7 @@ def _check_windows(sequence_length: int, length: int, ignored: int) -> None:
         )
 
 
-def _per_step(value: Any, name: str, batch: tuple[int, ...], axes: str) -> Int[Array, "E T"]:
+def _per_step(value: Numbers, name: str, batch: tuple[int, ...], axes: str) -> Int[Array, "E T"]:
     """Returns one integer for each step, given one for each step or for each environment."""
     shape = batch[:1] if np.ndim(value) == 1 else batch
     array = storage.check_rows(value, name, shape, np.int32, axes).reshape(batch[0], -1)

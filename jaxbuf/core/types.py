@@ -20,3 +20,5 @@ Metrics: TypeAlias = dict[str, Array]
 Numbers: TypeAlias = jax.typing.ArrayLike
 # What a strategy keeps in a buffer, and passes through ``jit``; each strategy has its own.
 State: TypeAlias = PyTree[Array]
+# Static options by name, which must be hashable.
+Static: TypeAlias = tuple[tuple[str, Any], ...]
