@@ -1,6 +1,6 @@
 """Accumulators, which assemble items row by row: whole episodes and chunks of fragments."""
 
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -174,7 +174,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
     @property
     def example(self) -> PaddedEpisode:
         """The shapes of an episode, as an example for ``ItemBuffer.create`` or ``Queue.create``."""
-        length: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        length: PyTree = jax.ShapeDtypeStruct((), jnp.int32)
         return PaddedEpisode(steps=_shapes(self.data), length=length)
 
     @property
@@ -412,7 +412,7 @@ class ChunkAccumulator(struct.PyTreeNode):
     @property
     def example(self) -> Chunk:
         """The shapes of one chunk, as an example for ``ItemBuffer.create`` or ``Queue.create``."""
-        number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        number: PyTree = jax.ShapeDtypeStruct((), jnp.int32)
         return Chunk(fragments=_shapes(self.data[0]), version=number, session=number)
 
     @property

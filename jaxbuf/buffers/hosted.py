@@ -129,7 +129,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         """Returns whether at least ``batch_size`` items, or windows, can be drawn."""
         return self._call("can_sample", {"batch_size": batch_size})
 
-    def add(self, items: PyTree[Array], *, donate: bool = True, **options: Any) -> Self:
+    def add(self, items: PyTree[Array], *, donate: bool = True, **options: object) -> Self:
         """Adds items, which are transferred to the host.
 
         Args:
@@ -147,7 +147,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         items, options = self._here("add", (items, options))
         return self.replace(buffer=ops.add(self.buffer, items, donate=donate, **options))
 
-    def sample(self, key: PRNGKeyArray, batch_size: int, **options: Any) -> Sample:
+    def sample(self, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
         """Draws a batch on the host, and transfers it to ``to``.
 
         Args:
@@ -219,7 +219,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         return jax.device_put(self._call("latest", {}, n=n), self.to)
 
     def update_priority(
-        self, slots: Slots, priority: Float[Array, " B"], *, donate: bool = True, **options: Any
+        self, slots: Slots, priority: Float[Array, " B"], *, donate: bool = True, **options: object
     ) -> Self:
         """Sets the priorities of sampled items, which are transferred to the host.
 

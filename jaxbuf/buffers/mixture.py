@@ -25,7 +25,7 @@ from jaxbuf.buffers.parts import (
     choose,
     num_envs,
 )
-from jaxbuf.buffers.sample import Contents, Sample
+from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample
 from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
@@ -69,14 +69,14 @@ class Mixture(Composite, struct.PyTreeNode):
         >>> mixture = jaxbuf.update_priority(mixture, batch.slots, jnp.abs(batch.data))
     """
 
-    parts: tuple[Any, ...]
+    parts: tuple[DrawnBuffer, ...]
     ratios: tuple[float, ...] = struct.field(pytree_node=False)
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
 
     @classmethod
-    def create(cls, buffers: Sequence[Any], ratios: Sequence[float]) -> Self:
+    def create(cls, buffers: Sequence[DrawnBuffer], ratios: Sequence[float]) -> Self:
         """Creates a mixture of buffers.
 
         Args:
@@ -158,7 +158,7 @@ class Mixture(Composite, struct.PyTreeNode):
         ]
         return jnp.all(jnp.stack(able), axis=0)
 
-    def add(self, items: PyTree[Array], *, part: int | None = None, **options: Any) -> Self:
+    def add(self, items: PyTree[Array], *, part: int | None = None, **options: object) -> Self:
         """Adds items to one of the parts.
 
         Args:
@@ -177,7 +177,7 @@ class Mixture(Composite, struct.PyTreeNode):
         check_options(self.parts[i], "add", options)
         return self.replace_part(i, self.parts[i].add(items, **options))
 
-    def replace_part(self, part: int, buffer: Any) -> Self:
+    def replace_part(self, part: int, buffer: DrawnBuffer) -> Self:
         """Returns the mixture with a new state of one part.
 
         Raises:
@@ -189,7 +189,7 @@ class Mixture(Composite, struct.PyTreeNode):
             raise ValueError(f"buffer is not built like parts[{i}]; create another mixture for it")
         return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
 
-    def sample(self, key: PRNGKeyArray, batch_size: int, **options: Any) -> Sample:
+    def sample(self, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
         """Draws a batch with an exact number of rows from each part.
 
         Args:
@@ -406,7 +406,8 @@ class Mixture(Composite, struct.PyTreeNode):
         total = num_envs(self)
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], tuple[Array, Array]]:
-            env, position = self.parts[i].locate(self.part_slots(slots, i))
+            locate = operator.methodcaller("locate", self.part_slots(slots, i))
+            env, position = locate(self.parts[i])
             own = env < num_envs(self.parts[i])
             return own, (jnp.where(own, env + self._first_env(i), total), position)
 
@@ -582,16 +583,14 @@ class Mixture(Composite, struct.PyTreeNode):
             ask: Returns a mask of the rows of a part, ``[B]``, and its results, ``[B, ...]``.
         """
         ability.need(self, method)
-        answer: Any = None
+        answer: PyTree = None
         for i, part in enumerate(self.parts):
             if ability.has(part):
                 own, said = ask(i)
                 answer = said if answer is None else choose(own, said, answer)
         return answer
 
-    def _ask(
-        self, method: str, ability: Ability, slots: Slots, ask: Callable[[Any, Slots], PyTree]
-    ) -> PyTree[Array]:
+    def _ask(self, method: str, ability: Ability, slots: Slots, ask: Function) -> PyTree[Array]:
         """Returns the results of the parts for sampled items."""
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
@@ -606,7 +605,7 @@ class Mixture(Composite, struct.PyTreeNode):
         ability: Ability,
         env_ids: object,
         positions: object,
-        ask: Callable[[Any, Array, Array], PyTree[Array]],
+        ask: Function,
     ) -> PyTree[Array]:
         """Returns the results of the parts for single steps, with ``locate``'s environments."""
         env, position, shape = broadcast_steps(env_ids, positions)
@@ -624,7 +623,7 @@ class Mixture(Composite, struct.PyTreeNode):
         method: str,
         where: Slots | Int[Array, "..."],
         positions: Int[Array, "..."] | None,
-        **options: Any,
+        **options: object,
     ) -> Array:
         """Returns the lookups of episodes by the parts, for sampled windows or single steps."""
         if isinstance(where, Slots):
@@ -708,7 +707,7 @@ def _total(numbers: list[Array]) -> Int[Array, ""]:
     return jnp.sum(jnp.stack(numbers), axis=0, dtype=jnp.int32)
 
 
-def _check_alike(parts: tuple[Any, ...]) -> None:
+def _check_alike(parts: tuple[DrawnBuffer, ...]) -> None:
     """Raises ValueError if samples of the parts cannot be concatenated to one batch."""
     rows = [
         jax.eval_shape(lambda key, part=part: part.sample(key, 1).data, jax.random.key(0))

@@ -61,7 +61,7 @@ AnySampledBuffer = TypeVar("AnySampledBuffer", bound=_SampledBuffer)
 
 
 def add(
-    buffer: AnyBuffer, items: PyTree[Array], *, donate: bool = True, **options: Any
+    buffer: AnyBuffer, items: PyTree[Array], *, donate: bool = True, **options: object
 ) -> AnyBuffer:
     """Adds items to a buffer: ``buffer.add(items, **options)``, jitted.
 
@@ -110,7 +110,7 @@ def add(
     return call(_add_method, buffer, items, traced, static, static=(3,), donate=donate)
 
 
-def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options: Any) -> Sample:
+def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
     """Draws a batch from a buffer: ``buffer.sample(key, batch_size, **options)``, jitted.
 
     It compiles once for each batch size and for all buffers with the same configuration. The buffer
@@ -200,7 +200,7 @@ def update_priority(
     priority: Float[Array, " B"],
     *,
     donate: bool = True,
-    **options: Any,
+    **options: object,
 ) -> AnySampledBuffer:
     """Sets priorities of sampled items: ``buffer.update_priority(slots, priority, ...)``, jitted.
 
@@ -242,7 +242,7 @@ def update_priority(
     return call(_update_method, buffer, slots, priority, traced, static, static=(4,), donate=donate)
 
 
-def _converted(given: dict[str, Any]) -> dict[str, Any]:
+def _converted(given: dict[str, object]) -> dict[str, Any]:
     """Converts arguments to the dtypes of the buffer, before ``jax.jit`` truncates to 32 bits."""
     return {
         name: numbers.convert(value, name, _KEPT[name], infinite=name == "priority")
@@ -253,22 +253,26 @@ def _converted(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_method(
-    buffer: Any, items: PyTree[Array], traced: dict[str, object], static: Static
+    buffer: _Buffer, items: PyTree[Array], traced: dict[str, object], static: Static
 ) -> Any:
     return buffer.add(items, **traced, **dict(static))
 
 
 def _sample_method(
-    buffer: Any, key: object, batch_size: int, traced: dict[str, object], static: Static
-) -> Any:
+    buffer: _SampledBuffer, key: object, batch_size: int, traced: dict[str, object], static: Static
+) -> Sample:
     return buffer.sample(key, batch_size, **traced, **dict(static))
 
 
-def _next_method(buffer: Any, key: object, batch_size: int) -> Any:
+def _next_method(buffer: _IteratedBuffer, key: object, batch_size: int) -> Any:
     return buffer.next_batch(key, batch_size)
 
 
 def _update_method(
-    buffer: Any, slots: object, priority: object, traced: dict[str, object], static: Static
+    buffer: _SampledBuffer,
+    slots: object,
+    priority: object,
+    traced: dict[str, object],
+    static: Static,
 ) -> Any:
     return buffer.update_priority(slots, priority, **traced, **dict(static))

@@ -1,13 +1,14 @@
 """Abilities of the buffers in a mixture, which may be of different kinds."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from jaxbuf.buffers.body import Body
+from jaxbuf.buffers.sample import DrawnBuffer
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 
 
@@ -18,7 +19,7 @@ class Composite:
         parts: These buffers.
     """
 
-    parts: tuple[Any, ...]
+    parts: tuple[DrawnBuffer, ...]
 
 
 class Ability(NamedTuple):

@@ -2,7 +2,8 @@
 
 import abc
 import math
-from typing import Literal, NamedTuple, Protocol, get_args
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
 
 Normalize = Literal["batch", "buffer", "mean"]
@@ -69,6 +71,47 @@ class _Supported(Protocol):
     def occupancy(self) -> _Sized: ...
 
     def support(self) -> Support: ...
+
+
+class DrawnBuffer(_Supported, Protocol):
+    """A buffer that can be drawn from: one of this library, or your own."""
+
+    @property
+    def capacity(self) -> int:
+        """The number of slots, or of steps."""
+        ...
+
+    @property
+    def size(self) -> Int[Array, ""]:
+        """The number of items, or of steps."""
+        ...
+
+    @property
+    def add(self) -> Function:
+        """The method that adds items."""
+        ...
+
+    @property
+    def sample(self) -> Callable[..., Sample]:
+        """The method that draws a batch."""
+        ...
+
+    @property
+    def next_batch(self) -> Function:
+        """The method that draws the next batch of a pass."""
+        ...
+
+    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+        """Returns whether a batch can be drawn."""
+        ...
+
+    def clear(self) -> Self:
+        """Returns the buffer without items."""
+        ...
+
+    def metrics(self) -> dict[str, Array]:
+        """Returns scalars to monitor."""
+        ...
 
 
 def importance_weights(

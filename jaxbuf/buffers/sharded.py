@@ -156,7 +156,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         """Returns the number of items that can be drawn, and the least probability among them."""
         return Support(*call(on_shards.support, self))
 
-    def add(self, items: PyTree[Array], **options: Any) -> Self:
+    def add(self, items: PyTree[Array], **options: object) -> Self:
         """Adds rows: the first ``B / S`` rows to the first shard, and so on.
 
         Args:
@@ -271,7 +271,9 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         """
         return call(on_shards.metrics, self)
 
-    def _check_slots(self, slots: Slots, mask: Any = None) -> tuple[Slots, Any]:
+    def _check_slots(
+        self, slots: Slots, mask: Bool[Array, " B"] | None = None
+    ) -> tuple[Slots, Bool[Array, " B"] | None]:
         """Returns slots and a mask for programs on the shards.
 
         Raises:

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.types import State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +37,14 @@ class Moves:
     steps: tuple[Int[Array, "E T"], Int[Array, "E T"]] | None = None
     lengths: tuple[int, int] = (0, 0)
 
-    def __call__(self, empty: Any, full: Any) -> Any:
+    def __call__(self, empty: State, full: State) -> State:
         """Returns the empty state with what the full one keeps for the items that stay.
 
         Raises:
             ValueError: When traced, if there is an array without an axis of slots.
         """
 
-        def is_tree(node: Any) -> bool:
+        def is_tree(node: object) -> bool:
             return isinstance(node, SegmentTree)
 
         return jax.tree.map(self._move, empty, full, is_leaf=is_tree)

@@ -123,7 +123,7 @@ class Sampler(abc.ABC):
         """
         return self.on_add(self.remove(state, removed), added, value)
 
-    def move(self, empty: Any, state: Any, moves: Moves) -> Any:
+    def move(self, empty: State, state: State, moves: Moves) -> State:
         """Returns the state after the items moved to a buffer of another size.
 
         This is how ``jaxbuf.load`` resizes a buffer. The default moves each ``SegmentTree`` and
