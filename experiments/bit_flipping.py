@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 
 from experiments import common
-from jaxbuf.examples import _run, bit_flipping
+from jaxbuf.examples import bit_flipping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +28,8 @@ class Options:
 
 def train(options: Options, bits: int) -> list[dict[str, Any]]:
     """Trains both agents, or goes on with them; returns the last success rate of each seed."""
-    folder = options.runs / str(bits)
-    resume = ("--resume",) if (folder / "checkpoint").exists() else ()
     words = ("--bits", bits, "--seeds", options.seeds, "--episodes", options.episodes)
-    bit_flipping.main([*map(str, words), "--out", str(folder), *resume])
-    run: Any = _run.Run(None, folder)
+    run = common.train(bit_flipping.main, words, options.runs / str(bits))
     return [
         {"bits": bits, "agent": agent, "seed": seed, "success": f"{rate:.3f}"}
         for agent in bit_flipping.AGENTS

@@ -10,10 +10,29 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from jaxbuf.examples import _run
+
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 # Okabe and Ito's colors, which people with any kind of color blindness can tell apart.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "x")
+
+
+def train(main: Callable[[Sequence[str]], int], words: Sequence[Any], folder: Path) -> Any:
+    """Trains an example, or goes on from its checkpoint, and returns the finished run.
+
+    Args:
+        main: The function ``main`` of an example.
+        words: Its options on the command line.
+        folder: The folder of the run.
+
+    Raises:
+        SystemExit: If training was interrupted; the same command goes on later.
+    """
+    resume = ("--resume",) if (folder / "checkpoint").exists() else ()
+    if status := main([*map(str, words), "--out", str(folder), *resume]):
+        raise SystemExit(status)
+    return _run.Run(None, folder)
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

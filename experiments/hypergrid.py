@@ -13,7 +13,7 @@ from typing import Any, get_args
 import tyro
 
 from experiments import common
-from jaxbuf.examples import _run, gflownet
+from jaxbuf.examples import gflownet
 from jaxbuf.examples._gflownet import Buffer
 
 KINDS = get_args(Buffer)
@@ -43,12 +43,9 @@ class Options:
 
 def train(options: Options) -> list[dict[str, Any]]:
     """Trains with all buffers, or goes on with it; returns L1 and modes over updates, by seed."""
-    resume = ("--resume",) if (options.runs / "checkpoint").exists() else ()
-    words = ["--out", str(options.runs), *resume]
-    for name in ("steps", "seeds", "dims", "height", "background"):
-        words += [f"--{name}", str(getattr(options, name))]
-    gflownet.main(words)
-    run: Any = _run.Run(None, options.runs)
+    names = ("steps", "seeds", "dims", "height", "background")
+    words = [word for name in names for word in (f"--{name}", getattr(options, name))]
+    run = common.train(gflownet.main, words, options.runs)
     step = run.logged("step")
     # A tenth of the points is enough for a curve.
     kept = sorted({0, *range(4, len(step), 5), len(step) - 1})

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import tyro
+from numpy.typing import NDArray
 
 from experiments import common
-from jaxbuf.examples import _run, dqn
+from jaxbuf.examples import dqn
 
 GAMES = ("Breakout", "SpaceInvaders")
 AGENTS = {
@@ -22,6 +23,13 @@ AGENTS = {
     "prioritized": ("--sampler", "prioritized"),
     "3-step, uniform": ("--sampler", "uniform", "--n-step", "3"),
 }
+# The returns of DQN after so many frames, read off the blue curves of img/learning_curves.gif in
+# github.com/kenjyoung/MinAtar at 4241f24 (Young and Tian, 2019), means of 30 runs.
+PUBLISHED = {
+    "Breakout": {50_000: 1.2, 100_000: 4.5, 200_000: 6.2, 500_000: 8.3, 1_000_000: 9.3},
+    "SpaceInvaders": {50_000: 10, 100_000: 19, 200_000: 21, 300_000: 23, 1_000_000: 33},
+}
+PUBLISHED_END = {"Breakout": 10, "SpaceInvaders": 44}  # after 5 million frames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,35 +45,34 @@ class Options:
     out: Path = common.RESULTS  # where the numbers and the plot go
 
 
-def train(options: Options, game: str, agent: str) -> Path:
-    """Trains all seeds of an agent, or goes on with them, and returns the folder of the run."""
-    folder = options.runs / game / agent.replace(", ", "-")
-    resume = (folder / "checkpoint").exists()
-    dqn.main(
-        [
-            *("--env", f"{game}-MinAtar", *AGENTS[agent], "--out", str(folder)),
-            *("--steps", str(options.steps), "--seeds", str(options.seeds)),
-            *("--warmup", str(options.warmup), "--hidden", str(options.hidden)),
-            *("--num-envs", "16", "--batch-size", "32", "--capacity", "100_000"),
-            *("--lr", "1e-3", "--final-lr", "1e-4", "--exploration", "0.3"),
-            *(("--resume",) if resume else ()),
-        ]
-    )
-    return folder
+def train(options: Options, game: str, agent: str) -> list[dict[str, Any]]:
+    """Trains all seeds of an agent, or goes on with them; returns its rows."""
+    words = [
+        *("--env", f"{game}-MinAtar", *AGENTS[agent], "--steps", options.steps),
+        *("--seeds", options.seeds, "--warmup", options.warmup, "--hidden", options.hidden),
+        *("--num-envs", 16, "--batch-size", 32, "--capacity", 100_000),
+        *("--lr", 1e-3, "--final-lr", 1e-4, "--exploration", 0.3),
+    ]
+    run = common.train(dqn.main, words, options.runs / game / agent.replace(", ", "-"))
+    return rows(game, agent, run.logged("step"), run.logged("return"))
 
 
-def rows(game: str, agent: str, folder: Path) -> list[dict[str, Any]]:
-    """Returns one row for each seed and each tenth of a run: the mean return while training."""
-    run: Any = _run.Run(None, folder)
-    steps, returns = run.logged("step"), run.logged("return")
-    tenths = zip(
-        np.array_split(steps, min(10, len(steps))),
-        np.array_split(returns, min(10, len(steps))),
-        strict=True,
-    )
+def rows(game: str, agent: str, steps: NDArray[Any], returns: NDArray[Any]) -> list[dict[str, Any]]:
+    """Returns one row for each seed and each tenth of a run: the mean return while training.
+
+    Args:
+        game: The name of the game.
+        agent: The name of the agent.
+        steps: Numbers of steps, ``[P]``.
+        returns: Mean returns of the episodes that ended since the last of these, or NaN;
+            ``[P, seeds]``.
+    """
+    parts = min(10, len(steps))
     return [
         {"game": game, "agent": agent, "seed": seed, "step": int(step[-1]), "return": f"{mean:.3f}"}
-        for step, part in tenths
+        for step, part in zip(
+            np.array_split(steps, parts), np.array_split(returns, parts), strict=True
+        )
         for seed, mean in enumerate(np.ma.masked_invalid(part).mean(axis=0).filled(np.nan))
     ]
 
@@ -81,9 +88,14 @@ def draw(path: Path) -> None:
             if mine:
                 curve = common.group(mine, "step", "return")
                 common.draw_mean(panel, curve, agent, list(AGENTS).index(agent))
-        panel.set(title=f"{game}-MinAtar", xlabel="environment steps")
+        last = max(int(row["step"]) for row in table)
+        known = {step: value for step, value in PUBLISHED[game].items() if step <= 1.05 * last}
+        label = "DQN of Young and Tian, read off"
+        panel.plot(known.keys(), known.values(), "x:", color="black", label=label)
+        panel.set(title=f"{game}-MinAtar", xlabel="environment steps (frames)")
     panels[0].set_ylabel("return per episode while training")
-    panels[0].legend(loc="upper left")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
     common.save(figure, path)
 
 
@@ -94,8 +106,11 @@ def table(path: Path) -> str:
     for game, agent in dict.fromkeys((row["game"], row["agent"]) for row in found):
         mine = [row for row in found if (row["game"], row["agent"]) == (game, agent)]
         step, last = list(common.group(mine, "step", "return").items())[-1]
-        rows.append([game, agent, f"{step:,.0f}", f"{len(last)}", common.spread(last)])
-    return common.markdown(["game", "replay", "steps", "seeds", "return"], rows)
+        nearest = min(PUBLISHED[game], key=lambda frames: abs(frames - step))
+        published = [f"{PUBLISHED[game][nearest]} at {nearest:,}", f"{PUBLISHED_END[game]}"]
+        rows.append([game, agent, f"{step:,.0f}", f"{len(last)}", common.spread(last), *published])
+    header = ["replay", "steps", "seeds", "return", "published DQN", "published at 5 million"]
+    return common.markdown(["game", *header], rows)
 
 
 def main(options: Options) -> None:
@@ -103,7 +118,7 @@ def main(options: Options) -> None:
     found, path = list[dict[str, Any]](), options.out / "minatar.csv"
     for game in options.games:
         for agent in AGENTS:
-            found += rows(game, agent, train(options, game, agent))
+            found += train(options, game, agent)
             draw(common.write(path, found))
     print(table(path))
 

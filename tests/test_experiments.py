@@ -102,15 +102,19 @@ def test_hypergrid_on_a_small_grid(tmp_path, promotion):
     assert {row["modes"] for row in table if row["updates"] == "100"} == {"2"}
 
 
-def test_tenths_of_a_run_of_minatar_are_means(tmp_path):
+def test_rows_of_minatar_are_means_of_tenths_of_a_run():
     steps = np.arange(1, 21) * 10
-    lines = ["step,return/0,return/1", *(f"{s},{s / 10},nan" for s in steps)]
-    (tmp_path / "log.csv").write_text("\n".join(lines))
-    rows = minatar.rows("Breakout", "uniform", tmp_path)
+    returns = np.stack([steps / 10, np.full(20, np.nan)], axis=1)
+    rows = minatar.rows("Breakout", "uniform", steps, returns)
     first = [row for row in rows if row["seed"] == 0]
     assert [row["step"] for row in first] == [20 * i for i in range(1, 11)]
     assert [float(row["return"]) for row in first] == [2 * i + 1.5 for i in range(10)]
     assert all(row["return"] == "nan" for row in rows if row["seed"] == 1)
+
+
+def test_an_interrupted_run_ends_the_experiment(tmp_path):
+    with pytest.raises(SystemExit, match="130"):
+        common.train(lambda words: 130, ["--steps", 3], tmp_path)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
