@@ -263,7 +263,7 @@ class Mixture(Composite, struct.PyTreeNode):
         return self.replace(parts=tuple(parts)), self._batch(drawn)
 
     def _batch(self, drawn: dict[int, Sample]) -> Sample:
-        """Returns one sample of those that the parts of these numbers gave."""
+        """Returns one sample of what the parts of these numbers gave."""
         rows = sum(sample.valid.shape[0] for sample in drawn.values())
 
         def own(i: int, sample: Sample) -> Sample:
