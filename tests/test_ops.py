@@ -79,6 +79,40 @@ def test_a_method_called_from_python_is_one_program_and_keeps_its_buffer():
     assert buffer.size == 0
 
 
+def test_uses_versions_and_lookups_from_python_are_programs_that_are_compiled_once():
+    step = {"terminated": jnp.bool_(False)}
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        step,
+        2,
+        8,
+        sequence_length=2,
+        episodes=jaxbuf.Episodes(boundary="mask"),
+        freshness=jaxbuf.Freshness(max_use=2, max_staleness=1),
+    )
+    buffer = buffer.add({"terminated": jnp.arange(10).reshape(2, 5) == 2})
+    slots = buffer.sample(jax.random.key(0), 3).slots
+    env_ids, positions, versions = jnp.zeros(3, jnp.int32), jnp.arange(3), jnp.arange(3)
+
+    def run(version):
+        return (
+            buffer.mark_used(slots),
+            buffer.set_version(version),
+            buffer.use_count(slots),
+            buffer.staleness(slots),
+            buffer.episode_begin_position(slots),
+            buffer.steps_to_episode_end(env_ids, positions),
+            buffer.last_terminated_position(env_ids, positions),
+            buffer.is_episode_last(slots),
+            buffer.episode_mask(slots),
+        )
+
+    first, second = versions[1], versions[2]
+    run(first)
+    with counted_traces() as traces:
+        run(second)
+    assert not traces
+
+
 @every_sampler
 def test_repeated_calls_never_trace_again(sampler):
     """Also for a second buffer built alike, after wrapping, and with another key or beta."""

@@ -1,32 +1,37 @@
 """Lookups of the episodes in a buffer of steps."""
 
-from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt
+from jaxtyping import Array, Int, PyTree, UInt
 
 from jaxbuf.buffers.common import check_slots
 from jaxbuf.core import numbers
+from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Function
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.episodes import EpisodeIndex
 
 
 def look_up(
-    query: Callable[..., Array],
+    query: Function,
     index: EpisodeIndex,
     rings: Rings,
     where: Slots | Int[Array, "..."],
     positions: Int[Array, "..."] | None,
+    **given: PyTree[Array],
 ) -> Array:
     """Returns the answers of an index of episodes for sampled windows, or for single steps.
 
     Args:
-        query: A method of the index, which takes ``rings``, environments and positions.
+        query: A method of the index, which takes ``rings``, environments and positions. Pass the
+            same object each time: each object is compiled once.
         index: The index.
         rings: The rings of the steps.
         where: The slots of windows, whose first steps are looked up; or ``env_ids``.
         positions: The positions of steps in these environments, with ``env_ids``.
+        **given: Other arguments of the query.
 
     Raises:
         ValueError: If positions are given with slots, or missing without them.
@@ -35,12 +40,28 @@ def look_up(
         check_slots(where, "where")
         if positions is not None:
             raise ValueError("positions were given with slots, which have their own")
-        env, position = rings.starts_at(where.index, where.generation)
-        return query(index, rings, env, position)
+        return call(_of_windows, rings, index, where, given, query, static=(4,))
     if positions is None:
         raise ValueError("positions is None; give env_ids and positions, or slots")
     env, position, shape = broadcast_steps(where, positions, "where")
-    return query(index, rings, env, position).reshape(shape)
+    return call(_of_steps, rings, index, env, position, given, query, static=(5,)).reshape(shape)
+
+
+def _of_windows(
+    rings: Rings, index: EpisodeIndex, slots: Slots, given: dict[str, Any], query: Function
+) -> Array:
+    return query(index, rings, *rings.starts_at(slots.index, slots.generation), **given)
+
+
+def _of_steps(
+    rings: Rings,
+    index: EpisodeIndex,
+    env: Int[Array, " B"],
+    position: UInt[Array, " B"],
+    given: dict[str, Any],
+    query: Function,
+) -> Array:
+    return query(index, rings, env, position, **given)
 
 
 def broadcast_steps(

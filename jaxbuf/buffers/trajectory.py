@@ -1,6 +1,5 @@
 """Time-ordered steps of several environments, sampled as windows."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -583,8 +582,7 @@ class TrajectoryBuffer(Body):
             >>> buffer.last_terminated_position(jnp.array([0]), jnp.arange(5)).tolist()
             [0, 1, 1, 3, 4]
         """
-        query = functools.partial(EpisodeIndex.last_terminated, data=self.data)
-        return self._look_up(query, where, positions)
+        return self._look_up(EpisodeIndex.last_terminated, where, positions, data=self.data)
 
     def steps_to_episode_end(
         self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
@@ -671,16 +669,17 @@ class TrajectoryBuffer(Body):
             [[True, True, False, False]]
         """
         self = trees.on_device(self)
-        index = self._index()
-        if index.episodes.boundary == "cross":
+        if self._index().episodes.boundary == "cross":
             raise ValueError(
                 'boundary is "cross", whose windows are used as they are; create the buffer with '
                 'episodes=jaxbuf.Episodes(boundary="mask")'
             )
         common.check_slots(slots)
-        windows = self._windows_of(sequence_length)
-        mask = index.together(windows.rings, slots.index)
-        return mask & windows.occupancy.holds(slots)[:, None]
+        return call(TrajectoryBuffer._together, self._windows_of(sequence_length), slots)
+
+    def _together(self, slots: Slots) -> Bool[Array, "B S"]:
+        mask = self._index().together(self.rings, slots.index)
+        return mask & self.occupancy.holds(slots)[:, None]
 
     def options(self) -> dict[str, Any]:
         """Returns the configuration except the sizes, as keyword arguments of ``create``."""
@@ -700,9 +699,10 @@ class TrajectoryBuffer(Body):
         query: Callable[..., Array],
         where: Slots | Int[Array, "..."],
         positions: Int[Array, "..."] | None,
+        **given: PyTree[Array],
     ) -> Array:
         self = trees.on_device(self)
-        return look_up(query, self._index(), self.rings, where, positions)
+        return look_up(query, self._index(), self.rings, where, positions, **given)
 
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size, "windows": self.occupancy.size}
