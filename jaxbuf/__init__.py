@@ -57,6 +57,8 @@ from jaxbuf.views.hindsight import hindsight
 from jaxbuf.views.n_step import NStep, n_step
 from jaxbuf.views.terminal import terminal_states
 
+__version__ = "0.2.0"
+
 __all__ = [
     "Balanced",
     "Chunk",

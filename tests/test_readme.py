@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import jaxbuf
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
@@ -89,8 +91,13 @@ def test_all_marks_of_the_comparison_are_known():
 
 def test_the_citation_is_of_this_version():
     citation = (ROOT / "CITATION.cff").read_text()
-    assert f"\nversion: {PROJECT['version']}\n" in citation
+    assert f"\nversion: {jaxbuf.__version__}\n" in citation
     assert f"\nlicense: {PROJECT['license']}\n" in citation
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert jaxbuf.__version__ == next(version for version in versions if version != "Unreleased")
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
