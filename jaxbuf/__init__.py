@@ -127,7 +127,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported only where it is used: training does not need it.
-    if name == "testing":
-        return importlib.import_module("jaxbuf.testing")
+    # Imported only where they are used: most programs need none of them.
+    if name in ("interop", "mpi", "testing"):
+        return importlib.import_module(f"jaxbuf.{name}")
     raise AttributeError(f"module 'jaxbuf' has no attribute {name!r}")

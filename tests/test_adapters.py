@@ -158,6 +158,8 @@ def test_examples_of_nested_spaces():
     env.action_space = spaces.Text(5)
     with pytest.raises(ValueError, match="no fixed shape; a buffer holds arrays of one shape"):
         transition_like(env)
+    with pytest.raises(ValueError, match="envs is of gymnax; the example is one row"):
+        transition_like(gymnax.make("CartPole-v1")[0])
 
 
 class Wrapped(gymnasium.vector.VectorWrapper):

@@ -142,6 +142,16 @@ def test_keys_that_cannot_be_sorted_together(how, tmp_path):
         jaxbuf.save(tmp_path, mixed())
 
 
+def test_a_list_in_place_of_an_array_is_named():
+    item = {"action": jnp.int32(0), "reward": jnp.float32(0)}
+    buffer = jaxbuf.ItemBuffer.create(item, 4)
+    with pytest.raises(
+        ValueError,
+        match=re.escape("items['action'] is a list; expected an array: np.asarray(items["),
+    ):
+        buffer.add({"action": [1, 2], "reward": np.zeros(2, np.float32)})
+
+
 def test_of_many_differences_a_few_are_named():
     more = {f"extra{number:02}": jnp.zeros(8) for number in range(20)}
     with pytest.raises(

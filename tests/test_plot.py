@@ -128,6 +128,15 @@ def test_large_buffers_are_binned():
     assert axes["age by place"].images[0].get_array().shape == (64, 10)
 
 
+def test_priorities_of_zero_leave_a_logarithmic_axis():
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 8, sampler=jaxbuf.Prioritized())
+    priority = jnp.float32([0, 1e-4, 1e-2, 1, 100, 0])
+    axes = drawn(jaxbuf.plot(jaxbuf.add(buffer, jnp.ones(6), priority=priority)))["priorities"]
+    assert axes.get_xscale() == "log"
+    assert axes.get_xlabel() == "priority (2 of 0 left out)"
+    assert counted(axes) == 4
+
+
 def test_what_cannot_be_drawn():
     buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4)
     with pytest.raises(ValueError, match="traced, so it has no numbers yet; return it"):
@@ -136,8 +145,18 @@ def test_what_cannot_be_drawn():
         jaxbuf.plot(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), buffer))
     with pytest.raises(ValueError, match="expected one with contents"):
         jaxbuf.plot(jax.eval_shape(lambda: buffer))
-    with pytest.raises(ValueError, match="buffer is a dict; expected a buffer of jaxbuf"):
+    with pytest.raises(ValueError, match="buffer is a dict; expected an ItemBuffer"):
         jaxbuf.plot({})
+    hosted = jaxbuf.Hosted.create(lambda: jaxbuf.ItemBuffer.create(jnp.float32(0), 4))
+    with pytest.raises(ValueError, match=r"buffer is a Hosted; .*; plot buffer\.buffer"):
+        jaxbuf.plot(hosted)
+    mesh = jax.make_mesh((1,), ("data",))
+    sharded = jaxbuf.Sharded.create(
+        lambda: jaxbuf.ItemBuffer.create(jnp.float32(0), 4), mesh, "data", shards=2
+    )
+    with pytest.raises(ValueError, match=r"buffer is a Sharded; .*; plot one shard: jax\.tree"):
+        jaxbuf.plot(sharded)
+    jaxbuf.plot(jax.tree.map(lambda leaf: leaf[0], sharded.shards))
     jaxbuf.add(buffer, jnp.ones(2))
     with pytest.raises(ValueError, match="buffer was donated"):
         jaxbuf.plot(buffer)

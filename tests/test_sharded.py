@@ -170,6 +170,7 @@ REFUSED = {
     "mesh": (with_(mesh=jax.devices()), "mesh is a list"),
     "exchange": (with_(exchange=1), "exchange is 1"),
     "shards": (with_(shards=0), "shards is 0"),
+    "make": (with_(make=make()()), "make is .*ItemBuffer; expected a function that creates one"),
     "queue": (with_(make=lambda: jaxbuf.Queue.create(jnp.int32(0), 4)), "make gives a Queue"),
     "recent": (with_(make=make(jaxbuf.Recent(0.5, 4))), "data alone is sharded"),
     "distinct": (with_(make=make(jaxbuf.Uniform(replacement=False))), "data alone is sharded"),
@@ -203,6 +204,8 @@ def test_rows_that_do_not_divide_are_refused(buffer):
     ):
         with pytest.raises(ValueError, match="multiple of 4, such as 4"):
             call()
+    with pytest.raises(ValueError, match=r"batch_size is 6, but there are 4 shards; .* as 4$"):
+        buffer.sample(jax.random.key(0), 6)
     for call in (buffer.mark_used, buffer.use_count, buffer.staleness):
         with pytest.raises(ValueError, match=r"freshness=jaxbuf\.Freshness"):
             call(jaxbuf.Slots(jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.uint32)))
@@ -212,3 +215,10 @@ def test_rows_that_do_not_divide_are_refused(buffer):
         buffer.add({"at": jnp.int32(0)})
     with pytest.raises(ValueError, match="env_ids was given"):
         buffer.add({"at": jnp.arange(8)}, env_ids=jnp.arange(8))
+
+
+def test_a_checkpoint_of_another_number_of_shards_says_what_to_do(buffer, tmp_path):
+    jaxbuf.save(tmp_path, buffer)
+    like = jaxbuf.Sharded.create(make(), mesh(), "data", shards=2)
+    with pytest.raises(ValueError, match=r"like\.num_shards is 2, .* 4; create it with as many"):
+        jaxbuf.load(tmp_path, like)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import re
 
 import chex
@@ -450,6 +451,7 @@ def test_there_must_be_a_buffer():
 
 def test_it_is_there_without_an_import_of_its_own():
     assert jaxbuf.testing.assert_valid is testing.assert_valid
+    assert jaxbuf.interop.gymnax_step is importlib.import_module("jaxbuf.interop").gymnax_step
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = jaxbuf.nothing
 

@@ -108,6 +108,11 @@ class Sharded(SplitBatches, struct.PyTreeNode):
                 f"multiple of {devices}, or a mesh whose axis divides {count}"
             )
         exchange = checks.check_flag("exchange", exchange)
+        if not callable(make):
+            raise ValueError(
+                f"make is {checks.kind_of(make)}; expected a function that creates one shard, such "
+                "as lambda: jaxbuf.ItemBuffer.create(...)"
+            )
         one = on_shards.check_shard(jax.eval_shape(make))
         if one.capacity * count >= 2**31:
             raise ValueError("shards have 2**31 slots or more; expected fewer in all")
@@ -200,7 +205,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         """
         rows = common.check_batch_size(batch_size)
         common.check_key(key)
-        _check_multiple("batch_size", rows, self.num_shards)
+        _check_multiple(f"batch_size is {rows}", rows, self.num_shards)
         return call(global_draw.sample, self, key, rows, static=(2,))
 
     def update_priority(
@@ -290,14 +295,15 @@ class Sharded(SplitBatches, struct.PyTreeNode):
 
     def _check_rows(self, name: str, rows: int) -> None:
         """Raises ValueError if rows cannot be split evenly among the shards that are here."""
-        _check_multiple(name, rows, here_of(self.shards))
+        advice = "; pad with rows that are masked out"
+        _check_multiple(f"{name} has {rows} rows", rows, here_of(self.shards), advice)
 
 
-def _check_multiple(name: str, rows: int, count: int) -> None:
+def _check_multiple(what: str, rows: int, count: int, advice: str = "") -> None:
     """Raises ValueError if the number of rows is not a multiple of the number of shards."""
     if rows % count:
         lower = rows // count * count
         raise ValueError(
-            f"{name} has {rows} rows, but there are {count} shards; make it a multiple of {count}, "
-            f"such as {lower or count}; pad with rows that are masked out"
+            f"{what}, but there are {count} shards; make it a multiple of {count}, "
+            f"such as {lower or count}{advice}"
         )

@@ -258,6 +258,9 @@ def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:
         )
     have = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(items)}
     need = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(storage)}
+    for key in sorted(need - have):
+        if f"{key}[0]" in have:
+            raise ValueError(f"{name}{key} is a list; expected an array: np.asarray({name}{key})")
     parts = [f"{name}{key} is missing" for key in sorted(need - have)]
     parts += [f"{name}{key} is not in the example" for key in sorted(have - need)]
     more = [f"{len(parts) - _NAMED} more"] if len(parts) > _NAMED else []

@@ -107,7 +107,7 @@ def transition_like(envs: Any) -> dict[str, Any]:
         A dict like ``VectorStep.transitions``, of ``jax.ShapeDtypeStruct`` for one environment.
 
     Raises:
-        ValueError: If observations or actions have no fixed shape.
+        ValueError: If observations or actions have no fixed shape, or it is one of gymnax.
 
     Example:
         >>> import gymnasium
@@ -115,6 +115,11 @@ def transition_like(envs: Any) -> dict[str, Any]:
         >>> example["obs"].shape, example["action"].dtype
         ((4,), dtype('int32'))
     """
+    if callable(getattr(envs, "observation_space", None)):
+        raise ValueError(
+            "envs is of gymnax; the example is one row of what gymnax_step gives: "
+            "jax.tree.map(lambda leaf: leaf[0], rows)"
+        )
     spaces = [
         getattr(envs, f"single_{name}_space", None) or getattr(envs, f"{name}_space")
         for name in ("observation", "action")

@@ -241,6 +241,8 @@ def _compare(
     ]
     if messages:
         hint = "pass resize=True to load into another size" if sizes else "create it alike"
+        if any(name.endswith(".num_shards") for name in parts):
+            hint = f"create it with as many shards, on any number of devices, or {hint}"
     else:
         hint = "pass a pytree like the one that was saved"
         given = structure.leaves(target, "like")

@@ -12,6 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxbuf.buffers.body import Body
+from jaxbuf.buffers.hosted import Hosted
+from jaxbuf.buffers.mixture import Mixture
+from jaxbuf.buffers.queue import Queue
+from jaxbuf.buffers.sharded import Sharded
+from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.subset import Subset
@@ -127,14 +133,19 @@ def _title(buffer: Any) -> str:
 
 def _parts(buffer: Any) -> list[Any]:
     """Returns the buffer, or the parts of a mixture."""
-    if hasattr(buffer, "parts"):
+    if isinstance(buffer, Mixture):
         return [inner for part in buffer.parts for inner in _parts(part)]
     return [buffer]
 
 
 def _check(buffer: Any) -> None:
-    if not hasattr(buffer, "occupancy") or not hasattr(buffer, "counters"):
-        raise ValueError(f"buffer is a {type(buffer).__name__}; expected a buffer of jaxbuf")
+    if not isinstance(buffer, Body | Queue):
+        one = "jax.tree.map(lambda leaf: leaf[0], buffer.shards)"
+        advice = {Sharded: f"; plot one shard: {one}", Hosted: "; plot buffer.buffer"}
+        raise ValueError(
+            f"buffer is {checks.kind_of(buffer)}; expected an ItemBuffer, TrajectoryBuffer, Queue "
+            f"or Mixture{advice.get(type(buffer), '')}"
+        )
     leaves = jax.tree.leaves(buffer)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise ValueError(
@@ -295,6 +306,7 @@ def _draw_panel(axes: Any, panel: _Panel) -> None:
         axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
         return
     low, high = float(values.min()), float(values.max())
+    positive = values[values > 0]
     bins = min(_BINS, 2 * math.ceil(math.sqrt(values.size)))
     if panel.discrete:
         # An item may be of a later version than the learner's, and then has a negative staleness.
@@ -304,9 +316,11 @@ def _draw_panel(axes: Any, panel: _Panel) -> None:
         # Bars of one integer are centered on it; wider ones begin at their first integer.
         shift = 0.5 if width == 1 else 0.0
         edges = first + width * np.arange(math.ceil(span / width) + 1) - shift
-    elif low > 0 and high > 1000 * low:
-        edges = np.geomspace(low, high, bins + 1)
+    elif low >= 0 and positive.size and high > 1000 * float(positive.min()):
+        edges = np.geomspace(float(positive.min()), high, bins + 1)
         axes.set_xscale("log")
+        if positive.size < values.size:
+            axes.set_xlabel(f"{panel.xlabel} ({values.size - positive.size:,} of 0 left out)")
     else:
         edges = (
             np.linspace(low, high, bins + 1) if high > low else np.asarray([low - 0.5, low + 0.5])

@@ -18,7 +18,7 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.parts import PRIORITIES
 from jaxbuf.buffers.retire import uses_and_staleness
 from jaxbuf.buffers.sample import Sample, check_sample
-from jaxbuf.core import describe, storage
+from jaxbuf.core import checks, describe, storage
 
 _COLUMNS = (
     "use_mean",
@@ -209,7 +209,9 @@ def _check_buffer(buffer: Any) -> None:
             "mixture.part_slots(batch.slots, i) are its own"
         )
     if not hasattr(buffer, "counters") or not hasattr(buffer, "occupancy"):
-        raise ValueError(f"buffer is a {type(buffer).__name__}; expected a buffer")
+        raise ValueError(
+            f"buffer is {checks.kind_of(buffer)}; expected an ItemBuffer, TrajectoryBuffer or Queue"
+        )
 
 
 def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 6"]:
