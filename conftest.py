@@ -2,7 +2,10 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 # Names of older versions warn when they are imported, and mpi cannot be imported without MPI.
 collect_ignore_glob = ["jaxbuf/adapters.py", "jaxbuf/compat/*"]
@@ -18,3 +21,15 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Tests run most programs once, so they are compiled in a third of the time and not made fast.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _default_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Restores JAX's default promotion for the guide with gymnax, which does not run without it."""
+    if request.path.name != "environments.md":
+        yield
+        return
+    import jax
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -44,7 +44,8 @@ class Sharded(SplitBatches, struct.PyTreeNode):
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
-        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> auto = (jax.sharding.AxisType.Auto,)  # Explicit axes raise in most losses of a batch
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=auto)
         >>> buffer = jaxbuf.Sharded.create(
         ...     lambda: jaxbuf.ItemBuffer.create(jnp.float32(0), 100, sampler=jaxbuf.Prioritized()),
         ...     mesh, "data", shards=4,
@@ -79,7 +80,8 @@ class Sharded(SplitBatches, struct.PyTreeNode):
 
         Args:
             make: A function that creates one shard, an ``ItemBuffer`` or a ``TrajectoryBuffer``.
-            mesh: The mesh of devices.
+            mesh: The mesh of devices. Create it with axes of type ``jax.sharding.AxisType.Auto``,
+                unless your loss chooses the sharding of its gradients.
             axis: The axis of the mesh along which to lay out the shards.
             shards: The number of shards ``S``, a multiple of the length of the axis, which is the
                 default. With more shards, the buffer can later be loaded onto up to ``S`` devices.

@@ -50,6 +50,9 @@ def gymnax_step(
         ``truncated`` and ``next_obs``, leaves ``[E, ...]``. ``next_obs`` is what the action led to:
         at the end of an episode its last observation, never the first one of the next.
 
+    gymnax needs JAX's default promotion of dtypes and ranks. The ``with`` of the example is only
+    needed in a program that made promotion strict.
+
     Example:
         >>> import gymnax, jax, jaxbuf
         >>> from jaxbuf.interop import gymnax_reset, gymnax_step, rollout
