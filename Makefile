@@ -81,7 +81,7 @@ format: $(STAMPS)/lint  ## rewrite the code in the project's style
 	@$(RUN) -m ruff check --fix-only .
 	@$(RUN) -m ruff format .
 
-benchmark: $(STAMPS)/benchmark  ## time jaxbuf side by side with its peers (ARGS: its options; TORCH=0: without those that need torch)
+benchmark: $(STAMPS)/benchmark $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## time jaxbuf side by side with its peers (ARGS: its options; TORCH=0: without those that need torch)
 	@[ "$(TORCH)" = 0 ] || $(MAKE) --no-print-directory benchmark-torch || \
 	  echo "going on without torchgfn and torchrl: see the messages above"
 	@$(RUN) -m benchmarks $(ARGS)
