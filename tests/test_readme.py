@@ -73,6 +73,16 @@ def test_speeds_are_those_of_the_results(name):
         assert abs(float(value) - measured(*MEASURED[name], library)) <= 0.5001 * 10**-digits
 
 
+def test_what_devices_send_is_that_of_the_results():
+    section = RESULTS.split("\n## Over several devices\n")[1].split("\n## ")[0]
+    (row,) = re.findall(r"^\| Sharded \| 8 \| yes \| ([^|]+) \| ([\d,]+) \|", section, re.MULTILINE)
+    count = sum(int(number) for number in re.findall(r"\d+", row[0]))
+    size = round(int(row[1].replace(",", "")) / 1000)
+    names = {3: "three", 4: "four", 5: "five", 6: "six"}
+    guide = (ROOT / "docs" / "guides" / "devices.md").read_text()
+    assert f"has {names[count]} collectives, which\ntogether return {size} KB" in guide
+
+
 def test_the_command_is_that_of_the_results():
     command = re.search(r"Repeat with `(.+?)`", RESULTS)[1]
     assert f"`{command}`" in README
