@@ -75,7 +75,7 @@ lint: $(STAMPS)/lint  ## check style, docstrings and types
 wheel: $(STAMPS)/wheel  ## build a wheel and a source distribution in dist/
 	@$(RUN) -m build --outdir dist .
 	@for wheel in dist/*-linux_*.whl; do \
-	  [ ! -e "$$wheel" ] || { $(RUN) -m auditwheel repair --wheel-dir dist "$$wheel" && rm "$$wheel"; }; done
+	  [ ! -e "$$wheel" ] || { PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --wheel-dir dist "$$wheel" && rm "$$wheel"; }; done
 
 format: $(STAMPS)/lint  ## rewrite the code in the project's style
 	@$(RUN) -m ruff check --fix-only .
