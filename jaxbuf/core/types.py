@@ -14,8 +14,6 @@ from jaxtyping import Array, PyTree
 Dtype: TypeAlias = np.dtype[Any]
 # Any function; its arguments and results are those of the caller.
 Function: TypeAlias = Callable[..., Any]
-# Scalars to monitor, by name.
-Metrics: TypeAlias = dict[str, Array]
 # One number or an array of them, as users pass it.
 Numbers: TypeAlias = jax.typing.ArrayLike
 # What a strategy keeps in a buffer, and passes through ``jit``; each strategy has its own.

@@ -18,7 +18,7 @@ from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import numbers, storage
 from jaxbuf.core.checks import name_of
 from jaxbuf.core.sizes import check_count
-from jaxbuf.io import resizing
+from jaxbuf.io.order import in_order
 
 Buffer = TypeVar("Buffer", bound=Any)
 
@@ -208,7 +208,7 @@ def _in_order(source: Any) -> list[dict[str, Any]]:
             out.append(_at(data, (env, at)))
         return out
     if hasattr(source, "occupancy"):
-        order, live = (np.asarray(x) for x in resizing.in_order(source.occupancy))
+        order, live = (np.asarray(x) for x in in_order(source.occupancy))
         return [_at(jax.tree.map(np.asarray, source.data), order[live])]
     return [jax.tree.map(np.asarray, source)]
 

@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.sharded import Sharded
-from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.io.order import in_order
 from jaxbuf.occupancy.ring import Ring
-from jaxbuf.strategies.softmax import Softmax, SoftmaxState
+from jaxbuf.strategies.moves import Moves
 
 
 def abstract(like: Sharded, count: int, name: str) -> Sharded:
@@ -49,8 +49,9 @@ def deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
         The new shards, leaves ``[count, ...]``.
     """
     rings = cast("Ring", old.occupancy)
-    row, live = _by_age(rings)
-    turn = jnp.cumsum(live, dtype=jnp.int32) - 1
+    order, live = jax.vmap(in_order)(rings)
+    by_age = live.T.reshape(-1)
+    turn = jnp.cumsum(by_age, dtype=jnp.int32) - 1
     example = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), cast("Any", old.data)
     )
@@ -58,48 +59,23 @@ def deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
     # The laps begin after all generations that the old shards gave to slots.
     empty = Ring.create(size).replace(lap=jnp.max(rings.clear().lap))
 
-    def rows_of(full: Array) -> Array:
-        """Returns what is kept for each slot, in the order of age."""
-        return full.reshape(-1, *full.shape[2:])[row]
-
     def one(number: Array) -> ItemBuffer:
-        mine = live & (turn % count == number)
-        occupancy, index = empty.place(row.shape[0], mine, None)
+        occupancy, index = empty.place(by_age.size, by_age & (turn % count == number), None)
+        target = index.reshape(order.T.shape).T
 
-        def move(blank: Any, full: Any) -> Any:
-            if isinstance(blank, SegmentTree):
-                return blank.set(index, rows_of(jax.vmap(lambda tree: tree.leaves)(full)))
-            return blank.at[index].set(rows_of(full), mode="drop", unique_indices=True)
+        def move(kept: Any, shard: Any) -> tuple[Any, None]:
+            source, target, data, state = shard
+            moves = Moves(source, target, target, (order.shape[1], size))
+            return (moves(kept[0], data), new.sampler.move(kept[1], state, moves)), None
 
-        def is_tree(node: Any) -> bool:
-            return isinstance(node, SegmentTree)
-
-        if isinstance(old.sampler, Softmax):
-            # The masses of each old shard are relative to a reference of its own.
-            known: SoftmaxState = old.sampler_state
-            scores = rows_of(jax.vmap(lambda tree: tree.leaves)(known.scores))
-            state = old.sampler.on_add(new.sampler_state, index, scores)
-        else:
-            state = jax.tree.map(move, new.sampler_state, old.sampler_state, is_leaf=is_tree)
+        shards = (order, target, old.data, old.sampler_state)
+        (data, state), _ = jax.lax.scan(move, (new.data, new.sampler_state), shards)
         total = jnp.sum(old.counters, axis=0, dtype=jnp.uint32)
         return new.replace(
-            data=jax.tree.map(move, new.data, old.data),
+            data=data,
             occupancy=occupancy,
             sampler_state=state,
             counters=jnp.where(number == 0, total, jnp.uint32(0)),
         )
 
     return jax.vmap(one)(jnp.arange(count, dtype=jnp.int32))
-
-
-def _by_age(rings: Ring) -> tuple[Int[Array, " M"], Bool[Array, " M"]]:
-    """Returns all slots of stacked rings from the oldest on, and a mask of the live ones."""
-
-    def of(ring: Ring) -> tuple[Array, Array]:
-        slot = jnp.arange(ring.capacity, dtype=jnp.int32)
-        order = (ring.position + slot) % jnp.int32(ring.capacity)
-        return order, ring.live(order)
-
-    order, live = jax.vmap(of)(rings)
-    first = jnp.arange(order.shape[0], dtype=jnp.int32)[:, None] * rings.capacity
-    return (first + order).T.reshape(-1), live.T.reshape(-1)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import COUNTS, Queue
@@ -14,8 +14,8 @@ from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import counters
 from jaxbuf.io import resharding
+from jaxbuf.io.order import in_order
 from jaxbuf.occupancy.ranking import Ranking
-from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.moves import Moves
 
@@ -85,27 +85,6 @@ def fit(tree: Tree, like: Tree) -> Tree:
         return resized
 
     return jax.tree_util.tree_map_with_path(convert, tree, like, is_leaf=_is_buffer)
-
-
-def in_order(occupancy: Any) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
-    """Returns all slots, with live items ordered from the oldest, and which slots are live.
-
-    Raises:
-        ValueError: If the occupancy does not tell the age of its items.
-    """
-    if isinstance(occupancy, Subset):
-        order, _ = in_order(occupancy.inner)
-        return order, occupancy.live(order)
-    if isinstance(occupancy, Ring):
-        slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
-        order = (occupancy.position + slot) % jnp.int32(occupancy.capacity)
-    elif isinstance(occupancy, Ranking):
-        slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
-        # Numbers wrap; relative to the next one they are in order.
-        order = jnp.argsort(occupancy.generation(slot) - occupancy.arrivals)
-    else:
-        raise ValueError(f"{type(occupancy).__name__} does not tell the age of its items")
-    return order, occupancy.live(order)
 
 
 @functools.partial(jax.jit, static_argnums=1)

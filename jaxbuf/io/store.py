@@ -26,7 +26,8 @@ from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, numbers, storage
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
-from jaxbuf.io import records, resizing, structure, zarr
+from jaxbuf.io import records, structure, zarr
+from jaxbuf.io.order import in_order
 from jaxbuf.io.ranges import Ranges
 
 Buffer = TypeVar("Buffer", bound=Any)
@@ -232,7 +233,7 @@ class Store:
                 steps. In that case append rollouts as they come.
         """
         if not isinstance(buffer, TrajectoryBuffer):
-            order, live = (np.asarray(x) for x in resizing.in_order(buffer.occupancy))
+            order, live = (np.asarray(x) for x in in_order(buffer.occupancy))
             return self.append(jax.tree.map(lambda leaf: leaf[order[live]], buffer.data))
         rings = buffer.rings
         position, held = (np.asarray(x).astype(np.int64) for x in (rings.cursor, rings.held))

@@ -67,3 +67,24 @@ class Moves:
             f"its state has an array of shape {full.shape}, which does not have an axis of slots; "
             "give it a method move"
         )
+
+
+class Movable:
+    """A strategy whose state moves along when a buffer is loaded with another size."""
+
+    def move(self, empty: State, state: State, moves: Moves) -> State:
+        """Returns the state after the items moved to a buffer of another size.
+
+        This is how ``jaxbuf.load`` resizes a buffer. The default moves each ``SegmentTree`` and
+        each array ``[slots, ...]``, and refuses a state that has anything else.
+
+        Args:
+            empty: The state for an empty buffer of the new size, or for one with the items that
+                moved there before.
+            state: The state before.
+            moves: The slots of the items before and after.
+
+        Raises:
+            ValueError: When traced, if the state cannot be moved.
+        """
+        return moves(empty, state)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.occupancy.rings import Rings
-from jaxbuf.strategies.moves import Moves
+from jaxbuf.strategies.moves import Movable
 
 
 @functools.partial(
@@ -71,7 +71,7 @@ class StepRows(Rows):
     target: Int[Array, "E T"] = dataclasses.field(kw_only=True)
 
 
-class Part:
+class Part(Movable):
     """Keeps additional state about the items of a buffer, and may refuse new items.
 
     A part is a frozen dataclass that holds the configuration. Its *state* is a pytree of arrays
@@ -178,22 +178,6 @@ class Part:
         """Updates the state after environments were cleared; windows go through ``on_remove``."""
         del envs
         return state
-
-    def move(self, empty: State, state: State, moves: Moves) -> State:
-        """Returns the state after the items moved to a buffer of another size.
-
-        This is how ``jaxbuf.load`` resizes a buffer. The default moves each ``SegmentTree`` and
-        each array ``[slots, ...]``, and refuses a state that has anything else.
-
-        Args:
-            empty: The state for an empty buffer of the new size.
-            state: The state before.
-            moves: The slots of the items before and after.
-
-        Raises:
-            ValueError: When traced, if the state cannot be moved.
-        """
-        return moves(empty, state)
 
     def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns scalars to monitor; the buffer itself counts the refused rows."""

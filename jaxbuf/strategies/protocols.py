@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
-from jaxbuf.strategies.moves import Moves
+from jaxbuf.strategies.moves import Movable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Support:
     least_probability: Float[Array, ""]
 
 
-class Sampler(abc.ABC):
+class Sampler(Movable, abc.ABC):
     """Chooses the items of a batch.
 
     A sampler is a frozen dataclass that holds the configuration. Its *state* is a pytree of arrays
@@ -122,22 +122,6 @@ class Sampler(abc.ABC):
             removed: The slots of the removed windows, ``[R]``, disjoint from ``added``.
         """
         return self.on_add(self.remove(state, removed), added, value)
-
-    def move(self, empty: State, state: State, moves: Moves) -> State:
-        """Returns the state after the items moved to a buffer of another size.
-
-        This is how ``jaxbuf.load`` resizes a buffer. The default moves each ``SegmentTree`` and
-        each array ``[capacity, ...]``, and refuses a state that has anything else.
-
-        Args:
-            empty: The state for an empty buffer of the new size.
-            state: The state before.
-            moves: The slots of the items before and after.
-
-        Raises:
-            ValueError: When traced, if the state cannot be moved.
-        """
-        return moves(empty, state)
 
     @abc.abstractmethod
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
