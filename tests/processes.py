@@ -1,5 +1,6 @@
 """Python processes that run at the same time, each with some CPU devices."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -29,11 +30,13 @@ def start(*command, devices=1, **options):
 
 def run_processes(*commands, devices=1):
     """The output of Python processes that run at the same time, each with so many devices."""
-    processes = [start(*command, devices=devices) for command in commands]
-    try:
-        out = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(start(*command, devices=devices)) for command in commands]
+        try:
+            out = [process.communicate(timeout=300)[0] for process in processes]
+        finally:
+            # Each is then waited for, so that nothing of it is left for a later test.
+            for process in processes:
+                process.kill()
     assert [process.returncode for process in processes] == [0] * len(processes)
     return out
