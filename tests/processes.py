@@ -13,25 +13,38 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start(*command, devices=1, **options):
-    """A Python process that has begun, with so many devices; None lets it choose."""
-    flags = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+def start(*command, devices=1, alone=False, **options):
+    """A Python process that has begun, with so many devices; None lets it choose.
+
+    Programs of several processes are compiled by all of them or by none, so one that is not alone
+    keeps none.
+    """
+    flags = [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_collective_call_terminate_timeout_seconds=300",
+    ]
     if devices is not None:
-        flags += f" --xla_force_host_platform_device_count={devices}"
+        flags.append(f"--xla_force_host_platform_device_count={devices}")
+    given = {"XLA_FLAGS": " ".join(flags)}
+    if not alone:
+        given["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,
         text=True,
-        # Programs of several processes are compiled by all of them or by none.
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"},
+        env=os.environ | given,
         **options,
     )
 
 
 def run_processes(*commands, devices=1):
     """The output of Python processes that run at the same time, each with so many devices."""
+    alone = len(commands) == 1
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(start(*command, devices=devices)) for command in commands]
+        processes = [
+            stack.enter_context(start(*command, devices=devices, alone=alone))
+            for command in commands
+        ]
         try:
             out = [process.communicate(timeout=300)[0] for process in processes]
         finally:

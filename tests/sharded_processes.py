@@ -1,8 +1,8 @@
 """`jaxbuf.Sharded` over all devices of one process or of two, for `test_sharded_processes.py`.
 
 ``python -m tests.sharded_processes rounds FOLDER [DIE_BEFORE PORT RANK]``, alone or as one of two
-processes, of which the second one kills itself before round DIE_BEFORE. ``... next FOLDER OUT``
-runs another round after those in FOLDER.
+processes, of which the second one kills itself before round DIE_BEFORE. ``... next OUT FOLDER ...``
+runs another round after those in each FOLDER.
 """
 
 import os
@@ -77,13 +77,14 @@ def main(folder, die_before=ROUNDS, port=None, rank="0"):
         print(f"round {number}", flush=True)
 
 
-def one_more(folder, out):
-    """Loads the checkpoint onto all devices and onto one, and runs another round."""
+def one_more(out, *folders):
+    """Loads each checkpoint onto all devices and onto one, and runs another round."""
     for devices in (jax.devices(), jax.devices()[:1]):
         like = {"buffer": create(devices), "done": np.int32(0)}
-        state = jaxbuf.load(Path(folder, "checkpoint"), like)
-        _, drawn = next_round(state["buffer"], int(state["done"]))
-        np.savez(Path(out, f"next-{len(devices)}.npz"), **drawn)
+        for folder in map(Path, folders):
+            state = jaxbuf.load(folder / "checkpoint", like)
+            _, drawn = next_round(state["buffer"], int(state["done"]))
+            np.savez(Path(out, f"{folder.name}-{len(devices)}.npz"), **drawn)
 
 
 if __name__ == "__main__":

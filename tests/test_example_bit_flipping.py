@@ -14,7 +14,7 @@ from tests.lenient import lenient
 from tests.run_example import error_of, finish, interrupt
 
 QUICK = [
-    *("--bits", "8", "--seeds", "2", "--episodes", "1200", "--num-envs", "4", "--hidden", "64"),
+    *("--bits", "8", "--seeds", "2", "--episodes", "1200", "--num-envs", "4", "--hidden", "32"),
     *("--capacity", "1000", "--eval-episodes", "50"),
 ]
 

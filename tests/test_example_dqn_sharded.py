@@ -42,7 +42,7 @@ def test_it_says_how_training_goes(alone):
 
 
 def test_eight_devices_and_then_two_processes_learn_the_same(alone, tmp_path):
-    eight = start(*words(tmp_path, devices=8), devices=None)
+    eight = start(*words(tmp_path, devices=8), devices=None, alone=True)
     try:
         for _ in range(3):
             assert "return" in eight.stdout.readline()
@@ -75,7 +75,8 @@ def compare(rows, expected):
     for row, want in zip(rows, expected, strict=True):
         assert row.keys() == want.keys()
         for name in row:
-            np.testing.assert_allclose(row[name], want[name], rtol=1e-5, err_msg=name)
+            # The least priority is an error of values near 1, which are rounded to 1e-7.
+            np.testing.assert_allclose(row[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,12 @@ def test_the_other_process_ends_with_a_message_in_time(pair):
 def test_what_two_processes_saved_is_loaded_by_one_on_four_devices_and_on_one(
     pair, alone, tmp_path
 ):
-    run_processes((*PROGRAM, "next", pair.folder, tmp_path), devices=4)
-    four, one = drawn(tmp_path, "next-4"), drawn(tmp_path, "next-1")
-    (tmp_path / "alone").mkdir()
-    run_processes((*PROGRAM, "next", alone, tmp_path / "alone"), devices=4)
-    np.testing.assert_equal(four, drawn(tmp_path / "alone", "next-4"))
+    run_processes((*PROGRAM, "next", tmp_path, pair.folder, alone), devices=4)
+    pairs, four, one = (
+        drawn(tmp_path, name)
+        for name in (f"{pair.folder.name}-4", f"{alone.name}-4", f"{alone.name}-1")
+    )
+    np.testing.assert_equal(pairs, four)
     for name, want in four.items():
         if name in ("[0].probability", "[1]"):
             np.testing.assert_allclose(one[name], want, rtol=3e-7)
