@@ -17,15 +17,12 @@ def start(*command, devices=1, alone=False, **options):
     """A Python process that has begun, with so many devices; None lets it choose.
 
     Programs of several processes are compiled by all of them or by none, so one that is not alone
-    keeps none.
+    keeps none. Flags of the tests are left out: with them, sums depend on the number of devices.
     """
-    flags = [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_cpu_collective_call_terminate_timeout_seconds=300",
-    ]
+    flags = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
     if devices is not None:
-        flags.append(f"--xla_force_host_platform_device_count={devices}")
-    given = {"XLA_FLAGS": " ".join(flags)}
+        flags += f" --xla_force_host_platform_device_count={devices}"
+    given = {"XLA_FLAGS": flags}
     if not alone:
         given["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     return subprocess.Popen(

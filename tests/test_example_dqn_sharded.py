@@ -75,8 +75,7 @@ def compare(rows, expected):
     for row, want in zip(rows, expected, strict=True):
         assert row.keys() == want.keys()
         for name in row:
-            # The least priority is an error of values near 1, which are rounded to 1e-7.
-            np.testing.assert_allclose(row[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(row[name], want[name], rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(
