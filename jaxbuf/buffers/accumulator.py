@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.lanes import Lanes
 from jaxbuf.core import describe, fields, storage, trees
+from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.types import Numbers
 from jaxbuf.strategies.freshness import Freshness
 
@@ -430,7 +431,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         """A mask of the places of ``data`` that hold a fragment, ``[num_workers + waiting, F]``."""
         length = self.fragments_per_chunk
         place = jnp.arange(length, dtype=jnp.int32)[None]
-        return (place - self.start[:, None]) % length < self.lanes.held[:, None]
+        return remainder(place - self.start[:, None], length) < self.lanes.held[:, None]
 
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
@@ -461,13 +462,13 @@ class ChunkAccumulator(struct.PyTreeNode):
         accumulator = self.replace(learner=jnp.stack([now, run]))
         lane, length = self.lanes.lane, self.fragments_per_chunk
         rank = jnp.arange(length, dtype=jnp.int32)[None]
-        place = (self.start[lane][:, None] + rank) % length
+        place = remainder(self.start[lane][:, None] + rank, length)
         versions, sessions = (leaf[lane[:, None], place] for leaf in self.data[1:])
         old = (rank < self.filled[:, None]) & accumulator._is_stale(versions, sessions)
         gone = jnp.max(jnp.where(old, rank + 1, 0), axis=1)
         return accumulator.replace(
             lanes=self.lanes.replace(filled=self.filled - gone),
-            start=self.start.at[lane].add(gone, unique_indices=True) % length,
+            start=remainder(self.start.at[lane].add(gone, unique_indices=True), length),
             stale=self.stale + jnp.sum(gone, dtype=jnp.uint32),
         )
 
@@ -621,8 +622,8 @@ class ChunkAccumulator(struct.PyTreeNode):
         Places in ``target`` count from the start of each lane, which is rotated.
         """
         length = self.fragments_per_chunk
-        lane, place = target // length, target % length
-        turned = lane * length + (self.start.at[lane].get(mode="clip") + place) % length
+        lane, place = quotient(target, length), remainder(target, length)
+        turned = lane * length + remainder(storage.select(lane, self.start) + place, length)
         return jnp.where(lane < self.lanes.count, turned, target)
 
 

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core import counters
+from jaxbuf.core.division import remainder
 
 # The names of the counters of lanes.
 COUNTS = ("complete", "cut", "refused", "dropped")
@@ -69,7 +70,7 @@ class Lanes(struct.PyTreeNode):
     @property
     def held(self) -> Int[Array, " L"]:
         """The number of rows in each lane, ``[count]``; 0 for free lanes."""
-        order = (jnp.arange(self.line.size, dtype=jnp.int32) - self.head) % self.line.size
+        order = remainder(jnp.arange(self.line.size, dtype=jnp.int32) - self.head, self.line.size)
         rows = jnp.where(order < self.waiting, self.rows, 0)
         held = jnp.zeros((self.count,), jnp.int32)
         return held.at[self.lane].set(self.filled).at[self.line].set(rows)
@@ -103,14 +104,14 @@ class Lanes(struct.PyTreeNode):
         start, stop = jnp.where(begins, rank, first), jnp.where(ends, rank + 1, first)
         before = _before(jnp.maximum(start, stop), first)
         since = jnp.maximum(before, start)
-        place = (rank - since) % self.length
+        place = remainder(rank - since, self.length)
         full = taken & (place == self.length - 1)
         complete = full | ends
-        dropped = begins & ((rank - before) % self.length != 0)
+        dropped = begins & (remainder(rank - before, self.length) != 0)
 
         order = jnp.cumsum(complete.T.reshape(-1), dtype=jnp.int32).reshape(complete.T.shape).T - 1
         accepted = complete & (order < self.line.size - self.waiting)
-        spot = (self.head + self.waiting + order) % self.line.size
+        spot = remainder(self.head + self.waiting + order, self.line.size)
         swapped = jnp.where(accepted, order, -1)
         lane = self._after(_before(swapped, jnp.full_like(first, -1)))
         stays = taken & _stays(complete, accepted, begins)
@@ -127,7 +128,7 @@ class Lanes(struct.PyTreeNode):
         last = jnp.maximum(start, stop).max(axis=1, keepdims=True)
         lanes = self.replace(
             lane=self._after(swapped.max(1, keepdims=True))[:, 0],
-            filled=((count - last) % self.length)[:, 0],
+            filled=remainder(count - last, self.length)[:, 0],
             line=self.line.at[spot].set(lane.reshape(-1), mode="drop", unique_indices=True),
             rows=self.rows.at[spot].set(place.reshape(-1) + 1, mode="drop", unique_indices=True),
             waiting=self.waiting + jnp.sum(accepted, dtype=jnp.int32),
@@ -146,10 +147,10 @@ class Lanes(struct.PyTreeNode):
         """
         row = jnp.arange(rows, dtype=jnp.int32)
         there = row < self.waiting
-        spot = (self.head + row) % self.line.size
+        spot = remainder(self.head + row, self.line.size)
         count = jnp.minimum(self.waiting, rows)
         lanes = self.replace(
-            head=(self.head + count) % self.line.size, waiting=self.waiting - count
+            head=remainder(self.head + count, self.line.size), waiting=self.waiting - count
         )
         return lanes, self.line[spot], jnp.where(there, self.rows[spot], 0), there
 
@@ -182,7 +183,7 @@ class Lanes(struct.PyTreeNode):
 
         A number of −1 means that none of its items has joined the queue.
         """
-        free = self.line[(self.head + self.waiting + order) % self.line.size]
+        free = self.line[remainder(self.head + self.waiting + order, self.line.size)]
         return jnp.where(order < 0, self.lane[:, None], free)
 
 

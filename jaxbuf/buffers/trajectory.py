@@ -15,6 +15,7 @@ from jaxbuf.buffers.lookups import broadcast_steps, look_up
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
 from jaxbuf.core.calls import call
+from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.rings import Rings
@@ -298,8 +299,8 @@ class TrajectoryBuffer(Body):
         """Places and writes steps, and updates the windows, the sampler and the parts."""
         rings, target, broken, completed = self.rings.place(given.shape[1], given.mask)
         rows = StepRows(**vars(given), rings=self.rings, target=target)
-        begins = (target < self.capacity) & (target % self.period == 0)
-        index = jnp.where(begins, target // self.period, rings.capacity)
+        begins = (target < self.capacity) & (remainder(target, self.period) == 0)
+        index = jnp.where(begins, quotient(target, self.period), rings.capacity)
         extras = self.replace(
             extra_states=self._tell(lambda part, state: part.on_steps(state, index, rows))
         )

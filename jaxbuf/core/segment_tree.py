@@ -269,7 +269,9 @@ def _ordered(bits: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def _sum4(terms: Float[Array, "... 4"]) -> Float[Array, "..."]:
-    return ((terms[..., 0] + terms[..., 1]) + terms[..., 2]) + terms[..., 3]
+    last = terms.ndim - 1
+    one, two, three, four = lax.split(terms, [1] * 4, axis=last)
+    return lax.squeeze(((one + two) + three) + four, [last])
 
 
 def _bits(numbers: Float[Array, "..."]) -> Int[Array, "..."]:
@@ -461,14 +463,15 @@ def _choose(
     Returns:
         The child, the residual within it, and its mass.
     """
-    groups = [masses[:, i : i + 4] for i in range(0, FANOUT, 4)]
+    groups = lax.split(masses, [4] * 4, axis=1)
     sums = [_sum4(group) for group in groups]
     second = sums[0] + sums[1]
     bounds = [sums[0], second, second + sums[2]]
     # A rounded residual may equal the node's mass; it is limited to the largest float below it.
     residual = jnp.minimum(residual, (bounds[2] + sums[3]) * jnp.float32(_BELOW))
     group, base = _past(bounds, residual)
-    inside = [lax.select_n(group, *(group_[:, i] for group_ in groups)) for i in range(4)]
+    chosen = lax.select_n(jnp.broadcast_to(group[:, None], groups[0].shape), *groups)
+    inside = [lax.squeeze(mass, [1]) for mass in lax.split(chosen, [1] * 4, axis=1)]
     pair = inside[0] + inside[1]
     child, before = _past([base + inside[0], base + pair, base + (pair + inside[2])], residual)
     # If masses are zero, a bound may be smaller than the base by a rounding error.

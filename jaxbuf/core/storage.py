@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import native, numbers, sizes, trees
+from jaxbuf.core.division import remainder
 
 # The dtypes that the kernels take.
 _KINDS = "biufc"
@@ -233,9 +234,10 @@ def _select(leaf: Array, start: Int[Array, " B"], length: int | None) -> Array:
     if length is None:
         return select(start, leaf)
     size = leaf.shape[1]
-    within = (start % size)[:, None]
+    within = remainder(start, size)[:, None]
     step = jnp.arange(length, dtype=jnp.int32)[None]
-    return select(start[:, None] - within + (within + step) % size, lax.collapse(leaf, 0, 2))
+    index = start[:, None] - within + remainder(within + step, size)
+    return select(index, lax.collapse(leaf, 0, 2))
 
 
 def select(index: Int[Array, "..."], storage: PyTree[Array]) -> PyTree[Array]:

@@ -19,6 +19,7 @@ from jaxbuf.buffers.parts import PRIORITIES
 from jaxbuf.buffers.retire import uses_and_staleness
 from jaxbuf.buffers.sample import Sample, check_sample
 from jaxbuf.core import checks, describe, storage
+from jaxbuf.core.division import remainder
 
 _COLUMNS = (
     "use_mean",
@@ -122,7 +123,7 @@ class Statistics(struct.PyTreeNode):
         some = count > 0
         records = lax.stop_gradient(self.records)
         time, window = self.counters[0], records.shape[0]
-        place = ((time % jnp.uint32(window)).astype(jnp.int32), jnp.int32(0))
+        place = (remainder(time, window).astype(jnp.int32), jnp.int32(0))
         before = lax.dynamic_slice(records, place, (1, len(_COLUMNS)))
         record = jnp.where(some, record, before)
         return self.replace(
@@ -130,7 +131,7 @@ class Statistics(struct.PyTreeNode):
             counters=jnp.stack(
                 [
                     # A multiple of the window, so that the next record is always the oldest one.
-                    (time + some.astype(jnp.uint32)) % jnp.uint32((2**32 - 1) // window * window),
+                    remainder(time + some.astype(jnp.uint32), (2**32 - 1) // window * window),
                     self.counters[1] + count.astype(jnp.uint32),
                     *self.counters[2:],
                 ]

@@ -6,6 +6,8 @@ from typing import Protocol, Self
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt
 
+from jaxbuf.core import storage
+from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.random import scale_word
 
 # Up to this many rings, comparing with all of them beats a binary search.
@@ -94,7 +96,7 @@ class AgeRange:
         """
         low = clip(0 if start is None else start, size)
         high = size if stop is None else clip(stop, size)
-        return cls((first + low) % length, jnp.maximum(high - low, 0), length)
+        return cls(remainder(first + low, length), jnp.maximum(high - low, 0), length)
 
     @property
     def most(self) -> int:
@@ -109,16 +111,15 @@ class AgeRange:
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         env, before = ring_of(self.count, rank)
-        ring = jnp.stack([self.first, before], axis=-1).at[env].get(mode="clip")
-        return env * self.length + (ring[:, 0] + rank - ring[:, 1]) % self.length
+        first, before = storage.select(env, (self.first, before))
+        return env * self.length + remainder(first + rank - before, self.length)
 
     def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether the items at these slots are in the range."""
-        ring = (
-            jnp.stack([self.first, self.count], axis=-1).at[index // self.length].get(mode="clip")
-        )
+        env, place = quotient(index, self.length), remainder(index, self.length)
+        first, count = storage.select(env, (self.first, self.count))
         inside = (index >= 0) & (index < self.count.shape[0] * self.length)
-        return inside & ((index % self.length - ring[:, 0]) % self.length < ring[:, 1])
+        return inside & (remainder(place - first, self.length) < count)
 
 
 def grid(ages: Ages, count: int) -> tuple[Int[Array, "E n"], Bool[Array, "E n"]]:
@@ -143,7 +144,7 @@ def in_part(
         parts: Number of parts; no part may be empty.
         total: Number of ranks.
     """
-    width, more = total // parts, total % parts
+    width, more = quotient(total, parts), remainder(total, parts)
     begin = part * width + jnp.minimum(part, more)
     size = width + (part < more).astype(jnp.int32)
     return begin + scale_word(words, size.astype(jnp.uint32)).astype(jnp.int32)
@@ -167,8 +168,8 @@ def spread(
     some = jnp.maximum(total, 1)
     # Each row has its own part of the ranks.
     own = in_part(words, row, jnp.int32(rows), some)
-    rank = jnp.where(some >= rows, own, row % some)
+    rank = jnp.where(some >= rows, own, remainder(row, some))
     # Chance decides which ranks are in the larger parts, or are given once more.
-    uneven = jnp.where(some >= rows, some % rows, rows % some) > 0
+    uneven = jnp.where(some >= rows, remainder(some, rows), remainder(jnp.int32(rows), some)) > 0
     shift = scale_word(turn, some.astype(jnp.uint32)).astype(jnp.int32)
-    return (rank + jnp.where(uneven, shift, 0)) % some
+    return remainder(rank + jnp.where(uneven, shift, 0), some)

@@ -107,28 +107,26 @@ class Bitset(struct.PyTreeNode):
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns members by rank, counted from 0; arbitrary for a rank of at least ``size``."""
-        starts, lane = _starts(self.capacity), jnp.arange(_WIDTH, dtype=jnp.int32)
+        starts, lane = _starts(self.capacity), jnp.arange(_WIDTH, dtype=jnp.int32)[:, None]
         first = jnp.asarray(starts[:-1], jnp.int32)
         top = len(starts) - 2
 
-        def descend(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            node, rank, _ = carry
+        def descend(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            node, rank = carry
             level = top - step
-            at = first[level] + (node << _SHIFT)[None] + lane[:, None]
-            children = storage.select(at, self.nodes)
-            child, passed, until = jnp.zeros_like(node), jnp.zeros_like(rank), jnp.zeros_like(rank)
-            value = children[0]
-            for i in range(_WIDTH - 1):
-                until += _counts(children[i], level)
+            children = storage.select(first[level] + (node << _SHIFT) + lane, self.nodes)
+            counts = lax.split(_counts(children, level), [1] * _WIDTH)
+            child, passed = jnp.zeros_like(node), jnp.zeros_like(rank)
+            for until in itertools.accumulate(counts[:-1]):
                 past = rank >= until
                 child += past.astype(jnp.int32)
-                passed = jnp.where(past, until, passed)
-                value = jnp.where(past, children[i + 1], value)
-            return (node << _SHIFT) + child, rank - passed, value
+                passed = lax.select(past, until, passed)
+            return (node << _SHIFT) + child, rank - passed
 
-        start = (jnp.zeros_like(rank), rank, jnp.zeros(rank.shape, jnp.uint32))
-        start = vary_with(start, self.nodes, rank)
-        node, rank, word = lax.fori_loop(0, top + 1, descend, start)
+        # One row, beside which the children of each node are a column.
+        start = vary_with((jnp.zeros_like(rank)[None], rank[None]), self.nodes, rank)
+        node, rank = (row[0] for row in lax.fori_loop(0, top + 1, descend, start))
+        word = storage.select(node, self.nodes)
         return jnp.minimum((node << _SHIFT) + _nth_bit(word, rank), self.capacity - 1)
 
     def clear(self) -> Self:

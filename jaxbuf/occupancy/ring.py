@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.random import scale_word
 from jaxbuf.occupancy.ages import AgeRange, Bound
 from jaxbuf.occupancy.protocol import ItemOccupancy
@@ -58,19 +59,19 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
             rank, taken = jnp.cumsum(mask, dtype=jnp.uint32) - jnp.uint32(1), mask
             count = jnp.sum(mask, dtype=jnp.uint32)
         stays = taken & (rank + capacity >= count)
-        slot = ((self.cursor + rank) % capacity).astype(jnp.int32)
+        slot = remainder(self.cursor + rank, capacity).astype(jnp.int32)
         index = jnp.where(stays, slot, self.capacity)
         end = self.cursor + count
         ring = self.replace(
-            cursor=end % capacity,
-            lap=self.lap + end // capacity,
+            cursor=remainder(end, capacity),
+            lap=self.lap + quotient(end, capacity),
             held=jnp.minimum(self.held + count, capacity),
         )
         return ring, index
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether there is an item at ``index``."""
-        behind = (self.position - 1 - index) % self.capacity
+        behind = remainder(self.position - 1 - index, self.capacity)
         return (index >= 0) & (index < self.capacity) & (behind < self.size)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
@@ -84,7 +85,7 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
 
     def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
         """Returns the slot of the earliest item, and the number of items."""
-        return ((self.position - self.size) % self.capacity)[None], self.size[None]
+        return remainder(self.position - self.size, self.capacity)[None], self.size[None]
 
     @property
     def keeps_order(self) -> bool:

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, UInt
 
+from jaxbuf.core import storage
+from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.random import scale_word
 from jaxbuf.occupancy.ages import AgeRange, Bound
 from jaxbuf.occupancy.protocol import Occupancy
@@ -113,7 +115,7 @@ class Rings(Occupancy, struct.PyTreeNode):
             rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
             count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)
             taken = mask
-        place = (cursor + rank.astype(jnp.uint32)) % length
+        place = remainder(cursor + rank.astype(jnp.uint32), length)
         target = (env.astype(jnp.uint32) * length + place).astype(jnp.int32)
         if mask is not None or rows > self.length:
             stays = taken & (rank + self.length >= count)
@@ -138,8 +140,8 @@ class Rings(Occupancy, struct.PyTreeNode):
         more = count[:, 0].astype(jnp.uint32)
         end = self.cursor + more
         rings = self.replace(
-            cursor=end % length,
-            lap=self.lap + end // length,
+            cursor=remainder(end, length),
+            lap=self.lap + quotient(end, length),
             held=jnp.minimum(self.held + more, length),
         )
         return rings, target, broken, completed
@@ -163,13 +165,13 @@ class Rings(Occupancy, struct.PyTreeNode):
         """Returns where the steps of the windows at ``index`` are, in the indices of ``place``."""
         env, start = self.split(index)
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)
-        return env[:, None] * self.length + _modulo(start[:, None] + offset[None], self.length)
+        return env[:, None] * self.length + remainder(start[:, None] + offset[None], self.length)
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether there is a complete window at ``index``."""
         env, start = self.split(index)
         cursor, _, held = self._of(env)
-        behind = _modulo(cursor.astype(jnp.int32) + self.length - 1 - start, self.length)
+        behind = remainder(cursor.astype(jnp.int32) - 1 - start, self.length)
         inside = (index >= 0) & (index < self.num_envs * self.starts)
         inside &= behind < held.astype(jnp.int32) - self.ignored
         return inside & (behind >= self.sequence_length - 1)
@@ -197,7 +199,7 @@ class Rings(Occupancy, struct.PyTreeNode):
         end = (lap - jnp.uint32(1)) * jnp.uint32(self.length) + cursor
         age = end - jnp.uint32(1) - position
         inside = (env >= 0) & (env < self.num_envs) & (age < held)
-        place = (cursor.astype(jnp.int32) - 1 - age.astype(jnp.int32)) % self.length
+        place = remainder(cursor.astype(jnp.int32) - 1 - age.astype(jnp.int32), self.length)
         return jnp.where(inside, env * self.length + place, self.num_envs * self.length)
 
     def starts_at(
@@ -231,10 +233,11 @@ class Rings(Occupancy, struct.PyTreeNode):
         """Returns for each ring its earliest window, ``start / period``, and the window count."""
         position = self.cursor.astype(jnp.int32)
         size = jnp.maximum(self.held.astype(jnp.int32) - self.ignored, 0)
-        oldest = (position - size) % self.length
-        first = -(-oldest // self.period)
-        last = -(-(oldest + size - self.sequence_length + 1) // self.period)
-        return first % self.starts, jnp.where(size < self.sequence_length, 0, last - first)
+        oldest = remainder(position - size, self.length)
+        more = jnp.maximum(size - self.sequence_length + 1, 0)
+        first = quotient(oldest + self.period - 1, self.period)
+        last = quotient(oldest + more + self.period - 1, self.period)
+        return remainder(first, self.starts), last - first
 
     @property
     def keeps_order(self) -> bool:
@@ -262,24 +265,16 @@ class Rings(Occupancy, struct.PyTreeNode):
         self, env: Int[Array, "E 1"], place: Int[Array, "E T"], wanted: Bool[Array, "E T"]
     ) -> Int[Array, "E T"]:
         """Returns the slots of windows that start at ``place``, at most a lap before the first."""
-        start = _modulo(place + self.length, self.length)
+        start = remainder(place, self.length)
         if self.period > 1:
-            wanted &= _modulo(start, self.period) == 0
-            start = start // self.period
+            wanted &= remainder(start, self.period) == 0
+            start = quotient(start, self.period)
         return jnp.where(wanted, env * self.starts + start, self.num_envs * self.starts)
 
     def split(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         """Returns the ring of each window, and the place of its first step in it."""
-        number, starts = index.astype(jnp.uint32), jnp.uint32(self.starts)
-        start = number % starts * jnp.uint32(self.period)
-        return (number // starts).astype(jnp.int32), start.astype(jnp.int32)
+        return quotient(index, self.starts), remainder(index, self.starts) * self.period
 
     def _of(self, env: Int[Array, " B"]) -> tuple[UInt[Array, " B"], ...]:
         """Returns the cursors, laps and numbers of steps of these rings."""
-        each = (self.cursor, self.lap, self.held)
-        return tuple(array.at[env].get(mode="clip") for array in each)
-
-
-def _modulo(number: Int[Array, "..."], length: int) -> Int[Array, "..."]:
-    """Returns the remainder of a nonnegative number; a single operation, since it is unsigned."""
-    return (number.astype(jnp.uint32) % jnp.uint32(length)).astype(jnp.int32)
+        return storage.select(env, (self.cursor, self.lap, self.held))

@@ -9,6 +9,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ages import Bound, clip, ring_of
@@ -150,7 +151,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
             subset=self,
             edge=edge[:-1],
             size=size,
-            first=rank % jnp.maximum(size, 1),
+            first=remainder(rank, jnp.maximum(size, 1)),
             count=jnp.maximum(high - low, 0),
         )
 
@@ -207,15 +208,15 @@ class MemberAges:
         env, before = ring_of(self.count, rank)
         ring = jnp.stack([self.first - before, self.edge, jnp.maximum(self.size, 1)], axis=-1)
         shift, edge, size = (column[:, 0] for column in jnp.split(_rows(ring, env), 3, axis=1))
-        return self.subset.at(edge + (rank + shift) % size)
+        return self.subset.at(edge + remainder(rank + shift, size))
 
     def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether the items at these slots are in the range."""
         ring = jnp.stack([self.first + self.edge, self.count, jnp.maximum(self.size, 1)], axis=-1)
-        first, count, size = (
-            column[:, 0] for column in jnp.split(_rows(ring, index // self.most), 3, axis=1)
-        )
-        return self.subset.live(index) & ((self.subset.before(index) - first) % size < count)
+        env = quotient(index, self.most)
+        first, count, size = (column[:, 0] for column in jnp.split(_rows(ring, env), 3, axis=1))
+        rank = remainder(self.subset.before(index) - first, size)
+        return self.subset.live(index) & (rank < count)
 
 
 def _rows(table: Int[Array, "E 3"], ring: Int[Array, " B"]) -> Int[Array, "B 3"]:

@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
+from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.ages import in_part, ring_of
@@ -79,8 +80,8 @@ class Balanced(KnownSampler):
             place = in_part(words, row - of_env(before), parts, number)
             # A random shift decides which windows are in the larger parts.
             shift = scale_word(turns, held.astype(jnp.uint32)).astype(jnp.int32)
-            shift = jnp.where(number % parts > 0, of_env(shift), 0)
-            place = (place + shift) % jnp.maximum(number, 1)
+            shift = jnp.where(remainder(number, parts) > 0, of_env(shift), 0)
+            place = remainder(place + shift, jnp.maximum(number, 1))
         first = jnp.cumsum(held, dtype=jnp.int32) - held
         index = ages.at(of_env(first) + place)
         valid = row < jnp.sum(count, dtype=jnp.int32)
@@ -92,7 +93,7 @@ class Balanced(KnownSampler):
         """Returns the probability that a single draw gives each of these live windows."""
         del state
         ages = occupancy.age_range(None, None)
-        return _probability(ages.count, index // ages.most)
+        return _probability(ages.count, quotient(index, ages.most))
 
     def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the support, which is all windows."""

@@ -15,6 +15,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import checks, fields, storage
+from jaxbuf.core.division import remainder
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Moves
@@ -339,11 +340,11 @@ class EpisodeIndex(struct.PyTreeNode):
         ahead = (rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position).astype(jnp.int32)
         length = self.behind.shape[-1]
         bits = (length - 1).bit_length()
-        start = row - row % length
+        start = row - remainder(row, length)
 
         def halve(i: Array, found: Int[Array, " B"]) -> Int[Array, " B"]:
             further = found + (jnp.int32(1) << (bits - 1 - i))
-            same = self.steps_before(start + (row + further) % length) >= further
+            same = self.steps_before(start + remainder(row + further, length)) >= further
             return jnp.where((further <= ahead) & same, further, found)
 
         begin = vary_with(jnp.zeros_like(row), self.behind)
@@ -407,7 +408,7 @@ class EpisodeIndex(struct.PyTreeNode):
         rows: Int[Array, " ET"],
     ) -> Int[Array, "E N"]:
         """Returns ``since`` with the new rows; the count restarts at the rows marked ``anew``."""
-        newest = (rings.cursor[:, None].astype(jnp.int32) - 1) % self.since.shape[1]
+        newest = remainder(rings.cursor[:, None].astype(jnp.int32) - 1, self.since.shape[1])
         before = jnp.take_along_axis(self.since, newest, axis=1) + 1
         origin = lax.cummax(jnp.where(anew, rank, -before), axis=1)
         since = jnp.minimum(rank - origin, _FAR).reshape(-1)
@@ -554,7 +555,7 @@ def _fill(
     def back(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         flat, done, value, reward = carry
         count = done + jnp.arange(_CHUNK, dtype=jnp.int32)[None]
-        at = base + (position[:, None] - 1 - count) % length
+        at = base + remainder(position[:, None] - 1 - count, length)
         old = flat.at[at].get(mode="promise_in_bounds")
         gained = old
         if episodes.recurrence == "alf":

@@ -19,6 +19,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.varying import vary_with
 
 # The pairs of a tile, _ROWS * _COLUMNS, fit a core's cache; coordinates come in groups of _STRIDE.
@@ -131,7 +132,7 @@ class Others(abc.ABC):
             """Returns a tile's first row and points, a block's points, and a mask of the pairs."""
             # A loop with static bounds has a 64-bit index if x64 mode is on.
             k = jnp.asarray(k, jnp.int32)
-            tile, block = k // blocks, k % blocks
+            tile, block = quotient(k, blocks), remainder(k, blocks)
             slot, theirs = self.open(block)
             slot = slot + lane
             counts = usable(tile * height + row, slot) & (slot < self.capacity)
@@ -184,8 +185,8 @@ class Points(Others, struct.PyTreeNode):
         """Writes points to slots, which must differ; rows past the end are dropped."""
         blocks, groups, stride, columns = self.blocks.shape
         rows = jnp.pad(points, ((0, 0), (0, groups * stride - points.shape[1])))
-        block = jnp.where(index < self.capacity, index // columns, blocks)
-        changed = self.blocks.at[block, :, :, index % columns].set(
+        block = jnp.where(index < self.capacity, quotient(index, columns), blocks)
+        changed = self.blocks.at[block, :, :, remainder(index, columns)].set(
             rows.reshape(-1, groups, stride), mode="drop", unique_indices=True
         )
         return self.replace(blocks=changed)
@@ -209,7 +210,7 @@ class Points(Others, struct.PyTreeNode):
         """Returns the points of one tile, for ``pairwise``."""
         _, groups, stride, columns = self.blocks.shape
         first = k * self.height
-        begin = (first // columns, jnp.int32(0), jnp.int32(0), first % columns)
+        begin = (quotient(first, columns), jnp.int32(0), jnp.int32(0), remainder(first, columns))
         return lax.dynamic_slice(self.blocks, begin, (1, groups, stride, self.height))[0]
 
     def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxbuf.core import checks
+from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.varying import vary_with
@@ -344,4 +345,4 @@ def _top(value: Float[Array, " N"], count: int) -> tuple[Float[Array, " B"], Int
     grid = jnp.pad(value, padding, constant_values=-jnp.inf).reshape(chunks, _CHUNK)
     _, best = lax.top_k(jnp.max(grid, axis=1), count)
     found, at = lax.top_k(grid[best].reshape(-1), count)
-    return found, best[at // _CHUNK] * _CHUNK + at % _CHUNK
+    return found, best[quotient(at, _CHUNK)] * _CHUNK + remainder(at, _CHUNK)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, describe, fields, numbers, storage, trees
+from jaxbuf.core.division import remainder
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.varying import vary_with
@@ -229,7 +230,7 @@ def _draw_groups(
 def _by_age(occupancy: Any, slot: Int[Array, " N"], live: Bool[Array, " N"]) -> Int[Array, " N"]:
     """Returns the slots in the order of their items' ages, oldest first."""
     if isinstance(occupancy, Ring):
-        return (occupancy.position + slot) % occupancy.capacity
+        return remainder(occupancy.position + slot, occupancy.capacity)
     # Of two generations the later is larger, unless they have wrapped in between.
     generation = occupancy.generation(slot)
     age = (generation - generation[jnp.argmax(live)]).astype(jnp.int32)
