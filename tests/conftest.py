@@ -25,8 +25,8 @@ hypothesis.settings.register_profile("jaxbuf", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("jaxbuf")
 
 # Bytes that a process takes before it forgets its programs, and that all runs keep on disk.
-# At 4 GiB programs take half of the 65,530 memory maps that Linux gives a process, which ends it.
-MOST_MEMORY = min(4 * 2**30, psutil.virtual_memory().total // 6)
+# At 8 GiB programs take 47,000 of the 65,530 memory maps that Linux gives a process, which ends it.
+MOST_MEMORY = min(8 * 2**30, psutil.virtual_memory().total // 3)
 MOST_CACHED = 2**30
 
 # The longest tests begin first, so that no process is left with one of them at the end.

@@ -17,9 +17,13 @@ def start(*command, devices=1, alone=False, **options):
     """A Python process that has begun, with so many devices; None lets it choose.
 
     Programs of several processes are compiled by all of them or by none, so one that is not alone
-    keeps none. Flags of the tests are left out: with them, sums depend on the number of devices.
+    keeps none. Of the flags of the tests only the one that changes no results is given: with the
+    others, sums depend on the number of devices.
     """
-    flags = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+    flags = (
+        "--xla_cpu_collective_call_terminate_timeout_seconds=300 "
+        "--xla_cpu_parallel_codegen_split_count=1"
+    )
     if devices is not None:
         flags += f" --xla_force_host_platform_device_count={devices}"
     given = {"XLA_FLAGS": flags}
