@@ -16,6 +16,13 @@ UNSET = {"min": np.inf, "max": -np.inf}
 
 assign = jax.jit(SegmentTree.set)
 assign_all = jax.jit(SegmentTree.set_all)
+create = jax.jit(SegmentTree.create, static_argnums=(0, 1))
+
+
+@jax.jit
+def observe(tree):
+    """The leaves of a tree, the value at its root for each operation, and its positive leaves."""
+    return tree.leaves, [tree.root(op) for op in tree.ops], tree.nnz
 
 
 @pytest.fixture(params=[False, True], ids=["pure", "native"], autouse=True)
@@ -33,11 +40,12 @@ def unset(capacity, ops):
 
 def check(tree, leaves):
     """A tree is what a pass over its leaves makes of them, and its roots are NumPy's."""
-    np.testing.assert_array_equal(tree.leaves, leaves)
-    whole = assign_all(SegmentTree.create(tree.capacity, tree.ops), jnp.asarray(leaves))
+    found, roots, nnz = observe(tree)
+    np.testing.assert_array_equal(found, leaves)
+    whole = assign_all(create(tree.capacity, tree.ops), jnp.asarray(leaves))
     jax.tree.map(np.testing.assert_array_equal, tree, whole)
-    assert [float(tree.root(op)) for op in tree.ops] == twin_of(tree.ops, leaves)
-    assert int(tree.nnz) == np.sum((leaves > 0) & np.isfinite(leaves))
+    assert [float(root) for root in roots] == twin_of(tree.ops, leaves)
+    assert int(nnz) == np.sum((leaves > 0) & np.isfinite(leaves))
 
 
 def twin_of(ops, leaves):
@@ -56,7 +64,7 @@ def twin_of(ops, leaves):
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_random_updates_agree_with_a_flat_array(capacity, ops):
     rng = np.random.default_rng(capacity)
-    tree, leaves = SegmentTree.create(capacity, ops), unset(capacity, ops)
+    tree, leaves = create(capacity, ops), unset(capacity, ops)
     check(tree, leaves)
     for rows in (1, 2, 40, 1000) * 2:
         index = rng.integers(-1, capacity + 2, rows)
@@ -72,7 +80,7 @@ def test_random_updates_agree_with_a_flat_array(capacity, ops):
 def test_extremes_that_come_and_go(ops):
     # Few rows for so many leaves: what lies above a node may be looked at only if the node changes.
     capacity, rows, rng = 70_000, 15, np.random.default_rng(0)
-    tree, leaves = SegmentTree.create(capacity, ops), unset(capacity, ops)
+    tree, leaves = create(capacity, ops), unset(capacity, ops)
     nothing = leaves[0]
     for step in range(40):
         # Some are close to each other, some are far away, and some are written twice.

@@ -110,7 +110,7 @@ class SegmentTree(struct.PyTreeNode):
         leaves, *above = levels(capacity, len(known))
         empty = _empty(known)
         blocks = (above[-1].stop - leaves.stop) // (FANOUT * len(empty)) if above else 0
-        block = jnp.repeat(jnp.asarray(empty), FANOUT)
+        block = np.repeat(empty, FANOUT)
         return cls(
             nodes=jnp.concatenate(
                 [jnp.full((leaves.stop,), empty[0], jnp.int32), jnp.tile(block, blocks)]
