@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.lanes import Lanes
 from jaxbuf.core import describe, fields, storage, trees
+from jaxbuf.core.calls import call
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.types import Numbers
 from jaxbuf.strategies.freshness import Freshness
@@ -212,25 +213,11 @@ class EpisodeAccumulator(struct.PyTreeNode):
         steps, taken = self._check(steps, mask)
         if not taken.shape[1]:
             return self.take()
-        ends = jnp.zeros(taken.shape, bool)
-        for path in self.flags:
-            ends |= fields.find(steps, path)
-        lanes, target = self.lanes.place(taken, ends)
-        return self.replace(data=_write(self.data, steps, target), lanes=lanes).take()
+        return call(EpisodeAccumulator._put, self, steps, taken)
 
     def take(self) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
         """Returns up to ``per_add`` of the waiting episodes, like ``add``."""
-        self = trees.on_device(self)
-        lanes, lane, length, done = self.lanes.take(self.per_add)
-        episodes = PaddedEpisode(steps=storage.read(self.data, lane), length=length)
-        real = episodes.mask
-        padded = jax.tree.map(
-            lambda leaf: jnp.where(
-                real.reshape(*real.shape, *(1,) * (leaf.ndim - 2)), leaf, jnp.zeros_like(leaf)
-            ),
-            episodes.steps,
-        )
-        return self.replace(lanes=lanes), episodes.replace(steps=padded), done
+        return call(EpisodeAccumulator._take, trees.on_device(self))
 
     def drop(self, envs: Bool[Array, " E"]) -> Self:
         """Drops and counts the unfinished episodes of some environments.
@@ -258,6 +245,9 @@ class EpisodeAccumulator(struct.PyTreeNode):
             ``cut`` for their length, and ``refused`` because too many were waiting; and unfinished
             episodes ``dropped``.
         """
+        return call(EpisodeAccumulator._metrics, trees.on_device(self))
+
+    def _metrics(self) -> dict[str, Array]:
         counts = self.lanes.counts()
         return {
             "steps": jnp.sum(self.filled, axis=-1, dtype=jnp.int32),
@@ -274,6 +264,29 @@ class EpisodeAccumulator(struct.PyTreeNode):
         """Returns the steps as arrays ``[num_envs, T, *shape]``, and a mask of those to add."""
         steps, batch = common.check_steps(self.data, steps, self.num_envs)
         return steps, common.check_step_mask(jnp.ones(batch, bool) if mask is None else mask, batch)
+
+    def _put(
+        self, steps: PyTree[Array], taken: Bool[Array, "E T"]
+    ) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
+        """Writes steps, and takes the episodes that are complete."""
+        ends = jnp.zeros(taken.shape, bool)
+        for path in self.flags:
+            ends |= fields.find(steps, path)
+        lanes, target = self.lanes.place(taken, ends)
+        return self.replace(data=_write(self.data, steps, target), lanes=lanes)._take()
+
+    def _take(self) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
+        """Takes waiting episodes, and sets the steps after their ends to zero."""
+        lanes, lane, length, done = self.lanes.take(self.per_add)
+        episodes = PaddedEpisode(steps=storage.read(self.data, lane), length=length)
+        real = episodes.mask
+        padded = jax.tree.map(
+            lambda leaf: jnp.where(
+                real.reshape(*real.shape, *(1,) * (leaf.ndim - 2)), leaf, jnp.zeros_like(leaf)
+            ),
+            episodes.steps,
+        )
+        return self.replace(lanes=lanes), episodes.replace(steps=padded), done
 
 
 class ChunkAccumulator(struct.PyTreeNode):
@@ -456,9 +469,14 @@ class ChunkAccumulator(struct.PyTreeNode):
                 "with freshness=jaxbuf.Freshness(...)"
             )
         now = storage.check_rows(version, "version", (), np.int32, "a number")
-        run = self.learner[1]
+        run = None
         if session is not None:
             run = storage.check_rows(session, "session", (), np.int32, "a number")
+        return call(ChunkAccumulator._at_version, trees.on_device(self), now, run)
+
+    def _at_version(self, now: Int[Array, ""], run: Int[Array, ""] | None) -> Self:
+        """Sets the learner's version and session, and drops what has become too stale."""
+        run = self.learner[1] if run is None else run
         accumulator = self.replace(learner=jnp.stack([now, run]))
         lane, length = self.lanes.lane, self.fragments_per_chunk
         rank = jnp.arange(length, dtype=jnp.int32)[None]
@@ -512,15 +530,30 @@ class ChunkAccumulator(struct.PyTreeNode):
         shape = (rows,)
         worker = storage.check_rows(worker, "worker", shape, np.int32, "(B,)")
         number = storage.check_rows(number, "number", shape, np.int32, "(B,)")
-        version = jnp.broadcast_to(self.learner[0], shape) if version is None else version
-        version = storage.check_rows(version, "version", shape, np.int32, "(B,)")
-        session = jnp.broadcast_to(self.learner[1], shape) if session is None else session
-        session = storage.check_rows(session, "session", shape, np.int32, "(B,)")
-        offered = jnp.ones(shape, bool)
+        if version is not None:
+            version = storage.check_rows(version, "version", shape, np.int32, "(B,)")
+        if session is not None:
+            session = storage.check_rows(session, "session", shape, np.int32, "(B,)")
         if mask is not None:
-            offered = storage.check_rows(mask, "mask", shape, np.bool_, "(B,)")
+            mask = storage.check_rows(mask, "mask", shape, np.bool_, "(B,)")
         if rows == 0:
             return self.take()
+        return call(ChunkAccumulator._put, self, fragments, worker, number, version, session, mask)
+
+    def _put(
+        self,
+        fragments: PyTree[Array],
+        worker: Int[Array, " B"],
+        number: Int[Array, " B"],
+        version: Int[Array, " B"] | None,
+        session: Int[Array, " B"] | None,
+        mask: Bool[Array, " B"] | None,
+    ) -> tuple[Self, Chunk, Bool[Array, " K"]]:
+        """Writes fragments, and takes the chunks that are complete."""
+        rows = worker.shape[0]
+        version = jnp.broadcast_to(self.learner[0], (rows,)) if version is None else version
+        session = jnp.broadcast_to(self.learner[1], (rows,)) if session is None else session
+        offered = jnp.ones((rows,), bool) if mask is None else mask
         known = offered & (worker >= 0) & (worker < self.num_workers)
         stale = known & self._is_stale(version, session)
         owner = jnp.arange(self.num_workers, dtype=jnp.int32)[:, None]
@@ -543,11 +576,13 @@ class ChunkAccumulator(struct.PyTreeNode):
             rejected=self.rejected + jnp.sum(offered & ~known, dtype=jnp.uint32),
             stale=self.stale + jnp.sum(stale, dtype=jnp.uint32),
         )
-        return accumulator.take()
+        return accumulator._take()
 
     def take(self) -> tuple[Self, Chunk, Bool[Array, " K"]]:
         """Returns up to ``per_add`` of the waiting chunks, like ``add``."""
-        self = trees.on_device(self)
+        return call(ChunkAccumulator._take, trees.on_device(self))
+
+    def _take(self) -> tuple[Self, Chunk, Bool[Array, " K"]]:
         lanes, lane, _, done = self.lanes.take(self.per_add)
         length = self.fragments_per_chunk
         place = lane[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None]
@@ -597,6 +632,9 @@ class ChunkAccumulator(struct.PyTreeNode):
             the numbers or by ``drop``; fragments ``rejected`` for their worker, and fragments
             dropped as too ``stale``.
         """
+        return call(ChunkAccumulator._metrics, trees.on_device(self))
+
+    def _metrics(self) -> dict[str, Array]:
         counts = self.lanes.counts()
         return {
             "fragments": jnp.sum(self.filled, axis=-1, dtype=jnp.int32),
