@@ -10,7 +10,7 @@ ARGS ?=
 
 RUN := .venv/bin/python
 STAMPS := .venv/.stamps
-PYTEST := $(RUN) -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(RUN) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 # MPI comes as a wheel into .venv, unless MPICC names the compiler of another one.
 ifdef MPICC

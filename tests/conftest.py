@@ -4,7 +4,9 @@ import ctypes
 import gc
 import importlib.util
 import os
+import re
 import shutil
+from typing import Any
 
 import hypothesis
 import jax
@@ -28,27 +30,6 @@ hypothesis.settings.load_profile("jaxbuf")
 # At 9 GiB programs take 56,000 of the 65,530 memory maps that Linux gives a process, which ends it.
 MOST_MEMORY = min(9 * 2**30, int(0.4 * psutil.virtual_memory().total))
 MOST_CACHED = 2**30
-
-# The longest tests begin first, so that no process is left with one of them at the end.
-FIRST = (
-    "mpi",
-    "tests/test_notebooks.py",
-    *(
-        f"tests/test_{name}.py"
-        for name in (
-            "debugging",
-            "trajectory",
-            "segment_tree",
-            "recent",
-            "episodes",
-            "contract_item",
-            "diversity",
-            "freshness",
-            "machines",
-            "mixture_parts",
-        )
-    ),
-)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -84,24 +65,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_mpi()
-    for item in items:
-        if item.get_closest_marker("mpi"):
-            # Waiting ranks keep their core busy, so one such test runs at a time.
-            item.add_marker(pytest.mark.xdist_group("mpi"))
-            if reason is not None:
+    if reason is not None:
+        for item in items:
+            if item.get_closest_marker("mpi"):
                 item.add_marker(pytest.mark.skip(reason=reason))
-        else:
-            # The tests of a file share fixtures and programs.
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
-    items.sort(key=_turn)
 
 
-def _turn(item: pytest.Item) -> int:
-    group = item.get_closest_marker("xdist_group").args[0]
-    return FIRST.index(group) if group in FIRST else len(FIRST)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands out tests by file, since those of one file share fixtures and programs."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            # Waiting ranks keep their core busy, so one test with MPI runs at a time.
+            return "mpi" if re.search("_mpi|manager_worker", nodeid) else nodeid.split("::")[0]
+
+    return ByFile(config, log)
 
 
 def _why_no_mpi() -> str | None:

@@ -465,7 +465,7 @@ class TrajectoryBuffer(Body):
         self = common.check_single(self)
         ignore = checks.check_flag("ignore_earliest", ignore_earliest)
         skip = self.num_earliest_ignored if ignore else 0
-        return self._earliest(self.length, skip)
+        return call(TrajectoryBuffer._earliest, self, self.length, skip, static=(1, 2))
 
     def dequeue(self, n: int, *, mask: Bool[Array, " E"] | None = None) -> tuple[Self, Steps]:
         """Removes the ``n`` earliest steps from every ring.
@@ -497,7 +497,7 @@ class TrajectoryBuffer(Body):
         if mask is not None:
             shape = (self.num_envs,)
             taken = storage.check_rows(mask, "mask", shape, np.bool_, "(num_envs,)")
-        steps = self._earliest(n, 0)
+        steps = call(TrajectoryBuffer._earliest, self, n, 0, static=(1, 2))
         if taken is not None:
             steps = steps.replace(valid=steps.valid & taken[:, None])
         count = jnp.sum(steps.valid, axis=1, dtype=jnp.int32)

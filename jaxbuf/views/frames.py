@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
+from jaxbuf.core.calls import call
 
 
 class FrameStack(struct.PyTreeNode):
@@ -117,16 +118,25 @@ def stack_frames(
     begins_here = jnp.zeros((batch,), bool)
     if first is not None:
         begins_here = storage.check_rows(first, "first", (batch,), np.bool_, "(B,)")
+    for leaf in jax.tree.leaves(frames):
+        _check_axis(axis, leaf.shape[2:])
+    return call(_stacks, frames, ends, begins_here, int(n), int(axis), static=(3, 4))
 
+
+def _stacks(
+    frames: PyTree[Array], ends: Bool[Array, "B L"], first: Bool[Array, " B"], n: int, axis: int
+) -> FrameStack:
+    """Returns a stack for each step; ``first`` tells which windows begin an episode."""
+    batch, length = ends.shape
     step = jnp.arange(length, dtype=jnp.int32)
     # The first step of an episode follows the last one of another.
     after_end = jnp.concatenate([jnp.zeros((batch, 1), bool), ends[:, :-1]], axis=1)
     begin = lax.cummax(jnp.where(after_end, step[None], 0), axis=1)
-    back = jnp.arange(1 - int(n), 1, dtype=jnp.int32)
+    back = jnp.arange(1 - n, 1, dtype=jnp.int32)
     wanted = step[:, None] + back[None]
     source = jnp.maximum(wanted[None], begin[:, :, None])
     source += length * jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-    complete = (step >= n - 1)[None] | (begin > 0) | begins_here[:, None]
+    complete = (step >= n - 1)[None] | (begin > 0) | first[:, None]
     return FrameStack(
         frames=jax.tree.map(lambda leaf: _take(leaf, source, axis), frames), complete=complete
     )
@@ -135,15 +145,18 @@ def stack_frames(
 def _take(leaf: Array, source: Int[Array, "B L n"], axis: int) -> Array:
     """Reads frames of the flattened windows, and moves the axis of ``n`` to its place."""
     frame = leaf.shape[2:]
+    rows = storage.read(leaf.reshape(-1, *frame), source.reshape(-1))
+    stacks = rows.reshape(*source.shape, *frame)
+    return jnp.moveaxis(stacks, 2, 2 + axis % (len(frame) + 1))
+
+
+def _check_axis(axis: object, frame: tuple[int, ...]) -> None:
     least, most = -len(frame) - 1, len(frame)
     if not isinstance(axis, int | np.integer) or not least <= axis <= most:
         raise ValueError(
             f"axis is {checks.name_of(axis)}; expected an integer from {least} to {most}, for a "
             f"stack of frames of shape {frame} has {most + 1} axes"
         )
-    rows = storage.read(leaf.reshape(-1, *frame), source.reshape(-1))
-    stacks = rows.reshape(*source.shape, *frame)
-    return jnp.moveaxis(stacks, 2, 2 + axis % (len(frame) + 1))
 
 
 def _ends(

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.core import describe, fields, numbers, sizes, storage
+from jaxbuf.core.calls import call
 
 
 class NStep(struct.PyTreeNode):
@@ -98,9 +99,20 @@ def n_step(
             f"n is {n} and windows have {length} steps; expected 1 <= n < {length}, since the "
             "observation to bootstrap from must be in the window"
         )
-    starts = length - int(n)
     dtype: Any = rewards.dtype
     factor = storage.check_rows(discount, "discount", (), dtype, "one number")
+    return call(_returns, rewards, ends, cuts, factor, int(n), static=(4,))
+
+
+def _returns(
+    rewards: Float[Array, "B L"],
+    ends: Bool[Array, "B L"],
+    cuts: Bool[Array, "B L"],
+    factor: Float[Array, ""],
+    n: int,
+) -> NStep:
+    """Extends the returns of all steps by one reward at a time."""
+    starts = rewards.shape[1] - n
 
     def extend(
         carry: tuple[NStep, Bool[Array, "B M"]], offset: Int[Array, ""]
@@ -126,7 +138,7 @@ def n_step(
         discount=jnp.ones_like(zeros),
         bootstrap_index=zeros.astype(jnp.int32) + jnp.arange(starts, dtype=jnp.int32)[None],
     )
-    offsets = jnp.arange(int(n), dtype=jnp.int32)
+    offsets = jnp.arange(n, dtype=jnp.int32)
     (result, _), _ = lax.scan(extend, (nothing, jnp.ones_like(zeros, bool)), offsets)
     return result
 
