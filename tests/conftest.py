@@ -1,5 +1,6 @@
 """Settings of every test: the CPU unless told otherwise, and no silent promotion."""
 
+import atexit
 import ctypes
 import gc
 import importlib.util
@@ -28,7 +29,8 @@ hypothesis.settings.load_profile("jaxbuf")
 
 # Bytes that a process takes before it forgets its programs, and that all runs keep on disk.
 # At 9 GiB programs take 56,000 of the 65,530 memory maps that Linux gives a process, which ends it.
-MOST_MEMORY = min(9 * 2**30, int(0.4 * psutil.virtual_memory().total))
+PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+MOST_MEMORY = min(9 * 2**30, int(0.8 * psutil.virtual_memory().total) // PROCESSES)
 MOST_CACHED = 2**30
 
 
@@ -63,6 +65,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        # A process of pytest-xdist would first free its programs one by one, for ten seconds.
+        atexit.register(os._exit, 0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
