@@ -8,6 +8,9 @@ TORCH ?= 1
 CUDA ?= cuda12
 ARGS ?=
 
+# Tests start many processes, which read the bytecode of the package rather than compile it each time.
+export PYTHONDONTWRITEBYTECODE :=
+
 RUN := .venv/bin/python
 STAMPS := .venv/.stamps
 PYTEST := $(RUN) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
