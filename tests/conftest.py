@@ -27,10 +27,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jaxbuf", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("jaxbuf")
 
-# Bytes that a process takes before it forgets its programs, and that all runs keep on disk.
-# At 9 GiB programs take 56,000 of the 65,530 memory maps that Linux gives a process, which ends it.
-PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-MOST_MEMORY = min(9 * 2**30, int(0.8 * psutil.virtual_memory().total) // PROCESSES)
+# Bytes that a process takes before it forgets its programs, and that all runs keep on disk. JAX
+# keeps 1.3 MB of what each was compiled from; the more there is, the longer the next one takes.
+MOST_MEMORY = min(2 * 2**30, psutil.virtual_memory().total // 8)
 MOST_CACHED = 2**30
 
 
