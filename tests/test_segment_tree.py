@@ -66,7 +66,7 @@ def test_random_updates_agree_with_a_flat_array(capacity, ops):
     rng = np.random.default_rng(capacity)
     tree, leaves = create(capacity, ops), unset(capacity, ops)
     check(tree, leaves)
-    for rows in (1, 40, 1000) * 2:
+    for rows in (1, 2, 40, 1000) * 2:
         index = rng.integers(-1, capacity + 2, rows)
         value = rng.integers(0, 5, rows).astype(np.float32)
         for where, what in zip(index, value, strict=True):
