@@ -555,6 +555,7 @@ def _fill(
     def back(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         flat, done, value, reward = carry
         count = done + jnp.arange(_CHUNK, dtype=jnp.int32)[None]
+        # Counts past the earliest step read any place, and what is computed for them is dropped.
         at = base + remainder(position[:, None] - 1 - count, length)
         old = flat.at[at].get(mode="promise_in_bounds")
         gained = old
