@@ -25,6 +25,9 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
 
+# For the processes of pytest-xdist: otherwise what one thread frees is of no use to the next.
+os.environ.setdefault("MALLOC_ARENA_MAX", "1")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _default_promotion(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -7,6 +7,8 @@ import importlib.util
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -27,14 +29,40 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jaxbuf", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("jaxbuf")
 
-# Bytes that a process takes before it forgets its programs, and that all runs keep on disk. JAX
-# keeps 1.3 MB of what each was compiled from; the more there is, the longer the next one takes.
-MOST_MEMORY = min(2 * 2**30, psutil.virtual_memory().total // 8)
+# A process forgets its programs above so many bytes or mappings of memory. Linux ends a process
+# that has 65,530 mappings; a program takes six, and the largest file of tests adds some 10,000.
+MOST_MEMORY = psutil.virtual_memory().total // 4
+MOST_MAPPINGS = 40_000
+# Bytes of programs that all runs keep on disk.
 MOST_CACHED = 2**30
 
 
+class ThreadPerFile:
+    """Runs the tests of each file in a thread of their own.
+
+    MLIR keeps a list for each thread of all programs that were lowered in it and are still there,
+    and goes through it for each new one: after 2,000 of them, a small one takes twice as long.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        run = item.config.pluginmanager.get_plugin("runner").pytest_runtest_protocol
+        done = self._thread.submit(run, item, nextitem).result()
+        if nextitem is None or nextitem.path != item.path:
+            self._thread.shutdown()
+            self._thread = ThreadPoolExecutor(1)
+        return done
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if hasattr(session.config, "workerinput") or not CACHE.exists():
+    if hasattr(session.config, "workerinput"):
+        # Only here, because Ctrl-C does not end another thread than the first.
+        session.config.pluginmanager.register(ThreadPerFile())
+        return
+    if not CACHE.exists():
         return
     # Most entries are of code that has changed since.
     if sum(path.stat().st_size for path in CACHE.iterdir()) > MOST_CACHED:
@@ -45,7 +73,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def _forget_programs():
     """Compiled programs of all modules together may take gigabytes in each process."""
     yield
-    if psutil.Process().memory_info().rss > MOST_MEMORY:
+    if _is_full():
         gc.unfreeze()
         jax.clear_caches()
         gc.collect()
@@ -58,12 +86,18 @@ def _forget_programs():
     gc.freeze()
 
 
+def _is_full() -> bool:
+    if psutil.Process().memory_info().rss > MOST_MEMORY:
+        return True
+    mappings = Path("/proc/self/maps")
+    return mappings.exists() and len(mappings.read_bytes().splitlines()) > MOST_MAPPINGS
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """A quarter of the time that tracing takes is garbage collection, most of it in vain."""
-    # Modules and tests stay until the end, so nobody need look whether they are garbage.
+    """Tracing creates so much that garbage collection would take a twentieth of all time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.disable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
