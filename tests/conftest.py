@@ -29,9 +29,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jaxbuf", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("jaxbuf")
 
-# A process forgets its programs above so many bytes or mappings of memory. Linux ends a process
-# that has 65,530 mappings; a program takes six, and the largest file of tests adds some 10,000.
-MOST_MEMORY = psutil.virtual_memory().total // 4
+# A process forgets its programs above so many bytes (all processes may take half of the memory) or
+# mappings of memory. Linux ends a process that has 65,530 mappings; a program takes six, and the
+# largest file of tests adds some 6,000.
+PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+MOST_MEMORY = psutil.virtual_memory().total // (2 * PROCESSES)
 MOST_MAPPINGS = 40_000
 # Bytes of programs that all runs keep on disk.
 MOST_CACHED = 2**30
