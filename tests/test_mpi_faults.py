@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -95,9 +96,33 @@ def _told(rank):
     return json.loads(rank.stdout)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """Futures of what ranks print, and of the seconds it took to kill some of them.
+
+    Ranks that miss others mostly sleep, so both sets of ranks run at the same time.
+    """
+    with ThreadPoolExecutor() as pool:
+        return {
+            "alive": pool.submit(run_ranks, 3, __file__, "alive", folder),
+            "killed": pool.submit(_kill_a_worker_and_then_a_manager, folder),
+        }
+
+
+def _kill_a_worker_and_then_a_manager(folder):
+    began = time.monotonic()
+    printed = _run_killing(3, "worker", folder), _run_killing(2, "manager", folder)
+    return *printed, time.monotonic() - began
+
+
 @pytest.mark.mpi
-def test_faults_that_leave_everybody_alive(tmp_path):
-    printed = run_ranks(3, __file__, "alive", tmp_path)
+def test_faults_that_leave_everybody_alive(runs, folder):
+    printed = runs["alive"].result()
     manager, first, second = (_told(printed[rank]) for rank in (2, 0, 1))
 
     refused = [
@@ -156,28 +181,27 @@ def test_faults_that_leave_everybody_alive(tmp_path):
     for worker in (first, second):
         assert failed in worker["failed"]
         assert "this score is bad" in worker["failed"]
-    saved = jaxbuf.load(tmp_path / "raised", like=_calls_back(2))
+    saved = jaxbuf.load(folder / "raised", like=_calls_back(2))
     assert saved.counters.sum() == manager["rows before"] + manager["batches before"]
     assert int(saved.buffer.size) == manager["rows before"]
 
 
 @pytest.mark.mpi
-def test_a_killed_worker_is_named_and_the_others_go_on(tmp_path):
-    began = time.monotonic()
-    printed = _run_killing(3, "worker", tmp_path)
+def test_a_killed_worker_is_named_and_the_others_go_on(runs):
+    printed, resumed, seconds = runs["killed"].result()
     manager, first = (_told(printed[rank]) for rank in (2, 0))
     assert len(manager["faults"]) == 1
     assert manager["faults"][0].startswith("rank 1 is lost: it has sent nothing for ")
     assert first == {"answered": 10}
     assert manager["batches"] == 10 + 3
     # The next run continues from the checkpoint; then its manager is killed.
-    worker = _told(_run_killing(2, "manager", tmp_path)[0])
+    worker = _told(resumed[0])
     assert worker["batches"] == 10 + 3 + 1
     unanswered = f"rank 1, the manager, has not answered batch 2, 3 within {_SECONDS:g} s"
     assert unanswered in worker["error"]
     assert worker["missing"] == [4]
     assert worker["reason"].startswith("rank 1, the manager, has not answered 1 batches within 1 s")
-    assert time.monotonic() - began < 120
+    assert seconds < 120
 
 
 @pytest.mark.mpi
