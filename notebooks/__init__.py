@@ -3,6 +3,7 @@
 ``python -m notebooks`` runs them again; see ``make notebooks``.
 """
 
+import asyncio
 import os
 import tempfile
 from pathlib import Path
@@ -66,6 +67,6 @@ def execute(name: str, seconds: int) -> NotebookNode:
         )
         # So that the kernel ends with the notebook.
         client.owns_km = True
-        client.execute()
+        asyncio.run(client.async_execute())
     nbformat.validate(notebook)
     return notebook
