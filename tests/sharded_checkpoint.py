@@ -5,6 +5,7 @@
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -99,6 +100,7 @@ def main(folder, port=None, rank="0"):
         check_damage(folder / "4", tree, devices[:2])
     else:
         check_load(folder / "alone", tree, devices)
+        check_slow_load(folder / "4", place(tree, devices))
         check_failures(folder, place(tree, devices))
     print("the same", flush=True)
 
@@ -122,6 +124,14 @@ def check_damage(folder, tree, devices):
                 jaxbuf.load(folder, like)
         file.write_bytes(data)
     check_load(folder, tree, devices)
+
+
+def check_slow_load(path, state):
+    """A process may save while another one has still to load what this replaces."""
+    if jax.process_index() == 1:
+        time.sleep(1)
+        assert_same(jaxbuf.load(path, state), state)
+    jaxbuf.save(path, state)
 
 
 def check_failures(folder, state):

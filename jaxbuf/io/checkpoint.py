@@ -334,6 +334,8 @@ def _replace_together(
         OSError: If another process could not write its part.
     """
     number = -1
+    # Process 0 locks the folder, from which others may still be loading.
+    multihost_utils.sync_global_devices("jaxbuf.save")
 
     def write(version: Path) -> None:
         nonlocal number
