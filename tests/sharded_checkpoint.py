@@ -100,8 +100,9 @@ def main(folder, port=None, rank="0"):
         check_damage(folder / "4", tree, devices[:2])
     else:
         check_load(folder / "alone", tree, devices)
-        check_slow_load(folder / "4", place(tree, devices))
-        check_failures(folder, place(tree, devices))
+        state = place(tree, devices)
+        check_slow_load(folder / "4", state)
+        check_failures(folder, state)
     print("the same", flush=True)
 
 
