@@ -39,7 +39,7 @@ PACKAGE := pyproject.toml CMakeLists.txt jaxbuf/core/native/kernels.cc
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-mpi test test-quick notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled clean
+.PHONY: help demo demo-mpi test test-quick test-versions notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -59,6 +59,9 @@ test: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run all tests an
 
 test-quick: $(STAMPS)/test  ## run the tests for use while you work, a minute or two (JOBS: processes; ARGS: for pytest)
 	@MPI=0 $(PYTEST) $(QUICK:%=tests/test_%.py) $(ARGS)
+
+test-versions:  ## run tests on each Python here with its newest jax, and with the oldest jax (SUITE=quick; PYTHONS)
+	@PYTHON="$(PYTHON)" JOBS=$(JOBS) scripts/test_versions.sh $(if $(filter quick,$(SUITE)),$(QUICK:%=tests/test_%.py)) $(ARGS)
 
 notebooks: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run the notebooks again and keep what they show (ARGS: only some, by name)
 	@$(RUN) -m notebooks $(ARGS)
@@ -100,7 +103,7 @@ benchmark-gpu-compiled: $(STAMPS)/python  ## count what the programs for an NVID
 	@TF_CPP_MIN_LOG_LEVEL=3 .venv-cuda/bin/python -m benchmarks.gpu_compiled $(ARGS)
 
 clean:  ## remove .venv and all that was built or cached
-	rm -rf .venv .venv-torch .venv-cuda build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch .venv-cuda .venv-versions build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One empty file per finished installation; all of them go with .venv. pip is quiet, so each says that it has begun.

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +23,18 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Tests run most programs once, so they are compiled in a third of the time and not made fast, and
 # each is one file of machine code: many small ones take longer, and three times the memory maps.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
+FLAGS = ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+
+
+def _is_known(flag: str) -> bool:
+    """Returns whether this version of XLA has a flag; it ends a process that gives another one."""
+    start = [sys.executable, "-c", "import jax; jax.devices()"]
+    given = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(start, env=given, capture_output=True).returncode == 0
+
+
+if "XLA_FLAGS" not in os.environ:
+    os.environ["XLA_FLAGS"] = " ".join(filter(_is_known, FLAGS))
 
 # For the processes of pytest-xdist: otherwise what one thread frees is of no use to the next.
 os.environ.setdefault("MALLOC_ARENA_MAX", "1")

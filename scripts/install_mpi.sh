@@ -41,7 +41,9 @@ done
 # mpi4jax is tied to one MPI by its path, so pip's cache is not for it.
 echo "installing mpi4py and building mpi4jax with $compiler (a minute; some minutes with MPICC)"
 {
-  $install --group mpi-build &&
+  # Older versions of pip have no --group.
+  $install --upgrade 'pip>=25.1' &&
+    $install --group mpi-build &&
     MPICC=$compiler $install $mpi4py &&
     CUDA_PATH=$cuda MPI4JAX_BUILD_MPICC=$compiler $install --no-build-isolation --no-cache-dir mpi4jax &&
     $run -c 'import mpi4jax'

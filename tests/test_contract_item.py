@@ -16,6 +16,7 @@ from absl.testing import parameterized
 
 import jaxbuf
 from jaxbuf import testing
+from jaxbuf.core.versions import takes_option
 from tests import reference
 from tests.reference_sampling import RecentItemBuffer
 
@@ -479,9 +480,13 @@ def test_donated_is_jitted(name):
 
 # As a user's programs are compiled; those of the other tests are not made fast.
 OPTIMIZED = {
-    "xla_backend_optimization_level": 3,
-    "xla_llvm_disable_expensive_passes": False,
-    "xla_cpu_use_fusion_emitters": True,
+    name: value
+    for name, value in (
+        ("xla_backend_optimization_level", 3),
+        ("xla_llvm_disable_expensive_passes", False),
+        ("xla_cpu_use_fusion_emitters", True),
+    )
+    if takes_option(name, value)
 }
 
 

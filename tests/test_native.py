@@ -2,8 +2,11 @@
 
 import functools
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -372,3 +375,48 @@ def test_the_environment_turns_them_off():
             check=True,
         )
         assert ("jaxbuf_read" in done.stdout) == used
+
+
+TOO_NEW = """
+import warnings
+import jaxbuf.core.native as native
+native.__path__[:] = [{folder!r}]
+import jax, jax.numpy as jnp, jaxbuf
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 100, sampler=jaxbuf.Prioritized())
+    buffer = jaxbuf.add(buffer, jnp.arange(10.0))
+    batch = jaxbuf.sample(buffer, jax.random.key(0), 4)
+    buffer = jaxbuf.update_priority(buffer, batch.slots, jnp.ones(4))
+    assert bool(batch.valid.all()) and not jaxbuf.native_available()
+found = [str(each.message) for each in caught if "without its kernels" in str(each.message)]
+assert len(found) == 1 and {expected!r} in found[0], found
+"""
+
+
+def build(folder, source, *options):
+    """Compiles a library of kernels into a folder of its own; returns the folder."""
+    compiler = os.environ.get("CXX", "c++")
+    library = [*options, str(source), "-o", str(folder / "libjaxbuf.so")]
+    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", *library], check=True)
+    return str(folder)
+
+
+def test_kernels_for_a_newer_jaxlib_are_left_out_and_jax_works(tmp_path):
+    headers = tmp_path / "include"
+    shutil.copytree(Path(jax.ffi.include_dir()) / "xla", headers / "xla")
+    header = headers / "xla/ffi/api/c_api.h"
+    text, changes = re.subn(r"(#define XLA_FFI_API_MINOR) \d+", r"\1 999", header.read_text())
+    assert changes == 1
+    header.write_text(text)
+    source = Path(native.__file__).with_name("kernels.cc")
+    folder = build(tmp_path, source, "-O0", "-isystem", str(headers))
+    program = TOO_NEW.format(folder=folder, expected="were built for version 0.999")
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_a_library_without_kernels_is_left_out_and_jax_works(tmp_path):
+    source = tmp_path / "empty.cc"
+    source.write_text("")
+    program = TOO_NEW.format(folder=build(tmp_path, source), expected="cannot be loaded")
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

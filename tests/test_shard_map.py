@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxbuf.core.varying import vary_with
 from tests import operations
@@ -49,7 +49,9 @@ def test_every_operation_passes_the_checks(name, what):
         return jax.ShapeDtypeStruct((DEVICES, *leaf.shape), leaf.dtype)
 
     args = (*operations.abstract(name), jnp.float32(1), jax.random.key(0))
-    mapped = on_every_device(function, AbstractMesh((DEVICES,), (AXIS,)))
+    mapped = on_every_device(
+        function, AbstractMesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
+    )
     out = jax.eval_shape(mapped, *jax.tree.map(of_devices, args))
     alone = jax.tree.map(of_devices, jax.eval_shape(function, *args))
     chex.assert_trees_all_equal_shapes_and_dtypes(out, alone)
@@ -74,7 +76,7 @@ def test_sampling_passes_the_checks_where_devices_share_the_buffer_or_the_key(na
         return jax.tree.map(lambda leaf: leaf[None], drawn)
 
     spec = PartitionSpec(AXIS)
-    mesh = AbstractMesh((DEVICES,), (AXIS,))
+    mesh = AbstractMesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(of_device, mesh=mesh, in_specs=spec, out_specs=spec)
     out = jax.eval_shape(mapped, jax.ShapeDtypeStruct((DEVICES,), jnp.int32))
     assert all(leaf.shape[0] == DEVICES for leaf in jax.tree.leaves(out))

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
+from jaxbuf.core.versions import reshard
+
 if TYPE_CHECKING:
     from jaxbuf.buffers.sharded import Sharded
 
@@ -57,7 +59,7 @@ def run(
     if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[buffer.axis] == _EXPLICIT:
         # With explicit sharding, shard_map requires arguments with the shardings of its in_specs.
         args = tuple(
-            jax.reshard(tree, jax.NamedSharding(mesh, spec))
+            reshard(tree, jax.NamedSharding(mesh, spec))
             for tree, spec in zip(args, specs, strict=True)
         )
     mapped = jax.shard_map(

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.extend.core
 from jaxtyping import PyTree
 
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.types import Function
+from jaxbuf.core.versions import takes_option, trace_state
 
 
 class OwnPrograms:
@@ -59,7 +59,8 @@ def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
             that of the default backend.
 
     Returns:
-        The value to pass as ``compiler_options``; None if the program does not run on a CPU.
+        The value to pass as ``compiler_options``; None if the program does not run on a CPU, or
+            this version of XLA has no such option.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -86,13 +87,12 @@ def platform_of(arrays: PyTree) -> str:
 
 def is_outside() -> bool:
     """Returns True if nothing is being traced; cheaper than a look at each array of a buffer."""
-    return _state() == _OUTSIDE
+    return trace_state() == _OUTSIDE
 
 
 def _options(platform: str) -> dict[str, str] | None:
-    if platform != "cpu":
-        return None
-    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    fast = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
+    return dict([fast]) if platform == "cpu" and takes_option(*fast) else None
 
 
 def _run(
@@ -121,10 +121,5 @@ def _compiled(function: Function, static: tuple[int, ...], donate: bool, platfor
     )
 
 
-def _state() -> object:
-    """Returns an opaque value for what this thread is tracing; only comparisons make sense."""
-    return jax.extend.core.get_opaque_trace_state(convention="jaxbuf")
-
-
 with jax.ensure_compile_time_eval():
-    _OUTSIDE = _state()
+    _OUTSIDE = trace_state()

@@ -3,8 +3,9 @@
 from typing import TypeVar
 
 import jax
-from jax import lax
 from jaxtyping import Array, PyTree
+
+from jaxbuf.core.versions import vary, varying_axes
 
 AnyTree = TypeVar("AnyTree", bound=PyTree[Array])
 
@@ -20,21 +21,18 @@ def vary_with(tree: AnyTree, *others: PyTree[Array]) -> AnyTree:
         >>> def total(values):
         ...     zero = vary_with(jnp.float32(0), values)
         ...     return jax.lax.fori_loop(0, 3, lambda i, sum_: sum_ + values[i], zero)
-        >>> mesh, spec = jax.sharding.AbstractMesh((2,), ("devices",)), jax.P("devices")
+        >>> auto, spec = (jax.sharding.AxisType.Auto,), jax.P("devices")
+        >>> mesh = jax.make_mesh((1,), ("devices",), axis_types=auto)
         >>> mapped = jax.shard_map(
         ...     lambda values: total(values)[None], mesh=mesh, in_specs=spec, out_specs=spec
         ... )
-        >>> jax.eval_shape(mapped, jnp.arange(6.0)).shape
-        (2,)
+        >>> mapped(jnp.arange(6.0)).tolist()
+        [3.0]
     """
-    axes = frozenset[str]().union(*(_axes(leaf) for leaf in jax.tree.leaves(others)))
+    axes = frozenset[str]().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(others)))
 
     def cast(leaf: Array) -> Array:
-        missing = tuple(sorted(axes - _axes(leaf)))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+        missing = tuple(sorted(axes - varying_axes(leaf)))
+        return vary(leaf, missing) if missing else leaf
 
     return jax.tree.map(cast, tree)
-
-
-def _axes(leaf: object) -> frozenset[str]:
-    return jax.typeof(leaf).manual_axis_type.varying

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,23 @@ from typing import Any
 import jax
 import jax.ffi
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
+from jaxbuf.core import versions
 from jaxbuf.core.types import Function
 from jaxbuf.core.varying import vary_with
 
 
 @functools.cache
 def native_available() -> bool:
-    """Returns whether the C++ kernels were built when jaxbuf was installed, and can be loaded.
+    """Returns whether the C++ kernels were built when jaxbuf was installed, and fit this jaxlib.
 
-    If so they are used on the CPU, unless the environment has ``JAXBUF_NATIVE=0``.
+    If so they are used on the CPU, unless the environment has ``JAXBUF_NATIVE=0``. Kernels that were
+    built for a newer jaxlib than the one at hand are left out, with a warning: JAX would not start
+    with them.
 
     Example:
         >>> import jaxbuf
@@ -42,11 +47,38 @@ def native_available() -> bool:
     path = next(filter(Path.exists, built), None)
     if path is None:
         return False
-    library = ctypes.CDLL(str(path))
+    library = _load(path)
+    if library is None:
+        return False
     for name in ("set_leaves", "find", "read", "place", "mark", "take"):
         target = jax.ffi.pycapsule(library[f"jaxbuf_{name}"])
         jax.ffi.register_ffi_target(f"jaxbuf_{name}", target, platform="cpu")
     return True
+
+
+def _load(path: Path) -> ctypes.CDLL | None:
+    """Returns the library of the kernels, or warns and returns None if it does not fit."""
+    try:
+        library = ctypes.CDLL(str(path))
+        built, here = library.jaxbuf_ffi_version(), versions.ffi_version()
+    except (OSError, AttributeError) as error:
+        reason = f"cannot be loaded ({error})"
+    else:
+        # XLA takes handlers of its own version of the interface and of older ones.
+        if built >> 16 == here >> 16 and built <= here:
+            return library
+        reason = (
+            f"were built for version {built >> 16}.{built & 0xFFFF} of XLA's interface, but jaxlib "
+            f"{jaxlib.__version__} has {here >> 16}.{here & 0xFFFF}"
+        )
+    warnings.warn(
+        f"jaxbuf runs without its kernels for the CPU, and more slowly: {path} {reason}. To build "
+        "them for this environment: pip install --force-reinstall --no-deps --no-cache-dir jaxbuf, "
+        "or from a clone: pip install --force-reinstall --no-deps .",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 # Part of the key of jit's cache: a program compiled without the kernels is not reused with them.
@@ -70,17 +102,7 @@ def _call(
     name: str, out: PyTree[jax.ShapeDtypeStruct], like: Array, batched: str, **options: Any
 ) -> Function:
     """Returns a kernel as a function of arrays; its results vary over a mesh as ``like`` does."""
-    known = jax.typeof(like)
-
-    def shape_of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not known.manual_axis_type.varying:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        sharding = jax.NamedSharding(known.sharding.mesh, jax.P(*[None] * len(leaf.shape)))
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding, manual_axis_type=known.manual_axis_type
-        )
-
-    shapes = jax.tree.map(shape_of, out)
+    shapes = jax.tree.map(lambda leaf: versions.shape_like(leaf, like), out)
     return jax.ffi.ffi_call(f"jaxbuf_{name}", shapes, vmap_method=batched, **options)
 
 

@@ -505,6 +505,9 @@ ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
 
 }  // namespace
 
+// The version of XLA's interface that this was compiled for: an older XLA refuses the handlers.
+extern "C" int jaxbuf_ffi_version() { return XLA_FFI_API_MAJOR << 16 | XLA_FFI_API_MINOR; }
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_set_leaves, SetLeaves,
                               ffi::Ffi::Bind()
                                   .Arg<Ints>()
