@@ -1,4 +1,4 @@
-"""The differences between the versions of JAX that are supported; nothing else asks for a version."""
+"""How the versions of JAX that are supported differ; nothing else asks for a version."""
 
 import functools
 import re

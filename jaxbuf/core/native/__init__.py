@@ -33,9 +33,9 @@ from jaxbuf.core.varying import vary_with
 def native_available() -> bool:
     """Returns whether the C++ kernels were built when jaxbuf was installed, and fit this jaxlib.
 
-    If so they are used on the CPU, unless the environment has ``JAXBUF_NATIVE=0``. Kernels that were
-    built for a newer jaxlib than the one at hand are left out, with a warning: JAX would not start
-    with them.
+    If so they are used on the CPU, unless the environment has ``JAXBUF_NATIVE=0``. Kernels that
+    were built for a newer jaxlib than the one at hand are left out, with a warning: JAX would not
+    start with them.
 
     Example:
         >>> import jaxbuf
