@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, ops
 from jaxbuf.buffers.options import check_options
-from jaxbuf.buffers.sample import Contents, Sample
+from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, trees
 from jaxbuf.core.calls import OwnPrograms, call, is_outside
@@ -393,6 +393,11 @@ def _make(make: Callable[[], Any], device: Any) -> Any:
     check_options(buffer, "sample", {}, "what make returns")
     if isinstance(buffer, OwnPrograms):
         raise ValueError("make returns a Hosted buffer; return the buffer itself")
+    if isinstance(buffer, SplitBatches):
+        raise ValueError(
+            f"make returns {checks.kind_of(buffer)}, which is spread over the devices of a mesh, "
+            "but a Hosted buffer is on one CPU device; return the buffer of one shard"
+        )
     return jax.device_put(buffer, device)
 
 

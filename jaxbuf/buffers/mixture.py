@@ -25,8 +25,9 @@ from jaxbuf.buffers.parts import (
     choose,
     num_envs,
 )
-from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample
+from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample, SplitBatches
 from jaxbuf.core import checks, describe, storage
+from jaxbuf.core.calls import OwnPrograms
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
@@ -96,6 +97,7 @@ class Mixture(Composite, struct.PyTreeNode):
             )
         for i, part in enumerate(parts):
             check_options(part, "sample", {}, f"buffers[{i}]")
+            _check_whole(part, f"buffers[{i}]")
         if sum(weights) <= 0:
             raise ValueError(
                 f"ratios is {weights}; expected finite numbers of at least 0, not all 0"
@@ -705,6 +707,20 @@ def _largest_remainders(rows: Any, whole: Any, rest: Any) -> Any:
 
 def _total(numbers: list[Array]) -> Int[Array, ""]:
     return jnp.sum(jnp.stack(numbers), axis=0, dtype=jnp.int32)
+
+
+def _check_whole(part: object, name: str) -> None:
+    """Raises ValueError if a wrapper cannot be a part."""
+    if isinstance(part, OwnPrograms):
+        raise ValueError(
+            f"{name} is {checks.kind_of(part)}, which cannot be sampled inside a program; make the "
+            "mixture inside of it: Hosted.create(lambda: jaxbuf.Mixture.create(...))"
+        )
+    if isinstance(part, SplitBatches):
+        raise ValueError(
+            f"{name} is {checks.kind_of(part)}, whose batches are split over devices; sample from "
+            "it by itself, and join the batches"
+        )
 
 
 def _check_alike(parts: tuple[DrawnBuffer, ...]) -> None:

@@ -31,7 +31,7 @@ def rollout(
 
     Returns:
         The next states, and the items to store, leaves ``[E, T, ...]``. For an
-        ``ItemBuffer`` fold both axes into one, ``leaf.reshape(-1, *leaf.shape[2:])``.
+        ``ItemBuffer`` fold both axes into one, ``jax.lax.collapse(leaf, 0, 2)``.
 
     Raises:
         ValueError: If ``step`` is no function, ``key`` not one key or ``num_steps`` below 1.

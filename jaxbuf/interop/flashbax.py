@@ -564,7 +564,7 @@ def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..
             array = array[None]
         if not sequences:
             array = array[:, None]
-        return array.reshape(1, -1, *array.shape[2:]) if flatten else array
+        return jax.lax.collapse(array, 0, 2)[None] if flatten else array
 
     return lambda state, batch: _add(state, jax.tree.map(shaped, batch))
 

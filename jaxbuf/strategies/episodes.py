@@ -164,7 +164,7 @@ class Episodes(Part):
         num_envs, length = jax.tree.leaves(data)[0].shape[:2]
         return EpisodeIndex(
             behind=jnp.zeros((num_envs, length), jnp.int32),
-            returns=jnp.zeros((num_envs, length if self.record_return else 0), jnp.float32),
+            returns=jnp.zeros((num_envs, length), jnp.float32) if self.record_return else (),
             since=() if self.last is None else jnp.zeros((num_envs, length), jnp.int32),
             run=jnp.zeros((num_envs,), jnp.int32),
             pending=jnp.zeros((num_envs,), jnp.int32),
@@ -230,8 +230,8 @@ class EpisodeIndex(struct.PyTreeNode):
     Attributes:
         behind: The number of steps from the first step of its episode to each step, ``[E, N]``
             int32; it saturates at 2**30.
-        returns: Returns of steps whose return is known, and rewards of the others, ``[E, N]``;
-            ``[E, 0]`` if returns are not recorded.
+        returns: Returns of steps whose return is known, and rewards of the others, ``[E, N]``.
+            An empty tuple if returns are not recorded.
         run: The number of steps of the open episode of each ring so far, ``[E]`` int32.
         pending: The number of newest steps of each ring that have no return yet, ``[E]`` int32.
         cut: Whether the first of these had terminated, ``[E]``; used only by ALF's recurrence.
@@ -243,7 +243,7 @@ class EpisodeIndex(struct.PyTreeNode):
     """
 
     behind: Int[Array, "E N"]
-    returns: Float[Array, "E N"]
+    returns: PyTree[Float[Array, "E N"]]
     run: Int[Array, " E"]
     pending: Int[Array, " E"]
     cut: Bool[Array, " E"]

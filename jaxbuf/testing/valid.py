@@ -83,8 +83,10 @@ def assert_valid(buffer: Any) -> None:
     for path, one in buffers:
         name = "buffer" + jax.tree_util.keystr(path)
         axes = one.counters.shape[:-1]
+        # Shards cannot be told apart where they are, if their mesh has explicit axes.
+        whole = structures.fetched(one) if axes else one
         for index in np.ndindex(axes):
-            part = jax.tree.map(lambda leaf, at=index: leaf[at], one) if axes else one
+            part = jax.tree.map(lambda leaf, at=index: leaf[at], whole) if axes else one
             part = trees.on_device(part)
             problems += _problems(name + "".join(f"[{i}]" for i in index), part)
     structures.report("buffer is not valid:", problems)

@@ -145,7 +145,7 @@ def _stacks(
 def _take(leaf: Array, source: Int[Array, "B L n"], axis: int) -> Array:
     """Reads frames of the flattened windows, and moves the axis of ``n`` to its place."""
     frame = leaf.shape[2:]
-    rows = storage.read(leaf.reshape(-1, *frame), source.reshape(-1))
+    rows = storage.read(lax.collapse(leaf, 0, 2), source.reshape(-1))
     stacks = rows.reshape(*source.shape, *frame)
     return jnp.moveaxis(stacks, 2, 2 + axis % (len(frame) + 1))
 
