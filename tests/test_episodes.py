@@ -105,6 +105,19 @@ CONFIGURATIONS = {
         {"boundary": "avoid", "last": "end.last", "reward_clip": (-0.5, 0.5), **RETURNS},
     ),
     "mask": ((2, 7, 4, 1, DISTINCT), {"boundary": "mask", **RETURNS}),
+    "whole-windows": (
+        (2, 9, 3, 1, DISTINCT_PRIORITIES),
+        {"boundary": "avoid", "short_windows": "never", **RETURNS},
+    ),
+    "all-ends": (
+        (2, 9, 3, 1, DISTINCT_PRIORITIES),
+        {"boundary": "avoid", "short_windows": "ended", **RETURNS},
+    ),
+    "from-the-start": (
+        (2, 12, 4, 1, DISTINCT_PRIORITIES),
+        {"boundary": "avoid", "short_windows": "ended", "period": 3, **RETURNS},
+    ),
+    "masked-from-the-start": ((2, 12, 4, 1, DISTINCT), {"boundary": "mask", "period": 2, **RETURNS}),
 }
 
 
@@ -118,6 +131,8 @@ def twin_of(shape, options):
         discount=options["discount"],
         default=options["default_return"],
         clip=options.get("reward_clip"),
+        short=options.get("short_windows", "terminated"),
+        every=options.get("period", 1),
         alpha=1.0 if prioritized else None,
         uniform_mix=sampler.uniform_mix if prioritized else 0.0,
     )
@@ -128,7 +143,12 @@ def assert_same(buffer, twin):
     for env, history in enumerate(twin.history):
         # The same number of steps every time, some of them gone or not yet added.
         t = len(history) + 2 - np.arange(length + 5)
-        said = jax.device_get(look(buffer, jnp.full(t.shape, env), jnp.asarray(t, jnp.int32)))
+        # Positions grow by a lap where steps are taken back.
+        lap = int(buffer.end_position[env]) - len(history)
+        position = jnp.asarray(t + lap, jnp.int32)
+        said = jax.device_get(look(buffer, jnp.full(t.shape, env), position))
+        for name in ("begin", "held", "terminated"):
+            said[name] = said[name] - np.uint32(lap)
         for i, step in enumerate(t.tolist()):
             row = {name: value[i] for name, value in said.items()}
             if not twin.is_held(env, step):
@@ -151,7 +171,10 @@ def assert_same(buffer, twin):
 
     live = twin.windows
     expected = {
-        twin.slot(window[0]): ([step.data.t for step in window], probability)
+        twin.slot(window[0]): (
+            [window[min(i, len(window) - 1)].data.t for i in range(twin.sequence_length)],
+            probability,
+        )
         for window, probability in zip(live, twin.probabilities(), strict=True)
         if probability > 0
     }
@@ -165,7 +188,10 @@ def assert_same(buffer, twin):
     )  # fmt: skip
     slots = jaxbuf.sample(buffer, jax.random.key(0), buffer.capacity // buffer.period).slots
     together = np.asarray(mask_of(buffer, slots))
-    by_slot = {twin.slot(window[0]): twin.mask(window) for window in live}
+    by_slot = {
+        twin.slot(window[0]): twin.mask(window) + [False] * (twin.sequence_length - len(window))
+        for window in live
+    }
     for slot, mask in zip(slots.index.tolist(), together.tolist(), strict=True):
         assert mask == by_slot.get(slot, [False] * twin.sequence_length)
 
@@ -177,7 +203,7 @@ def test_random_adds_agree_with_the_twin_after_every_step(configuration):
     random = np.random.default_rng(3)
     buffer, twin = create(*shape, **options), twin_of(shape, options)
     handles, clock = [], 0
-    for _ in range(25):
+    for turn in range(25):
         rows = random.choice([0, 3, 2 * length + 1], p=[0.5, 0.4, 0.1])
         t = clock + np.arange(num_envs * max(rows, 1)).reshape(num_envs, -1)
         clock = int(t.max()) + 1
@@ -197,6 +223,14 @@ def test_random_adds_agree_with_the_twin_after_every_step(configuration):
         buffer = jaxbuf.add(buffer, given, mask=lead(mask))
         assert_same(buffer, twin)
         testing.assert_valid(buffer)
+        if turn % 3 == 2:
+            change = ("end_episodes", "drop_newest_episode")[turn % 2]
+            envs = random.random(num_envs) < 0.7
+            buffer = getattr(buffer, change)(jnp.asarray(envs))
+            getattr(twin, change)(np.flatnonzero(envs))
+            assert buffer.rings.held.tolist() == [len(ring) for ring in twin.rings]
+            assert_same(buffer, twin)
+            testing.assert_valid(buffer)
         if sampler.uses_priority:
             sample = jaxbuf.sample(buffer, jax.random.key(clock), 6)
             by_slot = {twin.slot(w[0]): w[0] for w in twin.windows}
