@@ -36,7 +36,16 @@ class Episodes(reference_trajectory.TrajectoryBuffer):
     """
 
     def __init__(
-        self, *args, avoid, alf, discount, default, clip=None, short="terminated", every=1, **options
+        self,
+        *args,
+        avoid,
+        alf,
+        discount,
+        default,
+        clip=None,
+        short="terminated",
+        every=1,
+        **options,
     ):
         self.avoid, self.alf, self.short, self.every = avoid, alf, short, every
         self.discount, self.default, self.clip = discount, default, clip
@@ -96,9 +105,9 @@ class Episodes(reference_trajectory.TrajectoryBuffer):
             history, ring = self.history[env], self.rings[env]
             if history and not history[-1].last:
                 default = max([self.initial_priority, *(w[0].priority for w in self.windows)])
+                before = {id(w[0]) for w in self.windows}
                 history[-1] = dataclasses.replace(history[-1], last=True)
                 if ring:
-                    before = {id(w[0]) for w in self.windows}
                     ring[-1].data = history[-1]
                     for window in self.windows:
                         if id(window[0]) not in before:

@@ -765,9 +765,7 @@ class TrajectoryBuffer(Body):
         gone = jnp.concatenate([nothing, *(slot.reshape(-1) for slot in refused)])
         return ended._slid(rings, slots, None, gone).replace(counters=self._counted(counts))
 
-    def drop_newest_episode(
-        self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None
-    ) -> Self:
+    def drop_newest_episode(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
         """Removes the steps of the newest episode of each environment, whether it has ended or not.
 
         The next step takes the place of the first removed one, and begins an episode. Steps that

@@ -167,7 +167,10 @@ def _members(name: str, buffer: Any) -> Iterator[str]:
     occupancy, slot = buffer.occupancy, _slots(buffer)
     if isinstance(occupancy, Subset):
         member = np.asarray(occupancy.members.get(slot))
-        wrong = member & ~np.asarray(_live(occupancy.inner, slot))
+        inner = occupancy.inner
+        if getattr(buffer, "episodes", None) is not None and buffer.episodes.pads:
+            inner = inner.replace(sequence_length=1)  # The first step of a short window is held.
+        wrong = member & ~np.asarray(_live(inner, slot))
         what = "False, for there is no item"
         yield from first_wrong(f"{name}.occupancy.members", member, wrong, what)
     label, ranking = _inner(f"{name}.occupancy", occupancy)
