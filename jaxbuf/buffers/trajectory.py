@@ -723,7 +723,7 @@ class TrajectoryBuffer(Body):
             >>> import jax.numpy as jnp, jaxbuf
             >>> step = {"terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
             >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=jaxbuf.Episodes())
-            >>> steps = {"terminated": jnp.zeros((1, 3), bool), "truncated": jnp.zeros((1, 3), bool)}
+            >>> steps = {name: jnp.zeros((1, 3), bool) for name in step}
             >>> buffer = buffer.add(steps).end_episodes().add(steps)
             >>> buffer.episode_begin_position(jnp.array([0]), jnp.arange(6)).tolist()
             [0, 0, 0, 3, 3, 3]
