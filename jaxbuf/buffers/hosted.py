@@ -269,6 +269,14 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         """Returns the buffer without items; earlier slots remain stale, counters are kept."""
         return self._change("clear", {}, donate)
 
+    def end_episodes(self, envs: Any = None, *, donate: bool = True) -> Self:
+        """Ends open episodes, like ``end_episodes`` of a ``TrajectoryBuffer``."""
+        return self._change("end_episodes", {"envs": envs}, donate)
+
+    def drop_newest_episode(self, envs: Any = None, *, donate: bool = True) -> Self:
+        """Removes the newest episodes, like the method of a ``TrajectoryBuffer``."""
+        return self._change("drop_newest_episode", {"envs": envs}, donate)
+
     def support(self) -> Support:
         """Returns the number of items that can be drawn, and their least probability.
 

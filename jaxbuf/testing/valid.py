@@ -169,7 +169,10 @@ def _members(name: str, buffer: Any) -> Iterator[str]:
     occupancy, slot = buffer.occupancy, _slots(buffer)
     if isinstance(occupancy, Subset):
         member = np.asarray(occupancy.members.get(slot))
-        wrong = member & ~np.asarray(_live(occupancy.inner, slot))
+        inner = occupancy.inner
+        if getattr(buffer, "episodes", None) is not None and buffer.episodes.pads:
+            inner = inner.replace(sequence_length=1)  # The first step of a short window is held.
+        wrong = member & ~np.asarray(_live(inner, slot))
         what = "False, for there is no item"
         yield from first_wrong(f"{name}.occupancy.members", member, wrong, what)
     label, ranking = _inner(f"{name}.occupancy", occupancy)
@@ -338,12 +341,27 @@ def _look_up(buffer: Any) -> dict[str, Any]:
         return {key: value.reshape(rank.shape) for key, value in found.items()}
 
     slot = jnp.arange(buffer.rings.capacity, dtype=jnp.int32)
-    whole = jnp.all(index.together(buffer.rings, slot), axis=1)
+    rows = buffer.rings.window(slot)
+    together = jnp.sum(index.together(buffer.rings, slot), axis=1, dtype=jnp.int32)
+    begin = buffer.rings.starts_at(slot, buffer.rings.generation(slot))
+    newest = begin[1] + (together - 1).astype(jnp.uint32)
+    terminated, _ = index.episodes.flags(buffer.data)
+    final = jnp.take_along_axis(rows, together[:, None] - 1, axis=1)[:, 0]
+    ended = index.is_last(buffer.rings, begin[0], newest)
+    if index.episodes.short_windows == "terminated":
+        ended &= terminated.reshape(-1)[final]
+    across = index.episodes.boundary != "avoid"
+    whole = (together == buffer.sequence_length) | (ended & index.episodes.pads) | across
+    held = buffer.rings.held.astype(jnp.int32) - buffer.rings.ignored
+    there = buffer.rings.age(slot) < held[begin[0]]
+    if not index.episodes.pads:
+        there &= buffer.rings.live(slot)
+    aligned = index.steps_before(rows[:, 0]) % index.episodes.period == 0
     return {
         "valid": steps.valid,
         "ours": ask(index, buffer.rings, steps.position, buffer.data),
         "anew": ask(anew, rings, rank.astype(jnp.uint32), steps.data),
-        "windows": whole & buffer.rings.live(slot),
+        "windows": whole & there & aligned,
     }
 
 
@@ -357,7 +375,7 @@ def _episodes(name: str, buffer: Any) -> Iterator[str]:
         wrong = valid & ~np.isclose(ours, anew, rtol=1e-4, atol=1e-5 * size if size > 1 else 1e-5)
         for line in first_wrong(f"{name}.episode_index.{key}", ours, wrong, anew):
             yield f"{line} as the data say, [environment, step from the earliest]"
-    if buffer.episode_index.episodes.boundary == "avoid":
+    if buffer.episode_index.episodes.removes:
         member = np.asarray(buffer.occupancy.members.get(_slots(buffer)))
         wrong = member & ~seen["windows"]
         if buffer.freshness is None:
