@@ -111,7 +111,7 @@ class Body(struct.PyTreeNode):
                 single key.
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         self = common.check_single(self)
         return call(Body._next_batch, self, key, rows, static=(2,))
 
@@ -184,7 +184,12 @@ class Body(struct.PyTreeNode):
             draw: The draw, such as one by a sampler that the buffer does not have.
 
         Returns:
-            A ``Sample``, whose invalid rows have probability 0 and index ``capacity``.
+            A ``Sample``, whose invalid rows have probability 0 and index ``capacity``. Rows of the
+            draw whose slot holds no item, or no complete window, are invalid as well.
+
+        Raises:
+            ValueError: If ``draw`` is not a ``jaxbuf.strategies.Draw``, or its fields have other
+                shapes or dtypes.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxbuf
@@ -195,7 +200,20 @@ class Body(struct.PyTreeNode):
             >>> sorted(buffer.gather(draw).data.tolist())
             [0, 1, 2]
         """
-        return common.gather(self.occupancy, draw, self.capacity, self._read)
+        self = common.check_single(self)
+        return call(Body._gathered, self, *common.check_draw(draw))
+
+    def _gathered(
+        self, index: Int[Array, " B"], probability: Float[Array, " B"], valid: Bool[Array, " B"]
+    ) -> Sample:
+        valid &= self.occupancy.live(index)
+        index = jnp.where(valid, index, self.capacity)
+        return Sample(
+            data=self._read(index),
+            slots=Slots(index=index, generation=self.occupancy.generation(index)),
+            probability=jnp.where(valid, probability, 0.0),
+            valid=valid,
+        )
 
     def latest(self, n: int) -> Sample:
         """Returns the ``n`` newest items, or the ``n`` newest windows of every ring.

@@ -226,7 +226,7 @@ class ItemBuffer(Body):
                 single key.
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         self = common.check_single(self)
         return self._sample(key, rows)
 

@@ -145,7 +145,7 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
     check_options(buffer, "sample", given)
     if isinstance(buffer, OwnPrograms):
         return buffer.sample(key, batch_size, **given)
-    check_key(key)
+    key = check_key(key)
     rows = check_batch_size(batch_size)
     traced, static = split_options(given)
     return call(_sample_method, buffer, key, rows, traced, static, static=(2, 4))
@@ -189,7 +189,7 @@ def next_batch(
     donate = checks.check_flag("donate", donate)
     if isinstance(buffer, OwnPrograms):
         return buffer.next_batch(key, batch_size, donate=donate)
-    check_key(key)
+    key = check_key(key)
     rows = check_batch_size(batch_size)
     return call(_next_method, buffer, key, rows, static=(2,), donate=donate)
 

@@ -28,7 +28,7 @@ AnyBuffer = TypeVar("AnyBuffer", bound="Body")
 
 def mark_used(buffer: AnyBuffer, freshness: Freshness, slots: Slots, mask: object) -> AnyBuffer:
     """Implements ``mark_used`` of the buffers."""
-    common.check_slots(slots)
+    slots = common.check_slots(slots)
     if slots.index.size == 0:
         return buffer
     if mask is not None:
@@ -88,7 +88,7 @@ def check_version(version: object, session: object) -> tuple[Int[Array, ""], Int
 
 def uses_and_staleness(buffer: "Body", slots: Slots) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Returns the uses and the staleness of items; 0 if an item has left."""
-    common.check_slots(slots)
+    slots = common.check_slots(slots)
     return call(_looked_up, trees.on_device(buffer), slots)
 
 

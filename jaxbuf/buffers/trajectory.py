@@ -352,7 +352,7 @@ class TrajectoryBuffer(Body):
             [[0, 1, 2, 3], [0, 1, 2, 3]]
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         self = common.check_single(self)
         return self._windows_of(sequence_length)._sample(key, rows)
 
@@ -400,11 +400,17 @@ class TrajectoryBuffer(Body):
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """Returns the environment of each sampled window, and the position of its first step.
 
-        Both have shape ``[B]``. The environment of an invalid row is ``num_envs``.
+        Both have shape ``[B]``. The environment of an invalid row, and of a stale one, whose first
+        step is no longer held, is ``num_envs``.
         """
-        common.check_slots(slots)
-        env, position = self.rings.starts_at(slots.index, slots.generation)
-        return jnp.where(slots.index < self.capacity, env, self.num_envs), position
+        self, slots = common.check_single(self), common.check_slots(slots)
+        return call(TrajectoryBuffer._located, self.rings, slots)
+
+    @staticmethod
+    def _located(rings: Rings, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+        env, position = rings.starts_at(slots.index, slots.generation)
+        held = rings.locate(env, position) < rings.num_envs * rings.length
+        return jnp.where(held, env, rings.num_envs), position
 
     def get_field(
         self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
@@ -675,7 +681,7 @@ class TrajectoryBuffer(Body):
                 'boundary is "cross", whose windows are used as they are; create the buffer with '
                 'episodes=jaxbuf.Episodes(boundary="mask")'
             )
-        common.check_slots(slots)
+        slots = common.check_slots(slots)
         return call(TrajectoryBuffer._together, self._windows_of(sequence_length), slots)
 
     def _together(self, slots: Slots) -> Bool[Array, "B S"]:

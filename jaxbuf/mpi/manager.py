@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks, describe
+from jaxbuf.core import checks, describe, trees
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.batch import Batch, check_batch, uses_score
 from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore
@@ -134,7 +134,7 @@ class Manager(struct.PyTreeNode):
         batch, present = check_batch(
             self.buffer.data, items, score, mask, needs_score=uses_score(self.buffer)
         )
-        sender = jnp.asarray(sender, jnp.int32)
+        sender = jnp.asarray(trees.owned(sender), jnp.int32)
         state = self.score_state
         if isinstance(self.scores, StatefulScore):
             state, scores = self.scores.update(state, self.buffer, batch, present, sender)
