@@ -1,7 +1,6 @@
 """The common base of ``ItemBuffer`` and ``TrajectoryBuffer``: slots that a sampler draws."""
 
 import abc
-from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import jax
@@ -23,6 +22,7 @@ from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Draw, Sampler, Support
 
 SomePart = TypeVar("SomePart", bound=Part)
+SomeBody = TypeVar("SomeBody", bound="Body")
 
 _MISSING: dict[type[Part], str] = {
     Freshness: "nothing limits uses or staleness here; create the buffer with "
@@ -352,14 +352,27 @@ class Body(struct.PyTreeNode):
         return call(Body._told, trees.on_device(self))
 
     def _told(self) -> dict[str, Array]:
-        found = {
-            **self._sizes(),
-            **counters.named(self.counter_names, self.counters),
-            **self.occupancy.metrics(),
-            **self.sampler.metrics(lax.stop_gradient(self.sampler_state), self.occupancy),
-        }
-        for part, state in self._parts():
-            found |= part.metrics(state, self.occupancy)
+        state, found = lax.stop_gradient(self.sampler_state), dict[str, Array]()
+        told: list[tuple[object, dict[str, Array]]] = [
+            ("the buffer", self._sizes()),
+            ("a count of rows", counters.named(self.counter_names, self.counters)),
+            ("the occupancy", self.occupancy.metrics()),
+            (self.sampler, common.ask(self.sampler, "metrics", state, self.occupancy)),
+        ]
+        told += [
+            (part, common.ask(part, "metrics", kept, self.occupancy))
+            for part, kept in self._parts()
+        ]
+        owners: dict[str, object] = {}
+        for owner, values in told:
+            for name in values:
+                if name in owners:
+                    raise ValueError(
+                        f"{name!r} is a metric of {owners[name]} and of {owner}; rename the reason "
+                        "or the metric of your own part"
+                    )
+                owners[name] = owner
+            found |= values
         return found
 
     def options(self) -> dict[str, Any]:
@@ -388,8 +401,9 @@ class Body(struct.PyTreeNode):
 
     def _next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
         state = lax.stop_gradient(self.sampler_state)
-        state, draw = self.sampler.next(state, key, batch_size, self.occupancy)
-        return self.replace(sampler_state=state), self.gather(draw)
+        after, draw = self.sampler.next(state, key, batch_size, self.occupancy)
+        after = common.check_state(self.sampler, "next", state, after)
+        return self.replace(sampler_state=after), self.gather(draw)
 
     def _picked(
         self,
@@ -417,7 +431,7 @@ class Body(struct.PyTreeNode):
         state = lax.stop_gradient(self.sampler_state)
         rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
         return self.replace(
-            sampler_state=self.sampler.set_priority(state, index, priority),
+            sampler_state=common.hear(self.sampler, "set_priority", state, index, priority),
             counters=self._counted({"rejected": rejected}),
         )
 
@@ -429,9 +443,9 @@ class Body(struct.PyTreeNode):
         """Returns the extras and their states, through which no gradient flows."""
         return list(zip(self.extras, lax.stop_gradient(self.extra_states), strict=True))
 
-    def _tell(self, hear: Callable[[Part, State], State]) -> tuple[State, ...]:
-        """Returns the states of all extras after applying ``hear`` to each part and its state."""
-        return tuple(hear(part, state) for part, state in self._parts())
+    def _tell(self, event: str, *told: Any) -> tuple[State, ...]:
+        """Returns the states of all extras after an event, the name of a method of parts."""
+        return tuple(common.hear(part, event, state, *told) for part, state in self._parts())
 
     def _find(self, kind: type[SomePart]) -> tuple[SomePart | None, State]:
         """Returns the part of this class and its state, or ``(None, ())``."""
@@ -466,8 +480,9 @@ class Body(struct.PyTreeNode):
             occupancy=self.occupancy.clear(),
             sampler_state=self.sampler.init(slots),
             counters=self.counters.copy(),
-            extra_states=self._tell(
-                lambda part, state: part.on_clear(state, part.init(self.data, slots))
+            extra_states=tuple(
+                common.hear(part, "on_clear", state, part.init(self.data, slots))
+                for part, state in self._parts()
             ),
         )
 
@@ -478,6 +493,18 @@ KEYWORDS: dict[type[Part], str] = {
     Freshness: "freshness",
     Diversity: "diversity",
 }
+
+
+def check_names(buffer: SomeBody) -> SomeBody:
+    """Returns the buffer.
+
+    Raises:
+        ValueError: If a part that is not one of this library names a reason or a metric like
+            something else that ``metrics()`` returns.
+    """
+    if any(type(part) not in KEYWORDS for part in buffer.extras):
+        jax.eval_shape(buffer.metrics)
+    return buffer
 
 
 def counter_names(extras: tuple[Part, ...]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Numbers
+from jaxbuf.core.types import Numbers, State
 from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
@@ -185,7 +185,61 @@ def check_parts(
                 f"parts[{i}] is {checks.name_of(part)}; expected a part, which derives from "
                 "jaxbuf.strategies.Part"
             )
+        _check_reasons(part)
     return (*found, *own)
+
+
+def _check_reasons(part: Part) -> None:
+    reasons: Any = part.reasons
+    if not isinstance(reasons, tuple | list) or not all(isinstance(x, str) for x in reasons):
+        raise ValueError(
+            f"reasons of {part} is {checks.name_of(reasons)}; expected a tuple of names, such as "
+            '("refused_full",)'
+        )
+    if "adds" in reasons:
+        raise ValueError(
+            f"reasons of {part} has 'adds', which counts the rows that were added; choose another "
+            "name"
+        )
+
+
+def hear(owner: Sampler | Part, event: str, state: State, *told: Any) -> State:
+    """Returns the state of a sampler or a part after an event, the name of one of its methods."""
+    return check_state(owner, event, state, getattr(owner, event)(state, *told))
+
+
+def ask(owner: Sampler | Part, method: str, state: State, *told: Any) -> dict[str, Array]:
+    """Returns the answer of a sampler or a part, arrays by name.
+
+    Raises:
+        ValueError: If it is not a dict.
+    """
+    answer = getattr(owner, method)(state, *told)
+    if not isinstance(answer, dict):
+        raise ValueError(
+            f"{method} of {owner} returned {checks.kind_of(answer)}; expected a dict of arrays"
+        )
+    return cast("dict[str, Array]", answer)
+
+
+def check_state(owner: Sampler | Part, event: str, before: State, after: State) -> State:
+    """Returns the new state of a sampler or a part.
+
+    Raises:
+        ValueError: If it is not like the state before.
+    """
+    want, got = (jax.tree.structure(state) for state in (before, after))
+    if want != got:
+        given = "None" if after is None else f"{got}"
+        raise ValueError(f"{event} of {owner} returned {given}; expected a new state, {want}")
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        was, now = numbers.abstract(old, "the state"), numbers.abstract(new, "the state")
+        if (was.shape, was.dtype) != (now.shape, now.dtype):
+            raise ValueError(
+                f"{event} of {owner} returned an array {now.dtype}{list(now.shape)}; expected "
+                f"{was.dtype}{list(was.shape)}, as in the state before"
+            )
+    return after
 
 
 def check_version_used(extras: tuple[Part, ...], version: object, session: object) -> None:

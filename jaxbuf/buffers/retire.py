@@ -151,12 +151,14 @@ def _retire(buffer: AnyBuffer, gone: Int[Array, " B"], counter: str) -> AnyBuffe
     states = [
         state.more(**{counter: retired})
         if isinstance(part, Freshness)
-        else part.on_remove(state, gone)
+        else common.hear(part, "on_remove", state, gone)
         for part, state in zip(buffer.extras, buffer.extra_states, strict=True)
     ]
     return buffer.replace(
         occupancy=occupancy,
-        sampler_state=buffer.sampler.remove(lax.stop_gradient(buffer.sampler_state), gone),
+        sampler_state=common.hear(
+            buffer.sampler, "remove", lax.stop_gradient(buffer.sampler_state), gone
+        ),
         extra_states=tuple(states),
     )
 

@@ -10,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.body import Body, counter_names, refuse
+from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
 from jaxbuf.buffers.lookups import broadcast_steps, look_up
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
@@ -157,7 +157,7 @@ class TrajectoryBuffer(Body):
         occupancy = Subset.create(rings, rings.capacity) if picks else rings
         if sampler.uses_age:
             common.needs_order(occupancy, f"{sampler}")
-        return cls(
+        buffer = cls(
             data=data,
             occupancy=occupancy,
             sampler_state=sampler.init(rings.capacity),
@@ -166,6 +166,7 @@ class TrajectoryBuffer(Body):
             sampler=sampler,
             extras=extras,
         )
+        return check_names(buffer)
 
     @property
     def episodes(self) -> Episodes | None:
@@ -301,9 +302,7 @@ class TrajectoryBuffer(Body):
         rows = StepRows(**vars(given), rings=self.rings, target=target)
         begins = (target < self.capacity) & (remainder(target, self.period) == 0)
         index = jnp.where(begins, quotient(target, self.period), rings.capacity)
-        extras = self.replace(
-            extra_states=self._tell(lambda part, state: part.on_steps(state, index, rows))
-        )
+        extras = self.replace(extra_states=self._tell("on_steps", index, rows))
         counts = {"adds": rows.count}
         if value is not None:
             refuse({"rejected": ~self.sampler.accepts(value)}, rows, counts)
@@ -313,11 +312,16 @@ class TrajectoryBuffer(Body):
         return self.replace(
             data=_unfold(storage.write(_fold(self.data), _fold(steps), target.reshape(-1)), self),
             occupancy=self._seen(rings, completed.reshape(-1), gone),
-            sampler_state=self.sampler.on_slide(
-                state, completed.reshape(-1), None if value is None else value.reshape(-1), gone
+            sampler_state=common.hear(
+                self.sampler,
+                "on_slide",
+                state,
+                completed.reshape(-1),
+                None if value is None else value.reshape(-1),
+                gone,
             ),
             counters=self._counted(counts),
-            extra_states=extras._tell(lambda part, state: part.on_remove(state, gone)),
+            extra_states=extras._tell("on_remove", gone),
         )
 
     def sample(
@@ -377,9 +381,7 @@ class TrajectoryBuffer(Body):
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
         gone = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
         left = self._without(gone, self.rings.clear(mask))
-        return left.replace(
-            extra_states=left._tell(lambda part, state: part.on_clear_envs(state, mask))
-        )
+        return left.replace(extra_states=left._tell("on_clear_envs", mask))
 
     @property
     def end_position(self) -> UInt[Array, " E"]:
@@ -750,9 +752,10 @@ class TrajectoryBuffer(Body):
         refused: list[Int[Array, "E T"]] = []
         slots = self.rings.capacity
         for part, state in self._parts():
-            for reason, mask in part.refuse_windows(state, completed, rows).items():
+            for reason, mask in common.ask(part, "refuse_windows", state, completed, rows).items():
                 hit = mask & (completed < slots)
-                counts[reason] = jnp.sum(hit, dtype=jnp.uint32)
+                none: Array = jnp.uint32(0)
+                counts[reason] = counts.get(reason, none) + jnp.sum(hit, dtype=jnp.uint32)
                 refused.append(jnp.where(hit, completed, slots))
                 completed = jnp.where(hit, slots, completed)
         return completed, refused
@@ -767,7 +770,7 @@ class TrajectoryBuffer(Body):
         mask: Numbers | None,
     ) -> Self:
         """Adds rows to some environments, by an ``add`` with masked rows for the others."""
-        ids = self._check_env_ids(env_ids)
+        ids = self.check_env_ids(env_ids)
         count = ids.shape[0]
         steps, batch = common.check_steps(self.data, steps, count)
         if count == 0:
@@ -810,8 +813,8 @@ class TrajectoryBuffer(Body):
         state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
             occupancy=self._seen(rings, nothing, slots),
-            sampler_state=self.sampler.remove(state, slots),
-            extra_states=self._tell(lambda part, state: part.on_remove(state, slots)),
+            sampler_state=common.hear(self.sampler, "remove", state, slots),
+            extra_states=self._tell("on_remove", slots),
         )
 
     def _seen(self, rings: Rings, come: Int[Array, " B"], gone: Int[Array, " R"]) -> Rings | Subset:
@@ -849,11 +852,18 @@ class TrajectoryBuffer(Body):
             )
         rings, come, gone = self.rings.resize(size)
         state = jax.lax.stop_gradient(self.sampler_state)
-        state = self.sampler.on_slide(state, come.reshape(-1), None, gone.reshape(-1))
+        state = common.hear(
+            self.sampler, "on_slide", state, come.reshape(-1), None, gone.reshape(-1)
+        )
         return self.replace(occupancy=rings, sampler_state=state)
 
-    def _check_env_ids(self, env_ids: object) -> Int[Array, " K"]:
-        """Returns ``env_ids`` as an array."""
+    def check_env_ids(self, env_ids: object) -> Int[Array, " K"]:
+        """Returns the ``env_ids`` of ``add`` as an array; what is known of them is checked.
+
+        Raises:
+            ValueError: If they are not integers ``[K]``, or a number is out of range or occurs
+                twice.
+        """
         given = numbers.ids(env_ids, "env_ids")
         if given.ndim != 1:
             raise ValueError(f"env_ids has shape {given.shape}; expected (K,)")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
@@ -134,6 +135,11 @@ class Manager(struct.PyTreeNode):
         batch, present = check_batch(
             self.buffer.data, items, score, mask, needs_score=uses_score(self.buffer)
         )
+        workers = self.counters.shape[0]
+        if not isinstance(sender, jax.core.Tracer) and not 0 <= int(sender) < workers:
+            raise ValueError(
+                f"sender is {sender}; expected the number of a worker, from 0 to {workers - 1}"
+            )
         sender = jnp.asarray(trees.owned(sender), jnp.int32)
         state = self.score_state
         if isinstance(self.scores, StatefulScore):
