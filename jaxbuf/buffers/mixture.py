@@ -208,7 +208,7 @@ class Mixture(Composite, struct.PyTreeNode):
                 key, or a part does not take one of the options.
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         for part in self.parts:
             check_options(part, "sample", options)
         keys = jax.random.split(key, len(self.parts))
@@ -254,7 +254,7 @@ class Mixture(Composite, struct.PyTreeNode):
             [0, 1, 2, 3, 4, 5, 10, 11]
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         for i, part in enumerate(self.parts):
             check_options(part, "next_batch", {}, f"parts[{i}]")
         keys, parts = jax.random.split(key, len(self.parts)), list(self.parts)
@@ -280,9 +280,10 @@ class Mixture(Composite, struct.PyTreeNode):
 
     def part_of(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the part of each row, ``[B]``; the number of parts if the row is invalid."""
-        common.check_slots(slots)
+        slots = common.check_slots(slots)
         ends = [self._offset(i + 1) for i in range(len(self.parts))]
         at_or_after = slots.index[:, None] >= jnp.asarray(ends, jnp.int32)[None]
+        at_or_after |= slots.index[:, None] < 0
         return jnp.sum(at_or_after, axis=1, dtype=jnp.int32)
 
     def part_slots(self, slots: Slots, part: int) -> Slots:
@@ -310,7 +311,7 @@ class Mixture(Composite, struct.PyTreeNode):
             >>> (mixture.part_slots(batch.slots, 1).index < 4).tolist()
             [False, False, True, True]
         """
-        common.check_slots(slots)
+        slots = common.check_slots(slots)
         i = self._check_part(part)
         index, capacity = slots.index - self._offset(i), self.parts[i].capacity
         own = (index >= 0) & (index < capacity)

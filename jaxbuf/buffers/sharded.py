@@ -206,7 +206,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
                 key.
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         _check_multiple(f"batch_size is {rows}", rows, self.num_shards)
         return call(global_draw.sample, self, key, rows, static=(2,))
 
@@ -287,7 +287,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             ValueError: If they are not slots, cannot be split evenly among the shards, or ``mask``
                 has another shape.
         """
-        common.check_slots(slots)
+        slots = common.check_slots(slots)
         shape = slots.index.shape
         self._check_rows("slots", shape[0])
         if mask is not None:

@@ -197,7 +197,13 @@ def metrics(buffer: "Sharded") -> dict[str, Array]:
         found = all_gather(jax.vmap(lambda shard: shard.metrics())(shards), buffer.axis)
         found.pop("effective_sample_size", None)
         count = found.get("windows", found["size"])
-        return {name: _joined(name, value, count) for name, value in found.items()}
+        counts = shards.counter_names
+        return {
+            name: jnp.sum(value, dtype=value.dtype)
+            if name in counts
+            else _joined(name, value, count)
+            for name, value in found.items()
+        }
 
     return run(buffer, body, out=jax.P())
 

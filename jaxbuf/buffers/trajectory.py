@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.body import Body, counter_names, refuse
+from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
 from jaxbuf.buffers.lookups import broadcast_steps, look_up
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
@@ -158,7 +158,7 @@ class TrajectoryBuffer(Body):
         occupancy = Subset.create(rings, rings.capacity) if picks else rings
         if sampler.uses_age:
             common.needs_order(occupancy, f"{sampler}")
-        return cls(
+        buffer = cls(
             data=data,
             occupancy=occupancy,
             sampler_state=sampler.init(rings.capacity),
@@ -167,6 +167,7 @@ class TrajectoryBuffer(Body):
             sampler=sampler,
             extras=extras,
         )
+        return check_names(buffer)
 
     @property
     def episodes(self) -> Episodes | None:
@@ -304,9 +305,7 @@ class TrajectoryBuffer(Body):
         rows = StepRows(**vars(given), rings=self.rings, target=target)
         begins = (target < self.capacity) & (remainder(target, self.period) == 0)
         index = jnp.where(begins, quotient(target, self.period), rings.capacity)
-        extras = self.replace(
-            extra_states=self._tell(lambda part, state: part.on_steps(state, index, rows))
-        )
+        extras = self.replace(extra_states=self._tell("on_steps", index, rows))
         data = _unfold(storage.write(_fold(self.data), _fold(steps), target.reshape(-1)), self)
         counts = {"adds": rows.count}
         if value is not None:
@@ -340,8 +339,8 @@ class TrajectoryBuffer(Body):
         value = None if value is None else value.reshape(-1)
         return self.replace(
             occupancy=self._seen(rings, added, gone),
-            sampler_state=self.sampler.on_slide(state, added, value, gone),
-            extra_states=self._tell(lambda part, state: part.on_remove(state, gone)),
+            sampler_state=common.hear(self.sampler, "on_slide", state, added, value, gone),
+            extra_states=self._tell("on_remove", gone),
         )
 
     def sample(
@@ -376,7 +375,7 @@ class TrajectoryBuffer(Body):
             [[0, 1, 2, 3], [0, 1, 2, 3]]
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         self = common.check_single(self)
         return self._windows_of(sequence_length)._sample(key, rows)
 
@@ -401,9 +400,7 @@ class TrajectoryBuffer(Body):
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
         gone = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
         left = self._without(gone, self.rings.clear(mask))
-        return left.replace(
-            extra_states=left._tell(lambda part, state: part.on_clear_envs(state, mask))
-        )
+        return left.replace(extra_states=left._tell("on_clear_envs", mask))
 
     @property
     def end_position(self) -> UInt[Array, " E"]:
@@ -424,11 +421,17 @@ class TrajectoryBuffer(Body):
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """Returns the environment of each sampled window, and the position of its first step.
 
-        Both have shape ``[B]``. The environment of an invalid row is ``num_envs``.
+        Both have shape ``[B]``. The environment of an invalid row, and of a stale one, whose first
+        step is no longer held, is ``num_envs``.
         """
-        common.check_slots(slots)
-        env, position = self.rings.starts_at(slots.index, slots.generation)
-        return jnp.where(slots.index < self.capacity, env, self.num_envs), position
+        self, slots = common.check_single(self), common.check_slots(slots)
+        return call(TrajectoryBuffer._located, self.rings, slots)
+
+    @staticmethod
+    def _located(rings: Rings, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+        env, position = rings.starts_at(slots.index, slots.generation)
+        held = rings.locate(env, position) < rings.num_envs * rings.length
+        return jnp.where(held, env, rings.num_envs), position
 
     def get_field(
         self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
@@ -699,7 +702,7 @@ class TrajectoryBuffer(Body):
                 'boundary is "cross", whose windows are used as they are; create the buffer with '
                 'episodes=jaxbuf.Episodes(boundary="mask")'
             )
-        common.check_slots(slots)
+        slots = common.check_slots(slots)
         return call(TrajectoryBuffer._together, self._windows_of(sequence_length), slots)
 
     def end_episodes(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
@@ -888,9 +891,10 @@ class TrajectoryBuffer(Body):
         refused: list[Int[Array, "E T"]] = []
         slots = self.rings.capacity
         for part, state in self._parts():
-            for reason, mask in part.refuse_windows(state, completed, rows).items():
+            for reason, mask in common.ask(part, "refuse_windows", state, completed, rows).items():
                 hit = mask & (completed < slots)
-                counts[reason] = jnp.sum(hit, dtype=jnp.uint32)
+                none: Array = jnp.uint32(0)
+                counts[reason] = counts.get(reason, none) + jnp.sum(hit, dtype=jnp.uint32)
                 refused.append(jnp.where(hit, completed, slots))
                 completed = jnp.where(hit, slots, completed)
         return completed, refused
@@ -905,7 +909,7 @@ class TrajectoryBuffer(Body):
         mask: Numbers | None,
     ) -> Self:
         """Adds rows to some environments, by an ``add`` with masked rows for the others."""
-        ids = self._check_env_ids(env_ids)
+        ids = self.check_env_ids(env_ids)
         count = ids.shape[0]
         steps, batch = common.check_steps(self.data, steps, count)
         if count == 0:
@@ -948,8 +952,8 @@ class TrajectoryBuffer(Body):
         state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
             occupancy=self._seen(rings, nothing, slots),
-            sampler_state=self.sampler.remove(state, slots),
-            extra_states=self._tell(lambda part, state: part.on_remove(state, slots)),
+            sampler_state=common.hear(self.sampler, "remove", state, slots),
+            extra_states=self._tell("on_remove", slots),
         )
 
     def _seen(self, rings: Rings, come: Int[Array, " B"], gone: Int[Array, " R"]) -> Rings | Subset:
@@ -989,11 +993,18 @@ class TrajectoryBuffer(Body):
             )
         rings, come, gone = self.rings.resize(size)
         state = jax.lax.stop_gradient(self.sampler_state)
-        state = self.sampler.on_slide(state, come.reshape(-1), None, gone.reshape(-1))
+        state = common.hear(
+            self.sampler, "on_slide", state, come.reshape(-1), None, gone.reshape(-1)
+        )
         return self.replace(occupancy=rings, sampler_state=state)
 
-    def _check_env_ids(self, env_ids: object) -> Int[Array, " K"]:
-        """Returns ``env_ids`` as an array."""
+    def check_env_ids(self, env_ids: object) -> Int[Array, " K"]:
+        """Returns the ``env_ids`` of ``add`` as an array; what is known of them is checked.
+
+        Raises:
+            ValueError: If they are not integers ``[K]``, or a number is out of range or occurs
+                twice.
+        """
         given = numbers.ids(env_ids, "env_ids")
         if given.ndim != 1:
             raise ValueError(f"env_ids has shape {given.shape}; expected (K,)")

@@ -99,7 +99,7 @@ def check(
                 f"{label} has dtype {got.dtype}; expected {dtype} "
                 f"(cast it yourself: nothing is cast silently)"
             )
-        out.append(jnp.asarray(numbers.convert(leaf, label, dtype), dtype))
+        out.append(numbers.own(leaf, label, dtype))
     sizes = tuple(axis if isinstance(axis, int) else lengths[axis] for axis in axes)
     return jax.tree.unflatten(treedef, out), sizes
 
@@ -135,8 +135,7 @@ def check_rows(
         raise ValueError(f"{name} has shape {got.shape}; expected {shape}, which is {axes}")
     if not _is_castable(got, dtype):
         raise ValueError(f"{name} has dtype {got.dtype}; expected {np.dtype(dtype).name}")
-    array = jnp.asarray(numbers.convert(value, name, np.dtype(dtype), infinite=infinite), dtype)
-    return lax.stop_gradient(array)
+    return lax.stop_gradient(numbers.own(value, name, np.dtype(dtype), infinite=infinite))
 
 
 def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic]) -> bool:

@@ -30,8 +30,21 @@ all strings or all integers (Comparator raised exception while sorting pytree di
         ) from error
 
 
+def owned(tree: Tree) -> Tree:
+    """Returns the tree with copies of its NumPy arrays, which their owner may write again.
+
+    JAX may read a NumPy array after the call that it was passed to has returned, and on a CPU a jax
+    array may be the memory of a NumPy array. So each array that a caller passes is copied once,
+    before anything of JAX sees it: here, or where its dtype is converted.
+    """
+    # Few classes are looked at instead of many leaves, because each call from Python comes here.
+    if not any(issubclass(kind, np.ndarray) for kind in set(map(type, jax.tree.leaves(tree)))):
+        return tree
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
 def on_device(tree: Tree) -> Tree:
     """Returns the tree with its NumPy arrays, as ``jax.device_get`` returns them, as jax arrays."""
     if not any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(tree)):
         return tree
-    return jax.tree.map(jnp.asarray, tree)
+    return jax.tree.map(jnp.asarray, owned(tree))

@@ -50,7 +50,7 @@ def rollout(
     """
     if not callable(step):
         raise ValueError(f"step is {name_of(step)}; expected a function")
-    check_key(key)
+    key = check_key(key)
     num_steps = check_count("num_steps", num_steps)
     carry, steps = jax.lax.scan(step, carry, jax.random.split(key, num_steps))
     stored: Any = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), steps)

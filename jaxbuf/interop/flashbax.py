@@ -57,7 +57,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import ops
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
-from jaxbuf.core import describe
+from jaxbuf.core import describe, numbers, trees
 from jaxbuf.core.checks import check_flag, check_fraction
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
@@ -559,7 +559,7 @@ def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..
     check_flag("add_sequences", sequences)
 
     def shaped(leaf: Any) -> Array:
-        array = jnp.asarray(leaf)
+        array = jnp.asarray(trees.owned(leaf))
         if not batches:
             array = array[None]
         if not sequences:
@@ -578,7 +578,7 @@ def _set_priorities(
     if isinstance(indices, Slots):
         slots = indices
     else:
-        index = jnp.asarray(indices).astype(jnp.int32)
+        index = numbers.integers(indices, "indices")
         slots = Slots(index=index, generation=state.buffer.occupancy.generation(index))
     return state.replace(buffer=ops.update_priority(state.buffer, slots, priorities, donate=False))
 
