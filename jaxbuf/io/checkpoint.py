@@ -203,17 +203,19 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     target: Any = resizing.as_saved(like, configuration) if resize else like
     _compare(version, configuration, saved, target)
 
-    loaded: list[Any] = []
+    names = [*structure.leaves(target, "like")]
+    places = dict(zip(names, jax.tree.leaves(target), strict=True))
+    loaded: dict[str, Any] = {}
     readers = _read(version, manifest)
-    for (name, leaf), place in zip(saved.items(), jax.tree.leaves(target), strict=True):
+    for name, leaf in saved.items():
         try:
-            loaded.append(_restore(next(readers), leaf, leaves[name], place))
+            loaded[name] = _restore(next(readers), leaf, leaves[name], places[name])
         except MemoryError:
             raise
         except Exception as error:
             # Each layer of the storage raises errors of its own.
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
-    tree = jax.tree.unflatten(jax.tree.structure(target), loaded)
+    tree = jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in names])
     return jax.tree.map(_place, resizing.fit(tree, like), like) if resize else tree
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.buffers import common
-from jaxbuf.core import checks, numbers
+from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.donation import check_there
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
@@ -167,6 +167,7 @@ class Worker:
         if self._state.filter is not None and score is None:
             raise ValueError("the filter needs the score of items; pass score=[B]")
         items = numbers.narrow(items, "items", self._state.items)
+        items = trees.match(self._state.items, items)
         score = numbers.convert(score, "score", np.dtype("float32"))
         rows = self._check_room(items)
         sends = self._adds + 1 >= self._every
