@@ -388,6 +388,8 @@ def test_a_state_of_another_buffer_is_refused():
 def test_names_of_states_that_programs_use():
     assert facade.BufferState is facade.PrioritisedTrajectoryBufferState
     assert facade.TrajectoryBufferState[dict] is not None
+    assert facade.trajectory_buffer.BufferState is facade.BufferState
+    assert facade.buffers.prioritised_item_buffer.ExperiencePair is facade.ExperiencePair
     buffer = facade.make_prioritised_item_buffer(8, 1, 2, priority_exponent=1.0)
     state = buffer.add(buffer.init(jnp.float32(0)), jnp.float32(1))
     assert float(state.sum_tree_state.max_recorded_priority) == 1.0

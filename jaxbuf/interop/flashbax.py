@@ -46,6 +46,7 @@ over bit by bit.
 """
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -754,3 +755,9 @@ def _items(
     _check_lengths(max_length, min_length, batch_size)
     add = _adder(batches, sequences, flatten=True)
     return _windows(1, batch_size, 1, 1, min_length, None, max_length, sampler, add, _step)
+
+
+# flashbax has a module for each kind of buffer, as in ``fbx.trajectory_buffer.BufferState``.
+buffers = flat_buffer = item_buffer = trajectory_buffer = trajectory_queue = mixer = (
+    prioritised_flat_buffer
+) = prioritised_item_buffer = prioritised_trajectory_buffer = sys.modules[__name__]
