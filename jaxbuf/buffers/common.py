@@ -432,6 +432,7 @@ def check_steps(
     Raises:
         ValueError: If a structure, shape or dtype differs.
     """
+    steps = trees.match(data, steps)
     stored, given = jax.tree.leaves(data)[0], jax.tree.leaves(steps)
     one = bool(given) and np.ndim(given[0]) == stored.ndim - 1
     axes = (num_envs,) if one else (num_envs, "T")

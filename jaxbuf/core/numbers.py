@@ -188,7 +188,7 @@ def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
     leaves = trees.leaves(tree, name)
     if not any(_may_change(leaf) for leaf in leaves):
         return tree
-    kept = jax.tree.leaves(like)
+    kept = jax.tree.leaves(trees.match(tree, like))
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     known = len(kept) == len(leaves)
     out: list[Any] = []

@@ -64,13 +64,15 @@ def check(
         skip: Number of leading axes of the storage's leaves.
 
     Returns:
-        The items as arrays of the storage's dtypes, and the lengths of the leading axes. Only
-        Python scalars and weakly typed arrays are cast.
+        The items as arrays of the storage's dtypes, in its structure, and the lengths of the
+        leading axes. Only Python scalars and weakly typed arrays are cast. Leaves are paired by
+        key, whatever the kinds and orders of the mappings.
 
     Raises:
         ValueError: If the structure, a shape or a dtype differs; the message names the leaf.
     """
     trees.leaves(items, name)
+    items = trees.match(storage, items)
     _check_structure(storage, items, name)
     paths, treedef = jax.tree_util.tree_flatten_with_path(storage)
     lengths: dict[str, int] = {}

@@ -1,5 +1,6 @@
 """Pytrees as users pass them."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -48,3 +49,50 @@ def on_device(tree: Tree) -> Tree:
     if not any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(tree)):
         return tree
     return jax.tree.map(jnp.asarray, owned(tree))
+
+
+def plain(tree: object) -> Any:
+    """Returns the tree with dicts, which JAX sorts by key, in place of all other mappings.
+
+    Example:
+        >>> import collections
+        >>> plain((collections.OrderedDict(b=1, a=2), 3))
+        ({'b': 1, 'a': 2}, 3)
+    """
+
+    def is_mapping(node: object) -> bool:
+        return isinstance(node, Mapping)
+
+    def convert(node: Any) -> Any:
+        return {key: plain(x) for key, x in node.items()} if is_mapping(node) else node
+
+    return jax.tree.map(convert, tree, is_leaf=is_mapping)
+
+
+def match(like: object, tree: Tree) -> Tree:
+    """Returns a tree in the structure of another one, where only their mappings differ.
+
+    JAX flattens an ``OrderedDict`` in its own order, but a dict sorted by key, so leaves of the two
+    must not be paired by position.
+
+    Args:
+        like: The tree that has the structure.
+        tree: The tree with the leaves.
+
+    Returns:
+        The leaves of ``tree`` in the structure of ``like``, paired by key. If the two differ in
+        anything but the kinds and orders of mappings, ``tree`` as it is.
+
+    Example:
+        >>> import collections
+        >>> match({"a": 0, "b": 0}, collections.OrderedDict(b=1, a=2))
+        {'a': 2, 'b': 1}
+    """
+    want = jax.tree.structure(like)
+    if jax.tree.structure(tree) == want:
+        return tree
+    names, found = plain(jax.tree.unflatten(want, range(want.num_leaves))), plain(tree)
+    if jax.tree.structure(names) != jax.tree.structure(found):
+        return tree
+    by_name = dict(zip(jax.tree.leaves(names), jax.tree.leaves(found), strict=True))
+    return jax.tree.unflatten(want, [by_name[i] for i in range(want.num_leaves)])

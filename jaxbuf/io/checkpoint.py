@@ -205,19 +205,21 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     wanted = {name: leaf for name, leaf in saved.items() if name not in gone}
     _compare(version, configuration, wanted, target)
 
-    loaded: list[Any] = []
-    readers, places = _read(version, manifest), iter(jax.tree.leaves(target))
+    names = [*structure.leaves(target, "like")]
+    places = dict(zip(names, jax.tree.leaves(target), strict=True))
+    loaded: dict[str, Any] = {}
+    readers = _read(version, manifest)
     for name, leaf in saved.items():
         try:
             read = next(readers)
             if name not in gone:
-                loaded.append(_restore(read, leaf, leaves[name], next(places)))
+                loaded[name] = _restore(read, leaf, leaves[name], places[name])
         except MemoryError:
             raise
         except Exception as error:
             # Each layer of the storage raises errors of its own.
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
-    tree = jax.tree.unflatten(jax.tree.structure(target), loaded)
+    tree = jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in names])
     return jax.tree.map(_place, resizing.fit(tree, like), like) if resize else tree
 
 

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from jaxbuf.buffers import ops
 from jaxbuf.buffers.kinds import item_of, num_blocks, num_rings
 from jaxbuf.buffers.options import check_options
-from jaxbuf.core import numbers, storage
+from jaxbuf.core import numbers, storage, trees
 from jaxbuf.core.checks import name_of
 from jaxbuf.core.sizes import check_count
 from jaxbuf.io.order import items_in_order, rings_in_order
@@ -134,7 +134,7 @@ def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
         "terminated": episode.terminations,
         "truncated": truncated,
     }
-    given = {name: every[name] for name in like}
+    given = trees.match(like, {name: every[name] for name in like})
     want, have = jax.tree.structure(like), jax.tree.structure(given)
     if want == have:
         given = jax.tree_util.tree_map_with_path(
@@ -221,7 +221,7 @@ def _cut(steps: Any) -> Iterator[dict[str, Any]]:
         stop, last = end, _at(steps["obs"], slice(end - 1, end))
         cut = truncated[begin:end].copy()
         if "next_obs" in steps:
-            last = _at(steps["next_obs"], slice(end - 1, end))
+            last = trees.match(last, _at(steps["next_obs"], slice(end - 1, end)))
         elif not terminated[end - 1]:
             stop, cut = end - 1, cut[:-1]
         if stop > begin:

@@ -25,7 +25,7 @@ from jaxbuf.buffers import ops
 from jaxbuf.buffers.kinds import inside, num_blocks, num_rings
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
-from jaxbuf.core import checks, numbers, storage
+from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
 from jaxbuf.io import records, structure, zarr
 from jaxbuf.io.order import items_in_order, rings_in_order
@@ -182,6 +182,7 @@ class Store:
                 fit its dtype, ``start`` leaves a gap, the store is open for reading only, or the
                 chunk to append to is damaged.
         """
+        items = trees.match(self._like, items)
         self._check_items(items)
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(items)]
         if mask is not None:
@@ -598,7 +599,7 @@ class Store:
             for left in self._folder.glob("leaves/*/*.__lock"):
                 left.unlink()
         try:
-            self._open_arrays(record["chunk"], cache)
+            self._open_arrays(record["leaves"], record["chunk"], cache)
         except ValueError as error:
             raise self._damage(str(error)) from error
         return record["chunk"]
@@ -609,7 +610,7 @@ class Store:
             chunk = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
         chunk = check_count("chunk", chunk)
         shutil.rmtree(self._folder / "leaves", ignore_errors=True)
-        self._open_arrays(chunk, cache, create=True)
+        self._open_arrays(leaves, chunk, cache, create=True)
         self._commit(0, Ranges.of([]), Ranges.of([]))
         # Written last, since this file makes the folder a store.
         records.write(
@@ -618,13 +619,17 @@ class Store:
         records.sync(self._folder.parent)
         return chunk
 
-    def _open_arrays(self, chunk: int, cache: Any, *, create: bool = False) -> None:
-        for i, leaf in enumerate(jax.tree.leaves(self._like)):
-            folder = self._folder / "leaves" / str(i)
+    def _open_arrays(
+        self, stored: dict[str, Any], chunk: int, cache: Any, *, create: bool = False
+    ) -> None:
+        # Folders are numbered as the leaves were when the store was created.
+        number = {name: i for i, name in enumerate(stored)}
+        for name, leaf in zip(self._names, jax.tree.leaves(self._like), strict=True):
+            folder = self._folder / "leaves" / str(number[name])
             try:
                 array = zarr.open_rows(folder, leaf, chunk, cache, create=create)
             except ValueError as error:
-                where = f"example{self._names[i]} in {folder}/zarr.json"
+                where = f"example{name} in {folder}/zarr.json"
                 raise ValueError(f"{where}: {zarr.reason(error)}") from error
             self._arrays.append(array)
 

@@ -167,6 +167,7 @@ class Worker:
         if self._state.filter is not None and score is None:
             raise ValueError("the filter needs the score of items; pass score=[B]")
         items = numbers.narrow(items, "items", self._state.items)
+        items = trees.match(self._state.items, items)
         score = numbers.convert(score, "score", np.dtype("float32"))
         # Messages leave, and programs run, after this call has returned.
         items, score, mask = trees.owned((items, score, mask))

@@ -300,7 +300,8 @@ def _diversity(name: str, buffer: Any) -> Iterator[str]:
             strict=True,
         )
         # A function of an item may round differently when it is compiled again.
-        return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
+        wide = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
+        return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in wide)
 
     some = np.flatnonzero(buffer.live)
     if not differs(np.isin(np.arange(buffer.capacity), some)):

@@ -172,6 +172,7 @@ def hindsight(
         )
     for path, old in zip(goals, asked, strict=True):
         batch = fields.replace(batch, path, _relabel(old, found, rewards.shape, relabeled, path))
+    found = trees.match(now, found)
     _check_goals(now, found, rewards.shape, f"achieved {achieved!r}")
     earned = _earned(reward_fn(now, fields.find(batch, goals[0])), rewards)
     earned = jnp.where(_over(relabeled, rewards), earned, rewards)
@@ -195,6 +196,7 @@ def _relabel(
     path: str,
 ) -> PyTree[Array]:
     """Returns the goals at ``path``, replaced by the found ones in relabeled rows."""
+    found = trees.match(old, found)
     _check_goals(old, found, shape, f"goal {path!r}")
 
     def choose(before: Array, after: Array) -> Array:
