@@ -15,7 +15,7 @@ from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.per_device import here_of
 from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
-from jaxbuf.core import checks, describe, sizes, storage
+from jaxbuf.core import checks, describe, sizes, storage, trees
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import Support
@@ -183,6 +183,9 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         check_options(self.shards, "add", given)
         if "env_ids" in given:
             raise ValueError("env_ids was given, but rows go to shards by their place; use mask")
+        trees.leaves(items, "items")
+        if not jax.tree.leaves(items):
+            raise ValueError("items has no arrays; expected the leaves of an item, each (B, ...)")
         for path, leaf in jax.tree_util.tree_leaves_with_path({"items": items} | given):
             name = path[0].key + jax.tree_util.keystr(path[1:])
             if not np.ndim(leaf):
