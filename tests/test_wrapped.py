@@ -145,7 +145,7 @@ def test_wrappers_that_cannot_be_parts_say_so():
         jaxbuf.Mixture.create([items(), hosted], [1, 1])
     with pytest.raises(ValueError, match=r"buffers\[0\] is a Sharded.*join the batches"):
         jaxbuf.Mixture.create([sharded(items), items()], [1, 1])
-    with pytest.raises(ValueError, match="make returns a Sharded.*on one CPU device"):
+    with pytest.raises(ValueError, match=r"make returns a Sharded.*on one CPU device"):
         jaxbuf.Hosted.create(lambda: sharded(items))
 
 
