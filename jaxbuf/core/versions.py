@@ -1,4 +1,4 @@
-"""How the versions of JAX that are supported differ; nothing else asks for a version."""
+"""The differences between the versions of JAX that are supported, in one place."""
 
 import functools
 import re
