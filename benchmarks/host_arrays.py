@@ -1,4 +1,4 @@
-"""What an add of NumPy arrays costs, whose contents are copied before the call returns.
+"""The cost of adding NumPy arrays, whose contents are copied before the call returns.
 
 python -m benchmarks.host_arrays
 """

@@ -1,4 +1,4 @@
-"""What a caller names is checked: slots of a draw or a sample, and environments by number."""
+"""Checks of names that a caller gives: slots of a draw or sample, environments by number."""
 
 import dataclasses
 
@@ -63,7 +63,8 @@ def test_only_complete_windows_are_gathered():
     buffer = jaxbuf.TrajectoryBuffer.create(STEP, 1, 6, sequence_length=2, episodes=avoid)
     ends = jnp.array([[False, True, False]])
     buffer = buffer.add({"t": jnp.arange(3)[None], "terminated": ends})
-    assert buffer.gather(draw(0, 1)).valid.tolist() == [True, False]
+    # A step that terminates starts a short window; the one after it has no window yet.
+    assert buffer.gather(draw(0, 1, 2)).valid.tolist() == [True, True, False]
 
 
 def test_samplers_of_users_give_no_rows_that_are_not_there():

@@ -1,4 +1,4 @@
-"""What a buffer inside of wrappers holds, for code that adds to any buffer or reads all of it."""
+"""The contents of a buffer inside of wrappers, for code that adds to or reads any buffer."""
 
 from typing import Any
 

@@ -208,7 +208,7 @@ class Episodes(Part):
 
     @property
     def pads(self) -> bool:
-        """Whether windows may be shorter than ``sequence_length``."""
+        """Returns whether windows may be shorter than ``sequence_length``."""
         return self.boundary == "avoid" and self.short_windows != "never"
 
     def flags(self, steps: PyTree[Array]) -> tuple[Bool[Array, "E T"], Bool[Array, "E T"]]:
