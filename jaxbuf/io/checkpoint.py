@@ -224,7 +224,7 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
 
 
 def _was_empty(name: str, leaf: Leaf, configuration: dict[str, Any]) -> bool:
-    """Returns whether a leaf without elements was saved by version 0.2.0, which no state has now."""
+    """Returns whether version 0.2.0 saved a leaf without elements, which no state has now."""
     index, field, _ = name.rpartition(".returns")
     return bool(field) and 0 in leaf.shape and configuration.get(index) == "EpisodeIndex"
 
