@@ -26,6 +26,8 @@ class Episodes(reference_trajectory.TrajectoryBuffer):
     Args:
         args: as for a ``TrajectoryBuffer``.
         avoid: whether windows stay within an episode.
+        short: the ends up to which windows may be shorter.
+        every: distance of the starts of windows, counted from the first step of an episode.
         alf: whether rewards arrive with the next row and returns are ALF's.
         discount: factor per step.
         default: return of what has none.
@@ -33,16 +35,60 @@ class Episodes(reference_trajectory.TrajectoryBuffer):
         options: as for a ``TrajectoryBuffer``.
     """
 
-    def __init__(self, *args, avoid, alf, discount, default, clip=None, **options):
-        self.avoid, self.alf = avoid, alf
+    def __init__(
+        self,
+        *args,
+        avoid,
+        alf,
+        discount,
+        default,
+        clip=None,
+        short="terminated",
+        every=1,
+        **options,
+    ):
+        self.avoid, self.alf, self.short, self.every = avoid, alf, short, every
         self.discount, self.default, self.clip = discount, default, clip
         super().__init__(*args, **options)
         self.history: list[list[Row]] = [[] for _ in self.rings]
 
     @property
     def windows(self):
-        found = super().windows
-        return [w for w in found if not self.avoid or all(self.mask(w))]
+        found = [
+            window
+            for ring in self.rings
+            for i in range(len(ring))
+            if ring[i].place % self.period == 0 and (window := self.window(ring, i))
+        ]
+        return sorted(found, key=lambda window: self.slot(window[0]))
+
+    def window(self, ring, i):
+        """Returns the steps of the window that starts at ``ring[i]``; None if it is not drawn."""
+        if self.behind(ring[i]) % self.every:
+            return None
+        window = ring[i : i + self.sequence_length]
+        if not self.avoid:
+            return window if len(window) == self.sequence_length else None
+        last = next((k for k, step in enumerate(window) if step.data.last), None)
+        if last is None or last == self.sequence_length - 1:
+            return window if len(window) == self.sequence_length else None
+        terminated = window[last].data.terminated
+        if self.short == "ended" or (self.short == "terminated" and terminated):
+            return window[: last + 1]
+        return None
+
+    def behind(self, step):
+        """Number of steps of the episode before this one."""
+        t = next(t for t, row in enumerate(self.history[step.env]) if row is step.data)
+        return t - self.begin(step.env, t)
+
+    def complete(self, ring, value):
+        """Set the priorities of all windows that the newest step completes."""
+        self.history[ring[-1].env].append(ring[-1].data)
+        for i in range(max(len(ring) - self.sequence_length, 0), len(ring)):
+            window = self.window(ring, i)
+            if window and window[-1] is ring[-1]:
+                ring[i].priority = value
 
     @staticmethod
     def mask(window):
@@ -53,11 +99,32 @@ class Episodes(reference_trajectory.TrajectoryBuffer):
             over |= step.data.last
         return together
 
-    def add(self, rows, priority=None, mask=None):
-        super().add(rows, priority, mask)
-        for env, row in enumerate(rows):
-            kept = [data for t, data in enumerate(row) if mask is None or mask[env][t]]
-            self.history[env] += kept
+    def end_episodes(self, envs):
+        """End the open episodes of these environments by truncation."""
+        for env in envs:
+            history, ring = self.history[env], self.rings[env]
+            if history and not history[-1].last:
+                default = max([self.initial_priority, *(w[0].priority for w in self.windows)])
+                before = {id(w[0]) for w in self.windows}
+                history[-1] = dataclasses.replace(history[-1], last=True)
+                if ring:
+                    ring[-1].data = history[-1]
+                    for window in self.windows:
+                        if id(window[0]) not in before:
+                            window[0].priority = default
+
+    def drop_newest_episode(self, envs):
+        """Forget the newest episode of these environments."""
+        for env in envs:
+            history, ring = self.history[env], self.rings[env]
+            if not history:
+                continue
+            count = len(history) - self.begin(env, len(history) - 1)
+            del history[len(history) - count :]
+            count = min(count, len(ring))
+            del ring[len(ring) - count :]
+            for _ in range(self.length - count):
+                next(self.places[env])
 
     def is_held(self, env, t):
         count = len(self.history[env])

@@ -96,8 +96,12 @@ class TrajectoryBuffer:
                 ring.append(Step(env, next(self.places[env]), data))
                 del ring[: -self.length]
                 self.adds += 1
-                if len(ring) >= self.sequence_length:
-                    ring[-self.sequence_length].priority = value
+                self.complete(ring, value)
+
+    def complete(self, ring: list[Step], value: float) -> None:
+        """Set the priority of the window that the newest step completes."""
+        if len(ring) >= self.sequence_length:
+            ring[-self.sequence_length].priority = value
 
     def is_live(self, start: Step | None) -> bool:
         """Returns whether the window that starts with this very step is still whole."""

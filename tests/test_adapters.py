@@ -1,5 +1,6 @@
 """Steps of real environments, compared with what each environment saw of itself."""
 
+import collections
 import functools
 import types
 from typing import Any
@@ -120,6 +121,94 @@ def test_what_is_handed_out_is_not_changed_later():
         np.testing.assert_array_equal(result[0], given)
         obs = step.obs
         np.testing.assert_array_equal(obs, given)
+
+
+# Environments whose episodes end and begin in the same step.
+SAME = types.SimpleNamespace(metadata={"autoreset_mode": AutoresetMode.SAME_STEP})
+ORDERED = collections.OrderedDict
+# The last observations of two environments, of which the second one has ended.
+LAST = {
+    "dict": [None, {"a": [21, 22], "z": 11}],
+    "ordered": [None, ORDERED(z=11, a=np.array([21, 22]))],
+    "more": [None, {"a": [21, 22], "b": 5, "z": np.float32(11)}],
+    "mapping": [None, types.MappingProxyType({"z": 11, "a": (21, 22)})],
+    "batched": {"z": np.array([9, 11]), "a": np.array([[9, 9], [21, 22]])},
+    "batched of another order": ORDERED(z=[9, 11], a=[[9, 9], [21, 22]], b=[1, 2]),
+    "batched with None": {"z": np.array([None, 11]), "a": [None, [21, 22]]},
+}
+
+
+@pytest.mark.parametrize("final", LAST.values(), ids=LAST)
+@pytest.mark.parametrize("kind", [dict, ORDERED, types.MappingProxyType], ids=lambda k: k.__name__)
+def test_last_observations_are_matched_by_name(kind, final):
+    obs = kind({"z": np.zeros(2, np.float32), "a": np.zeros((2, 2), np.float32)})
+    ended = np.array([False, True])
+    result = (obs, np.zeros(2), ended, ~ended & False, {"final_obs": final})
+    step = gymnasium_transitions(SAME, obs, np.zeros(2, int), result)
+    found = step.transitions["next_obs"]
+    assert {name: leaf.tolist() for name, leaf in found.items()} == {
+        "a": [[0, 0], [21, 22]],
+        "z": [0, 11],
+    }
+    example = {
+        "obs": {"z": jnp.float32(0), "a": jnp.zeros(2)},
+        "next_obs": {"a": jnp.zeros(2), "z": jnp.float32(0)},
+    }
+    rows = {name: step.transitions[name] for name in example}
+    buffer = jaxbuf.add(jaxbuf.ItemBuffer.create(example, 4), rows)
+    assert buffer.data["next_obs"]["z"].tolist() == [0, 11, 0, 0]
+
+
+def test_last_observations_of_tuples():
+    obs = (np.zeros((2, 2), np.float32), {"z": np.zeros(2, np.float32)})
+    ended = np.array([True, False])
+    for final in ([([1, 2], {"z": 3}), None], (np.array([[1, 2], [0, 0]]), {"z": [3, 0]})):
+        result = (obs, np.zeros(2), ended, ~ended & False, {"final_obs": final})
+        found = gymnasium_transitions(SAME, obs, np.zeros(2), result).transitions["next_obs"]
+        assert (found[0].tolist(), found[1]["z"].tolist()) == ([[1, 2], [0, 0]], [3, 0])
+
+
+def test_observations_may_be_lists():
+    ended = np.array([True, False])
+    result = ([[5, 6], [7, 8]], [0, 0], ended, ~ended & False, {"final_obs": [[1, 2], None]})
+    rows = gymnasium_transitions(SAME, [[0, 0], [0, 0]], np.zeros(2), result).transitions
+    assert rows["obs"].shape == (2, 2)
+    assert rows["next_obs"].tolist() == [[1, 2], [7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("final", "message"),
+    [
+        ([None, {"z": 1}], r"infos\['final_obs'\]\[1\] has no \['a'\], which the obs"),
+        ([None, None], r"infos\['final_obs'\]\[1\] has no \['a'\]"),
+        ({"z": np.zeros(2)}, r"infos\['final_obs'\] has no \['a'\]"),
+        ([None, {"z": 1, "a": None}], r"\['a'\] of environment 1 is None"),
+        ([None, {"z": 1, "a": 3}], r"\['a'\] of environment 1 is of shape \(\); expected"),
+        ([None, [1, 2]], r"infos\['final_obs'\]\[1\] has no \['a'\]"),
+    ],
+)  # fmt: skip
+def test_last_observations_that_do_not_fit_are_named(final, message):
+    obs = {"a": np.zeros((2, 2), np.float32), "z": np.zeros(2, np.float32)}
+    ended = np.array([False, True])
+    result = (obs, np.zeros(2), ended, ~ended & False, {"final_obs": final})
+    with pytest.raises(ValueError, match=message):
+        gymnasium_transitions(SAME, obs, np.zeros(2), result)
+
+
+def test_resets_are_told_from_transitions_or_refused():
+    envs = SyncVectorEnv([functools.partial(Diary, 0, False)])
+    obs, _ = envs.reset()
+    result = (obs, np.ones(1), np.zeros(1, bool), np.zeros(1, bool), {})
+    with pytest.raises(
+        ValueError, match=r"so pass ended, .*: None after envs.reset, then step.ended"
+    ):
+        gymnasium_transitions(envs, obs, np.zeros(1), result)
+    with pytest.raises(ValueError, match=r"ended has shape \(3,\); expected \(1,\)"):
+        gymnasium_transitions(envs, obs, np.zeros(1), result, np.zeros(3, bool))
+    assert gymnasium_transitions(envs, obs, np.zeros(1), result, None).mask.all()
+    for mode in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED):
+        envs = SyncVectorEnv([functools.partial(Diary, 0, False)], autoreset_mode=mode)
+        assert gymnasium_transitions(envs, obs, np.zeros(1), result).mask.all()
 
 
 def test_a_native_vector_environment():

@@ -352,7 +352,7 @@ def test_bad_input():
         facade.make_item_buffer(8, 9, 2)
     with pytest.raises(ValueError, match="so rows have 1 steps; they need 2 for a pair"):
         facade.make_flat_buffer(8, 2, 2, add_batch_size=5)
-    with pytest.raises(ValueError, match="sample_sequence_length is 5, but a row has 4 steps"):
+    with pytest.raises(ValueError, match=r"sample_sequence_length is 5, but a row has 4 steps"):
         facade.make_trajectory_queue(4, 1, 1, 5)
     buffer = make_rings()
     with pytest.raises(ValueError, match="there are 1 buffers and 2 proportions"):
@@ -364,3 +364,34 @@ def test_bad_input():
     mixer = facade.make_mixer([buffer], 5, [1])
     with pytest.raises(ValueError, match=r"buffers\[0\] samples 4 rows, but its share is 5"):
         mixer.sample([buffer.init(jnp.float32(0))], KEY)
+
+
+def test_a_state_of_another_buffer_is_refused():
+    def make(steps, period=1, prioritised=False, **options):
+        kind = "prioritised_trajectory" if prioritised else "trajectory"
+        return getattr(facade, f"make_{kind}_buffer")(
+            1, 4, steps, period, steps, max_length_time_axis=20, **options
+        )
+
+    state = make(3).init(jnp.float32(0))
+    state = make(3).add(state, jnp.zeros((1, 12)))
+    assert make(3).sample(state, jax.random.key(0)).experience.shape == (4, 3)
+    with pytest.raises(ValueError, match=r"sample_sequence_length is 5, but .* made with 3"):
+        make(5).sample(state, jax.random.key(0))
+    with pytest.raises(ValueError, match="period is 2, but the state was made with 1"):
+        make(3, 2).sample(state, jax.random.key(0))
+    state = make(3, 1, True, priority_exponent=0.6).init(jnp.float32(0))
+    with pytest.raises(ValueError, match=r"the sampler is .*alpha=0.5.* was made with .*alpha=0.6"):
+        make(3, 1, True, priority_exponent=0.5).sample(state, jax.random.key(0))
+
+
+def test_names_of_states_that_programs_use():
+    assert facade.BufferState is facade.PrioritisedTrajectoryBufferState
+    assert facade.TrajectoryBufferState[dict] is not None
+    assert facade.trajectory_buffer.BufferState is facade.BufferState
+    assert facade.buffers.prioritised_item_buffer.ExperiencePair is facade.ExperiencePair
+    buffer = facade.make_prioritised_item_buffer(8, 1, 2, priority_exponent=1.0)
+    state = buffer.add(buffer.init(jnp.float32(0)), jnp.float32(1))
+    assert float(state.sum_tree_state.max_recorded_priority) == 1.0
+    state = buffer.set_priorities(state, jnp.array([0]), jnp.array([5.0]))
+    assert float(state.sum_tree_state.max_recorded_priority) == 5.0

@@ -447,3 +447,108 @@ def test_beside_limits_on_use():
     buffer = buffer.add(points, score=jnp.arange(3.0))
     assert int(buffer.size) == 3
     assert int(buffer.metrics()["refused_near_buffer"]) == 2
+
+
+def kept(rows, example=None, cutoff=0.0, **options):
+    """The number of rows that pass the filter, one of each of these."""
+    rows = jax.tree.map(jnp.asarray, rows)
+    example = jax.tree.map(lambda x: x[0], rows) if example is None else example
+    count = len(jax.tree.leaves(rows)[0])
+    buffer = jaxbuf.ItemBuffer.create(
+        example,
+        2 * count,
+        evictor=jaxbuf.Lowest(),
+        diversity=jaxbuf.Diversity(cutoff, **options),
+    )
+    # In two batches, so that rows meet those of their batch and those in the buffer.
+    half = count // 2
+    for part in (slice(None, half), slice(half, None)):
+        items = jax.tree.map(lambda x, part=part: x[part], rows)
+        buffer = jaxbuf.add(buffer, items, score=jnp.arange(count, dtype=jnp.float32)[part])
+    testing.assert_valid(buffer)
+    return int(buffer.size)
+
+
+NARROW = {
+    "int32": np.arange(1_700_000_000, 1_700_000_100, dtype=np.int32),
+    "hash": np.arange(2**32 - 100, 2**32, dtype=np.uint32),
+    "negative": np.arange(-(2**31), -(2**31) + 100, dtype=np.int32),
+    "int8": np.arange(-50, 50, dtype=np.int8),
+    "uint8": np.arange(100, dtype=np.uint8),
+    "float32": (2.0**100 * (1 + np.arange(100) * 2.0**-23)).astype(np.float32),
+    "subnormal": np.arange(100).astype(np.uint32).view(np.float32),
+    "bfloat16": np.arange(100, dtype=np.uint16).view(jnp.bfloat16),
+    "float16": np.arange(100, dtype=np.uint16).view(np.float16),
+    "bool": np.array([[i >> k & 1 for k in range(7)] for i in range(100)], bool),
+}
+WIDE = {
+    "int64": np.arange(2**62, 2**62 + 100),
+    "low": np.arange(100) << 32,
+    "uint64": np.arange(2**64 - 100, 2**64 - 1, dtype=np.uint64),
+    "float64": 1 + np.arange(100) * 2.0**-52,
+    "tiny": np.arange(100, dtype=np.uint64).view(np.float64),
+}
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0, INF])
+@pytest.mark.parametrize("rows", [*NARROW.values(), *WIDE.values()], ids=[*NARROW, *WIDE])
+def test_without_a_cutoff_different_bits_are_different_and_equal_ones_equal(rows, p):
+    if p != 1.0 and rows.dtype not in (np.int32, np.int64):
+        return
+    with jax.enable_x64(rows.dtype.itemsize == 8):
+        assert kept(rows, p=p) == len(rows)
+        assert kept(np.concatenate([rows, rows]), p=p) == len(rows)
+
+
+def test_numbers_of_several_widths_are_compared_together():
+    with jax.enable_x64(True):
+        t = np.arange(100)
+        rows = {"a": 2**60 + t // 10, "b": (t % 10).astype(np.int8), "c": np.zeros((100, 3))}
+        assert kept(rows) == 100
+        assert kept(jax.tree.map(lambda x: np.concatenate([x, x]), rows)) == 100
+
+
+def test_zeros_of_both_signs_are_equal_and_nan_is_refused():
+    zeros = np.array([0.0, -0.0, 1e-45], np.float32)
+    assert kept(zeros) == 2
+    with jax.enable_x64(True):
+        assert kept(zeros.astype(np.float64)) == 2
+        assert kept(np.array([np.nan, 1.0, np.inf, np.inf])) == 2
+
+
+def test_coordinates_that_differ_are_counted_by_their_bits():
+    """A norm of 0 counts coordinates, also where each takes two words."""
+    rows = 1_700_000_000 + np.array([[0, 0, 0], [1, 0, 0], [1, 2, 0], [5, 6, 7]], np.int32)
+    assert kept(rows, p=0.0, cutoff=1.0) == 2
+    assert kept(rows, p=0.0, cutoff=2.0) == 2
+    assert kept(rows[:3], p=0.0, cutoff=2.0) == 1
+    with jax.enable_x64(True):
+        wide = rows.astype(np.int64) * 2**32 + rows
+        assert kept(wide, p=0.0, cutoff=1.0) == 2
+        assert kept(wide[:3], p=0.0, cutoff=2.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cutoff", "rejected"),
+    [
+        (np.array([2**24, -(2**24), 2**24 + 1, -(2**24) - 1], np.int32), 1.0, 2),
+        (np.array([2**26, 2**27 + 1, 5, 6], np.int32), 16.0, 1),
+        (np.array([2**31, 2**32 - 1, 7], np.uint32), 0.5, 2),
+        (np.array([1e30, 3e38, np.inf, -np.inf], np.float32), 0.5, 0),
+        (np.array([100, 200], np.uint8), 0.5, 0),
+        (np.array([2**40, 2**63 - 1, -(2**63), 3]), 2.0**40, 0),
+        (np.array([2**40, 2**63 - 1, -(2**63), 3]), 2.0**39, 2),
+        (np.array([1e300, -1e9, 1.0, np.inf]), 1.0, 2),
+    ],
+)
+def test_numbers_that_float32_cannot_tell_apart_are_refused(numbers, cutoff, rejected):
+    with jax.enable_x64(numbers.dtype.itemsize == 8):
+        found = {}
+        for limit in (cutoff, -1.0):
+            buffer = jaxbuf.ItemBuffer.create(
+                jnp.asarray(numbers[0]), 8, diversity=jaxbuf.Diversity(limit)
+            )
+            score = jnp.zeros(len(numbers))
+            buffer = jaxbuf.add(buffer, jnp.asarray(numbers), score=jnp.float32(score))
+            found[limit] = int(buffer.metrics()["rejected"])
+        assert found == {cutoff: rejected, -1.0: 0}

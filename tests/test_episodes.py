@@ -30,8 +30,8 @@ PATHS = {"terminated": "end.terminated", "truncated": "end.truncated"}
 RETURNS = {"record_return": True, "discount": 0.9, "default_return": -50.0}
 
 
-def create(num_envs, length, sequence_length=1, period=1, sampler=DISTINCT, **options):
-    episodes = jaxbuf.Episodes(**{**PATHS, **options})
+def create(num_envs, length, sequence_length=1, period=1, sampler=DISTINCT, every=1, **options):
+    episodes = jaxbuf.Episodes(period=every, **{**PATHS, **options})
     return jaxbuf.TrajectoryBuffer.create(
         EXAMPLE,
         num_envs,
@@ -105,6 +105,19 @@ CONFIGURATIONS = {
         {"boundary": "avoid", "last": "end.last", "reward_clip": (-0.5, 0.5), **RETURNS},
     ),
     "mask": ((2, 7, 4, 1, DISTINCT), {"boundary": "mask", **RETURNS}),
+    "whole-windows": (
+        (2, 9, 3, 1, DISTINCT_PRIORITIES),
+        {"boundary": "avoid", "short_windows": "never", **RETURNS},
+    ),
+    "all-ends": (
+        (2, 9, 3, 1, DISTINCT_PRIORITIES),
+        {"boundary": "avoid", "short_windows": "ended", **RETURNS},
+    ),
+    "from-the-start": (
+        (2, 12, 4, 1, DISTINCT_PRIORITIES),
+        {"boundary": "avoid", "short_windows": "ended", "every": 3, **RETURNS},
+    ),
+    "masked-from-the-start": ((2, 12, 4, 1, DISTINCT), {"boundary": "mask", "every": 2, **RETURNS}),
 }
 
 
@@ -118,6 +131,8 @@ def twin_of(shape, options):
         discount=options["discount"],
         default=options["default_return"],
         clip=options.get("reward_clip"),
+        short=options.get("short_windows", "terminated"),
+        every=options.get("every", 1),
         alpha=1.0 if prioritized else None,
         uniform_mix=sampler.uniform_mix if prioritized else 0.0,
     )
@@ -128,7 +143,12 @@ def assert_same(buffer, twin):
     for env, history in enumerate(twin.history):
         # The same number of steps every time, some of them gone or not yet added.
         t = len(history) + 2 - np.arange(length + 5)
-        said = jax.device_get(look(buffer, jnp.full(t.shape, env), jnp.asarray(t, jnp.int32)))
+        # Positions grow by a lap where steps are taken back.
+        lap = int(buffer.end_position[env]) - len(history)
+        position = jnp.asarray(t + lap, jnp.int32)
+        said = jax.device_get(look(buffer, jnp.full(t.shape, env), position))
+        for name in ("begin", "held", "terminated"):
+            said[name] = said[name] - np.uint32(lap)
         for i, step in enumerate(t.tolist()):
             row = {name: value[i] for name, value in said.items()}
             if not twin.is_held(env, step):
@@ -151,7 +171,10 @@ def assert_same(buffer, twin):
 
     live = twin.windows
     expected = {
-        twin.slot(window[0]): ([step.data.t for step in window], probability)
+        twin.slot(window[0]): (
+            [window[min(i, len(window) - 1)].data.t for i in range(twin.sequence_length)],
+            probability,
+        )
         for window, probability in zip(live, twin.probabilities(), strict=True)
         if probability > 0
     }
@@ -165,7 +188,10 @@ def assert_same(buffer, twin):
     )  # fmt: skip
     slots = jaxbuf.sample(buffer, jax.random.key(0), buffer.capacity // buffer.period).slots
     together = np.asarray(mask_of(buffer, slots))
-    by_slot = {twin.slot(window[0]): twin.mask(window) for window in live}
+    by_slot = {
+        twin.slot(window[0]): twin.mask(window) + [False] * (twin.sequence_length - len(window))
+        for window in live
+    }
     for slot, mask in zip(slots.index.tolist(), together.tolist(), strict=True):
         assert mask == by_slot.get(slot, [False] * twin.sequence_length)
 
@@ -177,7 +203,7 @@ def test_random_adds_agree_with_the_twin_after_every_step(configuration):
     random = np.random.default_rng(3)
     buffer, twin = create(*shape, **options), twin_of(shape, options)
     handles, clock = [], 0
-    for _ in range(25):
+    for turn in range(25):
         rows = random.choice([0, 3, 2 * length + 1], p=[0.5, 0.4, 0.1])
         t = clock + np.arange(num_envs * max(rows, 1)).reshape(num_envs, -1)
         clock = int(t.max()) + 1
@@ -197,6 +223,16 @@ def test_random_adds_agree_with_the_twin_after_every_step(configuration):
         buffer = jaxbuf.add(buffer, given, mask=lead(mask))
         assert_same(buffer, twin)
         testing.assert_valid(buffer)
+        if turn % 3 == 2:
+            change = ("end_episodes", "drop_newest_episode")[turn % 2]
+            envs = random.random(num_envs) < 0.7
+            buffer = getattr(buffer, change)(jnp.asarray(envs))
+            getattr(twin, change)(np.flatnonzero(envs))
+            # Steps that are taken back make all slots of their environment stale.
+            handles = handles if change == "end_episodes" else []
+            assert buffer.rings.held.tolist() == [len(ring) for ring in twin.rings]
+            assert_same(buffer, twin)
+            testing.assert_valid(buffer)
         if sampler.uses_priority:
             sample = jaxbuf.sample(buffer, jax.random.key(clock), 6)
             by_slot = {twin.slot(w[0]): w[0] for w in twin.windows}
@@ -331,10 +367,10 @@ def test_a_long_episode_loses_its_head():
 def test_clearing_and_dequeuing():
     buffer = create(2, 6, 2, boundary="avoid", sampler=DISTINCT_PRIORITIES, **RETURNS)
     buffer = jaxbuf.add(buffer, rows_of("..T...", ".T...."))
-    assert sorted(windows(buffer)) == [0, 1, 3, 4, 6, 8, 9, 10]
+    assert sorted(windows(buffer)) == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]
     buffer, _ = jax.jit(lambda b: b.dequeue(2))(buffer)
-    assert sorted(windows(buffer)) == [3, 4, 8, 9, 10]
-    assert buffer.metrics()["windows"] == 5
+    assert sorted(windows(buffer)) == [2, 3, 4, 8, 9, 10]
+    assert buffer.metrics()["windows"] == 6
     assert ask(buffer, 2, range(6))["remaining"].tolist() == [
         [-1, -1, 0, 2, 1, 0],
         [-1, -1, 3, 2, 1, 0],
@@ -374,7 +410,7 @@ def test_past_2_to_the_32_steps():
     assert said["begin"].tolist() == [*[first] * 4, 2]
     assert said["remaining"].tolist() == [3, 2, 1, 0, 0]
     np.testing.assert_allclose(said["return"], [3.439, 2.71, 1.9, 1.0, -50.0], rtol=1e-6)
-    assert sorted(windows(buffer)) == [0, length - 2, length - 1]
+    assert sorted(windows(buffer)) == [0, 1, length - 2, length - 1]
 
 
 def test_an_episode_that_never_ends():
@@ -404,7 +440,7 @@ def test_frequencies_of_the_windows_that_are_left(sampler):
     """Chi-square at the 0.1 % level; a window that crosses is given no mass by an update."""
     buffer = create(2, 8, 3, boundary="avoid", sampler=sampler)
     buffer = jaxbuf.add(buffer, rows_of("...T....", "..T.T..."))
-    starts = np.array([0, 1, 4, 5, 8, 13])
+    starts = np.array([*range(6), *range(8, 14)])
     if sampler.uses_priority:
         every = jaxbuf.Slots(
             index=jnp.arange(16), generation=buffer.occupancy.generation(jnp.arange(16))
@@ -416,8 +452,8 @@ def test_frequencies_of_the_windows_that_are_left(sampler):
     counts = np.bincount(drawn, minlength=16)
     assert counts[starts].sum() == drawn.size
     assert stats.chisquare(counts[starts]).pvalue > 1e-3
-    np.testing.assert_allclose(sample.probability, 1 / 6, rtol=1e-6)
-    assert (bool(buffer.can_sample(6)), bool(buffer.can_sample(7))) == (True, False)
+    np.testing.assert_allclose(sample.probability, 1 / 12, rtol=1e-6)
+    assert (bool(buffer.can_sample(12)), bool(buffer.can_sample(13))) == (True, False)
     weights = jaxbuf.importance_weights(buffer, jaxbuf.sample(buffer, keys[0], 4), 1.0, None)
     np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
 
@@ -580,3 +616,90 @@ def test_numpy_numbers_do_not_retrace():
     )
     assert plain == numpy
     assert hash(plain) == hash(numpy)
+
+
+CHAIN = {"obs": jnp.int32(0), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+
+
+@pytest.mark.parametrize("boundary", ["cross", "mask", "avoid"])
+@pytest.mark.parametrize(("n", "every"), [(1, 1), (3, 1), (8, 1), (1, 4), (3, 4)])
+def test_a_learner_sees_the_reward_at_the_end(boundary, n, every):
+    """Q-learning on a chain of six states, of which the last one is rewarded."""
+    size, episodes = 6, jaxbuf.Episodes(boundary=boundary, period=every)
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        CHAIN, 1, 120, sequence_length=n + every, episodes=episodes
+    )
+    t = np.arange(120) % size
+    ends = jnp.asarray(t == size - 1)[None]
+    steps = {"obs": jnp.asarray(t, jnp.int32)[None], "terminated": ends}
+    buffer = buffer.add({**steps, "reward": ends.astype(jnp.float32)})
+    q = np.zeros(size)
+    for i in range(80):
+        batch = jaxbuf.sample(buffer, jax.random.key(i), 32)
+        targets, obs = jax.device_get((jaxbuf.n_step(batch.data, n, 0.9), batch.data["obs"]))
+        after = np.take_along_axis(obs, targets.bootstrap_index, axis=1)
+        for where in np.ndindex(targets.reward.shape):
+            target = targets.reward[where] + targets.discount[where] * q[after[where]]
+            q[obs[where]] += 0.5 * (target - q[obs[where]])
+    np.testing.assert_allclose(q, 0.9 ** np.arange(size - 1, -1, -1), atol=0.02)
+
+
+def test_an_episode_shorter_than_a_window_is_drawn_when_it_terminates():
+    buffer = create(3, 8, 4, boundary="avoid", sampler=jaxbuf.Uniform())
+    assert not buffer.can_sample()
+    buffer = jaxbuf.add(buffer, rows_of(".T", ".C", ".."))
+    assert windows(create(3, 8, 4, boundary="avoid").add(rows_of(".T", ".C", ".."))) == {
+        0: ([0, 1, 1, 1], pytest.approx(0.5)),
+        1: ([1, 1, 1, 1], pytest.approx(0.5)),
+    }
+    batch = buffer.sample(jax.random.key(0), 16)
+    mask = np.asarray(buffer.episode_mask(batch.slots))
+    assert mask.sum(axis=1).tolist() == [2 - i for i in batch.slots.index.tolist()]
+    both = create(3, 8, 4, boundary="avoid", short_windows="ended")
+    both = jaxbuf.add(both, rows_of(".T", ".C", ".."))
+    assert sorted(windows(both)) == [0, 1, 8, 9]
+    ended = both.end_episodes()
+    assert sorted(windows(ended)) == [0, 1, 8, 9, 16, 17]
+    assert ended.data["end"]["truncated"][:, 1].tolist() == [False, True, True]
+    testing.assert_valid(ended)
+
+
+@pytest.mark.parametrize("recurrence", ["plain", "alf"])
+def test_ending_open_episodes_in_jit_scan_and_vmap(recurrence):
+    buffer = create(2, 8, 2, last="end.last", recurrence=recurrence, **RETURNS)
+    buffer = jaxbuf.add(buffer, rows_of(".T..", "...."))
+    eager = buffer.end_episodes(jnp.array([1]))
+    assert ask(eager, 2, range(4))["last"].tolist() == [
+        [False, True, False, False],
+        [False, False, False, True],
+    ]
+    assert ask(eager, 2, range(4))["return"][1].tolist() == [-50.0] * 4
+    assert eager.data["end"]["last"][1].tolist() == [*[False] * 3, True, *[False] * 4]
+    assert np.flatnonzero(eager.data["end"]["truncated"]).tolist() == [11]
+    envs = jnp.array([False, True])
+    scan = jax.lax.scan(lambda b, _: (b.end_episodes(envs), None), buffer, None, length=2)[0]
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), buffer)
+    mapped = jax.vmap(lambda b: b.end_episodes(envs))(stacked)
+    for other in (
+        jax.jit(lambda b: b.end_episodes(envs))(buffer),
+        scan,
+        jax.tree.map(lambda leaf: leaf[1], mapped),
+    ):
+        chex.assert_trees_all_equal(eager, other)
+    more = jaxbuf.add(eager, rows_of(".T", ".T"))
+    env, position = jnp.arange(2), jnp.array([5, 5])
+    assert more.episode_begin_position(env, position).tolist() == [2, 4]
+    with pytest.raises(ValueError, match="end_episodes was called, but episodes is None"):
+        jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 4).end_episodes()
+
+
+def test_slots_of_a_dropped_episode_stay_stale():
+    buffer = create(1, 6, 2, sampler=DISTINCT_PRIORITIES)
+    buffer = jaxbuf.add(buffer, rows_of(".T.."))
+    before = buffer.sample(jax.random.key(0), 3).slots
+    buffer = jax.jit(lambda b: b.drop_newest_episode())(buffer)
+    assert (int(buffer.size), sorted(windows(buffer))) == (2, [0])
+    for _ in range(3):
+        buffer = jaxbuf.add(buffer, rows_of("..."))
+        assert not buffer.occupancy.holds(before).any()
+    assert buffer.episode_begin_position(jnp.array([0]), buffer.end_position - 1).tolist() == [8]

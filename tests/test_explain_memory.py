@@ -145,6 +145,41 @@ def test_a_jitted_function_keeps_its_own_donation():
     assert all(leaf.name.startswith("state") for leaf in report.leaves)
 
 
+def test_arguments_have_their_names_also_beside_defaults_and_static_ones():
+    def step(buffer, rows, scale=2.0, *more, power=1):
+        return buffer.add(rows), scale * power, more
+
+    report = jaxbuf.explain_memory(step, create(), items())
+    assert "buffer.data['obs']" in report.in_place
+    report = jaxbuf.explain_memory(step, create(), items(), 3.0, jnp.ones(3), donate_argnums=())
+    assert "buffer.data['obs']" in report.copied
+
+    def add(number, buffer, key=None):
+        return buffer.add(items(number))
+
+    for fn in (jax.jit(add, static_argnums=0, donate_argnums=1), add):
+        report = jaxbuf.explain_memory(fn, 16, create(), donate_argnums=1, static_argnums=0)
+        assert "buffer.data['obs']" in report.in_place
+    report = jaxbuf.explain_memory(
+        lambda x, y=1.0, *z: (x, y, z), jnp.ones(3), 2.0, 3.0, donate_argnums=()
+    )
+    assert [leaf.name for leaf in report.leaves] == ["x", "y", "z[0]"]
+
+
+def test_memory_of_a_network_is_no_reason_to_change_the_order():
+    """Activations take more memory than the buffer, which is updated in place."""
+
+    def step(buffer, weights, key):
+        buffer = buffer.add(items())
+        obs = buffer.sample(key, 4096).data["obs"]
+        loss = lambda w: jnp.tanh(jnp.tanh(obs @ w) @ w.T).sum()  # noqa: E731
+        return buffer, jax.grad(loss)(weights)
+
+    report = jaxbuf.explain_memory(step, create(), jnp.ones((7, 256)), KEYS[0])
+    assert report.temporary_bytes > CAPACITY * 7 * 4
+    assert report.advice == ""
+
+
 def test_over_seeds_and_for_trajectories():
     buffers = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), create())
     keys = jax.random.split(jax.random.key(0), (3, 2))

@@ -130,3 +130,15 @@ def test_bad_input(change, options, message):
     given = change(window(jnp.ones((2, 4, 1)), jnp.zeros((2, 4), bool)))
     with pytest.raises(ValueError, match=re.escape(message)):
         jaxbuf.stack_frames(given, **{"n": 2, **options})
+
+
+def test_frames_of_zeros_before_an_episode():
+    window = {
+        "obs": jnp.array([[6, 7, 8, 9]]),
+        "terminated": jnp.array([[False, True, False, False]]),
+    }
+    stacks = jaxbuf.stack_frames(window, 3, padding="zeros")
+    assert stacks.frames[0].tolist() == [[0, 0, 6], [0, 6, 7], [0, 0, 8], [0, 8, 9]]
+    assert stacks.complete[0].tolist() == [False, False, True, True]
+    with pytest.raises(ValueError, match="padding is 'zero'; choose from"):
+        jaxbuf.stack_frames(window, 3, padding="zero")

@@ -318,3 +318,13 @@ BAD = [
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_windows_that_shards_can_never_hold_are_not_waited_for():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=auto, devices=jax.devices()[:1])
+    holder = Holder(jaxbuf.Sharded.create(rings, mesh, "data", shards=2))
+    with pytest.raises(ValueError, match="but the room is for 12 windows"):
+        holder.sample(jax.random.key(0), 14, timeout=0)
+    with pytest.raises(ValueError, match="but the room is for 6 windows"):
+        Holder(jaxbuf.Hosted.create(rings)).sample(jax.random.key(0), 7, timeout=0)

@@ -343,3 +343,26 @@ def draws_while_another_device_works(device):
 
 if __name__ == "__main__":
     main()
+
+
+def test_it_works_inside_the_mesh_of_a_program():
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("data",))
+
+    def create():
+        return jaxbuf.Hosted.create(
+            lambda: jaxbuf.ItemBuffer.create(jnp.float32(0), 8, sampler=jaxbuf.Prioritized())
+        )
+
+    def use(buffer):
+        buffer = jaxbuf.add(buffer, jnp.arange(4.0))
+        batch = jaxbuf.sample(buffer, jax.random.key(0), 4)
+        buffer = jaxbuf.update_priority(buffer, batch.slots, batch.data)
+        assert int(buffer.size) == 4
+        assert int(buffer.clear().size) == 0
+        return batch.data.tolist()
+
+    want, before = use(create()), create()
+    with jax.set_mesh(mesh):
+        assert use(create()) == want
+        assert use(before) == want

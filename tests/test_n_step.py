@@ -125,7 +125,8 @@ def test_another_discount_does_not_retrace():
 
 BAD = [
     ({}, {"n": 0}, "n is 0; expected an integer of at least 1"),
-    ({}, {"n": 4}, "n is 4 and windows have 4 steps"),
+    ({}, {"n": 5}, "n is 5 and windows have 4 steps"),
+    ({}, {"discount": jnp.ones((2, 3))}, "discount has shape (2, 3)"),
     ({}, {"n": 1.0}, "n is 1.0; expected an integer of at least 1"),
     ({}, {"reward": "gain"}, "reward is 'gain', but the window has no such field"),
     ({}, {"truncated": "late"}, "truncated is 'late', but the window has no such field"),
@@ -142,3 +143,31 @@ def test_bad_input(fields, options, message):
     fields = {**window(jnp.ones((2, 4)), jnp.zeros((2, 4))), **fields}
     with pytest.raises(ValueError, match=re.escape(message)):
         jaxbuf.n_step(fields, **{"n": 2, "discount": 0.9, **options})
+
+
+@pytest.mark.parametrize("n", [1, 3, 6])
+@pytest.mark.parametrize("agents", [(), (2,)])
+def test_a_discount_for_each_step(n, agents):
+    """As in the recurrence of ``reference.n_step``, with a product instead of a power."""
+    random = np.random.default_rng(n)
+    reward = random.normal(size=(4, 6, *agents)).astype(np.float32)
+    discount = random.random((4, 6)).astype(np.float32)
+    terminated, truncated = random.random((2, 4, 6)) < 0.2
+    actual = jaxbuf.n_step(window(reward, terminated, truncated), n, discount)
+    starts = max(6 - n, 1)
+    chex.assert_shape(jax.tree.leaves(actual), (4, starts, *agents))
+    for row, start in np.ndindex(4, starts):
+        total, factor, t = np.zeros(agents), 1.0, start
+        for t in range(start, start + n):
+            total = total + factor * reward[row, t]
+            factor *= 0.0 if terminated[row, t] else discount[row, t]
+            if terminated[row, t] or truncated[row, t]:
+                break
+        np.testing.assert_allclose(actual.reward[row, start], total, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual.discount[row, start], factor, rtol=1e-5)
+        np.testing.assert_array_equal(actual.bootstrap_index[row, start], t + 1)
+    flags = window(
+        reward, np.broadcast_to(terminated.reshape(4, 6, *(1,) * len(agents)), reward.shape)
+    )
+    plain = window(reward, terminated)
+    chex.assert_trees_all_equal(jaxbuf.n_step(flags, n, 0.9), jaxbuf.n_step(plain, n, 0.9))

@@ -196,3 +196,122 @@ def test_reasons_are_declared():
     buffer = jaxbuf.ItemBuffer.create(ITEM, 4, parts=(Undeclared(1),))
     with pytest.raises(ValueError, match="'refused_class_full' is counted; expected one of adds"):
         buffer.add({"label": jnp.zeros(2, jnp.int32), "value": jnp.zeros(2)})
+
+
+def labels(*values):
+    return {"label": jnp.array(values), "value": jnp.zeros(len(values))}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"reasons": "refused"}, "is 'refused'; expected a tuple of names"),
+        ({"reasons": ("refused", 3)}, "expected a tuple of names"),
+        ({"reasons": None}, "is None; expected a tuple of names"),
+        ({"reasons": ("adds",)}, "has 'adds', which counts the rows that were added"),
+        ({"reasons": ("size",)}, "'size' is a metric of the buffer and of a count of rows"),
+        ({"reasons": ("effective_sample_size",)}, "'effective_sample_size' is a metric of"),
+        ({"reasons": ("priority_max",)}, "'priority_max' is a metric of"),
+        ({"reasons": ("largest_label",)}, "'largest_label' is a metric of a count of rows and"),
+        ({"metrics": lambda *_: {"rejected": jnp.int32(0)}}, "'rejected' is a metric of"),
+        ({"metrics": lambda *_: None}, "metrics of CapPerClass.* returned None; expected a dict"),
+    ],
+)
+def test_names_that_are_taken_are_refused_when_created(named, message):
+    part = type("CapPerClass", (CapPerClass,), named)(1)
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.ItemBuffer.create(ITEM, 4, sampler=jaxbuf.Prioritized(), parts=(part,))
+
+
+def test_two_parts_with_one_metric_are_refused():
+    with pytest.raises(ValueError, match="'largest_label' is a metric of"):
+        jaxbuf.ItemBuffer.create(ITEM, 4, parts=(CapPerClass(1), CapPerClass(2)))
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("on_add", lambda b: b.add(labels(1, 2))),
+        ("on_add", lambda b: jaxbuf.add(b, labels(1, 2))),
+        ("on_clear", lambda b: b.clear()),
+        ("refuse", lambda b: b.add(labels(1, 2))),
+    ],
+)
+def test_what_a_part_forgets_to_return_is_refused(method, call):
+    part = type("CapPerClass", (CapPerClass,), {method: lambda self, *_: None})(1)
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 4, parts=(part,))
+    with pytest.raises(ValueError, match=f"{method} of CapPerClass.*returned None; expected"):
+        call(buffer)
+
+
+def test_a_state_of_another_shape_or_dtype_is_refused():
+    part = type("CapPerClass", (CapPerClass,), {"on_add": lambda self, state, *_: state[:2]})(1)
+    with pytest.raises(ValueError, match=r"returned an array int32\[2\]; expected int32\[4\]"):
+        jaxbuf.ItemBuffer.create(ITEM, 4, parts=(part,)).add(labels(1))
+
+
+@pytest.mark.parametrize("method", ["on_steps", "on_remove", "on_clear_envs"])
+def test_parts_of_windows_must_return_a_state(method):
+    part = type("Removed", (Removed,), {method: lambda self, *_: None})()
+    buffer = jaxbuf.TrajectoryBuffer.create(STEP, 2, 4, sequence_length=2, parts=(part,))
+    step = {"x": jnp.zeros((2, 3)), "terminated": jnp.zeros((2, 3), bool)}
+    with pytest.raises(ValueError, match=f"{method} of Removed.*returned None"):
+        buffer.add(step).clear(jnp.array([0]))
+
+
+@pytest.mark.parametrize("method", ["on_add", "set_priority"])
+def test_samplers_must_return_a_state(method):
+    sampler = type("Mine", (jaxbuf.Prioritized,), {method: lambda self, *_: None})()
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=sampler)
+    with pytest.raises(ValueError, match=f"{method} of .*returned None"):
+        buffer.add(jnp.zeros(2)).update_priority(buffer.latest(1).slots, jnp.ones(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Above(OnlyPositive):
+    """Draws no window whose last step has an ``x`` above ``most``, for a shared reason."""
+
+    most: float
+    reasons = ("refused_negative", "rejected")
+    reason: str = "refused_negative"
+
+    def refuse_windows(self, state, index, rows):
+        return {self.reason: rows.items["x"] > self.most}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_counts_of_one_reason_add_up(count):
+    parts = (OnlyPositive(), *(Above(5.0 - k) for k in range(count)))
+    buffer = jaxbuf.TrajectoryBuffer.create(STEP, 1, 16, parts=parts)
+    x = jnp.arange(-3.0, 9.0)[None]
+    buffer = buffer.add({"x": x, "terminated": jnp.zeros(x.shape, bool)})
+    # 3 are negative, 6, 7 and 8 above 5, and 5 is above 4.
+    assert int(buffer.metrics()["refused_negative"]) == 3 + 3 + (count - 1)
+    assert int(buffer.metrics()["windows"]) == 12 - 6 - (count - 1)
+
+
+def test_a_part_may_reject_beside_illegal_priorities():
+    parts = (Above(5.0, "rejected"),)
+    buffer = jaxbuf.TrajectoryBuffer.create(STEP, 1, 16, sampler=jaxbuf.Prioritized(), parts=parts)
+    x = jnp.arange(9.0)[None]
+    buffer = buffer.add(
+        {"x": x, "terminated": jnp.zeros(x.shape, bool)},
+        priority=jnp.where(x < 2, jnp.nan, 1.0),
+    )
+    assert int(buffer.metrics()["rejected"]) == 2 + 3
+
+
+def test_counts_of_shards_are_sums_whatever_their_name():
+    class Cap(CapPerClass):
+        reasons = ("refused_max",)
+        of_shards = True
+
+        def refuse(self, *given):
+            return {"refused_max": super().refuse(*given)["refused_class_full"]}
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    buffer = jaxbuf.Sharded.create(
+        lambda: jaxbuf.ItemBuffer.create(ITEM, 4, parts=(Cap(1),)), mesh, "d", shards=2
+    )
+    buffer = buffer.add(labels(1, 1, 1, 1))
+    assert int(buffer.metrics()["refused_max"]) == 2

@@ -301,7 +301,7 @@ def test_windows_that_avoid_episode_ends_by_age():
         11,
         sequence_length=3,
         sampler=jaxbuf.Recent(ratio=1.0, steps=2),
-        episodes=jaxbuf.Episodes(boundary="avoid"),
+        episodes=jaxbuf.Episodes(boundary="avoid", short_windows="never"),
     )
     step = jnp.arange(48, dtype=jnp.int32).reshape(3, 16)
     ends = jnp.zeros((3, 16), bool).at[0, ints(7, 12)].set(True).at[2, ints(9, 10, 14)].set(True)

@@ -222,3 +222,26 @@ def test_a_checkpoint_of_another_number_of_shards_says_what_to_do(buffer, tmp_pa
     like = jaxbuf.Sharded.create(make(), mesh(), "data", shards=2)
     with pytest.raises(ValueError, match=r"like\.num_shards is 2, .* 4; create it with as many"):
         jaxbuf.load(tmp_path, like)
+
+
+def test_items_without_arrays_are_refused(buffer):
+    with pytest.raises(ValueError, match="items has no arrays"):
+        buffer.add({})
+
+
+def test_shards_without_a_chance_are_not_counted():
+    def one():
+        return jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=jaxbuf.Softmax())
+
+    score = jnp.array([0.0, 0.0, 500.0, 500.0])
+    many = jaxbuf.Sharded.create(one, mesh(), "data", shards=2).add(jnp.zeros(4), score=score)
+    alone = one().add(jnp.zeros(4), score=score)
+    assert int(many.support().count) == int(alone.support().count) == 2
+    assert many.can_sample(2)
+    assert not many.can_sample(3)
+
+
+def test_a_point_at_the_end_of_all_shards_lies_in_the_last_one_with_mass():
+    bound = samplers.bounds(jnp.array([1.0, 2.0, 0.0, 0.0]))
+    shard, _ = samplers.shard_of(bound, jnp.array([0.0, 1.0, 3.0, 4.0]))
+    assert shard.tolist() == [0, 1, 1, 1]

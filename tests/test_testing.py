@@ -14,6 +14,7 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.occupancy.ring import Ring
+from jaxbuf.testing import hlo
 from tests import operations
 
 CAPACITY = 300
@@ -362,7 +363,8 @@ def test_the_index_knows_what_terminated_within_an_episode():
 
 
 def test_windows_of_one_episode_are_drawn_and_no_others():
-    buffer = trajectories(episodes=jaxbuf.Episodes(boundary="avoid"))
+    episodes = jaxbuf.Episodes(boundary="avoid", short_windows="never")
+    buffer = trajectories(episodes=episodes)
     testing.assert_valid(buffer)
     crossing, whole = 7, 4
     for marked, slot, is_now in (
@@ -677,6 +679,52 @@ def test_the_leaf_that_is_copied_is_named():
             lambda state: ({"replay": state["replay"].add(jnp.ones(16))}, state["replay"].data * 2),
             {"replay": buffer},
         )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_a_copy_of_another_array_of_as_many_bytes_is_not_blamed_on_a_leaf(dtype):
+    buffer = jaxbuf.ItemBuffer.create({"x": jnp.zeros(10, dtype)}, 1024)
+
+    def step(buffer, weights):
+        buffer = buffer.add({"x": jnp.ones((4, 10), dtype)})
+
+        def loss(weights):
+            return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), jnp.ones((32, 32)), weights)[
+                0
+            ].sum()
+
+        return buffer, jax.grad(loss)(weights)
+
+    weights = jnp.ones((10, 32, 32))
+    text = jax.jit(step, donate_argnums=0).lower(buffer, weights).compile().as_text()
+    assert hlo.copies(text, weights.nbytes)
+    testing.assert_no_copy(step, buffer, weights)
+    assert jaxbuf.explain_memory(step, buffer, weights).advice == ""
+
+
+def test_a_copy_of_the_same_shape_and_another_dtype_is_not_blamed_on_a_leaf():
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(32, jnp.int32), 320)
+
+    def step(buffer, table):
+        return buffer.add(jnp.ones((4, 32), jnp.int32)), table.at[3].set(0.0)
+
+    testing.assert_no_copy(step, buffer, jnp.ones((320, 32)))
+    with says("b.data (40.0 KiB) is copied"):
+        testing.assert_no_copy(lambda b, t: (step(b, t)[0], b.data), buffer, jnp.ones((320, 32)))
+
+
+def test_a_copy_of_rings_with_merged_axes_is_found():
+    rings = jaxbuf.TrajectoryBuffer.create(jnp.zeros(9), 4, 64, sequence_length=2)
+
+    def step(rings, key):
+        batch = rings.sample(key, 32)
+        return rings.add(jnp.ones((4, 2, 9))), batch.data
+
+    def scanned(rings, keys):
+        return jax.lax.scan(step, rings, keys)
+
+    with says("rings.data (9.0 KiB) is copied in each step of a loop"):
+        testing.assert_no_copy(scanned, rings, jax.random.split(jax.random.key(0), 3))
 
 
 def test_a_step_that_is_too_small_to_tell_is_refused():

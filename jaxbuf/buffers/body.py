@@ -1,7 +1,6 @@
 """The common base of ``ItemBuffer`` and ``TrajectoryBuffer``: slots that a sampler draws."""
 
 import abc
-from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import jax
@@ -23,6 +22,7 @@ from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Draw, Sampler, Support
 
 SomePart = TypeVar("SomePart", bound=Part)
+SomeBody = TypeVar("SomeBody", bound="Body")
 
 _MISSING: dict[type[Part], str] = {
     Freshness: "nothing limits uses or staleness here; create the buffer with "
@@ -111,7 +111,7 @@ class Body(struct.PyTreeNode):
                 single key.
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         self = common.check_single(self)
         return call(Body._next_batch, self, key, rows, static=(2,))
 
@@ -184,7 +184,12 @@ class Body(struct.PyTreeNode):
             draw: The draw, such as one by a sampler that the buffer does not have.
 
         Returns:
-            A ``Sample``, whose invalid rows have probability 0 and index ``capacity``.
+            A ``Sample``, whose invalid rows have probability 0 and index ``capacity``. Rows of the
+            draw whose slot holds no item, or no complete window, are invalid as well.
+
+        Raises:
+            ValueError: If ``draw`` is not a ``jaxbuf.strategies.Draw``, or its fields have other
+                shapes or dtypes.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxbuf
@@ -195,7 +200,20 @@ class Body(struct.PyTreeNode):
             >>> sorted(buffer.gather(draw).data.tolist())
             [0, 1, 2]
         """
-        return common.gather(self.occupancy, draw, self.capacity, self._read)
+        self = common.check_single(self)
+        return call(Body._gathered, self, *common.check_draw(draw))
+
+    def _gathered(
+        self, index: Int[Array, " B"], probability: Float[Array, " B"], valid: Bool[Array, " B"]
+    ) -> Sample:
+        valid &= self.occupancy.live(index)
+        index = jnp.where(valid, index, self.capacity)
+        return Sample(
+            data=self._read(index),
+            slots=Slots(index=index, generation=self.occupancy.generation(index)),
+            probability=jnp.where(valid, probability, 0.0),
+            valid=valid,
+        )
 
     def latest(self, n: int) -> Sample:
         """Returns the ``n`` newest items, or the ``n`` newest windows of every ring.
@@ -334,14 +352,27 @@ class Body(struct.PyTreeNode):
         return call(Body._told, trees.on_device(self))
 
     def _told(self) -> dict[str, Array]:
-        found = {
-            **self._sizes(),
-            **counters.named(self.counter_names, self.counters),
-            **self.occupancy.metrics(),
-            **self.sampler.metrics(lax.stop_gradient(self.sampler_state), self.occupancy),
-        }
-        for part, state in self._parts():
-            found |= part.metrics(state, self.occupancy)
+        state, found = lax.stop_gradient(self.sampler_state), dict[str, Array]()
+        told: list[tuple[object, dict[str, Array]]] = [
+            ("the buffer", self._sizes()),
+            ("a count of rows", counters.named(self.counter_names, self.counters)),
+            ("the occupancy", self.occupancy.metrics()),
+            (self.sampler, common.ask(self.sampler, "metrics", state, self.occupancy)),
+        ]
+        told += [
+            (part, common.ask(part, "metrics", kept, self.occupancy))
+            for part, kept in self._parts()
+        ]
+        owners: dict[str, object] = {}
+        for owner, values in told:
+            for name in values:
+                if name in owners:
+                    raise ValueError(
+                        f"{name!r} is a metric of {owners[name]} and of {owner}; rename the reason "
+                        "or the metric of your own part"
+                    )
+                owners[name] = owner
+            found |= values
         return found
 
     def options(self) -> dict[str, Any]:
@@ -370,8 +401,9 @@ class Body(struct.PyTreeNode):
 
     def _next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
         state = lax.stop_gradient(self.sampler_state)
-        state, draw = self.sampler.next(state, key, batch_size, self.occupancy)
-        return self.replace(sampler_state=state), self.gather(draw)
+        after, draw = self.sampler.next(state, key, batch_size, self.occupancy)
+        after = common.check_state(self.sampler, "next", state, after)
+        return self.replace(sampler_state=after), self.gather(draw)
 
     def _picked(
         self,
@@ -399,7 +431,7 @@ class Body(struct.PyTreeNode):
         state = lax.stop_gradient(self.sampler_state)
         rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
         return self.replace(
-            sampler_state=self.sampler.set_priority(state, index, priority),
+            sampler_state=common.hear(self.sampler, "set_priority", state, index, priority),
             counters=self._counted({"rejected": rejected}),
         )
 
@@ -411,9 +443,9 @@ class Body(struct.PyTreeNode):
         """Returns the extras and their states, through which no gradient flows."""
         return list(zip(self.extras, lax.stop_gradient(self.extra_states), strict=True))
 
-    def _tell(self, hear: Callable[[Part, State], State]) -> tuple[State, ...]:
-        """Returns the states of all extras after applying ``hear`` to each part and its state."""
-        return tuple(hear(part, state) for part, state in self._parts())
+    def _tell(self, event: str, *told: Any) -> tuple[State, ...]:
+        """Returns the states of all extras after an event, the name of a method of parts."""
+        return tuple(common.hear(part, event, state, *told) for part, state in self._parts())
 
     def _find(self, kind: type[SomePart]) -> tuple[SomePart | None, State]:
         """Returns the part of this class and its state, or ``(None, ())``."""
@@ -448,8 +480,9 @@ class Body(struct.PyTreeNode):
             occupancy=self.occupancy.clear(),
             sampler_state=self.sampler.init(slots),
             counters=self.counters.copy(),
-            extra_states=self._tell(
-                lambda part, state: part.on_clear(state, part.init(self.data, slots))
+            extra_states=tuple(
+                common.hear(part, "on_clear", state, part.init(self.data, slots))
+                for part, state in self._parts()
             ),
         )
 
@@ -460,6 +493,18 @@ KEYWORDS: dict[type[Part], str] = {
     Freshness: "freshness",
     Diversity: "diversity",
 }
+
+
+def check_names(buffer: SomeBody) -> SomeBody:
+    """Returns the buffer.
+
+    Raises:
+        ValueError: If a part that is not one of this library names a reason or a metric like
+            something else that ``metrics()`` returns.
+    """
+    if any(type(part) not in KEYWORDS for part in buffer.extras):
+        jax.eval_shape(buffer.metrics)
+    return buffer
 
 
 def counter_names(extras: tuple[Part, ...]) -> tuple[str, ...]:

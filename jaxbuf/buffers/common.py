@@ -1,6 +1,6 @@
 """Checks and operations that all buffers share."""
 
-from collections.abc import Callable
+import math
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import jax
@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import checks, storage, trees
+from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Numbers
+from jaxbuf.core.types import Numbers, State
 from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
@@ -60,8 +59,8 @@ def check_wanted(batch_size: object) -> Int[Array, ""]:
     return storage.check_rows(batch_size, "batch_size", (), np.int32, "one integer")
 
 
-def check_key(key: object) -> None:
-    """Checks that ``key`` is a single PRNG key.
+def check_key(key: object) -> PRNGKeyArray:
+    """Returns ``key``, a single PRNG key, as a JAX array.
 
     Raises:
         ValueError: If it is not a key from ``jax.random.key`` or ``jax.random.PRNGKey``.
@@ -70,7 +69,7 @@ def check_key(key: object) -> None:
     if isinstance(key, jax.Array | np.ndarray):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == 0 if typed else key.dtype == np.uint32 and key.ndim == 1:
-            return
+            return trees.on_device(key)
         kind = f"{key.dtype} of shape {key.shape}"
     raise ValueError(
         f"key is of type {kind}; expected one key, such as jax.random.key(0) or one of the keys "
@@ -94,8 +93,8 @@ def check_single(buffer: Counting) -> Counting:
     return trees.on_device(buffer)
 
 
-def check_slots(slots: object, name: str = "slots") -> None:
-    """Checks that ``slots`` are the slots of a sample.
+def check_slots(slots: object, name: str = "slots") -> Slots:
+    """Returns ``slots``, the slots of a sample, as JAX arrays.
 
     Raises:
         ValueError: If they have no index and generation of integers of the same shape.
@@ -114,6 +113,7 @@ def check_slots(slots: object, name: str = "slots") -> None:
             f"{generation.dtype}{list(generation.shape)}; expected integers of the same shape, as "
             "in a sample"
         )
+    return trees.on_device(slots)
 
 
 def check_sampler(sampler: object) -> None:
@@ -185,7 +185,61 @@ def check_parts(
                 f"parts[{i}] is {checks.name_of(part)}; expected a part, which derives from "
                 "jaxbuf.strategies.Part"
             )
+        _check_reasons(part)
     return (*found, *own)
+
+
+def _check_reasons(part: Part) -> None:
+    reasons: Any = part.reasons
+    if not isinstance(reasons, tuple | list) or not all(isinstance(x, str) for x in reasons):
+        raise ValueError(
+            f"reasons of {part} is {checks.name_of(reasons)}; expected a tuple of names, such as "
+            '("refused_full",)'
+        )
+    if "adds" in reasons:
+        raise ValueError(
+            f"reasons of {part} has 'adds', which counts the rows that were added; choose another "
+            "name"
+        )
+
+
+def hear(owner: Sampler | Part, event: str, state: State, *told: Any) -> State:
+    """Returns the state of a sampler or a part after an event, the name of one of its methods."""
+    return check_state(owner, event, state, getattr(owner, event)(state, *told))
+
+
+def ask(owner: Sampler | Part, method: str, state: State, *told: Any) -> dict[str, Array]:
+    """Returns the answer of a sampler or a part, arrays by name.
+
+    Raises:
+        ValueError: If it is not a dict.
+    """
+    answer = getattr(owner, method)(state, *told)
+    if not isinstance(answer, dict):
+        raise ValueError(
+            f"{method} of {owner} returned {checks.kind_of(answer)}; expected a dict of arrays"
+        )
+    return cast("dict[str, Array]", answer)
+
+
+def check_state(owner: Sampler | Part, event: str, before: State, after: State) -> State:
+    """Returns the new state of a sampler or a part.
+
+    Raises:
+        ValueError: If it is not like the state before.
+    """
+    want, got = (jax.tree.structure(state) for state in (before, after))
+    if want != got:
+        given = "None" if after is None else f"{got}"
+        raise ValueError(f"{event} of {owner} returned {given}; expected a new state, {want}")
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        was, now = numbers.abstract(old, "the state"), numbers.abstract(new, "the state")
+        if (was.shape, was.dtype) != (now.shape, now.dtype):
+            raise ValueError(
+                f"{event} of {owner} returned an array {now.dtype}{list(now.shape)}; expected "
+                f"{was.dtype}{list(was.shape)}, as in the state before"
+            )
+    return after
 
 
 def check_version_used(extras: tuple[Part, ...], version: object, session: object) -> None:
@@ -346,24 +400,23 @@ def newest(occupancy: Occupancy, n: int) -> Draw:
     return Draw(index.reshape(-1), jnp.broadcast_to(share, (index.size,)), valid.reshape(-1))
 
 
-def gather(
-    occupancy: Occupancy,
-    draw: Draw,
-    capacity: int,
-    read: Callable[[Int[Array, " B"]], PyTree[Array]],
-) -> Sample:
-    """Returns the sample of a draw; invalid rows have index ``capacity`` and probability 0.
+def check_draw(draw: object) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " B"]]:
+    """Returns the slots, the probabilities and the mask of a draw.
 
-    Args:
-        occupancy: The occupancy of the buffer.
-        draw: The draw.
-        capacity: The capacity of the buffer.
-        read: Returns the data at given indices.
+    Raises:
+        ValueError: If it is not a draw, or a shape or dtype differs.
     """
-    index = jnp.where(draw.valid, draw.index, capacity)
-    slots = Slots(index=index, generation=occupancy.generation(index))
-    probability = jnp.where(draw.valid, draw.probability, 0.0)
-    return Sample(data=read(index), slots=slots, probability=probability, valid=draw.valid)
+    if not isinstance(draw, Draw):
+        raise ValueError(
+            f"draw is {checks.name_of(draw)}; expected a jaxbuf.strategies.Draw, which a sampler's "
+            "draw returns"
+        )
+    shape = (math.prod(numbers.given(draw.index, "draw.index").shape),)
+    return (
+        storage.check_rows(draw.index, "draw.index", shape, np.int32, "(B,)"),
+        storage.check_rows(draw.probability, "draw.probability", shape, np.float32, "(B,)"),
+        storage.check_rows(draw.valid, "draw.valid", shape, np.bool_, "(B,)"),
+    )
 
 
 def check_steps(
@@ -379,6 +432,7 @@ def check_steps(
     Raises:
         ValueError: If a structure, shape or dtype differs.
     """
+    steps = trees.match(data, steps)
     stored, given = jax.tree.leaves(data)[0], jax.tree.leaves(steps)
     one = bool(given) and np.ndim(given[0]) == stored.ndim - 1
     axes = (num_envs,) if one else (num_envs, "T")
@@ -417,7 +471,7 @@ def check_update(
         ValueError: If the sampler has no priorities, or a shape differs.
     """
     needs_priority(sampler, "update_priority was called")
-    check_slots(slots)
+    slots = check_slots(slots)
     shape = slots.index.shape
     value = check_priority(priority, shape, "that of slots")
     if mask is not None:

@@ -78,7 +78,7 @@ def _equal_parts(buffer: "Sharded", shards: Body, key: PRNGKeyArray, rows: int) 
         return _numbered(buffer, batch, number)
 
     batch = jax.vmap(part)(shards, numbers_of(shards, buffer.axis))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+    return jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), batch)
 
 
 def _numbered(buffer: "Sharded", batch: Sample, number: Int[Array, ""]) -> Sample:

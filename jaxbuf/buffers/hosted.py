@@ -1,5 +1,6 @@
 """A buffer in host memory that sends its batches to an accelerator."""
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any, Self
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, ops
 from jaxbuf.buffers.options import check_options
-from jaxbuf.buffers.sample import Contents, Sample
+from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, trees
 from jaxbuf.core.calls import OwnPrograms, call, is_outside
@@ -145,7 +146,8 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
                 another transformation.
         """
         items, options = self._here("add", (items, options))
-        return self.replace(buffer=ops.add(self.buffer, items, donate=donate, **options))
+        with _no_mesh():
+            return self.replace(buffer=ops.add(self.buffer, items, donate=donate, **options))
 
     def sample(self, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
         """Draws a batch on the host, and transfers it to ``to``.
@@ -166,7 +168,8 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         """
         key, options = self._here("sample", (key, options))
         self._check_rows(common.check_batch_size(batch_size))
-        return jax.device_put(ops.sample(self.buffer, key, batch_size, **options), self.to)
+        with _no_mesh():
+            return jax.device_put(ops.sample(self.buffer, key, batch_size, **options), self.to)
 
     def next_batch(
         self, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
@@ -186,7 +189,8 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         """
         key = self._here("next_batch", key)
         self._check_rows(common.check_batch_size(batch_size))
-        buffer, batch = ops.next_batch(self.buffer, key, batch_size, donate=donate)
+        with _no_mesh():
+            buffer, batch = ops.next_batch(self.buffer, key, batch_size, donate=donate)
         return self.replace(buffer=buffer), jax.device_put(batch, self.to)
 
     def sample_range(
@@ -238,7 +242,8 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         """
         given = (slots, priority, options)
         slots, priority, options = self._here("update_priority", given)
-        buffer = ops.update_priority(self.buffer, slots, priority, donate=donate, **options)
+        with _no_mesh():
+            buffer = ops.update_priority(self.buffer, slots, priority, donate=donate, **options)
         return self.replace(buffer=buffer)
 
     def mark_used(
@@ -269,6 +274,14 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         """Returns the buffer without items; earlier slots remain stale, counters are kept."""
         return self._change("clear", {}, donate)
 
+    def end_episodes(self, envs: Any = None, *, donate: bool = True) -> Self:
+        """Ends open episodes, like ``end_episodes`` of a ``TrajectoryBuffer``."""
+        return self._change("end_episodes", {"envs": envs}, donate)
+
+    def drop_newest_episode(self, envs: Any = None, *, donate: bool = True) -> Self:
+        """Removes the newest episodes, like the method of a ``TrajectoryBuffer``."""
+        return self._change("drop_newest_episode", {"envs": envs}, donate)
+
     def support(self) -> Support:
         """Returns the number of items that can be drawn, and their least probability.
 
@@ -290,7 +303,8 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         if method not in _OTHERS:
             check_options(self.buffer, method, {})
         named = tuple(sorted(static.items()))
-        return call(_method, self.buffer, method, given, named, static=(1, 3), donate=donate)
+        with _no_mesh():
+            return call(_method, self.buffer, method, given, named, static=(1, 3), donate=donate)
 
     def _change(self, method: str, given: dict[str, object], donate: bool) -> Self:
         donate = checks.check_flag("donate", donate)
@@ -344,6 +358,13 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
                 ) from error
 
 
+def _no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context without the mesh of ``jax.set_mesh``, on which the buffer is not."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
 def _method(buffer: Any, method: str, given: dict[str, object], static: Static) -> Any:
     if method in _OTHERS:
         return _OTHERS[method](buffer)
@@ -388,11 +409,16 @@ def _make(make: Callable[[], Any], device: Any) -> Any:
     Raises:
         ValueError: If it is not a buffer with ``sample``.
     """
-    with jax.default_device(device):
+    with _no_mesh(), jax.default_device(device):
         buffer = make()
     check_options(buffer, "sample", {}, "what make returns")
     if isinstance(buffer, OwnPrograms):
         raise ValueError("make returns a Hosted buffer; return the buffer itself")
+    if isinstance(buffer, SplitBatches):
+        raise ValueError(
+            f"make returns {checks.kind_of(buffer)}, which is spread over the devices of a mesh, "
+            "but a Hosted buffer is on one CPU device; return the buffer of one shard"
+        )
     return jax.device_put(buffer, device)
 
 

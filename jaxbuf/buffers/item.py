@@ -10,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.body import Body, counter_names, refuse
+from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage
 from jaxbuf.core.calls import call
@@ -104,7 +104,7 @@ class ItemBuffer(Body):
             occupancy = Subset.create(occupancy, capacity)
         if sampler.uses_age:
             common.needs_order(occupancy, f"{sampler}")
-        return cls(
+        buffer = cls(
             data=data,
             occupancy=occupancy,
             sampler_state=sampler.init(capacity),
@@ -114,6 +114,7 @@ class ItemBuffer(Body):
             extras=extras,
             evictor=evictor,
         )
+        return check_names(buffer)
 
     @property
     def capacity(self) -> int:
@@ -198,16 +199,16 @@ class ItemBuffer(Body):
         counts: dict[str, Array] = {}
         rows = refuse(illegal, rows, counts)
         for part, state in self._parts():
-            rows = refuse(part.refuse(state, rows, self.occupancy), rows, counts)
+            rows = refuse(common.ask(part, "refuse", state, rows, self.occupancy), rows, counts)
         occupancy, index = self.occupancy.place(rows.shape[0], rows.mask, rows.score)
         counts["adds"] = rows.count
         state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
             data=storage.write(self.data, items, index),
             occupancy=occupancy,
-            sampler_state=self.sampler.on_add(state, index, value),
+            sampler_state=common.hear(self.sampler, "on_add", state, index, value),
             counters=self._counted(counts),
-            extra_states=self._tell(lambda part, state: part.on_add(state, index, rows)),
+            extra_states=self._tell("on_add", index, rows),
         )
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -226,7 +227,7 @@ class ItemBuffer(Body):
                 single key.
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         self = common.check_single(self)
         return self._sample(key, rows)
 

@@ -37,7 +37,7 @@ def look_up(
         ValueError: If positions are given with slots, or missing without them.
     """
     if isinstance(where, Slots):
-        check_slots(where, "where")
+        where = check_slots(where, "where")
         if positions is not None:
             raise ValueError("positions were given with slots, which have their own")
         return call(_of_windows, rings, index, where, given, query, static=(4,))

@@ -25,8 +25,9 @@ from jaxbuf.buffers.parts import (
     choose,
     num_envs,
 )
-from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample
+from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample, SplitBatches
 from jaxbuf.core import checks, describe, storage
+from jaxbuf.core.calls import OwnPrograms
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
@@ -96,6 +97,7 @@ class Mixture(Composite, struct.PyTreeNode):
             )
         for i, part in enumerate(parts):
             check_options(part, "sample", {}, f"buffers[{i}]")
+            _check_whole(part, f"buffers[{i}]")
         if sum(weights) <= 0:
             raise ValueError(
                 f"ratios is {weights}; expected finite numbers of at least 0, not all 0"
@@ -206,7 +208,7 @@ class Mixture(Composite, struct.PyTreeNode):
                 key, or a part does not take one of the options.
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         for part in self.parts:
             check_options(part, "sample", options)
         keys = jax.random.split(key, len(self.parts))
@@ -252,7 +254,7 @@ class Mixture(Composite, struct.PyTreeNode):
             [0, 1, 2, 3, 4, 5, 10, 11]
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         for i, part in enumerate(self.parts):
             check_options(part, "next_batch", {}, f"parts[{i}]")
         keys, parts = jax.random.split(key, len(self.parts)), list(self.parts)
@@ -278,9 +280,10 @@ class Mixture(Composite, struct.PyTreeNode):
 
     def part_of(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the part of each row, ``[B]``; the number of parts if the row is invalid."""
-        common.check_slots(slots)
+        slots = common.check_slots(slots)
         ends = [self._offset(i + 1) for i in range(len(self.parts))]
         at_or_after = slots.index[:, None] >= jnp.asarray(ends, jnp.int32)[None]
+        at_or_after |= slots.index[:, None] < 0
         return jnp.sum(at_or_after, axis=1, dtype=jnp.int32)
 
     def part_slots(self, slots: Slots, part: int) -> Slots:
@@ -308,7 +311,7 @@ class Mixture(Composite, struct.PyTreeNode):
             >>> (mixture.part_slots(batch.slots, 1).index < 4).tolist()
             [False, False, True, True]
         """
-        common.check_slots(slots)
+        slots = common.check_slots(slots)
         i = self._check_part(part)
         index, capacity = slots.index - self._offset(i), self.parts[i].capacity
         own = (index >= 0) & (index < capacity)
@@ -705,6 +708,20 @@ def _largest_remainders(rows: Any, whole: Any, rest: Any) -> Any:
 
 def _total(numbers: list[Array]) -> Int[Array, ""]:
     return jnp.sum(jnp.stack(numbers), axis=0, dtype=jnp.int32)
+
+
+def _check_whole(part: object, name: str) -> None:
+    """Raises ValueError if a wrapper cannot be a part."""
+    if isinstance(part, OwnPrograms):
+        raise ValueError(
+            f"{name} is {checks.kind_of(part)}, which cannot be sampled inside a program; make the "
+            "mixture inside of it: Hosted.create(lambda: jaxbuf.Mixture.create(...))"
+        )
+    if isinstance(part, SplitBatches):
+        raise ValueError(
+            f"{name} is {checks.kind_of(part)}, whose batches are split over devices; sample from "
+            "it by itself, and join the batches"
+        )
 
 
 def _check_alike(parts: tuple[DrawnBuffer, ...]) -> None:

@@ -14,9 +14,11 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from jaxbuf.buffers.accumulator import ChunkAccumulator, EpisodeAccumulator
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.common import check_batch_size, check_key
+from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options, split_options
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, numbers
 from jaxbuf.core.calls import OwnPrograms, call
 from jaxbuf.core.slots import Slots
@@ -103,6 +105,8 @@ def add(
     if isinstance(buffer, OwnPrograms):
         return buffer.add(items, donate=donate, **given)
     donate = checks.check_flag("donate", donate)
+    if "env_ids" in given:
+        given["env_ids"] = _known_envs(buffer, given)
     traced, static = split_options(given)
     traced = _converted(traced)
     stored = buffer.data if isinstance(buffer, _STORES) else ()
@@ -145,7 +149,7 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
     check_options(buffer, "sample", given)
     if isinstance(buffer, OwnPrograms):
         return buffer.sample(key, batch_size, **given)
-    check_key(key)
+    key = check_key(key)
     rows = check_batch_size(batch_size)
     traced, static = split_options(given)
     return call(_sample_method, buffer, key, rows, traced, static, static=(2, 4))
@@ -189,7 +193,7 @@ def next_batch(
     donate = checks.check_flag("donate", donate)
     if isinstance(buffer, OwnPrograms):
         return buffer.next_batch(key, batch_size, donate=donate)
-    check_key(key)
+    key = check_key(key)
     rows = check_batch_size(batch_size)
     return call(_next_method, buffer, key, rows, static=(2,), donate=donate)
 
@@ -240,6 +244,15 @@ def update_priority(
     priority = _converted({"priority": priority})["priority"]
     traced, static = split_options(given)
     return call(_update_method, buffer, slots, priority, traced, static, static=(4,), donate=donate)
+
+
+def _known_envs(buffer: object, given: dict[str, object]) -> object:
+    """Returns ``env_ids`` after a check of their numbers, which a program would not know."""
+    part = given.get("part")
+    if isinstance(buffer, Mixture) and isinstance(part, int | np.integer):
+        buffer = buffer.parts[part] if 0 <= part < len(buffer.parts) else buffer
+    rings = isinstance(buffer, TrajectoryBuffer)
+    return buffer.check_env_ids(given["env_ids"]) if rings else given["env_ids"]
 
 
 def _converted(given: dict[str, object]) -> dict[str, Any]:

@@ -124,12 +124,13 @@ class Queue(struct.PyTreeNode):
         """
         self = common.check_single(self)
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
+        offered = jnp.uint32(rows)
+        if mask is not None:
+            mask = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
+            offered = jnp.sum(mask, dtype=jnp.uint32)
         taken = self.accepts(rows, mask)
         if rows == 0:
             return self
-        offered = jnp.uint32(rows)
-        if mask is not None:
-            offered = jnp.sum(jnp.asarray(mask), dtype=jnp.uint32)
         return call(Queue._put, self, items, taken, offered)
 
     def _put(

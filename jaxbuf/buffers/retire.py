@@ -28,7 +28,7 @@ AnyBuffer = TypeVar("AnyBuffer", bound="Body")
 
 def mark_used(buffer: AnyBuffer, freshness: Freshness, slots: Slots, mask: object) -> AnyBuffer:
     """Implements ``mark_used`` of the buffers."""
-    common.check_slots(slots)
+    slots = common.check_slots(slots)
     if slots.index.size == 0:
         return buffer
     if mask is not None:
@@ -88,7 +88,7 @@ def check_version(version: object, session: object) -> tuple[Int[Array, ""], Int
 
 def uses_and_staleness(buffer: "Body", slots: Slots) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Returns the uses and the staleness of items; 0 if an item has left."""
-    common.check_slots(slots)
+    slots = common.check_slots(slots)
     return call(_looked_up, trees.on_device(buffer), slots)
 
 
@@ -151,12 +151,14 @@ def _retire(buffer: AnyBuffer, gone: Int[Array, " B"], counter: str) -> AnyBuffe
     states = [
         state.more(**{counter: retired})
         if isinstance(part, Freshness)
-        else part.on_remove(state, gone)
+        else common.hear(part, "on_remove", state, gone)
         for part, state in zip(buffer.extras, buffer.extra_states, strict=True)
     ]
     return buffer.replace(
         occupancy=occupancy,
-        sampler_state=buffer.sampler.remove(lax.stop_gradient(buffer.sampler_state), gone),
+        sampler_state=common.hear(
+            buffer.sampler, "remove", lax.stop_gradient(buffer.sampler_state), gone
+        ),
         extra_states=tuple(states),
     )
 

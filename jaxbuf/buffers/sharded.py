@@ -15,7 +15,7 @@ from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.per_device import here_of
 from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
-from jaxbuf.core import checks, describe, sizes, storage
+from jaxbuf.core import checks, describe, sizes, storage, trees
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import Support
@@ -183,6 +183,9 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         check_options(self.shards, "add", given)
         if "env_ids" in given:
             raise ValueError("env_ids was given, but rows go to shards by their place; use mask")
+        trees.leaves(items, "items")
+        if not jax.tree.leaves(items):
+            raise ValueError("items has no arrays; expected the leaves of an item, each (B, ...)")
         for path, leaf in jax.tree_util.tree_leaves_with_path({"items": items} | given):
             name = path[0].key + jax.tree_util.keystr(path[1:])
             if not np.ndim(leaf):
@@ -206,7 +209,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
                 key.
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         _check_multiple(f"batch_size is {rows}", rows, self.num_shards)
         return call(global_draw.sample, self, key, rows, static=(2,))
 
@@ -287,7 +290,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             ValueError: If they are not slots, cannot be split evenly among the shards, or ``mask``
                 has another shape.
         """
-        common.check_slots(slots)
+        slots = common.check_slots(slots)
         shape = slots.index.shape
         self._check_rows("slots", shape[0])
         if mask is not None:

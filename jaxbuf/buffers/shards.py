@@ -120,7 +120,7 @@ def add(buffer: "Sharded", items: PyTree[Array], given: dict[str, object]) -> "S
             state = jax.vmap(lambda own: sampler.lend(own, world))(state)
             shards = shards.replace(sampler_state=state)
         count = here_of(shards)
-        blocks = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), rows)
+        blocks = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
         return jax.vmap(lambda shard, block: shard.add(block[0], **block[1]))(shards, blocks)
 
     return buffer.replace(shards=run(buffer, body, (items, given)))
@@ -197,7 +197,13 @@ def metrics(buffer: "Sharded") -> dict[str, Array]:
         found = all_gather(jax.vmap(lambda shard: shard.metrics())(shards), buffer.axis)
         found.pop("effective_sample_size", None)
         count = found.get("windows", found["size"])
-        return {name: _joined(name, value, count) for name, value in found.items()}
+        counts = shards.counter_names
+        return {
+            name: jnp.sum(value, dtype=value.dtype)
+            if name in counts
+            else _joined(name, value, count)
+            for name, value in found.items()
+        }
 
     return run(buffer, body, out=jax.P())
 

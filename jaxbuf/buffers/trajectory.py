@@ -1,5 +1,6 @@
 """Time-ordered steps of several environments, sampled as windows."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -10,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.body import Body, counter_names, refuse
+from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
 from jaxbuf.buffers.lookups import broadcast_steps, look_up
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
@@ -20,7 +21,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
-from jaxbuf.strategies.episodes import EpisodeIndex, Episodes
+from jaxbuf.strategies.episodes import Completed, EpisodeIndex, Episodes
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import Sampler
@@ -157,7 +158,7 @@ class TrajectoryBuffer(Body):
         occupancy = Subset.create(rings, rings.capacity) if picks else rings
         if sampler.uses_age:
             common.needs_order(occupancy, f"{sampler}")
-        return cls(
+        buffer = cls(
             data=data,
             occupancy=occupancy,
             sampler_state=sampler.init(rings.capacity),
@@ -166,6 +167,7 @@ class TrajectoryBuffer(Body):
             sampler=sampler,
             extras=extras,
         )
+        return check_names(buffer)
 
     @property
     def episodes(self) -> Episodes | None:
@@ -217,9 +219,11 @@ class TrajectoryBuffer(Body):
         """The largest number of windows that can be drawn from, of all rings together.
 
         A full ring has ``length - num_earliest_ignored - sequence_length + 1`` places for the first
-        step of a window, and a window at every ``period``-th of them.
+        step of a window, and a window at every ``period``-th of them. Short windows (see
+        ``Episodes``) may start at the other steps too.
         """
-        places = self.length - self.num_earliest_ignored - self.sequence_length + 1
+        further = 0 if self.episodes and self.episodes.pads else self.sequence_length - 1
+        places = self.length - self.num_earliest_ignored - further
         return self.num_envs * -(-places // self.period)
 
     @property
@@ -301,23 +305,42 @@ class TrajectoryBuffer(Body):
         rows = StepRows(**vars(given), rings=self.rings, target=target)
         begins = (target < self.capacity) & (remainder(target, self.period) == 0)
         index = jnp.where(begins, quotient(target, self.period), rings.capacity)
-        extras = self.replace(
-            extra_states=self._tell(lambda part, state: part.on_steps(state, index, rows))
-        )
+        extras = self.replace(extra_states=self._tell("on_steps", index, rows))
+        data = _unfold(storage.write(_fold(self.data), _fold(steps), target.reshape(-1)), self)
         counts = {"adds": rows.count}
         if value is not None:
             refuse({"rejected": ~self.sampler.accepts(value)}, rows, counts)
+        if self._picks():
+            count, order = _in_order(given)
+            found = extras._index().completed(rings, data, count, given.shape[1])
+            counts |= self._across(found)
+            # The row that completed each window.
+            by = count[:, None] - 1 - found.end
+            by = jnp.take_along_axis(order, jnp.clip(by, 0, given.shape[1] - 1), axis=1)
+            rows, value = _rows_at(rows, by), None if value is None else _at(value, by)
+            passed = broken[:, min(given.shape[1], self.sequence_length - 1) :]
+            broken = jnp.concatenate([found.broken, passed], axis=1)
+            completed = found.slots
         completed, refused = extras._refuse(completed, rows, counts)
         gone = jnp.concatenate([broken, *refused], axis=1).reshape(-1)
-        state = jax.lax.stop_gradient(self.sampler_state)
+        return extras._slid(rings, completed, value, gone).replace(
+            data=data, counters=self._counted(counts)
+        )
+
+    def _slid(
+        self,
+        rings: Rings,
+        come: Int[Array, "E H"],
+        value: Float[Array, "E H"] | None,
+        gone: Int[Array, " R"],
+    ) -> Self:
+        """Returns the buffer with these rings, with windows at ``come`` and none at ``gone``."""
+        state, added = jax.lax.stop_gradient(self.sampler_state), come.reshape(-1)
+        value = None if value is None else value.reshape(-1)
         return self.replace(
-            data=_unfold(storage.write(_fold(self.data), _fold(steps), target.reshape(-1)), self),
-            occupancy=self._seen(rings, completed.reshape(-1), gone),
-            sampler_state=self.sampler.on_slide(
-                state, completed.reshape(-1), None if value is None else value.reshape(-1), gone
-            ),
-            counters=self._counted(counts),
-            extra_states=extras._tell(lambda part, state: part.on_remove(state, gone)),
+            occupancy=self._seen(rings, added, gone),
+            sampler_state=common.hear(self.sampler, "on_slide", state, added, value, gone),
+            extra_states=self._tell("on_remove", gone),
         )
 
     def sample(
@@ -352,7 +375,7 @@ class TrajectoryBuffer(Body):
             [[0, 1, 2, 3], [0, 1, 2, 3]]
         """
         rows = common.check_batch_size(batch_size)
-        common.check_key(key)
+        key = common.check_key(key)
         self = common.check_single(self)
         return self._windows_of(sequence_length)._sample(key, rows)
 
@@ -377,9 +400,7 @@ class TrajectoryBuffer(Body):
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
         gone = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
         left = self._without(gone, self.rings.clear(mask))
-        return left.replace(
-            extra_states=left._tell(lambda part, state: part.on_clear_envs(state, mask))
-        )
+        return left.replace(extra_states=left._tell("on_clear_envs", mask))
 
     @property
     def end_position(self) -> UInt[Array, " E"]:
@@ -400,11 +421,17 @@ class TrajectoryBuffer(Body):
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """Returns the environment of each sampled window, and the position of its first step.
 
-        Both have shape ``[B]``. The environment of an invalid row is ``num_envs``.
+        Both have shape ``[B]``. The environment of an invalid row, and of a stale one, whose first
+        step is no longer held, is ``num_envs``.
         """
-        common.check_slots(slots)
-        env, position = self.rings.starts_at(slots.index, slots.generation)
-        return jnp.where(slots.index < self.capacity, env, self.num_envs), position
+        self, slots = common.check_single(self), common.check_slots(slots)
+        return call(TrajectoryBuffer._located, self.rings, slots)
+
+    @staticmethod
+    def _located(rings: Rings, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+        env, position = rings.starts_at(slots.index, slots.generation)
+        held = rings.locate(env, position) < rings.num_envs * rings.length
+        return jnp.where(held, env, rings.num_envs), position
 
     def get_field(
         self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
@@ -675,8 +702,128 @@ class TrajectoryBuffer(Body):
                 'boundary is "cross", whose windows are used as they are; create the buffer with '
                 'episodes=jaxbuf.Episodes(boundary="mask")'
             )
-        common.check_slots(slots)
+        slots = common.check_slots(slots)
         return call(TrajectoryBuffer._together, self._windows_of(sequence_length), slots)
+
+    def end_episodes(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
+        """Ends the open episodes, which were truncated by their newest steps.
+
+        The next step of these environments begins another episode. Use it where environments begin
+        anew without having told: after ``jaxbuf.load``, or after a reset in the middle of an
+        episode. The newest step of an open episode becomes truncated and, with ``Episodes.last``,
+        the last one, also in the flags that the step holds. Recorded returns of the episode are
+        ``default_return``. Environments without an open episode do not change.
+
+        Args:
+            envs: The environments, as a mask ``[num_envs]`` or as numbers ``[K]``, of which numbers
+                out of range are ignored. None means all of them.
+
+        Raises:
+            ValueError: If the buffer was created without ``Episodes``, or, when traced, if ``envs``
+                is neither a mask nor numbers.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> step = {"terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=jaxbuf.Episodes())
+            >>> steps = {name: jnp.zeros((1, 3), bool) for name in step}
+            >>> buffer = buffer.add(steps).end_episodes().add(steps)
+            >>> buffer.episode_begin_position(jnp.array([0]), jnp.arange(6)).tolist()
+            [0, 0, 0, 3, 3, 3]
+            >>> buffer.data["truncated"].tolist()
+            [[False, False, True, False, False, False, False, False]]
+        """
+        self._need(Episodes, "end_episodes was called, but ")
+        self = common.check_single(self)
+        return call(TrajectoryBuffer._ended, self, self._check_envs(envs))
+
+    def _ended(self, mask: Bool[Array, " E"]) -> Self:
+        index, rings = self._index(), self.rings
+        mask &= index.run > 0
+        newest = self._newest_rows(mask)
+        paths = fields.truncation(self.data, index.episodes.terminated, index.episodes.truncated)
+        data = self.data
+        for path in dict.fromkeys((paths, index.episodes.last)):
+            if path is not None:
+                flags = fields.find(data, path)
+                now = flags.reshape(-1).at[newest].set(True, mode="drop", unique_indices=True)
+                data = fields.replace(data, path, now.reshape(flags.shape))
+        ended = self.with_state(Episodes, index.end(rings, mask)).replace(data=data)
+        if not self._picks():
+            return ended
+        # Windows that are cut short by the new end may be complete now.
+        found = ended._index().completed(rings, data, mask.astype(jnp.int32), 1)
+        slots = jnp.where(found.short, found.slots, rings.capacity)
+        items = storage.read(_fold(data), newest)
+        counts: dict[str, Array] = {}
+        by = jnp.zeros(slots.shape, jnp.int32)
+        rows = StepRows(
+            items=jax.tree.map(lambda leaf: _at(leaf[:, None], by), jax.lax.stop_gradient(items)),
+            shape=slots.shape,
+            rings=rings,
+            target=_at(newest[:, None], by),
+        )
+        slots, refused = ended._refuse(slots, rows, counts)
+        nothing = jnp.full((0,), rings.capacity, jnp.int32)
+        gone = jnp.concatenate([nothing, *(slot.reshape(-1) for slot in refused)])
+        return ended._slid(rings, slots, None, gone).replace(counters=self._counted(counts))
+
+    def drop_newest_episode(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
+        """Removes the steps of the newest episode of each environment, whether it has ended or not.
+
+        The next step takes the place of the first removed one, and begins an episode. Steps that
+        the removed ones had overwritten do not come back. All slots sampled from an environment
+        that loses steps become stale, and the positions of its other steps grow by ``length``.
+
+        Args:
+            envs: The environments, as for ``end_episodes``.
+
+        Raises:
+            ValueError: If the buffer was created without ``Episodes``, or, when traced, if ``envs``
+                is neither a mask nor numbers.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> step = {"t": jnp.int32(0), "terminated": jnp.bool_(False)}
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=jaxbuf.Episodes())
+            >>> ends = jnp.array([[False, True, False, False, False]])
+            >>> buffer = buffer.add({"t": jnp.arange(5)[None], "terminated": ends})
+            >>> buffer = buffer.drop_newest_episode()
+            >>> buffer.gather_all().data["t"][0, : int(buffer.size)].tolist()
+            [0, 1]
+        """
+        self._need(Episodes, "drop_newest_episode was called, but ")
+        self = common.check_single(self)
+        return call(TrajectoryBuffer._dropped, self, self._check_envs(envs))
+
+    def _dropped(self, mask: Bool[Array, " E"]) -> Self:
+        index, rings = self._index(), self.rings
+        newest = self._newest_rows(mask)
+        steps = index.steps_before(newest) + 1
+        count = jnp.where(newest < self.capacity, steps, 0)
+        count = jnp.minimum(count, rings.held.astype(jnp.int32))
+        # Windows of earlier episodes that reach into the removed one.
+        across = 0 if index.episodes.boundary == "avoid" else self.sequence_length - 1
+        slot = jnp.arange(rings.capacity, dtype=jnp.int32)
+        of = jnp.repeat(count, rings.starts, total_repeat_length=rings.capacity)
+        gone = jnp.where((of > 0) & (rings.age(slot) < of + across), slot, rings.capacity)
+        left = self._without(gone, rings.retract(count))
+        return left.with_state(Episodes, left._index().clear(mask))
+
+    def _newest_rows(self, mask: Bool[Array, " E"]) -> Int[Array, " E"]:
+        """Returns where the newest steps of some rings are; past the end for the others."""
+        env = jnp.arange(self.num_envs, dtype=jnp.int32)
+        row = self.rings.locate(env, self.rings.end - jnp.uint32(1))
+        # Each row past the end is a different one.
+        return jnp.where(mask & (row < self.capacity), row, self.capacity + env)
+
+    def _picks(self) -> bool:
+        """Returns whether the index of episodes decides which windows there are."""
+        return self.episodes is not None and self.episodes.removes
+
+    def _across(self, found: Completed) -> dict[str, Array]:
+        assert self.episodes is not None
+        return dict.fromkeys(self.episodes.reasons, found.refused)
 
     def _together(self, slots: Slots) -> Bool[Array, "B S"]:
         mask = self._index().together(self.rings, slots.index)
@@ -744,9 +891,10 @@ class TrajectoryBuffer(Body):
         refused: list[Int[Array, "E T"]] = []
         slots = self.rings.capacity
         for part, state in self._parts():
-            for reason, mask in part.refuse_windows(state, completed, rows).items():
+            for reason, mask in common.ask(part, "refuse_windows", state, completed, rows).items():
                 hit = mask & (completed < slots)
-                counts[reason] = jnp.sum(hit, dtype=jnp.uint32)
+                none: Array = jnp.uint32(0)
+                counts[reason] = counts.get(reason, none) + jnp.sum(hit, dtype=jnp.uint32)
                 refused.append(jnp.where(hit, completed, slots))
                 completed = jnp.where(hit, slots, completed)
         return completed, refused
@@ -761,7 +909,7 @@ class TrajectoryBuffer(Body):
         mask: Numbers | None,
     ) -> Self:
         """Adds rows to some environments, by an ``add`` with masked rows for the others."""
-        ids = self._check_env_ids(env_ids)
+        ids = self.check_env_ids(env_ids)
         count = ids.shape[0]
         steps, batch = common.check_steps(self.data, steps, count)
         if count == 0:
@@ -804,8 +952,8 @@ class TrajectoryBuffer(Body):
         state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
             occupancy=self._seen(rings, nothing, slots),
-            sampler_state=self.sampler.remove(state, slots),
-            extra_states=self._tell(lambda part, state: part.on_remove(state, slots)),
+            sampler_state=common.hear(self.sampler, "remove", state, slots),
+            extra_states=self._tell("on_remove", slots),
         )
 
     def _seen(self, rings: Rings, come: Int[Array, " B"], gone: Int[Array, " R"]) -> Rings | Subset:
@@ -816,7 +964,9 @@ class TrajectoryBuffer(Body):
         return self.occupancy.replace(inner=rings).mark(jnp.concatenate([come, gone]), member)
 
     def _check_envs(self, envs: object) -> Bool[Array, " E"]:
-        """Returns ``envs`` as a mask."""
+        """Returns ``envs`` as a mask; None means all."""
+        if envs is None:
+            return jnp.ones((self.num_envs,), bool)
         given = numbers.abstract(envs, "envs")
         if given.dtype == jnp.bool_:
             return storage.check_rows(envs, "envs", (self.num_envs,), np.bool_, "(num_envs,)")
@@ -843,11 +993,18 @@ class TrajectoryBuffer(Body):
             )
         rings, come, gone = self.rings.resize(size)
         state = jax.lax.stop_gradient(self.sampler_state)
-        state = self.sampler.on_slide(state, come.reshape(-1), None, gone.reshape(-1))
+        state = common.hear(
+            self.sampler, "on_slide", state, come.reshape(-1), None, gone.reshape(-1)
+        )
         return self.replace(occupancy=rings, sampler_state=state)
 
-    def _check_env_ids(self, env_ids: object) -> Int[Array, " K"]:
-        """Returns ``env_ids`` as an array."""
+    def check_env_ids(self, env_ids: object) -> Int[Array, " K"]:
+        """Returns the ``env_ids`` of ``add`` as an array; what is known of them is checked.
+
+        Raises:
+            ValueError: If they are not integers ``[K]``, or a number is out of range or occurs
+                twice.
+        """
         given = numbers.ids(env_ids, "env_ids")
         if given.ndim != 1:
             raise ValueError(f"env_ids has shape {given.shape}; expected (K,)")
@@ -869,7 +1026,17 @@ class TrajectoryBuffer(Body):
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """Returns the windows at ``index``, leaves ``[B, sequence_length, ...]``."""
         ring, start = self.rings.split(index)
-        return storage.read_runs(self.data, ring, start, self.sequence_length)
+        if self.episodes is None or not self.episodes.pads:
+            return storage.read_runs(self.data, ring, start, self.sequence_length)
+        mask = self._index().together(self.rings, index)
+        last = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32) - 1
+        offset = jnp.arange(self.sequence_length, dtype=jnp.int32)[None]
+        place = remainder(start[:, None] + jnp.minimum(offset, last), self.length)
+        row = ring[:, None] * self.length + place
+        return jax.tree.map(
+            lambda leaf: leaf.reshape(*row.shape, *leaf.shape[1:]),
+            storage.read(_fold(self.data), row.reshape(-1)),
+        )
 
 
 def _check_windows(sequence_length: int, length: int, ignored: int) -> None:
@@ -896,6 +1063,37 @@ def _per_step(value: Numbers, name: str, batch: tuple[int, ...], axes: str) -> I
     shape = batch[:1] if np.ndim(value) == 1 else batch
     array = storage.check_rows(value, name, shape, np.int32, axes).reshape(batch[0], -1)
     return jnp.broadcast_to(array, (batch[0], batch[1] if len(batch) > 1 else 1))
+
+
+def _in_order(given: Rows) -> tuple[Int[Array, " E"], Int[Array, "E T"]]:
+    """Returns the number of rows taken from each environment, and their columns in order."""
+    num_envs, rows = given.shape
+    column = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), given.shape)
+    if given.mask is None:
+        return jnp.full((num_envs,), rows, jnp.int32), column
+    env = jnp.arange(num_envs, dtype=jnp.int32)[:, None]
+    rank = jnp.where(given.mask, jnp.cumsum(given.mask, axis=1, dtype=jnp.int32) - 1, rows)
+    order = jnp.zeros(given.shape, jnp.int32).at[env, rank].set(column, mode="drop")
+    return jnp.sum(given.mask, axis=1, dtype=jnp.int32), order
+
+
+def _rows_at(rows: StepRows, column: Int[Array, "E H"]) -> StepRows:
+    """Returns the rows in these columns."""
+    items, *others = jax.tree.map(
+        lambda leaf: _at(leaf, column),
+        (rows.items, rows.mask, rows.version, rows.session, rows.target),
+    )
+    names = ("mask", "version", "session", "target")
+    shape: Any = column.shape
+    return dataclasses.replace(
+        rows, items=items, shape=shape, **dict(zip(names, others, strict=True))
+    )
+
+
+def _at(leaf: Array, column: Int[Array, "E H"]) -> Array:
+    """Returns the columns ``[E, H, ...]`` of a leaf ``[E, T, ...]``."""
+    env = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
+    return leaf.at[env, column].get(mode="promise_in_bounds")
 
 
 def _fold(data: PyTree[Array]) -> PyTree[Array]:

@@ -7,6 +7,7 @@ import jax
 import jax.core
 from jaxtyping import PyTree
 
+from jaxbuf.core import trees
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.types import Function
 from jaxbuf.core.versions import takes_option, trace_state
@@ -35,6 +36,7 @@ def call(
     """
     if isinstance(args[0], OwnPrograms):
         return function(*args)
+    args = trees.owned(args)
     if is_outside():
         return _run(function, static, donate, args)
     # Inside a transformation of the caller, the caller's program is the one that is compiled.

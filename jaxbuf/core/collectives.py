@@ -1,6 +1,7 @@
 """Whole pytrees sent between the devices along an axis of a mesh, inside of ``jax.shard_map``."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -66,10 +67,11 @@ def _bits(leaf: Array) -> Array:
     elif leaf.dtype.kind == "c":
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     size = leaf.dtype.itemsize
-    if size == 1 and leaf.dtype.kind in "bui":
-        return leaf.astype(jnp.uint8).reshape(leaf.shape[0], -1)
-    word = jnp.dtype(f"uint{8 * min(size, 4)}")
-    return lax.bitcast_convert_type(leaf, word).reshape(leaf.shape[0], -1)
+    if size == 1:
+        plain = lax.bitcast_convert_type(leaf.astype(_byte(leaf.dtype)), jnp.uint8)
+        return plain.reshape(leaf.shape[0], math.prod(leaf.shape[1:]))
+    words = lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * min(size, 4)}"))
+    return words.reshape(leaf.shape[0], math.prod(words.shape[1:]))
 
 
 def _from_bits(bits: Array, like: Array) -> Array:
@@ -81,7 +83,17 @@ def _from_bits(bits: Array, like: Array) -> Array:
     if like.dtype.kind == "c":
         both = _from_bits(bits, jnp.stack([like.real, like.imag], axis=-1))
         return lax.complex(both[..., 0], both[..., 1])
-    if like.dtype.itemsize == 1 and like.dtype.kind in "bui":
-        return bits.reshape(shape).astype(like.dtype)
+    if like.dtype.itemsize == 1:
+        plain = lax.bitcast_convert_type(bits.reshape(shape), _byte(like.dtype))
+        return plain.astype(like.dtype)
     shape += (2,) if like.dtype.itemsize == 8 else ()
     return lax.bitcast_convert_type(bits.reshape(shape), like.dtype)
+
+
+def _byte(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype of 8 bits that holds all numbers of one of at most 8 bits."""
+    if dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return jnp.dtype(jnp.uint8)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.dtype(jnp.int8)
+    return jnp.dtype(jnp.float8_e4m3fn) if jnp.finfo(dtype).bits < 8 else dtype

@@ -61,7 +61,7 @@ def arrays(tree: PyTree, name: str) -> PyTree[Array]:
     for path, leaf in leaves:
         label = name + jax.tree_util.keystr(path)
         got = given(leaf, label)
-        out.append(jnp.asarray(convert(leaf, label, got.dtype) if is_number(got.dtype) else leaf))
+        out.append(own(leaf, label, got.dtype) if is_number(got.dtype) else jnp.asarray(leaf))
     return jax.tree.unflatten(treedef, out)
 
 
@@ -76,7 +76,7 @@ def array(value: object, name: str) -> Array:
 
 
 def ids(value: object, name: str) -> Any:
-    """Returns integer identifiers as a NumPy array, or as a traced one.
+    """Returns integer identifiers as a NumPy array, or as a jax array if they are not known here.
 
     Raises:
         ValueError: If they are not integers.
@@ -86,7 +86,11 @@ def ids(value: object, name: str) -> Any:
     got = given(value, name)
     if not jnp.issubdtype(got.dtype, jnp.integer) and (got.shape == () or 0 not in got.shape):
         raise ValueError(f"{name} has dtype {got.dtype}; expected integers")
-    return value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    if isinstance(value, jax.core.Tracer):
+        return value
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return value
+    return np.array(value)
 
 
 def is_number(dtype: Dtype) -> bool:
@@ -148,6 +152,12 @@ def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -
         return host.astype(dtype)
 
 
+def own(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -> Array:
+    """Returns ``convert(value, ...)`` as a jax array of ``dtype``, which shares no host memory."""
+    converted = convert(value, name, dtype, infinite=infinite)
+    return jnp.asarray(trees.owned(value) if converted is value else converted, dtype)
+
+
 def integers(value: object, name: str) -> Int[Array, "..."]:
     """Returns integers of any width as an int32 array.
 
@@ -157,7 +167,7 @@ def integers(value: object, name: str) -> Int[Array, "..."]:
     got = given(value, name)
     if not jnp.issubdtype(got.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {got.dtype}; expected integers")
-    return jnp.asarray(convert(value, name, np.dtype("int32")), jnp.int32)
+    return own(value, name, np.dtype("int32"))
 
 
 def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
@@ -178,7 +188,7 @@ def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
     leaves = trees.leaves(tree, name)
     if not any(_may_change(leaf) for leaf in leaves):
         return tree
-    kept = jax.tree.leaves(like)
+    kept = jax.tree.leaves(trees.match(tree, like))
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     known = len(kept) == len(leaves)
     out: list[Any] = []

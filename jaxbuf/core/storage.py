@@ -64,13 +64,15 @@ def check(
         skip: Number of leading axes of the storage's leaves.
 
     Returns:
-        The items as arrays of the storage's dtypes, and the lengths of the leading axes. Only
-        Python scalars and weakly typed arrays are cast.
+        The items as arrays of the storage's dtypes, in its structure, and the lengths of the
+        leading axes. Only Python scalars and weakly typed arrays are cast. Leaves are paired by
+        key, whatever the kinds and orders of the mappings.
 
     Raises:
         ValueError: If the structure, a shape or a dtype differs; the message names the leaf.
     """
     trees.leaves(items, name)
+    items = trees.match(storage, items)
     _check_structure(storage, items, name)
     paths, treedef = jax.tree_util.tree_flatten_with_path(storage)
     lengths: dict[str, int] = {}
@@ -99,7 +101,7 @@ def check(
                 f"{label} has dtype {got.dtype}; expected {dtype} "
                 f"(cast it yourself: nothing is cast silently)"
             )
-        out.append(jnp.asarray(numbers.convert(leaf, label, dtype), dtype))
+        out.append(numbers.own(leaf, label, dtype))
     sizes = tuple(axis if isinstance(axis, int) else lengths[axis] for axis in axes)
     return jax.tree.unflatten(treedef, out), sizes
 
@@ -135,8 +137,7 @@ def check_rows(
         raise ValueError(f"{name} has shape {got.shape}; expected {shape}, which is {axes}")
     if not _is_castable(got, dtype):
         raise ValueError(f"{name} has dtype {got.dtype}; expected {np.dtype(dtype).name}")
-    array = jnp.asarray(numbers.convert(value, name, np.dtype(dtype), infinite=infinite), dtype)
-    return lax.stop_gradient(array)
+    return lax.stop_gradient(numbers.own(value, name, np.dtype(dtype), infinite=infinite))
 
 
 def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic]) -> bool:

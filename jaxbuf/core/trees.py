@@ -1,5 +1,6 @@
 """Pytrees as users pass them."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -30,8 +31,68 @@ all strings or all integers (Comparator raised exception while sorting pytree di
         ) from error
 
 
+def owned(tree: Tree) -> Tree:
+    """Returns the tree with copies of its NumPy arrays, which their owner may write again.
+
+    JAX may read a NumPy array after the call that it was passed to has returned, and on a CPU a jax
+    array may be the memory of a NumPy array. So each array that a caller passes is copied once,
+    before anything of JAX sees it: here, or where its dtype is converted.
+    """
+    # Few classes are looked at instead of many leaves, because each call from Python comes here.
+    if not any(issubclass(kind, np.ndarray) for kind in set(map(type, jax.tree.leaves(tree)))):
+        return tree
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
 def on_device(tree: Tree) -> Tree:
     """Returns the tree with its NumPy arrays, as ``jax.device_get`` returns them, as jax arrays."""
     if not any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(tree)):
         return tree
-    return jax.tree.map(jnp.asarray, tree)
+    return jax.tree.map(jnp.asarray, owned(tree))
+
+
+def plain(tree: object) -> Any:
+    """Returns the tree with dicts, which JAX sorts by key, in place of all other mappings.
+
+    Example:
+        >>> import collections
+        >>> plain((collections.OrderedDict(b=1, a=2), 3))
+        ({'b': 1, 'a': 2}, 3)
+    """
+
+    def is_mapping(node: object) -> bool:
+        return isinstance(node, Mapping)
+
+    def convert(node: Any) -> Any:
+        return {key: plain(x) for key, x in node.items()} if is_mapping(node) else node
+
+    return jax.tree.map(convert, tree, is_leaf=is_mapping)
+
+
+def match(like: object, tree: Tree) -> Tree:
+    """Returns a tree in the structure of another one, where only their mappings differ.
+
+    JAX flattens an ``OrderedDict`` in its own order, but a dict sorted by key, so leaves of the two
+    must not be paired by position.
+
+    Args:
+        like: The tree that has the structure.
+        tree: The tree with the leaves.
+
+    Returns:
+        The leaves of ``tree`` in the structure of ``like``, paired by key. If the two differ in
+        anything but the kinds and orders of mappings, ``tree`` as it is.
+
+    Example:
+        >>> import collections
+        >>> match({"a": 0, "b": 0}, collections.OrderedDict(b=1, a=2))
+        {'a': 2, 'b': 1}
+    """
+    want = jax.tree.structure(like)
+    if jax.tree.structure(tree) == want:
+        return tree
+    names, found = plain(jax.tree.unflatten(want, range(want.num_leaves))), plain(tree)
+    if jax.tree.structure(names) != jax.tree.structure(found):
+        return tree
+    by_name = dict(zip(jax.tree.leaves(names), jax.tree.leaves(found), strict=True))
+    return jax.tree.unflatten(want, [by_name[i] for i in range(want.num_leaves)])

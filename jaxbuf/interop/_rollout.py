@@ -31,7 +31,7 @@ def rollout(
 
     Returns:
         The next states, and the items to store, leaves ``[E, T, ...]``. For an
-        ``ItemBuffer`` fold both axes into one, ``leaf.reshape(-1, *leaf.shape[2:])``.
+        ``ItemBuffer`` fold both axes into one, ``jax.lax.collapse(leaf, 0, 2)``.
 
     Raises:
         ValueError: If ``step`` is no function, ``key`` not one key or ``num_steps`` below 1.
@@ -50,7 +50,7 @@ def rollout(
     """
     if not callable(step):
         raise ValueError(f"step is {name_of(step)}; expected a function")
-    check_key(key)
+    key = check_key(key)
     num_steps = check_count("num_steps", num_steps)
     carry, steps = jax.lax.scan(step, carry, jax.random.split(key, num_steps))
     stored: Any = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), steps)

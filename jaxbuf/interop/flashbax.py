@@ -46,9 +46,10 @@ over bit by bit.
 """
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import ops
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
-from jaxbuf.core import describe
+from jaxbuf.core import describe, numbers, trees
 from jaxbuf.core.checks import check_flag, check_fraction
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
@@ -65,10 +66,12 @@ from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 
 __all__ = [
+    "BufferState",
     "ExperiencePair",
     "Mixer",
     "PrioritisedTrajectoryBuffer",
     "PrioritisedTrajectoryBufferSample",
+    "PrioritisedTrajectoryBufferState",
     "PrioritisedTransitionSample",
     "TrajectoryBuffer",
     "TrajectoryBufferSample",
@@ -88,13 +91,23 @@ __all__ = [
 ]
 
 
+Experience = TypeVar("Experience")
+
+
 class SumTreeRoot(NamedTuple):
-    """The part of a sum tree that can be read: ``nodes[0]``, the sum of all leaves."""
+    """The part of a sum tree that can be read.
+
+    Attributes:
+        nodes: ``nodes[0]``, the sum of all leaves, ``[1]``.
+        max_recorded_priority: The largest priority to the exponent that is in the buffer now, at
+            least 1: what a new item gets, ``[]``.
+    """
 
     nodes: Float[Array, " 1"]
+    max_recorded_priority: Float[Array, ""]
 
 
-class TrajectoryBufferState(struct.PyTreeNode):
+class TrajectoryBufferState(struct.PyTreeNode, Generic[Experience]):
     """The state of a buffer or a queue: a ``jaxbuf.TrajectoryBuffer`` written in all rings at once.
 
     Attributes:
@@ -146,10 +159,12 @@ class TrajectoryBufferState(struct.PyTreeNode):
         """
         if not self.buffer.sampler.uses_priority:
             raise AttributeError("this buffer has no priorities, so it keeps no sum tree")
-        return SumTreeRoot(nodes=self.buffer.sampler_state.root("sum")[..., None])
+        tree = self.buffer.sampler_state
+        largest = jnp.maximum(tree.root("max"), 1.0)
+        return SumTreeRoot(nodes=tree.root("sum")[..., None], max_recorded_priority=largest)
 
 
-TrajectoryQueueState = TrajectoryBufferState
+TrajectoryQueueState = BufferState = PrioritisedTrajectoryBufferState = TrajectoryBufferState
 
 
 class ExperiencePair(NamedTuple):
@@ -559,12 +574,12 @@ def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..
     check_flag("add_sequences", sequences)
 
     def shaped(leaf: Any) -> Array:
-        array = jnp.asarray(leaf)
+        array = jnp.asarray(trees.owned(leaf))
         if not batches:
             array = array[None]
         if not sequences:
             array = array[:, None]
-        return array.reshape(1, -1, *array.shape[2:]) if flatten else array
+        return jax.lax.collapse(array, 0, 2)[None] if flatten else array
 
     return lambda state, batch: _add(state, jax.tree.map(shaped, batch))
 
@@ -578,7 +593,7 @@ def _set_priorities(
     if isinstance(indices, Slots):
         slots = indices
     else:
-        index = jnp.asarray(indices).astype(jnp.int32)
+        index = numbers.integers(indices, "indices")
         slots = Slots(index=index, generation=state.buffer.occupancy.generation(index))
     return state.replace(buffer=ops.update_priority(state.buffer, slots, priorities, donate=False))
 
@@ -673,6 +688,17 @@ def _windows(
         return TrajectoryBufferState(buffer)
 
     def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
+        held = state.buffer
+        for name, ours, theirs in (
+            ("sample_sequence_length", sequence_length, held.sequence_length),
+            ("period", period, held.period),
+            ("the sampler", sampler, held.sampler),
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"{name} is {ours}, but the state was made with {theirs}; sample it with the "
+                    "buffer that made it, or add its experience to a state of this one"
+                )
         drawn = ops.sample(state.buffer, rng_key, batch_size)
         if not sampler.uses_priority:
             return TrajectoryBufferSample(experience=view(drawn.data), valid=drawn.valid)
@@ -729,3 +755,9 @@ def _items(
     _check_lengths(max_length, min_length, batch_size)
     add = _adder(batches, sequences, flatten=True)
     return _windows(1, batch_size, 1, 1, min_length, None, max_length, sampler, add, _step)
+
+
+# flashbax has a module for each kind of buffer, as in ``fbx.trajectory_buffer.BufferState``.
+buffers = flat_buffer = item_buffer = trajectory_buffer = trajectory_queue = mixer = (
+    prioritised_flat_buffer
+) = prioritised_item_buffer = prioritised_trajectory_buffer = sys.modules[__name__]

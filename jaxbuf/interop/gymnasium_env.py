@@ -1,10 +1,14 @@
 """Gymnasium's vector environments, whose episodes end in one of three ways."""
 
+from collections.abc import Mapping
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Bool, PyTree, Shaped
+
+from jaxbuf.core import trees
 
 _MODES = ("NextStep", "SameStep", "Disabled")
 
@@ -32,7 +36,7 @@ def gymnasium_transitions(
     obs: PyTree[Shaped[np.ndarray, "E ..."]],
     action: PyTree[Shaped[np.ndarray, "E ..."]],
     result: tuple[Any, Any, Any, Any, dict[str, Any]],
-    ended: Bool[np.ndarray, " E"] | None = None,
+    ended: Bool[np.ndarray, " E"] | EllipsisType | None = ...,
 ) -> VectorStep:
     """Turn a step of a vector environment into transitions.
 
@@ -47,14 +51,17 @@ def gymnasium_transitions(
 
     Args:
         envs: A ``gymnasium.vector.VectorEnv``, of Gymnasium 1.1 or newer.
-        obs: The observations that the actions were chosen for, leaves ``[E, ...]``.
+        obs: The observations that the actions were chosen for, leaves ``[E, ...]``. Mappings of
+            any kind and order become dicts in the transitions, and lists of numbers arrays.
         action: The actions, leaves ``[E, ...]``.
         result: The result of ``envs.step(action)``.
-        ended: ``VectorStep.ended`` of the step before; None after ``envs.reset``.
+        ended: ``VectorStep.ended`` of the step before; None after ``envs.reset``. It must be given
+            in mode *next step*, where nothing else tells resets from transitions.
 
     Raises:
-        ValueError: If the environment does not say how it resets, or in mode *same step* does not
-            give the last observations.
+        ValueError: If the environment does not say how it resets, in mode *next step* ``ended`` is
+            not given, or in mode *same step* the last observations are not. They are matched with
+            the observations by name, and the message names one that is missing.
 
     Example:
         >>> import gymnasium, jaxbuf
@@ -82,12 +89,19 @@ def gymnasium_transitions(
     now = terminated | truncated
     mask = np.ones(now.shape, bool)
     if mode == "NextStep" and ended is not None:
+        if isinstance(ended, EllipsisType):
+            raise ValueError(
+                "envs reset in the step after the end of an episode, so pass ended, which tells "
+                "resets from transitions: None after envs.reset, then step.ended of the step before"
+            )
         mask = ~np.asarray(ended, bool)
-    last = next_obs
+        if mask.shape != now.shape:
+            raise ValueError(f"ended has shape {mask.shape}; expected {now.shape}")
+    last = _observations(next_obs)
     if mode == "SameStep" and now.any():
-        last = _with_final(next_obs, infos, now)
+        last = _with_final(last, infos, now)
     transitions = {
-        "obs": obs,
+        "obs": _observations(obs),
         "action": action,
         "reward": np.asarray(reward, np.float32),
         "terminated": terminated,
@@ -167,13 +181,52 @@ def _with_final(obs: Any, infos: dict[str, Any], ended: Bool[np.ndarray, " E"]) 
             "episodes have ended, but infos have no 'final_obs'; vector environments that reset in "
             "the same step give it there"
         )
-    leaves, treedef = jax.tree.flatten(obs)
-    leaves = [np.array(leaf) for leaf in leaves]
-    for env in np.flatnonzero(ended):
-        final = jax.tree.leaves(infos["final_obs"][env])
-        for leaf, value in zip(leaves, final, strict=True):
-            leaf[env] = value
-    return jax.tree.unflatten(treedef, leaves)
+    final = infos["final_obs"]
+    # Sync and async environments give one observation for each environment, others a batch.
+    batched = isinstance(final, Mapping) or (isinstance(final, tuple) and isinstance(obs, tuple))
+
+    def fill(path: tuple[Any, ...], leaf: Any) -> Any:
+        filled = np.array(leaf)
+        for env in np.flatnonzero(ended).tolist():
+            root = "infos['final_obs']" + ("" if batched else f"[{env}]")
+            value = _follow(final if batched else final[env], path, root)
+            value = value[env] if batched else value
+            shape = np.shape(value)
+            if value is None or shape != filled.shape[1:]:
+                got = "None" if value is None else f"of shape {shape}"
+                raise ValueError(
+                    f"{root}{jax.tree_util.keystr(path)} of environment {env} is {got}; expected "
+                    f"shape {filled.shape[1:]}, as in the observations"
+                )
+            filled[env] = value
+        return filled
+
+    return jax.tree_util.tree_map_with_path(fill, obs)
+
+
+def _follow(tree: Any, path: tuple[Any, ...], name: str) -> Any:
+    """Returns what is at a path of JAX's keys, whatever kinds of containers lead there."""
+    for i, key in enumerate(path):
+        try:
+            tree = getattr(tree, key.name) if hasattr(key, "name") else tree[_index(key)]
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"{name} has no {jax.tree_util.keystr(path[: i + 1])}, which the observations have"
+            ) from error
+    return tree
+
+
+def _index(key: Any) -> Any:
+    return key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key
+
+
+def _observations(obs: Any) -> Any:
+    """Returns observations with plain dicts for mappings, and arrays for lists of numbers."""
+    return jax.tree.map(
+        lambda leaf: np.asarray(leaf) if isinstance(leaf, list) else leaf,
+        trees.plain(obs),
+        is_leaf=lambda node: isinstance(node, list),
+    )
 
 
 def _like(space: Any) -> Any:

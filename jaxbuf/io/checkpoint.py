@@ -201,20 +201,32 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(version, "its manifest is incomplete") from error
     target: Any = resizing.as_saved(like, configuration) if resize else like
-    _compare(version, configuration, saved, target)
+    gone = {name for name in saved if _was_empty(name, saved[name], configuration)}
+    wanted = {name: leaf for name, leaf in saved.items() if name not in gone}
+    _compare(version, configuration, wanted, target)
 
-    loaded: list[Any] = []
+    names = [*structure.leaves(target, "like")]
+    places = dict(zip(names, jax.tree.leaves(target), strict=True))
+    loaded: dict[str, Any] = {}
     readers = _read(version, manifest)
-    for (name, leaf), place in zip(saved.items(), jax.tree.leaves(target), strict=True):
+    for name, leaf in saved.items():
         try:
-            loaded.append(_restore(next(readers), leaf, leaves[name], place))
+            read = next(readers)
+            if name not in gone:
+                loaded[name] = _restore(read, leaf, leaves[name], places[name])
         except MemoryError:
             raise
         except Exception as error:
             # Each layer of the storage raises errors of its own.
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
-    tree = jax.tree.unflatten(jax.tree.structure(target), loaded)
+    tree = jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in names])
     return jax.tree.map(_place, resizing.fit(tree, like), like) if resize else tree
+
+
+def _was_empty(name: str, leaf: Leaf, configuration: dict[str, Any]) -> bool:
+    """Returns whether version 0.2.0 saved a leaf without elements, which no state has now."""
+    index, field, _ = name.rpartition(".returns")
+    return bool(field) and 0 in leaf.shape and configuration.get(index) == "EpisodeIndex"
 
 
 def _compare(

@@ -16,6 +16,7 @@ from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks
 from jaxbuf.core.calls import call
@@ -263,8 +264,10 @@ def _check_room(state: Any, asks: str, rows: int) -> None:
                 more = f"{asks}, of which parts[{i}] gives {count}"
                 _check_room(state.parts[i], more, max(count, 1))
         return
-    if isinstance(state, TrajectoryBuffer):
-        room, kind = state.max_windows, "room is for {} windows"
+    ring = state.shards if isinstance(state, Sharded) else state
+    if isinstance(ring, TrajectoryBuffer):
+        shards = state.num_shards if isinstance(state, Sharded) else 1
+        room, kind = shards * ring.max_windows, "room is for {} windows"
     else:
         room, kind = getattr(state, "capacity", rows), "capacity is {}"
         sampler = getattr(state, "sampler", None)

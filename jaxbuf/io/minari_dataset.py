@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxbuf.buffers import ops
+from jaxbuf.buffers.kinds import item_of, num_blocks, num_rings
 from jaxbuf.buffers.options import check_options
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import numbers, storage
+from jaxbuf.core import numbers, storage, trees
 from jaxbuf.core.checks import name_of
 from jaxbuf.core.sizes import check_count
-from jaxbuf.io.order import in_order
+from jaxbuf.io.order import items_in_order, rings_in_order
 
 Buffer = TypeVar("Buffer", bound=Any)
 
@@ -38,8 +38,8 @@ def from_minari(dataset: Any, buffer: Buffer, *, rows_at_a_time: int = 1024) -> 
 
     Args:
         dataset: The result of ``minari.load_dataset``, or any other iterable of its episodes.
-        buffer: An ``ItemBuffer``, ``Queue`` or ``TrajectoryBuffer``. It is consumed: go on with the
-            result.
+        buffer: An ``ItemBuffer``, ``Queue`` or ``TrajectoryBuffer``, which may be ``Hosted`` or
+            ``Sharded``. It is consumed: go on with the result.
         rows_at_a_time: Number of rows to add in one step.
 
     Raises:
@@ -48,19 +48,19 @@ def from_minari(dataset: Any, buffer: Buffer, *, rows_at_a_time: int = 1024) -> 
     """
     check_options(buffer, "add", {})
     rows_at_a_time = check_count("rows_at_a_time", rows_at_a_time)
-    fields = buffer.data
+    fields = item_of(buffer)
     if not isinstance(fields, dict) or not set(fields) <= set(_FIELDS):
         raise ValueError(
             f"the items of buffer are {jax.tree.structure(fields)}; expected a dict with any "
             f"of {', '.join(_FIELDS)}"
         )
-    skip = 2 if isinstance(buffer, TrajectoryBuffer) else 1
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[skip:]), x.dtype), fields)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), fields)
     episodes = (_steps(episode, like) for episode in _episodes(dataset))
-    if isinstance(buffer, TrajectoryBuffer):
+    if num_rings(buffer):
         filled: Any = _into_rings(episodes, buffer, rows_at_a_time)
     else:
-        filled = buffer
+        filled, blocks = buffer, num_blocks(buffer)
+        rows_at_a_time = -(-rows_at_a_time // blocks) * blocks
         for items, mask in _pieces(episodes, rows_at_a_time):
             filled = ops.add(filled, items, mask=mask)
     return filled
@@ -134,7 +134,7 @@ def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
         "terminated": episode.terminations,
         "truncated": truncated,
     }
-    given = {name: every[name] for name in like}
+    given = trees.match(like, {name: every[name] for name in like})
     want, have = jax.tree.structure(like), jax.tree.structure(given)
     if want == have:
         given = jax.tree_util.tree_map_with_path(
@@ -166,10 +166,8 @@ def _pieces(episodes: Iterator[dict[str, Any]], size: int) -> Iterator[tuple[PyT
         yield jax.tree.map(lambda x: _pad(x, size), rows), np.arange(size) < count
 
 
-def _into_rings(
-    episodes: Iterator[dict[str, Any]], buffer: TrajectoryBuffer, size: int
-) -> TrajectoryBuffer:
-    given = [0] * buffer.num_envs
+def _into_rings(episodes: Iterator[dict[str, Any]], buffer: Any, size: int) -> Any:
+    given = [0] * num_rings(buffer)
 
     def tile(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return np.broadcast_to(x, (len(given), *x.shape))
@@ -182,7 +180,7 @@ def _into_rings(
             length = min(size, count - begin)
             block = jax.tree.map(lambda x: _pad(x, size), _at(steps, slice(begin, begin + length)))
             items = jax.tree.map(tile, block)
-            mask: Any = np.zeros((buffer.num_envs, size), bool)
+            mask: Any = np.zeros((len(given), size), bool)
             mask[env, :length] = True
             buffer = ops.add(buffer, items, mask=mask)
     return buffer
@@ -198,19 +196,10 @@ def _pad(x: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
 
 def _in_order(source: Any) -> list[dict[str, Any]]:
     """Returns the steps of each environment, oldest first, leaves ``[T, ...]``."""
-    if isinstance(source, TrajectoryBuffer):
-        rings = source.rings
-        cursor, held = (np.asarray(x).astype(np.int64) for x in (rings.cursor, rings.held))
-        data = jax.tree.map(np.asarray, source.data)
-        out: list[dict[str, Any]] = []
-        for env in range(source.num_envs):
-            at = (cursor[env] - held[env] + np.arange(held[env])) % source.length
-            out.append(_at(data, (env, at)))
-        return out
-    if hasattr(source, "occupancy"):
-        order, live = (np.asarray(x) for x in in_order(source.occupancy))
-        return [_at(jax.tree.map(np.asarray, source.data), order[live])]
-    return [jax.tree.map(np.asarray, source)]
+    if not hasattr(source, "occupancy"):
+        return [jax.tree.map(np.asarray, source)]
+    rings: Any = rings_in_order(source)
+    return [items_in_order(source)] if rings is None else rings
 
 
 def _cut(steps: Any) -> Iterator[dict[str, Any]]:
@@ -232,7 +221,7 @@ def _cut(steps: Any) -> Iterator[dict[str, Any]]:
         stop, last = end, _at(steps["obs"], slice(end - 1, end))
         cut = truncated[begin:end].copy()
         if "next_obs" in steps:
-            last = _at(steps["next_obs"], slice(end - 1, end))
+            last = trees.match(last, _at(steps["next_obs"], slice(end - 1, end)))
         elif not terminated[end - 1]:
             stop, cut = end - 1, cut[:-1]
         if stop > begin:

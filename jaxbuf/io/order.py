@@ -2,9 +2,15 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree
 
+from jaxbuf.buffers import common
+from jaxbuf.buffers.kinds import inside
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.core import checks
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.subset import Subset
@@ -29,3 +35,53 @@ def in_order(occupancy: Any) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
     else:
         raise ValueError(f"{type(occupancy).__name__} does not tell the age of its items")
     return order, occupancy.live(order)
+
+
+def rings_in_order(buffer: Any) -> list[PyTree[np.ndarray[Any, Any]]] | None:
+    """Returns the steps of each environment, leaves ``[T, ...]``, oldest first; None for items.
+
+    The environments of a ``Sharded`` are those of its first shard, then of the second one, and so
+    on, as ``add`` takes them.
+    """
+    one, shards = inside(buffer)
+    if not isinstance(one, TrajectoryBuffer):
+        return None
+    leading = 2 if shards else 1
+    data = jax.tree.map(lambda leaf: _joined(leaf, leading), one.data)
+    cursor, held = (
+        _joined(x, leading).astype(np.int64) for x in (one.rings.cursor, one.rings.held)
+    )
+    length = one.length
+    out: list[PyTree[np.ndarray[Any, Any]]] = []
+    for env in range(len(cursor)):
+        at = (cursor[env] - held[env] + np.arange(held[env])) % length
+        out.append(jax.tree.map(lambda leaf, env=env, at=at: leaf[env, at], data))
+    return out
+
+
+def items_in_order(buffer: Any) -> PyTree[np.ndarray[Any, Any]]:
+    """Returns the items of a buffer, leaves ``[B, ...]``, oldest first.
+
+    The shards of a ``Sharded`` give their items in turn.
+
+    Raises:
+        ValueError: If the buffer does not tell the age of its items.
+    """
+    one, shards = inside(buffer)
+    if not hasattr(one, "data"):
+        raise ValueError(
+            f"buffer is {checks.kind_of(buffer)}, whose items have no order; take one of its parts"
+        )
+    if not shards:
+        common.check_single(one)
+        order, live = (np.asarray(x) for x in in_order(one.occupancy))
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[order[live]], one.data)
+    order, live = (np.asarray(x).T for x in jax.vmap(in_order)(one.occupancy))
+    shard = np.broadcast_to(np.arange(shards), order.shape)[live]
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[shard, order[live]], one.data)
+
+
+def _joined(leaf: Any, axes: int) -> np.ndarray[Any, Any]:
+    """Returns an array whose first axes are one."""
+    array = np.asarray(leaf)
+    return array.reshape(int(np.prod(array.shape[:axes])), *array.shape[axes:])

@@ -141,7 +141,11 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
     window, index = first.reshape(-1), (target // jnp.int32(before.period)).reshape(-1)
     kept = kept.reshape(-1)
     begun = jnp.where(kept, index, new.capacity)
+    if old.episodes is not None and old.episodes.pads:
+        # A short window may reach past the newest step, and stays if its first step does.
+        before, placed = (rings.replace(sequence_length=1) for rings in (before, placed))
     index = jnp.where(kept & before.live(window) & placed.live(index), index, new.capacity)
+    placed = placed.replace(sequence_length=new.sequence_length)
 
     occupancy, full = _with_inner(new.occupancy, placed), cast("Any", old.occupancy)
     if isinstance(occupancy, Subset):

@@ -22,12 +22,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.buffers import ops
+from jaxbuf.buffers.kinds import inside, num_blocks, num_rings
+from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import checks, numbers, storage
+from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
 from jaxbuf.io import records, structure, zarr
-from jaxbuf.io.order import in_order
+from jaxbuf.io.order import items_in_order, rings_in_order
 from jaxbuf.io.ranges import Ranges
 
 Buffer = TypeVar("Buffer", bound=Any)
@@ -181,6 +182,7 @@ class Store:
                 fit its dtype, ``start`` leaves a gap, the store is open for reading only, or the
                 chunk to append to is damaged.
         """
+        items = trees.match(self._like, items)
         self._check_items(items)
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(items)]
         if mask is not None:
@@ -223,29 +225,28 @@ class Store:
         Args:
             buffer: An ``ItemBuffer`` or a ``Queue`` of items like the example; or a
                 ``TrajectoryBuffer``, if the example is one step of all its environments, leaves
-                ``[num_envs, ...]``.
+                ``[num_envs, ...]``. It may be ``Hosted`` or ``Sharded``: shards give their items
+                in turn, and their environments follow each other.
 
         Returns:
             The numbers of the rows.
 
         Raises:
-            ValueError: If items differ from the example, or environments have different numbers of
-                steps. In that case append rollouts as they come.
+            ValueError: If items differ from the example, the buffer is a ``Mixture``, whose items
+                have no order, or environments have different numbers of steps. In that case append
+                rollouts as they come.
         """
-        if not isinstance(buffer, TrajectoryBuffer):
-            order, live = (np.asarray(x) for x in in_order(buffer.occupancy))
-            return self.append(jax.tree.map(lambda leaf: leaf[order[live]], buffer.data))
-        rings = buffer.rings
-        position, held = (np.asarray(x).astype(np.int64) for x in (rings.cursor, rings.held))
-        if np.any(held != held[0]):
+        check_options(buffer, "add", {})
+        rings = rings_in_order(buffer)
+        if rings is None:
+            return self.append(items_in_order(buffer))
+        held = [len(jax.tree.leaves(ring)[0]) for ring in rings]
+        if min(held) < max(held):
             raise ValueError(
-                f"environments have from {held.min()} to {held.max()} steps; append rollouts as "
+                f"environments have from {min(held)} to {max(held)} steps; append rollouts as "
                 "they come, or add to all environments alike"
             )
-        env = np.arange(buffer.num_envs)[:, None]
-        step = (position - held)[:, None] + np.arange(held[0])
-        step = step % buffer.length
-        return self.append(jax.tree.map(lambda leaf: leaf[env, step].swapaxes(0, 1), buffer.data))
+        return self.append(jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *rings))
 
     def read(self, rows: Rows) -> PyTree[np.ndarray[Any, Any]]:
         """Reads rows.
@@ -363,7 +364,8 @@ class Store:
 
         Args:
             buffer: The buffer, which is consumed: go on with the result. A ``TrajectoryBuffer``
-                takes rows with leaves ``[num_envs, ...]``, one step of all environments.
+                takes rows with leaves ``[num_envs, ...]``, one step of all environments. It may be
+                ``Hosted`` or ``Sharded``.
             start: First row, at most ``len(store)``.
             stop: Row after the last, from ``start`` to ``len(store)``, which is the default.
             priority: Returns the priorities of rows ``[B]``, given their leaves ``[B, ...]``.
@@ -375,6 +377,8 @@ class Store:
             IndexError: If there are no such rows.
         """
         check_options(buffer, "add", {})
+        if isinstance(inside(buffer)[0], Mixture):
+            raise ValueError("buffer is a Mixture; load into one of its parts, and replace_part")
         rows_at_a_time = check_count("rows_at_a_time", rows_at_a_time)
         start = check_count("start", start, 0, MOST_ON_HOST)
         if start > self._rows:
@@ -384,7 +388,11 @@ class Store:
             self._check_rows(np.asarray([stop - 1]))
         rows = np.arange(start, stop, dtype=np.int64)
         rows = rows[~self._deleted.contains(rows)]
+        envs, blocks = num_rings(buffer), num_blocks(buffer)
         size = min(rows_at_a_time, max(len(rows), 1))
+        if not envs:
+            # Each shard takes as many rows.
+            size = -(-size // blocks) * blocks
         filled: Any = buffer
         for begin in range(0, len(rows), size):
             piece = rows[begin : begin + size]
@@ -395,9 +403,9 @@ class Store:
             options: dict[str, Any] = {
                 name: f(items) for name, f in (("priority", priority), ("score", score)) if f
             }
-            if isinstance(filled, TrajectoryBuffer):
+            if envs:
                 items = jax.tree.map(lambda leaf: np.swapaxes(leaf, 0, 1), items)
-                mask = np.broadcast_to(mask, (filled.num_envs, size))
+                mask = np.broadcast_to(mask, (envs, size))
                 options = {name: jnp.swapaxes(x, 0, 1) for name, x in options.items()}
             filled = ops.add(filled, items, mask=mask, **options)
         return filled
@@ -591,7 +599,7 @@ class Store:
             for left in self._folder.glob("leaves/*/*.__lock"):
                 left.unlink()
         try:
-            self._open_arrays(record["chunk"], cache)
+            self._open_arrays(record["leaves"], record["chunk"], cache)
         except ValueError as error:
             raise self._damage(str(error)) from error
         return record["chunk"]
@@ -602,7 +610,7 @@ class Store:
             chunk = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
         chunk = check_count("chunk", chunk)
         shutil.rmtree(self._folder / "leaves", ignore_errors=True)
-        self._open_arrays(chunk, cache, create=True)
+        self._open_arrays(leaves, chunk, cache, create=True)
         self._commit(0, Ranges.of([]), Ranges.of([]))
         # Written last, since this file makes the folder a store.
         records.write(
@@ -611,13 +619,17 @@ class Store:
         records.sync(self._folder.parent)
         return chunk
 
-    def _open_arrays(self, chunk: int, cache: Any, *, create: bool = False) -> None:
-        for i, leaf in enumerate(jax.tree.leaves(self._like)):
-            folder = self._folder / "leaves" / str(i)
+    def _open_arrays(
+        self, stored: dict[str, Any], chunk: int, cache: Any, *, create: bool = False
+    ) -> None:
+        # Folders are numbered as the leaves were when the store was created.
+        number = {name: i for i, name in enumerate(stored)}
+        for name, leaf in zip(self._names, jax.tree.leaves(self._like), strict=True):
+            folder = self._folder / "leaves" / str(number[name])
             try:
                 array = zarr.open_rows(folder, leaf, chunk, cache, create=create)
             except ValueError as error:
-                where = f"example{self._names[i]} in {folder}/zarr.json"
+                where = f"example{name} in {folder}/zarr.json"
                 raise ValueError(f"{where}: {zarr.reason(error)}") from error
             self._arrays.append(array)
 

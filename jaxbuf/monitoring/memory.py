@@ -1,7 +1,6 @@
 """Reports on which parts of a buffer a step updates in place, and which it copies."""
 
 import dataclasses
-import inspect
 import math
 import re
 import warnings
@@ -22,6 +21,8 @@ ORDER = (
 
 # In the first line of a program: `input_output_alias={ {0}: (2, {}, may-alias), ... }`.
 _ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{\}")
+# In a line of it: `%copy.1 = f32[64,64]{1,0} copy(%p)`.
+_COPY = re.compile(r" = \(?(\w+)\[([\d,]*)\].* copy(?:-start)?\(")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class LeafMemory:
         in_buffer: Whether it is part of a buffer.
         fate: ``"in place"`` if a result is in the same memory; ``"copied"`` if its buffer is
             returned in other memory; ``"read"`` otherwise.
+        copied_within: Whether the program copies an array of its dtype and shape on the way.
     """
 
     name: str
@@ -46,6 +48,25 @@ class LeafMemory:
     donated: bool
     in_buffer: bool
     fate: Fate
+    copied_within: bool = False
+
+    def may_be(self, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Returns whether an array in the text of a program may hold the numbers of this leaf.
+
+        Args:
+            dtype: Its dtype as the text has it, such as ``f32``.
+            shape: Its shape. Axes of length 1 do not count, and the first two of a leaf, such as
+                environments and time, may be one axis.
+        """
+        ours = _plain(self.shape)
+        if self.dtype.startswith("key<"):
+            # The number of words of a key.
+            return dtype == "u32" and _plain(shape)[:-1] == ours
+        return dtype == _in_text(self.dtype) and _plain(shape) in (
+            ours,
+            (math.prod(ours[:2]), *ours[2:]),
+            (*ours[:1], math.prod(ours[1:3]), *ours[3:]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +151,18 @@ class MemoryReport:
                 "of their own: donate the buffer (jax.jit(..., donate_argnums=...); jaxbuf.add and "
                 "jaxbuf.update_priority do) and go on with the result."
             )
-        updated = [leaf for leaf in self.leaves if leaf.in_buffer and leaf.fate == "in place"]
-        largest = max(updated, key=lambda leaf: leaf.nbytes, default=None)
         beside = self.temporary_bytes + self.result_bytes
+        moved = [
+            leaf
+            for leaf in self.leaves
+            if leaf.in_buffer and leaf.fate == "in place" and leaf.copied_within
+        ]
+        largest = max(moved, key=lambda leaf: leaf.nbytes, default=None)
         if largest is not None and beside >= largest.nbytes:
             yield (
-                f"The program needs {format_bytes(beside)} beside its arguments, as much as "
-                f"{largest.name} takes. {ORDER} jaxbuf.testing.assert_no_copy names what is copied."
+                f"The program needs {format_bytes(beside)} beside its arguments, and copies "
+                f"{largest.name} or an array like it. {ORDER} jaxbuf.testing.assert_no_copy names "
+                "all that is copied."
             )
 
 
@@ -159,7 +185,7 @@ def explain_memory(
         donate_argnums: Positions of arguments that it may overwrite, as in ``jax.jit``; ``()`` for
             none.
         static_argnums: Positions of static arguments, as in ``jax.jit``.
-        smallest: Arrays of fewer bytes may be closed over.
+        smallest: Arrays of fewer bytes may be closed over, or copied.
 
     Returns:
         A ``MemoryReport`` on the leaves of all buffers among the arguments and of donated
@@ -212,24 +238,26 @@ def compile_step(
     aliased = {used[int(number)] for number in _ALIASED.findall(text.partition("\n")[0])}
 
     leaves: list[LeafMemory] = []
-    names = _names(fn, lowered.args_info, static_argnums)
-    nodes = jax.tree_util.tree_leaves_with_path(lowered.args_info, is_leaf=_is_buffer)
-    for path, node in nodes:
+    names = traced.jaxpr.jaxpr.debug_info.arg_names
+    copies = {
+        (dtype, tuple(int(axis) for axis in shape.split(",") if axis))
+        for dtype, shape in _COPY.findall(text)
+    }
+    for _, node in jax.tree_util.tree_leaves_with_path(lowered.args_info, is_leaf=_is_buffer):
         # A buffer that is not among the results has no new contents.
         other: Fate = "copied" if _is_buffer(node) and _is_in(node, lowered.out_info) else "read"
-        for inner, info in jax.tree_util.tree_leaves_with_path(node):
-            _, argument, *rest = (*path, *inner)
-            leaves.append(
-                LeafMemory(
-                    name=names[argument.idx] + jax.tree_util.keystr(tuple(rest)),
-                    shape=tuple(info.shape),
-                    dtype=str(info.dtype),
-                    nbytes=math.prod(info.shape) * getattr(info.dtype, "itemsize", 1),
-                    donated=info.donated,
-                    in_buffer=_is_buffer(node),
-                    fate="in place" if len(leaves) in aliased else other,
-                )
+        for info in jax.tree.leaves(node):
+            leaf = LeafMemory(
+                name=names[len(leaves)],
+                shape=tuple(info.shape),
+                dtype=str(info.dtype),
+                nbytes=math.prod(info.shape) * getattr(info.dtype, "itemsize", 1),
+                donated=info.donated,
+                in_buffer=_is_buffer(node),
+                fate="in place" if len(leaves) in aliased else other,
             )
+            within = leaf.nbytes >= smallest and any(leaf.may_be(*copy) for copy in copies)
+            leaves.append(dataclasses.replace(leaf, copied_within=within))
     watched = [leaf for leaf in leaves if leaf.in_buffer or leaf.donated] or leaves
     memory = compiled.memory_analysis()
     constants = [getattr(value, "nbytes", 0) for value in traced.jaxpr.consts]
@@ -256,13 +284,19 @@ def _is_in(buffer: Any, out_info: Any) -> bool:
     return kind(buffer) in map(kind, jax.tree.leaves(out_info, is_leaf=_is_buffer))
 
 
-def _names(fn: Any, args_info: Any, static_argnums: int | Sequence[int]) -> list[str]:
-    """Returns the names of the positional arguments that are not static."""
-    count = len(args_info[0])
-    try:
-        given = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        given = []
-    static = [static_argnums] if isinstance(static_argnums, int) else [*static_argnums]
-    names = [p.name for i, p in enumerate(given) if p.kind < p.VAR_POSITIONAL and i not in static]
-    return names if len(names) == count else [f"args[{i}]" for i in range(count)]
+def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(axis for axis in shape if axis != 1)
+
+
+def _in_text(dtype: str) -> str:
+    """Returns the name of a dtype in the text of a program.
+
+    Example:
+        >>> [_in_text(dtype) for dtype in ("float32", "bool", "uint8", "bfloat16", "float8_e5m2")]
+        ['f32', 'pred', 'u8', 'bf16', 'f8e5m2']
+    """
+    if dtype == "bool":
+        return "pred"
+    names = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s"), ("complex", "c"))
+    long, short = next((pair for pair in names if dtype.startswith(pair[0])), ("", ""))
+    return (short + dtype.removeprefix(long)).replace("_", "")

@@ -18,7 +18,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Int, PyTree
 
-from jaxbuf.core import checks, numbers, sizes
+from jaxbuf.core import checks, numbers, sizes, trees
 
 
 class Writer(Protocol):
@@ -162,7 +162,7 @@ class Monitor:
             ordered: Whether calls arrive in the order in which they are made. JAX offers that on
                 one device only; with several, pass False.
         """
-        step, metrics = jax.tree.map(jnp.asarray, (step, metrics))
+        step, metrics = jax.tree.map(jnp.asarray, trees.owned((step, metrics)))
         self._send(ordered)(step, jax.lax.stop_gradient(metrics))
 
     def flush(self) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks, describe
+from jaxbuf.core import checks, describe, trees
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.batch import Batch, check_batch, uses_score
 from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore
@@ -134,7 +135,12 @@ class Manager(struct.PyTreeNode):
         batch, present = check_batch(
             self.buffer.data, items, score, mask, needs_score=uses_score(self.buffer)
         )
-        sender = jnp.asarray(sender, jnp.int32)
+        workers = self.counters.shape[0]
+        if not isinstance(sender, jax.core.Tracer) and not 0 <= int(sender) < workers:
+            raise ValueError(
+                f"sender is {sender}; expected the number of a worker, from 0 to {workers - 1}"
+            )
+        sender = jnp.asarray(trees.owned(sender), jnp.int32)
         state = self.score_state
         if isinstance(self.scores, StatefulScore):
             state, scores = self.scores.update(state, self.buffer, batch, present, sender)

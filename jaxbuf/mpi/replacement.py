@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage
+from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage, trees
 from jaxbuf.mpi.layout import Ranks
 
 if TYPE_CHECKING:
@@ -424,7 +424,7 @@ def _check_params(params: PyTree) -> list[Array]:
                 f"params{jax.tree_util.keystr(path)} has dtype {dtype}; only floating-point "
                 "leaves can be averaged, so pass the parameters without it"
             )
-    return [jnp.asarray(leaf) for _, leaf in leaves]
+    return [jnp.asarray(trees.owned(leaf)) for _, leaf in leaves]
 
 
 def _check_ages(age: Any) -> int | tuple[int, int]:

@@ -16,13 +16,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, renamed
 from jaxbuf.mpi.batch import Batch, uses_score
 from jaxbuf.strategies.diversity import Diversity, Field
-from jaxbuf.strategies.points import Ball, Computed, Others, Points, finite
+from jaxbuf.strategies.points import Ball, Computed, Others, Points
 
 # Larger distances are clipped to this.
 _FAR = 2.0**40
@@ -102,7 +102,7 @@ class Novelty:
 
     It is 0 while the buffer is empty. A coordinate that is NaN counts as 0. All rows are compared
     with all items, block by block. This is faster if the buffer has a ``Diversity`` with the same
-    ``key``, which keeps the coordinates of all items.
+    ``field`` and a cutoff above 0, which keeps the coordinates of all items.
 
     Attributes:
         key: The part of an item to compare; see ``Diversity``. None compares whole items.
@@ -127,9 +127,9 @@ class Novelty:
     ) -> dict[str, Array]:
         """Return the mean distance; 0 for a batch without rows."""
         del sender
-        part = Diversity(field=self.field)
-        points = Points.of(finite(part.points(batch.items)))
-        others, ball = _others(buffer, part), Ball(_FAR, self.p)
+        part, ball = Diversity(_FAR, self.p, self.field), Ball(_FAR, self.p)
+        points = Points.of(part.points(batch.items))
+        others = _others(buffer, part)
         sums = others.nearest(points, ball, lambda _, slot: buffer.occupancy.live(slot))
         distance = jnp.sqrt(sums) if self.p == 2 else sums
         counts = mask & jnp.isfinite(distance)
@@ -195,8 +195,8 @@ class NewModes:
         """Return the number of new modes, as a float."""
         del sender
         is_mode = mask & (batch.score >= jnp.float32(self.threshold))
-        part, ball = Diversity(field=self.field), Ball(self.cutoff, self.p)
-        points = Points.of(finite(part.points(batch.items)))
+        part = Diversity(self.cutoff, self.p, self.field)
+        points, ball = Points.of(part.points(batch.items)), part.ball(batch.items)
         rows = points.capacity
         every = jnp.int32(rows)
         others = _others(buffer, part)
@@ -311,11 +311,16 @@ def _check_weights(weights: Any) -> tuple[tuple[str, float], ...]:
 
 def _others(buffer: ItemBuffer, part: Diversity) -> Others:
     """Return the coordinates of the buffer's items, stored ones if the buffer keeps them."""
-    if buffer.diversity is not None and buffer.diversity.field == part.field:
+    kept = buffer.diversity
+    if (
+        kept is not None
+        and kept.field == part.field
+        and kept.ball(buffer.data).words == part.ball(buffer.data).words
+    ):
         return buffer.diversity_state.points
 
-    def rows(start: Array, number: int) -> Float[Array, "B D"]:
+    def rows(start: Array, number: int) -> Shaped[Array, "B D"]:
         items = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, number), buffer.data)
-        return finite(part.points(items))
+        return part.points(items)
 
     return Computed(buffer.capacity, rows)

@@ -1,9 +1,12 @@
 """The manager's end of the free-running exchange: it answers its workers until all have left."""
 
+import contextlib
 import functools
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -164,6 +167,26 @@ def _take(
     return manager, Reply(scores, manager.baseline_value(), jnp.bool_(True))
 
 
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """Handles SIGINT and SIGTERM after the block, if they come during it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[Any, Any]] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda *call: came.append(call))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in came:
+            handlers[number](number, frame)
+
+
 class _Server:
     def __init__(
         self,
@@ -211,10 +234,12 @@ class _Server:
         self._senders = [np.int32(worker) for worker in range(self._channel.manager)]
         batch = self._channel.schemas[Kind.BATCH]
         tree = jax.tree.unflatten(batch.treedef, batch.leaves)
+        self._donates = True
         self._take = _compiled(_take, donates=True)
         traced = self._take.trace(self._manager, *tree, self._senders[0])
         # A call back into Python can fail halfway; then the donated manager could not be saved.
         if "callback" in str(traced.jaxpr):
+            self._donates = False
             self._take = _compiled(_take, donates=False)
         self._metrics = _compiled(Manager.metrics, donates=False)
 
@@ -302,10 +327,12 @@ class _Server:
         worker, number = message.source, message.header.number
         batch, mask = message.tree
         began = time.perf_counter()
-        manager, reply = self._take(self._manager, batch, mask, self._senders[worker])
-        # Raises errors of the program before the manager is replaced, and frees the batch's memory.
-        jax.block_until_ready(reply)
-        self._manager = manager
+        # The program consumes the manager: a signal must not come between it and its replacement.
+        with _signals_later() if self._donates else contextlib.nullcontext():
+            manager, reply = self._take(self._manager, batch, mask, self._senders[worker])
+            # Raises errors of the program before the manager is replaced, and frees the batch.
+            jax.block_until_ready(reply)
+            self._manager = manager
         handled = time.perf_counter()
         self._send(worker, Kind.REPLY, reply, number)
         self._traffic.count(
@@ -347,7 +374,9 @@ class _Server:
             self._report(text)
         for worker in set(range(self._channel.manager)) - (self._left - self._waiting):
             self._send(worker, Kind.FAILURE, wire.note(text))
-        if self._save_to is not None and not is_gone(self._manager):
+        if self._save_to is not None and is_gone(self._manager):
+            error.add_note("the manager could not be saved: the program that failed used it up")
+        elif self._save_to is not None:
             try:
                 self._save()
                 error.add_note(f"the manager was saved to {self._save_to}")

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.buffers import common
-from jaxbuf.core import checks, numbers
+from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.donation import check_there
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
@@ -167,7 +167,10 @@ class Worker:
         if self._state.filter is not None and score is None:
             raise ValueError("the filter needs the score of items; pass score=[B]")
         items = numbers.narrow(items, "items", self._state.items)
+        items = trees.match(self._state.items, items)
         score = numbers.convert(score, "score", np.dtype("float32"))
+        # Messages leave, and programs run, after this call has returned.
+        items, score, mask = trees.owned((items, score, mask))
         rows = self._check_room(items)
         sends = self._adds + 1 >= self._every
         problem = self._make_room() if sends else None
@@ -302,7 +305,7 @@ class Worker:
         counts = np.array([1, rows, rows > 0, rows, 0], np.uint32)
         self._state = state.replace(counters=np.asarray(state.counters) + counts)
         nan = np.full((rows,), np.nan, np.float32)
-        score = nan if score is None else _immutable(state.score, score)
+        score = nan if score is None else _alike(state.score, score)
         return _Chosen(np.ones((rows,), bool), rows, Batch(None, score))
 
     def _make_room(self) -> Exception | None:
@@ -326,7 +329,7 @@ class Worker:
             )
             mask = mask[:kept]
         elif batch.items is None:
-            batch = batch._replace(items=jax.tree.map(_immutable, self._state.items, items))
+            batch = batch._replace(items=jax.tree.map(_alike, self._state.items, items))
         self._mail.send_batch((batch, mask), len(mask))
 
     def _wait_as_the_mode_says(self) -> None:
@@ -393,11 +396,9 @@ def _flush(state: WorkerState, baseline: Any) -> tuple[WorkerState, _Chosen]:
     return state, _Chosen(sent, count)
 
 
-def _immutable(like: Array, leaf: Any) -> Array:
-    """Return an array that nobody can modify, with the dtype of another one."""
-    if isinstance(leaf, jax.Array) and leaf.dtype == like.dtype:
-        return leaf
-    return jnp.array(leaf, like.dtype)
+def _alike(like: Array, leaf: Any) -> Array:
+    """Return an array with the dtype of another one."""
+    return jnp.asarray(leaf, like.dtype)
 
 
 def _first_state(

@@ -169,12 +169,16 @@ class Rings(Occupancy, struct.PyTreeNode):
 
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether there is a complete window at ``index``."""
-        env, start = self.split(index)
-        cursor, _, held = self._of(env)
-        behind = remainder(cursor.astype(jnp.int32) - 1 - start, self.length)
+        behind = self.age(index)
+        _, _, held = self._of(self.split(index)[0])
         inside = (index >= 0) & (index < self.num_envs * self.starts)
         inside &= behind < held.astype(jnp.int32) - self.ignored
         return inside & (behind >= self.sequence_length - 1)
+
+    def age(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Returns the number of steps after the first step of the windows at ``index``."""
+        env, start = self.split(index)
+        return remainder(self._of(env)[0].astype(jnp.int32) - 1 - start, self.length)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """Returns the lap in which the first step of the window at ``index`` was written."""
@@ -228,6 +232,20 @@ class Rings(Occupancy, struct.PyTreeNode):
         gone = (offset < count[:, None]) & (self.ignored + offset < size)
         left = self.held - count.astype(jnp.uint32)
         return self.replace(held=left), self._slot(env, place, gone)
+
+    def retract(self, count: Int[Array, " E"]) -> Self:
+        """Takes back the newest ``count`` steps of each ring.
+
+        A ring that takes back steps moves a lap ahead, so that no generation is used again.
+        """
+        more = count.astype(jnp.uint32)
+        borrow = (self.cursor < more).astype(jnp.uint32)
+        length = jnp.uint32(self.length)
+        return self.replace(
+            cursor=self.cursor + borrow * length - more,
+            lap=jnp.where(count > 0, self.lap + jnp.uint32(1) - borrow, self.lap),
+            held=self.held - more,
+        )
 
     def span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
         """Returns for each ring its earliest window, ``start / period``, and the window count."""

@@ -101,7 +101,8 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
         """Returns whether the items with these names are still there, as members."""
-        return self.inner.holds(slots) & self.members.get(slots.index)
+        same = self.inner.generation(slots.index) == slots.generation
+        return same & self.members.get(slots.index)
 
     def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
         """Returns the generation of the item at ``index``, member or not."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 
 from jaxbuf.core import checks, fields, renamed
 from jaxbuf.core.varying import vary_with
@@ -36,7 +36,7 @@ class DiversityState(struct.PyTreeNode):
     """The state of ``Diversity``.
 
     Attributes:
-        points: The compared part of each item, as float32.
+        points: The compared part of each item: float32 numbers, or uint32 words of their bits.
     """
 
     points: Points
@@ -57,15 +57,24 @@ class Diversity(Part):
     Each row is counted under the first reason that applies. A row whose compared part has a NaN is
     refused and counted in ``metrics()["rejected"]``, whether the filter is active or not.
 
-    The compared part is stored a second time, as float32 in a layout suited to comparisons. An add
-    compares tiles of new rows with blocks of items, eight coordinates at a time, and skips the
-    remaining coordinates once no pair of a tile can be within the cutoff. The working memory does
-    not grow with the number of pairs.
+    If ``cutoff`` or ``p`` is 0, coordinates are equal or not, whatever their dtype: all their bits
+    are compared, except that 0.0 and -0.0 are equal. Other distances are those between coordinates
+    that are rounded to float32, 24 significant bits, and have as many. Integers beyond ±2**24 and
+    float64 numbers may get closer to each other when they are rounded. Where float32 numbers of
+    their size are farther apart than the cutoff, they could not be told apart: such a row is
+    refused and counted in ``"rejected"``, too, unless the cutoff is negative. Scale such
+    coordinates, or subtract an offset, with a function as ``field``.
+
+    The compared part is stored a second time, with 32 bits for a coordinate (or 64, if bits of
+    64-bit numbers are compared), in a layout suited to comparisons. An add compares tiles of new
+    rows with blocks of items, eight coordinates at a time, and skips the remaining coordinates once
+    no pair of a tile can be within the cutoff. The working memory does not grow with the number of
+    pairs.
 
     Attributes:
         cutoff: The largest distance at which two items count as the same; a row at exactly this
-            distance is refused. 0 refuses exact duplicates only, and a negative cutoff disables the
-            distance check. Otherwise it must be between 2**-40 and 2**40.
+            distance is refused. 0 refuses exact duplicates only, of any dtype, and a negative
+            cutoff disables the distance check. Otherwise it must be between 2**-40 and 2**40.
         p: The norm of the distance, ``sum(abs(difference) ** p) ** (1 / p)``, as in
             ``torch.cdist``: at least 0.01, ``inf`` for the largest difference of a coordinate, or 0
             for the number of coordinates that differ.
@@ -135,29 +144,43 @@ class Diversity(Part):
             ValueError: If the item has no such ``field``, or if the field has no coordinates or
                 complex ones.
         """
-        item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
-        width = jax.eval_shape(self._point, item).shape[0]
-        if width == 0:
+        point = jax.eval_shape(self.points, data)
+        if point.shape[1] == 0:
             raise ValueError(f"field {self.field!r} gives no numbers; there is nothing to compare")
-        return DiversityState(Points.create(slots, width))
+        return DiversityState(Points.create(slots, point.shape[1], point.dtype))
 
-    def points(self, items: PyTree[Array]) -> Float[Array, "B D"]:
-        """Returns the compared part of each item."""
-        return jax.vmap(self._point)(items)
+    def points(self, items: PyTree[Array]) -> Shaped[Array, "B D"]:
+        """Returns the compared part of each item: finite numbers, or words of their bits."""
+        words = self.ball(items).words
+
+        def of(item: PyTree[Array]) -> Shaped[Array, " D"]:
+            leaves = self._leaves(item)
+            if words:
+                return jnp.concatenate([_bits(leaf, words) for leaf in leaves])
+            return finite(jnp.concatenate([leaf.astype(jnp.float32) for leaf in leaves]))
+
+        return jax.vmap(of)(items)
+
+    def ball(self, items: PyTree[Array]) -> Ball:
+        """Returns the ball of the points that are too near to one, for ``points`` of such items."""
+        if self.cutoff < 0 or (self.cutoff > 0 and self.p > 0):
+            return Ball(max(self.cutoff, 0.0), self.p)
+        like = jax.eval_shape(lambda rows: jax.vmap(self._leaves)(rows), items)
+        return Ball(self.cutoff, self.p, 2 if any(x.dtype.itemsize == 8 for x in like) else 1)
 
     def refuse(
         self, state: DiversityState, rows: Rows, occupancy: ItemOccupancy
     ) -> dict[str, Bool[Array, " B"]]:
         """Returns masks of the rows that have a NaN, rank too low or are too close to others."""
         assert rows.score is not None
-        points = self.points(rows.items)
-        bad = jnp.any(jnp.isnan(points), axis=1)
+        points, ball = self.points(rows.items), self.ball(rows.items)
+        bad = self._bad(rows.items, ball)
         score, offered = rows.score, rows.taken & ~bad
         if score.shape[0] == 1:
             # Add a row that is not offered, because XLA removes a sort of a single row.
             points, more = jnp.repeat(points, 2, axis=0), (0, 1)
             score, offered = jnp.pad(score, more), jnp.pad(offered, more)
-        why = self._judge(state, points, score, offered, occupancy)[: bad.shape[0]]
+        why = self._judge(state, points, ball, score, offered, occupancy)[: bad.shape[0]]
         refused = {name: why == k for k, name in enumerate(self.reasons, 1)}
         return {"rejected": bad, **refused}
 
@@ -167,12 +190,13 @@ class Diversity(Part):
 
     def on_add(self, state: DiversityState, index: Int[Array, " B"], rows: Rows) -> DiversityState:
         """Stores the compared parts of the new items at ``index``."""
-        return state.replace(points=state.points.set(index, finite(self.points(rows.items))))
+        return state.replace(points=state.points.set(index, self.points(rows.items)))
 
     def _judge(
         self,
         state: DiversityState,
-        points: Float[Array, "B D"],
+        points: Shaped[Array, "B D"],
+        ball: Ball,
         score: Float[Array, " B"],
         offered: Bool[Array, " B"],
         occupancy: ItemOccupancy,
@@ -192,8 +216,7 @@ class Diversity(Part):
         count = jnp.where(active, jnp.sum(left, dtype=jnp.int32), jnp.int32(0))
         if self.cutoff < 0:
             count = jnp.int32(0)
-        ball = Ball(max(self.cutoff, 0.0), self.p)
-        ranked = Points.of(finite(points)[order])
+        ranked = Points.of(points[order])
 
         old = state.points.near(ranked, count, ball, lambda _, slot: occupancy.live(slot))
         if self.within_batch == "suppress":
@@ -207,8 +230,19 @@ class Diversity(Part):
         why = jnp.where(low, 1, why)
         return jnp.zeros_like(why).at[order].set(why, unique_indices=True)
 
-    def _point(self, item: PyTree) -> Float[Array, " D"]:
-        """Returns the compared part of one item as a vector."""
+    def _bad(self, items: PyTree[Array], ball: Ball) -> Bool[Array, " B"]:
+        """Returns a mask of the items with a coordinate that cannot be compared."""
+
+        def of(item: PyTree[Array]) -> Bool[Array, ""]:
+            found = [jnp.any(jnp.isnan(x)) for x in self._leaves(item) if _is_float(x)]
+            if self.cutoff > 0 and not ball.words:
+                found += [jnp.any(_is_coarse(x, self.cutoff)) for x in self._leaves(item)]
+            return functools.reduce(jnp.logical_or, found, jnp.bool_(False))
+
+        return jax.vmap(of)(items)
+
+    def _leaves(self, item: PyTree) -> list[Shaped[Array, " n"]]:
+        """Returns the compared part of one item as vectors."""
         values = [item] if self.field is None else [_get(item, p) for p in _parts(self.field)]
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(values)]
         for leaf in leaves:
@@ -217,8 +251,42 @@ class Diversity(Part):
                     f"field {self.field!r} gives {leaf.dtype}; choose a part of the item with real "
                     "numbers, or a function that makes them"
                 )
-        flat = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves]
-        return jnp.concatenate([jnp.zeros((0,), jnp.float32), *flat])
+        return [leaf.reshape(-1) for leaf in leaves] or [jnp.zeros((0,), jnp.float32)]
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _bits(x: Shaped[Array, " n"], words: int) -> UInt32[Array, " m"]:
+    """Returns the bits of numbers, ``words`` words for each."""
+    if _is_float(x):
+        size = jnp.finfo(x.dtype).bits
+        bits = lax.bitcast_convert_type(x, f"uint{size}")
+        # By its bits, since a comparison of numbers may take the smallest ones for zeros.
+        sign = jnp.asarray(1 << (size - 1), bits.dtype)
+        x = jnp.where(bits == sign, jnp.zeros_like(bits), bits)
+    if x.dtype.itemsize == 8:
+        return lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
+    if jnp.issubdtype(x.dtype, jnp.signedinteger):
+        x = x.astype(jnp.int32)
+    word = x.astype(jnp.uint32)[:, None]
+    return jnp.pad(word, ((0, 0), (0, words - 1))).reshape(-1)
+
+
+def _is_coarse(x: Shaped[Array, " n"], cutoff: float) -> Bool[Array, " n"]:
+    """Returns a mask of the numbers near which float32 numbers are farther apart than the cutoff.
+
+    Numbers that float32 holds exactly, because their dtype has no others of their size, are not.
+    """
+    largest = cutoff * 2.0**23
+    if x.dtype == jnp.float64:
+        return jnp.isfinite(x) & (jnp.abs(x) > largest)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.zeros(x.shape, bool)
+    bound, info = int(max(largest, 2.0**24)), jnp.iinfo(x.dtype)
+    above = x > jnp.asarray(min(bound, info.max), x.dtype)
+    return above | (x < jnp.asarray(max(-bound, info.min), x.dtype))
 
 
 def _crowded(

@@ -14,14 +14,15 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.core import checks, fields, storage
-from jaxbuf.core.division import remainder
+from jaxbuf.core import checks, fields, sizes, storage
+from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, StepRows
 
 Boundary = Literal["cross", "mask", "avoid"]
+ShortWindows = Literal["terminated", "ended", "never"]
 Recurrence = Literal["plain", "alf"]
 
 # Distances saturate here, so that an episode may be arbitrarily long.
@@ -55,8 +56,19 @@ class Episodes(Part):
             loss of a life.
         reward: Path of the rewards; used only if returns are recorded.
         boundary: ``"cross"``: windows may contain steps of several episodes. ``"mask"``: they may
-            as well, and ``episode_mask`` marks the steps that belong together. ``"avoid"``: a
-            window with steps of two episodes is never drawn, and its priority cannot be set.
+            as well, and ``episode_mask`` marks the steps that belong together. ``"avoid"``: no
+            window has steps of two episodes. A window that reaches past the end of its episode is
+            short, or is not drawn, as ``short_windows`` says.
+        short_windows: With the boundary ``"avoid"``, the ends of episodes up to which windows may
+            be shorter than ``sequence_length``. Such a window is padded with copies of its last
+            step, and ``episode_mask`` marks the steps before them. ``"terminated"``: a window may
+            end with a step that terminated, which needs no next observation. So every step of an
+            episode that terminated starts a window, also if the whole episode is shorter than a
+            window, and n-step returns of all windows are right. ``"ended"``: it may also end with a
+            step that was truncated; choose this if your steps hold their next observations.
+            ``"never"``: all windows have ``sequence_length`` steps.
+        period: Windows start at the first step of an episode and at every ``period``-th step after
+            it. The ``period`` of the buffer counts places of the ring instead; leave it at 1.
         record_return: Whether to record the discounted return from each step to the end of its
             episode, for ``episode_return``.
         discount: The factor per step, in ``[0, 1]``.
@@ -104,6 +116,8 @@ class Episodes(Part):
     default_return: float = -1000.0
     reward_clip: tuple[float, float] | None = None
     recurrence: Recurrence = "plain"
+    short_windows: ShortWindows = "terminated"
+    period: int = 1
 
     of_items = False
     of_windows = True
@@ -139,9 +153,11 @@ class Episodes(Part):
             )
             object.__setattr__(self, "reward_clip", clip)
 
+        checks.check_choice("short_windows", self.short_windows, get_args(ShortWindows))
+        object.__setattr__(self, "period", sizes.check_count("period", self.period))
         if self.boundary == "avoid":
-            object.__setattr__(self, "removes", True)
             object.__setattr__(self, "reasons", ("refused_across_episodes",))
+        object.__setattr__(self, "removes", self.boundary == "avoid" or self.period > 1)
 
     def init(self, data: PyTree[Array], slots: int) -> "EpisodeIndex":
         """Returns the index of an empty buffer.
@@ -164,7 +180,7 @@ class Episodes(Part):
         num_envs, length = jax.tree.leaves(data)[0].shape[:2]
         return EpisodeIndex(
             behind=jnp.zeros((num_envs, length), jnp.int32),
-            returns=jnp.zeros((num_envs, length if self.record_return else 0), jnp.float32),
+            returns=jnp.zeros((num_envs, length), jnp.float32) if self.record_return else (),
             since=() if self.last is None else jnp.zeros((num_envs, length), jnp.int32),
             run=jnp.zeros((num_envs,), jnp.int32),
             pending=jnp.zeros((num_envs,), jnp.int32),
@@ -186,20 +202,14 @@ class Episodes(Part):
         del index
         return state.extend(rows.items, rows.rings, rows.target, rows.mask)
 
-    def refuse_windows(
-        self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: StepRows
-    ) -> dict[str, Bool[Array, "E T"]]:
-        """Returns a mask of the windows with steps of two episodes, if these are avoided."""
-        del index
-        if self.boundary != "avoid":
-            return {}
-        # ``rows.target`` is the last step of a window, which completes it.
-        before = state.steps_before(rows.target.reshape(-1)).reshape(rows.shape)
-        return {"refused_across_episodes": before < rows.rings.sequence_length - 1}
-
     def on_clear_envs(self, state: "EpisodeIndex", envs: Bool[Array, " E"]) -> "EpisodeIndex":
         """Forgets the open episodes of these rings."""
         return state.clear(envs)
+
+    @property
+    def pads(self) -> bool:
+        """Returns whether windows may be shorter than ``sequence_length``."""
+        return self.boundary == "avoid" and self.short_windows != "never"
 
     def flags(self, steps: PyTree[Array]) -> tuple[Bool[Array, "E T"], Bool[Array, "E T"]]:
         """Returns masks of the rows that terminated and of the last rows of episodes."""
@@ -230,8 +240,8 @@ class EpisodeIndex(struct.PyTreeNode):
     Attributes:
         behind: The number of steps from the first step of its episode to each step, ``[E, N]``
             int32; it saturates at 2**30.
-        returns: Returns of steps whose return is known, and rewards of the others, ``[E, N]``;
-            ``[E, 0]`` if returns are not recorded.
+        returns: Returns of steps whose return is known, and rewards of the others, ``[E, N]``.
+            An empty tuple if returns are not recorded.
         run: The number of steps of the open episode of each ring so far, ``[E]`` int32.
         pending: The number of newest steps of each ring that have no return yet, ``[E]`` int32.
         cut: Whether the first of these had terminated, ``[E]``; used only by ALF's recurrence.
@@ -243,7 +253,7 @@ class EpisodeIndex(struct.PyTreeNode):
     """
 
     behind: Int[Array, "E N"]
-    returns: Float[Array, "E N"]
+    returns: PyTree[Float[Array, "E N"]]
     run: Int[Array, " E"]
     pending: Int[Array, " E"]
     cut: Bool[Array, " E"]
@@ -375,7 +385,56 @@ class EpisodeIndex(struct.PyTreeNode):
         """Returns a mask of the steps of windows in the episode of the window's first step."""
         rows = rings.window(index)
         behind = self.steps_before(rows.reshape(-1)).reshape(rows.shape)
-        return behind >= jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+        offset = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+        # Short windows may reach past the newest step.
+        return (behind >= offset) & (offset <= rings.age(index)[:, None])
+
+    def completed(
+        self, rings: Rings, steps: PyTree[Array], count: Int[Array, " E"], most: int
+    ) -> "Completed":
+        """Returns the windows that the newest steps of each ring have completed.
+
+        Args:
+            rings: The rings with these steps, which are in the index already.
+            steps: The stored steps, leaves ``[E, N, ...]``.
+            count: The number of new steps of each ring.
+            most: A static bound of ``count``.
+        """
+        avoid, further = self.episodes.boundary == "avoid", rings.sequence_length - 1
+        rows = min(most + further, rings.length)
+        age = jnp.arange(rows, dtype=jnp.int32)[None]
+        env = jnp.arange(rings.num_envs, dtype=jnp.int32)[:, None]
+        place = remainder(rings.cursor[:, None].astype(jnp.int32) - 1 - age, rings.length)
+        row = (env * rings.length + place).reshape(-1)
+        behind = self.steps_before(row).reshape(place.shape)
+        # The age of the last step of each step's episode; -1 while the episode is open.
+        over = jnp.concatenate([self.run[:, None] == 0, behind[:, :-1] == 0], axis=1)
+        last = lax.cummax(jnp.where(over, age, -1), axis=1)
+        short = (last >= 0) & (age - last < further) if avoid else jnp.zeros(last.shape, bool)
+        end = jnp.where(short, last, age - further)
+        if self.episodes.short_windows == "never":
+            complete = ~short
+        elif self.episodes.short_windows == "ended":
+            complete = jnp.ones(short.shape, bool)
+        else:
+            terminated, _ = self.episodes.flags(steps)
+            terminated = storage.read(terminated.reshape(-1), row).reshape(place.shape)
+            complete = ~short | jnp.take_along_axis(terminated, jnp.maximum(last, 0), axis=1)
+        new, held = count[:, None], rings.held[:, None].astype(jnp.int32) - rings.ignored
+        starts = (age < held) & (remainder(place, rings.period) == 0)
+        if self.episodes.period > 1:
+            starts &= remainder(behind, self.episodes.period) == 0
+        at = env * rings.starts + quotient(place, rings.period)
+        refused = starts & ~complete & (age >= further) & (age - further < new)
+        starts &= complete & (end >= 0) & (end < new)
+        began = (age < new) & ~starts & (remainder(place, rings.period) == 0)
+        return Completed(
+            slots=jnp.where(starts, at, rings.capacity),
+            end=end,
+            short=short,
+            broken=jnp.where(began, at, rings.capacity)[:, :most],
+            refused=jnp.sum(refused, dtype=jnp.uint32),
+        )
 
     def recorded(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
@@ -387,6 +446,20 @@ class EpisodeIndex(struct.PyTreeNode):
         value = storage.read(self.returns.reshape(-1), row)
         known &= row < self.returns.size
         return jnp.where(known, value, jnp.float32(self.episodes.default_return))
+
+    def end(self, rings: Rings, mask: Bool[Array, " E"]) -> Self:
+        """Ends the open episodes of these rings, which were truncated by their newest step."""
+        index = self
+        if self.episodes.record_return:
+            # All steps whose return is not known yet get the default return.
+            steps = jnp.where(mask, jnp.minimum(self.pending, rings.held.astype(jnp.int32)), 0)
+            state = jnp.full_like(steps, _CUT)
+            nothing = jnp.zeros_like(steps, jnp.float32)
+            position, first = rings.cursor.astype(jnp.int32), jnp.full_like(steps, -1)
+            fill = _filler(self.episodes)
+            filled = fill(self.returns, position, steps, first, state, nothing, nothing)
+            index = index.replace(returns=filled)
+        return index.clear(mask)
 
     def clear(self, mask: Bool[Array, " E"]) -> Self:
         """Forgets the open episodes of these rings."""
@@ -470,6 +543,26 @@ class EpisodeIndex(struct.PyTreeNode):
         return self.replace(
             returns=returns, pending=left[:, 0], cut=cut_now[:, 0] if alf else self.cut
         )
+
+
+class Completed(NamedTuple):
+    """The windows that the newest steps of each ring have completed.
+
+    Attributes:
+        slots: Their slots, by the age of their first step, ``[E, H]``; past the end where none was
+            completed.
+        end: The number of steps after the last step of each of them, ``[E, H]``.
+        short: Whether a window is cut short by the end of its episode, ``[E, H]``.
+        broken: The slots that begin with a new step but are not completed, ``[E, T]``.
+        refused: The number of windows that are not drawn, because they would reach past the end of
+            their episode.
+    """
+
+    slots: Int[Array, "E H"]
+    end: Int[Array, "E H"]
+    short: Bool[Array, "E H"]
+    broken: Int[Array, "E T"]
+    refused: UInt[Array, ""]
 
 
 class _Tail(NamedTuple):

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.types import Dtype
 from jaxbuf.core.varying import vary_with
 
 # The pairs of a tile, _ROWS * _COLUMNS, fit a core's cache; coordinates come in groups of _STRIDE.
@@ -42,10 +43,13 @@ class Ball:
         radius: 0, or from 2**-40 to 2**40.
         p: From 0 to infinity. Infinity means the largest difference of a coordinate, and 0 the
             number of coordinates that differ.
+        words: 0 if coordinates are float32 numbers. Else each is this number of consecutive uint32
+            words, of which it only matters whether they are equal.
     """
 
     radius: float
     p: float
+    words: int = 0
 
     @property
     def limit(self) -> float:
@@ -55,9 +59,18 @@ class Ball:
             return float(radius)
         return _largest_square(radius) if self._p == 2 else 1.0 + (self._p + 4.0) * 2.0**-22
 
-    def accumulate(self, total: Array, difference: Array) -> Array:
-        """Returns ``total`` with the difference in one more coordinate added."""
-        size = jnp.abs(difference)
+    def accumulate(self, total: Array, ours: Array, theirs: Array) -> Array:
+        """Returns the sums ``[R, L]`` with the differences in more coordinates added.
+
+        Args:
+            total: The sums so far, ``[R, L]``.
+            ours: One coordinate of the points of a tile, ``[R]``; for words ``[words, R]``.
+            theirs: The same of a block, ``[L]``; for words ``[words, L]``.
+        """
+        if self.words:
+            size = jnp.any(ours[:, :, None] != theirs[:, None], axis=0).astype(jnp.float32)
+        else:
+            size = jnp.abs(ours[:, None] - theirs[None])
         if math.isinf(self._p):
             return jnp.maximum(total, size)
         if self._p == 0:
@@ -76,7 +89,7 @@ class Ball:
 
 
 # A function that returns a group of coordinates of a block.
-Theirs = Callable[[Int[Array, ""]], Float[Array, "S L"]]
+Theirs = Callable[[Int[Array, ""]], Shaped[Array, "S L"]]
 # A function from row numbers ``[R, 1]`` and slots ``[1, L]`` to a mask of the pairs to compare.
 Usable = Callable[[Int[Array, "R 1"], Int[Array, "1 L"]], Bool[Array, "..."]]
 
@@ -153,7 +166,7 @@ class Others(abc.ABC):
 
 
 class Points(Others, struct.PyTreeNode):
-    """A point of ``width`` float32 coordinates in each of ``capacity`` slots.
+    """A point of ``width`` coordinates, float32 or uint32, in each of ``capacity`` slots.
 
     Attributes:
         blocks: The coordinates, ``[C, G, 8, L]``: ``C`` blocks of ``L`` slots and ``G`` groups of 8
@@ -161,27 +174,27 @@ class Points(Others, struct.PyTreeNode):
         capacity: The number of slots.
     """
 
-    blocks: Float[Array, "C G S L"]
+    blocks: Shaped[Array, "C G S L"]
     capacity: int = struct.field(pytree_node=False)
 
     @classmethod
-    def create(cls, capacity: int, width: int) -> Self:
+    def create(cls, capacity: int, width: int, dtype: Dtype = jnp.float32) -> Self:
         """Creates points that are all at the origin."""
         columns = _columns(capacity)
         shape = (math.ceil(capacity / columns), math.ceil(width / _STRIDE), _STRIDE, columns)
-        return cls(blocks=jnp.zeros(shape, jnp.float32), capacity=capacity)
+        return cls(blocks=jnp.zeros(shape, dtype), capacity=capacity)
 
     @classmethod
-    def of(cls, points: Float[Array, "B D"]) -> Self:
+    def of(cls, points: Shaped[Array, "B D"]) -> Self:
         """Creates points from rows of coordinates."""
-        empty = cls.create(*points.shape)
+        empty = cls.create(*points.shape, points.dtype)
         blocks, groups, stride, columns = empty.blocks.shape
         rest = (blocks * columns - points.shape[0], groups * stride - points.shape[1])
         padded = jnp.pad(points, ((0, rest[0]), (0, rest[1])))
         split = padded.reshape(blocks, columns, groups, stride)
         return empty.replace(blocks=jnp.transpose(split, (0, 2, 3, 1)))
 
-    def set(self, index: Int[Array, " B"], points: Float[Array, "B D"]) -> Self:
+    def set(self, index: Int[Array, " B"], points: Shaped[Array, "B D"]) -> Self:
         """Writes points to slots, which must differ; rows past the end are dropped."""
         blocks, groups, stride, columns = self.blocks.shape
         rows = jnp.pad(points, ((0, 0), (0, groups * stride - points.shape[1])))
@@ -191,7 +204,7 @@ class Points(Others, struct.PyTreeNode):
         )
         return self.replace(blocks=changed)
 
-    def get(self, index: Int[Array, " B"]) -> Float[Array, "B P"]:
+    def get(self, index: Int[Array, " B"]) -> Shaped[Array, "B P"]:
         """Returns the points in these slots, padded to whole groups of coordinates."""
         rows = jnp.transpose(self.blocks, (0, 3, 1, 2))
         return rows.reshape(-1, math.prod(rows.shape[2:]))[index]
@@ -206,7 +219,7 @@ class Points(Others, struct.PyTreeNode):
         """The number of tiles."""
         return math.ceil(self.capacity / self.height)
 
-    def tile(self, k: Int[Array, ""]) -> Float[Array, "G S R"]:
+    def tile(self, k: Int[Array, ""]) -> Shaped[Array, "G S R"]:
         """Returns the points of one tile, for ``pairwise``."""
         _, groups, stride, columns = self.blocks.shape
         first = k * self.height
@@ -235,7 +248,7 @@ class Computed(Others):
     """
 
     capacity: int
-    rows: Callable[[Int[Array, ""], int], Float[Array, "B D"]]
+    rows: Callable[[Int[Array, ""], int], Shaped[Array, "B D"]]
 
     def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:
         """Returns the first slot of a block, and its points."""
@@ -261,7 +274,7 @@ class Sums(NamedTuple):
 
 
 def pairwise(
-    ours: Float[Array, "G S R"],
+    ours: Shaped[Array, "G S R"],
     theirs: Theirs,
     counts: Bool[Array, "..."],
     ball: Ball,
@@ -292,8 +305,9 @@ def pairwise(
     # fuses the slice into the arithmetic and repeats it for every pair.
     def go_on(carry: tuple[Sums, Array, Array]) -> tuple[Sums, Array, Array]:
         (done, sums, _), one, other = carry
-        for k in range(_STRIDE):
-            sums = ball.accumulate(sums, one[k][:, None] - other[k][None])
+        for k in range(0, _STRIDE, max(ball.words, 1)):
+            at = slice(k, k + ball.words) if ball.words else k
+            sums = ball.accumulate(sums, one[at], other[at])
         return Sums(done + 1, sums, jnp.min(sums, axis=1)), *operands(done + 1)
 
     sums = jnp.where(counts, jnp.float32(0), jnp.float32(jnp.inf))

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage
+from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage, trees
 
 # A ratio is stored as a fraction with at most this denominator, so that no rounding accumulates.
 _DENOMINATOR = 1000
@@ -321,7 +321,7 @@ def _integer(number: object, name: str) -> Int[Array, ""]:
     got = numbers.given(number, name)
     if got.shape:
         raise ValueError(f"{name} has shape {got.shape}; expected one integer")
-    array = jnp.asarray(number)
+    array = jnp.asarray(trees.owned(number))
     if array.dtype == np.bool_:
         return array.astype(jnp.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):

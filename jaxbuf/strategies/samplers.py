@@ -421,11 +421,14 @@ def bounds(mass: Float[Array, " S"]) -> Float[Array, " S"]:
 def shard_of(
     bound: Float[Array, " S"] | Int[Array, " S"], point: Float[Array, " B"] | Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"] | Int[Array, " B"]]:
-    """Returns the shard in whose interval each point lies, and the offset in this interval."""
+    """Returns the shard in whose interval each point lies, and the offset in this interval.
+
+    A point at the total or beyond, as a result of rounding, lies in the last shard with mass.
+    """
     if bound.shape[0] == 1:
         return jnp.zeros(point.shape, jnp.int32), point
     shard = jnp.sum(bound[None] <= point[:, None], axis=1, dtype=jnp.int32)
-    shard = jnp.minimum(shard, bound.shape[0] - 1)
+    shard = jnp.minimum(shard, jnp.sum(bound < bound[-1], dtype=jnp.int32))
     begin = jnp.concatenate([jnp.zeros_like(bound[:1]), bound[:-1]])
     return shard, point - begin[shard]
 

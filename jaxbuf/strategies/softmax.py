@@ -207,9 +207,12 @@ class Softmax(ShardableSampler):
     def reach(self, world: _Report) -> Support:
         """Returns the support: the items whose score is above −inf."""
         total = self._total(world)
-        least = least_positive(world.least * self._scale(world.reference, world))
+        scale = self._scale(world.reference, world)
+        least = least_positive(world.least * scale)
         least = jnp.maximum(least / jnp.where(total > 0, total, 1.0), _TINY)
-        count = jnp.sum(world.nnz, axis=0, dtype=jnp.int32)
+        # Next to the largest score of all shards, the masses of a whole shard may vanish.
+        some = world.total * scale > 0
+        count = jnp.sum(jnp.where(some, world.nnz, 0), axis=0, dtype=jnp.int32)
         return Support(count, jnp.where(total > 0, least, 0.0))
 
     def draw(

@@ -2,17 +2,22 @@
 
 import collections
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.mixture import Mixture
+from jaxbuf.buffers.options import check_options
+from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import storage
-from jaxbuf.testing.structures import check_concrete, report
+from jaxbuf.core import storage, trees
+from jaxbuf.testing.structures import check_concrete, fetched, report
 
 # The number of missing and of unexpected items that a message shows.
 _SHOWN = 4
@@ -25,8 +30,9 @@ def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
     except that all NaNs are equal, and so are 0.0 and -0.0.
 
     Args:
-        buffer: A buffer, or a ``Mixture`` whose parts hold the same kind of items. The items of a
-            ``TrajectoryBuffer`` are all its steps, even if no window contains them.
+        buffer: A buffer, also a ``Hosted`` or ``Sharded`` one, or a ``Mixture`` whose parts hold
+            the same kind of items. The items of a ``TrajectoryBuffer`` are all its steps, even if
+            no window contains them.
         items: The items, leaves ``[n, *shape]``; for a ``TrajectoryBuffer`` the steps.
 
     Raises:
@@ -46,18 +52,21 @@ def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
           not expected: {'x': 3}
     """
     check_concrete(buffer, "buffer")
-    storages, held = _storages(buffer), _held(buffer)
+    parts = list(_parts(buffer))
     wanted: Any = items
-    for stored in storages:
-        wanted, _ = storage.check(stored, items, "items", ("n",))
-    expected, shown = _count(jax.device_get(wanted))
-    there, also_shown = _count(held)
+    for part in parts:
+        wanted, _ = storage.check(_stored(part), items, "items", ("n",))
+    expected, shown = _count(wanted)
+    there, also_shown = collections.Counter[bytes](), dict[Any, Any]()
+    for part in parts:
+        held, names = _count(_held(part))
+        there, also_shown = there + held, also_shown | names
     names = {**shown, **also_shown}
     problems = [
         *_list("missing", expected - there, names),
         *_list("not expected", there - expected, names),
     ]
-    kind = "steps" if isinstance(buffer, TrajectoryBuffer) else "items"
+    kind = "steps" if any(isinstance(part, TrajectoryBuffer) for part in parts) else "items"
     title = (
         f"buffer holds {sum(there.values())} {kind}, which are not the {sum(expected.values())} "
         "expected:"
@@ -65,40 +74,54 @@ def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
     report(title, problems)
 
 
-def _storages(buffer: Any) -> list[PyTree[Any]]:
-    """Returns an item of the buffer, or of each part, as shapes with one axis in front."""
+def _parts(buffer: Any) -> Iterator[Any]:
+    """Yields the buffers that hold the items: each part of a mixture, and each shard."""
     if isinstance(buffer, Mixture):
-        return [stored for part in buffer.parts for stored in _storages(part)]
-    common.check_single(buffer)
+        for part in buffer.parts:
+            yield from _parts(part)
+    elif isinstance(buffer, Hosted):
+        yield from _parts(buffer.buffer)
+    elif isinstance(buffer, Sharded):
+        shards = fetched(buffer.shards)
+        for i in range(buffer.num_shards):
+            yield trees.on_device(jax.tree.map(lambda leaf, at=i: leaf[at], shards))
+    else:
+        check_options(buffer, "add", {})
+        yield common.check_single(buffer)
+
+
+def _stored(buffer: Any) -> PyTree[Any]:
+    """Returns an item of the buffer as shapes with one axis in front."""
     skip = 2 if isinstance(buffer, TrajectoryBuffer) else 1
-    return [
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[skip:]), x.dtype), buffer.data)
-    ]
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[skip:]), x.dtype), buffer.data)
 
 
-def _held(buffer: Any) -> PyTree[np.ndarray[Any, Any]]:
+def _held(buffer: Any) -> PyTree[Array]:
     """Returns the contents of the buffer, leaves ``[n, ...]``."""
-    if isinstance(buffer, Mixture):
-        parts = [_held(part) for part in buffer.parts]
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     if isinstance(buffer, TrajectoryBuffer):
-        steps = jax.device_get(buffer.gather_all(ignore_earliest=False))
-        return jax.tree.map(lambda leaf: leaf[steps.valid], steps.data)
+        steps = buffer.gather_all(ignore_earliest=False)
+        valid = np.asarray(steps.valid)
+        return jax.tree.map(lambda leaf: leaf[valid], steps.data)
     slot = np.arange(buffer.capacity, dtype=np.int32)
     live = np.asarray(buffer.occupancy.live(slot))
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[live], buffer.data)
+    return jax.tree.map(lambda leaf: leaf[live], buffer.data)
 
 
-def _count(
-    items: PyTree[np.ndarray[Any, Any]],
-) -> tuple[collections.Counter[bytes], dict[Any, Any]]:
+def _numbers(leaf: Any) -> np.ndarray[Any, Any]:
+    """Returns the numbers of a leaf; those of a PRNG key are its words."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def _count(items: PyTree[Array]) -> tuple[collections.Counter[bytes], dict[Any, Any]]:
     """Counts items by their bytes, and returns the items of these bytes for messages."""
-    leaves, structure = jax.tree.flatten(items)
+    leaves, structure = jax.tree.flatten(jax.tree.map(_numbers, items))
     rows = leaves[0].shape[0]
     # Zeros and NaNs may have different bits.
     plain = [
         np.where(leaf != leaf, leaf.dtype.type(np.nan), leaf + leaf.dtype.type(0))
-        if leaf.dtype.kind not in "biu"
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
         else leaf
         for leaf in leaves
     ]

@@ -11,6 +11,7 @@ from jax.scipy.special import gammaincc
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks
 from jaxbuf.testing.structures import check_concrete, report
@@ -70,6 +71,9 @@ def assert_distribution(
           slot 2 was drawn ... times of 20000; expected 10000.0
     """
     check_concrete(buffer, "buffer")
+    if isinstance(buffer, Hosted):
+        # Its draws are those of the buffer inside, all of which are one program.
+        buffer = buffer.buffer
     common.check_key(key)
     draws = common.check_count("draws", draws)
     batch_size = common.check_batch_size(batch_size)

@@ -72,7 +72,7 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def copies(text: str, smallest: int) -> list[Copy]:
-    """The copies of arrays of at least ``smallest`` bytes.
+    """The copies of arrays of at least ``smallest`` bytes; see also ``typed_copies``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -80,6 +80,11 @@ def copies(text: str, smallest: int) -> list[Copy]:
         >>> copies(change.lower(jnp.zeros(1000)).compile().as_text(), 4000)
         [Copy(shape=(1000,), nbytes=4000, in_loop=False, conditional=False)]
     """
+    return [copy for _, copy in typed_copies(text, smallest)]
+
+
+def typed_copies(text: str, smallest: int) -> list[tuple[str, Copy]]:
+    """The copies of arrays of at least ``smallest`` bytes, each with its dtype in the text."""
     computations, _ = parse(text)
     callers = {
         name: (caller, instruction.opcode)
@@ -87,7 +92,7 @@ def copies(text: str, smallest: int) -> list[Copy]:
         for instruction in instructions
         for name in instruction.called
     }
-    found: list[Copy] = []
+    found: list[tuple[str, Copy]] = []
     for name, instructions in computations.items():
         around = list(_around(name, callers))
         for instruction in instructions:
@@ -95,7 +100,9 @@ def copies(text: str, smallest: int) -> list[Copy]:
             copied = instruction.opcode in ("copy", "copy-start") and nbytes >= smallest
             # What a fusion computes on its way is never stored.
             if copied and not (around[:1] == ["fusion"] and not stored(instruction, instructions)):
-                found.append(Copy(shape, nbytes, "while" in around, "conditional" in around))
+                dtype = instruction.type.lstrip("(").partition("[")[0]
+                copy = Copy(shape, nbytes, "while" in around, "conditional" in around)
+                found.append((dtype, copy))
     return found
 
 

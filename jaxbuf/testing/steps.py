@@ -11,7 +11,7 @@ import numpy as np
 from jaxbuf.core.sizes import check_count, format_bytes
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.monitoring.memory import ORDER, LeafMemory, compile_step
-from jaxbuf.testing.hlo import copies
+from jaxbuf.testing.hlo import typed_copies
 from jaxbuf.testing.structures import check_concrete, differing, report
 
 
@@ -62,11 +62,9 @@ def assert_no_copy(
             "pass a larger one, such as jax.eval_shape makes, or another smallest"
         )
     problems = {leaf.name: _says(leaf) for leaf in large if leaf.fate == "copied"}
-    found = copies(program, smallest)
-    for copy in sorted(found, key=lambda copy: -copy.nbytes):
-        # The program tells the size of a copy, but not the leaf.
-        alike = [leaf for leaf in large if leaf.nbytes == copy.nbytes]
-        alike = [leaf for leaf in alike if leaf.shape == copy.shape] or alike
+    for dtype, copy in sorted(typed_copies(program, smallest), key=lambda one: -one[1].nbytes):
+        # The program tells the dtype and the shape of a copy, but not the leaf.
+        alike = [leaf for leaf in large if leaf.may_be(dtype, copy.shape)]
         often = " in each step of a loop" if copy.in_loop else ""
         if alike:
             names = " or ".join(leaf.name for leaf in alike)

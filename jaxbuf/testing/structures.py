@@ -30,6 +30,18 @@ def check_concrete(tree: Any, name: str) -> None:
             raise ValueError(f"{name} is {kind}; call this with arrays, outside of jax.jit")
 
 
+def fetched(tree: Any) -> Any:
+    """Returns the tree with its arrays on the host, but PRNG keys on one device."""
+
+    def fetch(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return np.asarray(leaf)
+        words = np.asarray(jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(leaf))
+
+    return jax.tree.map(fetch, tree)
+
+
 def report(title: str, problems: list[str], most: int = 8) -> None:
     """Raises an error if there are problems.
 

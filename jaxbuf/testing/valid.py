@@ -83,8 +83,10 @@ def assert_valid(buffer: Any) -> None:
     for path, one in buffers:
         name = "buffer" + jax.tree_util.keystr(path)
         axes = one.counters.shape[:-1]
+        # Shards cannot be told apart where they are, if their mesh has explicit axes.
+        whole = structures.fetched(one) if axes else one
         for index in np.ndindex(axes):
-            part = jax.tree.map(lambda leaf, at=index: leaf[at], one) if axes else one
+            part = jax.tree.map(lambda leaf, at=index: leaf[at], whole) if axes else one
             part = trees.on_device(part)
             problems += _problems(name + "".join(f"[{i}]" for i in index), part)
     structures.report("buffer is not valid:", problems)
@@ -167,7 +169,10 @@ def _members(name: str, buffer: Any) -> Iterator[str]:
     occupancy, slot = buffer.occupancy, _slots(buffer)
     if isinstance(occupancy, Subset):
         member = np.asarray(occupancy.members.get(slot))
-        wrong = member & ~np.asarray(_live(occupancy.inner, slot))
+        inner = occupancy.inner
+        if getattr(buffer, "episodes", None) is not None and buffer.episodes.pads:
+            inner = inner.replace(sequence_length=1)  # The first step of a short window is held.
+        wrong = member & ~np.asarray(_live(inner, slot))
         what = "False, for there is no item"
         yield from first_wrong(f"{name}.occupancy.members", member, wrong, what)
     label, ranking = _inner(f"{name}.occupancy", occupancy)
@@ -295,7 +300,8 @@ def _diversity(name: str, buffer: Any) -> Iterator[str]:
             strict=True,
         )
         # A function of an item may round differently when it is compiled again.
-        return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
+        wide = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
+        return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in wide)
 
     some = np.flatnonzero(buffer.live)
     if not differs(np.isin(np.arange(buffer.capacity), some)):
@@ -336,12 +342,27 @@ def _look_up(buffer: Any) -> dict[str, Any]:
         return {key: value.reshape(rank.shape) for key, value in found.items()}
 
     slot = jnp.arange(buffer.rings.capacity, dtype=jnp.int32)
-    whole = jnp.all(index.together(buffer.rings, slot), axis=1)
+    rows = buffer.rings.window(slot)
+    together = jnp.sum(index.together(buffer.rings, slot), axis=1, dtype=jnp.int32)
+    begin = buffer.rings.starts_at(slot, buffer.rings.generation(slot))
+    newest = begin[1] + (together - 1).astype(jnp.uint32)
+    terminated, _ = index.episodes.flags(buffer.data)
+    final = jnp.take_along_axis(rows, together[:, None] - 1, axis=1)[:, 0]
+    ended = index.is_last(buffer.rings, begin[0], newest)
+    if index.episodes.short_windows == "terminated":
+        ended &= terminated.reshape(-1)[final]
+    across = index.episodes.boundary != "avoid"
+    whole = (together == buffer.sequence_length) | (ended & index.episodes.pads) | across
+    held = buffer.rings.held.astype(jnp.int32) - buffer.rings.ignored
+    there = buffer.rings.age(slot) < held[begin[0]]
+    if not index.episodes.pads:
+        there &= buffer.rings.live(slot)
+    aligned = index.steps_before(rows[:, 0]) % index.episodes.period == 0
     return {
         "valid": steps.valid,
         "ours": ask(index, buffer.rings, steps.position, buffer.data),
         "anew": ask(anew, rings, rank.astype(jnp.uint32), steps.data),
-        "windows": whole & buffer.rings.live(slot),
+        "windows": whole & there & aligned,
     }
 
 
@@ -355,7 +376,7 @@ def _episodes(name: str, buffer: Any) -> Iterator[str]:
         wrong = valid & ~np.isclose(ours, anew, rtol=1e-4, atol=1e-5 * size if size > 1 else 1e-5)
         for line in first_wrong(f"{name}.episode_index.{key}", ours, wrong, anew):
             yield f"{line} as the data say, [environment, step from the earliest]"
-    if buffer.episode_index.episodes.boundary == "avoid":
+    if buffer.episode_index.episodes.removes:
         member = np.asarray(buffer.occupancy.members.get(_slots(buffer)))
         wrong = member & ~seen["windows"]
         if buffer.freshness is None:

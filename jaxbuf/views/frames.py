@@ -1,5 +1,7 @@
 """Stacks of the last frames, made from single frames after sampling."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,7 @@ def stack_frames(
     last: str | None = None,
     first: Bool[Array, " B"] | None = None,
     axis: int = -1,
+    padding: Literal["first", "zeros"] = "first",
 ) -> FrameStack:
     """Stack the last ``n`` frames at every step, so that a buffer can store each frame once.
 
@@ -79,6 +82,8 @@ def stack_frames(
             ``buffer.is_episode_first(sample.slots)`` of a buffer with ``Episodes``. By default no
             window is known to.
         axis: The place of the axis of ``n`` in a stack: last by default, 0 before the frame's axes.
+        padding: The frames before the first one of an episode: ``"first"`` repeats it, and
+            ``"zeros"`` are frames of zeros, as in Dopamine.
 
     Returns:
         The stacks, and which of them are complete.
@@ -120,11 +125,18 @@ def stack_frames(
         begins_here = storage.check_rows(first, "first", (batch,), np.bool_, "(B,)")
     for leaf in jax.tree.leaves(frames):
         _check_axis(axis, leaf.shape[2:])
-    return call(_stacks, frames, ends, begins_here, int(n), int(axis), static=(3, 4))
+    checks.check_choice("padding", padding, ("first", "zeros"))
+    zeros = padding == "zeros"
+    return call(_stacks, frames, ends, begins_here, int(n), int(axis), zeros, static=(3, 4, 5))
 
 
 def _stacks(
-    frames: PyTree[Array], ends: Bool[Array, "B L"], first: Bool[Array, " B"], n: int, axis: int
+    frames: PyTree[Array],
+    ends: Bool[Array, "B L"],
+    first: Bool[Array, " B"],
+    n: int,
+    axis: int,
+    zeros: bool,
 ) -> FrameStack:
     """Returns a stack for each step; ``first`` tells which windows begin an episode."""
     batch, length = ends.shape
@@ -135,18 +147,25 @@ def _stacks(
     back = jnp.arange(1 - n, 1, dtype=jnp.int32)
     wanted = step[:, None] + back[None]
     source = jnp.maximum(wanted[None], begin[:, :, None])
+    missing = wanted[None] < begin[:, :, None] if zeros else None
     source += length * jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     complete = (step >= n - 1)[None] | (begin > 0) | first[:, None]
     return FrameStack(
-        frames=jax.tree.map(lambda leaf: _take(leaf, source, axis), frames), complete=complete
+        frames=jax.tree.map(lambda leaf: _take(leaf, source, missing, axis), frames),
+        complete=complete,
     )
 
 
-def _take(leaf: Array, source: Int[Array, "B L n"], axis: int) -> Array:
+def _take(
+    leaf: Array, source: Int[Array, "B L n"], missing: Bool[Array, "B L n"] | None, axis: int
+) -> Array:
     """Reads frames of the flattened windows, and moves the axis of ``n`` to its place."""
     frame = leaf.shape[2:]
-    rows = storage.read(leaf.reshape(-1, *frame), source.reshape(-1))
+    rows = storage.read(lax.collapse(leaf, 0, 2), source.reshape(-1))
     stacks = rows.reshape(*source.shape, *frame)
+    if missing is not None:
+        gone = missing.reshape(*missing.shape, *(1,) * len(frame))
+        stacks = jnp.where(gone, jnp.zeros_like(stacks), stacks)
     return jnp.moveaxis(stacks, 2, 2 + axis % (len(frame) + 1))
 
 

@@ -109,7 +109,7 @@ def sample_groups(
     References:
         Niu et al., DI-engine, its ``group_sample`` and ``padding`` middleware.
     """
-    common.check_key(key)
+    key = common.check_key(key)
     num_groups = common.check_count("num_groups", num_groups)
     size = common.check_count("size", size)
     checks.check_choice("order", order, get_args(Order))

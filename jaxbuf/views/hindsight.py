@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.common import check_key
-from jaxbuf.core import checks, fields, numbers, storage
+from jaxbuf.core import checks, fields, numbers, storage, trees
 
 Strategy = Literal["final", "future", "episode", "random"]
 Lookup = Callable[[Int[Array, " B"], Int[Array, " B"]], PyTree[Array]]
@@ -138,7 +138,7 @@ def hindsight(
     share = storage.check_rows(fraction, "fraction", (), np.float32, "one number")
     if not callable(reward_fn):
         raise ValueError(f"reward_fn is {checks.name_of(reward_fn)}; expected a function")
-    check_key(key)
+    key = check_key(key)
     rewards = _field(batch, reward, "reward")
     if not isinstance(rewards, jax.Array) or rewards.ndim not in (1, 2):
         shape = jax.tree.map(jnp.shape, rewards)
@@ -172,6 +172,7 @@ def hindsight(
         )
     for path, old in zip(goals, asked, strict=True):
         batch = fields.replace(batch, path, _relabel(old, found, rewards.shape, relabeled, path))
+    found = trees.match(now, found)
     _check_goals(now, found, rewards.shape, f"achieved {achieved!r}")
     earned = _earned(reward_fn(now, fields.find(batch, goals[0])), rewards)
     earned = jnp.where(_over(relabeled, rewards), earned, rewards)
@@ -195,6 +196,7 @@ def _relabel(
     path: str,
 ) -> PyTree[Array]:
     """Returns the goals at ``path``, replaced by the found ones in relabeled rows."""
+    found = trees.match(old, found)
     _check_goals(old, found, shape, f"goal {path!r}")
 
     def choose(before: Array, after: Array) -> Array:
@@ -258,7 +260,7 @@ def _check_goals(
 
 def _earned(value: Any, rewards: Array) -> Array:
     """Returns the output of a reward function, after checking its shape and dtype."""
-    earned = jnp.asarray(value)
+    earned = jnp.asarray(trees.owned(value))
     if earned.shape != rewards.shape or (earned.dtype != rewards.dtype and not earned.weak_type):
         raise ValueError(
             f"reward_fn gives {earned.dtype} of shape {earned.shape}; expected {rewards.dtype} of "

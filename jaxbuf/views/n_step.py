@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
@@ -14,19 +15,21 @@ from jaxbuf.core.calls import call
 class NStep(struct.PyTreeNode):
     """The parts of an n-step target, for each of the ``M = L - n`` starts in a window.
 
-    The target is ``reward + discount * value(observation at bootstrap_index)``.
+    There is one start, ``M = 1``, if ``n`` is ``L``. The target is ``reward + discount *
+    value(observation at bootstrap_index)``.
 
     Attributes:
-        reward: Discounted sum of up to ``n`` rewards, ``[B, M]``.
+        reward: Discounted sum of up to ``n`` rewards, ``[B, M, ...]`` with the trailing axes of the
+            rewards, as have the other attributes.
         discount: The factor of the bootstrapped value, ``[B, M]``: 0 if the episode terminated
             within the sum, else ``discount`` to the power of the number of rewards.
         bootstrap_index: The index in the window of the observation after the last of these rewards,
-            ``[B, M]`` int32, in ``[1, L - 1]``.
+            ``[B, M]`` int32, in ``[1, L - 1]``, or ``L`` if ``n`` is ``L``.
     """
 
-    reward: Float[Array, "B M"]
-    discount: Float[Array, "B M"]
-    bootstrap_index: Int[Array, "B M"]
+    reward: Float[Array, "B M ..."]
+    discount: Float[Array, "B M ..."]
+    bootstrap_index: Int[Array, "B M ..."]
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -35,7 +38,7 @@ class NStep(struct.PyTreeNode):
 def n_step(
     window: PyTree[Array],
     n: int,
-    discount: float | Float[Array, ""],
+    discount: float | Float[Array, ""] | Float[Array, "B L ..."],
     *,
     reward: str = "reward",
     terminated: str = "terminated",
@@ -51,16 +54,23 @@ def n_step(
     it, so the observation after row ``t`` is in row ``t + 1``. After a truncation that row may
     already belong to the next episode. If you bootstrap there, either store the last observation of
     each episode as a separate row, or store next observations with the rows and read them at
-    ``bootstrap_index - 1``.
+    ``bootstrap_index - 1``. With next observations ``n`` may be ``L``; the last one is then read
+    at ``L - 1``.
+
+    ``Episodes(boundary="avoid")`` pads windows at the end of an episode that terminated. All starts
+    in such a window have right targets: those in the padding repeat the last step.
 
     Args:
         window: Windows of consecutive steps, such as ``sample.data`` of a ``TrajectoryBuffer``: a
             dict, or another pytree with named fields, with leaves ``[B, L, ...]``.
-        n: The largest number of rewards in a sum, from 1 to ``L - 1``.
-        discount: The factor per step. It may be traced, so changing it does not retrace.
-        reward: Name of the rewards, ``[B, L]`` floats; dots lead into nested fields.
-        terminated: Name of the flags that an episode ended here, ``[B, L]`` bools.
-        truncated: Name of the flags that an episode was cut off here, ``[B, L]`` bools. By default
+        n: The largest number of rewards in a sum, from 1 to ``L``.
+        discount: The factor per step: one number, or one for each step, ``[B, L]``, or with the
+            trailing axes of the rewards. It may be traced, so changing it does not retrace.
+        reward: Name of the rewards, ``[B, L]`` floats; dots lead into nested fields. They may have
+            trailing axes, such as one of agents, ``[B, L, A]``.
+        terminated: Name of the flags that an episode ended here, ``[B, L]`` bools, or with the
+            trailing axes of the rewards.
+        truncated: Name of the flags that an episode was cut off here, likewise. By default
             the field ``truncated`` beside ``terminated``, or else at the top, if the window has
             one. If it has none, no episode is cut off.
 
@@ -68,7 +78,7 @@ def n_step(
         The sums of rewards, the factors of the bootstrapped values, and where to bootstrap from.
 
     Raises:
-        ValueError: If ``n`` is not an integer in ``[1, L - 1]``, or a field is missing or has the
+        ValueError: If ``n`` is not an integer in ``[1, L]``, or a field is missing or has the
             wrong shape or dtype.
 
     Example:
@@ -85,7 +95,7 @@ def n_step(
         Sutton and Barto, Reinforcement Learning, 2018, chapter 7; Hessel et al., Rainbow, 2018.
     """
     rewards = _field(window, reward, "reward", jnp.floating)
-    if rewards.ndim != 2:
+    if rewards.ndim < 2:
         raise ValueError(f"reward has shape {rewards.shape}; expected (B, L)")
     ends = _flags(window, terminated, "terminated", rewards.shape)
     truncated = fields.truncation(window, terminated, truncated)
@@ -94,13 +104,17 @@ def n_step(
         cuts = _flags(window, truncated, "truncated", rewards.shape)
     length = rewards.shape[1]
     n = sizes.check_count("n", n)
-    if not 1 <= n < length:
+    if not 1 <= n <= length:
         raise ValueError(
-            f"n is {n} and windows have {length} steps; expected 1 <= n < {length}, since the "
-            "observation to bootstrap from must be in the window"
+            f"n is {n} and windows have {length} steps; expected 1 <= n < {length}, or n = "
+            f"{length} for steps that hold their next observations"
         )
     dtype: Any = rewards.dtype
-    factor = storage.check_rows(discount, "discount", (), dtype, "one number")
+    shape = np.shape(discount)  # pyright: ignore[reportArgumentType]
+    known = shape if shape in ((), rewards.shape[:2], rewards.shape) else ()
+    axes = "one number, or one for each step, (B, L)"
+    factor = storage.check_rows(discount, "discount", known, dtype, axes)
+    factor = _spread(factor, rewards.shape) if known else jnp.broadcast_to(factor, rewards.shape)
     return call(_returns, rewards, ends, cuts, factor, int(n), static=(4,))
 
 
@@ -108,22 +122,22 @@ def _returns(
     rewards: Float[Array, "B L"],
     ends: Bool[Array, "B L"],
     cuts: Bool[Array, "B L"],
-    factor: Float[Array, ""],
+    factor: Float[Array, "B L"],
     n: int,
 ) -> NStep:
     """Extends the returns of all steps by one reward at a time."""
-    starts = rewards.shape[1] - n
+    starts = max(rewards.shape[1] - n, 1)
 
     def extend(
         carry: tuple[NStep, Bool[Array, "B M"]], offset: Int[Array, ""]
     ) -> tuple[tuple[NStep, Bool[Array, "B M"]], None]:
         so_far, running = carry
-        now, end, cut = (
+        now, end, cut, gamma = (
             lax.dynamic_slice_in_dim(field, offset, starts, axis=1)
-            for field in (rewards, ends, cuts)
+            for field in (rewards, ends, cuts, factor)
         )
         total = so_far.reward + so_far.discount * jnp.where(running, now, jnp.zeros_like(now))
-        left = jnp.where(end, jnp.zeros_like(factor), so_far.discount * factor)
+        left = jnp.where(end, jnp.zeros_like(gamma), so_far.discount * gamma)
         extended = NStep(
             reward=total,
             discount=jnp.where(running, left, so_far.discount),
@@ -133,10 +147,11 @@ def _returns(
 
     # Derived from the rewards, so that it varies over the same devices inside shard_map.
     zeros = jnp.zeros_like(rewards[:, :starts])
+    steps = jnp.arange(starts, dtype=jnp.int32)
     nothing = NStep(
         reward=zeros,
         discount=jnp.ones_like(zeros),
-        bootstrap_index=zeros.astype(jnp.int32) + jnp.arange(starts, dtype=jnp.int32)[None],
+        bootstrap_index=zeros.astype(jnp.int32) + _spread(steps[None], zeros.shape),
     )
     offsets = jnp.arange(n, dtype=jnp.int32)
     (result, _), _ = lax.scan(extend, (nothing, jnp.ones_like(zeros, bool)), offsets)
@@ -145,9 +160,14 @@ def _returns(
 
 def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) -> Array:
     flags = _field(window, path, name, jnp.bool_)
-    if flags.shape != shape:
+    if flags.shape not in (shape, shape[:2]):
         raise ValueError(f"{name} has shape {flags.shape}; expected {shape}, that of reward")
-    return flags
+    return _spread(flags, shape)
+
+
+def _spread(field: Array, shape: tuple[int, ...]) -> Array:
+    """Broadcasts ``[B, L]`` along the trailing axes of ``shape``."""
+    return jnp.broadcast_to(field.reshape(*field.shape, *(1,) * (len(shape) - field.ndim)), shape)
 
 
 def _field(window: PyTree[Array], path: str, name: str, kind: Any) -> Array:

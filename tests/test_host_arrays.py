@@ -1,0 +1,315 @@
+"""NumPy arrays that their owner writes again after a call: what was passed is what counts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf.interop import flashbax as fbx
+
+KEY = jax.random.key(0)
+ROWS = 8
+ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
+STEP = {"obs": jnp.zeros(3), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+
+
+def aligned(values):
+    """Returns a copy at an address that a jax array may share."""
+    values = np.asarray(values)
+    memory = np.zeros(values.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
+
+
+@jax.jit
+def _late(tree, x):
+    x = jax.lax.fori_loop(0, 4, lambda _, x: jnp.tanh(x @ x), x)
+    wrong = jnp.isnan(x[0, 0])
+
+    def leaf(array):
+        return jnp.where(wrong, jnp.zeros_like(array), array)
+
+    return jax.tree.map(leaf, tree)
+
+
+def late(tree):
+    """Returns the same arrays, which take a while to compute, and all that depends on them."""
+    return _late(tree, jnp.ones((500, 500)))
+
+
+def check(door, *arguments):
+    """Checks that a door reads its arguments before it returns.
+
+    What it gets first is not computed yet, so whatever it leaves for later happens after the
+    arguments were written again.
+    """
+    state, *given = arguments
+    want = jax.block_until_ready(door(late(state), *given))
+    owned = jax.tree.map(lambda x: aligned(x) if isinstance(x, np.ndarray) else x, given)
+    got = door(late(state), *owned)
+    for leaf in jax.tree.leaves(owned):
+        if isinstance(leaf, np.ndarray):
+            leaf[...] = 1 if leaf.dtype == np.bool_ and not leaf.any() else 0
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def numbers(*shape, dtype=np.float32):
+    return np.arange(1, np.prod(shape) + 1).reshape(shape).astype(dtype)
+
+
+def items(rows=ROWS):
+    return {"obs": numbers(rows, 3), "id": numbers(rows, dtype=np.int32)}
+
+
+def steps(*leading):
+    terminated = numbers(*leading, dtype=np.int32) % 3 == 0
+    return {"obs": numbers(*leading, 3), "reward": numbers(*leading), "terminated": terminated}
+
+
+MASK = np.arange(ROWS) % 3 > 0
+VERSION = np.full(ROWS, 2, np.int32)
+SCORED = {"evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax()}
+FRESH = jaxbuf.Freshness(max_use=3, max_staleness=5)
+
+
+def priorities():
+    return jaxbuf.ItemBuffer.create(ITEM, 16, sampler=jaxbuf.Prioritized(), freshness=FRESH).add(
+        items()
+    )
+
+
+def scores():
+    return jaxbuf.ItemBuffer.create(ITEM, 16, **SCORED)
+
+
+def rings(**options):
+    return jaxbuf.TrajectoryBuffer.create(
+        STEP, ROWS, 8, sequence_length=2, episodes=jaxbuf.Episodes(record_return=True), **options
+    )
+
+
+def host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+SLOTS = host(priorities().latest(ROWS).slots)
+WINDOWS = host(rings().add(steps(ROWS, 4)).latest(1).slots)
+
+
+def add(buffer, items, options):
+    return buffer.add(items, **options)
+
+
+def jitted_add(buffer, items, options):
+    return jaxbuf.add(buffer, items, **options)
+
+
+OPTIONS = {
+    "items": (priorities, items(), {}),
+    "64 bits": (
+        priorities,
+        {"obs": numbers(ROWS, 3, dtype=np.float64), "id": numbers(ROWS, dtype=np.int64)},
+        {},
+    ),
+    "priority": (priorities, items(), {"priority": numbers(ROWS), "mask": MASK}),
+    "float64 priority": (priorities, items(), {"priority": numbers(ROWS, dtype=np.float64)}),
+    "version": (priorities, items(), {"version": VERSION, "session": 0 * VERSION}),
+    "score": (scores, items(), {"score": numbers(ROWS)}),
+    "steps": (rings, steps(ROWS), {"mask": MASK}),
+    "rollout": (rings, steps(ROWS, 4), {"mask": numbers(ROWS, 4) > 7}),
+    "env_ids": (rings, steps(3, 2), {"env_ids": np.array([5, 0, 3], np.int32)}),
+    "queue": (lambda: jaxbuf.Queue.create(ITEM, 16), items(), {"mask": MASK}),
+    "accumulator": (
+        lambda: jaxbuf.EpisodeAccumulator.create(STEP, ROWS, 4),
+        steps(ROWS),
+        {"mask": MASK},
+    ),
+    "chunks": (
+        lambda: jaxbuf.ChunkAccumulator.create(ITEM, 2, 2),
+        items(),
+        {
+            "worker": np.arange(ROWS, dtype=np.int32) % 2,
+            "number": np.arange(ROWS, dtype=np.int32) // 2,
+            "version": VERSION,
+        },
+    ),
+    "mixture": (
+        lambda: jaxbuf.Mixture.create([priorities(), priorities()], [1, 1]),
+        items(),
+        {"part": 1, "priority": numbers(ROWS)},
+    ),
+}
+
+
+@pytest.mark.parametrize("door", [add, jitted_add])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_what_is_added_is_what_was_passed(door, case):
+    if case == "chunks" and door is jitted_add:
+        pytest.skip("a ChunkAccumulator has its own arguments")
+    make, rows, options = OPTIONS[case]
+    check(door, make(), rows, options)
+
+
+@pytest.mark.parametrize("door", [add, jitted_add])
+def test_sharded_and_hosted_adds(door):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jaxbuf.Sharded.create(
+        lambda: jaxbuf.ItemBuffer.create(ITEM, 8, sampler=jaxbuf.Prioritized()), mesh, "d", shards=2
+    )
+    check(door, sharded, items(), {"priority": numbers(ROWS)})
+    hosted = jaxbuf.Hosted.create(priorities)
+    check(
+        lambda state, *rest: door(hosted.replace(buffer=state), *rest).buffer,
+        hosted.buffer,
+        items(),
+        {"priority": numbers(ROWS)},
+    )
+
+
+CHANGES = {
+    "update_priority": lambda b, slots, value, mask: b.update_priority(slots, value, mask=mask),
+    "jaxbuf.update_priority": lambda b, slots, value, mask: jaxbuf.update_priority(
+        b, slots, value, mask=mask
+    ),
+    "mark_used": lambda b, slots, value, mask: b.mark_used(slots, mask=mask),
+    "use_count": lambda b, slots, value, mask: (b.use_count(slots), b.staleness(slots)),
+    "can_sample": lambda b, slots, value, mask: b.can_sample(
+        np.asarray(slots.index)[:1].reshape(())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if name != "can_sample"])
+@pytest.mark.parametrize(
+    "make", [priorities, lambda: jaxbuf.Mixture.create([priorities(), priorities()], [1, 1])]
+)
+def test_changes_of_sampled_items(name, make):
+    check(CHANGES[name], make(), SLOTS, numbers(ROWS), MASK)
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        lambda b, number: b.set_version(number),
+        lambda b, number: b.set_version(1, number),
+        lambda b, number: b.can_sample(number),
+        lambda b, number: b.sample_range(KEY, 4, number),
+        lambda b, number: jaxbuf.importance_weights(b, b.sample(KEY, 4), number, normalize=None),
+    ],
+)
+def test_single_numbers(door):
+    check(door, priorities(), np.array(3, np.int32))
+
+
+def test_keys():
+    key = np.array(jax.random.PRNGKey(3))
+    for draw in (
+        lambda b, key: b.sample(key, 4),
+        lambda b, key: jaxbuf.sample(b, key, 4),
+        lambda b, key: b.next_batch(key, 4),
+        lambda b, key: b.sample_range(key, 4),
+        lambda b, key: jaxbuf.Mixture.create([b], [1]).sample(key, 4),
+        lambda b, key: jaxbuf.sample_groups(b, key, 2, num_groups=20, size=2, group="id"),
+    ):
+        check(draw, priorities(), key)
+
+
+def test_weights_of_a_sample_on_the_host():
+    batch = host(priorities().sample(KEY, 4))
+    check(
+        functools.partial(jaxbuf.importance_weights, beta=0.5, normalize=None), priorities(), batch
+    )
+    check(
+        lambda b, draw: b.gather(jaxbuf.strategies.Draw(*draw)),
+        priorities(),
+        (batch.slots.index, batch.probability, batch.valid),
+    )
+
+
+EPISODES = {
+    "locate": lambda b, slots, env, at: b.locate(slots),
+    "episode_mask": lambda b, slots, env, at: b.episode_mask(slots),
+    "begin": lambda b, slots, env, at: b.episode_begin_position(slots),
+    "end": lambda b, slots, env, at: b.steps_to_episode_end(env, at),
+    "get_field": lambda b, slots, env, at: b.get_field("reward", env, at),
+    "clear": lambda b, slots, env, at: b.clear(env),
+    "dequeue": lambda b, slots, env, at: b.dequeue(1, mask=MASK),
+}
+
+
+@pytest.mark.parametrize("name", EPISODES)
+def test_lookups_of_steps(name):
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        STEP, ROWS, 8, sequence_length=2, episodes=jaxbuf.Episodes(boundary="mask")
+    ).add(steps(ROWS, 4))
+    check(EPISODES[name], buffer, WINDOWS, np.arange(4, dtype=np.int32), np.array([1, 2, 3, 3]))
+    if name not in ("clear", "dequeue"):
+        mixture = jaxbuf.Mixture.create([buffer], [1])
+        check(
+            EPISODES[name], mixture, WINDOWS, np.arange(4, dtype=np.int32), np.array([1, 2, 3, 3])
+        )
+
+
+def test_part_of():
+    mixture = jaxbuf.Mixture.create([priorities(), priorities()], [1, 1])
+    check(lambda b, slots: (b.part_of(slots), b.part_slots(slots, 0)), mixture, SLOTS)
+
+
+def test_limiters():
+    limiter = jaxbuf.RateLimiter.create(1.0, min_size=2, tolerance=4.0)
+    check(lambda x, n: (x.inserted(n), x.sampled(n), x.can_insert(n, n)), limiter, np.array(3))
+    limiter = jaxbuf.ThroughputLimiter.create()
+    check(lambda x, n: (x.inserted(n), x.after(n)), limiter, np.array(3))
+
+
+def test_views_of_steps():
+    window = steps(ROWS, 4)
+    check(lambda discount, w: jaxbuf.n_step(w, 2, discount), jnp.float32(0.9), window)
+    check(lambda first, w: jaxbuf.stack_frames(w, 2, first=first), jnp.zeros(ROWS, bool), window)
+    check(lambda n, w: jaxbuf.terminal_states(w, n), jnp.arange(ROWS) % 4, window)
+    check(
+        lambda w, n: jaxbuf.terminal_states(w, n),
+        jax.tree.map(jnp.asarray, window),
+        np.arange(ROWS) % 4,
+    )
+
+
+def test_a_buffer_on_the_host():
+    buffer = host(priorities())
+    check(lambda key, b: b.sample(key, 4), KEY, buffer)
+    check(lambda rows, b: b.add(rows), jax.tree.map(jnp.asarray, items()), buffer)
+
+
+def test_the_flashbax_layer():
+    buffer = fbx.make_item_buffer(16, 1, 2, add_batches=True)
+    check(buffer.add, buffer.init(ITEM), items())
+    buffer = fbx.make_prioritised_flat_buffer(16 * ROWS, 3 * ROWS, 2, add_batch_size=ROWS)
+    state = buffer.add(buffer.init(ITEM), items())
+    check(buffer.add, state, items())
+    check(buffer.set_priorities, state, np.arange(4, dtype=np.int32), numbers(4))
+
+
+def test_a_holder():
+    def door(buffer, rows, priority):
+        holder = jaxbuf.Holder(buffer)
+        holder.add(rows, priority=priority)
+        return holder.read(lambda b: b.replace())
+
+    check(door, priorities(), items(), numbers(ROWS))
+
+
+def test_inside_a_program():
+    # What a traced function closes over is a constant, with its value at the time of the trace.
+    rows = aligned(numbers(ROWS))
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), ROWS)
+    step = jax.jit(lambda b: b.add(rows)).lower(buffer)
+    want = rows.copy()
+    rows[:] = 0
+    assert step.compile()(buffer).data.tolist() == want.tolist()

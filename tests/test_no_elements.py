@@ -1,0 +1,156 @@
+"""Leaves without elements: an item may have them, and no state of a buffer has one."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxbuf
+import jaxbuf.interop.flashbax as fbx
+from jaxbuf import testing
+
+KEY = jax.random.key(0)
+STEP = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+ITEM = {**STEP, "empty": jnp.zeros((0, 3)), "deep": jnp.zeros((2, 0), jnp.int8)}
+
+
+def rows(*shape):
+    return jax.tree.map(lambda leaf: jnp.zeros((*shape, *leaf.shape), leaf.dtype), ITEM)
+
+
+def rings(item, **options):
+    return jaxbuf.TrajectoryBuffer.create(item, 2, 8, sequence_length=2, **options)
+
+
+@pytest.mark.parametrize(
+    "episodes",
+    [
+        jaxbuf.Episodes(),
+        jaxbuf.Episodes(last="terminated", boundary="avoid"),
+        jaxbuf.Episodes(record_return=True),
+    ],
+)
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized(), jaxbuf.Shuffled()])
+def test_no_state_has_an_empty_leaf(episodes, sampler):
+    buffer = rings(STEP, episodes=episodes, sampler=sampler)
+    assert all(leaf.size for leaf in jax.tree.leaves(buffer))
+
+
+def test_orbax_saves_rings_with_episodes(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "saved", rings(STEP, episodes=jaxbuf.Episodes()))
+    checkpointer.wait_until_finished()
+
+
+@pytest.mark.parametrize("resize", [False, True])
+def test_a_checkpoint_of_an_earlier_version_has_returns_that_are_empty(tmp_path, resize):
+    buffer = rings(STEP, episodes=jaxbuf.Episodes())
+    steps = {"reward": jnp.arange(10.0).reshape(2, 5), "terminated": jnp.ones((2, 5), bool)}
+    buffer = buffer.add(steps)
+    (index,) = buffer.extra_states
+    before = buffer.replace(extra_states=(index.replace(returns=jnp.zeros((2, 0))),))
+    jaxbuf.save(tmp_path, {"a": before, "b": jnp.arange(3)})
+    like = {"a": rings(STEP, episodes=jaxbuf.Episodes()), "b": jnp.arange(3)}
+    loaded = jaxbuf.load(tmp_path, like, resize=resize)
+    testing.assert_valid(loaded)
+    testing.assert_holds(loaded["a"], jax.tree.map(lambda leaf: leaf.reshape(10), steps))
+    assert loaded["b"].tolist() == [0, 1, 2]
+
+
+def test_an_empty_leaf_of_an_item_is_not_forgotten(tmp_path):
+    jaxbuf.save(tmp_path, {"returns": jnp.zeros((2, 0)), "x": jnp.ones(1)})
+    with pytest.raises(ValueError, match=r"like\['returns'\] is missing"):
+        jaxbuf.load(tmp_path, {"x": jnp.ones(1)})
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_items_with_empty_leaves_are_sharded(exchange):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def make():
+        return jaxbuf.ItemBuffer.create(ITEM, 8)
+
+    buffer = jaxbuf.Sharded.create(make, mesh, "d", shards=2, exchange=exchange)
+    buffer = jaxbuf.add(buffer, rows(8))
+    batch = jaxbuf.sample(buffer, KEY, 4)
+    assert batch.data["empty"].shape == (4, 0, 3)
+    assert batch.data["deep"].shape == (4, 2, 0)
+    testing.assert_valid(buffer)
+
+
+def test_steps_with_empty_leaves_are_stacked():
+    window = rows(4, 3)
+    assert jaxbuf.stack_frames(window, 2, field="empty").frames.shape == (4, 3, 0, 3, 2)
+    assert jaxbuf.stack_frames(window, 2, field="deep", axis=0).frames.shape == (4, 3, 2, 2, 0)
+
+
+def test_the_flashbax_layer_takes_empty_leaves():
+    buffer = fbx.make_item_buffer(8, 1, 2, add_sequences=True, add_batches=True)
+    state = buffer.add(buffer.init(ITEM), rows(2, 2))
+    assert buffer.sample(state, KEY).experience["empty"].shape == (2, 0, 3)
+
+
+_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, jaxbuf
+from jaxbuf import testing
+
+explicit = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+auto = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+for mesh in (auto, explicit):
+    for dtype in ("int4", "uint4", "int2", "uint2", "float4_e2m1fn", "float8_e4m3fn", "bool"):
+        least = -2 if dtype.startswith("int") else 0
+        rows = {
+            "small": jnp.array([least, 0, 1, least, 0, 1, 1, least], jnp.float32).astype(dtype),
+            "key": jax.random.split(jax.random.key(0), 8),
+            "empty": jnp.zeros((8, 0, 3)),
+            "at": jnp.arange(8),
+        }
+        item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
+        make = lambda: jaxbuf.ItemBuffer.create(item, 8, sampler=jaxbuf.Prioritized())
+        buffer = jaxbuf.add(jaxbuf.Sharded.create(make, mesh, "d", shards=4), rows)
+        batch = jaxbuf.sample(buffer, jax.random.key(0), 16)
+        at = np.asarray(batch.data["at"])
+        small = np.asarray(batch.data["small"])
+        assert (small == np.asarray(rows["small"])[at]).all(), (dtype, small)
+        keys = (jax.random.key_data(x) for x in (batch.data["key"], rows["key"]))
+        assert (np.asarray(next(keys)) == np.asarray(next(keys))[at]).all()
+        testing.assert_valid(buffer)
+        testing.assert_holds(buffer, rows)
+        wrong = rows | {"key": rows["key"][::-1]}
+        try:
+            testing.assert_holds(buffer, wrong)
+        except AssertionError as error:
+            assert "missing" in str(error)
+        else:
+            raise SystemExit("another key was not noticed")
+        if mesh is explicit:
+            with jax.set_mesh(mesh):
+                testing.assert_valid(buffer)
+                testing.assert_holds(buffer, rows)
+"""
+
+
+def test_small_numbers_keys_and_empty_leaves_on_two_devices():
+    code = f"import jax; jax.config.update('jax_num_cpu_devices', 2)\n{_DEVICES}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float8_e5m2"])
+def test_small_numbers_are_held(dtype):
+    few = jnp.array([1, 0], jnp.float32).astype(dtype)
+    buffer = jaxbuf.ItemBuffer.create(few[0], 4).add(few)
+    testing.assert_holds(buffer, few[::-1])
+    with pytest.raises(AssertionError, match="missing: 2 × 1"):
+        testing.assert_holds(buffer, jnp.array([1, 1, 1, 0], jnp.float32).astype(dtype))
+
+
+def test_keys_are_held():
+    keys = jax.random.split(KEY, 3)
+    rings = jaxbuf.TrajectoryBuffer.create(KEY, 1, 4).add(keys[None])
+    testing.assert_holds(rings, keys[jnp.array([2, 0, 1])])
+    with pytest.raises(AssertionError, match="missing"):
+        testing.assert_holds(rings, keys[jnp.array([2, 0, 0])])

@@ -1,0 +1,173 @@
+"""Code that takes any buffer, and meets one inside of a wrapper."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf import testing
+
+KEY = jax.random.key(0)
+STEP = {"obs": jnp.zeros(3), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+ENVS = 4
+
+
+def mesh(kind=jax.sharding.AxisType.Auto):
+    return jax.make_mesh((1,), ("d",), axis_types=(kind,))
+
+
+def rows(*shape):
+    number = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    return {
+        "obs": jnp.stack([number] * 3, axis=-1),
+        "reward": number,
+        "terminated": number % 3 == 2,
+    }
+
+
+def items(capacity=16):
+    return jaxbuf.ItemBuffer.create(STEP, capacity)
+
+
+def rings(envs=ENVS):
+    return jaxbuf.TrajectoryBuffer.create(STEP, envs, 8, sequence_length=2)
+
+
+def sharded(make):
+    return jaxbuf.Sharded.create(make, mesh(), "d", shards=2)
+
+
+ITEMS = {
+    "plain": items,
+    "hosted": lambda: jaxbuf.Hosted.create(items),
+    "sharded": lambda: sharded(lambda: items(8)),
+}
+RINGS = {
+    "plain": rings,
+    "hosted": lambda: jaxbuf.Hosted.create(rings),
+    "sharded": lambda: sharded(lambda: rings(ENVS // 2)),
+}
+
+
+def flat(steps):
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), steps)
+
+
+def by_reward(data):
+    order = np.argsort(np.asarray(data["reward"]).reshape(-1))
+    return np.asarray(data["reward"]).reshape(-1)[order]
+
+
+@pytest.mark.parametrize("kind", RINGS)
+@pytest.mark.parametrize("rows_at_a_time", [ENVS, 3, 4096])
+def test_a_store_is_loaded_into_rings(tmp_path, kind, rows_at_a_time):
+    steps = rows(6, ENVS)
+    example = jax.tree.map(lambda leaf: leaf[0], steps)
+    with jaxbuf.Store(tmp_path, example) as store:
+        store.append(steps)
+        buffer = store.load_into(RINGS[kind](), rows_at_a_time=rows_at_a_time)
+        testing.assert_holds(buffer, flat(steps))
+        batch = jaxbuf.sample(buffer, KEY, 8)
+        # A window holds two steps of one environment, which are one row of the store apart.
+        assert (batch.data["reward"][:, 1] - batch.data["reward"][:, 0]).tolist() == [ENVS] * 8
+        before = store.read(slice(None))
+        assert list(store.append_buffer(buffer)) == list(range(6, 12))
+        again = store.read(np.arange(6, 12))
+        jax.tree.map(np.testing.assert_array_equal, before, again)
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+@pytest.mark.parametrize("rows_at_a_time", [5, 4096])
+def test_a_store_is_loaded_into_items(tmp_path, kind, rows_at_a_time):
+    with jaxbuf.Store(tmp_path, STEP) as store:
+        store.append(rows(7))
+        buffer = store.load_into(ITEMS[kind](), rows_at_a_time=rows_at_a_time)
+        testing.assert_holds(buffer, rows(7))
+        added = store.append_buffer(buffer)
+        assert by_reward(store.read(added)).tolist() == list(range(7))
+
+
+def test_shards_give_their_items_in_turn(tmp_path):
+    with jaxbuf.Store(tmp_path, STEP) as store:
+        buffer = sharded(lambda: items(8))
+        buffer = jaxbuf.add(jaxbuf.add(buffer, rows(4)), jax.tree.map(lambda x: x[4:], rows(8)))
+        found = store.read(store.append_buffer(buffer))["reward"]
+        assert found.tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_a_mixture_has_no_order(tmp_path):
+    mixture = jaxbuf.Mixture.create([items(), items()], [1, 1])
+    with jaxbuf.Store(tmp_path, STEP) as store:
+        store.append(rows(3))
+        with pytest.raises(ValueError, match="is a Mixture; load into one of its parts"):
+            store.load_into(mixture)
+        with pytest.raises(ValueError, match="is a Mixture, whose items have no order"):
+            store.append_buffer(mixture)
+        with pytest.raises(ValueError, match="expected a buffer"):
+            store.append_buffer(rows(3))
+
+
+class Episode:
+    def __init__(self, first, count):
+        number = np.arange(first, first + count + 1, dtype=np.float32)
+        self.observations = np.stack([number] * 3, axis=-1)
+        self.actions = np.zeros(count, np.int32)
+        self.rewards = number[:-1].astype(np.float64)
+        self.terminations = np.arange(count) == count - 1
+        self.truncations = np.zeros(count, bool)
+
+
+@pytest.mark.parametrize(
+    "make", [*ITEMS.values(), *RINGS.values()], ids=[*ITEMS, *(f"{x} rings" for x in RINGS)]
+)
+def test_minari_meets_wrappers(make):
+    buffer = jaxbuf.from_minari([Episode(0, 3), Episode(10, 4)], make(), rows_at_a_time=5)
+    held = [0, 1, 2, 10, 11, 12, 13]
+    wanted = {
+        "obs": jnp.stack([jnp.asarray(held, jnp.float32)] * 3, axis=-1),
+        "reward": jnp.asarray(held, jnp.float32),
+        "terminated": jnp.asarray([False, False, True, False, False, False, True]),
+    }
+    testing.assert_holds(buffer, wanted)
+    testing.assert_valid(buffer)
+
+
+def test_minari_refuses_a_mixture():
+    mixture = jaxbuf.Mixture.create([items(), items()], [1, 1])
+    with pytest.raises(ValueError, match="keeps no items of its own"):
+        jaxbuf.from_minari([Episode(0, 3)], mixture)
+
+
+def test_wrappers_that_cannot_be_parts_say_so():
+    hosted = jaxbuf.Hosted.create(items)
+    with pytest.raises(ValueError, match=r"buffers\[1\] is a Hosted.*Hosted.create\(lambda"):
+        jaxbuf.Mixture.create([items(), hosted], [1, 1])
+    with pytest.raises(ValueError, match=r"buffers\[0\] is a Sharded.*join the batches"):
+        jaxbuf.Mixture.create([sharded(items), items()], [1, 1])
+    with pytest.raises(ValueError, match=r"make returns a Sharded.*on one CPU device"):
+        jaxbuf.Hosted.create(lambda: sharded(items))
+
+
+def test_a_mixture_may_be_hosted():
+    hosted = jaxbuf.Hosted.create(lambda: jaxbuf.Mixture.create([items(), items()], [1, 1]))
+    hosted = jaxbuf.add(hosted, rows(3), part=1)
+    testing.assert_holds(hosted, rows(3))
+    testing.assert_valid(hosted)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_assertions_look_into_shards(kind):
+    on = mesh(getattr(jax.sharding.AxisType, kind))
+    buffer = jaxbuf.Sharded.create(items, on, "d", shards=2)
+    buffer = jaxbuf.add(buffer, rows(6))
+    testing.assert_valid(buffer)
+    testing.assert_holds(buffer, rows(6))
+    with pytest.raises(AssertionError, match="not expected"):
+        testing.assert_holds(buffer, rows(5))
+
+
+def test_the_law_of_a_hosted_buffer_is_that_of_the_one_inside():
+    hosted = jaxbuf.Hosted.create(lambda: items(4))
+    hosted = jaxbuf.add(hosted, rows(2))
+    testing.assert_distribution(hosted, KEY, jnp.array([0.5, 0.5, 0, 0]))
