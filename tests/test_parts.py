@@ -315,3 +315,11 @@ def test_counts_of_shards_are_sums_whatever_their_name():
     )
     buffer = buffer.add(labels(1, 1, 1, 1))
     assert int(buffer.metrics()["refused_max"]) == 2
+
+
+def test_scores_of_sampler_and_evictor_share_their_metrics():
+    buffer = jaxbuf.ItemBuffer.create(
+        ITEM, 4, sampler=jaxbuf.Softmax(), evictor=jaxbuf.Lowest(), parts=(CapPerClass(9),)
+    )
+    buffer = buffer.add(labels(1, 2), score=jnp.array([3.0, 4.0]))
+    assert float(buffer.metrics()["score_max"]) == 4

@@ -352,12 +352,14 @@ class Body(struct.PyTreeNode):
         return call(Body._told, trees.on_device(self))
 
     def _told(self) -> dict[str, Array]:
-        state, found = lax.stop_gradient(self.sampler_state), dict[str, Array]()
+        found: dict[str, Array] = {}
+        state = lax.stop_gradient(self.sampler_state)
+        sampled = common.ask(self.sampler, "metrics", state, self.occupancy)
         told: list[tuple[object, dict[str, Array]]] = [
             ("the buffer", self._sizes()),
             ("a count of rows", counters.named(self.counter_names, self.counters)),
-            ("the occupancy", self.occupancy.metrics()),
-            (self.sampler, common.ask(self.sampler, "metrics", state, self.occupancy)),
+            # A sampler and an evictor that both use scores report them both.
+            (self.sampler, {**self.occupancy.metrics(), **sampled}),
         ]
         told += [
             (part, common.ask(part, "metrics", kept, self.occupancy))
