@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, retire
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import counters, sizes, trees
+from jaxbuf.core import counters, sizes
 from jaxbuf.core.calls import call
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import State
@@ -322,7 +322,7 @@ class Body(struct.PyTreeNode):
 
         See ``jaxbuf.strategies.Support``.
         """
-        return call(Body._supported, trees.on_device(self))
+        return call(Body._supported, common.check_single(self))
 
     def _supported(self) -> Support:
         return self.sampler.support(lax.stop_gradient(self.sampler_state), self.occupancy)
@@ -349,7 +349,7 @@ class Body(struct.PyTreeNode):
             * With ``Episodes(boundary="avoid")``, the count ``refused_across_episodes`` of windows.
             * The reasons and metrics of your own parts.
         """
-        return call(Body._told, trees.on_device(self))
+        return call(Body._told, common.check_single(self))
 
     def _told(self) -> dict[str, Array]:
         found: dict[str, Array] = {}

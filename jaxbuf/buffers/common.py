@@ -265,6 +265,12 @@ def needs_priority(sampler: Sampler, what: str) -> None:
         ValueError: If it does not.
     """
     if not sampler.uses_priority:
+        if sampler.uses_score:
+            raise ValueError(
+                f"{what}, but {sampler} draws by the scores that add takes, and has no priorities; "
+                "add the items with score=, or create the buffer with "
+                "sampler=jaxbuf.Prioritized(...)"
+            )
         raise ValueError(
             f"{what}, but {sampler} has no priorities; create the buffer with "
             "sampler=jaxbuf.Prioritized(...)"
@@ -420,7 +426,7 @@ def check_draw(draw: object) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool
 
 
 def check_steps(
-    data: PyTree[Array], steps: PyTree[Array], num_envs: int
+    data: PyTree[Array], steps: PyTree[Array], num_envs: int, name: str = "num_envs"
 ) -> tuple[PyTree[Array], tuple[int, ...]]:
     """Returns steps as arrays ``[num_envs, T, *shape]``, and the leading axes they came with.
 
@@ -428,6 +434,7 @@ def check_steps(
         data: The storage for the steps, leaves ``[:, :, *shape]``.
         steps: One step or ``T`` steps of each environment.
         num_envs: The number of environments.
+        name: What has that number, for errors.
 
     Raises:
         ValueError: If a structure, shape or dtype differs.
@@ -436,7 +443,13 @@ def check_steps(
     stored, given = jax.tree.leaves(data)[0], jax.tree.leaves(steps)
     one = bool(given) and np.ndim(given[0]) == stored.ndim - 1
     axes = (num_envs,) if one else (num_envs, "T")
-    steps, batch = storage.check(data, steps, "steps", axes, skip=2)
+    shape = np.shape(given[0]) if given else ()
+    hint = ""
+    if shape and shape[0] != num_envs and len(shape) - len(axes) == stored.ndim - 2:
+        hint = f"; the first axis is that of the {num_envs} environments, {name}"
+        if not one and shape[1] == num_envs:
+            hint += ", and time comes second: jnp.swapaxes(x, 0, 1)"
+    steps, batch = storage.check(data, steps, "steps", axes, 2, hint)
     if one:
         steps = jax.tree.map(lambda leaf: leaf[:, None], steps)
     return steps, batch

@@ -14,6 +14,7 @@ from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage
 from jaxbuf.core.calls import call
+from jaxbuf.core.donation import check_there
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
@@ -124,6 +125,7 @@ class ItemBuffer(Body):
     @property
     def size(self) -> Int[Array, ""]:
         """The number of items that the buffer holds."""
+        check_there(self.counters, "buffer")
         return self.occupancy.size
 
     @property

@@ -12,6 +12,7 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, describe, sizes, storage
 from jaxbuf.core.calls import call
+from jaxbuf.core.donation import check_there
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ring import Ring
 
@@ -80,6 +81,7 @@ class Queue(struct.PyTreeNode):
     @property
     def size(self) -> Int[Array, ""]:
         """The number of items in the queue."""
+        check_there(self.counters, "buffer")
         return self.occupancy.size
 
     def can_add(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:

@@ -17,6 +17,7 @@ from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
 from jaxbuf.core.calls import call
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.donation import check_there
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.rings import Rings
@@ -229,6 +230,7 @@ class TrajectoryBuffer(Body):
     @property
     def size(self) -> Int[Array, ""]:
         """The number of steps held, of all environments together."""
+        check_there(self.counters, "buffer")
         return self.rings.steps
 
     @property
@@ -697,10 +699,12 @@ class TrajectoryBuffer(Body):
             [[True, True, False, False]]
         """
         self = trees.on_device(self)
-        if self._index().episodes.boundary == "cross":
+        if self.episodes is None or self.episodes.boundary == "cross":
+            given = "episodes is None"
+            if self.episodes is not None:
+                given = 'boundary is "cross", whose windows are used as they are'
             raise ValueError(
-                'boundary is "cross", whose windows are used as they are; create the buffer with '
-                'episodes=jaxbuf.Episodes(boundary="mask")'
+                f'{given}; create the buffer with episodes=jaxbuf.Episodes(boundary="mask")'
             )
         slots = common.check_slots(slots)
         return call(TrajectoryBuffer._together, self._windows_of(sequence_length), slots)
@@ -911,7 +915,7 @@ class TrajectoryBuffer(Body):
         """Adds rows to some environments, by an ``add`` with masked rows for the others."""
         ids = self.check_env_ids(env_ids)
         count = ids.shape[0]
-        steps, batch = common.check_steps(self.data, steps, count)
+        steps, batch = common.check_steps(self.data, steps, count, "one for each of env_ids")
         if count == 0:
             return self
         axes = "(K, T)" if len(batch) > 1 else "(K,)"

@@ -52,7 +52,12 @@ def _zeros(leaf: object, leading: Sequence[int], name: str) -> Array:
 
 
 def check(
-    storage: PyTree[Array], items: PyTree, name: str, axes: Sequence[str | int], skip: int = 1
+    storage: PyTree[Array],
+    items: PyTree,
+    name: str,
+    axes: Sequence[str | int],
+    skip: int = 1,
+    hint: str = "",
 ) -> tuple[PyTree[Array], tuple[int, ...]]:
     """Checks a batch of items against the storage that is to hold them.
 
@@ -62,6 +67,7 @@ def check(
         name: The name of the items in errors.
         axes: The leading axes. Each is a length, or a name for a length that all leaves share.
         skip: Number of leading axes of the storage's leaves.
+        hint: What to add to an error about a shape.
 
     Returns:
         The items as arrays of the storage's dtypes, in its structure, and the lengths of the
@@ -87,8 +93,13 @@ def check(
             isinstance(want, int) and want != have
             for want, have in zip(expected, got.shape, strict=True)
         ):
-            hint = "; put an axis in front, x[None]" if axes and got.shape == shape else ""
-            raise ValueError(f"{label} has shape {got.shape}; expected {_format(expected)}{hint}")
+            advice = hint
+            if axes and got.shape == shape:
+                advice = (
+                    "; put an axis in front, x[None], or, if this is a batch, create the buffer "
+                    "with one item of it as the example"
+                )
+            raise ValueError(f"{label} has shape {got.shape}; expected {_format(expected)}{advice}")
         for axis, have in zip(axes, got.shape, strict=False):
             if isinstance(axis, str) and lengths.setdefault(axis, have) != have:
                 raise ValueError(

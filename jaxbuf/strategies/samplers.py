@@ -146,7 +146,10 @@ class Prioritized(ShardableSampler, KnownSampler):
     Attributes:
         alpha: The exponent of priorities; 0 is uniform over the items with positive mass.
         initial_priority: The smallest priority of an item that is added without one. It gets the
-            largest priority in the buffer if that is larger.
+            largest priority in the buffer if that is larger. An outlier therefore stays the default
+            until all items that have it were drawn, or have left: if each item is drawn about once
+            or twice, it may never fade. For a default that does not depend on the buffer, pass
+            ``priority`` to ``add``.
         epsilon: A constant added to every priority.
         uniform_mix: The fraction of draws that are uniform over the live items instead.
         stratified: Whether to draw one row from each of ``batch_size`` equal parts of the total
