@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxbuf
-from jaxbuf.io import checkpoint, versions
+from jaxbuf.io import checkpoint, records, versions
 
 SHARDS = 8
 
@@ -98,11 +98,13 @@ def main(folder, port=None, rank="0"):
             check_load(folder / f"{count}", tree, devices[:onto])
     if port is None:
         check_damage(folder / "4", tree, devices[:2])
+        check_exchange(folder / "2", tree, devices[:2])
     else:
         check_load(folder / "alone", tree, devices)
         state = place(tree, devices)
         check_slow_load(folder / "4", state)
         check_failures(folder, state)
+        check_folders_apart(folder, state)
     print("the same", flush=True)
 
 
@@ -133,6 +135,43 @@ def check_slow_load(path, state):
         time.sleep(1)
         assert_same(jaxbuf.load(path, state), state)
     jaxbuf.save(path, state)
+
+
+def check_folders_apart(folder, state):
+    """Processes that do not share a folder learn it before the checkpoint in it is replaced."""
+    own = folder / f"own-{jax.process_index()}"
+    jaxbuf.save(own, {"before": np.arange(3)})
+    begin = sorted(own.rglob("*"))
+    match = r"(process 1 does not see in .*|process 1 does not share .*)"
+    with pytest.raises(OSError, match=match):
+        jaxbuf.save(own, state)
+    assert jaxbuf.load(own, {"before": np.zeros(3, int)})["before"].tolist() == [0, 1, 2]
+    if jax.process_index() == 1:
+        assert sorted(own.rglob("*")) == begin
+
+
+def check_exchange(folder, tree, devices):
+    """Two chunks of a leaf that changed places are refused, and the leaf is named."""
+    like = place(jax.tree.map(jnp.zeros_like, tree), devices)
+    leaves = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    number = leaves.index("['matrix']")
+    one, two, *_ = sorted(folder.glob(f"jaxbuf-*/sharded/{number}/[0-9]*"))
+    between = one.with_name("between")
+    for first, second in ((one, between), (two, one), (between, two)):
+        first.rename(second)
+    with pytest.raises(ValueError, match=r"\['matrix'\]: chunk .* is not the one that was written"):
+        jaxbuf.load(folder, like)
+    for first, second in ((one, between), (two, one), (between, two)):
+        first.rename(second)
+    check_load(folder, tree, devices)
+    # What version 0.2.0 wrote has no checksums of places.
+    [manifest] = folder.glob("jaxbuf-*/manifest.json")
+    record, _ = records.read(manifest)
+    assert record.pop("writers") == [0]
+    records.write(manifest, record)
+    for file in folder.glob("jaxbuf-*/places-*.json"):
+        file.unlink()
+    check_load(folder, tree, devices)
 
 
 def check_failures(folder, state):

@@ -5,13 +5,16 @@ the same masses are other priorities. A checkpoint therefore also holds the conf
 ``load`` compares it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import os
+import secrets
+import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,9 +33,14 @@ Tree = TypeVar("Tree")
 _FORMAT = 2
 _DATA = "data"
 _SHARDED = "sharded"
+# The checksums of the chunks that a process wrote, by leaf and chunk.
+_PLACES = "places-{}.json"
+_TOKEN = "shared"
 _BYTES = jax.ShapeDtypeStruct((1,), np.uint8)
 _CHUNK_BYTES = 2**24
 _ROUND_BYTES = 16 * _CHUNK_BYTES
+# Seconds until a process must see what another one wrote.
+_PATIENCE = 5.0
 
 
 def save(path: str | os.PathLike[str], buffer: Any) -> None:
@@ -56,7 +64,8 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
     Raises:
         ValueError: If ``path`` is a file, ``buffer`` holds no arrays, or a leaf is not an array or
             was donated.
-        OSError: If the checkpoint cannot be written, by this process or by another one.
+        OSError: If the checkpoint cannot be written, by this process or by another one, or if the
+            processes do not share the folder.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, jaxbuf
@@ -107,10 +116,15 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
         "chunk": chunk,
         "leaves": leaves,
     }
+    alone = all(array.is_fully_addressable for array in sharded.values())
+    if sharded:
+        manifest["writers"] = [jax.process_index()] if alone else [*range(jax.process_count())]
 
     def write_shards(version: Path) -> None:
-        for i, array in sharded.items():
-            _write_shards(version, i, array)
+        # A chunk has a checksum of its own, but that does not tell where the chunk belongs.
+        found = {str(i): _write_shards(version, i, array) for i, array in sharded.items()}
+        if found:
+            records.write(version / _PLACES.format(jax.process_index()), found)
 
     def write_rest(version: Path) -> None:
         _write(version, arrays, chunk)
@@ -120,7 +134,7 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
         write_shards(version)
         write_rest(version)
 
-    if all(array.is_fully_addressable for array in sharded.values()):
+    if alone:
         versions.replace(folder, write)
     else:
         _replace_together(folder, write_shards, write_rest)
@@ -186,20 +200,19 @@ def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
 
 def _load(version: Path, like: Tree, resize: bool) -> Tree:
     manifest = _read_manifest(version)
-    if manifest["format"] not in range(1, _FORMAT + 1):
+    if type(manifest["format"]) is not int or not 1 <= manifest["format"] <= _FORMAT:
         raise ValueError(
             f"the checkpoint {version} has format {manifest['format']}; this version of jaxbuf "
             f"reads formats up to {_FORMAT}"
         )
     try:
         leaves = dict(manifest["leaves"])
-        saved = {
-            name: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["scalar"])
-            for name, leaf in leaves.items()
-        }
+        saved = {name: _check_record(leaf) for name, leaf in leaves.items()}
         configuration = dict(manifest["configuration"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(version, "its manifest is incomplete") from error
+        if manifest["format"] > 1:
+            _need(0 < _integer(manifest["chunk"]) <= _CHUNK_BYTES)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise _damaged(version, "its manifest is incomplete or not one of jaxbuf") from error
     target: Any = resizing.as_saved(like, configuration) if resize else like
     gone = {name for name in saved if _was_empty(name, saved[name], configuration)}
     wanted = {name: leaf for name, leaf in saved.items() if name not in gone}
@@ -221,6 +234,41 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
     tree = jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in names])
     return jax.tree.map(_place, resizing.fit(tree, like), like) if resize else tree
+
+
+def _check_record(record: Any) -> Leaf:
+    """Returns the type of a leaf as a manifest describes it.
+
+    Raises:
+        ValueError: If it describes no leaf; also KeyError and TypeError.
+    """
+    shape = tuple(_integer(size) for size in record["shape"])
+    leaf = Leaf(shape, record["dtype"], record["scalar"])
+    _need(isinstance(leaf.dtype, str) and isinstance(leaf.scalar, bool))
+    *_, size = _stored_shape(record)
+    nbytes = math.prod(_stored_shape(record))
+    if "chunk" in record:
+        chunk = [_integer(length) for length in record["chunk"]]
+        whole = [*_stored_shape(record)[:-1]]
+        _need(
+            len(chunk) == len(whole) and all(0 < c <= n for c, n in zip(chunk, whole, strict=True))
+        )
+        _need(math.prod(chunk) * size < 2**62)
+    elif "bytes" in record or nbytes:
+        _integer(record["crc32"])
+        _need(record.get("bytes", nbytes) == nbytes)
+    return leaf
+
+
+def _integer(value: Any) -> int:
+    _need(type(value) is int and value >= 0)
+    return value
+
+
+def _need(right: bool) -> None:
+    """Raises ValueError if a condition on a manifest does not hold."""
+    if not right:
+        raise ValueError("a number is not one that jaxbuf writes")
 
 
 def _was_empty(name: str, leaf: Leaf, configuration: dict[str, Any]) -> bool:
@@ -300,11 +348,21 @@ def _write(version: Path, arrays: list[np.ndarray[Any, Any]], chunk: int) -> Non
     if not parts:
         return
     data = ts.concat(parts, axis=0)
-    store = zarr.open_rows(version / _DATA, _BYTES, chunk, zarr.new_cache(0), create=True)
+    with _as_os_error():
+        store = zarr.open_rows(version / _DATA, _BYTES, chunk, zarr.new_cache(0), create=True)
     # In rounds, since compressed data is in memory until it is written.
     for start in range(0, data.size, _ROUND_BYTES):
         stop = min(data.size, start + _ROUND_BYTES)
-        store[start:stop].write(data[start:stop]).result()
+        zarr.finish([store[start:stop].write(data[start:stop])])
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Generator[None]:
+    """Raises the errors of tensorstore as those of the operating system that they are."""
+    try:
+        yield
+    except ValueError as error:
+        raise OSError(zarr.reason(error)) from error
 
 
 def _chunk(array: jax.Array) -> list[int]:
@@ -326,15 +384,25 @@ def _open_sharded(
     return zarr.open_array(version / _SHARDED / str(i), np.dtype(np.uint8), shape, chunk, **options)
 
 
-def _write_shards(version: Path, i: int, array: jax.Array) -> None:
-    """Writes the parts of an array that this process holds, each part once."""
-    size = array.dtype.itemsize
+def _write_shards(version: Path, i: int, array: jax.Array) -> dict[str, int]:
+    """Writes the parts of an array that this process holds, each part once.
+
+    Returns:
+        The checksums of the chunks, by name.
+    """
+    size, chunk = array.dtype.itemsize, _chunk(array)
     cache = zarr.new_cache(0)
-    store = _open_sharded(version, i, array.shape, _chunk(array), size, cache=cache, create=True)
+    with _as_os_error():
+        store = _open_sharded(version, i, array.shape, chunk, size, cache=cache, create=True)
+    found: dict[str, int] = {}
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             data = np.ascontiguousarray(shard.data)[..., None].view(np.uint8)
-            store[(*shard.index, slice(None))].write(data).result()
+            index = (*shard.index, slice(None))
+            zarr.finish([store[index].write(data)])
+            for name in zarr.grid((*array.shape, size), (*chunk, size), index):
+                found[name] = zarr.checksum(version / _SHARDED / str(i) / name)
+    return found
 
 
 def _replace_together(
@@ -351,8 +419,16 @@ def _replace_together(
 
     def write(version: Path) -> None:
         nonlocal number
+        token = secrets.randbits(31)
+        (version / _TOKEN).write_text(str(token))
         number = _broadcast(versions.number(version))
-        _each(lambda: write_shards(version))
+        _check_shared(version, _broadcast(token))
+
+        def write_own() -> None:
+            (version / _TOKEN).unlink()
+            write_shards(version)
+
+        _each(write_own)
         write_rest(version)
 
     if jax.process_index() == 0:
@@ -369,7 +445,9 @@ def _replace_together(
     number = _broadcast(0)
     try:
         if number >= 0:
-            _each(lambda: write_shards(versions.unfinished(folder, number)))
+            version = versions.unfinished(folder, number)
+            _check_shared(version, _broadcast(0))
+            _each(lambda: write_shards(version))
     finally:
         finished = bool(_broadcast(0))
     if not finished:
@@ -381,36 +459,73 @@ def _broadcast(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
-def _each(function: Callable[[], None]) -> None:
+def _check_shared(version: Path, token: int) -> None:
+    """Checks that every process sees what process 0 wrote to the new version.
+
+    Raises:
+        OSError: If one does not, in all of them.
+    """
+
+    def look() -> None:
+        # A network file system may show a new file a little later.
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            with contextlib.suppress(OSError), records.open_file(version / _TOKEN, "r") as file:
+                if file.read(16) == str(token):
+                    return
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"process {jax.process_index()} does not see in {version.parent} what process "
+                    "0 wrote there; save to one folder, on a file system that all processes share"
+                )
+            time.sleep(0.1)
+
+    _each(look, f"does not share {version.parent} with process 0, as all processes must")
+
+
+def _each(
+    function: Callable[[], None], failed: str = "could not write its part of the checkpoint"
+) -> None:
     """Calls a function in every process, and fails in all of them if it fails in one."""
     error: Exception | None = None
     try:
         function()
     except Exception as raised:
         error = raised
-    failed = np.flatnonzero(multihost_utils.process_allgather(np.int32(error is not None)))
+    where = np.flatnonzero(multihost_utils.process_allgather(np.int32(error is not None)))
     if error is not None:
         raise error
-    if failed.size:
-        raise OSError(f"process {failed[0]} could not write its part of the checkpoint")
+    if where.size:
+        raise OSError(f"process {where[0]} {failed}")
 
 
 def _read(version: Path, manifest: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
     """Yields for each leaf a function that reads the bytes at an index, ``uint8[..., size]``."""
     # Keeps the chunk that small arrays share.
     cache = zarr.new_cache(2 * _CHUNK_BYTES)
-    store, at = None, 0
+    store, at, places = None, 0, None
     for i, leaf in enumerate(manifest["leaves"].values()):
         *shape, size = _stored_shape(leaf)
         if "chunk" in leaf:
+            if places is None:
+                places = _places(version, manifest)
+            _check_files(version / _SHARDED / str(i), (*shape, size), (*leaf["chunk"], size))
             part = _open_sharded(version, i, tuple(shape), leaf["chunk"], size, cache=cache)
-            yield lambda index, part=part: part[(*index, slice(None))].read().result()
+            check = functools.partial(_check_places, version, i, leaf, places.get(str(i)))
+
+            def read(index: Any, part: Any = part, check: Any = check) -> Any:
+                check(index)
+                return part[(*index, slice(None))].read().result()
+
+            yield read
             continue
         if 0 in shape:
             array = np.zeros(0, np.uint8)
         elif manifest["format"] == 1:
-            array = _read_orbax(version / "arrays", i)
+            array = _read_orbax(version / "arrays", i, math.prod(shape) * size)
         else:
+            index = (slice(at, at + leaf["bytes"]),)
+            _check_files(version / _DATA, (at + leaf["bytes"],), (manifest["chunk"],), index)
             store = store or zarr.open_rows(version / _DATA, _BYTES, manifest["chunk"], cache)
             array = store[at : at + leaf["bytes"]].read().result()
             at += leaf["bytes"]
@@ -418,6 +533,60 @@ def _read(version: Path, manifest: dict[str, Any]) -> Iterator[Callable[[Any], A
             raise ValueError("the numbers differ from the saved ones")
         array = array.reshape(*shape, size)
         yield lambda index, array=array: array[(*index, slice(None))]
+
+
+def _check_files(
+    folder: Path,
+    shape: tuple[int, ...],
+    chunk: tuple[int, ...],
+    index: tuple[slice, ...] | None = None,
+) -> None:
+    """Checks that there are files that can hold an array of bytes, or a part of it.
+
+    Raises:
+        ValueError: If there are not.
+    """
+    first = [part.start for part in index] if index else [0] * len(shape)
+    spans = zip(first, shape, chunk, strict=True)
+    count = math.prod(-(-size // step) - begin // step for begin, size, step in spans)
+    zarr.check_sizes(folder, zarr.grid(shape, chunk, index), count, math.prod(chunk))
+
+
+def _places(version: Path, manifest: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Returns the checksums of chunks by leaf; none, if version 0.2.0 wrote the checkpoint.
+
+    Raises:
+        ValueError: If they are damaged.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for writer in manifest.get("writers", []):
+        name = _PLACES.format(_integer(writer))
+        try:
+            record, intact = records.read(version / name)
+        except OSError as error:
+            raise ValueError(f"{name} cannot be read") from error
+        if not intact:
+            raise ValueError(f"{name} is not what was written")
+        for leaf, chunks in record.items():
+            found.setdefault(leaf, {}).update(chunks)
+    return found
+
+
+def _check_places(
+    version: Path, i: int, leaf: dict[str, Any], known: dict[str, int] | None, index: Any
+) -> None:
+    """Checks that the chunks at an index are those that were written there.
+
+    Raises:
+        ValueError: If one is another one.
+    """
+    *shape, size = _stored_shape(leaf)
+    if known is None:
+        return
+    where = (*index, *[slice(None)] * (len(shape) + 1 - len(index)))
+    for name in zarr.grid((*shape, size), (*leaf["chunk"], size), where):
+        if zarr.checksum(version / _SHARDED / str(i) / name) != known.get(name):
+            raise ValueError(f"chunk {name} is not the one that was written there")
 
 
 def _stored_shape(leaf: dict[str, Any]) -> tuple[int, ...]:
@@ -428,13 +597,20 @@ def _stored_shape(leaf: dict[str, Any]) -> tuple[int, ...]:
     return (*leaf["shape"], jnp.dtype(leaf["dtype"]).itemsize)
 
 
-def _read_orbax(folder: Path, i: int) -> np.ndarray[Any, Any]:
-    """Returns the bytes of an array in a checkpoint of format 1, which was written by orbax."""
+def _read_orbax(folder: Path, i: int, nbytes: int) -> np.ndarray[Any, Any]:
+    """Returns the bytes of an array in a checkpoint of format 1, which was written by orbax.
+
+    Raises:
+        ValueError: If it has another size.
+    """
     import tensorstore as ts
 
     files = {"driver": "file", "path": f"{folder}/"}
     store = {"driver": "ocdbt", "base": files, "path": f"{i}/"}
-    array = ts.open({"driver": "zarr", "kvstore": store}, open=True).result().read().result()
+    stored = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
+    if stored.size * stored.dtype.numpy_dtype.itemsize != nbytes:
+        raise ValueError(f"it has shape {stored.shape}, which is not what was saved")
+    array = stored.read().result()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 

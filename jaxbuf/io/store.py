@@ -181,6 +181,8 @@ class Store:
             ValueError: If a structure, shape or dtype differs from the example, a number does not
                 fit its dtype, ``start`` leaves a gap, the store is open for reading only, or the
                 chunk to append to is damaged.
+            OSError: If the rows cannot be written, such as to a full disk. The store remains as it
+                was.
         """
         items = trees.match(self._like, items)
         self._check_items(items)

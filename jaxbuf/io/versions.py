@@ -49,6 +49,8 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
     with locked(folder):
         for entry in folder.iterdir():
             if _UNFINISHED.fullmatch(entry.name):
+                if entry.is_symlink():
+                    entry.unlink()
                 shutil.rmtree(entry, ignore_errors=True)
         previous = find(folder)
         new = unfinished(folder, 1 + number(previous[-1]) if previous else 0)
@@ -76,7 +78,7 @@ def locked(folder: Path, *, shared: bool = False) -> Generator[None]:
     copy.
     """
     try:
-        lock = (folder / _LOCK).open("rb" if shared else "ab")
+        lock = records.open_file(folder / _LOCK, "rb" if shared else "ab", link=False)
     except OSError:
         if not shared:
             raise
@@ -109,6 +111,6 @@ def unfinished(folder: Path, number: int) -> Path:
 def _has_manifest(entry: Path) -> bool:
     """Returns whether a folder has a manifest of jaxbuf, even a damaged one."""
     for name in _MANIFESTS:
-        with contextlib.suppress(OSError), (entry / name).open("rb") as file:
+        with contextlib.suppress(OSError), records.open_file(entry / name, "rb") as file:
             return file.read(10) == b'{"format":'
     return False

@@ -1,5 +1,8 @@
 """Arrays on disk that grow by rows, with a checksum for each chunk, stored by tensorstore."""
 
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,9 @@ import jax
 
 # More rows than will ever be appended, so that an array needs no new shape when it grows.
 _MOST_ROWS = 2**40
+_CHECKSUM_BYTES = 4
+# No byte of a file of zstd becomes more bytes than this.
+_MOST_PER_BYTE = 2**15
 
 
 def new_cache(size: int) -> Any:
@@ -93,11 +99,70 @@ def open_array(
     return ts.open(spec, context=cache, open=known, create=create).result()
 
 
-def finish(futures: list[Any]) -> None:
-    """Waits for all futures, and only then raises the first error."""
-    errors = [error for error in [future.exception() for future in futures] if error]
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Returns the size of each file in a folder, by name; none if there is no such folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def check_sizes(folder: Path, chunks: Iterable[str], count: int, nbytes: int) -> None:
+    """Checks that files can hold what is about to be read, before memory is allocated for it.
+
+    Args:
+        folder: The folder of an array.
+        chunks: The names of the chunks; no more than there are files are looked at.
+        count: The number of chunks.
+        nbytes: The size of a chunk.
+
+    Raises:
+        ValueError: If a chunk is missing or far too small.
+    """
+    sizes = file_sizes(folder)
+    if count > len(sizes):
+        raise ValueError(f"there are fewer files in {folder} than the {count} chunks of the array")
+    for name in chunks:
+        if name not in sizes:
+            raise ValueError(f"chunk {name} is missing in {folder}")
+        if nbytes > sizes[name] * _MOST_PER_BYTE:
+            raise ValueError(
+                f"chunk {name} in {folder} has {sizes[name]} bytes, too few for {nbytes}"
+            )
+
+
+def grid(
+    shape: Sequence[int], chunk: Sequence[int], index: tuple[slice, ...] | None = None
+) -> Iterator[str]:
+    """Yields the names of the chunks of an array, or of those at an index."""
+    steps = []
+    for axis, (size, step) in enumerate(zip(shape, chunk, strict=True)):
+        begin, end, _ = index[axis].indices(size) if index else (0, size, 1)
+        steps.append(range(begin // step, -(-end // step)))
+    return (".".join(map(str, place)) for place in itertools.product(*steps))
+
+
+def checksum(file: Path) -> int:
+    """Returns the checksum of a chunk, which its codec keeps in the last four bytes of its file.
+
+    Raises:
+        OSError: If the file cannot be read, or is too short.
+    """
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+        stream.seek(-_CHECKSUM_BYTES, os.SEEK_END)
+        return int.from_bytes(stream.read(_CHECKSUM_BYTES), "little")
+
+
+def finish(writes: list[Any]) -> None:
+    """Waits for all writes, and only then raises the first error.
+
+    Raises:
+        OSError: If a write failed; tensorstore's errors have another type.
+    """
+    errors = [error for error in [write.exception() for write in writes] if error]
     if errors:
-        raise errors[0]
+        raise OSError(reason(errors[0])) from errors[0]
 
 
 def reason(error: Exception) -> str:
