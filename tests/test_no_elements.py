@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxbuf
@@ -154,3 +155,18 @@ def test_keys_are_held():
     testing.assert_holds(rings, keys[jnp.array([2, 0, 1])])
     with pytest.raises(AssertionError, match="missing"):
         testing.assert_holds(rings, keys[jnp.array([2, 0, 0])])
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "uint2", "float8_e4m3", "float4_e2m1fn"])
+def test_a_store_keeps_small_numbers(tmp_path, dtype):
+    few = jnp.array([1, 0, 1], jnp.float32).astype(dtype)
+    with jaxbuf.Store(tmp_path, few[0], chunk=2) as store:
+        store.append(few)
+        found = store.read([2, 1, 0])
+        assert found.dtype == few.dtype
+        np.testing.assert_array_equal(found, np.asarray(few)[::-1])
+        buffer = store.load_into(jaxbuf.ItemBuffer.create(few[0], 4))
+        testing.assert_holds(buffer, few)
+        store.append_buffer(buffer)
+    with jaxbuf.Store(tmp_path, few[0], mode="r") as store:
+        assert len(store) == 6

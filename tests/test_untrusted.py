@@ -1,5 +1,6 @@
 """Checkpoints and stores that somebody else made, or that are damaged: an error, and no harm."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import jaxbuf
 from jaxbuf.io import records
 
+KEY = jax.random.key(0)
 ITEM = {"x": jnp.zeros(3)}
 
 
@@ -143,6 +145,186 @@ def test_save_writes_through_no_link(tmp_path):
     assert (outside / "file").read_text() == "mine"
 
 
+ROW = {"x": jax.ShapeDtypeStruct((3,), np.float32), "n": jax.ShapeDtypeStruct((), np.int32)}
+
+
+def rows(first, last):
+    number = np.arange(first, last)
+    return {"x": np.repeat(number[:, None], 3, 1).astype(np.float32), "n": number.astype(np.int32)}
+
+
+def stored(folder, count=40, chunk=4, **delete):
+    with jaxbuf.Store(folder, ROW, chunk=chunk) as store:
+        store.append(rows(0, count))
+        for some in delete.values():
+            store.delete(some)
+
+
+def rewrite(folder, name, **changes):
+    record, _ = records.read(folder / name)
+    records.write(folder / name, record | changes)
+
+
+@pytest.mark.parametrize("mode", ["a", "r"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("rows.json", {"deleted": [[0, 2**40]]}),
+        ("rows.json", {"deleted": [[-(2**40), 8]]}),
+        ("rows.json", {"deleted": [[8, 4]]}),
+        ("rows.json", {"deleted": [[0, 8, 9]]}),
+        ("rows.json", {"deleted": [["0", 8]]}),
+        ("rows.json", {"deleted": 8}),
+        ("rows.json", {"deleted": [[0.5, 8]]}),
+        ("rows.json", {"freed": [[0, 8]]}),
+        ("rows.json", {"rows": -1}),
+        ("rows.json", {"rows": 2**39}),
+        ("rows.json", {"rows": 2**39, "deleted": [[0, 2**39]]}),
+        ("rows.json", {"rows": 2**39, "places": None}),
+        ("rows.json", {"rows": 2**39, "deleted": [[0, 2**39]], "places": None}),
+        ("rows.json", {"rows": 2**70}),
+        ("rows.json", {"rows": "40"}),
+        ("rows.json", {"rows": None}),
+        ("rows.json", {"rows": True}),
+        ("rows.json", {"places": {"begin": -1, "recent": [], "tail": []}}),
+        ("rows.json", {"places": 3}),
+        ("store.json", {"chunk": 2**60}),
+        ("store.json", {"chunk": 2**28}),
+        ("store.json", {"chunk": 0}),
+        ("store.json", {"chunk": -4}),
+        ("store.json", {"chunk": "4"}),
+        ("store.json", {"leaves": None}),
+        ("store.json", {"leaves": {"['x']": 3, "['n']": 4}}),
+        ("store.json", {"leaves": {"['x']": {}, "['n']": {}}}),
+        ("store.json", {"format": [2]}),
+    ],
+    ids=str,
+)
+def test_what_a_store_says_of_itself_is_checked(tmp_path, name, changes, mode):
+    stored(tmp_path)
+    if "places" in changes and changes["places"] is None:
+        # As version 0.2.0 wrote it.
+        record, _ = records.read(tmp_path / name)
+        del record["places"]
+        records.write(tmp_path / name, record)
+        changes = {key: value for key, value in changes.items() if key != "places"}
+    rewrite(tmp_path, name, **changes)
+    with pytest.raises(ValueError, match="the store"):
+        jaxbuf.Store(tmp_path, ROW, mode=mode)
+
+
+@pytest.mark.parametrize("chunk", [2**26, 2**20])
+def test_a_chunk_beyond_its_file_is_not_allocated(tmp_path, chunk):
+    stored(tmp_path)
+    for i, shape in enumerate([(), (3,)]):
+        file = tmp_path / "leaves" / str(i) / "zarr.json"
+        record = json.loads(file.read_text())
+        record["chunk_grid"]["configuration"]["chunk_shape"] = [chunk, *shape]
+        file.write_text(json.dumps(record))
+    rewrite(tmp_path, "store.json", chunk=chunk)
+    rewrite(tmp_path, "rows.json", places={"begin": 0, "recent": [], "tail": [0, 0]})
+    with (
+        jaxbuf.Store(tmp_path, ROW) as store,
+        pytest.raises(ValueError, match="bytes, too few for"),
+    ):
+        store.read([1])
+
+
+@pytest.mark.parametrize("name", ["store.json", "rows.json", "leaves/0/zarr.json"])
+@pytest.mark.parametrize("mode", ["a", "r"])
+def test_files_of_a_store_may_be_any_text(tmp_path, name, mode):
+    stored(tmp_path)
+    for text in ("[" * 100_000, '{"a":' * 100_000, "7", "", "\0"):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match="is damaged"):
+            jaxbuf.Store(tmp_path, ROW, mode=mode)
+
+
+def test_a_store_touches_nothing_outside_of_its_folder(tmp_path):
+    store, outside = tmp_path / "store", tmp_path / "outside"
+    stored(store)
+    outside.mkdir()
+    for name in ("0.__lock", "0"):
+        (outside / name).write_text("mine")
+    leaf = store / "leaves" / "0"
+    kept = leaf.rename(tmp_path / "kept")
+    leaf.symlink_to(outside)
+    with pytest.raises(ValueError, match="is a link, through which"):
+        jaxbuf.Store(store, ROW)
+    leaf.unlink()
+    leaf.symlink_to(kept)
+    with jaxbuf.Store(store, ROW, mode="r") as reader:
+        assert reader.read([3])["n"] == 3
+    leaf.unlink()
+    kept.rename(leaf)
+    (leaf / "1.__lock").symlink_to(outside / "0.__lock")
+    (store / "rows.new").symlink_to(outside / "0")
+    with jaxbuf.Store(store, ROW) as writer:
+        writer.append(rows(40, 50))
+        assert writer.read([45])["n"] == 45
+    (store / "lock").unlink()
+    for target in ("0", "new"):
+        (store / "lock").symlink_to(outside / target)
+        with pytest.raises(OSError, match="is a link"):
+            jaxbuf.Store(store, ROW)
+        (store / "lock").unlink()
+    assert sorted(file.name for file in outside.iterdir()) == ["0", "0.__lock"]
+    assert all(file.read_text() == "mine" for file in outside.iterdir())
+
+
+def exchange(one, two):
+    between = one.with_name("between")
+    for first, second in ((one, between), (two, one), (between, two)):
+        first.rename(second)
+
+
+@pytest.mark.parametrize("mode", ["a", "r"])
+@pytest.mark.parametrize("pair", [(0, 1), (0, 2), (1, 130), (129, 131), (131, 132), (3, 132)])
+def test_chunks_that_changed_places_are_noticed(tmp_path, pair, mode):
+    stored(tmp_path, count=4 * 132 + 2)
+    leaf = tmp_path / "leaves" / "0"
+    exchange(*(leaf / str(chunk) for chunk in pair))
+    with jaxbuf.Store(tmp_path, ROW, mode=mode) as store:
+        for chunk in pair:
+            with pytest.raises(ValueError, match=r"\['n'\]: chunk .* is not the one that was"):
+                store.read([4 * chunk])
+    exchange(*(leaf / str(chunk) for chunk in pair))
+    with jaxbuf.Store(tmp_path, ROW, mode=mode) as store:
+        assert store.read(slice(None))["n"].tolist() == [*range(4 * 132 + 2)]
+
+
+def test_a_file_of_checksums_is_checked(tmp_path):
+    stored(tmp_path, count=4 * 130)
+    file = tmp_path / "places" / "0.json"
+    text = file.read_text()
+    for spoiled in (text[:-9], text.replace("1", "2"), text + "x", "{}", None):
+        file.unlink() if spoiled is None else file.write_text(spoiled)
+        with (
+            jaxbuf.Store(tmp_path, ROW) as store,
+            pytest.raises(ValueError, match=r"is damaged: .*0.json"),
+        ):
+            store.read([0])
+
+
+@pytest.mark.parametrize("count", [2, 41, 4 * 128, 4 * 200 + 1])
+def test_a_store_of_an_earlier_version_goes_on(tmp_path, count):
+    stored(tmp_path, count=count, first=[0], more=[0, 1])
+    record, _ = records.read(tmp_path / "rows.json")
+    del record["places"]
+    records.write(tmp_path / "rows.json", record)
+    for file in tmp_path.glob("places/*"):
+        file.unlink()
+    with jaxbuf.Store(tmp_path, ROW) as store:
+        store.append(rows(count, 4 * 400))
+        assert store.read(slice(2, None))["n"].tolist() == [*range(2, 4 * 400)]
+    exchange(*(tmp_path / "leaves" / "0" / str(chunk) for chunk in (300, 310)))
+    with (
+        jaxbuf.Store(tmp_path, ROW) as store,
+        pytest.raises(ValueError, match="is not the one that was written"),
+    ):
+        store.read([4 * 310])
+
+
 _FULL = """
 import resource, sys
 import jax.numpy as jnp, numpy as np, jaxbuf
@@ -169,3 +351,79 @@ def test_a_full_disk_is_an_os_error(tmp_path):
         [sys.executable, "-c", _FULL, str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def buffers():
+    items = {"x": jnp.ones((3, 3))}
+    priority = jaxbuf.Prioritized(replacement=False)
+
+    def create(**options):
+        return jaxbuf.ItemBuffer.create(ITEM, 8, **options)
+
+    ranked = create(sampler=jaxbuf.Softmax(replacement=False), evictor=jaxbuf.Lowest())
+    rings = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 8, sampler=priority)
+    return {
+        "prioritized": create(sampler=priority).add(items),
+        "members": create(freshness=jaxbuf.Freshness(max_use=2)).add(items),
+        "ranked": ranked.add(items, score=jnp.arange(3.0)),
+        "shuffled": create(sampler=jaxbuf.Shuffled()).add(items),
+        "rings": rings.add({"x": jnp.ones((2, 3, 3))}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        ("prioritized", ".sampler_state.roots", lambda x: x.at[-1].set(8)),
+        ("prioritized", ".sampler_state.nodes", lambda x: x.at[1].set(0)),
+        ("prioritized", ".occupancy.held", lambda x: x + 100),
+        ("prioritized", ".occupancy.cursor", lambda x: x + 100),
+        ("members", ".occupancy.members.size", lambda x: x + 5),
+        ("ranked", ".occupancy.held", lambda x: x + 100),
+        ("ranked", ".sampler_state.masses.roots", lambda x: x.at[-1].set(8)),
+        ("shuffled", ".sampler_state.marks.size", lambda x: x + 5),
+        ("rings", ".occupancy.held", lambda x: x + 100),
+        ("rings", ".occupancy.cursor", lambda x: x + 100),
+        ("rings", ".sampler_state.roots", lambda x: x.at[-1].set(16)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("resize", [False, True])
+def test_a_checkpoint_whose_counts_lie_is_refused(tmp_path, kind, name, change, resize):
+    buffer, changed = buffers()[kind], []
+
+    def lie(path, leaf):
+        if jax.tree_util.keystr(path) != name:
+            return leaf
+        changed.append(name)
+        return change(leaf)
+
+    jaxbuf.save(tmp_path, jax.tree_util.tree_map_with_path(lie, buffer))
+    assert changed
+    with pytest.raises(ValueError, match="damaged: "):
+        jaxbuf.load(tmp_path, buffer, resize=resize)
+
+
+@pytest.mark.parametrize("kind", ["prioritized", "ranked", "rings"])
+def test_a_draw_ends_even_if_counts_lie(kind):
+    buffer = buffers()[kind]
+
+    def lie(path, leaf):
+        masses = jax.tree_util.keystr(path).endswith("roots")
+        return leaf.at[-1].set(8) if masses and leaf.shape[0] > 1 else leaf
+
+    lying = jax.tree_util.tree_map_with_path(lie, buffer)
+    batch = jaxbuf.sample(lying, KEY, 8)
+    index = np.asarray(batch.slots.index)[np.asarray(batch.valid)]
+    assert len(set(index.tolist())) == len(index)
+    if kind != "ranked":
+        assert len(index) == int(buffer.sample(KEY, 8).valid.sum())
+        assert int(lying.sample_range(KEY, 8, by_priority=True).valid.sum()) == len(index)
+
+
+def test_a_pass_ends_even_if_counts_lie():
+    buffer = buffers()["shuffled"]
+    marks = buffer.sampler_state.marks.replace(size=buffer.sampler_state.marks.size + 5)
+    lying = buffer.replace(sampler_state=buffer.sampler_state.replace(marks=marks))
+    for _ in range(3):
+        lying, _ = jaxbuf.next_batch(lying, KEY, 8)

@@ -10,10 +10,12 @@ import concurrent.futures
 import contextlib
 import fcntl
 import itertools
+import math
 import os
 import shutil
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
@@ -29,12 +31,14 @@ from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
 from jaxbuf.io import records, structure, zarr
 from jaxbuf.io.order import items_in_order, rings_in_order
+from jaxbuf.io.places import Listed, Places, chunk_name
 from jaxbuf.io.ranges import Ranges
 
 Buffer = TypeVar("Buffer", bound=Any)
 
 _FORMAT = 2
 _CHUNK_BYTES = 2**18
+_MOST_CHUNK_BYTES = 2**31
 
 # Indices of rows, as NumPy would accept them for an array of all rows.
 Rows: TypeAlias = (
@@ -120,8 +124,16 @@ class Store:
             self._lock = self._take_lock(path)
         try:
             self._arrays: list[Any] = []
+            self._folders: list[int] = []
             self._chunk = self._open_or_create(path, chunk, cache_bytes)
-            self._rows, self._deleted, self._freed = self._committed()
+            self._places = Places(
+                self._folder,
+                self._folders,
+                [array.ndim for array in self._arrays],
+                [_chunk_bytes(leaf, self._chunk) for leaf in jax.tree.leaves(self._like)],
+            )
+            self._rows, self._deleted, self._freed, self._listed = self._committed()
+            self._check_files()
             if mode == "a":
                 self._free()
         except BaseException:
@@ -214,11 +226,13 @@ class Store:
                     # Otherwise missing rows of a chunk would be written as zeros.
                     self._read(np.asarray([self._rows - 1]))
                 writes = [
-                    array[rows].write(leaf[known:])
+                    array[rows].write(leaf[known:].view(zarr.disk_dtype(leaf.dtype)))
                     for array, leaf in zip(self._arrays, leaves, strict=True)
                 ]
                 zarr.finish(writes)
-                self._commit(rows=first + count)
+                until = rows.stop // self._chunk, -(-rows.stop // self._chunk)
+                listed = self._places.note(self._listed, rows.start // self._chunk, *until)
+                self._commit(rows=rows.stop, listed=listed)
             return range(first, first + count)
 
     def append_buffer(self, buffer: Any) -> range:
@@ -477,18 +491,22 @@ class Store:
             return jax.tree.map(
                 lambda x: np.zeros((*rows.shape, *x.shape[1:]), x.dtype), self._like
             )
-        reads = [array[rows].read() for array in self._arrays]
-        leaves: list[np.ndarray[Any, Any]] = []
-        for i, read in enumerate(reads):
-            try:
-                leaves.append(np.asarray(read.result()))
-            except ValueError as error:
-                if self._lock is None:
-                    # The writer may have deleted them since this store was opened.
-                    gone = rows[self._committed()[1].contains(rows)]
-                    if gone.size:
-                        raise IndexError(f"row {gone[0]} was deleted") from error
-                raise self._damage(f"{self._names[i]}: {zarr.reason(error)}") from error
+        i, leaves = 0, list[np.ndarray[Any, Any]]()
+        likes = jax.tree.leaves(self._like)
+        try:
+            chunks = np.unique(rows // self._chunk).tolist()
+            for i in range(len(self._arrays)):
+                self._places.check(i, chunks, self._rows // self._chunk, self._listed)
+            reads = [array[rows].read() for array in self._arrays]
+            for i, read in enumerate(reads):
+                leaves.append(np.asarray(read.result()).view(likes[i].dtype))
+        except ValueError as error:
+            if self._lock is None:
+                # The writer may have deleted them since this store was opened.
+                gone = rows[self._committed()[1].contains(rows)]
+                if gone.size:
+                    raise IndexError(f"row {gone[0]} was deleted") from error
+            raise self._damage(f"{self._names[i]}: {zarr.reason(error)}") from error
         return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
 
     def _for_jax(self, rows: PyTree[np.ndarray[Any, Any]]) -> PyTree[np.ndarray[Any, Any]]:
@@ -520,15 +538,14 @@ class Store:
     def _free(self) -> None:
         """Removes chunks without live rows from the disk, unless they are pinned."""
         free: list[int] = []
-        for begin, end in self._deleted.tolist():
+        for begin, end in self._unfreed():
             for chunk in range(-(-begin // self._chunk), end // self._chunk):
-                bounds = chunk * self._chunk, (chunk + 1) * self._chunk
-                if not self._pins[chunk] and not self._freed.covers(*bounds):
+                if not self._pins[chunk]:
                     free.append(chunk)
         if not free:
             return
         removals = [
-            array.kvstore.write(".".join([str(chunk)] + ["0"] * (array.ndim - 1)), None)
+            array.kvstore.write(chunk_name(chunk, array.ndim), None)
             for chunk in free
             for array in self._arrays
         ]
@@ -541,20 +558,76 @@ class Store:
         rows: int | None = None,
         deleted: Ranges | None = None,
         freed: Ranges | None = None,
+        listed: Listed | None = None,
     ) -> None:
         """Records the valid rows on disk, and then in this object."""
         rows = self._rows if rows is None else rows
         deleted = self._deleted if deleted is None else deleted
         freed = self._freed if freed is None else freed
+        listed = self._listed if listed is None else listed
         records.write(
             self._folder / "rows.json",
-            {"rows": rows, "deleted": deleted.tolist(), "freed": freed.tolist()},
+            {
+                "rows": rows,
+                "deleted": deleted.tolist(),
+                "freed": freed.tolist(),
+                "places": listed._asdict(),
+            },
         )
-        self._rows, self._deleted, self._freed = rows, deleted, freed
+        self._rows, self._deleted, self._freed, self._listed = rows, deleted, freed, listed
 
-    def _committed(self) -> tuple[int, Ranges, Ranges]:
+    def _unfreed(self) -> Iterator[tuple[int, int]]:
+        """Yields the runs of deleted rows whose chunks are not freed."""
+        freed = self._freed.tolist()
+        for begin, end in self._deleted.tolist():
+            for other_begin, other_end in freed:
+                if begin < other_end and other_begin < end:
+                    if begin < other_begin:
+                        yield begin, other_begin
+                    begin = other_end
+            if begin < end:
+                yield begin, end
+
+    def _committed(self) -> tuple[int, Ranges, Ranges, Listed]:
+        """Returns the number of rows, which are deleted and freed, and the checksums of chunks.
+
+        Raises:
+            ValueError: If they cannot be what was written.
+        """
         record = self._record("rows.json")
-        return record["rows"], Ranges.runs(record["deleted"]), Ranges.runs(record["freed"])
+        rows, runs = record.get("rows"), [record.get("deleted"), record.get("freed")]
+        if type(rows) is not int or not 0 <= rows <= zarr.MOST_ROWS:
+            raise self._damage(f"rows.json has the number of rows {str(rows)[:40]}")
+        for name, given in zip(("deleted", "freed"), runs, strict=True):
+            if not isinstance(given, list) or not all(_is_run(run, rows) for run in given):
+                raise self._damage(f"the rows that are {name} in rows.json are not rows of it")
+        deleted, freed = (Ranges.runs(given) for given in runs)
+        if len(deleted | freed) > len(deleted):
+            raise self._damage("rows.json has rows that are freed, but not deleted")
+        try:
+            listed = self._places.read(record.get("places"), rows // self._chunk)
+        except (ValueError, TypeError, KeyError) as error:
+            raise self._damage("the checksums in rows.json are not those of its rows") from error
+        return rows, deleted, freed, listed
+
+    def _check_files(self) -> None:
+        """Checks that there are files for the rows, before the rows are gone through.
+
+        Raises:
+            ValueError: If there are not.
+        """
+        count, freed = -(-self._rows // self._chunk), len(self._freed) // self._chunk
+        last = self._places.file(0, max(count - 1, 0))
+        # Otherwise at most a few are missing, as errors tell when they are read.
+        if count > freed and not last.exists() and count - freed > 2 * self._count_files() + 1:
+            raise self._damage(f"there are no files for the {self._rows} rows in rows.json")
+        chunk, runs = self._chunk, self._unfreed()
+        unfreed = sum(max(end // chunk - -(-begin // chunk), 0) for begin, end in runs)
+        if unfreed and unfreed > 2 * self._count_files() + 1:
+            raise self._damage("rows.json has more rows that are deleted than there are files for")
+
+    def _count_files(self) -> int:
+        return len(zarr.file_sizes(self._leaf(0)))
 
     def _record(self, name: str) -> dict[str, Any]:
         try:
@@ -594,26 +667,52 @@ class Store:
 
     def _open(self, leaves: dict[str, Any], cache: Any) -> int:
         record = self._record("store.json")
-        self._compare(record["leaves"], leaves)
+        stored, chunk = record.get("leaves"), record.get("chunk")
+        if type(chunk) is not int or chunk < 1 or self._most_bytes(chunk) > _MOST_CHUNK_BYTES:
+            raise self._damage(f"store.json has chunks of {str(chunk)[:40]} rows")
+        if not isinstance(stored, dict) or not all(isinstance(x, dict) for x in stored.values()):
+            raise self._damage("store.json does not say what rows are")
+        self._compare(stored, leaves)
         if self._lock is not None:
-            # A killed writer leaves files that were to become chunks. tensorstore would overwrite
-            # the beginning of such a file and keep the rest.
-            for left in self._folder.glob("leaves/*/*.__lock"):
-                left.unlink()
+            self._remove_locks()
         try:
-            self._open_arrays(record["leaves"], record["chunk"], cache)
+            self._open_arrays(stored, chunk, cache)
         except ValueError as error:
             raise self._damage(str(error)) from error
-        return record["chunk"]
+        return chunk
+
+    def _remove_locks(self) -> None:
+        """Removes files that a killed writer left, which were to become chunks.
+
+        tensorstore would overwrite the beginning of such a file and keep the rest.
+        """
+        for i in range(len(self._names)):
+            with contextlib.suppress(FileNotFoundError), os.scandir(self._leaf(i)) as entries:
+                for entry in entries:
+                    if entry.name.endswith(".__lock") and not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry)
+
+    def _leaf(self, i: int) -> Path:
+        return self._folder / "leaves" / str(i)
+
+    def _most_bytes(self, chunk: int) -> int:
+        """Returns the size of the largest chunk of a leaf."""
+        return max(_chunk_bytes(leaf, chunk) for leaf in jax.tree.leaves(self._like))
 
     def _create(self, leaves: dict[str, Any], chunk: int | None, cache: Any) -> int:
         if chunk is None:
             row_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._like))
             chunk = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
         chunk = check_count("chunk", chunk)
-        shutil.rmtree(self._folder / "leaves", ignore_errors=True)
+        if self._most_bytes(chunk) > _MOST_CHUNK_BYTES:
+            raise ValueError(
+                f"chunk is {chunk} rows, which have {self._most_bytes(chunk)} bytes; choose fewer, "
+                f"of at most {_MOST_CHUNK_BYTES} bytes"
+            )
+        for name in ("leaves", "places"):
+            shutil.rmtree(self._folder / name, ignore_errors=True)
         self._open_arrays(leaves, chunk, cache, create=True)
-        self._commit(0, Ranges.of([]), Ranges.of([]))
+        self._commit(0, Ranges.of([]), Ranges.of([]), Listed(0, [], [0] * len(self._names)))
         # Written last, since this file makes the folder a store.
         records.write(
             self._folder / "store.json", {"format": _FORMAT, "chunk": chunk, "leaves": leaves}
@@ -627,6 +726,7 @@ class Store:
         # Folders are numbered as the leaves were when the store was created.
         number = {name: i for i, name in enumerate(stored)}
         for name, leaf in zip(self._names, jax.tree.leaves(self._like), strict=True):
+            self._folders.append(number[name])
             folder = self._folder / "leaves" / str(number[name])
             try:
                 array = zarr.open_rows(folder, leaf, chunk, cache, create=create)
@@ -656,9 +756,9 @@ class Store:
         for name in given if not parts else ():
             parts += [
                 f"example{name} has {what} {given[name][what]}, but the store has "
-                f"{stored[name][what]}"
+                f"{stored[name].get(what)}"
                 for what in ("shape", "dtype")
-                if given[name][what] != stored[name][what]
+                if given[name][what] != stored[name].get(what)
             ]
         if parts:
             raise ValueError(f"the store {self._folder} holds something else: {'; '.join(parts)}")
@@ -666,7 +766,7 @@ class Store:
     def _take_lock(self, path: str | os.PathLike[str]) -> Any:
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"path is {path}, which is a file; choose a folder")
-        known = {"store.json", "rows.json", "leaves", "lock"}
+        known = {"store.json", "rows.json", "leaves", "places", "lock"}
         strange = (
             sorted(entry.name for entry in self._folder.iterdir() if entry.name not in known)
             if self._folder.exists() and not (self._folder / "store.json").exists()
@@ -675,7 +775,14 @@ class Store:
         if [name for name in strange if not name.endswith(".new")]:
             raise ValueError(f"{path} holds other files ({strange[0]}, ...); choose another folder")
         self._folder.mkdir(parents=True, exist_ok=True)
-        lock = (self._folder / "lock").open("a")
+        arrays, places = self._folder / "leaves", self._folder / "places"
+        for inner in (places, arrays, *(arrays.iterdir() if arrays.is_dir() else ())):
+            if inner.is_symlink():
+                raise ValueError(
+                    f"{inner} is a link, through which a store does not write; use mode='r', or "
+                    "link to the folder of the store itself"
+                )
+        lock = records.open_file(self._folder / "lock", "a", link=False)
         try:
             # The operating system releases it when the process ends for any reason.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -717,6 +824,16 @@ class Store:
         wrong = rows[(rows < 0) | (rows >= self._rows)]
         if wrong.size:
             raise IndexError(f"there is no row {wrong[0]}; the store has {self._rows}")
+
+
+def _is_run(run: Any, rows: int) -> bool:
+    """Returns whether this is a run of some of so many rows."""
+    whole = isinstance(run, list) and len(run) == 2 and all(type(x) is int for x in run)
+    return whole and 0 <= run[0] < run[1] <= rows
+
+
+def _chunk_bytes(leaf: Any, chunk: int) -> int:
+    return chunk * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
 
 
 def _like(example: PyTree) -> PyTree[jax.ShapeDtypeStruct]:

@@ -1,5 +1,6 @@
 """Arrays on disk that grow by rows, with a checksum for each chunk, stored by tensorstore."""
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxbuf.io import records
+
+# Dtypes of one byte that tensorstore does not know.
+_AS_BYTES = ("uint2", "uint4", "float8_e4m3")
 # More rows than will ever be appended, so that an array needs no new shape when it grows.
-_MOST_ROWS = 2**40
+MOST_ROWS = 2**40
 _CHECKSUM_BYTES = 4
 # No byte of a file of zstd becomes more bytes than this.
 _MOST_PER_BYTE = 2**15
@@ -39,10 +45,14 @@ def open_rows(
     """
     shape = like.shape[1:]
     chunks = [chunk, *(max(size, 1) for size in shape)]
-    shape = (_MOST_ROWS, *shape)
-    return open_array(
-        folder, like.dtype, shape, chunks, cache=cache, known=not create, create=create
-    )
+    shape = (MOST_ROWS, *shape)
+    dtype = disk_dtype(like.dtype)
+    return open_array(folder, dtype, shape, chunks, cache=cache, known=not create, create=create)
+
+
+def disk_dtype(dtype: Any) -> Any:
+    """Returns the dtype on disk, which is that of bytes if tensorstore does not know another."""
+    return np.dtype(np.uint8) if str(dtype) in _AS_BYTES else dtype
 
 
 def open_array(
@@ -75,6 +85,10 @@ def open_array(
     """
     import tensorstore as ts
 
+    if known:
+        # tensorstore reads it as well, and believes that it is small and flat.
+        with contextlib.suppress(FileNotFoundError):
+            records.read(folder / "zarr.json")
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{folder}/"},
@@ -143,15 +157,28 @@ def grid(
     return (".".join(map(str, place)) for place in itertools.product(*steps))
 
 
-def checksum(file: Path) -> int:
+def checksum(file: Path, nbytes: int = 0) -> int:
     """Returns the checksum of a chunk, which its codec keeps in the last four bytes of its file.
 
+    Args:
+        file: The file of the chunk.
+        nbytes: The size of the chunk that it is to hold.
+
     Raises:
-        OSError: If the file cannot be read, or is too short.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is too small, or no file.
     """
-    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
-        stream.seek(-_CHECKSUM_BYTES, os.SEEK_END)
-        return int.from_bytes(stream.read(_CHECKSUM_BYTES), "little")
+    try:
+        with records.open_file(file, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            if size < _CHECKSUM_BYTES or nbytes > size * _MOST_PER_BYTE:
+                raise ValueError(f"{file} has {size} bytes, too few for {nbytes}")
+            stream.seek(size - _CHECKSUM_BYTES)
+            return int.from_bytes(stream.read(_CHECKSUM_BYTES), "little")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def finish(writes: list[Any]) -> None:
