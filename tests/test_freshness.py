@@ -477,3 +477,20 @@ def test_a_sampler_that_cannot_let_go_is_refused():
         create(jaxbuf.Freshness(max_use=1), 3, Stubborn())
     with pytest.raises(ValueError, match="cannot be told that a window is gone"):
         jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 8, sampler=Stubborn())
+
+
+@pytest.mark.parametrize("comparison", [">", ">="])
+@pytest.mark.parametrize("learner", [-(2**31), -(2**31) + 1, -(2**31) + 5])
+@pytest.mark.parametrize("session", [None, 3])
+def test_the_least_versions_are_not_stale(learner, comparison, session):
+    freshness = jaxbuf.Freshness(max_staleness=10, comparison=comparison)
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 8, freshness=freshness)
+    buffer = buffer.set_version(learner, session)
+    given = {} if session is None else {"session": jnp.full(2, session)}
+    buffer = buffer.add(jnp.ones(2), version=jnp.full(2, learner, jnp.int32), **given)
+    assert int(buffer.size) == 2
+    assert int(buffer.metrics()["refused_stale"]) == 0
+    assert int(buffer.set_version(learner + 5, session).size) == 2
+    assert int(buffer.set_version(learner + 20, session).size) == 0
+    if session is not None:
+        assert int(buffer.set_version(learner, session + 1).size) == 0

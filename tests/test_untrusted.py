@@ -371,39 +371,6 @@ def buffers():
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "change"),
-    [
-        ("prioritized", ".sampler_state.roots", lambda x: x.at[-1].set(8)),
-        ("prioritized", ".sampler_state.nodes", lambda x: x.at[1].set(0)),
-        ("prioritized", ".occupancy.held", lambda x: x + 100),
-        ("prioritized", ".occupancy.cursor", lambda x: x + 100),
-        ("members", ".occupancy.members.size", lambda x: x + 5),
-        ("ranked", ".occupancy.held", lambda x: x + 100),
-        ("ranked", ".sampler_state.masses.roots", lambda x: x.at[-1].set(8)),
-        ("shuffled", ".sampler_state.marks.size", lambda x: x + 5),
-        ("rings", ".occupancy.held", lambda x: x + 100),
-        ("rings", ".occupancy.cursor", lambda x: x + 100),
-        ("rings", ".sampler_state.roots", lambda x: x.at[-1].set(16)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("resize", [False, True])
-def test_a_checkpoint_whose_counts_lie_is_refused(tmp_path, kind, name, change, resize):
-    buffer, changed = buffers()[kind], []
-
-    def lie(path, leaf):
-        if jax.tree_util.keystr(path) != name:
-            return leaf
-        changed.append(name)
-        return change(leaf)
-
-    jaxbuf.save(tmp_path, jax.tree_util.tree_map_with_path(lie, buffer))
-    assert changed
-    with pytest.raises(ValueError, match="damaged: "):
-        jaxbuf.load(tmp_path, buffer, resize=resize)
-
-
 @pytest.mark.parametrize("kind", ["prioritized", "ranked", "rings"])
 def test_a_draw_ends_even_if_counts_lie(kind):
     buffer = buffers()[kind]

@@ -575,7 +575,7 @@ def _places(version: Path, manifest: dict[str, Any]) -> dict[str, dict[str, int]
 def _check_places(
     version: Path, i: int, leaf: dict[str, Any], known: dict[str, int] | None, index: Any
 ) -> None:
-    """Checks that the chunks at an index are those that were written there.
+    """Checks that the chunks at an index are the ones that were written there.
 
     Raises:
         ValueError: If one is another one.

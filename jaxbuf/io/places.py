@@ -1,4 +1,4 @@
-"""Which chunk of a store lies where.
+"""A list of the chunks of a store, by which it notices if two have changed places.
 
 A chunk on disk carries a checksum of its contents, which does not tell where the chunk belongs. So
 the store also lists the checksums by the numbers of chunks: the newest ones beside the number of
@@ -61,12 +61,8 @@ class Places:
 
     def file(self, leaf: int, chunk: int) -> Path:
         """Returns the file of a chunk."""
-        return (
-            self._folder
-            / "leaves"
-            / str(self._numbers[leaf])
-            / chunk_name(chunk, self._ndims[leaf])
-        )
+        folder = self._folder / "leaves" / str(self._numbers[leaf])
+        return folder / chunk_name(chunk, self._ndims[leaf])
 
     def read(self, record: Any, complete: int) -> Listed:
         """Returns what is listed beside the number of rows.
@@ -118,9 +114,9 @@ class Places:
         return Listed(begin, recent, words(complete) if last > complete else [0 for _ in leaves])
 
     def check(self, leaf: int, chunks: list[int], complete: int, listed: Listed) -> None:
-        """Checks that files of chunks are large enough, and those that were written there.
+        """Checks that files of chunks are large enough, and the ones that were written there.
 
-        Chunks that are missing are left to whoever reads them.
+        It says nothing of missing chunks; the read of one raises an error.
 
         Args:
             leaf: The number of the leaf.

@@ -12,6 +12,10 @@ from jaxbuf.core.varying import vary_with
 
 Scratch = TypeVar("Scratch")
 
+# A draw ends after this many rounds in a row without a new item. As long as another item is left, a
+# round finds one with a probability of at least 1 - 1/e.
+_MOST_IDLE = 64
+
 
 def distinct(
     key: PRNGKeyArray,
@@ -33,7 +37,8 @@ def distinct(
         key: A PRNG key.
         batch_size: The number of rows of the result.
         count: The number of items to draw; at most ``batch_size``, and at most the number of items
-            that can be drawn.
+            that can be drawn. If that is wrong, as in a buffer that was put together by hand, the
+            rows without an item are left out.
         scratch: The state from which ``propose`` draws.
         propose: Takes a key, a number of rows and the scratch, and draws that many items with
             replacement, all below ``capacity``.
@@ -53,24 +58,29 @@ def distinct(
     # The scratch may vary over the devices of a mesh while the key does not, or the reverse.
     filled, chosen, scratch = vary_with((filled, chosen, scratch), (chosen, scratch))
 
-    def unfinished(carry: tuple[Array, Array, Array, Scratch]) -> Array:
-        return carry[1] < count
+    def unfinished(carry: tuple[Array, Array, Array, Array, Scratch]) -> Array:
+        _, idle, filled, *_ = carry
+        return (filled < count) & (idle < _MOST_IDLE)
 
-    def attempt(carry: tuple[Array, Array, Array, Scratch]) -> tuple[Array, Array, Array, Scratch]:
-        round_, _, chosen, scratch = carry
+    def attempt(
+        carry: tuple[Array, Array, Array, Array, Scratch],
+    ) -> tuple[Array, Array, Array, Array, Scratch]:
+        round_, idle, before, chosen, scratch = carry
         if remove is not None:
             scratch = remove(scratch, chosen)
         proposed = propose(jax.random.fold_in(key, round_), batch_size, scratch)
         both = jnp.concatenate([chosen, proposed])
         chosen, filled = first_of_each(both, count, capacity, size=batch_size)
-        return round_ + 1, filled, chosen, scratch
+        return round_ + 1, jnp.where(filled > before, 0, idle + 1), filled, chosen, scratch
 
     def more() -> Int[Array, " B"]:
-        return lax.while_loop(unfinished, attempt, (jnp.int32(1), filled, chosen, scratch))[2]
+        begin = (jnp.int32(1), vary_with(jnp.int32(0), filled), filled, chosen, scratch)
+        return lax.while_loop(unfinished, attempt, begin)[3]
 
     # A loop copies the scratch even if it takes no step, so it runs only where it is needed.
     items = more() if remove is None else lax.cond(filled < count, more, lambda: chosen)
-    return items, vary_with(jnp.arange(batch_size, dtype=jnp.int32) < count, items)
+    there = jnp.arange(batch_size, dtype=jnp.int32) < count
+    return items, vary_with(there, items) & (items < capacity)
 
 
 def first_of_each(

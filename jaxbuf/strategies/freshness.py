@@ -162,8 +162,9 @@ class Freshness(Part):
         """Returns the oldest version that is not too stale for a learner at ``version``."""
         if self.max_staleness is None:
             return jnp.int32(-_NEVER)
-        inclusive = self.comparison == ">="
-        return version - jnp.int32(self.max_staleness - int(inclusive))
+        behind = self.max_staleness - int(self.comparison == ">=")
+        # Not below the least version of an item, where the difference would wrap.
+        return jnp.maximum(version, jnp.int32(behind - _NEVER)) - jnp.int32(behind)
 
     def refuse(
         self, state: FreshnessState, rows: Rows, occupancy: ItemOccupancy
@@ -294,6 +295,8 @@ class Freshness(Part):
         version = rows.version
         if version is None:
             version = jnp.broadcast_to(state.version, rows.shape)
+        # The least number marks items that are too old whatever the learner's version.
+        version = jnp.maximum(version, jnp.int32(-_NEVER))
         if rows.session is None:
             return version
         return jnp.where(rows.session == state.session, version, _TOO_OLD)
