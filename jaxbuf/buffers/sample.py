@@ -209,9 +209,9 @@ def _weights(
         ratio = probability / (lax.pmin(least, axes) if axes else least)
     elif normalize == "buffer":
         least = buffer.support().least_probability
-        # The least probability may underflow, or be rounded in another way than that of a row.
+        # The least probability may underflow, and then so does that of a row.
         tiny = jnp.finfo(jnp.float32).tiny
-        ratio = jnp.maximum(jnp.maximum(probability, tiny) / jnp.maximum(least, tiny), 1.0)
+        ratio = jnp.maximum(probability, tiny) / jnp.maximum(least, tiny)
     else:
         count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
         ratio = probability * count.astype(jnp.float32)
