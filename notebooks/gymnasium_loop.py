@@ -275,8 +275,9 @@ actions = np.zeros(NUM_ENVS, np.int64)
 parts = {
     "environment": lambda _: envs.step(actions),
     "act": lambda _: act(agent.params, obs, jax.random.key(0), 0.1),
-    "adapter": lambda _: gymnasium_transitions(envs, obs, actions, result, step.ended),
+    "adapter": lambda _: gymnasium_transitions(envs, obs, actions, result, ended),
 }
+ended = np.zeros(envs.num_envs, bool)
 result = envs.step(actions)
 times = {name: microseconds(call, None, 300) for name, call in parts.items()}
 arguments = (step.transitions, step.mask, 0.4)

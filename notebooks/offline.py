@@ -214,9 +214,8 @@ step = {
     "terminated": jnp.bool_(False),
     "truncated": jnp.bool_(False),
 }
-rings = jaxbuf.TrajectoryBuffer.create(
-    step, 2, 64, sequence_length=4, episodes=jaxbuf.Episodes(boundary="avoid")
-)
+whole_windows = jaxbuf.Episodes(boundary="avoid", short_windows="never")
+rings = jaxbuf.TrajectoryBuffer.create(step, 2, 64, sequence_length=4, episodes=whole_windows)
 rings = jaxbuf.from_minari(episodes, rings)
 assert rings.size == sum(len(episode.rewards) for episode in episodes)
 
