@@ -22,6 +22,8 @@ except (ImportError, RuntimeError):
 
 def check():
     """In a process of its own, since only the main thread hears of signals."""
+    # A shell that starts the tests in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     serve = sys.modules["jaxbuf.mpi.serve"]
     manager = Manager.create(jaxbuf.reward_prioritized(jnp.float32(0), 4), 1)
     channel = SimpleNamespace(names=["worker", "manager"], rank=1, manager=1)
