@@ -889,10 +889,10 @@ class TrajectoryBuffer(Body):
         return steps, rows, priority
 
     def _refuse(
-        self, completed: Int[Array, "E T"], rows: StepRows, counts: dict[str, Array]
-    ) -> tuple[Int[Array, "E T"], list[Int[Array, "E T"]]]:
+        self, completed: Int[Array, "E H"], rows: StepRows, counts: dict[str, Array]
+    ) -> tuple[Int[Array, "E H"], list[Int[Array, "E H"]]]:
         """Returns the completed windows that no part refuses, and the refused ones."""
-        refused: list[Int[Array, "E T"]] = []
+        refused: list[Int[Array, "E H"]] = []
         slots = self.rings.capacity
         for part, state in self._parts():
             for reason, mask in common.ask(part, "refuse_windows", state, completed, rows).items():

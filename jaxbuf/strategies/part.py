@@ -158,9 +158,14 @@ class Part(Movable):
         return state
 
     def refuse_windows(
-        self, state: State, index: Int[Array, "E T"], rows: StepRows
-    ) -> dict[str, Bool[Array, "E T"]]:
-        """Returns masks, by reason, of the just completed windows ``index`` that are not drawn."""
+        self, state: State, index: Int[Array, "E H"], rows: StepRows
+    ) -> dict[str, Bool[Array, "E H"]]:
+        """Returns masks, by reason, of the just completed windows ``index`` that are not drawn.
+
+        Row ``h`` is the step that completed window ``h``. Where windows end with their episodes (see
+        ``Episodes``), one step may complete several windows. Otherwise ``H`` is the ``T`` of the
+        steps.
+        """
         del state, index, rows
         return {}
 
