@@ -185,9 +185,9 @@ print("3-step sum  ", targets.reward[row, 0], " bootstrap counts", targets.disco
 # A window may reach from one episode into the next. With `episodes=Episodes(...)` the buffer knows
 # where episodes begin and end, and you choose what to do: with `boundary="mask"` it tells you which
 # steps belong to the episode of the first one, and with `boundary="avoid"` it never draws a window
-# with steps of two episodes. Where an episode terminates, `"avoid"` also draws the windows that its
-# end cuts short, padded with copies of the last step, unless `short_windows="never"` leaves them out
-# as it does here. It can also record the return of every step, at a cost that does not
+# with steps of two episodes. Where an episode terminates, `"avoid"` also draws the windows that
+# its end cuts short, padded with copies of the last step, unless `short_windows="never"` leaves
+# them out as it does here. It can also record the return of every step, at a cost that does not
 # depend on the size of the buffer.
 
 # %%

@@ -162,9 +162,9 @@ class Part(Movable):
     ) -> dict[str, Bool[Array, "E H"]]:
         """Returns masks, by reason, of the just completed windows ``index`` that are not drawn.
 
-        Row ``h`` is the step that completed window ``h``. Where windows end with their episodes (see
-        ``Episodes``), one step may complete several windows. Otherwise ``H`` is the ``T`` of the
-        steps.
+        Row ``h`` is the step that completed window ``h``. Where windows end with their episodes
+        (see ``Episodes``), one step may complete several windows. Otherwise ``H`` is the ``T`` of
+        the steps.
         """
         del state, index, rows
         return {}
