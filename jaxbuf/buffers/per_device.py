@@ -63,7 +63,7 @@ def run(
             for tree, spec in zip(args, specs, strict=True)
         )
     mapped = jax.shard_map(
-        body,
+        lambda *args: body(*jax.tree.map(_constant_if_empty, args)),
         mesh=buffer.mesh if here.empty else None,
         in_specs=specs,
         out_specs=spec if out is None else out,
@@ -71,6 +71,11 @@ def run(
         check_vma=False,
     )
     return mapped(*args)
+
+
+def _constant_if_empty(leaf: Array) -> Array:
+    """Returns an array without elements as a constant: XLA of jaxlib 0.11.2 crashes on others."""
+    return jnp.zeros_like(leaf) if leaf.size == 0 else leaf
 
 
 def here_of(shards: PyTree[Array]) -> int:
