@@ -50,8 +50,10 @@ default=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 for python in ${PYTHONS:-$(find_pythons)}; do
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   # Without PYTHONS, the tests with the default version are those of make test.
-  [ -z "$PYTHONS" ] && [ "$version" = "$default" ] || try "$version-newest" "$python"
+  [ -z "$PYTHONS" ] && [ "$version" = "$default" ] || { try "$version-newest" "$python" && newest=$version; }
 done
 try "$default-oldest" "$PYTHON" --constraint .github/oldest.txt
 echo "$table"
+[ -z "$newest" ] || scripts/test_wheels.sh ".venv-versions/$default-oldest" ".venv-versions/$newest-newest" ||
+  failures=$((failures + 1))
 [ "$failures" = 0 ]
