@@ -9,10 +9,22 @@ from jaxbuf.buffers.accumulator import (
     EpisodeAccumulator,
     PaddedEpisode,
 )
+from jaxbuf.buffers.doors import (
+    add,
+    clear,
+    dequeue,
+    latest,
+    mark_used,
+    next_batch,
+    sample,
+    sample_range,
+    set_version,
+    take,
+    update_priority,
+)
 from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.mixture import Mixture
-from jaxbuf.buffers.ops import add, next_batch, sample, update_priority
 from jaxbuf.buffers.presets import (
     diverse_reward_prioritized,
     reward_prioritized,
@@ -23,8 +35,8 @@ from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
-from jaxbuf.core.calls import compiler_options
 from jaxbuf.core.native import native_available
+from jaxbuf.core.program import compiler_options
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.io.holder import Holder, Stopped
@@ -102,13 +114,17 @@ __all__ = [
     "WandbWriter",
     "Writer",
     "add",
+    "clear",
     "compiler_options",
+    "dequeue",
     "diverse_reward_prioritized",
     "explain_memory",
     "from_minari",
     "hindsight",
     "importance_weights",
+    "latest",
     "load",
+    "mark_used",
     "n_step",
     "native_available",
     "next_batch",
@@ -116,8 +132,11 @@ __all__ = [
     "reward_prioritized",
     "sample",
     "sample_groups",
+    "sample_range",
     "save",
+    "set_version",
     "stack_frames",
+    "take",
     "terminal_state_buffer",
     "terminal_states",
     "terminating_states",

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxbuf
-from jaxbuf.core import calls
+from jaxbuf.core import program
 
 DEVICES = 4
 CAPACITY = 64
@@ -254,14 +254,14 @@ def test_programs_are_compiled_for_the_device_of_the_buffer(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert jaxbuf.compiler_options() is None
     buffer = hosted()
-    assert calls.platform_of(buffer) == "cpu"
+    assert program.platform_of(buffer) == "cpu"
     assert jaxbuf.compiler_options(buffer) == {
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
     }
     # A committed array decides, wherever it stands among others.
     there = jax.device_put(jnp.zeros(2), jax.devices()[0])
-    assert calls.platform_of((np.zeros(2), {"a": jnp.zeros(2), "b": there})) == "cpu"
-    assert calls.platform_of((np.zeros(2), 3)) == "gpu"
+    assert program.platform_of((np.zeros(2), {"a": jnp.zeros(2), "b": there})) == "cpu"
+    assert program.platform_of((np.zeros(2), 3)) == "gpu"
 
     given = []
     jit = jax.jit
@@ -269,15 +269,12 @@ def test_programs_are_compiled_for_the_device_of_the_buffer(monkeypatch):
         jax, "jit", lambda *args, **options: given.append(options) or jit(*args, **options)
     )
 
-    def size(buffer):
-        return buffer.size
+    @program.program()
+    def size(self):
+        return self.size
 
-    assert calls.call(size, buffer.buffer) == 0
+    assert size(buffer.buffer) == 0
     assert [options["compiler_options"] for options in given] == [jaxbuf.compiler_options(buffer)]
-    # Another platform has a program of its own.
-    monkeypatch.setattr(calls, "platform_of", lambda _: "gpu")
-    assert calls.call(size, buffer.buffer) == 0
-    assert given[1]["compiler_options"] is None
 
 
 def test_batches_go_to_several_devices():

@@ -97,7 +97,7 @@ def trajectory(steps):
         (trajectory, "steps[1, 2]"),
         (
             lambda steps: jaxbuf.add(jaxbuf.TrajectoryBuffer.create(np.int64(0), 2, 8), steps),
-            "items[1, 2]",
+            "steps[1, 2]",
         ),
         (lambda steps: jaxbuf.Queue.create(np.int64(0), 8).add(steps[1]), "items[2]"),
         (lambda steps: jaxbuf.add(jaxbuf.Queue.create(np.int64(0), 8), steps[1]), "items[2]"),

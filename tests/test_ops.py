@@ -197,7 +197,9 @@ def test_update_priority_donates_and_leaves_storage_where_it_is():
     sample = jaxbuf.sample(buffer, jax.random.key(0), BATCH)
     old, pointer = buffer, storage(buffer).unsafe_buffer_pointer()
     buffer = jaxbuf.update_priority(buffer, sample.slots, jnp.ones(BATCH, jnp.float32))
-    assert storage(old).is_deleted()
+    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(old.sampler_state))
+    with pytest.raises(ValueError, match="buffer was donated"):
+        old.sample(jax.random.key(0), BATCH)
     assert storage(buffer).unsafe_buffer_pointer() == pointer
 
 

@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.lanes import Lanes
-from jaxbuf.core import describe, fields, storage, trees
-from jaxbuf.core.calls import call
+from jaxbuf.core import describe, fields, storage
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.program import program
 from jaxbuf.core.types import Numbers
 from jaxbuf.strategies.freshness import Freshness
 
@@ -189,6 +189,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
         """The number of complete episodes that have not been returned yet."""
         return self.lanes.waiting
 
+    @program()
     def add(
         self, steps: PyTree[Array], *, mask: Bool[Array, "..."] | None = None
     ) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
@@ -209,16 +210,30 @@ class EpisodeAccumulator(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
         """
-        self = trees.on_device(self)
         steps, taken = self._check(steps, mask)
         if not taken.shape[1]:
             return self.take()
-        return call(EpisodeAccumulator._put, self, steps, taken)
+        ends = jnp.zeros(taken.shape, bool)
+        for path in self.flags:
+            ends |= fields.find(steps, path)
+        lanes, target = self.lanes.place(taken, ends)
+        return self.replace(data=_write(self.data, steps, target), lanes=lanes).take()
 
+    @program()
     def take(self) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
         """Returns up to ``per_add`` of the waiting episodes, like ``add``."""
-        return call(EpisodeAccumulator._take, trees.on_device(self))
+        lanes, lane, length, done = self.lanes.take(self.per_add)
+        episodes = PaddedEpisode(steps=storage.read(self.data, lane), length=length)
+        real = episodes.mask
+        padded = jax.tree.map(
+            lambda leaf: jnp.where(
+                real.reshape(*real.shape, *(1,) * (leaf.ndim - 2)), leaf, jnp.zeros_like(leaf)
+            ),
+            episodes.steps,
+        )
+        return self.replace(lanes=lanes), episodes.replace(steps=padded), done
 
+    @program()
     def drop(self, envs: Bool[Array, " E"]) -> Self:
         """Drops and counts the unfinished episodes of some environments.
 
@@ -228,14 +243,15 @@ class EpisodeAccumulator(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if the shape or dtype differs.
         """
-        self = trees.on_device(self)
         envs = storage.check_rows(envs, "envs", (self.num_envs,), np.bool_, "(num_envs,)")
         return self.replace(lanes=self.lanes.drop(envs))
 
+    @program()
     def clear(self) -> Self:
         """Returns an empty accumulator with the same counters, which shares no array with this."""
         return self.replace(data=jax.tree.map(jnp.zeros_like, self.data), lanes=self.lanes.clear())
 
+    @program()
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor.
 
@@ -245,9 +261,6 @@ class EpisodeAccumulator(struct.PyTreeNode):
             ``cut`` for their length, and ``refused`` because too many were waiting; and unfinished
             episodes ``dropped``.
         """
-        return call(EpisodeAccumulator._metrics, trees.on_device(self))
-
-    def _metrics(self) -> dict[str, Array]:
         counts = self.lanes.counts()
         return {
             "steps": jnp.sum(self.filled, axis=-1, dtype=jnp.int32),
@@ -264,29 +277,6 @@ class EpisodeAccumulator(struct.PyTreeNode):
         """Returns the steps as arrays ``[num_envs, T, *shape]``, and a mask of those to add."""
         steps, batch = common.check_steps(self.data, steps, self.num_envs)
         return steps, common.check_step_mask(jnp.ones(batch, bool) if mask is None else mask, batch)
-
-    def _put(
-        self, steps: PyTree[Array], taken: Bool[Array, "E T"]
-    ) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
-        """Writes steps, and takes the episodes that are complete."""
-        ends = jnp.zeros(taken.shape, bool)
-        for path in self.flags:
-            ends |= fields.find(steps, path)
-        lanes, target = self.lanes.place(taken, ends)
-        return self.replace(data=_write(self.data, steps, target), lanes=lanes)._take()
-
-    def _take(self) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
-        """Takes waiting episodes, and sets the steps after their ends to zero."""
-        lanes, lane, length, done = self.lanes.take(self.per_add)
-        episodes = PaddedEpisode(steps=storage.read(self.data, lane), length=length)
-        real = episodes.mask
-        padded = jax.tree.map(
-            lambda leaf: jnp.where(
-                real.reshape(*real.shape, *(1,) * (leaf.ndim - 2)), leaf, jnp.zeros_like(leaf)
-            ),
-            episodes.steps,
-        )
-        return self.replace(lanes=lanes), episodes.replace(steps=padded), done
 
 
 class ChunkAccumulator(struct.PyTreeNode):
@@ -446,6 +436,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         place = jnp.arange(length, dtype=jnp.int32)[None]
         return remainder(place - self.start[:, None], length) < self.lanes.held[:, None]
 
+    @program()
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
     ) -> Self:
@@ -472,10 +463,6 @@ class ChunkAccumulator(struct.PyTreeNode):
         run = None
         if session is not None:
             run = storage.check_rows(session, "session", (), np.int32, "a number")
-        return call(ChunkAccumulator._at_version, trees.on_device(self), now, run)
-
-    def _at_version(self, now: Int[Array, ""], run: Int[Array, ""] | None) -> Self:
-        """Sets the learner's version and session, and drops what has become too stale."""
         run = self.learner[1] if run is None else run
         accumulator = self.replace(learner=jnp.stack([now, run]))
         lane, length = self.lanes.lane, self.fragments_per_chunk
@@ -490,6 +477,7 @@ class ChunkAccumulator(struct.PyTreeNode):
             stale=self.stale + jnp.sum(gone, dtype=jnp.uint32),
         )
 
+    @program()
     def add(
         self,
         fragments: PyTree[Array],
@@ -525,7 +513,6 @@ class ChunkAccumulator(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
         """
-        self = trees.on_device(self)
         fragments, (rows,) = storage.check(self.data[0], fragments, "fragments", ("B",), skip=2)
         shape = (rows,)
         worker = storage.check_rows(worker, "worker", shape, np.int32, "(B,)")
@@ -538,19 +525,6 @@ class ChunkAccumulator(struct.PyTreeNode):
             mask = storage.check_rows(mask, "mask", shape, np.bool_, "(B,)")
         if rows == 0:
             return self.take()
-        return call(ChunkAccumulator._put, self, fragments, worker, number, version, session, mask)
-
-    def _put(
-        self,
-        fragments: PyTree[Array],
-        worker: Int[Array, " B"],
-        number: Int[Array, " B"],
-        version: Int[Array, " B"] | None,
-        session: Int[Array, " B"] | None,
-        mask: Bool[Array, " B"] | None,
-    ) -> tuple[Self, Chunk, Bool[Array, " K"]]:
-        """Writes fragments, and takes the chunks that are complete."""
-        rows = worker.shape[0]
         version = jnp.broadcast_to(self.learner[0], (rows,)) if version is None else version
         session = jnp.broadcast_to(self.learner[1], (rows,)) if session is None else session
         offered = jnp.ones((rows,), bool) if mask is None else mask
@@ -576,13 +550,11 @@ class ChunkAccumulator(struct.PyTreeNode):
             rejected=self.rejected + jnp.sum(offered & ~known, dtype=jnp.uint32),
             stale=self.stale + jnp.sum(stale, dtype=jnp.uint32),
         )
-        return accumulator._take()
+        return accumulator.take()
 
+    @program()
     def take(self) -> tuple[Self, Chunk, Bool[Array, " K"]]:
         """Returns up to ``per_add`` of the waiting chunks, like ``add``."""
-        return call(ChunkAccumulator._take, trees.on_device(self))
-
-    def _take(self) -> tuple[Self, Chunk, Bool[Array, " K"]]:
         lanes, lane, _, done = self.lanes.take(self.per_add)
         length = self.fragments_per_chunk
         place = lane[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None]
@@ -595,6 +567,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         chunks = Chunk(fragments, version[:, 0], session[:, 0])
         return self.replace(lanes=lanes), chunks, done
 
+    @program()
     def drop(self, workers: Bool[Array, " W"]) -> Self:
         """Drops and counts the incomplete chunks of some workers.
 
@@ -605,10 +578,10 @@ class ChunkAccumulator(struct.PyTreeNode):
             ValueError: When traced, if the shape or dtype differs.
         """
         shape = (self.num_workers,)
-        self = trees.on_device(self)
         workers = storage.check_rows(workers, "workers", shape, np.bool_, "(num_workers,)")
         return self.replace(lanes=self.lanes.drop(workers))
 
+    @program()
     def clear(self) -> Self:
         """Returns an empty accumulator with the same counters, which shares no array with this."""
         return self.replace(
@@ -622,6 +595,7 @@ class ChunkAccumulator(struct.PyTreeNode):
             stale=self.stale.copy(),
         )
 
+    @program()
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor.
 
@@ -632,9 +606,6 @@ class ChunkAccumulator(struct.PyTreeNode):
             the numbers or by ``drop``; fragments ``rejected`` for their worker, and fragments
             dropped as too ``stale``.
         """
-        return call(ChunkAccumulator._metrics, trees.on_device(self))
-
-    def _metrics(self) -> dict[str, Array]:
         counts = self.lanes.counts()
         return {
             "fragments": jnp.sum(self.filled, axis=-1, dtype=jnp.int32),

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 from jaxbuf.buffers import common, retire
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, sizes
-from jaxbuf.core.calls import call
+from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import State
 from jaxbuf.strategies.diversity import Diversity, DiversityState
@@ -93,6 +93,7 @@ class Body(struct.PyTreeNode):
         """The state of ``diversity``; an empty tuple without it."""
         return self._find(Diversity)[1]
 
+    @program(static=("batch_size",))
     def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
         """Draws the next batch of a pass over the buffer, with the sampler ``Shuffled``.
 
@@ -111,10 +112,12 @@ class Body(struct.PyTreeNode):
                 single key.
         """
         rows = common.check_batch_size(batch_size)
-        key = common.check_key(key)
-        self = common.check_single(self)
-        return call(Body._next_batch, self, key, rows, static=(2,))
+        state = lax.stop_gradient(self.sampler_state)
+        after, draw = self.sampler.next(state, common.check_key(key), rows, self.occupancy)
+        after = common.check_state(self.sampler, "next", state, after)
+        return self.replace(sampler_state=after), self.gather(draw)
 
+    @program(static=("batch_size", "by_priority", "replacement"))
     def sample_range(
         self,
         key: PRNGKeyArray,
@@ -172,11 +175,11 @@ class Body(struct.PyTreeNode):
             >>> jnp.bincount(batch.data, length=5).tolist()
             [0, 0, 1, 3, 12]
         """
-        self = common.check_single(self)
         flags = {"by_priority": by_priority, "replacement": replacement}
         rows, bounds = common.check_range(self, key, batch_size, start, stop, flags)
-        return call(Body._picked, self, key, rows, bounds, *flags.values(), static=(2, 4, 5))
+        return self.gather(common.pick(self, key, rows, bounds, **flags))
 
+    @program()
     def gather(self, draw: Draw) -> Sample:
         """Returns the items, or windows, of a draw.
 
@@ -200,12 +203,7 @@ class Body(struct.PyTreeNode):
             >>> sorted(buffer.gather(draw).data.tolist())
             [0, 1, 2]
         """
-        self = common.check_single(self)
-        return call(Body._gathered, self, *common.check_draw(draw))
-
-    def _gathered(
-        self, index: Int[Array, " B"], probability: Float[Array, " B"], valid: Bool[Array, " B"]
-    ) -> Sample:
+        index, probability, valid = common.check_draw(draw)
         valid &= self.occupancy.live(index)
         index = jnp.where(valid, index, self.capacity)
         return Sample(
@@ -215,6 +213,7 @@ class Body(struct.PyTreeNode):
             valid=valid,
         )
 
+    @program(static=("n",))
     def latest(self, n: int) -> Sample:
         """Returns the ``n`` newest items, or the ``n`` newest windows of every ring.
 
@@ -237,10 +236,10 @@ class Body(struct.PyTreeNode):
             >>> buffer.latest(2).data.tolist()
             [[3, 4], [4, 5], [9, 10], [10, 11]]
         """
-        self = common.check_single(self)
         common.needs_order(self.occupancy, "latest")
-        return call(Body._newest, self, sizes.check_count("n", n), static=(1,))
+        return self.gather(common.newest(self.occupancy, sizes.check_count("n", n)))
 
+    @program(keeps=("data",))
     def update_priority(
         self,
         slots: Slots,
@@ -263,10 +262,20 @@ class Body(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if the sampler has no priorities, or a shape differs.
         """
-        self = common.check_single(self)
-        value, mask = common.check_update(self.sampler, slots, priority, mask)
-        return call(Body._updated, self, slots, value, mask)
+        slots, value, mask = common.check_update(self.sampler, slots, priority, mask)
+        taken = self.occupancy.holds(slots)
+        if mask is not None:
+            taken &= mask
+        legal = self.sampler.accepts(value)
+        index = jnp.where(taken & legal, slots.index, self.capacity)
+        state = lax.stop_gradient(self.sampler_state)
+        rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
+        return self.replace(
+            sampler_state=common.hear(self.sampler, "set_priority", state, index, value),
+            counters=self._counted({"rejected": rejected}),
+        )
 
+    @program(keeps=("data",))
     def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
         """Counts a use of each sampled item, or window, and retires items used ``max_use`` times.
 
@@ -279,8 +288,9 @@ class Body(struct.PyTreeNode):
             ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
         """
         freshness = self.need_freshness("mark_used was called, but ")
-        return retire.mark_used(common.check_single(self), freshness, slots, mask)
+        return retire.mark_used(self, freshness, slots, mask)
 
+    @program(keeps=("data",))
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
     ) -> Self:
@@ -297,8 +307,9 @@ class Body(struct.PyTreeNode):
                 integer that fits int32.
         """
         freshness = self.need_freshness("set_version was called, but ")
-        return retire.set_version(common.check_single(self), freshness, version, session)
+        return retire.set_version(self, freshness, version, session)
 
+    @program(keeps=("data",))
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the number of uses of each sampled item, ``[B]``; 0 if the item has left.
 
@@ -308,6 +319,7 @@ class Body(struct.PyTreeNode):
         self.need_freshness("use_count was called, but ")
         return retire.uses_and_staleness(self, slots)[0]
 
+    @program(keeps=("data",))
     def staleness(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the staleness of each sampled item, in versions, ``[B]``; 0 if the item has left.
 
@@ -317,16 +329,15 @@ class Body(struct.PyTreeNode):
         self.need_freshness("staleness was called, but ")
         return retire.uses_and_staleness(self, slots)[1]
 
+    @program(keeps=("data",))
     def support(self) -> Support:
         """Returns the number of items, or windows, that can be drawn, and their least probability.
 
         See ``jaxbuf.strategies.Support``.
         """
-        return call(Body._supported, common.check_single(self))
-
-    def _supported(self) -> Support:
         return self.sampler.support(lax.stop_gradient(self.sampler_state), self.occupancy)
 
+    @program(keeps=("data",))
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor; it costs one pass over the slots.
 
@@ -349,9 +360,6 @@ class Body(struct.PyTreeNode):
             * With ``Episodes(boundary="avoid")``, the count ``refused_across_episodes`` of windows.
             * The reasons and metrics of your own parts.
         """
-        return call(Body._told, common.check_single(self))
-
-    def _told(self) -> dict[str, Array]:
         found: dict[str, Array] = {}
         state = lax.stop_gradient(self.sampler_state)
         sampled = common.ask(self.sampler, "metrics", state, self.occupancy)
@@ -393,49 +401,11 @@ class Body(struct.PyTreeNode):
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size}
 
-    def _sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
-        """Returns a batch drawn by the sampler."""
-        return call(Body._drawn, self, key, batch_size, static=(2,))
-
     def _drawn(self, key: PRNGKeyArray, batch_size: int) -> Sample:
+        """Returns a batch drawn by the sampler."""
+        rows = common.check_batch_size(batch_size)
         state = lax.stop_gradient(self.sampler_state)
-        return self.gather(self.sampler.draw(state, key, batch_size, self.occupancy))
-
-    def _next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
-        state = lax.stop_gradient(self.sampler_state)
-        after, draw = self.sampler.next(state, key, batch_size, self.occupancy)
-        after = common.check_state(self.sampler, "next", state, after)
-        return self.replace(sampler_state=after), self.gather(draw)
-
-    def _picked(
-        self,
-        key: PRNGKeyArray,
-        batch_size: int,
-        bounds: list[Int[Array, ""] | None],
-        by_priority: bool,
-        replacement: bool,
-    ) -> Sample:
-        flags = {"by_priority": by_priority, "replacement": replacement}
-        return self.gather(common.pick(self, key, batch_size, bounds, **flags))
-
-    def _newest(self, n: int) -> Sample:
-        return self.gather(common.newest(self.occupancy, n))
-
-    def _updated(
-        self, slots: Slots, priority: Float[Array, " B"], mask: Bool[Array, " B"] | None
-    ) -> Self:
-        """Sets the priorities of sampled slots; stale, masked and illegal rows are dropped."""
-        taken = self.occupancy.holds(slots)
-        if mask is not None:
-            taken &= mask
-        legal = self.sampler.accepts(priority)
-        index = jnp.where(taken & legal, slots.index, self.capacity)
-        state = lax.stop_gradient(self.sampler_state)
-        rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
-        return self.replace(
-            sampler_state=common.hear(self.sampler, "set_priority", state, index, priority),
-            counters=self._counted({"rejected": rejected}),
-        )
+        return self.gather(self.sampler.draw(state, common.check_key(key), rows, self.occupancy))
 
     def _counted(self, counts: dict[str, Array]) -> UInt[Array, " K"]:
         """Returns the counters with these counts added."""

@@ -1,7 +1,7 @@
 """Checks and operations that all buffers share."""
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.core import checks, numbers, storage, trees
-from jaxbuf.core.donation import check_there
-from jaxbuf.core.random import random_words, scale_word
+from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
@@ -31,16 +30,6 @@ if TYPE_CHECKING:
     from jaxbuf.buffers.body import Body
 
 
-class _Counting(Protocol):
-    """A buffer that counts rows."""
-
-    @property
-    def counters(self) -> Array: ...
-
-
-Counting = TypeVar("Counting", bound=_Counting)
-
-
 def check_batch_size(batch_size: int) -> int:
     """Returns ``batch_size`` as a Python integer.
 
@@ -57,40 +46,6 @@ def check_wanted(batch_size: object) -> Int[Array, ""]:
         ValueError: If it is not a single integer, or has a known value that does not fit int32.
     """
     return storage.check_rows(batch_size, "batch_size", (), np.int32, "one integer")
-
-
-def check_key(key: object) -> PRNGKeyArray:
-    """Returns ``key``, a single PRNG key, as a JAX array.
-
-    Raises:
-        ValueError: If it is not a key from ``jax.random.key`` or ``jax.random.PRNGKey``.
-    """
-    kind = type(key).__name__
-    if isinstance(key, jax.Array | np.ndarray):
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        if key.ndim == 0 if typed else key.dtype == np.uint32 and key.ndim == 1:
-            return trees.on_device(key)
-        kind = f"{key.dtype} of shape {key.shape}"
-    raise ValueError(
-        f"key is of type {kind}; expected one key, such as jax.random.key(0) or one of the keys "
-        "that jax.random.split returns"
-    )
-
-
-def check_single(buffer: Counting) -> Counting:
-    """Returns the buffer with its leaves as JAX arrays.
-
-    Raises:
-        ValueError: If it was donated, or is a batch of buffers, as ``vmap`` returns them.
-    """
-    check_there(buffer.counters, "buffer")
-    if buffer.counters.ndim > 1:
-        count = " × ".join(str(axis) for axis in buffer.counters.shape[:-1])
-        raise ValueError(
-            f"buffer is {count} buffers side by side; work on each of them with jax.vmap, or take "
-            "one: jax.tree.map(lambda leaf: leaf[0], buffer)"
-        )
-    return trees.on_device(buffer)
 
 
 def check_slots(slots: object, name: str = "slots") -> Slots:
@@ -477,8 +432,8 @@ def check_step_mask(mask: Numbers, batch: tuple[int, ...]) -> Bool[Array, "E T"]
 
 def check_update(
     sampler: Sampler, slots: Slots, priority: object, mask: object
-) -> tuple[Float[Array, " B"], Bool[Array, " B"] | None]:
-    """Checks the arguments of ``update_priority``, and returns the priorities and the mask, if any.
+) -> tuple[Slots, Float[Array, " B"], Bool[Array, " B"] | None]:
+    """Checks the arguments of ``update_priority``, and returns them as arrays.
 
     Raises:
         ValueError: If the sampler has no priorities, or a shape differs.
@@ -489,4 +444,4 @@ def check_update(
     value = check_priority(priority, shape, "that of slots")
     if mask is not None:
         mask = storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
-    return value, mask
+    return slots, value, mask

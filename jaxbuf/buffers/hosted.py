@@ -1,7 +1,6 @@
 """A buffer in host memory that sends its batches to an accelerator."""
 
 import contextlib
-import operator
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -10,14 +9,13 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common, ops
+from jaxbuf.buffers import common, doors
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, trees
-from jaxbuf.core.calls import OwnPrograms, call, is_outside
+from jaxbuf.core.program import OwnPrograms, is_outside
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Static
 from jaxbuf.strategies.protocols import Support
 
 
@@ -118,12 +116,12 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     @property
     def size(self) -> Int[Array, ""]:
         """The number of items, or steps, that the buffer holds."""
-        return self._call("_size", {})
+        return self._read("size", lambda buffer: buffer.size)
 
     @property
     def occupancy(self) -> Contents:
         """An object whose ``size`` is the number of items, or windows, for importance weights."""
-        count = np.asarray(self._call("_count", {}))
+        count = np.asarray(self._read("occupancy", lambda buffer: buffer.occupancy.size))
         return Contents(count)  # pyright: ignore[reportArgumentType]
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
@@ -147,7 +145,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         """
         items, options = self._here("add", (items, options))
         with _no_mesh():
-            return self.replace(buffer=ops.add(self.buffer, items, donate=donate, **options))
+            return self.replace(buffer=doors.add(self.buffer, items, donate=donate, **options))
 
     def sample(self, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
         """Draws a batch on the host, and transfers it to ``to``.
@@ -169,7 +167,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         key, options = self._here("sample", (key, options))
         self._check_rows(common.check_batch_size(batch_size))
         with _no_mesh():
-            return jax.device_put(ops.sample(self.buffer, key, batch_size, **options), self.to)
+            return jax.device_put(doors.sample(self.buffer, key, batch_size, **options), self.to)
 
     def next_batch(
         self, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
@@ -190,7 +188,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         key = self._here("next_batch", key)
         self._check_rows(common.check_batch_size(batch_size))
         with _no_mesh():
-            buffer, batch = ops.next_batch(self.buffer, key, batch_size, donate=donate)
+            buffer, batch = doors.next_batch(self.buffer, key, batch_size, donate=donate)
         return self.replace(buffer=buffer), jax.device_put(batch, self.to)
 
     def sample_range(
@@ -208,10 +206,14 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         self._check_rows(rows)
         batch = self._call(
             "sample_range",
-            {"key": key, "start": start, "stop": stop},
-            batch_size=rows,
-            by_priority=checks.check_flag("by_priority", by_priority),
-            replacement=checks.check_flag("replacement", replacement),
+            {
+                "key": key,
+                "batch_size": rows,
+                "start": start,
+                "stop": stop,
+                "by_priority": checks.check_flag("by_priority", by_priority),
+                "replacement": checks.check_flag("replacement", replacement),
+            },
         )
         return jax.device_put(batch, self.to)
 
@@ -220,7 +222,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         n = common.check_count("n", n)
         rings = self.buffer.num_envs if isinstance(self.buffer, TrajectoryBuffer) else 1
         self._check_rows(n * rings)
-        return jax.device_put(self._call("latest", {}, n=n), self.to)
+        return jax.device_put(self._call("latest", {"n": n}), self.to)
 
     def update_priority(
         self, slots: Slots, priority: Float[Array, " B"], *, donate: bool = True, **options: object
@@ -243,7 +245,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         given = (slots, priority, options)
         slots, priority, options = self._here("update_priority", given)
         with _no_mesh():
-            buffer = ops.update_priority(self.buffer, slots, priority, donate=donate, **options)
+            buffer = doors.update_priority(self.buffer, slots, priority, donate=donate, **options)
         return self.replace(buffer=buffer)
 
     def mark_used(
@@ -288,23 +290,23 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         Both are NumPy scalars, which can be combined with arrays on any device, as
         ``jaxbuf.importance_weights`` requires.
         """
-        count, least = self._call("_support", {})
-        return Support(np.asarray(count), np.asarray(least))  # pyright: ignore[reportArgumentType]
+        return jax.tree.map(np.asarray, self._call("support", {}))
 
     def metrics(self) -> dict[str, Array]:
         """Returns the metrics of the buffer inside, scalars on ``device``."""
         return self._call("metrics", {})
 
-    def _call(
-        self, method: str, given: dict[str, object], donate: bool = False, **static: object
-    ) -> Any:
-        """Calls a method of the buffer, jitted, with traced (``given``) and static arguments."""
+    def _call(self, method: str, given: dict[str, object], donate: object = ...) -> Any:
+        """Calls a method of the buffer, with its arguments on the CPU device."""
         given = self._here(method, given)
-        if method not in _OTHERS:
-            check_options(self.buffer, method, {})
-        named = tuple(sorted(static.items()))
         with _no_mesh():
-            return call(_method, self.buffer, method, given, named, static=(1, 3), donate=donate)
+            return doors.call(method, self.buffer, donate=donate, **given)
+
+    def _read(self, name: str, read: Callable[[Any], Array]) -> Array:
+        """Returns a property of the buffer."""
+        self._here(name, ())
+        with _no_mesh():
+            return read(self.buffer)
 
     def _change(self, method: str, given: dict[str, object], donate: bool) -> Self:
         donate = checks.check_flag("donate", donate)
@@ -317,7 +319,6 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
             ValueError: If called inside of a transformation, or if an array is not on devices of
                 this process.
         """
-        method = method.lstrip("_")
         if not is_outside():
             raise ValueError(
                 f"{method} was called inside of jax.jit or another transformation, but a Hosted "
@@ -363,24 +364,6 @@ def _no_mesh() -> contextlib.AbstractContextManager[Any]:
     if jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
-
-
-def _method(buffer: Any, method: str, given: dict[str, object], static: Static) -> Any:
-    if method in _OTHERS:
-        return _OTHERS[method](buffer)
-    return operator.methodcaller(method, **given, **dict(static))(buffer)
-
-
-def _support(buffer: Any) -> tuple[Array, Array]:
-    support = buffer.support()
-    return support.count, support.least_probability
-
-
-_OTHERS: dict[str, Callable[[Any], Any]] = {
-    "_size": lambda buffer: buffer.size,
-    "_count": lambda buffer: buffer.occupancy.size,
-    "_support": _support,
-}
 
 
 def _cpu() -> Any:

@@ -13,8 +13,8 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage
-from jaxbuf.core.calls import call
 from jaxbuf.core.donation import check_there
+from jaxbuf.core.program import program
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
@@ -145,10 +145,12 @@ class ItemBuffer(Body):
         """
         return self.occupancy.live(jnp.arange(self.capacity, dtype=jnp.int32))
 
+    @program(keeps=("data",))
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether at least ``batch_size`` items can be drawn."""
         return self.support().count >= common.check_wanted(batch_size)
 
+    @program()
     def add(
         self,
         items: PyTree[Array],
@@ -184,20 +186,9 @@ class ItemBuffer(Body):
                 ``priority``, ``score``, ``version`` or ``session`` is given but not used by the
                 buffer, or if ``score`` is missing.
         """
-        self = common.check_single(self)
         items, rows, value, illegal = self._check(items, priority, score, version, session, mask)
         if rows.shape == (0,):
             return self
-        return call(ItemBuffer._put, self, items, rows, value, illegal)
-
-    def _put(
-        self,
-        items: PyTree[Array],
-        rows: Rows,
-        value: Float[Array, " B"] | None,
-        illegal: dict[str, Bool[Array, " B"]],
-    ) -> Self:
-        """Refuses rows, places and writes the others, and updates the sampler and the parts."""
         counts: dict[str, Array] = {}
         rows = refuse(illegal, rows, counts)
         for part, state in self._parts():
@@ -213,6 +204,7 @@ class ItemBuffer(Body):
             extra_states=self._tell("on_add", index, rows),
         )
 
+    @program(static=("batch_size",))
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
         """Draws a batch.
 
@@ -228,11 +220,9 @@ class ItemBuffer(Body):
             ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` is not a
                 single key.
         """
-        rows = common.check_batch_size(batch_size)
-        key = common.check_key(key)
-        self = common.check_single(self)
-        return self._sample(key, rows)
+        return self._drawn(key, batch_size)
 
+    @program()
     def clear(self) -> Self:
         """Returns the buffer without its items.
 

@@ -1,26 +1,25 @@
 """Lookups of the episodes in a buffer of steps."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree, UInt
 
 from jaxbuf.buffers.common import check_slots
 from jaxbuf.core import numbers
-from jaxbuf.core.calls import call
+from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.episodes import EpisodeIndex
 
 
+@program(static=("query",))
 def look_up(
     query: Function,
     index: EpisodeIndex,
     rings: Rings,
     where: Slots | Int[Array, "..."],
     positions: Int[Array, "..."] | None,
-    **given: PyTree[Array],
+    given: dict[str, PyTree[Array]],
 ) -> Array:
     """Returns the answers of an index of episodes for sampled windows, or for single steps.
 
@@ -31,7 +30,7 @@ def look_up(
         rings: The rings of the steps.
         where: The slots of windows, whose first steps are looked up; or ``env_ids``.
         positions: The positions of steps in these environments, with ``env_ids``.
-        **given: Other arguments of the query.
+        given: Other arguments of the query.
 
     Raises:
         ValueError: If positions are given with slots, or missing without them.
@@ -40,28 +39,11 @@ def look_up(
         where = check_slots(where, "where")
         if positions is not None:
             raise ValueError("positions were given with slots, which have their own")
-        return call(_of_windows, rings, index, where, given, query, static=(4,))
+        return query(index, rings, *rings.starts_at(where.index, where.generation), **given)
     if positions is None:
         raise ValueError("positions is None; give env_ids and positions, or slots")
     env, position, shape = broadcast_steps(where, positions, "where")
-    return call(_of_steps, rings, index, env, position, given, query, static=(5,)).reshape(shape)
-
-
-def _of_windows(
-    rings: Rings, index: EpisodeIndex, slots: Slots, given: dict[str, Any], query: Function
-) -> Array:
-    return query(index, rings, *rings.starts_at(slots.index, slots.generation), **given)
-
-
-def _of_steps(
-    rings: Rings,
-    index: EpisodeIndex,
-    env: Int[Array, " B"],
-    position: UInt[Array, " B"],
-    given: dict[str, Any],
-    query: Function,
-) -> Array:
-    return query(index, rings, env, position, **given)
+    return query(index, rings, env, position, **given).reshape(shape)
 
 
 def broadcast_steps(

@@ -26,12 +26,23 @@ from jaxbuf.buffers.parts import (
     num_envs,
 )
 from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample, SplitBatches
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, storage
-from jaxbuf.core.calls import OwnPrograms
+from jaxbuf.core.program import OwnPrograms, program
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
+
+
+def _known_envs(mixture: "Mixture", given: dict[str, Any]) -> dict[str, Any]:
+    """Checks the numbers of ``env_ids``, which the program that adds would not know."""
+    part, parts = given.get("part"), mixture.parts
+    if isinstance(part, int | np.integer) and 0 <= part < len(parts):
+        buffer = parts[part]
+        if isinstance(buffer, TrajectoryBuffer) and given.get("env_ids") is not None:
+            return {**given, "env_ids": buffer.check_env_ids(given["env_ids"])}
+    return given
 
 
 class Mixture(Composite, struct.PyTreeNode):
@@ -160,6 +171,7 @@ class Mixture(Composite, struct.PyTreeNode):
         ]
         return jnp.all(jnp.stack(able), axis=0)
 
+    @program(static=("part",), before=_known_envs)
     def add(self, items: PyTree[Array], *, part: int | None = None, **options: object) -> Self:
         """Adds items to one of the parts.
 
@@ -191,6 +203,7 @@ class Mixture(Composite, struct.PyTreeNode):
             raise ValueError(f"buffer is not built like parts[{i}]; create another mixture for it")
         return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
 
+    @program(static=("batch_size",))
     def sample(self, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
         """Draws a batch with an exact number of rows from each part.
 
@@ -220,6 +233,7 @@ class Mixture(Composite, struct.PyTreeNode):
             }
         )
 
+    @program(static=("batch_size",))
     def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
         """Draws the next batch, with an exact number of rows from the pass of each part.
 
@@ -317,6 +331,7 @@ class Mixture(Composite, struct.PyTreeNode):
         own = (index >= 0) & (index < capacity)
         return slots.replace(index=jnp.where(own, index, capacity))
 
+    @program()
     def update_priority(
         self,
         slots: Slots,
@@ -344,6 +359,7 @@ class Mixture(Composite, struct.PyTreeNode):
             slots,
         )
 
+    @program()
     def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
         """Counts a use of each sampled item, in the part that it comes from.
 
@@ -360,6 +376,7 @@ class Mixture(Composite, struct.PyTreeNode):
             "mark_used", FRESHNESS, lambda part, own: part.mark_used(own, mask=mask), slots
         )
 
+    @program()
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
     ) -> Self:
@@ -525,10 +542,12 @@ class Mixture(Composite, struct.PyTreeNode):
             lambda part, own: part.episode_mask(own, sequence_length=sequence_length),
         )
 
+    @program()
     def clear(self) -> Self:
         """Returns the mixture with all parts cleared."""
         return self.replace(parts=tuple(part.clear() for part in self.parts))
 
+    @program()
     def support(self) -> Support:
         """Returns the number of items that can be drawn, and the least probability among them."""
         supports = [
@@ -546,6 +565,7 @@ class Mixture(Composite, struct.PyTreeNode):
             jnp.where(jnp.isfinite(lowest), lowest, 0.0),
         )
 
+    @program()
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor.
 

@@ -5,16 +5,15 @@ import inspect
 from collections.abc import Mapping
 
 import jax
-import numpy as np
 
 from jaxbuf.core import checks
-from jaxbuf.core.types import Function, Static
+from jaxbuf.core.types import Function
 
 
 def check_options(
     buffer: object, method: str, options: Mapping[str, object], argument: str = "buffer"
-) -> None:
-    """Checks that ``buffer`` is a buffer, and that its method takes these options.
+) -> Function:
+    """Returns a method of a buffer, after a check that it takes these options.
 
     Args:
         buffer: The buffer, or another object that was passed instead.
@@ -29,28 +28,24 @@ def check_options(
     own = _methods(type(buffer)).get(method)
     if own is None or jax.tree_util.all_leaves([buffer]):
         raise ValueError(f"{argument} is {_no_buffer(buffer, method)}")
-    takes = _options(own)
+    parameters = _parameters(own) if options else {}
+    # A method with ``**options`` takes any, and checks them itself.
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return own
     for name in options:
-        if takes is not None and name not in takes:
+        if name not in parameters:
+            takes = [
+                parameter.name
+                for parameter in parameters.values()
+                if parameter.kind is parameter.KEYWORD_ONLY
+                or parameter.default is not parameter.empty
+            ]
             known = f", for its {method} takes {', '.join(takes)}" if takes else ""
             owner = checks.kind_of(buffer)
             raise ValueError(
                 f"{name} was given, but {owner} has no use for it; leave it out{known}"
             )
-
-
-def split_options(options: Mapping[str, object]) -> tuple[dict[str, object], Static]:
-    """Splits options into traced and static ones, for a method that is jitted.
-
-    Python and NumPy integers, booleans and strings configure a call and are static. Everything
-    else, arrays first of all, is traced.
-
-    Returns:
-        The traced options by name, and the static ones as hashable pairs of names and values.
-    """
-    fixed = {name for name, value in options.items() if isinstance(value, int | str | np.integer)}
-    traced = {name: value for name, value in options.items() if name not in fixed}
-    return traced, tuple((name, options[name]) for name in sorted(fixed))
+    return own
 
 
 @functools.cache
@@ -60,16 +55,8 @@ def _methods(kind: type) -> dict[str, Function]:
 
 
 @functools.cache
-def _options(method: Function) -> tuple[str, ...] | None:
-    """Returns the names of a method's options; None if it takes any and checks them itself."""
-    parameters = inspect.signature(method).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return tuple(
-        parameter.name
-        for parameter in parameters
-        if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
-    )
+def _parameters(method: Function) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(method).parameters
 
 
 def _no_buffer(thing: object, method: str) -> str:

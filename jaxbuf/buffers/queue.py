@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, describe, sizes, storage
-from jaxbuf.core.calls import call
 from jaxbuf.core.donation import check_there
+from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ring import Ring
 
@@ -110,6 +110,7 @@ class Queue(struct.PyTreeNode):
         offered = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
         return offered & (jnp.cumsum(offered, dtype=jnp.int32) <= free)
 
+    @program()
     def add(self, items: PyTree[Array], *, mask: Bool[Array, " B"] | None = None) -> Self:
         """Appends a batch of items in order, as far as they fit; see ``accepts``.
 
@@ -124,7 +125,6 @@ class Queue(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
         """
-        self = common.check_single(self)
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
         offered = jnp.uint32(rows)
         if mask is not None:
@@ -133,13 +133,7 @@ class Queue(struct.PyTreeNode):
         taken = self.accepts(rows, mask)
         if rows == 0:
             return self
-        return call(Queue._put, self, items, taken, offered)
-
-    def _put(
-        self, items: PyTree[Array], taken: Bool[Array, " B"], offered: UInt[Array, ""]
-    ) -> Self:
-        """Places the accepted rows, and writes them."""
-        occupancy, index = self.occupancy.place(taken.shape[0], taken, None)
+        occupancy, index = self.occupancy.place(rows, taken, None)
         added = jnp.sum(taken, dtype=jnp.uint32)
         return self.replace(
             data=storage.write(self.data, items, index),
@@ -148,6 +142,7 @@ class Queue(struct.PyTreeNode):
             + counters.tally(COUNTS, {"adds": added, "rejected": offered - added}),
         )
 
+    @program(static=("batch_size",))
     def take(self, batch_size: int) -> tuple[Self, Sample]:
         """Takes the oldest items out of the queue.
 
@@ -162,12 +157,8 @@ class Queue(struct.PyTreeNode):
         Raises:
             ValueError: If ``batch_size`` is not an integer of at least 1.
         """
-        batch_size = common.check_batch_size(batch_size)
-        return call(Queue._taken, common.check_single(self), batch_size, static=(1,))
-
-    def _taken(self, batch_size: int) -> tuple[Self, Sample]:
-        size = self.size
-        row = jnp.arange(batch_size, dtype=jnp.int32)
+        rows, size = common.check_batch_size(batch_size), self.size
+        row = jnp.arange(rows, dtype=jnp.int32)
         valid = row < size
         oldest = self.occupancy.position - size
         index = jnp.where(valid, (oldest + row) % self.capacity, self.capacity)
@@ -177,13 +168,14 @@ class Queue(struct.PyTreeNode):
             probability=valid.astype(jnp.float32),
             valid=valid,
         )
-        count = jnp.minimum(size, batch_size).astype(jnp.uint32)
+        count = jnp.minimum(size, rows).astype(jnp.uint32)
         queue = self.replace(
             occupancy=self.occupancy.replace(held=self.occupancy.held - count),
             counters=self.counters + counters.tally(COUNTS, {"taken": count}),
         )
         return queue, sample
 
+    @program()
     def clear(self) -> Self:
         """Returns the queue without its items; counters keep their values.
 

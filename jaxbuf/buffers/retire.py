@@ -8,8 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxbuf.buffers import common
-from jaxbuf.core import storage, trees
-from jaxbuf.core.calls import call
+from jaxbuf.core import storage
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.bitset import Bitset
@@ -33,12 +32,6 @@ def mark_used(buffer: AnyBuffer, freshness: Freshness, slots: Slots, mask: objec
         return buffer
     if mask is not None:
         mask = storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
-    return call(_used, buffer, slots, mask, freshness, static=(3,))
-
-
-def _used(
-    buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"] | None, freshness: Freshness
-) -> AnyBuffer:
     taken = buffer.occupancy.holds(slots)
     if mask is not None:
         taken &= mask
@@ -55,12 +48,6 @@ def set_version(
 ) -> AnyBuffer:
     """Implements ``set_version`` of the buffers."""
     now, run = check_version(version, session)
-    return call(_at_version, buffer, now, run, freshness, static=(3,))
-
-
-def _at_version(
-    buffer: AnyBuffer, now: Int[Array, ""], run: Int[Array, ""] | None, freshness: Freshness
-) -> AnyBuffer:
     before, size = buffer.freshness_state, buffer.occupancy.size
     state = freshness.at_version(freshness.noted(before, size, before.version), now, run)
 
@@ -89,10 +76,6 @@ def check_version(version: object, session: object) -> tuple[Int[Array, ""], Int
 def uses_and_staleness(buffer: "Body", slots: Slots) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Returns the uses and the staleness of items; 0 if an item has left."""
     slots = common.check_slots(slots)
-    return call(_looked_up, trees.on_device(buffer), slots)
-
-
-def _looked_up(buffer: "Body", slots: Slots) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     assert buffer.freshness is not None
     state = buffer.freshness_state
     version, uses = buffer.freshness.look(state, slots.index)

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, Self, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, describe, storage
-from jaxbuf.core.calls import call
+from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
@@ -114,6 +114,15 @@ class DrawnBuffer(_Supported, Protocol):
         ...
 
 
+def _known_beta(_: None, given: dict[str, Any]) -> dict[str, Any]:
+    """Checks the number ``beta``, which the program would not know."""
+    beta = given.get("beta")
+    if not isinstance(beta, jax.Array | np.ndarray):
+        beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
+    return {**given, "beta": beta}
+
+
+@program(static=("normalize",), before=_known_beta)
 def importance_weights(
     buffer: _Supported,
     sample: Sample,
@@ -162,14 +171,24 @@ def importance_weights(
         raise ValueError(f'normalize is {given}; choose "batch", "buffer", "mean" or None')
     check_options(buffer, "support", {})
     check_sample("sample", sample)
-    if not isinstance(beta, jax.Array | np.ndarray):
-        beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
-    # Weights relative to the largest one of the batch do not depend on the buffer.
-    whole = None if normalize == "batch" else buffer
-    row = (sample.probability, sample.valid)
-    # Each device of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
-    axes = buffer.batch_axes if isinstance(buffer, SplitBatches) else ()
-    return call(_weights, whole, row, beta, normalize, axes, static=(3, 4))
+    beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
+    probability, valid, beta = lax.stop_gradient((sample.probability, sample.valid, beta))
+    probability = jnp.where(valid, probability, 1.0)
+    if normalize == "batch":
+        # Relative to the largest weight of the batch they do not depend on the buffer. Each device
+        # of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
+        axes = buffer.batch_axes if isinstance(buffer, SplitBatches) else ()
+        least = jnp.min(probability, initial=1.0)
+        ratio = probability / (lax.pmin(least, axes) if axes else least)
+    elif normalize == "buffer":
+        least = buffer.support().least_probability
+        # The least probability may underflow, and then so does that of a row.
+        tiny = jnp.finfo(jnp.float32).tiny
+        ratio = jnp.maximum(probability, tiny) / jnp.maximum(least, tiny)
+    else:
+        count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
+        ratio = probability * count.astype(jnp.float32)
+    return jnp.where(valid, ratio**-beta, 0.0)
 
 
 def check_sample(name: str, sample: object) -> None:
@@ -191,28 +210,3 @@ def check_sample(name: str, sample: object) -> None:
             f"{name} has a probability of shape {probability.shape} and valid of shape "
             f"{valid.shape}; expected (B,); work on several samples with jax.vmap"
         )
-
-
-def _weights(
-    buffer: _Supported | None,
-    row: tuple[Array, Array],
-    beta: float | Array,
-    normalize: str | None,
-    axes: tuple[str, ...],
-) -> Array:
-    beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
-    row, beta = lax.stop_gradient((row, beta))
-    probability, valid = row
-    probability = jnp.where(valid, probability, 1.0)
-    if buffer is None:
-        least = jnp.min(probability, initial=1.0)
-        ratio = probability / (lax.pmin(least, axes) if axes else least)
-    elif normalize == "buffer":
-        least = buffer.support().least_probability
-        # The least probability may underflow, and then so does that of a row.
-        tiny = jnp.finfo(jnp.float32).tiny
-        ratio = jnp.maximum(probability, tiny) / jnp.maximum(least, tiny)
-    else:
-        count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
-        ratio = probability * count.astype(jnp.float32)
-    return jnp.where(valid, ratio**-beta, 0.0)

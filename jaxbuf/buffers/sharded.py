@@ -16,7 +16,7 @@ from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.per_device import here_of
 from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
 from jaxbuf.core import checks, describe, sizes, storage, trees
-from jaxbuf.core.calls import call
+from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import Support
 
@@ -137,14 +137,15 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         return self.num_shards * self.shards.capacity
 
     @property
+    @program()
     def size(self) -> Int[Array, ""]:
         """The number of items, or steps, in all shards together."""
-        return call(on_shards.total, self, on_shards.size_of, static=(1,))
+        return on_shards.total(self, on_shards.size_of)
 
     @property
     def occupancy(self) -> Contents:
         """An object whose ``size`` is the number of items, or windows, in all shards."""
-        return Contents(call(on_shards.total, self, on_shards.occupied, static=(1,)))
+        return Contents(self._occupied())
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -152,17 +153,20 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         inside = self.axis in jax.sharding.get_abstract_mesh().manual_axes
         return (self.axis,) if inside else ()
 
+    @program()
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether ``batch_size`` items can be drawn.
 
         Without ``exchange``, each shard must be able to draw its ``batch_size / S`` items.
         """
-        return call(on_shards.can_sample, self, common.check_wanted(batch_size))
+        return on_shards.can_sample(self, common.check_wanted(batch_size))
 
+    @program()
     def support(self) -> Support:
         """Returns the number of items that can be drawn, and the least probability among them."""
-        return Support(*call(on_shards.support, self))
+        return Support(*on_shards.support(self))
 
+    @program()
     def add(self, items: PyTree[Array], **options: object) -> Self:
         """Adds rows: the first ``B / S`` rows to the first shard, and so on.
 
@@ -191,8 +195,9 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             if not np.ndim(leaf):
                 raise ValueError(f"{name} has shape (); expected a row for each item, (B, ...)")
             self._check_rows(name, np.shape(leaf)[0])
-        return call(on_shards.add, self, items, given)
+        return on_shards.add(self, items, given)
 
+    @program(static=("batch_size",))
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
         """Draws a batch from all shards.
 
@@ -211,8 +216,9 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         rows = common.check_batch_size(batch_size)
         key = common.check_key(key)
         _check_multiple(f"batch_size is {rows}", rows, self.num_shards)
-        return call(global_draw.sample, self, key, rows, static=(2,))
+        return global_draw.sample(self, key, rows)
 
+    @program()
     def update_priority(
         self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
     ) -> Self:
@@ -222,10 +228,11 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             ValueError: When traced, if the sampler has no priorities, ``B`` is not a multiple of
                 ``S``, or a shape differs.
         """
-        value, _ = common.check_update(self.shards.sampler, slots, priority, None)
+        _, value, _ = common.check_update(self.shards.sampler, slots, priority, None)
         rows = (*self._check_slots(slots, mask), value)
-        return call(on_shards.tell, self, rows, Body.update_priority, static=(2,))
+        return on_shards.tell(self, rows, Body.update_priority)
 
+    @program()
     def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
         """Counts a use of each sampled item, on any device; see ``ItemBuffer``.
 
@@ -235,8 +242,9 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         """
         self.shards.need_freshness("mark_used was called, but ")
         rows = self._check_slots(slots, mask)
-        return call(on_shards.tell, self, rows, Body.mark_used, static=(2,))
+        return on_shards.tell(self, rows, Body.mark_used)
 
+    @program()
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
     ) -> Self:
@@ -248,8 +256,9 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         """
         self.shards.need_freshness("set_version was called, but ")
         given = retire.check_version(version, session)
-        return call(on_shards.each, self, Body.set_version, given, static=(1,))
+        return on_shards.each(self, Body.set_version, given)
 
+    @program()
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the number of uses of each sampled item, ``[B]``; 0 if the item has left.
 
@@ -257,8 +266,9 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             ValueError: If the shards have no ``Freshness``, or ``B`` is not a multiple of ``S``.
         """
         self.shards.need_freshness("use_count was called, but ")
-        return call(on_shards.ask, self, self._check_slots(slots)[0], Body.use_count, static=(2,))
+        return on_shards.ask(self, self._check_slots(slots)[0], Body.use_count)
 
+    @program()
     def staleness(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the staleness of each sampled item, in versions, ``[B]``; 0 if the item has left.
 
@@ -266,12 +276,14 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             ValueError: If the shards have no ``Freshness``, or ``B`` is not a multiple of ``S``.
         """
         self.shards.need_freshness("staleness was called, but ")
-        return call(on_shards.ask, self, self._check_slots(slots)[0], Body.staleness, static=(2,))
+        return on_shards.ask(self, self._check_slots(slots)[0], Body.staleness)
 
+    @program()
     def clear(self) -> Self:
         """Returns the buffer without items; earlier slots remain stale, counters are kept."""
-        return call(on_shards.each, self, on_shards.clear, static=(1,))
+        return on_shards.each(self, on_shards.clear)
 
+    @program()
     def metrics(self) -> dict[str, Array]:
         """Returns the metrics of all shards together, as scalars.
 
@@ -279,7 +291,11 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         size. ``effective_sample_size`` is left out, because it cannot be computed from the values
         of the shards.
         """
-        return call(on_shards.metrics, self)
+        return on_shards.metrics(self)
+
+    @program()
+    def _occupied(self) -> Int[Array, ""]:
+        return on_shards.total(self, on_shards.occupied)
 
     def _check_slots(
         self, slots: Slots, mask: Bool[Array, " B"] | None = None

@@ -14,10 +14,10 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
 from jaxbuf.buffers.lookups import broadcast_steps, look_up
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
-from jaxbuf.core.calls import call
+from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_there
+from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.rings import Rings
@@ -45,6 +45,12 @@ class Steps(struct.PyTreeNode):
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
+
+
+def _known_envs(buffer: "TrajectoryBuffer", given: dict[str, Any]) -> dict[str, Any]:
+    """Checks the numbers of ``env_ids``, which the program that adds would not know."""
+    ids = given.get("env_ids")
+    return given if ids is None else {**given, "env_ids": buffer.check_env_ids(ids)}
 
 
 class TrajectoryBuffer(Body):
@@ -242,6 +248,7 @@ class TrajectoryBuffer(Body):
         """Returns whether at least ``batch_size`` of at most ``max_windows`` can be drawn."""
         return self.num_windows >= common.check_wanted(batch_size)
 
+    @program(before=_known_envs)
     def add(
         self,
         steps: PyTree[Array],
@@ -293,16 +300,11 @@ class TrajectoryBuffer(Body):
             >>> buffer.end_position.tolist(), buffer.data[0, :2].tolist()
             ([2, 0, 0, 2], [3, 4])
         """
-        self = common.check_single(self)
         if env_ids is not None:
             return self._add_to(env_ids, steps, priority, version, session, mask)
         steps, given, value = self._check(steps, priority, version, session, mask)
         if given.shape[1] == 0:
             return self
-        return call(TrajectoryBuffer._put, self, steps, given, value)
-
-    def _put(self, steps: PyTree[Array], given: Rows, value: Float[Array, "E T"] | None) -> Self:
-        """Places and writes steps, and updates the windows, the sampler and the parts."""
         rings, target, broken, completed = self.rings.place(given.shape[1], given.mask)
         rows = StepRows(**vars(given), rings=self.rings, target=target)
         begins = (target < self.capacity) & (remainder(target, self.period) == 0)
@@ -345,6 +347,7 @@ class TrajectoryBuffer(Body):
             extra_states=self._tell("on_remove", gone),
         )
 
+    @program(static=("batch_size", "sequence_length"))
     def sample(
         self, key: PRNGKeyArray, batch_size: int, *, sequence_length: int | None = None
     ) -> Sample:
@@ -376,11 +379,9 @@ class TrajectoryBuffer(Body):
             >>> buffer.sample(jax.random.key(0), 2, sequence_length=4).data.tolist()
             [[0, 1, 2, 3], [0, 1, 2, 3]]
         """
-        rows = common.check_batch_size(batch_size)
-        key = common.check_key(key)
-        self = common.check_single(self)
-        return self._windows_of(sequence_length)._sample(key, rows)
+        return self._windows_of(sequence_length)._drawn(key, batch_size)
 
+    @program()
     def clear(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
         """Returns the buffer without its steps, or without the steps of some environments.
 
@@ -396,7 +397,6 @@ class TrajectoryBuffer(Body):
         """
         if envs is None:
             return self._cleared(self.rings.capacity)
-        self = trees.on_device(self)
         mask = self._check_envs(envs)
         starts = self.length // self.period
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
@@ -420,21 +420,19 @@ class TrajectoryBuffer(Body):
         """The position of the earliest step held of each environment; the end position if empty."""
         return self.rings.end - self.rings.held
 
+    @program(keeps=("data",))
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """Returns the environment of each sampled window, and the position of its first step.
 
         Both have shape ``[B]``. The environment of an invalid row, and of a stale one, whose first
         step is no longer held, is ``num_envs``.
         """
-        self, slots = common.check_single(self), common.check_slots(slots)
-        return call(TrajectoryBuffer._located, self.rings, slots)
-
-    @staticmethod
-    def _located(rings: Rings, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+        slots, rings = common.check_slots(slots), self.rings
         env, position = rings.starts_at(slots.index, slots.generation)
         held = rings.locate(env, position) < rings.num_envs * rings.length
         return jnp.where(held, env, rings.num_envs), position
 
+    @program(static=("path",))
     def get_field(
         self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
     ) -> PyTree[Array]:
@@ -466,7 +464,6 @@ class TrajectoryBuffer(Body):
             >>> buffer.get_field("obs.x", jnp.array([0, 0, 1]), jnp.array([0, 1, 3])).tolist()
             [0.0, 1.0, 7.0]
         """
-        self = common.check_single(self)
         field = fields.need(self.data, path, "path", "steps have")
         if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(field)):
             raise ValueError(f"path is {path!r}, which leads to no arrays")
@@ -480,6 +477,7 @@ class TrajectoryBuffer(Body):
 
         return jax.tree.map(shaped, storage.read(_fold(field), row))
 
+    @program(static=("ignore_earliest",))
     def gather_all(self, *, ignore_earliest: bool = True) -> Steps:
         """Returns all steps held, in order of time.
 
@@ -491,11 +489,11 @@ class TrajectoryBuffer(Body):
             ``Steps`` with leaves ``[num_envs, length, ...]``. The rows of a ring begin with its
             earliest step, and rows past the newest step are invalid.
         """
-        self = common.check_single(self)
         ignore = checks.check_flag("ignore_earliest", ignore_earliest)
         skip = self.num_earliest_ignored if ignore else 0
-        return call(TrajectoryBuffer._earliest, self, self.length, skip, static=(1, 2))
+        return self._earliest(self.length, skip)
 
+    @program(static=("n",))
     def dequeue(self, n: int, *, mask: Bool[Array, " E"] | None = None) -> tuple[Self, Steps]:
         """Removes the ``n`` earliest steps from every ring.
 
@@ -518,7 +516,6 @@ class TrajectoryBuffer(Body):
             >>> steps.data.tolist(), int(buffer.size)
             ([[6.0, 7.0]], 2)
         """
-        self = common.check_single(self)
         n = common.check_count("n", n)
         if n > self.length:
             raise ValueError(f"n is {n}, but a ring has length {self.length}")
@@ -526,7 +523,7 @@ class TrajectoryBuffer(Body):
         if mask is not None:
             shape = (self.num_envs,)
             taken = storage.check_rows(mask, "mask", shape, np.bool_, "(num_envs,)")
-        steps = call(TrajectoryBuffer._earliest, self, n, 0, static=(1, 2))
+        steps = self._earliest(n, 0)
         if taken is not None:
             steps = steps.replace(valid=steps.valid & taken[:, None])
         count = jnp.sum(steps.valid, axis=1, dtype=jnp.int32)
@@ -673,6 +670,7 @@ class TrajectoryBuffer(Body):
             )
         return self._look_up(EpisodeIndex.recorded, where, positions)
 
+    @program(static=("sequence_length",), keeps=("data",))
     def episode_mask(
         self, slots: Slots, *, sequence_length: int | None = None
     ) -> Bool[Array, "B S"]:
@@ -698,7 +696,6 @@ class TrajectoryBuffer(Body):
             >>> buffer.episode_mask(buffer.sample(jax.random.key(0), 1).slots).tolist()
             [[True, True, False, False]]
         """
-        self = trees.on_device(self)
         if self.episodes is None or self.episodes.boundary == "cross":
             given = "episodes is None"
             if self.episodes is not None:
@@ -707,8 +704,11 @@ class TrajectoryBuffer(Body):
                 f'{given}; create the buffer with episodes=jaxbuf.Episodes(boundary="mask")'
             )
         slots = common.check_slots(slots)
-        return call(TrajectoryBuffer._together, self._windows_of(sequence_length), slots)
+        windows = self._windows_of(sequence_length)
+        mask = windows._index().together(windows.rings, slots.index)
+        return mask & windows.occupancy.holds(slots)[:, None]
 
+    @program()
     def end_episodes(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
         """Ends the open episodes, which were truncated by their newest steps.
 
@@ -738,12 +738,8 @@ class TrajectoryBuffer(Body):
             [[False, False, True, False, False, False, False, False]]
         """
         self._need(Episodes, "end_episodes was called, but ")
-        self = common.check_single(self)
-        return call(TrajectoryBuffer._ended, self, self._check_envs(envs))
-
-    def _ended(self, mask: Bool[Array, " E"]) -> Self:
         index, rings = self._index(), self.rings
-        mask &= index.run > 0
+        mask = self._check_envs(envs) & (index.run > 0)
         newest = self._newest_rows(mask)
         paths = fields.truncation(self.data, index.episodes.terminated, index.episodes.truncated)
         data = self.data
@@ -772,6 +768,7 @@ class TrajectoryBuffer(Body):
         gone = jnp.concatenate([nothing, *(slot.reshape(-1) for slot in refused)])
         return ended._slid(rings, slots, None, gone).replace(counters=self._counted(counts))
 
+    @program(keeps=("data",))
     def drop_newest_episode(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
         """Removes the steps of the newest episode of each environment, whether it has ended or not.
 
@@ -797,10 +794,7 @@ class TrajectoryBuffer(Body):
             [0, 1]
         """
         self._need(Episodes, "drop_newest_episode was called, but ")
-        self = common.check_single(self)
-        return call(TrajectoryBuffer._dropped, self, self._check_envs(envs))
-
-    def _dropped(self, mask: Bool[Array, " E"]) -> Self:
+        mask = self._check_envs(envs)
         index, rings = self._index(), self.rings
         newest = self._newest_rows(mask)
         steps = index.steps_before(newest) + 1
@@ -829,10 +823,6 @@ class TrajectoryBuffer(Body):
         assert self.episodes is not None
         return dict.fromkeys(self.episodes.reasons, found.refused)
 
-    def _together(self, slots: Slots) -> Bool[Array, "B S"]:
-        mask = self._index().together(self.rings, slots.index)
-        return mask & self.occupancy.holds(slots)[:, None]
-
     def options(self) -> dict[str, Any]:
         """Returns the configuration except the sizes, as keyword arguments of ``create``."""
         return {
@@ -853,8 +843,7 @@ class TrajectoryBuffer(Body):
         positions: Int[Array, "..."] | None,
         **given: PyTree[Array],
     ) -> Array:
-        self = trees.on_device(self)
-        return look_up(query, self._index(), self.rings, where, positions, **given)
+        return look_up(query, self._index(), self.rings, where, positions, given)
 
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size, "windows": self.occupancy.size}

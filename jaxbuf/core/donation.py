@@ -1,7 +1,10 @@
-"""Detects arrays that were donated to a program, which has updated them in place."""
+"""Checks of a buffer that is passed in: whether it was donated, and whether it is a single one."""
+
+from typing import Any
 
 import jax
 import jax.core
+import numpy as np
 
 from jaxbuf.core import trees
 
@@ -34,3 +37,30 @@ def check_there(tree: object, name: str) -> None:
             "with what that call returned, as in buffer = jaxbuf.add(buffer, items), or pass it "
             "donate=False to keep both"
         )
+
+
+def one_leaf(tree: Any) -> Any:
+    """Returns the leaf of a buffer that is looked at in place of all others; None without one."""
+    counters = getattr(tree, "counters", None)
+    return next(iter(jax.tree.leaves(tree)), None) if counters is None else counters
+
+
+def check_single(buffer: Any) -> Any:
+    """Returns a buffer with its leaves as JAX arrays, after a look at one of them.
+
+    Raises:
+        ValueError: If it was donated, or is a batch of buffers, as ``vmap`` returns them.
+    """
+    one = one_leaf(buffer)
+    if isinstance(one, jax.Array):
+        if not isinstance(one, jax.core.Tracer) and one.is_deleted():
+            check_there(buffer, "buffer")
+    elif isinstance(one, np.ndarray):
+        buffer = trees.on_device(buffer)
+    if np.ndim(getattr(buffer, "counters", ())) > 1:
+        count = " × ".join(str(axis) for axis in buffer.counters.shape[:-1])
+        raise ValueError(
+            f"buffer is {count} buffers side by side; work on each of them with jax.vmap, or take "
+            "one: jax.tree.map(lambda leaf: leaf[0], buffer)"
+        )
+    return buffer

@@ -182,12 +182,15 @@ def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
         like: A pytree with the dtypes that Python numbers and weakly typed arrays will be cast
             to; ignored unless it has the same number of leaves.
 
+    Returns:
+        The tree with copies of its NumPy arrays, which their owner may write again.
+
     Raises:
         ValueError: If a number does not fit; the message names the leaf.
     """
     leaves = trees.leaves(tree, name)
     if not any(_may_change(leaf) for leaf in leaves):
-        return tree
+        return trees.owned(tree)
     kept = jax.tree.leaves(trees.match(tree, like))
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     known = len(kept) == len(leaves)
@@ -195,8 +198,9 @@ def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
     for i, (path, leaf) in enumerate(paths):
         label = name + jax.tree_util.keystr(path)
         if isinstance(leaf, np.ndarray | np.generic):
-            if _may_change(leaf):
-                leaf = convert(leaf, label, jax.dtypes.canonicalize_dtype(leaf.dtype))
+            changes = _may_change(leaf)
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if changes else leaf.dtype
+            leaf = convert(leaf, label, dtype) if changes else leaf.copy()
         elif known and _may_change(leaf):
             convert(leaf, label, kept[i].dtype)
         out.append(leaf)
@@ -208,7 +212,7 @@ def _may_change(leaf: object) -> bool:
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind in _KINDS and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
     if isinstance(leaf, jax.Array):
-        return jax.typeof(leaf).weak_type
+        return getattr(leaf, "weak_type", False)  # Arrays of PRNG keys have none.
     return isinstance(leaf, int | float)
 
 

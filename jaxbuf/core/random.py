@@ -1,8 +1,29 @@
-"""Random words, and bounded random integers made from them."""
+"""Checks of PRNG keys, random words, and bounded random integers made from them."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray, UInt
+
+from jaxbuf.core import trees
+
+
+def check_key(key: object) -> PRNGKeyArray:
+    """Returns ``key``, a single PRNG key, as a JAX array.
+
+    Raises:
+        ValueError: If it is not a key from ``jax.random.key`` or ``jax.random.PRNGKey``.
+    """
+    kind = type(key).__name__
+    if isinstance(key, jax.Array | np.ndarray):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.ndim == 0 if typed else key.dtype == np.uint32 and key.ndim == 1:
+            return trees.on_device(key)
+        kind = f"{key.dtype} of shape {key.shape}"
+    raise ValueError(
+        f"key is of type {kind}; expected one key, such as jax.random.key(0) or one of the keys "
+        "that jax.random.split returns"
+    )
 
 
 def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:

@@ -18,5 +18,3 @@ Function: TypeAlias = Callable[..., Any]
 Numbers: TypeAlias = jax.typing.ArrayLike
 # What a strategy keeps in a buffer, and passes through ``jit``; each strategy has its own.
 State: TypeAlias = PyTree[Array]
-# Static options by name, which must be hashable.
-Static: TypeAlias = tuple[tuple[str, Any], ...]

@@ -56,7 +56,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import ops
+from jaxbuf.buffers import doors
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
 from jaxbuf.core import describe, numbers, trees
 from jaxbuf.core.checks import check_flag, check_fraction
@@ -500,7 +500,7 @@ def make_trajectory_queue(
         steps = jax.tree.leaves(batch)[0].shape[1]
         fits = state.buffer.rings.held[0] + jnp.uint32(steps) <= length
         mask = jnp.broadcast_to(fits, (add_batch_size, steps))
-        return state.replace(buffer=ops.add(state.buffer, batch, mask=mask, donate=False))
+        return state.replace(buffer=doors.add(state.buffer, batch, mask=mask, donate=False))
 
     @jax.jit
     def sample(state: TrajectoryQueueState) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
@@ -565,7 +565,7 @@ def make_mixer(
 
 def _add(state: TrajectoryBufferState, batch: PyTree[Array]) -> TrajectoryBufferState:
     """Append steps ``[add_batch_size, T, ...]``."""
-    return state.replace(buffer=ops.add(state.buffer, batch, donate=False))
+    return state.replace(buffer=doors.add(state.buffer, batch, donate=False))
 
 
 def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..., Any]:
@@ -595,7 +595,9 @@ def _set_priorities(
     else:
         index = numbers.integers(indices, "indices")
         slots = Slots(index=index, generation=state.buffer.occupancy.generation(index))
-    return state.replace(buffer=ops.update_priority(state.buffer, slots, priorities, donate=False))
+    return state.replace(
+        buffer=doors.update_priority(state.buffer, slots, priorities, donate=False)
+    )
 
 
 def _prioritized(exponent: float) -> Prioritized:
@@ -699,7 +701,7 @@ def _windows(
                     f"{name} is {ours}, but the state was made with {theirs}; sample it with the "
                     "buffer that made it, or add its experience to a state of this one"
                 )
-        drawn = ops.sample(state.buffer, rng_key, batch_size)
+        drawn = doors.sample(state.buffer, rng_key, batch_size)
         if not sampler.uses_priority:
             return TrajectoryBufferSample(experience=view(drawn.data), valid=drawn.valid)
         _, priorities = state.buffer.sampler_state.read(drawn.slots.index)

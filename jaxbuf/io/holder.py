@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common, ops
+from jaxbuf.buffers import common, doors
 from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
@@ -19,7 +19,6 @@ from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks
-from jaxbuf.core.calls import call
 from jaxbuf.strategies.recent import Recent
 
 State = TypeVar("State")
@@ -152,13 +151,13 @@ class Holder(Generic[State]):
         """
         when = None
         if hasattr(self._state, "can_add"):
-            # Items without rows fit, so that ``ops.add`` raises at once if they are malformed.
+            # Items without rows fit, so that ``doors.add`` raises at once if they are malformed.
             rows = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
             _check_room(self._state, f"items asks for {rows} rows at a time", rows)
             when = functools.partial(_asked, "can_add", rows)
 
         def change(state: Any) -> tuple[Any, None]:
-            return ops.add(state, items, mask=mask, **options), None
+            return doors.add(state, items, mask=mask, **options), None
 
         self.apply(change, when=when, timeout=timeout)
 
@@ -193,7 +192,7 @@ class Holder(Generic[State]):
         _check_room(self._state, asks, enough)
 
         def draw(state: Any) -> Sample:
-            return ops.sample(state, key, batch_size)
+            return doors.sample(state, key, batch_size)
 
         return self.read(
             draw, when=functools.partial(_asked, "can_sample", enough), timeout=timeout
@@ -216,7 +215,7 @@ class Holder(Generic[State]):
         _check_room(self._state, f"batch_size asks for {rows} rows at a time", rows)
 
         def change(state: Any) -> tuple[Any, Sample]:
-            return call(_take, state, rows, static=(1,), donate=True)
+            return doors.take(state, rows)
 
         return self.apply(
             change, when=functools.partial(_asked, "can_sample", rows), timeout=timeout
@@ -279,12 +278,4 @@ def _check_room(state: Any, asks: str, rows: int) -> None:
 
 def _asked(method: str, rows: int, state: Any) -> Array:
     """Returns whether the state's method ``method`` allows ``rows`` rows."""
-    return call(_ask, state, method, rows, static=(1,))
-
-
-def _ask(state: Any, method: str, rows: Any) -> Array:
-    return getattr(state, method)(rows)
-
-
-def _take(queue: Any, rows: int) -> Any:
-    return queue.take(rows)
+    return doors.call(method, state, rows)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxbuf.buffers import ops
+from jaxbuf.buffers import doors
 from jaxbuf.buffers.kinds import item_of, num_blocks, num_rings
 from jaxbuf.buffers.options import check_options
 from jaxbuf.core import numbers, storage, trees
@@ -62,7 +62,7 @@ def from_minari(dataset: Any, buffer: Buffer, *, rows_at_a_time: int = 1024) -> 
         filled, blocks = buffer, num_blocks(buffer)
         rows_at_a_time = -(-rows_at_a_time // blocks) * blocks
         for items, mask in _pieces(episodes, rows_at_a_time):
-            filled = ops.add(filled, items, mask=mask)
+            filled = doors.add(filled, items, mask=mask)
     return filled
 
 
@@ -182,7 +182,7 @@ def _into_rings(episodes: Iterator[dict[str, Any]], buffer: Any, size: int) -> A
             items = jax.tree.map(tile, block)
             mask: Any = np.zeros((len(given), size), bool)
             mask[env, :length] = True
-            buffer = ops.add(buffer, items, mask=mask)
+            buffer = doors.add(buffer, items, mask=mask)
     return buffer
 
 

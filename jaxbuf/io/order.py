@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.buffers import common
 from jaxbuf.buffers.kinds import inside
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks
+from jaxbuf.core.donation import check_single
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.subset import Subset
@@ -73,7 +73,7 @@ def items_in_order(buffer: Any) -> PyTree[np.ndarray[Any, Any]]:
             f"buffer is {checks.kind_of(buffer)}, whose items have no order; take one of its parts"
         )
     if not shards:
-        common.check_single(one)
+        check_single(one)
         order, live = (np.asarray(x) for x in in_order(one.occupancy))
         return jax.tree.map(lambda leaf: np.asarray(leaf)[order[live]], one.data)
     order, live = (np.asarray(x).T for x in jax.vmap(in_order)(one.occupancy))

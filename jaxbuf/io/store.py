@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.buffers import ops
+from jaxbuf.buffers import doors
 from jaxbuf.buffers.kinds import inside, num_blocks, num_rings
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
@@ -423,7 +423,7 @@ class Store:
                 items = jax.tree.map(lambda leaf: np.swapaxes(leaf, 0, 1), items)
                 mask = np.broadcast_to(mask, (envs, size))
                 options = {name: jnp.swapaxes(x, 0, 1) for name, x in options.items()}
-            filled = ops.add(filled, items, mask=mask, **options)
+            filled = doors.add(filled, items, mask=mask, **options)
         return filled
 
     def _batches(

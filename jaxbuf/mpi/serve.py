@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Int
 
 from jaxbuf.buffers import common
 from jaxbuf.core import checks
-from jaxbuf.core.calls import compiler_options
 from jaxbuf.core.donation import is_gone
+from jaxbuf.core.program import compiler_options
 from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.batch import Batch, Reply

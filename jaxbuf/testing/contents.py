@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from jaxbuf.buffers import common
 from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import storage, trees
+from jaxbuf.core.donation import check_single
 from jaxbuf.testing.structures import check_concrete, fetched, report
 
 # The number of missing and of unexpected items that a message shows.
@@ -87,7 +87,7 @@ def _parts(buffer: Any) -> Iterator[Any]:
             yield trees.on_device(jax.tree.map(lambda leaf, at=i: leaf[at], shards))
     else:
         check_options(buffer, "add", {})
-        yield common.check_single(buffer)
+        yield check_single(buffer)
 
 
 def _stored(buffer: Any) -> PyTree[Any]:

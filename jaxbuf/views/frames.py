@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
-from jaxbuf.core.calls import call
+from jaxbuf.core.program import program
 
 
 class FrameStack(struct.PyTreeNode):
@@ -30,6 +30,7 @@ class FrameStack(struct.PyTreeNode):
     _repr_html_ = describe.rich
 
 
+@program(static=("n", "field", "terminated", "truncated", "last", "axis", "padding"))
 def stack_frames(
     window: PyTree[Array],
     n: int,
@@ -126,20 +127,6 @@ def stack_frames(
     for leaf in jax.tree.leaves(frames):
         _check_axis(axis, leaf.shape[2:])
     checks.check_choice("padding", padding, ("first", "zeros"))
-    zeros = padding == "zeros"
-    return call(_stacks, frames, ends, begins_here, int(n), int(axis), zeros, static=(3, 4, 5))
-
-
-def _stacks(
-    frames: PyTree[Array],
-    ends: Bool[Array, "B L"],
-    first: Bool[Array, " B"],
-    n: int,
-    axis: int,
-    zeros: bool,
-) -> FrameStack:
-    """Returns a stack for each step; ``first`` tells which windows begin an episode."""
-    batch, length = ends.shape
     step = jnp.arange(length, dtype=jnp.int32)
     # The first step of an episode follows the last one of another.
     after_end = jnp.concatenate([jnp.zeros((batch, 1), bool), ends[:, :-1]], axis=1)
@@ -147,11 +134,11 @@ def _stacks(
     back = jnp.arange(1 - n, 1, dtype=jnp.int32)
     wanted = step[:, None] + back[None]
     source = jnp.maximum(wanted[None], begin[:, :, None])
-    missing = wanted[None] < begin[:, :, None] if zeros else None
+    missing = wanted[None] < begin[:, :, None] if padding == "zeros" else None
     source += length * jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-    complete = (step >= n - 1)[None] | (begin > 0) | first[:, None]
+    complete = (step >= n - 1)[None] | (begin > 0) | begins_here[:, None]
     return FrameStack(
-        frames=jax.tree.map(lambda leaf: _take(leaf, source, missing, axis), frames),
+        frames=jax.tree.map(lambda leaf: _take(leaf, source, missing, int(axis)), frames),
         complete=complete,
     )
 

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.core import describe, fields, numbers, sizes, storage
-from jaxbuf.core.calls import call
+from jaxbuf.core.program import program
 
 
 class NStep(struct.PyTreeNode):
@@ -35,6 +35,7 @@ class NStep(struct.PyTreeNode):
     _repr_html_ = describe.rich
 
 
+@program(static=("n", "reward", "terminated", "truncated"))
 def n_step(
     window: PyTree[Array],
     n: int,
@@ -115,17 +116,6 @@ def n_step(
     axes = "one number, or one for each step, (B, L)"
     factor = storage.check_rows(discount, "discount", known, dtype, axes)
     factor = _spread(factor, rewards.shape) if known else jnp.broadcast_to(factor, rewards.shape)
-    return call(_returns, rewards, ends, cuts, factor, int(n), static=(4,))
-
-
-def _returns(
-    rewards: Float[Array, "B L"],
-    ends: Bool[Array, "B L"],
-    cuts: Bool[Array, "B L"],
-    factor: Float[Array, "B L"],
-    n: int,
-) -> NStep:
-    """Extends the returns of all steps by one reward at a time."""
     starts = max(rewards.shape[1] - n, 1)
 
     def extend(

@@ -1,0 +1,269 @@
+"""Operations: functions that run as one compiled program when they are called from Python.
+
+Inside a transformation of the caller, such as ``jax.jit`` or ``jax.vmap``, an operation is the
+plain function. Called from Python it is compiled once for each shape and configuration, so that a
+call is one program and not one for each operation on an array. The function checks its arguments
+itself, which happens while it is traced. Only what it could not see there is looked at before: the
+numbers of NumPy's 64-bit arrays, which JAX would truncate, and whether the buffer was donated.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxbuf.core import numbers, trees
+from jaxbuf.core.donation import check_single, check_there, one_leaf
+from jaxbuf.core.random import check_key
+from jaxbuf.core.types import Dtype, Function
+from jaxbuf.core.versions import takes_option, trace_state
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What the numbers of some arguments become, whichever operation takes them.
+_BECOMES: dict[str, Dtype] = {
+    "priority": np.dtype("float32"),
+    "score": np.dtype("float32"),
+    "version": np.dtype("int32"),
+    "session": np.dtype("int32"),
+    "worker": np.dtype("int32"),
+    "number": np.dtype("int32"),
+}
+# The arguments that are written to ``self.data``.
+_STORED = ("items", "steps", "fragments")
+
+
+def program(
+    *,
+    static: tuple[str, ...] = (),
+    keeps: tuple[str, ...] = (),
+    before: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator that makes an operation of a function, or of a method of a buffer.
+
+    Args:
+        static: The names of the arguments that must be known when the function is traced.
+        keeps: The names of fields of ``self`` that the method neither reads nor changes. They do
+            not pass through the program, and a result of the same class has the same arrays.
+        before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
+            of numbers that the function itself would not know.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        operation = Operation(function, static, keeps, before)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            return operation(args, options)
+
+        vars(call)["operation"] = operation
+        return call
+
+    return decorate
+
+
+class OwnPrograms:
+    """A buffer whose methods are compiled programs, which cannot be called inside another one."""
+
+
+class Operation:
+    """A function, and how it runs when it is called from Python.
+
+    Args:
+        function: The function; a method if its first argument is ``self``.
+        static: The names of its static arguments. For options that it does not name, and for all
+            arguments if this is None, the value decides: Python integers, booleans and strings are
+            static.
+        keeps: As for ``program``.
+        before: As for ``program``.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        static: tuple[str, ...] | None = None,
+        keeps: tuple[str, ...] = (),
+        before: Function | None = None,
+    ) -> None:
+        first, *others = inspect.signature(function).parameters.values()
+        self.function, self.keeps, self.before = function, keeps, before
+        # Of a method of somebody else, any name may stand for ``self``.
+        self.is_method = static is None or first.name == "self"
+        named = others if self.is_method else [first, *others]
+        self.names = [x.name for x in named if x.kind is x.POSITIONAL_OR_KEYWORD]
+        self.defaults = {x.name: x.default for x in named}
+        self.traced = set() if static is None else {x.name for x in named} - set(static)
+        self.static = set(static or ())
+        self.stores = static is not None
+
+    def __call__(
+        self, args: tuple[Any, ...], options: dict[str, Any], *, donate: bool = False
+    ) -> Any:
+        """Returns ``function(*args, **options)``.
+
+        Args:
+            args: The positional arguments.
+            options: The arguments by name.
+            donate: Whether a call from Python may overwrite the arrays of the first argument.
+
+        Raises:
+            ValueError: If the first argument of a method was donated, or is a batch of buffers.
+        """
+        first: Any = None
+        if self.is_method:
+            first = check_single(args[0])
+            args = (first, *args[1:])
+        if trace_state() != _OUTSIDE or any(isinstance(x, OwnPrograms) for x in args):
+            return self.function(*args, **options)
+        try:
+            return self._run(first, args, options, donate)
+        except (TypeError, OverflowError) as error:
+            # JAX names what is not an array by its place here; the function knows a better name.
+            wrong = error
+        except ValueError as error:
+            _forget_frames(error)
+            raise
+        except RuntimeError:
+            # An array was donated, but not the one that was looked at.
+            check_there((args, options), "buffer")
+            raise
+        jax.eval_shape(lambda: self.function(*args, **options))
+        raise wrong
+
+    def _run(self, first: Any, args: tuple[Any, ...], options: dict[str, Any], donate: bool) -> Any:
+        values = args[1:] if self.is_method else args
+        given = dict(zip(self.names, values, strict=False))
+        if len(values) > len(self.names) or not given.keys().isdisjoint(options):
+            return self.function(*args, **options)  # Python says what is wrong.
+        given |= options
+        if self.before is not None:
+            given = self.before(first, given)
+        stored = getattr(first, "data", ()) if self.stores else ()
+        traced: dict[str, Any] = {}
+        fixed: dict[str, Any] = {}
+        for name in sorted(given):
+            value = given[name]
+            if value is None and self.defaults.get(name) is None:
+                continue  # As if it had not been given.
+            if name in self.traced or not (name in self.static or _is_static(value)):
+                traced[name] = _seen(name, value, stored)
+            else:
+                fixed[name] = int(value) if isinstance(value, np.integer) else value
+        kept = {name: getattr(first, name) for name in self.keeps}
+        if kept:
+            first = _with(first, dict.fromkeys(kept, ()))
+        witness = first if self.is_method else traced
+        compiled = _compiled(self, donate, _platform(witness), tuple(fixed), *fixed.values())
+        result = compiled(first, traced)
+        return _with(result, kept) if kept and isinstance(result, type(first)) else result
+
+
+def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
+    """Returns options of ``jax.jit`` with which programs that work on buffers run fast.
+
+    These programs are many tiny kernels in a row: handing each to a thread pool, as XLA:CPU does by
+    default, costs more than the kernels do. ``jaxbuf.add``, ``jaxbuf.sample`` and the other
+    operations are compiled like this; for your own steps pass it to the outermost ``jax.jit``, the
+    only one that takes options.
+
+    Args:
+        arrays: Arguments of the program, such as a buffer. They determine its device: the one
+            that they are committed to, or else the one that they are on. Without arguments it is
+            that of the default backend.
+
+    Returns:
+        The value to pass as ``compiler_options``; None if the program does not run on a CPU, or
+            this version of XLA has no such option.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> def step(buffer, items, key):
+        ...     buffer = buffer.add(items)
+        ...     return buffer, buffer.sample(key, 4)
+        >>> step = jax.jit(step, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8)
+        >>> buffer, batch = step(buffer, jnp.arange(5), jax.random.key(0))
+        >>> int(buffer.size), batch.data.shape
+        (5, (4,))
+    """
+    return _options(platform_of(arrays))
+
+
+def platform_of(arrays: PyTree) -> str:
+    """Returns the platform of the device that runs a program called with these arrays."""
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
+    found = next((leaf for leaf in leaves if leaf.committed), leaves[0] if leaves else None)
+    return jax.default_backend() if found is None else next(iter(found.devices())).platform
+
+
+def is_outside() -> bool:
+    """Returns True if nothing is being traced."""
+    return trace_state() == _OUTSIDE
+
+
+def _forget_frames(error: Exception) -> None:
+    """Removes JAX's note that it has hidden frames of a program that the caller did not write."""
+    notes = getattr(error, "__notes__", [])
+    notes[:] = [note for note in notes if "JAX has removed its internal frames" not in note]
+
+
+def _seen(name: str, value: Any, stored: PyTree) -> Any:
+    """Returns an argument as a program takes it, with copies of its NumPy arrays.
+
+    Raises:
+        ValueError: If a number does not fit what it becomes, or a ``key`` is none.
+    """
+    if name == "key":
+        return check_key(value)
+    dtype = _BECOMES.get(name)
+    if dtype is None:
+        return numbers.narrow(value, name, stored if name in _STORED else ())
+    converted = numbers.convert(value, name, dtype, infinite=name == "priority")
+    return trees.owned(value) if converted is value else converted
+
+
+def _is_static(value: object) -> bool:
+    return isinstance(value, int | str | np.integer)
+
+
+def _with(buffer: Any, fields: dict[str, Any]) -> Any:
+    """Returns a frozen dataclass with other fields, in a fifth of the time of its ``replace``."""
+    changed = object.__new__(type(buffer))
+    vars(changed).update(vars(buffer), **fields)
+    return changed
+
+
+def _platform(tree: Any) -> str:
+    one = one_leaf(tree)
+    if not isinstance(one, jax.Array):
+        return jax.default_backend()
+    return next(iter(one.devices())).platform
+
+
+def _options(platform: str) -> dict[str, str] | None:
+    fast = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
+    return dict([fast]) if platform == "cpu" and takes_option(*fast) else None
+
+
+@functools.lru_cache(maxsize=None, typed=True)
+def _compiled(
+    operation: Operation, donate: bool, platform: str, names: tuple[str, ...], *values: Any
+) -> Function:
+    """Returns the one jitted form of an operation for a platform and static arguments."""
+    fixed = dict(zip(names, values, strict=True))
+
+    def run(first: Any, traced: dict[str, Any]) -> Any:
+        args = (first,) if operation.is_method else ()
+        return operation.function(*args, **traced, **fixed)
+
+    run.__name__ = run.__qualname__ = operation.function.__name__
+    return jax.jit(run, donate_argnums=0 if donate else None, compiler_options=_options(platform))
+
+
+with jax.ensure_compile_time_eval():
+    _OUTSIDE = trace_state()

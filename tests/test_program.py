@@ -1,0 +1,144 @@
+"""Operations: one function, compiled once when it is called from Python."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import jaxbuf
+from jaxbuf.core.program import program
+
+
+class Tally(struct.PyTreeNode):
+    """A sum with storage that no operation but ``read`` looks at."""
+
+    data: jax.Array
+    counters: jax.Array
+
+    @classmethod
+    def create(cls):
+        return cls(data=jnp.arange(4.0), counters=jnp.zeros(1))
+
+    @program(static=("times",), keeps=("data",))
+    def plus(self, number, *, times=1, mask=None):
+        taken = 1.0 if mask is None else jnp.sum(mask, dtype=jnp.float32)
+        return self.replace(counters=self.counters + times * number * taken)
+
+    @program()
+    def read(self, factor=None):
+        return self.data if factor is None else self.data * factor
+
+
+def test_it_is_the_function_inside_of_a_transformation_and_one_program_outside():
+    seen = []
+
+    @program(static=("n",))
+    def add(x, n=1):
+        seen.append(x)
+        return x + n
+
+    x = jnp.float32(1)
+    for _ in range(3):
+        assert add(x) == 2
+    assert len(seen) == 1
+    assert isinstance(seen[0], jax.core.Tracer)
+    assert add(x, 2) == add(x, n=2) == 3
+    assert len(seen) == 2
+    assert jax.jit(lambda x: add(x, n=2))(x) == 3
+    with jax.disable_jit():
+        assert add(x, n=5) == 6
+    assert add.__name__ == "add"
+    assert functools.reduce(lambda y, _: add(y), range(3), x) == 4
+
+
+def test_static_arguments_of_other_types_are_other_programs():
+    kinds = []
+
+    @program(static=("n",))
+    def kind(x, n):
+        kinds.append(type(n))
+        return x
+
+    for n in (1, True, 1.0, np.int64(1), "1"):
+        kind(jnp.float32(0), n)
+    assert kinds == [int, bool, float, str]
+
+
+def test_a_field_that_is_kept_is_not_passed_through_the_program():
+    tally = Tally.create()
+    after = tally.plus(2.0, times=3)
+    assert after.data is tally.data
+    assert (after.counters[0], tally.counters[0]) == (6, 0)
+    held = jax.tree.leaves(tally)[0].unsafe_buffer_pointer()
+    donated = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=jaxbuf.Prioritized())
+    donated = jaxbuf.add(donated, jnp.arange(4.0))
+    storage = donated.data
+    slots = donated.sample(jax.random.key(0), 2).slots
+    updated = jaxbuf.update_priority(donated, slots, jnp.ones(2))
+    assert updated.data is storage
+    assert held
+    with pytest.raises(ValueError, match="buffer was donated"):
+        donated.sample(jax.random.key(0), 2)
+    apart = updated.update_priority(slots, jnp.full(2, 3.0))
+    assert apart.data is storage
+    chex.assert_trees_all_equal(updated.data, apart.data)
+
+
+def test_options_that_are_none_need_no_program_of_their_own():
+    tally = Tally.create()
+    tally.plus(1.0)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        listen := lambda event, *_, **__: compiled.append(event)
+    )
+    try:
+        assert tally.plus(2.0, mask=None).counters[0] == 2
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not [event for event in compiled if event.endswith("jaxpr_trace_duration")]
+
+
+def test_wrong_arguments_raise_what_python_raises():
+    tally = Tally.create()
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'number'"):
+        tally.plus()
+    with pytest.raises(TypeError, match="multiple values for argument 'number'"):
+        tally.plus(1.0, number=1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'often'"):
+        tally.plus(1.0, often=2)
+    with pytest.raises(TypeError, match="positional arguments"):
+        tally.plus(1.0, 2)
+
+
+def test_numbers_of_64_bits_that_do_not_fit_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"number\[1\] is 1099511627776; expected an integer"):
+        Tally.create().plus(np.array([1, 2**40]))
+    assert Tally.create().plus(np.array([2.0**20])).counters[0] == 2**20
+
+
+def test_numpy_arrays_may_be_written_again_once_a_call_has_returned():
+    numbers = np.ones((256, 1024), np.float32)
+    tally = Tally.create().replace(counters=jnp.zeros((1024,)))
+    for _ in range(20):
+        numbers[:] = 1
+        after = tally.plus(numbers[0], mask=numbers)
+        numbers[:] = -1
+        np.testing.assert_array_equal(after.counters, np.full(1024, 256 * 1024, np.float32))
+
+
+def test_a_buffer_of_numpy_arrays_works():
+    tally = jax.device_get(Tally.create())
+    assert isinstance(tally.counters, np.ndarray)
+    np.testing.assert_array_equal(tally.read(jnp.float32(2)), [0, 2, 4, 6])
+    assert tally.plus(1.0).counters[0] == 1
+
+
+def test_an_array_inside_a_buffer_that_was_donated_alone_is_noticed():
+    tally = Tally.create()
+    jax.jit(lambda x: x + 1, donate_argnums=0)(tally.data)
+    with pytest.raises(ValueError, match="buffer was donated"):
+        tally.read()
