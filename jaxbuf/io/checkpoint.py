@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
-from jaxbuf.io import records, resizing, structure, versions, zarr
+from jaxbuf.io import earlier, records, resizing, structure, versions, zarr
 from jaxbuf.io.structure import Leaf
 
 Tree = TypeVar("Tree")
@@ -110,7 +110,7 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
         if structure.is_key(described[name].dtype):
             leaves[name]["key"] = str(jax.random.key_impl(value))
     chunk = min(max(1, sum(array.size for array in arrays)), _CHUNK_BYTES)
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": _FORMAT,
         "configuration": structure.configuration(buffer),
         "chunk": chunk,
@@ -213,8 +213,9 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
             _need(0 < _integer(manifest["chunk"]) <= _CHUNK_BYTES)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _damaged(version, "its manifest is incomplete or not one of jaxbuf") from error
-    target: Any = resizing.as_saved(like, configuration) if resize else like
-    gone = {name for name in saved if _was_empty(name, saved[name], configuration)}
+    sized: Any = resizing.as_saved(like, configuration) if resize else like
+    target = earlier.as_saved(sized, saved)
+    gone = {name for name in saved if earlier.was_empty(name, saved[name], configuration)}
     wanted = {name: leaf for name, leaf in saved.items() if name not in gone}
     _compare(version, configuration, wanted, target)
 
@@ -233,7 +234,10 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
             # Each layer of the storage raises errors of its own.
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
     tree = jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in names])
-    return jax.tree.map(_place, resizing.fit(tree, like), like) if resize else tree
+    renewed = earlier.renewed(tree, sized, configuration)
+    if resize:
+        renewed = resizing.fit(renewed, like)
+    return jax.tree.map(_place, renewed, like) if renewed is not tree else tree
 
 
 def _check_record(record: Any) -> Leaf:
@@ -271,12 +275,6 @@ def _need(right: bool) -> None:
         raise ValueError("a number is not one that jaxbuf writes")
 
 
-def _was_empty(name: str, leaf: Leaf, configuration: dict[str, Any]) -> bool:
-    """Returns whether version 0.2.0 saved a leaf without elements, which no state has now."""
-    index, field, _ = name.rpartition(".returns")
-    return bool(field) and 0 in leaf.shape and configuration.get(index) == "EpisodeIndex"
-
-
 def _compare(
     version: Path, configuration: dict[str, Any], saved: dict[str, Leaf], target: Any
 ) -> None:
@@ -286,6 +284,7 @@ def _compare(
         ValueError: If it does not; the message names the first differences.
     """
     missing, wanted = "nothing", structure.configuration(target)
+    configuration = earlier.completed(configuration, wanted)
     parts: list[str] = []
     sizes = True
     for name in sorted({*configuration, *wanted}):
