@@ -153,14 +153,15 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
             committed to devices, and shapes with a sharding, determine where the result is placed.
             The sharding may differ from that of the saved arrays.
         resize: Whether buffers may differ from those of ``like`` in their ``capacity`` (of an
-            ``ItemBuffer`` or a ``Queue``), ``length`` (of a ``TrajectoryBuffer``) or number of
-            shards (of a ``Sharded`` with ``ItemBuffer`` shards without parts). If not all items
-            fit, the evictor's choice is kept: the newest items or the highest scores. A queue keeps
-            its oldest items, and a trajectory buffer its newest steps. Another number of shards
-            gets the items in turn, in order of age, and every process reads all of them. Slots that
-            were sampled before become stale, and positions of steps are counted anew.
-            What samplers and parts keep moves with the items, by ``Sampler.move`` and
-            ``Part.move``.
+            ``ItemBuffer`` or a ``Queue``), ``length`` or ``num_envs`` (of a ``TrajectoryBuffer``)
+            or number of shards (of a ``Sharded`` with ``ItemBuffer`` shards without parts). If not
+            all items fit, the evictor's choice is kept: the newest items or the highest scores. A
+            queue keeps its oldest items, and a trajectory buffer the newest steps of its first
+            ``num_envs`` environments; more environments than were saved begin without steps.
+            Another number of shards gets the items in turn, in order of age, and every process
+            reads all of them. Slots that were sampled before become stale, and positions of steps
+            are counted anew. What samplers and parts keep moves with the items, by ``Sampler.move``
+            and ``Part.move``.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
@@ -213,11 +214,11 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
             _need(0 < _integer(manifest["chunk"]) <= _CHUNK_BYTES)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _damaged(version, "its manifest is incomplete or not one of jaxbuf") from error
-    sized: Any = resizing.as_saved(like, configuration) if resize else like
+    sized: Any = resizing.as_saved(like, configuration, saved) if resize else like
     target = earlier.as_saved(sized, saved)
     gone = {name for name in saved if earlier.was_empty(name, saved[name], configuration)}
     wanted = {name: leaf for name, leaf in saved.items() if name not in gone}
-    _compare(version, configuration, wanted, target)
+    _compare(version, configuration, wanted, target, resize)
 
     names = [*structure.leaves(target, "like")]
     places = dict(zip(names, jax.tree.leaves(target), strict=True))
@@ -276,7 +277,11 @@ def _need(right: bool) -> None:
 
 
 def _compare(
-    version: Path, configuration: dict[str, Any], saved: dict[str, Leaf], target: Any
+    version: Path,
+    configuration: dict[str, Any],
+    saved: dict[str, Leaf],
+    target: Any,
+    resize: bool,
 ) -> None:
     """Checks that a checkpoint matches ``target``.
 
@@ -298,13 +303,16 @@ def _compare(
         f"{configuration.get(name, missing)}"
         for name in parts
     ]
+    given = structure.leaves(target, "like")
+    messages += _other_envs(configuration, saved, given)
     if messages:
-        hint = "pass resize=True to load into another size" if sizes else "create it alike"
+        hint = "create it alike"
+        if sizes and not resize:
+            hint = "pass resize=True to load into another size"
         if any(name.endswith(".num_shards") for name in parts):
             hint = f"create it with as many shards, on any number of devices, or {hint}"
     else:
         hint = "pass a pytree like the one that was saved"
-        given = structure.leaves(target, "like")
         messages = [f"like{name} is not in the checkpoint" for name in given if name not in saved]
         messages += [f"like{name} is missing" for name in saved if name not in given]
         for name in saved.keys() & given.keys() if not messages else ():
@@ -319,6 +327,22 @@ def _compare(
         shown = "; ".join(itertools.islice(sorted(messages), 5))
         more = f" (and {len(messages) - 5} more)" if len(messages) > 5 else ""
         raise ValueError(f"the checkpoint {version} is of something else: {shown}{more}; {hint}")
+
+
+def _other_envs(
+    configuration: dict[str, Any], saved: dict[str, Leaf], given: dict[str, Leaf]
+) -> list[str]:
+    """Returns what to say about rings of another number of environments."""
+    found: list[str] = []
+    for name in saved.keys() & given.keys():
+        rings, field, _ = name.rpartition(".cursor")
+        if field and configuration.get(rings) == "Rings":
+            buffer = rings.removesuffix(".inner").removesuffix(".occupancy")
+            have, want = saved[name].shape, given[name].shape
+            if have[-1:] != want[-1:] and have[:-1] == want[:-1]:
+                more = f"has num_envs {want[-1]}, but the checkpoint has {have[-1]}"
+                found.append(f"like{buffer} {more}")
+    return found
 
 
 def _read_manifest(version: Path) -> dict[str, Any]:
