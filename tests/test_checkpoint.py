@@ -235,8 +235,9 @@ def test_of_trajectories_windows_and_periods_are_compared(tmp_path):
             jaxbuf.load(tmp_path, trajectories(**other))
     with pytest.raises(ValueError, match=r"like\.occupancy\.length is 4, but the checkpoint has 8"):
         jaxbuf.load(tmp_path, trajectories(4))
-    with pytest.raises(ValueError, match="has shape"):
-        jaxbuf.load(tmp_path, trajectories(num_envs=3), resize=True)
+    message = "like has num_envs 3, but the checkpoint has 2; pass resize=True"
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.load(tmp_path, trajectories(num_envs=3))
 
 
 def test_bad_arguments_are_refused(tmp_path):
@@ -685,6 +686,117 @@ def test_another_length_keeps_the_newest_steps(tmp_path, length, period):
     assert np.all(np.diff(np.asarray(found), axis=1) == 1)
 
 
+@pytest.mark.parametrize(("num_envs", "length"), [(1, 4), (2, 8), (4, 8), (4, 12)])
+def test_another_number_of_environments_keeps_the_first_ones(tmp_path, num_envs, length):
+    options = {"sequence_length": 3, "period": 2, "sampler": jaxbuf.Prioritized(alpha=1.0)}
+    old, counts, rows = trajectories(8, 3, **options), (13, 5, 7), np.arange(13)
+    ids = np.stack([100 * (env + 1) + rows for env in range(3)]).astype(np.int32)
+    steps = {"obs": np.repeat(ids[..., None], 3, -1).astype(np.float32), "id": ids}
+    mask = rows[None] < np.asarray(counts)[:, None]
+    old = jaxbuf.add(old, steps, priority=ids.astype(np.float32), mask=mask)
+    jaxbuf.save(tmp_path, {"a": [old]})
+    like = {"a": [trajectories(length, num_envs, **options)]}
+    new = jaxbuf.load(tmp_path, like, resize=True)["a"][0]
+    twin = [ids[env, :count][-min(8, length) :].tolist() for env, count in enumerate(counts)]
+    twin = twin[:num_envs]
+    assert_ids(new, itertools.chain(*twin))
+    assert new.occupancy.held.tolist() == [len(ring) for ring in twin] + [0] * (num_envs - 3)
+    windows = {
+        tuple(ring[i : i + 3]): float(ring[i + 2])
+        for ring in twin
+        for i in range(len(ring) - 2)
+        if ring[i] % 2 == 0
+    }
+    found, at = windows_of(new)
+    masses = np.asarray(new.sampler_state.leaves)
+    assert dict(zip(found, masses[at].tolist(), strict=True)) == windows
+    assert float(new.sampler_state.root("sum")) == sum(windows.values())
+    assert not np.any(still_held(old, new))
+    # The next steps follow those in the buffer, and new environments begin.
+    more = np.stack([np.arange(2) + (ring[-1] + 1 if ring else 900) for ring in twin])
+    more = np.concatenate([more, np.full((max(num_envs - 3, 0), 1), 900) + np.arange(2)])
+    rows = {"obs": np.zeros((num_envs, 2, 3), np.float32), "id": more.astype(np.int32)}
+    found, _ = windows_of(jaxbuf.add(new, rows))
+    assert np.all(np.diff(np.asarray(found), axis=1) == 1)
+
+
+@pytest.mark.parametrize(("num_envs", "length"), [(1, 8), (3, 12)])
+@pytest.mark.parametrize("sampler", [jaxbuf.Prioritized(), jaxbuf.Shuffled()])
+def test_another_number_of_environments_keeps_what_is_known_of_episodes(
+    tmp_path, num_envs, length, sampler
+):
+    step = {"id": jnp.int32(0), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+
+    def create(num_envs, length=8):
+        episodes = jaxbuf.Episodes(record_return=True, discount=1.0, boundary="avoid")
+        options = {"episodes": episodes, "freshness": jaxbuf.Freshness(max_use=2)}
+        return jaxbuf.TrajectoryBuffer.create(
+            step, num_envs, length, sequence_length=2, sampler=sampler, **options
+        )
+
+    ids = np.stack([np.arange(13), 50 + np.arange(13)]).astype(np.int32)
+    ends = np.isin(ids, [2, 7, 10, 51, 55, 60])
+    rows = {"id": ids, "reward": np.ones((2, 13), np.float32), "terminated": ends}
+    versions = np.array([[1] * 13, [2] * 13], np.int32)
+    old = jaxbuf.add(create(2), rows, version=versions).set_version(3)
+    batch = jaxbuf.sample(old, jax.random.key(0), 2)
+    old = old.mark_used(batch.slots)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, create(num_envs, length), resize=True)
+    testing.assert_valid(new)
+
+    def known(buffer, envs, per_env):
+        first = buffer.earliest_position
+        at = first[:envs, None] + jnp.arange(per_env, dtype=jnp.uint32)[None]
+        env = jnp.broadcast_to(jnp.arange(envs, dtype=jnp.int32)[:, None], at.shape)
+        begin = buffer.episode_begin_position(env, at)
+        return (
+            buffer.get_field("id", env, at),
+            begin - first[:envs, None],
+            buffer.steps_to_episode_end(env, at),
+            buffer.episode_return(env, at),
+        )
+
+    envs = min(num_envs, 2)
+    chex.assert_trees_all_equal(known(new, envs, 8), known(old, envs, 8))
+
+    def uses(buffer):
+        windows, at = windows_of(buffer)
+        count, staleness = (
+            np.asarray(x) for x in buffer.freshness.look(buffer.freshness_state, at)
+        )
+        rows = zip(windows, count.tolist(), staleness.tolist(), strict=True)
+        return {row for row in rows if row[0][0] < 50 or num_envs > 1}
+
+    assert uses(new) == uses(old)
+    # Open episodes go on, and environments that were not there begin.
+    more = {"id": jnp.full((num_envs, 2), 99), "reward": jnp.ones((num_envs, 2))}
+    new = new.add({**more, "terminated": jnp.array([[False, True]] * num_envs)})
+    testing.assert_valid(new)
+    newest = new.end_position - jnp.uint32(1)
+    begin = new.episode_begin_position(jnp.arange(num_envs, dtype=jnp.int32), newest)
+    assert (newest - begin).tolist() == [3, 3, 1][:num_envs]
+
+
+def test_another_number_of_environments_of_many_seeds(tmp_path):
+    seeds = jnp.arange(2, dtype=jnp.int32)
+
+    def create(num_envs):
+        return jax.vmap(lambda _: trajectories(8, num_envs))(seeds)
+
+    def rows(seed):
+        ids = 100 * seed + jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
+        return {"obs": jnp.repeat(ids[..., None], 3, -1).astype(jnp.float32), "id": ids}
+
+    old = jax.vmap(lambda buffer, seed: buffer.add(rows(seed)))(create(2), seeds)
+    jaxbuf.save(tmp_path, old)
+    for num_envs in (1, 3):
+        new = jaxbuf.load(tmp_path, create(num_envs), resize=True)
+        for seed in range(2):
+            one = jax.tree.map(lambda leaf, seed=seed: leaf[seed], new)
+            assert_ids(one, 100 * seed + np.arange(5 * min(num_envs, 2)))
+
+
 @pytest.mark.parametrize("length", [4, 12])
 def test_another_length_keeps_what_is_known_of_episodes(tmp_path, length):
     step = {"id": jnp.int32(0), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
@@ -746,6 +858,10 @@ def test_what_cannot_be_moved_is_refused(tmp_path):
     jaxbuf.save(tmp_path, item_buffer(8, sampler=Memorizer()))
     with pytest.raises(ValueError, match="cannot be moved; load it with the size that was saved"):
         jaxbuf.load(tmp_path, item_buffer(3, sampler=Memorizer()), resize=True)
+    jaxbuf.save(tmp_path, trajectories(8, 2, sampler=Memorizer()))
+    message = "like has num_envs 3 (the checkpoint has 2) and length 4 (the checkpoint has 8), and"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.load(tmp_path, trajectories(4, 3, sampler=Memorizer()), resize=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -151,3 +151,125 @@ def test_without_next_observations_the_last_row_of_an_episode_is_one(minari):
     assert second.observations[:, 0].tolist() == [3, 4, 5, 6]
     assert second.actions.tolist() == [3, 4, 5]
     assert second.truncations.tolist() == [False, False, True]
+
+
+def dict_episode(number, length, *, rows=None, infos=None):
+    """An episode whose observations are text, a number and a picture, in lists and arrays."""
+    plain = episode(number, length)
+    ids = 100 * number + np.arange(length + 1 if rows is None else rows)
+    observations = {
+        "mission": [f"go to {i}" for i in ids],
+        "image": np.stack([np.full((2, 2), i % 256, np.uint8) for i in ids]),
+        "at": {"x": [float(i) for i in ids], "y": -ids},
+    }
+    new = dataclasses.replace(plain, observations=observations)
+    new.infos = {} if infos is None else infos
+    return new
+
+
+def test_observations_that_the_buffer_does_not_have_are_left_out():
+    episodes = [dict_episode(1, 4), dict_episode(2, 3)]
+    ids = np.concatenate([e.actions for e in episodes])
+    item = {"action": jnp.int32(0), "terminated": jnp.bool_(False)}
+    buffer = jaxbuf.from_minari(episodes, jaxbuf.ItemBuffer.create(item, 16))
+    assert buffer.data["action"][:7].tolist() == ids.tolist()
+    obs = {"at": {"x": jnp.float32(0)}}
+    item = {"obs": {**obs, "image": jnp.zeros((2, 2), jnp.uint8)}, "next_obs": obs}
+    buffer = jaxbuf.from_minari(episodes, jaxbuf.ItemBuffer.create(item, 16))
+    assert buffer.data["obs"]["at"]["x"][:7].tolist() == ids.tolist()
+    assert buffer.data["obs"]["image"][:7, 1, 1].tolist() == (ids % 256).tolist()
+    assert buffer.data["next_obs"]["at"]["x"][:7].tolist() == (ids + 1).tolist()
+
+
+def test_observations_that_the_dataset_does_not_have_are_named():
+    item = {"obs": {"at": {"z": jnp.float32(0)}}}
+    message = r"episode\['obs'\]\['at'\] has no 'z'.*'x', 'y'.*episode 0 of dataset, with id 1"
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.from_minari([dict_episode(1, 4)], jaxbuf.ItemBuffer.create(item, 16))
+    item = {"obs": {"mission": jnp.float32(0)}}
+    with pytest.raises(ValueError, match=r"episode\['obs'\]\['mission'\] is an array <U9"):
+        jaxbuf.from_minari([dict_episode(1, 4)], jaxbuf.ItemBuffer.create(item, 16))
+    item = {"obs": {"x": jnp.float32(0)}}
+    with pytest.raises(
+        ValueError, match=r"episode\['obs'\] is an array .*; expected a dict with 'x'"
+    ):
+        jaxbuf.from_minari(EPISODES, jaxbuf.ItemBuffer.create(item, 16))
+
+
+@pytest.mark.parametrize("kind", ["items", "trajectories"])
+def test_an_episode_without_its_last_observation_is_named_or_skipped(kind):
+    short = episode(7, 4)
+    short.observations = short.observations[:-1]
+    episodes = [EPISODES[0], short, EPISODES[1]]
+
+    def create(example):
+        if kind == "items":
+            return jaxbuf.ItemBuffer.create(example, 32)
+        return jaxbuf.TrajectoryBuffer.create(example, 1, 32)
+
+    message = (
+        r"episode\['next_obs'\] needs 5 rows, but there are 4 .*the last one is missing.*"
+        r'pass incomplete="skip".*episode 1 of dataset, with id 7'
+    )
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.from_minari(episodes, create(TRANSITION))
+    buffer = jaxbuf.from_minari(episodes, create(TRANSITION), incomplete="skip")
+    assert int(buffer.size) == 8
+    assert not np.isin(buffer.data["action"], np.arange(700, 800)).any()
+    # Without next observations nothing is missing.
+    assert int(jaxbuf.from_minari(episodes, create(STEP)).size) == 12
+    short.observations = short.observations[:-1]
+    with pytest.raises(ValueError, match=r"episode\['obs'\] needs 4 rows, but there are 3"):
+        jaxbuf.from_minari(episodes, create(STEP))
+    assert int(jaxbuf.from_minari(episodes, create(STEP), incomplete="skip").size) == 8
+    with pytest.raises(ValueError, match="incomplete is 'drop'; choose from"):
+        jaxbuf.from_minari(episodes, create(STEP), incomplete="drop")
+
+
+def test_infos_belong_to_the_observation_that_they_came_with():
+    infos = {"success": np.arange(5) > 2, "text": ["a"] * 5, "deep": {"seed": np.arange(5)}}
+    wanted = {"deep": {"seed": jnp.int32(0)}}
+    item = {"action": jnp.int32(0), "infos": wanted, "next_infos": {"success": jnp.bool_(False)}}
+    buffer = jaxbuf.ItemBuffer.create(item, 8)
+    buffer = jaxbuf.from_minari([dict_episode(1, 4, infos=infos)], buffer)
+    assert buffer.data["infos"]["deep"]["seed"][:4].tolist() == [0, 1, 2, 3]
+    assert buffer.data["next_infos"]["success"][:4].tolist() == [False, False, True, True]
+    with pytest.raises(ValueError, match=r"episode\['infos'\] has no 'deep'; there is nothing"):
+        jaxbuf.from_minari([dict_episode(1, 4)], buffer)
+    with pytest.raises(ValueError, match=r"has no infos.*\(episode 0 of dataset, with id 1\)"):
+        jaxbuf.from_minari(EPISODES, buffer)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_an_environment_with_text_and_infos(minari):
+    import gymnasium
+
+    class Env(gymnasium.Env):
+        observation_space = gymnasium.spaces.Dict(
+            mission=gymnasium.spaces.Text(20), t=gymnasium.spaces.Box(0, 9, (), np.int64)
+        )
+        action_space = gymnasium.spaces.Discrete(7)
+
+        def seen(self):
+            return {"mission": "open the door", "t": np.array(self.t)}
+
+        def reset(self, *, seed=None, options=None):
+            self.t = 0
+            return self.seen(), {"twice": 0}
+
+        def step(self, action):
+            self.t += 1
+            return self.seen(), 0.0, self.t == 3, False, {"twice": 2 * self.t}
+
+    collector = minari.DataCollector(Env(), data_format="hdf5", record_infos=True)
+    for seed in range(2):
+        collector.reset(seed=seed)
+        while not collector.step(1)[2]:
+            pass
+    written = collector.create_dataset(
+        "jaxbuf/text-v0", author="n", author_email="e@example.com", algorithm_name="r"
+    )
+    item = {"obs": {"t": jnp.int32(0)}, "next_infos": {"twice": jnp.int32(0)}}
+    buffer = jaxbuf.from_minari(written, jaxbuf.ItemBuffer.create(item, 8))
+    assert buffer.data["obs"]["t"][:6].tolist() == [0, 1, 2] * 2
+    assert buffer.data["next_infos"]["twice"][:6].tolist() == [2, 4, 6] * 2

@@ -1,5 +1,6 @@
 """Rate limiters: the numbers of Reverb and DI-engine, and exact over any number of steps."""
 
+import contextlib
 import fractions
 import math
 import re
@@ -351,3 +352,43 @@ def test_a_tolerance_for_several_at_once_never_blocks_for_good(inserts, samples,
     coins = jax.random.bernoulli(jax.random.key(0), shape=(500,))
     _, able = jax.jit(lambda coins: jax.lax.scan(step, (start, jnp.int32(0)), coins))(coins)
     assert able.all()
+
+
+@every_limiter
+def test_each_call_from_python_is_one_program(create):
+    limiter, size, few = create(), jnp.int32(5), jnp.uint8(3)
+    steps = {
+        "can_insert": lambda limiter: limiter.can_insert(size, 2),
+        "can_sample": lambda limiter: limiter.can_sample(size, np.int64(2)),
+        "inserted": lambda limiter: limiter.inserted(2),
+        "sampled": lambda limiter: limiter.sampled(few),
+        "metrics": lambda limiter: limiter.metrics(),
+    }
+    if isinstance(limiter, jaxbuf.ThroughputLimiter):
+        steps["after"] = lambda limiter: limiter.after(0.5)
+    jax.clear_caches()
+    for name, step in steps.items():
+        with compiled() as programs:
+            found = step(limiter)
+        assert len(programs) == 1, name
+        with compiled() as programs:
+            step(limiter)
+        assert not programs
+        # Inside the caller's own program it is the plain method.
+        chex.assert_trees_all_close(jax.jit(step)(limiter), found, rtol=1e-6)
+
+
+@contextlib.contextmanager
+def compiled():
+    """Notes the programs that are compiled, whether they are kept on disk or not."""
+    found = []
+
+    def listen(event, seconds, **more):
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            found.append(more)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

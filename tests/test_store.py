@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from jaxbuf.io import passes as passes_module
+from jaxbuf.io.passes import Passes
 from jaxbuf.io.ranges import Ranges
 from tests import kill
 from tests.reference_store import ReferenceStore
@@ -132,6 +134,116 @@ def test_batches_are_uniform_over_live_rows_and_repeatable(tmp_path):
         again = [batch.rows for batch in store.batches(64, seed=1, start=60, steps=40, prefetch=5)]
         np.testing.assert_array_equal(again, drawn[60:])
         assert not np.array_equal(next(store.batches(64, seed=2)).rows, drawn[0])
+
+
+@pytest.mark.parametrize("listed", [0, 2**20])
+def test_an_epoch_has_each_row_once_and_can_be_resumed(tmp_path, monkeypatch, listed):
+    monkeypatch.setattr(passes_module, "_MOST_LISTED", listed)
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(23)))
+        store.delete(range(3, 9))
+        live = [*range(3), *range(9, 23)]
+        batches = list(store.batches(5, seed=1, epochs=3))
+        assert [len(batch.rows) for batch in batches] == [5] * 10 + [1]
+        for batch in batches:
+            check(batch.data, batch.rows)
+        passes = np.concatenate([batch.rows for batch in batches]).reshape(3, 17)
+        assert np.sort(passes, axis=1).tolist() == [live] * 3
+        assert len({tuple(row) for row in passes.tolist()}) == 3
+        again = list(store.batches(5, seed=1, epochs=3, start=4, prefetch=7))
+        chex.assert_trees_all_equal(again, batches[4:])
+        some = list(store.batches(5, seed=1, epochs=100, start=4, steps=2))
+        chex.assert_trees_all_equal(some, batches[4:6])
+        other = np.concatenate([batch.rows for batch in store.batches(5, seed=2, epochs=1)])
+        assert sorted(other) == live
+        assert other.tolist() != passes[0].tolist()
+        # A batch may be larger than a pass, and far from the first one.
+        (large,) = store.batches(40, seed=1, epochs=2)
+        np.testing.assert_array_equal(large.rows, passes[:2].reshape(-1))
+        far = list(store.batches(17, seed=1, epochs=2**40 + 2, start=2**40))
+        assert [sorted(batch.rows) for batch in far] == [live] * 2
+        assert list(store.batches(5, seed=1, epochs=1, start=4)) == []
+
+
+def test_an_epoch_has_the_rows_from_its_beginning(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(12)))
+        store.delete([1])
+        batches = store.batches(3, seed=1, epochs=2, prefetch=1)
+        found = [next(batches)]
+        store.append(items(range(12, 20)))
+        store.delete(range(2, 10))
+        assert disk_chunks(tmp_path) == [0, 1, 2, 3, 4]
+        with pytest.raises(IndexError, match="row 5 was deleted"):
+            store.read([5])
+        found += batches
+        for batch in found:
+            check(batch.data, batch.rows)
+        rows = np.concatenate([batch.rows for batch in found]).reshape(2, 11)
+        assert np.sort(rows, axis=1).tolist() == [[0, *range(2, 12)]] * 2
+        # Their space is freed once the iterator has ended.
+        assert disk_chunks(tmp_path) == [0, 2, 3, 4]
+        assert not store._pins
+        now = np.concatenate([batch.rows for batch in store.batches(3, epochs=1)])
+        assert sorted(now) == [0, 10, 11, *range(12, 20)]
+        unfinished = store.batches(3, epochs=5)
+        next(unfinished)
+        store.delete(range(12))
+        assert 0 in disk_chunks(tmp_path)
+        later = store.batches(3, epochs=5)
+        next(later)
+        unfinished.close()
+        later.close()
+        assert disk_chunks(tmp_path) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("count", "listed"), [*((n, 2**20) for n in (1, 2, 3, 7, 100)), (100, 0), (257, 0)]
+)
+def test_a_pass_has_any_order_with_the_same_probability(monkeypatch, listed, count):
+    monkeypatch.setattr(passes_module, "_MOST_LISTED", listed)
+    every = np.arange(count)
+    found = []
+    for seed in range(400):
+        order = Passes(count, seed)
+        passes = [order.at(number, every) for number in range(3)]
+        assert np.sort(passes, axis=1).tolist() == [every.tolist()] * 3
+        # Any part of a pass is known without the others.
+        part = np.arange(count // 2, count)
+        again = Passes(count, seed).at(2, part)
+        np.testing.assert_array_equal(again, passes[2][part])
+        found += passes
+    found = np.stack(found)
+    cells = np.zeros((count, count))
+    np.add.at(cells, (np.broadcast_to(every, found.shape), found), 1)
+    expected = len(found) / count
+    freedom = max((count - 1) ** 2, 1)
+    # Exceeded with a probability of about 1e-4.
+    assert np.sum((cells - expected) ** 2 / expected) < freedom + 4 * np.sqrt(2 * freedom) + 4
+    if count > 2:
+        # Neighbors follow each other no more often than others do.
+        after = np.mean((found[:, 1:] - found[:, :-1]) % count == 1)
+        share = 1 / (count - 1)
+        assert abs(after - share) < 4 * np.sqrt(share / (len(found) * (count - 1))) + 1e-9
+
+
+def test_an_order_of_very_many_rows():
+    count = 2**44 + 5
+    order = Passes(count, 3)
+    places = np.unique(np.random.default_rng(0).integers(count, size=50_000))
+    rows = order.at(0, places)
+    assert rows.dtype == np.int64
+    assert len(np.unique(rows)) == len(places)
+    assert rows.min() >= 0
+    assert rows.max() < count
+    # 63 degrees of freedom: exceeded with probability 1e-4.
+    cells = np.bincount(rows * 64 // count, minlength=64)
+    assert np.sum((cells - len(rows) / 64) ** 2 / (len(rows) / 64)) < 113
+
+
+def test_the_default_chunk_suits_random_batches(tmp_path):
+    with jaxbuf.Store(tmp_path, {"obs": np.zeros(256, np.float32)}) as store:
+        assert store.chunk == 64
 
 
 def test_numbers_of_a_store_may_be_larger_than_those_of_buffers(tmp_path):

@@ -331,7 +331,7 @@ import jax.numpy as jnp, numpy as np, jaxbuf
 item = np.zeros(1000)
 rows = np.random.default_rng(0).random((2000, 1000))
 jaxbuf.save(sys.argv[1] + "/saved", {"x": np.zeros(3)})
-store = jaxbuf.Store(sys.argv[1] + "/store", item)
+store = jaxbuf.Store(sys.argv[1] + "/store", item, chunk=32)
 store.append(rows[:1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 for write in (lambda: jaxbuf.save(sys.argv[1] + "/saved", {"x": rows}), lambda: store.append(rows)):

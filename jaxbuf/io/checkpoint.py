@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
-from jaxbuf.io import records, resizing, structure, versions, zarr
+from jaxbuf.io import earlier, records, resizing, structure, versions, zarr
 from jaxbuf.io.structure import Leaf
 
 Tree = TypeVar("Tree")
@@ -110,7 +110,7 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
         if structure.is_key(described[name].dtype):
             leaves[name]["key"] = str(jax.random.key_impl(value))
     chunk = min(max(1, sum(array.size for array in arrays)), _CHUNK_BYTES)
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": _FORMAT,
         "configuration": structure.configuration(buffer),
         "chunk": chunk,
@@ -153,14 +153,15 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
             committed to devices, and shapes with a sharding, determine where the result is placed.
             The sharding may differ from that of the saved arrays.
         resize: Whether buffers may differ from those of ``like`` in their ``capacity`` (of an
-            ``ItemBuffer`` or a ``Queue``), ``length`` (of a ``TrajectoryBuffer``) or number of
-            shards (of a ``Sharded`` with ``ItemBuffer`` shards without parts). If not all items
-            fit, the evictor's choice is kept: the newest items or the highest scores. A queue keeps
-            its oldest items, and a trajectory buffer its newest steps. Another number of shards
-            gets the items in turn, in order of age, and every process reads all of them. Slots that
-            were sampled before become stale, and positions of steps are counted anew.
-            What samplers and parts keep moves with the items, by ``Sampler.move`` and
-            ``Part.move``.
+            ``ItemBuffer`` or a ``Queue``), ``length`` or ``num_envs`` (of a ``TrajectoryBuffer``)
+            or number of shards (of a ``Sharded`` with ``ItemBuffer`` shards without parts). If not
+            all items fit, the evictor's choice is kept: the newest items or the highest scores. A
+            queue keeps its oldest items, and a trajectory buffer the newest steps of its first
+            ``num_envs`` environments; more environments than were saved begin without steps.
+            Another number of shards gets the items in turn, in order of age, and every process
+            reads all of them. Slots that were sampled before become stale, and positions of steps
+            are counted anew. What samplers and parts keep moves with the items, by ``Sampler.move``
+            and ``Part.move``.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
@@ -213,10 +214,11 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
             _need(0 < _integer(manifest["chunk"]) <= _CHUNK_BYTES)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _damaged(version, "its manifest is incomplete or not one of jaxbuf") from error
-    target: Any = resizing.as_saved(like, configuration) if resize else like
-    gone = {name for name in saved if _was_empty(name, saved[name], configuration)}
+    sized: Any = resizing.as_saved(like, configuration, saved) if resize else like
+    target = earlier.as_saved(sized, saved)
+    gone = {name for name in saved if earlier.was_empty(name, saved[name], configuration)}
     wanted = {name: leaf for name, leaf in saved.items() if name not in gone}
-    _compare(version, configuration, wanted, target)
+    _compare(version, configuration, wanted, target, resize)
 
     names = [*structure.leaves(target, "like")]
     places = dict(zip(names, jax.tree.leaves(target), strict=True))
@@ -233,7 +235,10 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
             # Each layer of the storage raises errors of its own.
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
     tree = jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in names])
-    return jax.tree.map(_place, resizing.fit(tree, like), like) if resize else tree
+    renewed = earlier.renewed(tree, sized, configuration)
+    if resize:
+        renewed = resizing.fit(renewed, like)
+    return jax.tree.map(_place, renewed, like) if renewed is not tree else tree
 
 
 def _check_record(record: Any) -> Leaf:
@@ -271,14 +276,12 @@ def _need(right: bool) -> None:
         raise ValueError("a number is not one that jaxbuf writes")
 
 
-def _was_empty(name: str, leaf: Leaf, configuration: dict[str, Any]) -> bool:
-    """Returns whether version 0.2.0 saved a leaf without elements, which no state has now."""
-    index, field, _ = name.rpartition(".returns")
-    return bool(field) and 0 in leaf.shape and configuration.get(index) == "EpisodeIndex"
-
-
 def _compare(
-    version: Path, configuration: dict[str, Any], saved: dict[str, Leaf], target: Any
+    version: Path,
+    configuration: dict[str, Any],
+    saved: dict[str, Leaf],
+    target: Any,
+    resize: bool,
 ) -> None:
     """Checks that a checkpoint matches ``target``.
 
@@ -286,6 +289,7 @@ def _compare(
         ValueError: If it does not; the message names the first differences.
     """
     missing, wanted = "nothing", structure.configuration(target)
+    configuration = earlier.completed(configuration, wanted)
     parts: list[str] = []
     sizes = True
     for name in sorted({*configuration, *wanted}):
@@ -299,13 +303,16 @@ def _compare(
         f"{configuration.get(name, missing)}"
         for name in parts
     ]
+    given = structure.leaves(target, "like")
+    messages += _other_envs(configuration, saved, given)
     if messages:
-        hint = "pass resize=True to load into another size" if sizes else "create it alike"
+        hint = "create it alike"
+        if sizes and not resize:
+            hint = "pass resize=True to load into another size"
         if any(name.endswith(".num_shards") for name in parts):
             hint = f"create it with as many shards, on any number of devices, or {hint}"
     else:
         hint = "pass a pytree like the one that was saved"
-        given = structure.leaves(target, "like")
         messages = [f"like{name} is not in the checkpoint" for name in given if name not in saved]
         messages += [f"like{name} is missing" for name in saved if name not in given]
         for name in saved.keys() & given.keys() if not messages else ():
@@ -320,6 +327,22 @@ def _compare(
         shown = "; ".join(itertools.islice(sorted(messages), 5))
         more = f" (and {len(messages) - 5} more)" if len(messages) > 5 else ""
         raise ValueError(f"the checkpoint {version} is of something else: {shown}{more}; {hint}")
+
+
+def _other_envs(
+    configuration: dict[str, Any], saved: dict[str, Leaf], given: dict[str, Leaf]
+) -> list[str]:
+    """Returns what to say about rings of another number of environments."""
+    found: list[str] = []
+    for name in saved.keys() & given.keys():
+        rings, field, _ = name.rpartition(".cursor")
+        if field and configuration.get(rings) == "Rings":
+            buffer = rings.removesuffix(".inner").removesuffix(".occupancy")
+            have, want = saved[name].shape, given[name].shape
+            if have[-1:] != want[-1:] and have[:-1] == want[:-1]:
+                more = f"has num_envs {want[-1]}, but the checkpoint has {have[-1]}"
+                found.append(f"like{buffer} {more}")
+    return found
 
 
 def _read_manifest(version: Path) -> dict[str, Any]:

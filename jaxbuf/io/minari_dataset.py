@@ -5,8 +5,8 @@ References:
 """
 
 import importlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import jax
 import numpy as np
@@ -15,22 +15,52 @@ from jaxtyping import PyTree
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.kinds import item_of, num_blocks, num_rings
 from jaxbuf.buffers.options import check_options
-from jaxbuf.core import numbers, storage, trees
-from jaxbuf.core.checks import name_of
+from jaxbuf.core import checks, numbers, storage, trees
+from jaxbuf.core.checks import kind_of, name_of
 from jaxbuf.core.sizes import check_count
 from jaxbuf.io.order import items_in_order, rings_in_order
 
 Buffer = TypeVar("Buffer", bound=Any)
 
-_FIELDS = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
+_FIELDS = (
+    "obs",
+    "action",
+    "reward",
+    "next_obs",
+    "terminated",
+    "truncated",
+    "infos",
+    "next_infos",
+)
+# The fields with a row more than there are steps, of which the first or the last one is left out.
+_ONE_MORE = {
+    "obs": ("observations", 0),
+    "next_obs": ("observations", 1),
+    "infos": ("infos", 0),
+    "next_infos": ("infos", 1),
+}
+Incomplete = Literal["raise", "skip"]
 
 
-def from_minari(dataset: Any, buffer: Buffer, *, rows_at_a_time: int = 1024) -> Buffer:
+class _Missing(ValueError):
+    """The error of an episode that has too few observations or infos."""
+
+
+def from_minari(
+    dataset: Any,
+    buffer: Buffer,
+    *,
+    incomplete: Incomplete = "raise",
+    rows_at_a_time: int = 1024,
+) -> Buffer:
     """Adds all episodes of a Minari dataset to a buffer.
 
     The buffer's items must be a dict with any of ``obs``, ``action``, ``reward``, ``next_obs``,
-    ``terminated`` and ``truncated``; fields that it does not have are left out. Numbers are cast to
-    the buffer's dtypes, since Minari keeps rewards in float64.
+    ``terminated``, ``truncated``, ``infos`` and ``next_infos``. Fields that it does not have are
+    left out, also those within observations and infos, such as the text of an instruction, which no
+    buffer can hold. ``infos`` came with ``obs``, and ``next_infos`` with ``next_obs``: the latter
+    are what ``env.step`` returned for this step. Numbers are cast to the buffer's dtypes, since
+    Minari keeps rewards in float64.
 
     In a ``TrajectoryBuffer`` each episode is added as a whole to the environment that has received
     the fewest steps. An episode whose data end without ``terminated`` or ``truncated`` is marked as
@@ -40,13 +70,31 @@ def from_minari(dataset: Any, buffer: Buffer, *, rows_at_a_time: int = 1024) -> 
         dataset: The result of ``minari.load_dataset``, or any other iterable of its episodes.
         buffer: An ``ItemBuffer``, ``Queue`` or ``TrajectoryBuffer``, which may be ``Hosted`` or
             ``Sharded``. It is consumed: go on with the result.
+        incomplete: ``"raise"`` an error if an episode has too few observations for the fields of
+            the buffer, or ``"skip"`` it. For ``next_obs`` there must be one after the last step.
         rows_at_a_time: Number of rows to add in one step.
 
     Raises:
-        ValueError: If the buffer's items are not such a dict, a shape differs, or the dataset has
-            no episodes.
+        ValueError: If the buffer's items are not such a dict, ``dataset`` does not consist of
+            episodes, or an episode lacks a field or rows of it, or has another shape; the message
+            names the episode.
+
+    Example:
+        >>> import types, jax.numpy as jnp, numpy as np, jaxbuf
+        >>> episode = types.SimpleNamespace(
+        ...     observations={"mission": ["open", "open", "open"], "at": np.arange(3)},
+        ...     actions=np.zeros(2, np.int64),
+        ...     rewards=np.array([0.0, 1.0]),
+        ...     terminations=np.array([False, True]),
+        ...     truncations=np.array([False, False]),
+        ... )
+        >>> item = {"obs": {"at": jnp.int32(0)}, "reward": jnp.float32(0)}
+        >>> buffer = jaxbuf.from_minari([episode], jaxbuf.ItemBuffer.create(item, 4))
+        >>> buffer.data["obs"]["at"][:2].tolist(), buffer.data["reward"][:2].tolist()
+        ([0, 1], [0.0, 1.0])
     """
     check_options(buffer, "add", {})
+    checks.check_choice("incomplete", incomplete, get_args(Incomplete))
     rows_at_a_time = check_count("rows_at_a_time", rows_at_a_time)
     fields = item_of(buffer)
     if not isinstance(fields, dict) or not set(fields) <= set(_FIELDS):
@@ -55,7 +103,7 @@ def from_minari(dataset: Any, buffer: Buffer, *, rows_at_a_time: int = 1024) -> 
             f"of {', '.join(_FIELDS)}"
         )
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), fields)
-    episodes = (_steps(episode, like) for episode in _episodes(dataset))
+    episodes = _read(dataset, like, incomplete == "skip")
     if num_rings(buffer):
         filled: Any = _into_rings(episodes, buffer, rows_at_a_time)
     else:
@@ -120,6 +168,22 @@ def _episodes(dataset: Any) -> Iterator[Any]:
         yield episode
 
 
+def _read(dataset: Any, like: dict[str, Any], skip: bool) -> Iterator[dict[str, Any]]:
+    """Yields the steps of each episode, leaves ``[T, ...]``.
+
+    Raises:
+        ValueError: If an episode does not have them; the message names it.
+    """
+    for number, episode in enumerate(_episodes(dataset)):
+        try:
+            yield _steps(episode, like)
+        except ValueError as error:
+            if skip and isinstance(error, _Missing):
+                continue
+            named = f", with id {episode.id}" if hasattr(episode, "id") else ""
+            raise ValueError(f"{error} (episode {number} of dataset{named})") from error
+
+
 def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
     """Returns the steps of an episode, leaves ``[T, ...]``."""
     count = len(episode.rewards)
@@ -127,14 +191,23 @@ def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
     if count:
         truncated[-1] |= not episode.terminations[-1]
     every = {
-        "obs": jax.tree.map(lambda x: np.asarray(x)[:count], episode.observations),
         "action": episode.actions,
         "reward": episode.rewards,
-        "next_obs": jax.tree.map(lambda x: np.asarray(x)[1 : count + 1], episode.observations),
         "terminated": episode.terminations,
         "truncated": truncated,
     }
-    given = trees.match(like, {name: every[name] for name in like})
+    chosen: dict[str, Any] = {}
+    for name in like:
+        source, first = _ONE_MORE.get(name, ("", 0))
+        if source and not hasattr(episode, source):
+            raise ValueError(f"the episode has no {source}, but the items of buffer have {name!r}")
+        given = getattr(episode, source) if source else every[name]
+        chosen[name] = _part(like[name], given, f"episode[{name!r}]")
+        if source:
+            _check_rows(chosen[name], first + count, count, name)
+            rows = slice(first, first + count)
+            chosen[name] = _at(chosen[name], rows)
+    given = trees.match(like, chosen)
     want, have = jax.tree.structure(like), jax.tree.structure(given)
     if want == have:
         given = jax.tree_util.tree_map_with_path(
@@ -146,6 +219,48 @@ def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
         )
     jax.eval_shape(lambda: storage.check(like, given, "episode", (count,)))
     return given
+
+
+def _part(like: Any, given: Any, name: str) -> Any:
+    """Returns the arrays of ``given`` that ``like`` has, in dicts for all mappings.
+
+    Raises:
+        ValueError: If a mapping lacks a key.
+    """
+    if isinstance(like, Mapping):
+        keys = [*cast("Mapping[Any, Any]", like)]
+        if not isinstance(given, Mapping):
+            wanted = ", ".join(map(repr, keys))
+            raise ValueError(f"{name} is {kind_of(given)}; expected a dict with {wanted}")
+        missing = [key for key in keys if key not in given]
+        if missing:
+            known = ", ".join(map(repr, cast("Mapping[Any, Any]", given)))
+            has = f"it has {known}" if known else "there is nothing in it"
+            raise ValueError(f"{name} has no {missing[0]!r}; {has}")
+        return {key: _part(like[key], given[key], f"{name}[{key!r}]") for key in keys}
+    if type(like) is tuple and isinstance(given, tuple) and len(like) == len(given):
+        pairs = zip(like, cast("tuple[Any, ...]", given), strict=True)
+        return tuple(_part(a, b, f"{name}[{i}]") for i, (a, b) in enumerate(pairs))
+    if jax.tree_util.all_leaves([like]) and not isinstance(given, Mapping | tuple):
+        # A list of numbers or of arrays, one for each step, is one array.
+        return np.asarray(given)
+    return jax.tree.map(np.asarray, given)
+
+
+def _check_rows(given: PyTree[Any], needed: int, steps: int, field: str) -> None:
+    """Checks that an episode has enough rows of a field.
+
+    Raises:
+        ValueError: If it has fewer.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
+        if leaf.ndim and len(leaf) < needed:
+            last = ", so the last one is missing" if len(leaf) == steps else ""
+            raise _Missing(
+                f"episode[{field!r}]{jax.tree_util.keystr(path)} needs {needed} rows, but there "
+                f"are {len(leaf)} for {steps} steps{last}; leave {field!r} out of the items, or "
+                'pass incomplete="skip" to leave such episodes out'
+            )
 
 
 def _pieces(episodes: Iterator[dict[str, Any]], size: int) -> Iterator[tuple[PyTree[Any], Any]]:

@@ -15,6 +15,7 @@ from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import counters
 from jaxbuf.io import resharding
 from jaxbuf.io.order import in_order
+from jaxbuf.io.structure import Leaf
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.moves import Moves
@@ -26,12 +27,13 @@ _BUFFERS = (ItemBuffer, Queue, TrajectoryBuffer)
 _SHARDS = jax.tree_util.GetAttrKey("shards")
 
 
-def as_saved(like: PyTree, configuration: dict[str, Any]) -> PyTree:
+def as_saved(like: PyTree, configuration: dict[str, Any], saved: dict[str, Leaf]) -> PyTree:
     """Returns ``like`` with each buffer in it as large as the corresponding saved one.
 
     Args:
         like: A pytree with buffers.
         configuration: The result of ``structure.configuration`` for the saved pytree.
+        saved: The types of its leaves, by name.
 
     Returns:
         The pytree, with ``jax.ShapeDtypeStruct`` leaves in buffers that have another size.
@@ -47,13 +49,19 @@ def as_saved(like: PyTree, configuration: dict[str, Any]) -> PyTree:
         if not isinstance(node, _BUFFERS):
             return node
         inner = ".inner" if isinstance(node.occupancy, Subset) else ""
-        place = f"{jax.tree_util.keystr(path)}.occupancy{inner}.{_size_name(node)}"
-        size = configuration.get(place)
-        if not isinstance(size, int) or size == _size(node):
+        place = f"{jax.tree_util.keystr(path)}.occupancy{inner}"
+        size = configuration.get(f"{place}.{_size_name(node)}")
+        if not isinstance(size, int):
+            return node
+        sizes = (size,)
+        if isinstance(node, TrajectoryBuffer):
+            cursor = saved.get(f"{place}.cursor")
+            sizes = (*(cursor.shape if cursor else ())[-1:], size)
+        if sizes == _sizes(node):
             return node
         try:
-            return _abstract(node, size)
-        except ValueError:
+            return _abstract(node, sizes)
+        except (TypeError, ValueError):
             # No buffer like this one has that size, so something else differs too.
             return node
 
@@ -71,36 +79,37 @@ def fit(tree: Tree, like: Tree) -> Tree:
         if isinstance(node, Sharded):
             if node.num_shards == wanted.num_shards:
                 return node.replace(shards=convert((*path, _SHARDS), node.shards, wanted.shards))
-            size = _size(wanted.shards)
+            (size,) = _sizes(wanted.shards)
             return wanted.replace(shards=resharding.deal(node.shards, wanted.num_shards, size))
-        if not isinstance(node, _BUFFERS) or _size(node) == _size(wanted):
+        if not isinstance(node, _BUFFERS) or _sizes(node) == _sizes(wanted):
             return node
         try:
-            resized = _resize_stack(node, _size(wanted))
+            resized = _resize_stack(node, _sizes(wanted))
             same = jax.tree.structure(resized) == jax.tree.structure(wanted)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{_cannot(path, node)}: {error}") from error
+            raise ValueError(f"{_cannot(path, node, wanted)}: {error}") from error
         if not same or _shapes(resized) != _shapes(wanted):
-            raise ValueError(_cannot(path, node))
+            raise ValueError(_cannot(path, node, wanted))
         return resized
 
     return jax.tree_util.tree_map_with_path(convert, tree, like, is_leaf=_is_buffer)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _resize_stack(stack: Any, size: int) -> Any:
+def _resize_stack(stack: Any, sizes: tuple[int, ...]) -> Any:
     """Resizes one buffer, or many that are stacked along leading axes."""
-    resize = functools.partial(_resize, size=size)
+    resize = functools.partial(_resize, sizes=sizes)
     for _ in range(stack.counters.ndim - 1):
         resize = jax.vmap(resize)
     return resize(stack)
 
 
-def _resize(old: Any, size: int) -> Any:
+def _resize(old: Any, sizes: tuple[int, ...]) -> Any:
     """Returns a buffer of another size with the items that fit; earlier slots become stale."""
-    new = type(old).create(_example(old), *_sizes(old, size), **_options(old))
+    new = type(old).create(_example(old), *sizes, **_options(old))
     if isinstance(old, TrajectoryBuffer):
         return _resize_rings(old, new)
+    (size,) = sizes
     order, live = in_order(old.occupancy)
     counts = old.counters
     if isinstance(old, Queue):
@@ -124,18 +133,26 @@ def _resize(old: Any, size: int) -> Any:
 
 
 def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuffer:
-    """Moves the newest steps of each ring so that windows still start at the same steps."""
-    before = old.rings
+    """Moves the newest steps of each ring so that windows still start at the same steps.
+
+    Environment ``i`` is environment ``i`` afterwards. If there are fewer, the last ones are left
+    out. If there are more, the last ones are empty.
+    """
+    before, stay = old.rings, min(old.num_envs, new.num_envs)
     position, held = (x.astype(jnp.int32)[:, None] for x in (before.cursor, before.held))
     rank = jnp.arange(before.length, dtype=jnp.int32)[None]
     oldest = (position - held) % jnp.int32(before.length)
     order = (oldest + rank) % jnp.int32(before.length)
     start = (oldest % jnp.int32(before.period)).astype(jnp.uint32)[:, 0]
-    empty = new.rings.replace(cursor=start, lap=before.clear().lap)
-    placed, target, _, _ = empty.place(before.length, rank < held)
+    # A slot may be one of another ring now, so the laps of all rings begin after all of before.
+    laps = jnp.broadcast_to(jnp.max(before.clear().lap), (new.num_envs,))
+    empty = new.rings.replace(cursor=new.rings.cursor.at[:stay].set(start[:stay]), lap=laps)
+    mask = jnp.zeros((new.num_envs, before.length), bool).at[:stay].set((rank < held)[:stay])
+    placed, target, _, _ = empty.place(before.length, mask)
+    order, target = order[:stay], target[:stay]
 
     # A window moves with its first step, and none starts where a step is not kept or too early.
-    env = jnp.arange(before.num_envs, dtype=jnp.int32)[:, None]
+    env = jnp.arange(stay, dtype=jnp.int32)[:, None]
     first = before.starts * env + order // jnp.int32(before.period)
     kept = (order % jnp.int32(before.period) == 0) & (target < new.capacity)
     window, index = first.reshape(-1), (target // jnp.int32(before.period)).reshape(-1)
@@ -153,7 +170,8 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
         occupancy = occupancy.replace(members=members)
     slots = (before.num_envs * before.starts, new.num_envs * placed.starts)
     lengths = (before.length, placed.length)
-    moves = Moves(window, index, begun, slots, (order, target), lengths)
+    envs = (before.num_envs, new.num_envs)
+    moves = Moves(window, index, begun, slots, (order, target), lengths, envs)
     return _move(new, old, moves).replace(occupancy=occupancy, counters=old.counters)
 
 
@@ -185,11 +203,9 @@ def _size_name(buffer: Any) -> str:
     return "length" if isinstance(buffer, TrajectoryBuffer) else "capacity"
 
 
-def _size(buffer: Any) -> int:
-    return cast("int", getattr(_inner(buffer.occupancy), _size_name(buffer)))
-
-
-def _sizes(buffer: Any, size: int) -> tuple[int, ...]:
+def _sizes(buffer: Any) -> tuple[int, ...]:
+    """Returns the sizes that ``create`` takes after the example."""
+    size = getattr(_inner(buffer.occupancy), _size_name(buffer))
     return (buffer.num_envs, size) if isinstance(buffer, TrajectoryBuffer) else (size,)
 
 
@@ -206,12 +222,10 @@ def _example(buffer: Any) -> PyTree:
     )
 
 
-def _abstract(buffer: Any, size: int) -> Any:
+def _abstract(buffer: Any, sizes: tuple[int, ...]) -> Any:
     """Returns the shapes of a buffer with the same options but another size."""
     stack = buffer.counters.shape[:-1]
-    one = jax.eval_shape(
-        lambda: type(buffer).create(_example(buffer), *_sizes(buffer, size), **_options(buffer))
-    )
+    one = jax.eval_shape(lambda: type(buffer).create(_example(buffer), *sizes, **_options(buffer)))
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*stack, *leaf.shape), leaf.dtype), one)
 
 
@@ -219,9 +233,15 @@ def _shapes(tree: PyTree) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
-def _cannot(path: tuple[Any, ...], buffer: Any) -> str:
+def _cannot(path: tuple[Any, ...], saved: Any, wanted: Any) -> str:
+    names = ("num_envs", "length") if isinstance(saved, TrajectoryBuffer) else ("capacity",)
+    sizes = zip(names, _sizes(wanted), _sizes(saved), strict=True)
+    other = " and ".join(
+        f"{name} {size} (the checkpoint has {before})"
+        for name, size, before in sizes
+        if size != before
+    )
     return (
-        f"like{jax.tree_util.keystr(path)} has {_size_name(buffer)} that differs from the "
-        f"checkpoint's {_size(buffer)}, and what its strategies keep cannot be moved; load it with "
-        "the size that was saved"
+        f"like{jax.tree_util.keystr(path)} has {other}, and what its strategies keep cannot be "
+        "moved; load it with the size that was saved"
     )

@@ -8,6 +8,7 @@ checksums, and a missing chunk is never read as zeros.
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import fcntl
 import itertools
 import math
@@ -31,13 +32,14 @@ from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
 from jaxbuf.io import records, structure, zarr
 from jaxbuf.io.order import items_in_order, rings_in_order
+from jaxbuf.io.passes import Passes
 from jaxbuf.io.places import Listed, Places, chunk_name
 from jaxbuf.io.ranges import Ranges
 
 Buffer = TypeVar("Buffer", bound=Any)
 
 _FORMAT = 2
-_CHUNK_BYTES = 2**18
+_CHUNK_BYTES = 2**16
 _MOST_CHUNK_BYTES = 2**31
 
 # Indices of rows, as NumPy would accept them for an array of all rows.
@@ -47,6 +49,10 @@ Rows: TypeAlias = (
     | Int[Array | np.ndarray[Any, Any], " ..."]
     | Bool[Array | np.ndarray[Any, Any], " N"]
 )
+
+
+# Numbers of rows, and the chunks that are pinned until they were read.
+_Draw: TypeAlias = tuple[Int[np.ndarray, " B"], list[int]]
 
 
 class StoreBatch(NamedTuple):
@@ -59,6 +65,19 @@ class StoreBatch(NamedTuple):
 
     data: PyTree[Array]
     rows: Int[np.ndarray, " B"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kept:
+    """The rows that an iterator over epochs draws.
+
+    Attributes:
+        rows: The number of rows when it began.
+        deleted: The rows that were deleted at that time.
+    """
+
+    rows: int
+    deleted: Ranges
 
 
 class Store:
@@ -81,8 +100,8 @@ class Store:
             existing store it must match the example that it was created with.
         mode: ``"a"`` to read and append, ``"r"`` to only read.
         chunk: Number of rows that are compressed and read together: small for random batches,
-            large for long ranges. By default they take about 256 KiB. An existing store keeps its
-            own.
+            large for long ranges. By default they take about 64 KiB before compression, which suits
+            random batches. An existing store keeps its own.
         cache_bytes: The most memory for chunks that were read.
 
     Raises:
@@ -117,6 +136,7 @@ class Store:
         self._like = _like(example)
         self._names = [*structure.leaves(self._like, "")]
         self._pins: collections.Counter[int] = collections.Counter()
+        self._kept: list[_Kept] = []
         self._mutex = threading.RLock()
         self._closed = False
         self._lock: Any = None
@@ -328,6 +348,7 @@ class Store:
         batch_size: int,
         *,
         seed: int = 0,
+        epochs: int | None = None,
         start: int = 0,
         steps: int | None = None,
         prefetch: int = 2,
@@ -335,15 +356,23 @@ class Store:
     ) -> Iterator[StoreBatch]:
         """Yields random batches, which another thread reads ahead of time.
 
-        Rows are drawn with replacement, and all rows present at the time of the draw are equally
-        likely. Batch ``i`` only depends on the seed, on ``i`` and on those rows, so a run can
-        resume from any batch.
+        By default rows are drawn with replacement, and all rows present at the time of the draw are
+        equally likely. Batch ``i`` only depends on the seed, on ``i`` and on those rows, so a run
+        can resume from any batch.
+
+        With ``epochs``, each epoch has every row exactly once, in another random order. The epochs
+        follow each other without a gap: only the last batch of all has fewer than ``B`` rows, if
+        their number is not a multiple of ``B``. The rows are those present when the first batch is
+        requested. Rows that are deleted afterwards are still drawn, and stay on disk until the
+        iterator ends or is closed. A run that resumes gets the same batches if the store has the
+        same rows as at the beginning.
 
         Args:
             batch_size: Number of rows ``B``.
             seed: The seed of the draws.
+            epochs: Number of passes over all rows; None draws with replacement.
             start: Number of the first batch.
-            steps: Number of batches; without it, they never end.
+            steps: Number of batches; without it, they never end, or end with the last epoch.
             prefetch: Number of batches to read ahead.
             device: A device or sharding to put them on.
 
@@ -354,17 +383,34 @@ class Store:
             ValueError: If a number is too small or not an integer; at the first batch, if the store
                 is empty; and at any batch, if its rows are damaged on disk, or have 64-bit numbers
                 that do not fit 32 bits while ``jax_enable_x64`` is off.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp, numpy as np, jaxbuf
+            >>> item = jnp.int32(0)
+            >>> with tempfile.TemporaryDirectory() as folder, jaxbuf.Store(folder, item) as store:
+            ...     _ = store.append(jnp.arange(10))
+            ...     all_ = [batch.rows for batch in store.batches(4, epochs=2)]
+            ...     later = [batch.rows for batch in store.batches(4, epochs=2, start=3)]
+            >>> [len(rows) for rows in all_], sorted(np.concatenate(all_)[:10].tolist())
+            ([4, 4, 4, 4, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+            >>> np.array_equal(later, all_[3:])
+            True
         """
         for name, value, least, most in (
             ("batch_size", batch_size, 1, MOST_ROWS),
             ("seed", seed, 0, MOST_ON_HOST),
+            ("epochs", 1 if epochs is None else epochs, 1, MOST_ON_HOST),
             ("start", start, 0, MOST_ON_HOST),
             ("steps", 0 if steps is None else steps, 0, MOST_ON_HOST),
             ("prefetch", prefetch, 1, MOST_ROWS),
         ):
             check_count(name, value, least, most)
         numbers = itertools.count(start) if steps is None else iter(range(start, start + steps))
-        return self._batches(batch_size, seed, numbers, prefetch, device)
+        if epochs is None:
+            draws = self._draws(batch_size, seed, numbers)
+        else:
+            draws = self._epochs(batch_size, seed, numbers, epochs)
+        return self._batches(draws, prefetch, device)
 
     def load_into(
         self,
@@ -426,29 +472,57 @@ class Store:
             filled = doors.add(filled, items, mask=mask, **options)
         return filled
 
-    def _batches(
-        self, batch_size: int, seed: int, numbers: Iterator[int], prefetch: int, device: Any
-    ) -> Iterator[StoreBatch]:
+    def _draws(self, batch_size: int, seed: int, numbers: Iterator[int]) -> Generator[_Draw]:
+        """Yields the rows of batches with replacement, pinned."""
+        for number in numbers:
+            with self._mutex:
+                self._check_not_empty()
+                random = np.random.default_rng((seed, number))
+                rank = random.integers(self.live, size=batch_size)
+                rows = np.asarray(self._deleted.without(rank))
+                draw = rows, self._pin(rows)
+            yield draw
+
+    def _epochs(
+        self, batch_size: int, seed: int, numbers: Iterator[int], epochs: int
+    ) -> Generator[_Draw]:
+        """Yields the rows of batches of passes over all rows, pinned."""
+        with self._mutex:
+            self._check_not_empty()
+            kept = _Kept(self._rows, self._deleted)
+            self._kept.append(kept)
+        try:
+            count = kept.rows - len(kept.deleted)
+            passes = Passes(count, seed)
+            for number in numbers:
+                start = number * batch_size
+                if start >= count * epochs:
+                    return
+                rank = passes.rows(start, min(start + batch_size, count * epochs))
+                rows = np.asarray(kept.deleted.without(rank))
+                with self._mutex:
+                    draw = rows, self._pin(rows, kept.deleted)
+                yield draw
+        finally:
+            with self._mutex:
+                self._kept.remove(kept)
+                if self._lock is not None:
+                    self._free()
+
+    def _batches(self, draws: Generator[_Draw], prefetch: int, device: Any) -> Iterator[StoreBatch]:
         def fetch(rows: Int[np.ndarray, " B"], chunks: list[int]) -> StoreBatch:
             try:
                 return StoreBatch(jax.device_put(self._for_jax(self._read(rows)), device), rows)
             finally:
                 self._unpin(chunks)
 
-        def draw(number: int) -> tuple[Int[np.ndarray, " B"], list[int]]:
-            with self._mutex:
-                if not self.live:
-                    raise ValueError("the store is empty; append to it first")
-                random = np.random.default_rng((seed, number))
-                rank = random.integers(self.live, size=batch_size)
-                rows = np.asarray(self._deleted.without(rank))
-                return rows, self._pin(rows)
-
         waiting: collections.deque[tuple[Any, list[int]]] = collections.deque()
-        with concurrent.futures.ThreadPoolExecutor(1, "jaxbuf-store") as reader:
+        with (
+            contextlib.closing(draws),
+            concurrent.futures.ThreadPoolExecutor(1, "jaxbuf-store") as reader,
+        ):
             try:
-                for number in numbers:
-                    rows, chunks = draw(number)
+                for rows, chunks in draws:
                     waiting.append((reader.submit(fetch, rows, chunks), chunks))
                     if len(waiting) > prefetch:
                         yield waiting.popleft()[0].result()
@@ -517,11 +591,12 @@ class Store:
         ]
         return jax.tree.unflatten(jax.tree.structure(rows), leaves)
 
-    def _pin(self, rows: Int[np.ndarray, " ..."]) -> list[int]:
+    def _pin(self, rows: Int[np.ndarray, " ..."], deleted: Ranges | None = None) -> list[int]:
         chunks = np.unique(rows // self._chunk).tolist()
+        deleted = self._deleted if deleted is None else deleted
         with self._mutex:
             self._check_rows(rows)
-            gone = rows[self._deleted.contains(rows)]
+            gone = rows[deleted.contains(rows)]
             lost = [row for row in gone.tolist() if not self._pins[row // self._chunk]]
             if lost:
                 raise IndexError(f"row {lost[0]} was deleted")
@@ -540,7 +615,7 @@ class Store:
         free: list[int] = []
         for begin, end in self._unfreed():
             for chunk in range(-(-begin // self._chunk), end // self._chunk):
-                if not self._pins[chunk]:
+                if not self._pins[chunk] and not self._is_kept(chunk):
                     free.append(chunk)
         if not free:
             return
@@ -552,6 +627,18 @@ class Store:
         zarr.finish(removals)
         runs = ((chunk * self._chunk, (chunk + 1) * self._chunk) for chunk in free)
         self._commit(freed=self._freed | Ranges.runs(runs))
+
+    def _is_kept(self, chunk: int) -> bool:
+        """Returns whether an iterator over epochs still needs rows of a chunk."""
+        begin, end = chunk * self._chunk, (chunk + 1) * self._chunk
+        return any(
+            begin < kept.rows and not kept.deleted.covers(begin, min(end, kept.rows))
+            for kept in self._kept
+        )
+
+    def _check_not_empty(self) -> None:
+        if not self.live:
+            raise ValueError("the store is empty; append to it first")
 
     def _commit(
         self,
@@ -595,7 +682,8 @@ class Store:
             ValueError: If they cannot be what was written.
         """
         record = self._record("rows.json")
-        rows, runs = record.get("rows"), [record.get("deleted"), record.get("freed")]
+        rows = record.get("rows")
+        runs: list[Any] = [record.get("deleted"), record.get("freed")]
         if type(rows) is not int or not 0 <= rows <= zarr.MOST_ROWS:
             raise self._damage(f"rows.json has the number of rows {str(rows)[:40]}")
         for name, given in zip(("deleted", "freed"), runs, strict=True):

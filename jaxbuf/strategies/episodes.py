@@ -193,7 +193,10 @@ class Episodes(Part):
         behind, returns, since = moves(
             (empty.behind, empty.returns, empty.since), (state.behind, state.returns, state.since)
         )
-        return state.replace(behind=behind, returns=returns, since=since)
+        names = ("run", "pending", "cut")
+        blank, open_ = ({name: getattr(x, name) for name in names} for x in (empty, state))
+        open_ = moves.of_envs(blank, open_)
+        return state.replace(behind=behind, returns=returns, since=since, **open_)
 
     def on_steps(
         self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: StepRows

@@ -18,16 +18,18 @@ class Moves:
 
     ``Sampler.move`` and ``Part.move`` get one. Called with an empty state and the old state, it
     moves what these keep for each slot: a ``SegmentTree`` over slots, or an array whose first axis
-    has the length of the slots (or whose first two axes are environments and steps).
+    has the length of the slots (or whose first two axes are environments and steps). ``of_envs``
+    moves an array with one row for each environment.
 
     Attributes:
         source: Slots in the old buffer, ``[B]``.
         target: Their slots in the new buffer, ``[B]``; past the end if the item does not stay.
         begun: The same, but windows that are not complete yet have a slot as well, ``[B]``.
         slots: The number of slots before and after; static.
-        steps: For each step of the old buffer in its ring ``[E, T]``, the place before, and
-            ``ring * length + place`` after, past the end if it does not stay; None for items.
+        steps: For each step of the environments that stay ``[E, T]``, the place in its ring before,
+            and ``ring * length + place`` after, past the end if it does not stay; None for items.
         lengths: The lengths of the rings before and after; static.
+        envs: The numbers of environments before and after, of which the first ones stay; static.
     """
 
     source: Int[Array, " B"]
@@ -36,6 +38,7 @@ class Moves:
     slots: tuple[int, int]
     steps: tuple[Int[Array, "E T"], Int[Array, "E T"]] | None = None
     lengths: tuple[int, int] = (0, 0)
+    envs: tuple[int, int] = (0, 0)
 
     def __call__(self, empty: State, full: State) -> State:
         """Returns the empty state with what the full one keeps for the items that stay.
@@ -49,6 +52,15 @@ class Moves:
 
         return jax.tree.map(self._move, empty, full, is_leaf=is_tree)
 
+    def of_envs(self, empty: State, full: State) -> State:
+        """Returns the empty arrays, ``[E, ...]``, with those of the environments that stay."""
+
+        def fill(blank: Array, full: Array) -> Array:
+            stay = min(self.envs)
+            return blank.at[:stay].set(full[:stay])
+
+        return jax.tree.map(fill, empty, full)
+
     def _move(self, blank: Any, full: Any) -> Any:
         if isinstance(blank, SegmentTree):
             return blank.set(self.target, full.leaves[self.source])
@@ -57,7 +69,8 @@ class Moves:
             return blank.at[self.target].set(full[self.source], mode="drop")
         if self.steps is not None:
             place, target = self.steps
-            if [shape[:2] for shape in shapes] == [(len(place), n) for n in self.lengths]:
+            wanted = [*zip(self.envs, self.lengths, strict=True)]
+            if [shape[:2] for shape in shapes] == wanted:
                 ring = jnp.arange(len(place), dtype=jnp.int32)[:, None]
                 rows, flat = (lax.collapse(x, 0, 2) for x in (full[ring, place], blank))
                 return flat.at[target.reshape(-1)].set(rows, mode="drop").reshape(blank.shape)

@@ -6,8 +6,11 @@ to wait or to skip a step that is not allowed.
 """
 
 import fractions
+import functools
+import inspect
 import math
-from typing import Self
+from collections.abc import Callable
+from typing import ParamSpec, Self, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage, trees
+from jaxbuf.core.calls import call
 
 # A ratio is stored as a fraction with at most this denominator, so that no rounding accumulates.
 _DENOMINATOR = 1000
@@ -22,8 +26,28 @@ _DENOMINATOR = 1000
 _MOST = 2**30 - 1
 # Bounds are decimals, whose multiples are not exact: 0.29 * 100 has to count as 29.
 _ROUNDING = 1e-6
+_MOST_ITEMS = 2**31 - 1
 
 _Count = int | Int[Array, ""] | UInt[Array, ""]
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def _program(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Makes a method one compiled program where it is called from Python.
+
+    Counts that are Python or NumPy numbers are checked here, since a program could not do that.
+    """
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def run(*args: _Given.args, **options: _Given.kwargs) -> _Result:
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        self, *rest = given.arguments.items()
+        return call(method, self[1], *(_known(value, name) for name, value in rest))
+
+    return run
 
 
 class RateLimiter(struct.PyTreeNode):
@@ -135,6 +159,7 @@ class RateLimiter(struct.PyTreeNode):
             range=(low, high),
         )
 
+    @_program
     def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be inserted into a buffer that holds ``size``."""
         few = _integer(count, "count") <= self.min_size - _integer(size, "size")
@@ -143,6 +168,7 @@ class RateLimiter(struct.PyTreeNode):
             return jnp.ones_like(few)
         return few | (self._moved(count, self.numerator) <= math.floor(bound + _ROUNDING))
 
+    @_program
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be sampled from a buffer that holds ``size``."""
         enough = _integer(size, "size") >= self.min_size
@@ -151,14 +177,17 @@ class RateLimiter(struct.PyTreeNode):
             return enough & (_integer(count, "count") >= 0)
         return enough & (self._moved(count, -self.denominator) >= math.ceil(bound - _ROUNDING))
 
+    @_program
     def inserted(self, count: _Count = 1) -> Self:
         """Returns the limiter after an insert of ``count`` items."""
         return self._counted(count, self.numerator, 0)
 
+    @_program
     def sampled(self, count: _Count = 1) -> Self:
         """Returns the limiter after a sample of ``count`` items."""
         return self._counted(count, -self.denominator, 1)
 
+    @_program
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor.
 
@@ -257,6 +286,7 @@ class ThroughputLimiter(struct.PyTreeNode):
             ),
         )
 
+    @_program
     def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be inserted; True without recent samples."""
         del size
@@ -264,6 +294,7 @@ class ThroughputLimiter(struct.PyTreeNode):
         low = jnp.float32(self.samples_per_insert[0])
         return (samples < 1e-5) | (low * (inserts + _float(count)) <= samples)
 
+    @_program
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be sampled from a buffer that holds ``size``."""
         inserts, samples = self.counts[0], self.counts[1]
@@ -273,14 +304,17 @@ class ThroughputLimiter(struct.PyTreeNode):
             return enough
         return enough & (samples + _float(count) <= jnp.float32(high) * inserts)
 
+    @_program
     def inserted(self, count: _Count = 1) -> Self:
         """Returns the limiter after an insert of ``count`` items."""
         return self.replace(counts=self.counts.at[0].add(_float(count)))
 
+    @_program
     def sampled(self, count: _Count = 1) -> Self:
         """Returns the limiter after a sample of ``count`` items."""
         return self.replace(counts=self.counts.at[1].add(_float(count)))
 
+    @_program
     def after(self, seconds: float | Float[Array, ""]) -> Self:
         """Returns the limiter ``seconds`` later; a negative time or NaN counts as 0."""
         passed = storage.check_rows(seconds, "seconds", (), np.float32, "one number")
@@ -288,6 +322,7 @@ class ThroughputLimiter(struct.PyTreeNode):
         decay = jnp.exp(passed * jnp.float32(math.log(0.01) / self.window))
         return self.replace(counts=self.counts * decay)
 
+    @_program
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor: the recent ``inserts`` and ``samples``."""
         return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}
@@ -306,6 +341,24 @@ def _are_numbers(*bounds: float) -> bool:
     return not any(math.isnan(bound) for bound in bounds)
 
 
+def _known(number: object, name: str) -> object:
+    """Checks a number of items if it is a Python or NumPy number, and returns it as int32.
+
+    Anything else is returned as it is, also a number of seconds.
+
+    Raises:
+        ValueError: If it is not an integer in ``[0, 2**31 - 1]``.
+    """
+    single = isinstance(number, int | float | np.generic) and not isinstance(number, np.bool_)
+    if name == "seconds":
+        return float(number) if isinstance(number, int) else number
+    if not single:
+        return number
+    if not isinstance(number, int | np.integer) or not 0 <= number <= _MOST_ITEMS:
+        raise ValueError(f"{name} is {number}; expected an integer from 0 to 2**31 - 1")
+    return np.int32(number)
+
+
 def _integer(number: object, name: str) -> Int[Array, ""]:
     """Converts a number of items to int32; a negative number in an array becomes 0.
 
@@ -313,11 +366,7 @@ def _integer(number: object, name: str) -> Int[Array, ""]:
         ValueError: If it is not an integer, or is a Python or NumPy number outside
             ``[0, 2**31 - 1]``.
     """
-    most = 2**31 - 1
-    if isinstance(number, int | float | np.generic) and not isinstance(number, np.bool_):
-        if not isinstance(number, int | np.integer) or not 0 <= number <= most:
-            raise ValueError(f"{name} is {number}; expected an integer from 0 to 2**31 - 1")
-        return jnp.int32(int(number))
+    number = _known(number, name)
     got = numbers.given(number, name)
     if got.shape:
         raise ValueError(f"{name} has shape {got.shape}; expected one integer")
@@ -326,7 +375,8 @@ def _integer(number: object, name: str) -> Int[Array, ""]:
         return array.astype(jnp.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {array.dtype}; expected an integer")
-    return jnp.clip(array, 0, min(int(jnp.iinfo(array.dtype).max), most)).astype(jnp.int32)
+    most = min(int(jnp.iinfo(array.dtype).max), _MOST_ITEMS)
+    return jnp.clip(array, 0, most).astype(jnp.int32)
 
 
 def _float(number: object, name: str = "count") -> Float[Array, ""]:

@@ -1,0 +1,141 @@
+"""Checkpoints of earlier versions: how what they hold becomes what a buffer has now.
+
+Version 0.2.0 kept the compared parts of items as float32 where all their bits are compared now, an
+array without elements for returns that are not recorded, and no windows that are cut short by the
+end of their episode.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.io.structure import Leaf
+from jaxbuf.occupancy.subset import Subset
+from jaxbuf.strategies.diversity import DiversityState
+from jaxbuf.strategies.episodes import Episodes
+from jaxbuf.strategies.freshness import Freshness
+from jaxbuf.strategies.points import Points
+
+Tree = TypeVar("Tree")
+Buffer = TypeVar("Buffer", ItemBuffer, TrajectoryBuffer)
+_POINTS = ".points.blocks"
+
+
+def was_empty(name: str, leaf: Leaf, configuration: dict[str, Any]) -> bool:
+    """Returns whether a leaf without elements was saved, which no state has now."""
+    index, field, _ = name.rpartition(".returns")
+    return bool(field) and 0 in leaf.shape and configuration.get(index) == "EpisodeIndex"
+
+
+def completed(saved: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Returns a saved configuration with the fields that a class did not have at that time.
+
+    Args:
+        saved: The result of ``structure.configuration`` for what was saved.
+        wanted: That of what it is loaded for.
+    """
+    more: dict[str, Any] = {}
+    for path, name in saved.items():
+        if name == Episodes.__qualname__ and f"{path}.short_windows" not in saved:
+            # Whatever the windows are to be, ``renewed`` makes them out of those of that time.
+            for field, value in (("period", 1), ("short_windows", None)):
+                at = f"{path}.{field}"
+                if at in wanted:
+                    more[at] = wanted[at] if value is None else value
+    return {**saved, **more}
+
+
+def as_saved(like: Tree, saved: dict[str, Leaf]) -> Tree:
+    """Returns ``like`` with the shapes and dtypes of the points that were saved."""
+
+    def was(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        had = saved.get(name)
+        if not name.endswith(_POINTS) or had is None:
+            return leaf
+        if had.dtype != "float32" or leaf.dtype != np.uint32:
+            return leaf
+        return jax.ShapeDtypeStruct(had.shape, np.float32)
+
+    return jax.tree_util.tree_map_with_path(was, like)
+
+
+def renewed(tree: Tree, like: PyTree, saved: dict[str, Any]) -> Tree:
+    """Returns what was loaded in the form of ``like``, whose buffers have the same sizes.
+
+    Args:
+        tree: What was loaded, in the form in which it was saved.
+        like: A pytree like it in the form of today.
+        saved: The configuration as it was saved.
+    """
+
+    def renew(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
+        if isinstance(node, ItemBuffer):
+            if _dtypes(node.extra_states) != _dtypes(wanted.extra_states):
+                return _each(_with_points, node)
+        elif isinstance(node, TrajectoryBuffer) and _may_gain(node):
+            name = jax.tree_util.keystr(path)
+            kinds = [type(part) for part in node.extras]
+            if f"{name}.extras[{kinds.index(Episodes)}].short_windows" not in saved:
+                return _each(_with_short_windows, node)
+        return node
+
+    return jax.tree_util.tree_map_with_path(renew, tree, like, is_leaf=_is_buffer)
+
+
+def _each(function: Callable[[Buffer], Buffer], buffer: Buffer) -> Buffer:
+    """Changes one buffer, or many that are stacked along leading axes."""
+    for _ in range(buffer.counters.ndim - 1):
+        function = jax.vmap(function)
+    return jax.jit(function)(buffer)
+
+
+def _with_points(buffer: ItemBuffer) -> ItemBuffer:
+    """Returns the buffer with the compared parts of the items that it holds."""
+    assert buffer.diversity is not None
+    points = Points.of(buffer.diversity.points(buffer.data))
+    states = (
+        DiversityState(points) if isinstance(state, DiversityState) else state
+        for state in buffer.extra_states
+    )
+    return buffer.replace(extra_states=tuple(states))
+
+
+def _may_gain(buffer: TrajectoryBuffer) -> bool:
+    """Returns whether there can be short windows, which no part of a user's own may refuse."""
+    known = all(isinstance(part, Episodes | Freshness) for part in buffer.extras if part.removes)
+    return known and buffer.episodes is not None and buffer.episodes.pads
+
+
+def _with_short_windows(buffer: TrajectoryBuffer) -> TrajectoryBuffer:
+    """Returns the buffer with the windows that are cut short by the end of their episode."""
+    rings, occupancy = buffer.rings, buffer.occupancy
+    assert isinstance(occupancy, Subset)
+    held, index = rings.held.astype(jnp.int32), buffer.episode_index
+    assert index is not None
+    found = index.completed(rings, buffer.data, held, rings.length)
+    slots = jnp.where(found.short, found.slots, rings.capacity).reshape(-1)
+    if buffer.freshness is not None:
+        state = buffer.freshness_state
+        versions, _ = buffer.freshness.look(state, slots)
+        stale = versions < buffer.freshness.floor(state.version)
+        slots = jnp.where(stale, rings.capacity, slots)
+    nothing = jnp.zeros((0,), jnp.int32)
+    return buffer.replace(
+        occupancy=occupancy.include(slots),
+        sampler_state=buffer.sampler.on_slide(buffer.sampler_state, slots, None, nothing),
+    )
+
+
+def _dtypes(tree: PyTree) -> list[np.dtype[Any]]:
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
+
+
+def _is_buffer(node: Any) -> bool:
+    return isinstance(node, ItemBuffer | TrajectoryBuffer)
