@@ -19,7 +19,7 @@ from jaxbuf.buffers.options import check_options, split_options
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import checks, numbers
+from jaxbuf.core import checks, numbers, shapes
 from jaxbuf.core.calls import OwnPrograms, call
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, Static
@@ -67,9 +67,9 @@ def add(
 ) -> AnyBuffer:
     """Adds items to a buffer: ``buffer.add(items, **options)``, jitted.
 
-    It compiles once for all buffers with the same configuration, and again for other shapes. The
-    buffer is donated: its memory is updated in place, and the buffer passed in cannot be used any
-    more.
+    It compiles once for all buffers with the same configuration, and again for other shapes; at the
+    tenth it warns, once. The buffer is donated: its memory is updated in place, and the buffer
+    passed in cannot be used any more.
 
     Inside your own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` this calls the plain method, and
     ``donate`` has no effect: donate the buffer to your own program instead, with
@@ -268,6 +268,8 @@ def _converted(given: dict[str, object]) -> dict[str, Any]:
 def _add_method(
     buffer: _Buffer, items: PyTree[Array], traced: dict[str, object], static: Static
 ) -> Any:
+    # This runs when the program is traced, so it costs nothing once that is compiled.
+    shapes.note(buffer, items, "jaxbuf.add")
     return buffer.add(items, **traced, **dict(static))
 
 
