@@ -1,11 +1,15 @@
 """Programs written for flashbax run on jaxbuf, and what they can rely on is the same."""
 
+import subprocess
+import sys
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxbuf
 import jaxbuf.interop.flashbax as facade
 from tests.lenient import lenient
 
@@ -199,7 +203,68 @@ def independent_items(fbx):
     return found
 
 
+def sizes_of(experience):
+    """The rows and steps of each leaf."""
+    return jax.tree.map(lambda leaf: leaf.shape[:2], experience)
+
+
+def offline(fbx):
+    """A data set as a state, drawn from by a buffer that was made for other sizes."""
+    from_arrays = fbx.trajectory_buffer.TrajectoryBufferState
+    steps = {"step": jnp.arange(20.0)[None, :, None] * jnp.ones((1, 1, 2))}
+    found = []
+    for index, full in ((0, True), (7, True), (12, False), (0, False)):
+        state = from_arrays(
+            experience=steps, current_index=jnp.array(index), is_full=jnp.array(full)
+        )
+        for length, period in ((3, 1), (5, 2)):
+            buffer = fbx.make_trajectory_buffer(
+                add_batch_size=1,
+                sample_batch_size=256,
+                sample_sequence_length=length,
+                period=period,
+                min_length_time_axis=length,
+                max_length_time_axis=max(length, 6),
+            )
+            found.append(bool(buffer.can_sample(state)))
+            if found[-1]:
+                drawn = np.asarray(jax.jit(buffer.sample)(state, KEY).experience["step"][..., 0])
+                assert (np.diff(drawn, axis=1) % 20 == 1).all()
+                starts = np.unique(drawn[:, 0])
+                # flashbax counts periods from the oldest step and jaxbuf from the first place.
+                found.append(starts.tolist() if period == 1 else drawn.shape)
+        state = buffer.add(state, {"step": jnp.full((1, 3, 2), -1.0)})
+        found += [int(state.current_index), bool(state.is_full), sizes_of(state.experience)]
+        found.append(state.experience["step"][0, :, 0].tolist())
+    return found
+
+
+def changed_by_hand(fbx):
+    """States whose experience is transformed, replaced and cut."""
+    buffer = fbx.make_item_buffer(6, 1, 6)
+    state = buffer.init({"obs": jnp.zeros(2), "reward": jnp.array(0.0)})
+    for i in range(4):
+        state = buffer.add(state, {"obs": jnp.full(2, 1.0 * i), "reward": jnp.array(1.0 * i)})
+    scaled = state.replace(experience={**state.experience, "obs": state.experience["obs"] + 10})
+    wider = state.replace(
+        experience={"obs": jnp.ones((1, 6, 3)), "reward": state.experience["reward"]}
+    )
+    filled = state.replace(experience=scaled.experience, current_index=0, is_full=True)
+    keys = jax.random.split(KEY, 20)
+    batches = [
+        jax.vmap(buffer.sample, (None, 0))(s, keys).experience for s in (scaled, wider, filled)
+    ]
+    return (
+        np.unique(batches[0]["obs"]).tolist(),
+        shapes(batches[1]),
+        len(np.unique(batches[2]["obs"])),
+        [(int(s.current_index), bool(s.is_full)) for s in (scaled, wider, filled)],
+    )
+
+
 PROGRAMS = [
+    offline,
+    changed_by_hand,
     readme,
     flat_in_batches,
     flat_on_devices,
@@ -395,3 +460,133 @@ def test_names_of_states_that_programs_use():
     assert float(state.sum_tree_state.max_recorded_priority) == 1.0
     state = buffer.set_priorities(state, jnp.array([0]), jnp.array([5.0]))
     assert float(state.sum_tree_state.max_recorded_priority) == 5.0
+
+
+SUBMODULES = """
+import jaxbuf.interop.flashbax.trajectory_buffer as module
+import jaxbuf.interop.flashbax.buffers.trajectory_buffer
+from jaxbuf.interop.flashbax.buffers.flat_buffer import TrajectoryBuffer, make_flat_buffer
+from jaxbuf.interop.flashbax.buffers.prioritised_trajectory_buffer import (
+    PrioritisedTrajectoryBufferState,
+)
+from jaxbuf.interop.flashbax.buffers.trajectory_buffer import BufferSample, BufferState, Experience
+import jaxbuf.interop.flashbax as fbx
+assert module.BufferState is BufferState is fbx.TrajectoryBufferState
+assert jaxbuf.interop.flashbax.buffers.trajectory_buffer.make_item_buffer is fbx.make_item_buffer
+"""
+
+
+def test_modules_of_flashbax_can_be_imported():
+    subprocess.run([sys.executable, "-c", SUBMODULES], check=True, timeout=120)
+
+
+def make_windows(steps, period=1, **options):
+    return facade.make_trajectory_buffer(
+        1, 64, steps, period, steps, max_length_time_axis=20, **options
+    )
+
+
+def test_what_a_vault_reads_back_is_sampled(tmp_path):
+    flashbax()
+    from flashbax.vault import Vault
+
+    buffer = make_windows(3)
+    state = buffer.add(buffer.init(jnp.float32(0)), jnp.arange(15.0)[None])
+    with lenient():
+        vault = Vault("steps", state.experience, rel_dir=str(tmp_path), vault_uid="1")
+        vault.write(state)
+        read = Vault("steps", rel_dir=str(tmp_path), vault_uid="1").read()
+    assert bool(buffer.can_sample(read))
+    drawn = jax.jit(buffer.sample)(read, KEY)
+    assert drawn.valid.all()
+    assert np.unique(drawn.experience[:, 0]).tolist() == list(range(13))
+    after = buffer.add(read, -jnp.ones((1, 2)))
+    assert after.experience[0].tolist() == [-1.0, -1.0, *range(2, 15)]
+
+
+def test_windows_of_a_state_of_arrays_get_priorities_when_they_are_first_needed():
+    buffer = make_rings(64, priority_exponent=1.0)
+    state = facade.PrioritisedTrajectoryBufferState(
+        experience=np.arange(8, dtype=np.float32)[None], current_index=2, is_full=True
+    )
+    drawn = buffer.sample(state, KEY)
+    assert np.unique(drawn.experience[:, 0]).tolist() == [0, 2, 3, 4, 5, 6, 7]
+    np.testing.assert_allclose(drawn.probabilities, 1 / 7)
+    state = buffer.set_priorities(state, drawn.indices[:1], jnp.array([1e6]))
+    assert np.unique(buffer.sample(state, KEY).indices).tolist() == [int(drawn.indices[0])]
+    with pytest.raises(ValueError, match="cannot take the sum_tree_state of another"):
+        facade.PrioritisedTrajectoryBufferState(
+            experience=jnp.zeros((1, 8)), current_index=0, is_full=True, sum_tree_state=object()
+        )
+    with pytest.raises(ValueError, match="current_index of a state with priorities"):
+        state.replace(current_index=0)
+    with pytest.raises(ValueError, match=r"sampler is Prioritized\(alpha=0.5"):
+        state.buffer.replace(sampler=jaxbuf.Prioritized(alpha=0.5))
+
+
+def test_states_of_arrays_are_checked():
+    make = facade.TrajectoryBufferState
+    with pytest.raises(ValueError, match=r"experience\['b'\] has shape \(2, 5\); .* \(2, 6, ...\)"):
+        make(
+            experience={"a": jnp.zeros((2, 6, 3)), "b": jnp.zeros((2, 5))},
+            current_index=0,
+            is_full=True,
+        )
+    with pytest.raises(ValueError, match=r"experience has shape \(6,\)"):
+        make(experience=jnp.zeros(6), current_index=0, is_full=True)
+    with pytest.raises(ValueError, match=r"current_index is 7; .* from 0 to 6"):
+        make(experience=jnp.zeros((2, 6)), current_index=7, is_full=False)
+    with pytest.raises(ValueError, match="is_full is missing"):
+        make(experience=jnp.zeros((2, 6)), current_index=0)
+    state = make(experience=jnp.zeros((1, 7)), current_index=0, is_full=True)
+    with pytest.raises(ValueError, match="has rows of 7 steps, and period is 2"):
+        make_windows(3, 2).sample(state, KEY)
+    with pytest.raises(
+        ValueError, match=r"sample_sequence_length is 9, but .* has rows of 7 steps"
+    ):
+        make_windows(9).sample(state, KEY)
+    with pytest.raises(ValueError, match=r"experience has shape \(1, 6\); expected \(1, 7, ...\)"):
+        state.replace(experience=jnp.zeros((1, 6)))
+    with pytest.raises(ValueError, match="a state has no field 'size'"):
+        state.replace(size=3)
+    with pytest.raises(ValueError, match="is neither a state of this module nor"):
+        make_windows(3).sample({"experience": jnp.zeros((1, 7))}, KEY)
+
+
+def test_a_state_of_arrays_is_vmapped_and_carried_through_a_scan():
+    steps = jnp.arange(24.0).reshape(2, 1, 12)
+
+    def draw(steps, index):
+        state = facade.TrajectoryBufferState(
+            experience=steps, current_index=index, is_full=jnp.array(False)
+        )
+
+        def step(state, key):
+            return buffer.add(state, jnp.ones((1, 2))), buffer.sample(state, key).experience
+
+        return jax.lax.scan(step, state, jax.random.split(KEY, 3))
+
+    buffer = make_windows(2)
+    state, drawn = jax.jit(jax.vmap(draw))(steps, jnp.array([4, 9]))
+    assert state.current_index.tolist() == [10, 3]
+    assert state.is_full.tolist() == [False, True]
+    assert drawn.shape == (2, 3, 64, 2)
+    assert np.unique(drawn[0, 0, :, 0]).tolist() == [0, 1, 2]
+    assert np.unique(drawn[1, 0, :, 0]).tolist() == list(range(12, 20))
+
+
+def test_counters_have_64_bits_where_jax_has():
+    with jax.enable_x64(True):
+        buffer = make_windows(2)
+        state = buffer.init(jnp.float32(0))
+        for name in ("current_index", "read_index", "write_index", "running_index"):
+            assert getattr(state, name).dtype == jnp.array(0).dtype == jnp.int64
+        state = buffer.add(state, jnp.zeros((1, 3), jnp.float32))
+        same = facade.TrajectoryBufferState(
+            experience=state.experience,
+            current_index=state.current_index,
+            is_full=state.is_full,
+        )
+        assert same.current_index.dtype == jnp.int64
+        assert int(same.current_index) == int(state.current_index) == 3
+    assert make_windows(2).init(jnp.float32(0)).current_index.dtype == jnp.int32

@@ -283,3 +283,69 @@ def test_traced_shares_are_exact_for_any_size(ratios):
 def test_a_size_that_is_not_a_number():
     with pytest.raises(ValueError, match="batch_size has dtype float32; expected int32"):
         two_parts().can_sample(jnp.float32(2))
+
+
+def queue_and_rest(rows=2):
+    """A queue with the first few numbers, beside a buffer with the numbers 100 to 107."""
+    queue = jaxbuf.Queue.create(ITEM, 6).add(jnp.arange(rows, dtype=jnp.int32))
+    return jaxbuf.Mixture.create([queue, part(100, 8, 8, jaxbuf.Uniform())], [1, 3])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_of_a_queue_are_taken_and_the_others_drawn(nested):
+    mixture = queue_and_rest(4)
+    if nested:
+        mixture = jaxbuf.Mixture.create([part(900, 2, 2), mixture], [1, 4])
+    rows, taken = (10, []) if nested else (8, [])
+    assert bool(mixture.can_sample(rows))
+    for key in jax.random.split(jax.random.key(0), 3):
+        mixture, batch = jaxbuf.next_batch(mixture, key, rows)
+        numbers = np.asarray(batch.data)[rows - 8 :]
+        valid = np.asarray(batch.valid)[rows - 8 :]
+        taken += numbers[:2][valid[:2]].tolist()
+        assert ((numbers[2:] >= 100) & valid[2:]).all()
+        of_queue = mixture.part_of(batch.slots)[rows - 8 :]
+        if not nested:
+            assert of_queue.tolist() == [0 if v else 2 for v in valid[:2]] + [1] * 6
+            share = np.where(valid[:2], 0.25, 0)
+            np.testing.assert_allclose(batch.probability, [*share, *[0.75 / 8] * 6])
+    assert taken == [0, 1, 2, 3]
+    assert not mixture.can_sample(rows)
+    assert int(mixture.size) == (10 if nested else 8)
+    with pytest.raises(
+        ValueError, match=r"parts\[0\] is a Queue, whose rows are taken.*next_batch"
+    ):
+        jaxbuf.sample(mixture, jax.random.key(0), rows)
+
+
+def test_each_new_row_of_a_queue_is_seen_once_in_a_scan():
+    def step(mixture, inputs):
+        key, number = inputs
+        rows = number + jnp.arange(2, dtype=jnp.int32)
+        mixture = mixture.add(rows, part=0).add(rows + 100, part=1)
+        mixture, batch = mixture.next_batch(key, 8)
+        return mixture, batch
+
+    keys = jax.random.split(jax.random.key(0), 10)
+    mixture, batches = jax.jit(
+        lambda mixture: jax.lax.scan(step, mixture, (keys, jnp.arange(0, 20, 2, dtype=jnp.int32)))
+    )(queue_and_rest(0))
+    assert batches.valid.all()
+    assert batches.data[:, :2].reshape(-1).tolist() == list(range(20))
+    assert (batches.data[:, 2:] >= 100).all()
+    metrics = mixture.metrics()
+    assert (int(metrics["0/taken"]), int(metrics["0/size"]), int(metrics["1/size"])) == (20, 0, 8)
+
+
+def test_weights_beside_a_queue_are_those_of_the_probabilities_that_are_told():
+    mixture = queue_and_rest(2)
+    _, batch = mixture.next_batch(jax.random.key(0), 8)
+    for normalize, divisor in ((None, 1.0), ("mean", 1.0), ("buffer", 1 / (10 * 0.75 / 8))):
+        weights = jaxbuf.importance_weights(mixture, batch, 1.0, normalize)
+        np.testing.assert_allclose(weights, 1 / (10 * batch.probability) / divisor, rtol=1e-5)
+    empty = queue_and_rest(0)
+    assert int(empty.support().count) == 8
+    assert float(empty.support().least_probability) == pytest.approx(0.75 / 8)
+    assert int(mixture.clear().size) == 0
+    with pytest.raises(ValueError, match=r"data of samples of buffers\[1\] is int32"):
+        jaxbuf.Mixture.create([jaxbuf.Queue.create(jnp.float32(0), 4), part(0, 1, 2)], [1, 1])

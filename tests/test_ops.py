@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import warnings
 
 import chex
 import jax
@@ -365,3 +366,37 @@ def test_a_traced_function_may_close_over_a_buffer():
     key = jax.random.key(0)
     drawn = jax.jit(lambda shift: jaxbuf.sample(buffer, key, 4).data["reward"] + shift)(1.0)
     np.testing.assert_array_equal(drawn, jaxbuf.sample(buffer, key, 4).data["reward"] + 1.0)
+
+
+def test_many_lengths_warn_once_and_say_what_to_do():
+    # No other test has a buffer of this configuration, so the count begins here.
+    def make():
+        return jaxbuf.ItemBuffer.create({"length": jnp.float32(0)}, 1213)
+
+    def add(buffer, lengths):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for length in lengths:
+                buffer = jaxbuf.add(buffer, {"length": jnp.zeros(length)})
+        return buffer, caught
+
+    buffer, caught = add(make(), [*range(1, 10), *range(1, 10)])
+    assert not caught
+    # Under a filter that turns warnings into errors, the buffer is still there.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="for 10 different shapes"):
+            jaxbuf.add(buffer, {"length": jnp.zeros(10)})
+    buffer, caught = add(buffer, range(10, 14))
+    assert not caught
+    assert int(buffer.size) == 2 * 45 + sum(range(10, 14))
+
+    padded = {"length": jnp.zeros(16)}
+    for length in range(1, 17):
+        buffer = jaxbuf.add(buffer, padded, mask=np.arange(16) < length)
+    rings = jaxbuf.TrajectoryBuffer.create({"length": jnp.float32(0)}, 1, 1213)
+    for length in range(1, 10):
+        rings = jaxbuf.add(rings, {"length": jnp.zeros((1, length))})
+    with pytest.warns(UserWarning, match=r"pad rows to a few sizes, .* with mask=") as told:
+        rings = jaxbuf.add(rings, {"length": jnp.zeros((1, 10))})
+    assert [warning.filename for warning in told] == [__file__]

@@ -165,3 +165,51 @@ def test_what_cannot_do_it(name):
     queue = jaxbuf.Queue.create(ITEM, 4)
     with pytest.raises(ValueError, match=f"buffer is a Queue, which has no method {name}; it has"):
         CALLS[name](queue)
+
+
+PRIORITIZED = jaxbuf.Prioritized(alpha=0.6)
+
+
+def windows(**options):
+    step = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+    return jaxbuf.TrajectoryBuffer.create(step, 2, 8, **options)
+
+
+def returns(discount):
+    return (jaxbuf.Episodes(record_return=True, discount=discount),)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "name", "new"),
+    [
+        (items(sampler=PRIORITIZED), "sampler", jaxbuf.Prioritized(alpha=0.5)),
+        (items(), "sampler", PRIORITIZED),
+        (items(sampler=jaxbuf.Softmax()), "sampler", jaxbuf.Softmax(temperature=2.0)),
+        (items(sampler=jaxbuf.Shuffled()), "sampler", PRIORITIZED),
+        (windows(sampler=PRIORITIZED), "sampler", jaxbuf.Prioritized(alpha=0.5)),
+        (windows(episodes=returns(0.9)[0]), "extras", returns(0.5)),
+        (windows(), "extras", returns(0.5)),
+        (items(), "evictor", jaxbuf.Lowest()),
+    ],
+)
+def test_what_a_state_was_made_by_cannot_be_replaced_alone(buffer, name, new):
+    state = {"sampler": "sampler_state", "extras": "extra_states", "evictor": "occupancy"}[name]
+    message = rf"^{name} is .*, but {state} was made by .*; create another buffer with {name}="
+    with pytest.raises(ValueError, match=message):
+        buffer.replace(**{name: new})
+    other = jaxbuf.ItemBuffer.create(ITEM, 8, sampler=jaxbuf.Prioritized(alpha=0.5))
+    both = buffer.replace(**{name: new, state: getattr(other, state)})
+    assert getattr(both, name) == new
+
+
+def test_what_no_state_depends_on_can_be_replaced():
+    buffer = items(sampler=jaxbuf.Uniform(), freshness=jaxbuf.Freshness(max_use=3))
+    buffer = buffer.add(jnp.arange(4.0)).replace(
+        sampler=jaxbuf.Uniform(replacement=False), extras=(jaxbuf.Freshness(max_use=9),)
+    )
+    assert sorted(buffer.sample(KEY, 4).data.tolist()) == [0.0, 1.0, 2.0, 3.0]
+    same = items(sampler=PRIORITIZED).replace(sampler=jaxbuf.Prioritized(alpha=0.6))
+    assert same.sampler == PRIORITIZED
+    assert items(sampler=PRIORITIZED).replace(sampler=jaxbuf.Uniform()).sampler == jaxbuf.Uniform()
+    with pytest.raises(TypeError, match="evictor"):
+        windows().replace(evictor=jaxbuf.Lowest())

@@ -1,14 +1,17 @@
 """`plot` draws what is there, of any buffer, and says why it cannot where it cannot."""
 
+import dataclasses
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from matplotlib.figure import Figure
 
 import jaxbuf
+from jaxbuf.strategies import Evictor, ItemOccupancy
 
 KEY = jax.random.key(0)
 
@@ -72,6 +75,85 @@ def test_scores_and_arrivals():
     assert counted(axes["scores"]) == 2
     assert axes["scores"].get_xlabel() == "score (1 infinite left out)"
     assert counted(axes["ages"]) == 3
+
+
+class Holes(ItemOccupancy, struct.PyTreeNode):
+    """Somebody's own slots: every second one, over and over. `position` is no place in a ring."""
+
+    count: jax.Array
+    position: jax.Array
+    capacity: int = struct.field(pytree_node=False)
+    ordered: bool = struct.field(pytree_node=False)
+
+    @property
+    def size(self):
+        return jnp.minimum(self.count, self.capacity // 2)
+
+    def place(self, rows, mask, score):
+        index = 2 * ((self.count + jnp.arange(rows, dtype=jnp.int32)) % (self.capacity // 2))
+        return self.replace(count=self.count + rows), index
+
+    def live(self, index):
+        return (index % 2 == 0) & (index < 2 * self.size)
+
+    def generation(self, index):
+        return jnp.ones(index.shape, jnp.uint32)
+
+    def draw(self, words):
+        return jnp.zeros(words.shape, jnp.int32)
+
+    def clear(self):
+        return self.replace(count=jnp.zeros_like(self.count))
+
+    @property
+    def keeps_order(self):
+        return self.ordered
+
+    def age_range(self, start, stop):
+        assert (start, stop) == (None, None)
+        return Order(self)
+
+
+@dataclasses.dataclass
+class Order:
+    """The items of `Holes` from the earliest to the newest."""
+
+    holes: Holes
+
+    @property
+    def total(self):
+        return self.holes.size
+
+    def at(self, rank):
+        first = self.holes.count - self.holes.size
+        return 2 * ((first + rank) % (self.holes.capacity // 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class EverySecond(Evictor):
+    ordered: bool
+
+    def init(self, capacity):
+        return Holes(jnp.int32(0), jnp.float32(0.5), capacity, self.ordered)
+
+
+def test_ages_are_drawn_only_where_they_are_known():
+    for retires in (None, jaxbuf.Freshness(max_use=9)):
+        options = {"evictor": EverySecond(False), "freshness": retires}
+        own = jaxbuf.ItemBuffer.create(jnp.float32(0), 12, **options)
+        own = own.add(jnp.arange(4.0)).add(jnp.arange(4.0))
+        axes = drawn(jaxbuf.plot(own))
+        assert list(axes) == ["items by slot", *(["use counts"] if retires else [])]
+        assert lines(axes["items by slot"]) == []
+        shown = ~np.ma.getmaskarray(axes["items by slot"].images[0].get_array())[0]
+        assert np.flatnonzero(shown).tolist() == [0, 2, 4, 6, 8, 10]
+        # No colorbar: all colors are the same.
+        assert len(jaxbuf.plot(own).axes) == len(axes)
+    known = jaxbuf.ItemBuffer.create(jnp.float32(0), 12, evictor=EverySecond(True))
+    axes = drawn(jaxbuf.plot(known.add(jnp.arange(4.0)).add(jnp.arange(4.0))))
+    assert list(axes) == ["age by slot", "ages"]
+    shown = axes["age by slot"].images[0].get_array()[0]
+    assert shown[::2].tolist() == [1, 0, 5, 4, 3, 2]
 
 
 def test_rings_and_their_write_positions():

@@ -161,6 +161,51 @@ def test_no_leaf_without_mass_is_found(capacity):
     np.testing.assert_array_equal(mass, leaves[found])
 
 
+def masses_of(rng, capacity, kind):
+    """Leaves of which many have no mass, and some of the others hardly any."""
+    leaves = (rng.random(capacity) * (rng.random(capacity) < 0.3)).astype(np.float32)
+    if kind == "the end is empty":
+        leaves[max(capacity // 3, 1) :] = 0
+    elif kind == "the last one is lost in the sums":
+        leaves[:] = np.where(leaves > 0, 1000 * leaves, 0)
+        leaves[capacity * 3 // 4] = 1e-9
+        leaves[capacity * 3 // 4 + 1 :] = 0
+    elif kind == "as small as masses get":
+        leaves = np.where(leaves > 0, np.finfo(np.float32).tiny, np.float32(0))
+    if not leaves.any():
+        leaves[0] = 1 if kind != "as small as masses get" else np.finfo(np.float32).tiny
+    return leaves
+
+
+KINDS = (
+    "some are zero",
+    "the end is empty",
+    "the last one is lost in the sums",
+    "as small as masses get",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("capacity", [1, 5, 16, 17, 300, 5000])
+def test_points_at_the_total_and_beyond_find_the_last_leaf_with_mass(capacity, kind):
+    rng = np.random.default_rng(capacity)
+    find, empty = jax.jit(SegmentTree.find), create(capacity, ("sum", "max"))
+    for _ in range(8):
+        leaves = masses_of(rng, capacity, kind)
+        tree = assign_all(empty, jnp.asarray(leaves))
+        total, last = np.float32(tree.root()), np.flatnonzero(leaves)[-1]
+        points = [total, np.nextafter(total, np.float32(np.inf)), 2 * total, 3e38, np.inf]
+        points = np.asarray(points, np.float32)
+        for refine in (None, np.zeros(5, np.float32), np.full(5, total * 2**-24, np.float32)):
+            found, mass = find(tree, points, refine)
+            assert found.tolist() == [last] * 5
+            assert mass.tolist() == [leaves[last]] * 5
+        # Just below it, any leaf with mass will do.
+        below = np.nextafter(total, np.float32(0))[None]
+        for refine in (None, below * np.float32(2.0**-24)):
+            assert (np.asarray(find(tree, below, refine)[1]) > 0).all()
+
+
 @pytest.mark.parametrize("op", ["sum", "min", "max", "min_positive"])
 @pytest.mark.parametrize("capacity", [1, 16, 17, 300])
 def test_ranges(capacity, op):

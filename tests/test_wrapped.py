@@ -171,3 +171,94 @@ def test_the_law_of_a_hosted_buffer_is_that_of_the_one_inside():
     hosted = jaxbuf.Hosted.create(lambda: items(4))
     hosted = jaxbuf.add(hosted, rows(2))
     testing.assert_distribution(hosted, KEY, jnp.array([0.5, 0.5, 0, 0]))
+
+
+def with_episodes(envs):
+    return jaxbuf.TrajectoryBuffer.create(
+        STEP | {"truncated": jnp.bool_(False)}, envs, 8, sequence_length=2, episodes=EPISODES
+    )
+
+
+EPISODES = jaxbuf.Episodes()
+OPEN = {**rows(ENVS, 4), "truncated": jnp.zeros((ENVS, 4), bool)}
+# The newest step of each environment is open; the first two of one have ended.
+OPEN["terminated"] = jnp.zeros((ENVS, 4), bool).at[1, 1].set(True)
+
+
+def mixed():
+    """The environments 0 and 1, a part without episodes, and the environments 2 and 3."""
+    halves = [with_episodes(ENVS // 2) for _ in range(2)]
+    step = STEP | {"truncated": jnp.bool_(False)}
+    item = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), step)
+    return jaxbuf.Mixture.create([halves[0], jaxbuf.ItemBuffer.create(item, 4), halves[1]], [1] * 3)
+
+
+def filled(kind):
+    """A buffer with four open episodes, and a function that returns its flags and sizes by env."""
+    if kind == "mixture":
+        buffer = mixed()
+        for part, half in ((0, slice(0, 2)), (2, slice(2, 4))):
+            buffer = buffer.add(jax.tree.map(lambda leaf, half=half: leaf[half], OPEN), part=part)
+        return buffer, lambda buffer: [buffer.parts[0], buffer.parts[2]]
+    make = {
+        "plain": lambda: with_episodes(ENVS),
+        "hosted": lambda: jaxbuf.Hosted.create(lambda: with_episodes(ENVS)),
+        "sharded": lambda: sharded(lambda: with_episodes(ENVS // 2)),
+    }[kind]
+    buffer = jaxbuf.add(make(), OPEN)
+    if kind == "sharded":
+        return buffer, lambda buffer: [
+            jax.tree.map(lambda leaf, i=i: leaf[i], buffer.shards) for i in range(2)
+        ]
+    return buffer, lambda buffer: [buffer.buffer if kind == "hosted" else buffer]
+
+
+def state(parts):
+    truncated = np.concatenate([np.asarray(part.data["truncated"]) for part in parts])
+    held = np.concatenate([np.asarray(part.rings.held) for part in parts])
+    return np.argwhere(truncated).tolist(), held.tolist()
+
+
+ENVS_GIVEN = [
+    (None, [0, 1, 2, 3]),
+    (jnp.array([2, 1, 9, -1]), [1, 2]),
+    (np.array([False, False, False, True]), [3]),
+]
+
+
+@pytest.mark.parametrize("kind", ["plain", "hosted", "sharded", "mixture"])
+@pytest.mark.parametrize(("envs", "which"), ENVS_GIVEN)
+def test_episodes_end_and_are_dropped_in_every_wrapper(kind, envs, which):
+    buffer, parts = filled(kind)
+    keep = {"donate": False} if kind == "hosted" else {}
+    ended = buffer.end_episodes(envs, **keep)
+    assert state(parts(ended)) == ([[env, 3] for env in which], [4] * ENVS)
+    dropped = buffer.drop_newest_episode(envs, **keep)
+    left = [4 if env not in which else 2 if env == 1 else 0 for env in range(ENVS)]
+    assert state(parts(dropped)) == ([], left)
+    if kind in ("plain", "sharded", "mixture"):
+        jitted = jax.jit(lambda buffer: buffer.end_episodes(envs))(buffer)
+        assert state(parts(jitted)) == state(parts(ended))
+
+
+def test_episodes_end_under_a_holder():
+    holder = jaxbuf.Holder(with_episodes(ENVS))
+    holder.add(OPEN)
+    holder.apply(lambda buffer: (buffer.end_episodes(jnp.array([3])), None))
+    assert holder.read(lambda buffer: state([buffer])) == ([[3, 3]], [4] * ENVS)
+    holder.apply(lambda buffer: (buffer.drop_newest_episode(), None))
+    assert holder.read(lambda buffer: state([buffer])[1]) == [0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("method", ["end_episodes", "drop_newest_episode"])
+def test_wrappers_without_episodes_say_so(method):
+    for buffer in (sharded(lambda: rings(2)), jaxbuf.Mixture.create([rings()], [1])):
+        with pytest.raises(ValueError, match=f"{method} was called, but .*Episodes"):
+            getattr(buffer, method)()
+    with pytest.raises(ValueError, match=f"{method} was called, but .*TrajectoryBuffer"):
+        getattr(sharded(lambda: items(8)), method)()
+    for buffer in (mixed(), sharded(lambda: with_episodes(2))):
+        with pytest.raises(
+            ValueError, match=r"envs has shape \(3,\); expected \(4,\), which is \(num_envs,\)"
+        ):
+            getattr(buffer, method)(jnp.ones(3, bool))

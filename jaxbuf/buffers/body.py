@@ -1,6 +1,7 @@
 """The common base of ``ItemBuffer`` and ``TrajectoryBuffer``: slots that a sampler draws."""
 
 import abc
+import dataclasses
 from typing import Any, Self, TypeVar
 
 import jax
@@ -53,6 +54,11 @@ class Body(struct.PyTreeNode):
     extra_states: tuple[State, ...]
     sampler: Sampler = struct.field(pytree_node=False)
     extras: tuple[Part, ...] = struct.field(pytree_node=False)
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        # flax sets this method of each class.
+        cls.replace = _replace
 
     @property
     @abc.abstractmethod
@@ -457,6 +463,41 @@ class Body(struct.PyTreeNode):
                 for part, state in self._parts()
             ),
         )
+
+
+def _replace(self: SomeBody, **updates: Any) -> SomeBody:
+    """Returns the buffer with other fields.
+
+    Raises:
+        ValueError: If the sampler, the evictor or a part is replaced, but not its state, which says
+            nothing to the new one. Limits on freshness may change, as may a sampler that keeps no
+            state.
+    """
+    for name, of_state in _STATES.items():
+        if name not in updates or of_state in updates or not hasattr(self, name):
+            continue
+        new, old = updates[name], getattr(self, name)
+        if new != old and _keeps(self, name, new):
+            raise ValueError(
+                f"{name} is {new}, but {of_state} was made by {old}, and the two do not fit; "
+                f"create another buffer with {name}={new} and add the data, or replace "
+                f"{of_state} too"
+            )
+    return dataclasses.replace(self, **updates)
+
+
+# What keeps the state of each part of the configuration.
+_STATES = {"sampler": "sampler_state", "extras": "extra_states", "evictor": "occupancy"}
+
+
+def _keeps(buffer: Body, name: str, new: Any) -> bool:
+    """Returns whether the new value of a field needs a state that the old one made."""
+    if name == "sampler":
+        return bool(jax.tree.leaves(jax.eval_shape(lambda: new.init(buffer.occupancy.capacity))))
+    if name == "extras" and len(new) == len(buffer.extras):
+        pairs = zip(new, buffer.extras, strict=True)
+        return any(a != b and type(a) is not Freshness for a, b in pairs)
+    return True
 
 
 # The parts that are passed to ``create`` by a keyword of their own.

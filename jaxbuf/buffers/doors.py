@@ -90,9 +90,9 @@ def add(
 ) -> AnyBuffer:
     """Adds items to a buffer: ``buffer.add(items, **options)``, compiled, in place.
 
-    It compiles once for all buffers with the same configuration, and again for other shapes. The
-    buffer is donated: its memory is updated in place, and the buffer passed in cannot be used any
-    more.
+    It compiles once for all buffers with the same configuration, and again for other shapes; at the
+    tenth it warns, once. The buffer is donated: its memory is updated in place, and the buffer
+    passed in cannot be used any more.
 
     Inside your own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` this calls the plain method, and
     ``donate`` has no effect: donate the buffer to your own program instead, with
@@ -132,7 +132,7 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
     It compiles once for each batch size and for all buffers with the same configuration. The buffer
     is not donated and does not change. Inside your own ``jax.jit`` this calls the plain method. Add
     before you sample there: a program that samples first has to keep the old storage, and copies
-    it.
+    it. With the sampler ``Shuffled``, only ``jaxbuf.next_batch`` continues the pass.
 
     Args:
         buffer: Any buffer except a ``Queue``, which has ``take`` instead.
@@ -164,12 +164,14 @@ def next_batch(
 ) -> tuple[AnyIteratedBuffer, Sample]:
     """Draws the next batch of a pass: ``buffer.next_batch(key, batch_size)``, compiled, in place.
 
-    With the sampler ``Shuffled``, a pass draws every item exactly once. The buffer records the
-    progress of the pass, so it is returned as well.
+    With the sampler ``Shuffled``, a pass draws every item exactly once, and ``metrics()`` has the
+    numbers of ``passes`` finished and of items ``left``. Other samplers have no passes: this then
+    draws as ``jaxbuf.sample`` does, so that an item may come twice. The buffer records the progress
+    of the pass, so it is returned as well.
 
     Args:
-        buffer: An ``ItemBuffer``, a ``TrajectoryBuffer``, a ``Mixture`` of them, or a ``Hosted``
-            one. It is consumed: use the result instead.
+        buffer: An ``ItemBuffer``, a ``TrajectoryBuffer``, a ``Mixture``, or a ``Hosted`` one. It
+            is consumed: use the result instead.
         key: A PRNG key.
         batch_size: The number of rows ``B``; static.
         donate: As for ``jaxbuf.add``.

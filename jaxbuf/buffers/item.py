@@ -130,7 +130,7 @@ class ItemBuffer(Body):
 
     @property
     def live(self) -> Bool[Array, " N"]:
-        """A mask of the slots that hold an item, ``[capacity]``.
+        """A mask of the slots that hold an item, ``[capacity]``; ``size`` is their number.
 
         Items leave in many ways: they are overwritten, have been used often enough, or become too
         stale. The items that are live now show which ones have left. For example, if items refer to

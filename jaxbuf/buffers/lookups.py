@@ -1,10 +1,11 @@
-"""Lookups of the episodes in a buffer of steps."""
+"""Lookups of the episodes and environments in a buffer of steps."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree, UInt
+import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers.common import check_slots
-from jaxbuf.core import numbers
+from jaxbuf.core import numbers, storage
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
@@ -44,6 +45,25 @@ def look_up(
         raise ValueError("positions is None; give env_ids and positions, or slots")
     env, position, shape = broadcast_steps(where, positions, "where")
     return query(index, rings, env, position, **given).reshape(shape)
+
+
+def mask_of(envs: object, num_envs: int) -> Bool[Array, " E"]:
+    """Returns the argument ``envs`` of a method, a mask or numbers, as a mask; None means all.
+
+    Raises:
+        ValueError: If it is neither a mask ``[num_envs]`` nor numbers ``[K]``.
+    """
+    if envs is None:
+        return jnp.ones((num_envs,), bool)
+    given = numbers.abstract(envs, "envs")
+    if given.dtype == jnp.bool_:
+        return storage.check_rows(envs, "envs", (num_envs,), np.bool_, "(num_envs,)")
+    if len(given.shape) != 1:
+        raise ValueError(f"envs has shape {given.shape}; expected (K,), or a mask (num_envs,)")
+    ids = numbers.integers(envs, "envs")
+    # JAX would count a negative index from the end.
+    at = jnp.where(ids >= 0, ids, num_envs)
+    return jnp.zeros((num_envs,), bool).at[at].set(True, mode="drop")
 
 
 def broadcast_steps(

@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.lookups import broadcast_steps
+from jaxbuf.buffers.lookups import broadcast_steps, mask_of
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.parts import (
     ENVIRONMENTS,
@@ -25,6 +25,7 @@ from jaxbuf.buffers.parts import (
     choose,
     num_envs,
 )
+from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample, SplitBatches
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, storage
@@ -65,6 +66,9 @@ class Mixture(Composite, struct.PyTreeNode):
     ``Freshness``, and lookups such as ``locate`` and ``steps_to_episode_end`` ask, for each row,
     the part that it comes from. ``part_slots`` returns the slots of one part for its own methods.
 
+    A part may also be a ``Queue``: ``next_batch`` takes its rows out, so that each of its items is
+    in one batch, and draws the rest. Such a mixture cannot ``sample``.
+
     Attributes:
         parts: The buffers.
         ratios: The share of each part in a batch; they sum to 1.
@@ -88,11 +92,12 @@ class Mixture(Composite, struct.PyTreeNode):
     _repr_html_ = describe.rich
 
     @classmethod
-    def create(cls, buffers: Sequence[DrawnBuffer], ratios: Sequence[float]) -> Self:
+    def create(cls, buffers: Sequence[DrawnBuffer | Queue], ratios: Sequence[float]) -> Self:
         """Creates a mixture of buffers.
 
         Args:
-            buffers: The parts, whose samples must have the same structure, shapes and dtypes.
+            buffers: The parts, whose samples must have the same structure, shapes and dtypes. Items
+                of a ``Queue`` are taken by ``next_batch``.
             ratios: The relative numbers of rows from each part.
 
         Raises:
@@ -107,7 +112,8 @@ class Mixture(Composite, struct.PyTreeNode):
                 "each of one buffer or more"
             )
         for i, part in enumerate(parts):
-            check_options(part, "sample", {}, f"buffers[{i}]")
+            if not isinstance(part, Queue):
+                check_options(part, "sample", {}, f"buffers[{i}]")
             _check_whole(part, f"buffers[{i}]")
         if sum(weights) <= 0:
             raise ValueError(
@@ -191,7 +197,7 @@ class Mixture(Composite, struct.PyTreeNode):
         check_options(self.parts[i], "add", options)
         return self.replace_part(i, self.parts[i].add(items, **options))
 
-    def replace_part(self, part: int, buffer: DrawnBuffer) -> Self:
+    def replace_part(self, part: int, buffer: DrawnBuffer | Queue) -> Self:
         """Returns the mixture with a new state of one part.
 
         Raises:
@@ -218,11 +224,16 @@ class Mixture(Composite, struct.PyTreeNode):
 
         Raises:
             ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
-                key, or a part does not take one of the options.
+                key, a part is a ``Queue``, or a part does not take one of the options.
         """
         rows = common.check_batch_size(batch_size)
         key = common.check_key(key)
-        for part in self.parts:
+        for i, part in enumerate(self.parts):
+            if isinstance(part, Queue):
+                raise ValueError(
+                    f"parts[{i}] is a Queue, whose rows are taken out; draw with next_batch, which "
+                    "returns the mixture without them"
+                )
             check_options(part, "sample", options)
         keys = jax.random.split(key, len(self.parts))
         return self._batch(
@@ -239,7 +250,9 @@ class Mixture(Composite, struct.PyTreeNode):
 
         A part with the sampler ``Shuffled`` gives the next items of its own pass, and each of its
         passes ends by itself: with other numbers of items or other ratios, parts begin new passes
-        at different times. A part with another sampler draws as in ``sample``.
+        at different times. A part with another sampler draws as in ``sample``. From a ``Queue``,
+        the oldest items are taken out. Their ``probability`` is the share of the queue, because
+        they are certain to be in the batch.
 
         Args:
             key: A PRNG key.
@@ -247,7 +260,7 @@ class Mixture(Composite, struct.PyTreeNode):
 
         Returns:
             The new mixture, and a ``Sample``. If fewer items than its rows are left in the pass of
-            a part, its last rows are invalid.
+            a part, or in a queue, its last rows are invalid.
 
         Raises:
             ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
@@ -270,12 +283,13 @@ class Mixture(Composite, struct.PyTreeNode):
         rows = common.check_batch_size(batch_size)
         key = common.check_key(key)
         for i, part in enumerate(self.parts):
-            check_options(part, "next_batch", {}, f"parts[{i}]")
+            if not isinstance(part, Queue):
+                check_options(part, "next_batch", {}, f"parts[{i}]")
         keys, parts = jax.random.split(key, len(self.parts)), list(self.parts)
         drawn: dict[int, Sample] = {}
         for i, count in enumerate(self.counts(rows)):
             if count > 0:
-                parts[i], drawn[i] = parts[i].next_batch(keys[i], count)
+                parts[i], drawn[i] = _next_of(parts[i], keys[i], count)
         return self.replace(parts=tuple(parts)), self._batch(drawn)
 
     def _batch(self, drawn: dict[int, Sample]) -> Sample:
@@ -543,6 +557,43 @@ class Mixture(Composite, struct.PyTreeNode):
         )
 
     @program()
+    def end_episodes(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
+        """Ends open episodes, in the parts with ``Episodes``; see ``TrajectoryBuffer``.
+
+        Args:
+            envs: The environments, numbered as in ``locate``: a mask of all of them, or numbers
+                ``[K]``. None means all.
+
+        Raises:
+            ValueError: If no part has ``Episodes``, or, when traced, if ``envs`` is neither a mask
+                nor numbers.
+        """
+        return self._change_episodes("end_episodes", envs)
+
+    @program()
+    def drop_newest_episode(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
+        """Removes the newest episodes, in the parts with ``Episodes``; see ``TrajectoryBuffer``.
+
+        Args:
+            envs: The environments, as for ``end_episodes``.
+
+        Raises:
+            ValueError: If no part has ``Episodes``, or, when traced, if ``envs`` is neither a mask
+                nor numbers.
+        """
+        return self._change_episodes("drop_newest_episode", envs)
+
+    def _change_episodes(self, method: str, envs: object) -> Self:
+        EPISODES.need(self, method)
+        mask, parts = mask_of(envs, num_envs(self)), list(self.parts)
+        for i, part in enumerate(parts):
+            if EPISODES.has(part):
+                first = self._first_env(i)
+                change = operator.methodcaller(method, mask[first : first + num_envs(part)])
+                parts[i] = change(part)
+        return self.replace(parts=tuple(parts))
+
+    @program()
     def clear(self) -> Self:
         """Returns the mixture with all parts cleared."""
         return self.replace(parts=tuple(part.clear() for part in self.parts))
@@ -551,7 +602,7 @@ class Mixture(Composite, struct.PyTreeNode):
     def support(self) -> Support:
         """Returns the number of items that can be drawn, and the least probability among them."""
         supports = [
-            (part.support(), jnp.float32(ratio))
+            (_support_of(part), jnp.float32(ratio))
             for part, ratio in zip(self.parts, self.ratios, strict=True)
             if ratio > 0
         ]
@@ -730,6 +781,25 @@ def _total(numbers: list[Array]) -> Int[Array, ""]:
     return jnp.sum(jnp.stack(numbers), axis=0, dtype=jnp.int32)
 
 
+def _next_of(part: Any, key: PRNGKeyArray, rows: int) -> tuple[Any, Sample]:
+    """Returns the next rows of a part, and the part after them."""
+    return part.take(rows) if isinstance(part, Queue) else part.next_batch(key, rows)
+
+
+def _support_of(part: Any) -> Support:
+    """Returns the support of a part. What is taken out of a queue is certain."""
+    if not isinstance(part, Queue):
+        return part.support()
+    return Support(part.size, jnp.where(part.size > 0, 1.0, 0.0))
+
+
+def _takes(part: object) -> bool:
+    """Returns whether rows of a part, or of a part of it, are taken out."""
+    if isinstance(part, Composite):
+        return any(_takes(inner) for inner in part.parts)
+    return isinstance(part, Queue)
+
+
 def _check_whole(part: object, name: str) -> None:
     """Raises ValueError if a wrapper cannot be a part."""
     if isinstance(part, OwnPrograms):
@@ -746,10 +816,15 @@ def _check_whole(part: object, name: str) -> None:
 
 def _check_alike(parts: tuple[DrawnBuffer, ...]) -> None:
     """Raises ValueError if samples of the parts cannot be concatenated to one batch."""
-    rows = [
-        jax.eval_shape(lambda key, part=part: part.sample(key, 1).data, jax.random.key(0))
-        for part in parts
-    ]
+
+    def row_of(part: Any) -> PyTree:
+        def draw(key: PRNGKeyArray) -> PyTree[Array]:
+            batch = _next_of(part, key, 1)[1] if _takes(part) else part.sample(key, 1)
+            return batch.data
+
+        return jax.eval_shape(draw, jax.random.key(0))
+
+    rows = [row_of(part) for part in parts]
     first = jax.tree_util.tree_leaves_with_path(rows[0])
     for i, other in enumerate(rows[1:], start=1):
         if jax.tree.structure(other) != jax.tree.structure(rows[0]):

@@ -12,9 +12,11 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from jaxbuf.buffers import common, global_draw, retire
 from jaxbuf.buffers import shards as on_shards
 from jaxbuf.buffers.body import Body
+from jaxbuf.buffers.lookups import mask_of
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.per_device import here_of
 from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, sizes, storage, trees
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
@@ -284,6 +286,35 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         return on_shards.each(self, on_shards.clear)
 
     @program()
+    def end_episodes(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
+        """Ends open episodes in all shards; see ``TrajectoryBuffer``.
+
+        Args:
+            envs: The environments, in the order of the rows of ``add``: a mask, or numbers ``[K]``.
+                None means all. Inside ``shard_map`` these are the environments of the device.
+
+        Raises:
+            ValueError: If the shards have no ``Episodes``, or, when traced, if ``envs`` is neither
+                a mask nor numbers.
+        """
+        mask = self._check_envs("end_episodes", envs)
+        return on_shards.of_envs(self, mask, TrajectoryBuffer.end_episodes)
+
+    @program()
+    def drop_newest_episode(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
+        """Removes the newest episodes in all shards; see ``TrajectoryBuffer``.
+
+        Args:
+            envs: The environments, as for ``end_episodes``.
+
+        Raises:
+            ValueError: If the shards have no ``Episodes``, or, when traced, if ``envs`` is neither
+                a mask nor numbers.
+        """
+        mask = self._check_envs("drop_newest_episode", envs)
+        return on_shards.of_envs(self, mask, TrajectoryBuffer.drop_newest_episode)
+
+    @program()
     def metrics(self) -> dict[str, Array]:
         """Returns the metrics of all shards together, as scalars.
 
@@ -313,6 +344,21 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             mask = storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
         index = jnp.asarray(slots.index, jnp.int32)
         return Slots(index, jnp.asarray(slots.generation, jnp.uint32)), mask
+
+    def _check_envs(self, method: str, envs: object) -> Bool[Array, " E"]:
+        """Returns a mask of the environments that are here.
+
+        Raises:
+            ValueError: If the shards have no ``Episodes``, or ``envs`` is neither a mask nor
+                numbers.
+        """
+        shards = self.shards
+        if not isinstance(shards, TrajectoryBuffer) or shards.episodes is None:
+            raise ValueError(
+                f"{method} was called, but the shards know no episodes; create each with "
+                "jaxbuf.TrajectoryBuffer.create(..., episodes=jaxbuf.Episodes())"
+            )
+        return mask_of(envs, here_of(shards) * shards.num_envs)
 
     def _check_rows(self, name: str, rows: int) -> None:
         """Raises ValueError if rows cannot be split evenly among the shards that are here."""

@@ -126,6 +126,17 @@ def add(buffer: "Sharded", items: PyTree[Array], given: dict[str, object]) -> "S
     return buffer.replace(shards=run(buffer, body, (items, given)))
 
 
+def of_envs(
+    buffer: "Sharded", mask: Bool[Array, " E"], change: Callable[[Any, Array], Any]
+) -> "Sharded":
+    """Applies ``change(shard, mask)`` to every shard, with the mask of its own environments."""
+
+    def body(shards: Any, mask: Any, _: Any) -> Body:
+        return jax.vmap(change)(shards, mask.reshape(here_of(shards), -1))
+
+    return buffer.replace(shards=run(buffer, body, mask))
+
+
 def tell(buffer: "Sharded", rows: tuple[Any, ...], change: Callable[..., Body]) -> "Sharded":
     """Applies ``change(shard, slots, *values)`` to every shard, with the slots of its own items.
 

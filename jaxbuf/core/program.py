@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxbuf.core import numbers, trees
+from jaxbuf.core import numbers, shapes, trees
 from jaxbuf.core.donation import check_single, check_there, one_leaf
 from jaxbuf.core.random import check_key
 from jaxbuf.core.types import Dtype, Function
@@ -258,6 +258,8 @@ def _compiled(
     fixed = dict(zip(names, values, strict=True))
 
     def run(first: Any, traced: dict[str, Any]) -> Any:
+        for name in set(_STORED) & traced.keys():
+            shapes.note(first, traced[name], operation.function.__name__)
         args = (first,) if operation.is_method else ()
         return operation.function(*args, **traced, **fixed)
 

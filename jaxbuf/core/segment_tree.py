@@ -160,12 +160,12 @@ class SegmentTree(struct.PyTreeNode):
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
         """Returns the leaf of each prefix: the smallest ``i`` with ``prefix < v_0 + ... + v_i``.
 
-        The rule is exact up to the rounding of the sums. If the total is positive, no prefix in
-        ``[0, total)`` finds a leaf without mass. The leaf is in range whatever the tree and the
-        prefixes hold.
+        The rule is exact up to the rounding of the sums. If the total is positive, no prefix finds
+        a leaf without mass: at the total and beyond it is the last one with mass. The leaf is in
+        range whatever the tree and the prefixes hold.
 
         Args:
-            prefix: Points in ``[0, total)``, ``[B]``.
+            prefix: Points in ``[0, total)``, ``[B]``. Rounding may make them the total.
             refine: Amounts to add to the residuals half way down, ``[B]``. There nodes are so much
                 lighter than the total that bits lost at the top can be filled in; see ``samplers``.
 
@@ -256,7 +256,7 @@ def combine(op: Op, children: Int[Array, "... K"]) -> Int[Array, "..."]:
     integers: with the lower bits of negative ones flipped, the bits of floats have their order.
     """
     if op == "sum":
-        return _bits(_sum4(_sum4(_floats(children).reshape(*children.shape[:-1], 4, 4))))
+        return _bits(_sum16(_floats(children)))
     if op == "min_positive":
         least = jnp.min(jnp.where(children > 0, children, _INFINITY), axis=-1)
         return jnp.where(least < _INFINITY, least, 0)
@@ -266,6 +266,10 @@ def combine(op: Op, children: Int[Array, "... K"]) -> Int[Array, "..."]:
 
 def _ordered(bits: Int[Array, "..."]) -> Int[Array, "..."]:
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _sum16(terms: Float[Array, "... 16"]) -> Float[Array, "..."]:
+    return _sum4(_sum4(terms.reshape(*terms.shape[:-1], 4, 4)))
 
 
 def _sum4(terms: Float[Array, "... 4"]) -> Float[Array, "..."]:
@@ -434,6 +438,8 @@ def _find_plainly(
     first = starts[0] if depth > 1 else 0
     top = _floats(lax.dynamic_slice(nodes, (first,), (FANOUT,)))
     root = jnp.zeros_like(prefix, jnp.int32)
+    # What is past the end of the tree stays past the end of every node.
+    prefix = jnp.where(prefix >= _sum16(top), jnp.inf, prefix)
     begin = step(0, jnp.broadcast_to(top, (*prefix.shape, FANOUT)), root, prefix)
     return lax.fori_loop(1, depth, descend, begin)
 
@@ -447,7 +453,7 @@ def _refine(
     Points drawn within the cells leave out a fraction of a cell at the node's start and reach past
     its end by the same amount.
     """
-    mass = _sum4(_sum4(children.reshape(-1, 4, 4)))
+    mass = _sum16(children)
     residual = residual + refine
     return jnp.where(residual >= mass, jnp.maximum(residual - mass, 0.0), residual)
 
@@ -457,8 +463,9 @@ def _choose(
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
     """Returns the child that holds each residual: the smallest ``i`` with ``r < m_0 + ... + m_i``.
 
-    Residuals are compared with the same sums that the node's value is computed from, so that
-    rounding never leads to a child without mass.
+    An infinite residual leads to the last child with mass, and stays infinite. Residuals are
+    compared with the same sums that the node's value is computed from, so that rounding never leads
+    to a child without mass.
 
     Returns:
         The child, the residual within it, and its mass.
@@ -468,22 +475,31 @@ def _choose(
     second = sums[0] + sums[1]
     bounds = [sums[0], second, second + sums[2]]
     # A rounded residual may equal the node's mass; it is limited to the largest float below it.
-    residual = jnp.minimum(residual, (bounds[2] + sums[3]) * jnp.float32(_BELOW))
-    group, base = _past(bounds, residual)
+    limit = (bounds[2] + sums[3]) * jnp.float32(_BELOW)
+    residual = jnp.where(residual < jnp.inf, jnp.minimum(residual, limit), residual)
+    group, base = _past(sums, bounds, residual)
     chosen = lax.select_n(jnp.broadcast_to(group[:, None], groups[0].shape), *groups)
     inside = [lax.squeeze(mass, [1]) for mass in lax.split(chosen, [1] * 4, axis=1)]
     pair = inside[0] + inside[1]
-    child, before = _past([base + inside[0], base + pair, base + (pair + inside[2])], residual)
+    bounds = [base + inside[0], base + pair, base + (pair + inside[2])]
+    child, before = _past(inside, bounds, residual)
     # If masses are zero, a bound may be smaller than the base by a rounding error.
     rest = residual - jnp.maximum(before, base)
     return 4 * group + child, rest, lax.select_n(child, *inside)
 
 
 def _past(
-    bounds: list[Float[Array, " B"]], r: Float[Array, " B"]
+    masses: list[Float[Array, " B"]], bounds: list[Float[Array, " B"]], r: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Returns how many of three rising bounds ``r`` has reached, and the last of them, or 0."""
-    past = [r >= bound for bound in bounds]
+    """Returns how many of three rising bounds ``r`` has reached, and the last of them, or 0.
+
+    The bounds lie between four masses. One that has no mass behind it is never reached.
+    """
+    third = masses[3] > 0
+    second = (masses[2] > 0) | third
+    first = (masses[1] > 0) | second
+    left = [first, second, third]
+    past = [(r >= bound) & more for bound, more in zip(bounds, left, strict=True)]
     count = past[0].astype(jnp.int32) + past[1].astype(jnp.int32) + past[2].astype(jnp.int32)
     return count, lax.select_n(count, jnp.zeros_like(r), *bounds)
 

@@ -37,9 +37,13 @@ Shapes, structures, capacities, write positions, ``can_sample``, ``can_add`` and
   than fit are no error: the last ones stay.
 * **A mixer's buffers** must each sample enough rows for their share; flashbax returns fewer.
 * ``device`` is accepted and ignored: what is fastest is chosen by where the arrays are.
-* Of a state's fields ``experience``, ``current_index``, ``is_full``, ``running_index``,
-  ``read_index`` and ``write_index`` can be read; of the sum tree only its root,
-  ``sum_tree_state.nodes[0]``. There is no vault: see ``jaxbuf.Store``.
+* **States** have ``experience``, ``current_index``, ``is_full``, ``running_index``, ``read_index``
+  and ``write_index``; of the sum tree only its root, ``sum_tree_state.nodes[0]``. They are built
+  from ``experience``, ``current_index`` and ``is_full``, and these can be replaced; in a state with
+  priorities only ``experience``. Windows of a state that is built have the default priority. What
+  flashbax's ``Vault`` reads back can be sampled and added to as it is.
+* **A state belongs to the buffer that made it.** To sample it with another window, period or
+  exponent is refused, except for states that are built from arrays.
 
 ``state.buffer`` is the buffer of jaxbuf inside, with ``metrics()`` and all the rest, for moving
 over bit by bit.
@@ -62,11 +66,14 @@ from jaxbuf.core import describe, numbers, trees
 from jaxbuf.core.checks import check_flag, check_fraction
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
+from jaxbuf.interop import _flashbax_state
 from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 
 __all__ = [
+    "BufferSample",
     "BufferState",
+    "Experience",
     "ExperiencePair",
     "Mixer",
     "PrioritisedTrajectoryBuffer",
@@ -110,14 +117,48 @@ class SumTreeRoot(NamedTuple):
 class TrajectoryBufferState(struct.PyTreeNode, Generic[Experience]):
     """The state of a buffer or a queue: a ``jaxbuf.TrajectoryBuffer`` written in all rings at once.
 
+    It is also built from arrays, as a data set is: ``TrajectoryBufferState(experience=...,
+    current_index=..., is_full=...)``. Such a state belongs to no buffer yet, so it is sampled with
+    the windows of any.
+
     Attributes:
         buffer: The buffer of jaxbuf.
+
+    Raises:
+        ValueError: If the arrays do not fit each other, or the priorities of another library are
+            given.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jaxbuf.interop.flashbax as fbx
+        >>> state = fbx.TrajectoryBufferState(
+        ...     experience={"obs": jnp.ones((2, 100, 3))}, current_index=0, is_full=True
+        ... )
+        >>> buffer = fbx.make_trajectory_buffer(2, 32, 5, 1, 5, max_length_time_axis=100)
+        >>> buffer.sample(state, jax.random.PRNGKey(0)).experience["obs"].shape
+        (32, 5, 3)
+        >>> state = state.replace(experience=jax.tree.map(jnp.negative, state.experience))
+        >>> float(buffer.sample(state, jax.random.PRNGKey(0)).experience["obs"].max())
+        -1.0
     """
 
     buffer: Rings
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
+
+    def __new__(cls, buffer: Rings | None = None, **arrays: Any) -> Self:
+        """Makes a state that belongs to no buffer yet, if only arrays are given."""
+        kind: Any = _StateOfArrays if arrays and buffer is None else cls
+        return super().__new__(kind)
+
+    def __init__(self, buffer: Rings | None = None, **arrays: Any):
+        """Takes a buffer of jaxbuf, arrays, or both, as ``replace`` does."""
+        if arrays and buffer is not None:
+            buffer = _flashbax_state.changed(buffer, arrays)
+        elif arrays:
+            buffer = _flashbax_state.of_arrays(arrays)
+        object.__setattr__(self, "buffer", buffer)
 
     @property
     def experience(self) -> PyTree[Array]:
@@ -127,7 +168,7 @@ class TrajectoryBufferState(struct.PyTreeNode, Generic[Experience]):
     @property
     def current_index(self) -> Int[Array, ""]:
         """The index on the time axis of the next step."""
-        return self.buffer.rings.cursor[..., 0].astype(jnp.int32)
+        return self.buffer.rings.cursor[..., 0].astype(int)
 
     @property
     def write_index(self) -> Int[Array, ""]:
@@ -137,7 +178,7 @@ class TrajectoryBufferState(struct.PyTreeNode, Generic[Experience]):
     @property
     def read_index(self) -> Int[Array, ""]:
         """The index on the time axis of the earliest step, which a queue gives next."""
-        held = self.buffer.rings.held[..., 0].astype(jnp.int32)
+        held = self.buffer.rings.held[..., 0].astype(int)
         return (self.current_index - held) % self.buffer.length
 
     @property
@@ -148,7 +189,7 @@ class TrajectoryBufferState(struct.PyTreeNode, Generic[Experience]):
     @property
     def running_index(self) -> Int[Array, ""]:
         """The number of steps that were added to each row."""
-        return self.buffer.end_position[..., 0].astype(jnp.int32)
+        return self.buffer.end_position[..., 0].astype(int)
 
     @property
     def sum_tree_state(self) -> SumTreeRoot:
@@ -162,6 +203,12 @@ class TrajectoryBufferState(struct.PyTreeNode, Generic[Experience]):
         tree = self.buffer.sampler_state
         largest = jnp.maximum(tree.root("max"), 1.0)
         return SumTreeRoot(nodes=tree.root("sum")[..., None], max_recorded_priority=largest)
+
+
+class _StateOfArrays(TrajectoryBufferState[Any]):
+    """A state that was made from arrays and belongs to no buffer yet."""
+
+    __init__ = TrajectoryBufferState.__init__
 
 
 TrajectoryQueueState = BufferState = PrioritisedTrajectoryBufferState = TrajectoryBufferState
@@ -209,7 +256,7 @@ class PrioritisedTrajectoryBufferSample(TrajectoryBufferSample):
     slots: Slots
 
 
-TransitionSample = TrajectoryQueueSample = TrajectoryBufferSample
+BufferSample = TransitionSample = TrajectoryQueueSample = TrajectoryBufferSample
 PrioritisedTransitionSample = PrioritisedTrajectoryBufferSample
 
 
@@ -224,8 +271,8 @@ class TrajectoryBuffer:
         can_sample: Takes a state, and returns whether it holds enough.
     """
 
-    init: Callable[..., TrajectoryBufferState]
-    add: Callable[..., TrajectoryBufferState]
+    init: Callable[..., TrajectoryBufferState[Any]]
+    add: Callable[..., TrajectoryBufferState[Any]]
     sample: Callable[..., Any]
     can_sample: Callable[..., Bool[Array, ""]]
 
@@ -243,7 +290,7 @@ class PrioritisedTrajectoryBuffer(TrajectoryBuffer):
             state.
     """
 
-    set_priorities: Callable[..., TrajectoryBufferState]
+    set_priorities: Callable[..., TrajectoryBufferState[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,7 +550,9 @@ def make_trajectory_queue(
         return state.replace(buffer=doors.add(state.buffer, batch, mask=mask, donate=False))
 
     @jax.jit
-    def sample(state: TrajectoryQueueState) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
+    def sample(
+        state: TrajectoryQueueState,
+    ) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
         wanted = jnp.broadcast_to(can_sample(state), (add_batch_size,))
         buffer, steps = state.buffer.dequeue(sample_sequence_length, mask=wanted)
         sample = TrajectoryQueueSample(experience=steps.data, valid=jnp.all(steps.valid, axis=1))
@@ -543,7 +592,7 @@ def make_mixer(
     counts = [int(share / sum(proportions) * sample_batch_size) for share in proportions]
     counts[0] += sample_batch_size - sum(counts)
 
-    def sample(states: Sequence[TrajectoryBufferState], key: PRNGKeyArray) -> Any:
+    def sample(states: Sequence[TrajectoryBufferState[Any]], key: PRNGKeyArray) -> Any:
         drawn: list[Any] = []
         keys = jax.random.split(key, len(buffers))
         for i, (buffer, state, count) in enumerate(zip(buffers, states, counts, strict=True)):
@@ -556,14 +605,21 @@ def make_mixer(
             drawn.append(jax.tree.map(lambda leaf, count=count: leaf[:count], rows))
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *drawn)
 
-    def can_sample(states: Sequence[TrajectoryBufferState]) -> Bool[Array, ""]:
+    def can_sample(states: Sequence[TrajectoryBufferState[Any]]) -> Bool[Array, ""]:
         pairs = zip(buffers, states, strict=True)
         return jnp.all(jnp.stack([buffer.can_sample(state) for buffer, state in pairs]))
 
     return Mixer(sample=sample, can_sample=can_sample)
 
 
-def _add(state: TrajectoryBufferState, batch: PyTree[Array]) -> TrajectoryBufferState:
+def _own(state: Any) -> TrajectoryBufferState[Any]:
+    """Returns a state of this module, made from that of another library if it is one."""
+    if isinstance(state, TrajectoryBufferState):
+        return state
+    return TrajectoryBufferState(**_flashbax_state.fields_of(state))
+
+
+def _add(state: TrajectoryBufferState[Any], batch: PyTree[Array]) -> TrajectoryBufferState[Any]:
     """Append steps ``[add_batch_size, T, ...]``."""
     return state.replace(buffer=doors.add(state.buffer, batch, donate=False))
 
@@ -585,10 +641,10 @@ def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..
 
 
 def _set_priorities(
-    state: TrajectoryBufferState,
+    state: TrajectoryBufferState[Any],
     indices: Int[Array, " B"] | Slots,
     priorities: Float[Array, " B"],
-) -> TrajectoryBufferState:
+) -> TrajectoryBufferState[Any]:
     """Set the priorities of windows, by their numbers or by their slots."""
     if isinstance(indices, Slots):
         slots = indices
@@ -646,7 +702,7 @@ def _windows(
     max_size: int | None,
     max_length: int | None,
     sampler: Sampler = Uniform(),
-    add: Callable[..., TrajectoryBufferState] = _add,
+    add: Callable[..., TrajectoryBufferState[Any]] = _add,
     view: Callable[[PyTree[Array]], Any] = lambda data: data,
 ) -> Any:
     """A buffer of windows, which ``view`` hands out."""
@@ -678,7 +734,7 @@ def _windows(
             f"{length - length % period}, a multiple of it"
         )
 
-    def init(experience: PyTree) -> TrajectoryBufferState:
+    def init(experience: PyTree) -> TrajectoryBufferState[Any]:
         buffer = Rings.create(
             experience,
             rows,
@@ -689,8 +745,22 @@ def _windows(
         )
         return TrajectoryBufferState(buffer)
 
-    def sample(state: TrajectoryBufferState, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
-        held = state.buffer
+    def settled(state: Any) -> TrajectoryBufferState[Any]:
+        state = _own(state)
+        if not isinstance(state, _StateOfArrays):
+            return state
+        return TrajectoryBufferState(
+            _flashbax_state.fitted(state.buffer, sequence_length, period, sampler)
+        )
+
+    def extended(
+        state: TrajectoryBufferState[Any], batch: PyTree[Array]
+    ) -> TrajectoryBufferState[Any]:
+        # Without priorities nothing is kept of windows, so the state may stay as it is in a scan.
+        return add(settled(state) if sampler.uses_priority else _own(state), batch)
+
+    def sample(state: TrajectoryBufferState[Any], rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
+        held = settled(state).buffer
         for name, ours, theirs in (
             ("sample_sequence_length", sequence_length, held.sequence_length),
             ("period", period, held.period),
@@ -701,10 +771,10 @@ def _windows(
                     f"{name} is {ours}, but the state was made with {theirs}; sample it with the "
                     "buffer that made it, or add its experience to a state of this one"
                 )
-        drawn = doors.sample(state.buffer, rng_key, batch_size)
+        drawn = doors.sample(held, rng_key, batch_size)
         if not sampler.uses_priority:
             return TrajectoryBufferSample(experience=view(drawn.data), valid=drawn.valid)
-        _, priorities = state.buffer.sampler_state.read(drawn.slots.index)
+        _, priorities = held.sampler_state.read(drawn.slots.index)
         return PrioritisedTrajectoryBufferSample(
             experience=view(drawn.data),
             valid=drawn.valid,
@@ -714,12 +784,19 @@ def _windows(
             slots=drawn.slots,
         )
 
-    def can_sample(state: TrajectoryBufferState) -> Bool[Array, ""]:
+    def can_sample(state: TrajectoryBufferState[Any]) -> Bool[Array, ""]:
         return state.is_full | (state.current_index >= least)
 
+    def set_priorities(
+        state: TrajectoryBufferState[Any],
+        indices: Int[Array, " B"] | Slots,
+        priorities: Float[Array, " B"],
+    ) -> TrajectoryBufferState[Any]:
+        return _set_priorities(settled(state), indices, priorities)
+
     if not sampler.uses_priority:
-        return TrajectoryBuffer(init, add, sample, can_sample)
-    return PrioritisedTrajectoryBuffer(init, add, sample, can_sample, _set_priorities)
+        return TrajectoryBuffer(init, extended, sample, can_sample)
+    return PrioritisedTrajectoryBuffer(init, extended, sample, can_sample, set_priorities)
 
 
 def _pairs(
@@ -759,7 +836,20 @@ def _items(
     return _windows(1, batch_size, 1, 1, min_length, None, max_length, sampler, add, _step)
 
 
-# flashbax has a module for each kind of buffer, as in ``fbx.trajectory_buffer.BufferState``.
+# flashbax has a module for each kind of buffer, as in ``fbx.trajectory_buffer.BufferState`` and
+# ``from flashbax.buffers.trajectory_buffer import BufferState``. Here all of them are this one.
 buffers = flat_buffer = item_buffer = trajectory_buffer = trajectory_queue = mixer = (
     prioritised_flat_buffer
 ) = prioritised_item_buffer = prioritised_trajectory_buffer = sys.modules[__name__]
+for _name in (
+    "flat_buffer",
+    "item_buffer",
+    "mixer",
+    "prioritised_flat_buffer",
+    "prioritised_item_buffer",
+    "prioritised_trajectory_buffer",
+    "trajectory_buffer",
+    "trajectory_queue",
+):
+    sys.modules[f"{__name__}.{_name}"] = sys.modules[f"{__name__}.buffers.{_name}"] = buffers
+sys.modules[f"{__name__}.buffers"] = buffers

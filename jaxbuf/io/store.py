@@ -172,7 +172,7 @@ class Store:
 
     @property
     def live(self) -> int:
-        """The number of rows that are not deleted."""
+        """The number of rows that are not deleted; ``ItemBuffer.live`` is a mask instead."""
         return self._rows - len(self._deleted)
 
     @property

@@ -20,6 +20,7 @@ from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
 from jaxbuf.occupancy.ranking import Ranking
+from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.subset import Subset
 
 if TYPE_CHECKING:
@@ -57,11 +58,13 @@ class _Map:
     """The ages of items by slot, or of steps by environment and place.
 
     Attributes:
-        age: Age in each place, ``[R, N]``: the number of items or steps added to its ring since.
+        age: Age in each place, ``[R, N]``: the number of items or steps added to its ring since; 0
+            if that is unknown.
         live: Which places hold something that can be drawn or read, ``[R, N]``.
         position: The place that each ring writes next, ``[R]``; empty if there is no such place.
         unit: ``items`` or ``steps``.
         ring: A name of the rows; empty if there is only one.
+        known: Whether ages are known.
     """
 
     age: NDArray[Any]
@@ -69,6 +72,7 @@ class _Map:
     position: NDArray[Any]
     unit: str
     ring: str
+    known: bool = True
 
 
 def plot(buffer: Any) -> "Figure":
@@ -78,7 +82,9 @@ def plot(buffer: Any) -> "Figure":
     items that were added since; for trajectories, the number of steps of the same environment.
     Lines mark the slots that are written next. Below it are histograms of ages and, if the buffer
     has them, of priorities, scores, use counts and staleness over the items, or windows, that can
-    be drawn now. In large buffers neighboring slots share a point of the map.
+    be drawn now. In large buffers neighboring slots share a point of the map. With an evictor of
+    your own whose occupancy does not keep the order of items, ages are unknown, and the map only
+    shows which slots hold an item.
 
     Args:
         buffer: An ``ItemBuffer``, ``TrajectoryBuffer``, ``Queue`` or ``Mixture``.
@@ -172,24 +178,20 @@ def _map(buffer: Any) -> _Map:
         return _Map(age, age < held[:, None], position, "steps", "environment")
     live, age = _live(buffer), _ages(buffer)
     inner = _inner(buffer.occupancy)
-    position = np.asarray(inner.position)[None] if hasattr(inner, "position") else np.zeros(0)
-    return _Map(age[None], live[None], position, "items", "")
+    position = np.asarray(inner.position)[None] if isinstance(inner, Ring) else np.zeros(0)
+    known = age is not None
+    shown = age if known else np.zeros(live.shape, np.int64)
+    return _Map(shown[None], live[None], position, "items", "", known)
 
 
 def _panels(buffer: Any) -> list[_Panel]:
     """Returns the histograms that the buffer has values for."""
     where = _map(buffer)
     # Ages are spread evenly, or in two groups after others have retired: no mean describes them.
-    found = [
-        _Panel(
-            "ages",
-            f"age ({where.unit} added since)",
-            where.unit,
-            where.age[where.live],
-            discrete=True,
-            mean=False,
-        )
-    ]
+    label = f"age ({where.unit} added since)"
+    ages = where.age[where.live]
+    found = [_Panel("ages", label, where.unit, ages, discrete=True, mean=False)]
+    found = found if where.known else []
     if not hasattr(buffer, "sampler"):
         return found
     live = _live(buffer)
@@ -229,16 +231,25 @@ def _live(buffer: Any) -> NDArray[Any]:
     return np.asarray(buffer.occupancy.live(jnp.arange(slots, dtype=jnp.int32)))
 
 
-def _ages(buffer: Any) -> NDArray[Any]:
-    """Returns the number of items added since the one in each slot; arbitrary in empty slots."""
+def _ages(buffer: Any) -> NDArray[Any] | None:
+    """Returns the number of items added since the one in each slot; arbitrary in empty slots.
+
+    None if that is unknown.
+    """
     inner = _inner(buffer.occupancy)
     slot = np.arange(buffer.capacity)
     if isinstance(inner, Ranking):
         number = np.asarray(inner.generation(jnp.asarray(slot, jnp.int32)))
         return (np.asarray(inner.arrivals) - np.uint32(1) - number).astype(np.int64)
-    if hasattr(inner, "position"):
+    if isinstance(inner, Ring):
         return (int(inner.position) - 1 - slot) % buffer.capacity
-    return np.zeros(slot.shape, np.int64)
+    if not inner.keeps_order:
+        return None
+    items = inner.age_range(None, None)
+    rank = np.arange(int(items.total))
+    age = np.zeros(slot.shape, np.int64)
+    age[np.asarray(items.at(jnp.asarray(rank, jnp.int32)))] = rank[::-1]
+    return age
 
 
 def _rows(panels: list[_Panel]) -> int:
@@ -246,7 +257,7 @@ def _rows(panels: list[_Panel]) -> int:
 
 
 def _draw(figure: Any, where: _Map, panels: list[_Panel]) -> None:
-    columns = min(len(panels), _PANELS_PER_ROW)
+    columns = min(max(len(panels), 1), _PANELS_PER_ROW)
     grid: Any = figure.add_gridspec(1 + _rows(panels), columns)
     _draw_map(figure, figure.add_subplot(grid[0, :]), where)
     for i, panel in enumerate(panels):
@@ -268,8 +279,9 @@ def _draw_map(figure: Any, axes: Any, where: _Map) -> None:
         vmax=max(float(age.max(initial=0.0)), 1.0),
         extent=(0, length, rings - 0.5, -0.5),
     )
-    bar = figure.colorbar(image, ax=axes, label="age", pad=0.01)
-    bar.ax.yaxis.get_major_locator().set_params(integer=True)
+    if where.known:
+        bar = figure.colorbar(image, ax=axes, label="age", pad=0.01)
+        bar.ax.yaxis.get_major_locator().set_params(integer=True)
     step = math.ceil(rings / _ROWS)
     for top, position in enumerate(where.position.tolist()):
         if top % step == 0:
@@ -284,8 +296,9 @@ def _draw_map(figure: Any, axes: Any, where: _Map) -> None:
             frameon=False,
             fontsize="small",
         )
+    what = "age" if where.known else where.unit
     axes.set(
-        title="age by place" if where.ring else "age by slot",
+        title=f"{what} by place" if where.ring else f"{what} by slot",
         xlabel="place in the ring" if where.ring else "slot",
         ylabel=where.ring,
         xlim=(0, length),

@@ -6,11 +6,8 @@ to wait or to skip a step that is not allowed.
 """
 
 import fractions
-import functools
-import inspect
 import math
-from collections.abc import Callable
-from typing import ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +15,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage, trees
-from jaxbuf.core.calls import call
+from jaxbuf.core.program import program
 
 # A ratio is stored as a fraction with at most this denominator, so that no rounding accumulates.
 _DENOMINATOR = 1000
@@ -29,25 +26,11 @@ _ROUNDING = 1e-6
 _MOST_ITEMS = 2**31 - 1
 
 _Count = int | Int[Array, ""] | UInt[Array, ""]
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
 
 
-def _program(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Makes a method one compiled program where it is called from Python.
-
-    Counts that are Python or NumPy numbers are checked here, since a program could not do that.
-    """
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def run(*args: _Given.args, **options: _Given.kwargs) -> _Result:
-        given = signature.bind(*args, **options)
-        given.apply_defaults()
-        self, *rest = given.arguments.items()
-        return call(method, self[1], *(_known(value, name) for name, value in rest))
-
-    return run
+def _known_counts(_: object, given: dict[str, Any]) -> dict[str, Any]:
+    """Checks counts that are Python or NumPy numbers, which a program could not do."""
+    return {name: _known(value, name) for name, value in given.items()}
 
 
 class RateLimiter(struct.PyTreeNode):
@@ -159,7 +142,7 @@ class RateLimiter(struct.PyTreeNode):
             range=(low, high),
         )
 
-    @_program
+    @program(before=_known_counts)
     def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be inserted into a buffer that holds ``size``."""
         few = _integer(count, "count") <= self.min_size - _integer(size, "size")
@@ -168,7 +151,7 @@ class RateLimiter(struct.PyTreeNode):
             return jnp.ones_like(few)
         return few | (self._moved(count, self.numerator) <= math.floor(bound + _ROUNDING))
 
-    @_program
+    @program(before=_known_counts)
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be sampled from a buffer that holds ``size``."""
         enough = _integer(size, "size") >= self.min_size
@@ -177,17 +160,17 @@ class RateLimiter(struct.PyTreeNode):
             return enough & (_integer(count, "count") >= 0)
         return enough & (self._moved(count, -self.denominator) >= math.ceil(bound - _ROUNDING))
 
-    @_program
+    @program(before=_known_counts)
     def inserted(self, count: _Count = 1) -> Self:
         """Returns the limiter after an insert of ``count`` items."""
         return self._counted(count, self.numerator, 0)
 
-    @_program
+    @program(before=_known_counts)
     def sampled(self, count: _Count = 1) -> Self:
         """Returns the limiter after a sample of ``count`` items."""
         return self._counted(count, -self.denominator, 1)
 
-    @_program
+    @program(before=_known_counts)
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor.
 
@@ -286,7 +269,7 @@ class ThroughputLimiter(struct.PyTreeNode):
             ),
         )
 
-    @_program
+    @program(before=_known_counts)
     def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be inserted; True without recent samples."""
         del size
@@ -294,7 +277,7 @@ class ThroughputLimiter(struct.PyTreeNode):
         low = jnp.float32(self.samples_per_insert[0])
         return (samples < 1e-5) | (low * (inserts + _float(count)) <= samples)
 
-    @_program
+    @program(before=_known_counts)
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be sampled from a buffer that holds ``size``."""
         inserts, samples = self.counts[0], self.counts[1]
@@ -304,17 +287,17 @@ class ThroughputLimiter(struct.PyTreeNode):
             return enough
         return enough & (samples + _float(count) <= jnp.float32(high) * inserts)
 
-    @_program
+    @program(before=_known_counts)
     def inserted(self, count: _Count = 1) -> Self:
         """Returns the limiter after an insert of ``count`` items."""
         return self.replace(counts=self.counts.at[0].add(_float(count)))
 
-    @_program
+    @program(before=_known_counts)
     def sampled(self, count: _Count = 1) -> Self:
         """Returns the limiter after a sample of ``count`` items."""
         return self.replace(counts=self.counts.at[1].add(_float(count)))
 
-    @_program
+    @program(before=_known_counts)
     def after(self, seconds: float | Float[Array, ""]) -> Self:
         """Returns the limiter ``seconds`` later; a negative time or NaN counts as 0."""
         passed = storage.check_rows(seconds, "seconds", (), np.float32, "one number")
@@ -322,7 +305,7 @@ class ThroughputLimiter(struct.PyTreeNode):
         decay = jnp.exp(passed * jnp.float32(math.log(0.01) / self.window))
         return self.replace(counts=self.counts * decay)
 
-    @_program
+    @program(before=_known_counts)
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor: the recent ``inserts`` and ``samples``."""
         return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}

@@ -255,6 +255,19 @@ inline int32_t Choose(const Mass* masses, float& r) {
   return 4 * group + child;
 }
 
+// Returns the last leaf with mass. `start` returns where the sums of a level begin.
+template <typename Starts>
+int32_t LastLeaf(const std::vector<Level>& levels, const Starts& start) {
+  int64_t node = 0;
+  for (auto level = levels.rbegin(); level != levels.rend(); ++level) {
+    const Mass* masses = reinterpret_cast<const Mass*>(start(*level) + node * level->width);
+    int64_t child = kFanout - 1;
+    while (child > 0 && !(masses[child] > 0.0f)) --child;
+    node = std::min(node * kFanout + child, level->count - 1);
+  }
+  return static_cast<int32_t>(node);
+}
+
 ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
                 ffi::Result<Ints> found, ffi::Result<Floats> value, bool refined, int64_t row,
                 int64_t ops, int64_t capacity) {
@@ -276,12 +289,12 @@ ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
     std::copy_n(from, n, residual);
     int32_t* node = found->typed_data() + t * rows + begin;
     std::fill_n(node, n, 0);
+    const auto start = [&](const Level& of) {
+      return tree + of.start + (of.start > 0 ? row * kFanout : 0);
+    };
     for (size_t i = 0; i < depth; ++i) {
       const Level& level = levels[depth - 1 - i];
       const Level& next = levels[depth - 1 - std::min(i + 1, depth - 1)];
-      const auto start = [&](const Level& of) {
-        return tree + of.start + (of.start > 0 ? row * kFanout : 0);
-      };
       const int32_t *here = start(level), *below = start(next);
       for (int64_t k = 0; k < n; ++k) {
         const Mass* masses = reinterpret_cast<const Mass*>(here + node[k] * level.width);
@@ -296,6 +309,13 @@ ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
             std::min<int64_t>(int64_t{node[k]} * kFanout + child, level.count - 1));
         __builtin_prefetch(below + node[k] * next.width);
       }
+    }
+    // Rounding may have put a point at the total, or past it.
+    const float total = Sum(reinterpret_cast<const Mass*>(start(levels.back())));
+    for (int64_t k = 0; k < n; ++k) {
+      if (!(from[k] >= total)) continue;
+      node[k] = LastLeaf(levels, start);
+      residual[k] = *reinterpret_cast<const Mass*>(tree + node[k]);
     }
     std::copy_n(residual, n, value->typed_data() + t * rows + begin);
   };

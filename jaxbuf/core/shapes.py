@@ -1,0 +1,44 @@
+"""A warning where a program is compiled again and again, for one shape after the other."""
+
+import inspect
+import warnings
+from collections.abc import Hashable
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+_MOST = 10
+# The shapes of each configuration; None after the warning.
+_seen: dict[Hashable, set[Hashable] | None] = {}
+
+
+def note(buffer: PyTree, items: PyTree, call: str) -> None:
+    """Notes the shapes for which a program is traced, and warns once, at the tenth.
+
+    Args:
+        buffer: The buffer; those with one configuration share their programs.
+        items: The rows that it gets.
+        call: The name of the function, for the warning.
+    """
+    configuration = (call, jax.tree.structure(buffer))
+    shapes = _seen.setdefault(configuration, set())
+    if shapes is None:
+        return
+    shapes.add(tuple(np.shape(leaf) for leaf in jax.tree.leaves(items)))
+    if len(shapes) < _MOST:
+        return
+    _seen[configuration] = None
+    warnings.warn(
+        f"{call} was compiled for {_MOST} different shapes of rows, each of which takes time and "
+        "memory; pad rows to a few sizes, such as powers of two, and mark the real ones with mask=",
+        stacklevel=_level(),
+    )
+
+
+def _level() -> int:
+    """Returns how far up the caller is that belongs neither to JAX nor to this library."""
+    frame, level = inspect.currentframe(), 0
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("jax", "jaxbuf"):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -1,0 +1,161 @@
+"""States of flashbax's buffers, which are plain arrays, as buffers of jaxbuf."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree
+
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.core import checks, numbers
+from jaxbuf.occupancy.rings import Rings
+from jaxbuf.strategies.protocols import Sampler
+
+ARRAYS = ("experience", "current_index", "is_full", "running_index")
+
+
+def of_arrays(arrays: dict[str, Any]) -> TrajectoryBuffer:
+    """Returns a buffer that holds a state's arrays, each of whose steps is a window.
+
+    Args:
+        arrays: The fields of a state. The experience has leaves ``[add_batch_size,
+            max_length_time_axis, ...]``.
+
+    Raises:
+        ValueError: If a field is missing or unknown, or does not fit the others.
+    """
+    for name in arrays:
+        if arrays[name] is not None and name not in (*ARRAYS, "insert_count"):
+            raise ValueError(
+                f"a state of jaxbuf cannot take the {name} of another library; leave it out, so "
+                "that all windows get the default priority, and call set_priorities"
+            )
+    for name in ARRAYS[:3]:
+        if arrays.get(name) is None:
+            raise ValueError(f"{name} is missing; a state needs {', '.join(ARRAYS[:3])}")
+    data = numbers.arrays(arrays["experience"], "experience")
+    first = jax.tree.leaves(data)[0]
+    if first.ndim < 2:
+        raise ValueError(
+            f"experience has shape {first.shape}; expected (add_batch_size, "
+            "max_length_time_axis, ...)"
+        )
+    _check_leading(data, first.shape[:2])
+    rows, length = first.shape[:2]
+    # Steps without elements: the storage is there already.
+    empty = TrajectoryBuffer.create(jnp.zeros(0), rows, length)
+    placed = _placed(empty.rings, arrays["current_index"], arrays["is_full"])
+    if arrays.get("running_index") is not None:
+        running = numbers.integers(arrays["running_index"], "running_index")
+        lap = running.astype(jnp.uint32)[..., None] // jnp.uint32(length) + jnp.uint32(1)
+        placed = placed.replace(lap=jnp.broadcast_to(lap, placed.lap.shape))
+    return empty.replace(data=data, occupancy=placed)
+
+
+def changed(buffer: TrajectoryBuffer, arrays: dict[str, Any]) -> TrajectoryBuffer:
+    """Returns a buffer with other arrays in place of some of its state's.
+
+    Raises:
+        ValueError: If a field does not fit the buffer.
+    """
+    for name in arrays:
+        if name not in ARRAYS[:3]:
+            raise ValueError(f"a state has no field {name!r}; it has {', '.join(ARRAYS[:3])}")
+    if "experience" in arrays:
+        data = numbers.arrays(arrays["experience"], "experience")
+        leading = jax.tree.leaves(buffer.data)[0].shape[: buffer.rings.cursor.ndim + 1]
+        _check_leading(data, leading)
+        buffer = buffer.replace(data=data)
+    if "current_index" in arrays or "is_full" in arrays:
+        if buffer.sampler.uses_priority:
+            raise ValueError(
+                "the current_index of a state with priorities cannot be replaced, and neither can "
+                "is_full, as each window has its priority; add the experience to a new state"
+            )
+        rings = buffer.rings
+        index = arrays.get("current_index", rings.cursor[..., 0].astype(jnp.int32))
+        full = arrays.get("is_full", rings.held[..., 0] == jnp.uint32(rings.length))
+        # Two laps ahead, no earlier generation is used again.
+        placed = _placed(rings.replace(lap=rings.lap + jnp.uint32(2)), index, full)
+        buffer = buffer.replace(occupancy=placed)
+    return buffer
+
+
+def fitted(
+    buffer: TrajectoryBuffer, sequence_length: int, period: int, sampler: Sampler
+) -> TrajectoryBuffer:
+    """Returns a buffer made from arrays with windows as another one has them.
+
+    Raises:
+        ValueError: If its rows cannot hold such windows.
+    """
+    length = buffer.length
+    if sequence_length > length:
+        raise ValueError(
+            f"sample_sequence_length is {sequence_length}, but the state has rows of {length} "
+            "steps; sample shorter windows"
+        )
+    if length % period:
+        raise ValueError(
+            f"the state has rows of {length} steps, and period is {period}; cut its experience "
+            "to a multiple of period"
+        )
+    rings = buffer.rings.replace(sequence_length=sequence_length, period=period)
+    state = sampler.init(rings.capacity)
+    if sampler.uses_priority:
+        slot = jnp.arange(rings.capacity, dtype=jnp.int32)
+        come = jnp.where(rings.live(slot), slot, rings.capacity)
+        state = sampler.on_slide(state, come, None, jnp.zeros((0,), jnp.int32))
+    return buffer.replace(occupancy=rings, sampler=sampler, sampler_state=state)
+
+
+def _placed(rings: Rings, current_index: Any, is_full: Any) -> Rings:
+    """Returns rings whose next step comes at an index, full or with what is before the index."""
+    index = numbers.integers(current_index, "current_index")
+    full = numbers.array(is_full, "is_full").astype(bool)
+    if not isinstance(index, jax.core.Tracer):
+        known = np.asarray(jax.device_get(index))
+        wrong = known[(known < 0) | (known > rings.length)]
+        if wrong.size:
+            raise ValueError(
+                f"current_index is {wrong.flat[0]}; expected numbers from 0 to {rings.length}, "
+                "which is the number of steps in a row"
+            )
+    return _set(rings, index, full)
+
+
+def _set(rings: Rings, index: Int[Array, "..."], full: Bool[Array, "..."]) -> Rings:
+    length = jnp.int32(rings.length)
+    held = jnp.where(full | (index >= length), length, index)
+
+    def of_each(value: Int[Array, "..."]) -> Array:
+        return jnp.broadcast_to(value[..., None], rings.cursor.shape).astype(jnp.uint32)
+
+    return rings.replace(cursor=of_each(index % length), held=of_each(held))
+
+
+def _check_leading(data: PyTree[Array], leading: tuple[int, ...]) -> None:
+    """Checks that all leaves begin with these axes."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
+        if leaf.shape[: len(leading)] != leading:
+            wanted = ", ".join(map(str, leading))
+            raise ValueError(
+                f"experience{jax.tree_util.keystr(path)} has shape {leaf.shape}; expected "
+                f"({wanted}, ...)"
+            )
+
+
+def fields_of(state: object) -> dict[str, Any]:
+    """Returns the arrays of a state that another library made, as flashbax's ``Vault`` does.
+
+    Raises:
+        ValueError: If it is no state.
+    """
+    if not all(hasattr(state, name) for name in ARRAYS[:3]):
+        raise ValueError(
+            f"the state is {checks.kind_of(state)}, which is neither a state of this module nor "
+            f"one of flashbax; expected something with {', '.join(ARRAYS[:3])}"
+        )
+    return {name: getattr(state, name) for name in ARRAYS[:3]}
