@@ -12,7 +12,17 @@ from jaxbuf.buffers.accumulator import (
 from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.mixture import Mixture
-from jaxbuf.buffers.ops import add, next_batch, sample, update_priority
+from jaxbuf.buffers.ops import (
+    add,
+    insert,
+    map_field,
+    next_batch,
+    remove,
+    sample,
+    set_field,
+    update_priority,
+    update_score,
+)
 from jaxbuf.buffers.presets import (
     diverse_reward_prioritized,
     reward_prioritized,
@@ -48,6 +58,7 @@ from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
+from jaxbuf.strategies.removable import Removable
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax
@@ -84,6 +95,7 @@ __all__ = [
     "Queue",
     "RateLimiter",
     "Recent",
+    "Removable",
     "Sample",
     "Sharded",
     "Shuffled",
@@ -108,21 +120,26 @@ __all__ = [
     "from_minari",
     "hindsight",
     "importance_weights",
+    "insert",
     "load",
+    "map_field",
     "n_step",
     "native_available",
     "next_batch",
     "plot",
+    "remove",
     "reward_prioritized",
     "sample",
     "sample_groups",
     "save",
+    "set_field",
     "stack_frames",
     "terminal_state_buffer",
     "terminal_states",
     "terminating_states",
     "to_minari",
     "update_priority",
+    "update_score",
 ]
 
 

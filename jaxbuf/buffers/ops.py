@@ -5,6 +5,7 @@ are traced once. They also donate the buffer: its memory is updated in place, an
 in cannot be used again.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +20,7 @@ from jaxbuf.buffers.options import check_options, split_options
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import checks, numbers
+from jaxbuf.core import checks, fields, numbers
 from jaxbuf.core.calls import OwnPrograms, call
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, Static
@@ -57,6 +58,7 @@ _KEPT = {
 }
 # The classes whose ``data`` holds the items as they are added.
 _STORES = Body | Queue | EpisodeAccumulator | ChunkAccumulator
+AnyBody = TypeVar("AnyBody")
 AnyBuffer = TypeVar("AnyBuffer", bound=_Buffer)
 AnyIteratedBuffer = TypeVar("AnyIteratedBuffer", bound=_IteratedBuffer)
 AnySampledBuffer = TypeVar("AnySampledBuffer", bound=_SampledBuffer)
@@ -244,6 +246,194 @@ def update_priority(
     priority = _converted({"priority": priority})["priority"]
     traced, static = split_options(given)
     return call(_update_method, buffer, slots, priority, traced, static, static=(4,), donate=donate)
+
+
+def set_field(
+    buffer: AnyBody,
+    path: str | None,
+    slots: Slots,
+    value: PyTree[Array],
+    *,
+    donate: bool = True,
+    **options: object,
+) -> AnyBody:
+    """Changes one field of sampled items: ``buffer.set_field(path, slots, value, ...)``, jitted.
+
+    The buffer is donated, as in ``jaxbuf.add``; inside your own ``jax.jit`` this calls the plain
+    method, and ``donate`` has no effect.
+
+    Args:
+        buffer: Any buffer that is sampled. It is consumed: use the result instead.
+        path: The name of the field; static.
+        slots: The slots of the items, ``sample.slots``, ``[B]``.
+        value: The new values, leaves ``[B, *shape]``, or ``[B, sequence_length, *shape]``.
+        donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
+        **options: Options of the buffer's own ``set_field``, such as ``mask``.
+
+    Returns:
+        The buffer with the new values.
+
+    Raises:
+        ValueError: If ``buffer`` is not such a buffer or was donated before, or as raised by its
+            own ``set_field``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create({"value": jnp.float32(0)}, 100)
+        >>> buffer = jaxbuf.add(buffer, {"value": jnp.arange(10.0)})
+        >>> batch = jaxbuf.sample(buffer, jax.random.key(0), 64)
+        >>> buffer = jaxbuf.set_field(buffer, "value", batch.slots, jnp.ones(64))
+        >>> float(buffer.data["value"][:10].max())
+        1.0
+    """
+    given = {"slots": slots, "value": value}
+    return _change(buffer, "set_field", {"path": path}, given, options, donate)
+
+
+def map_field(
+    buffer: AnyBody, path: str | None, fn: Function, *, donate: bool = True, **options: object
+) -> AnyBody:
+    """Computes a field of all items anew: ``buffer.map_field(path, fn, batch_size=...)``, jitted.
+
+    It compiles once for each function object ``fn``, and arrays that the function uses are
+    constants of the program. To use new parameters each time, call the method inside your own
+    ``jax.jit``, which takes them as an argument.
+
+    Args:
+        buffer: Any buffer that is sampled. It is consumed: use the result instead.
+        path: The name of the field; static.
+        fn: A function of items ``[B, ...]``, which returns their new values; static.
+        donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
+        **options: Options of the buffer's own ``map_field``, such as ``batch_size``.
+
+    Returns:
+        The buffer with the new values.
+
+    Raises:
+        ValueError: If ``buffer`` is not such a buffer or was donated before, or as raised by its
+            own ``map_field``.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create({"reward": jnp.float32(0)}, 4)
+        >>> buffer = jaxbuf.add(buffer, {"reward": jnp.arange(3.0)})
+        >>> buffer = jaxbuf.map_field(buffer, "reward", lambda items: 2 * items["reward"])
+        >>> buffer.data["reward"].tolist()
+        [0.0, 2.0, 4.0, 0.0]
+    """
+    return _change(buffer, "map_field", {"path": path, "fn": fn}, {}, options, donate)
+
+
+def update_score(
+    buffer: AnyBody,
+    slots: Slots,
+    score: Float[Array, " B"],
+    *,
+    donate: bool = True,
+    **options: object,
+) -> AnyBody:
+    """Sets scores of sampled items: ``buffer.update_score(slots, score, ...)``, jitted.
+
+    The buffer is donated, as in ``jaxbuf.update_priority``.
+
+    Args:
+        buffer: Any buffer with scores. It is consumed: use the result instead.
+        slots: The slots of the items, ``sample.slots``, ``[B]``.
+        score: The new scores, ``[B]``.
+        donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
+        **options: Options of the buffer's own ``update_score``, such as ``mask``.
+
+    Returns:
+        The buffer with the new scores.
+
+    Raises:
+        ValueError: If ``buffer`` is not such a buffer or was donated before, or as raised by its
+            own ``update_score``.
+    """
+    return _change(buffer, "update_score", {}, {"slots": slots, "score": score}, options, donate)
+
+
+def remove(buffer: AnyBody, slots: Slots, *, donate: bool = True, **options: object) -> AnyBody:
+    """Removes sampled items: ``buffer.remove(slots, ...)``, jitted.
+
+    The buffer is donated, as in ``jaxbuf.update_priority``.
+
+    Args:
+        buffer: Any buffer with ``Removable``. It is consumed: use the result instead.
+        slots: The slots of the items, ``sample.slots``, ``[B]``.
+        donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
+        **options: Options of the buffer's own ``remove``, such as ``mask``.
+
+    Returns:
+        The buffer without these items.
+
+    Raises:
+        ValueError: If ``buffer`` is not such a buffer or was donated before, or as raised by its
+            own ``remove``.
+    """
+    return _change(buffer, "remove", {}, {"slots": slots}, options, donate)
+
+
+def insert(
+    buffer: AnyBody, items: PyTree[Array], *, donate: bool = True, **options: object
+) -> tuple[AnyBody, Slots]:
+    """Adds items, and returns their slots: ``buffer.insert(items, **options)``, jitted.
+
+    Args:
+        buffer: A buffer of items. It is consumed: use the result instead.
+        items: The items, leaves ``[B, ...]``.
+        donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
+        **options: Options of the buffer's own ``insert``, which are those of its ``add``.
+
+    Returns:
+        The buffer with the items, and their slots, ``[B]``; see ``ItemBuffer.insert``.
+
+    Raises:
+        ValueError: If ``buffer`` is not such a buffer or was donated before, or as raised by its
+            own ``insert``.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 100)
+        >>> buffer, slots = jaxbuf.insert(buffer, jnp.arange(3.0))
+        >>> slots.index.tolist()
+        [0, 1, 2]
+    """
+    return _change(buffer, "insert", {}, {"items": items}, options, donate)
+
+
+def _change(
+    buffer: Any,
+    method: str,
+    fixed: dict[str, object],
+    given: dict[str, Any],
+    options: dict[str, object],
+    donate: bool,
+) -> Any:
+    """Calls a method of a buffer with static (``fixed``) and traced (``given``) arguments."""
+    options = {name: value for name, value in options.items() if value is not None}
+    check_options(buffer, method, options)
+    if isinstance(buffer, OwnPrograms):
+        # The method is one that was looked for above.
+        return getattr(buffer, method)(**fixed, **given, **options, donate=donate)
+    donate = checks.check_flag("donate", donate)
+    traced, static = split_options(options)
+    stored = buffer.data if isinstance(buffer, _STORES) else ()
+    if "items" in given:
+        given["items"] = numbers.narrow(given["items"], "items", stored)
+    elif "value" in given:
+        path = fixed["path"]
+        like = fields.find(stored, path) if isinstance(path, str) else stored
+        given["value"] = numbers.narrow(given["value"], "value", like)
+    if "score" in given:
+        traced["score"] = given["score"]
+    traced = given | _converted(traced)
+    static = (*static, *fixed.items())
+    return call(_method, buffer, method, traced, static, static=(1, 3), donate=donate)
+
+
+def _method(buffer: object, method: str, traced: dict[str, object], static: Static) -> Any:
+    return operator.methodcaller(method, **traced, **dict(static))(buffer)
 
 
 def _known_envs(buffer: object, given: dict[str, object]) -> object:

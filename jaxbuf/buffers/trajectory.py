@@ -435,6 +435,52 @@ class TrajectoryBuffer(Body):
         held = rings.locate(env, position) < rings.num_envs * rings.length
         return jnp.where(held, env, rings.num_envs), position
 
+    def slots_at(self, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]) -> Slots:
+        """Returns the slots of the windows that start at these steps, the inverse of ``locate``.
+
+        Args:
+            env_ids: The environments of the steps, integers of any shape that broadcasts with
+                ``positions``.
+            positions: The positions of the steps, as in ``locate``, ``earliest_position`` and
+                ``end_position``.
+
+        Returns:
+            Slots of the same shape, for ``get``, ``set_field``, ``update_priority`` and others.
+            Where no window starts that can be drawn, they have index ``capacity``.
+
+        Raises:
+            ValueError: When traced, if an argument does not hold integers.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sequence_length=2)
+            >>> buffer = buffer.add(jnp.arange(12).reshape(2, 6))
+            >>> slots = buffer.slots_at(jnp.array([0, 1, 1]), jnp.array([2, 4, 5]))
+            >>> batch = buffer.get(slots)
+            >>> batch.valid.tolist(), batch.data[:2].tolist()
+            ([True, True, False], [[2, 3], [10, 11]])
+        """
+        self = common.check_single(self)
+        env, position, shape = broadcast_steps(env_ids, positions)
+        row = self.rings.locate(env, position)
+        begins = (row < self.capacity) & (remainder(row, self.period) == 0)
+        index = jnp.where(begins, quotient(row, self.period), self.rings.capacity)
+        index = jnp.where(self.occupancy.live(index), index, self.capacity)
+        generation = self.occupancy.generation(index)
+        return Slots(index.reshape(shape), generation.reshape(shape))
+
+    def insert(self, items: PyTree[Array], **options: object) -> tuple[Self, Slots]:
+        """Raises an error, since a window has no slot before it is complete.
+
+        Raises:
+            ValueError: Always; it says what to use.
+        """
+        del items, options
+        raise ValueError(
+            "insert was called, but steps of a TrajectoryBuffer have no slots of their own; use "
+            "add, and slots_at(env_ids, positions) for the windows that start at its steps"
+        )
+
     def get_field(
         self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
     ) -> PyTree[Array]:
@@ -1026,6 +1072,48 @@ class TrajectoryBuffer(Body):
                     "steps of one environment in one row, [K, T]"
                 )
         return jnp.asarray(given).astype(jnp.int32)
+
+    @property
+    def _have(self) -> str:
+        return "steps have"
+
+    @property
+    def _steps(self) -> tuple[int, ...]:
+        return (self.sequence_length,)
+
+    @property
+    def _places(self) -> Rings:
+        return self.rings
+
+    @property
+    def _score_users(self) -> list[object]:
+        return []
+
+    def _stored(self, index: Int[Array, " B"]) -> Int[Array, "B L"]:
+        own = index[:, None] < self.rings.capacity
+        if self.episodes is not None and self.episodes.pads:
+            own &= self._index().together(self.rings, index)
+        return jnp.where(own, self.rings.window(index), self.capacity)
+
+    def _folded(self, data: PyTree[Array]) -> PyTree[Array]:
+        return _fold(data)
+
+    def _unfolded(self, data: PyTree[Array]) -> PyTree[Array]:
+        return _unfold(data, self)
+
+    def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+        return self.rings.holds_step(row)
+
+    def _written(
+        self, row: Int[Array, "..."], items: PyTree[Array]
+    ) -> tuple[Int[Array, "B L"], StepRows]:
+        if row.ndim == 1:
+            row, items = row[:, None], jax.tree.map(lambda leaf: leaf[:, None], items)
+        written = row < self.capacity
+        begins = written & (remainder(row, self.period) == 0)
+        index = jnp.where(begins, quotient(row, self.period), self.rings.capacity)
+        rows = StepRows(items=items, shape=row.shape, mask=written, rings=self.rings, target=row)
+        return index, rows
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """Returns the windows at ``index``, leaves ``[B, sequence_length, ...]``."""
