@@ -10,6 +10,9 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
+from jaxbuf.core.native import using_native
+from jaxbuf.strategies import Part
+from tests import reference_write_back
 
 KEY = jax.random.key(0)
 ITEM = {"number": jnp.int32(0), "hidden": {"h": jnp.zeros(2)}, "reward": jnp.float32(0)}
@@ -298,6 +301,12 @@ def test_remove_needs_a_part_that_removes():
     testing.assert_valid(buffer)
 
 
+def test_episodes_alone_remove_no_windows():
+    buffer = rings(episodes=AVOID).add(steps(ramp(6)))
+    with pytest.raises(ValueError, match="remove was called, but nothing removes items here"):
+        buffer.remove(buffer.slots_at(0, jnp.arange(2)))
+
+
 def test_retired_and_removed_items_are_counted_apart():
     buffer, slots = filled(freshness=FRESH, parts=REMOVABLE)
     buffer = buffer.remove(pick(slots, 0)).mark_used(pick(slots, 0, 0, 1, 1))
@@ -427,3 +436,536 @@ def test_map_field_checks_what_fn_returns():
         buffer.map_field("reward", lambda batch: batch["reward"], batch_size=0)
     whole = buffer.map_field(None, lambda batch: jax.tree.map(lambda leaf: leaf * 2, batch))
     assert whole.data["number"].tolist() == [0, 2, 4, 6, 0, 0]
+
+
+# --- windows
+
+STEP = {
+    "number": jnp.int32(0),
+    "reward": jnp.float32(0),
+    "terminated": jnp.bool_(False),
+    "truncated": jnp.bool_(False),
+}
+
+
+def steps(numbers, ends=()):
+    """Steps with these numbers ``[E, T]``, of which some terminated."""
+    numbers = jnp.asarray(numbers, jnp.int32)
+    terminated = jnp.isin(numbers, jnp.asarray(ends, jnp.int32))
+    return {
+        "number": numbers,
+        "reward": numbers.astype(jnp.float32),
+        "terminated": terminated,
+        "truncated": jnp.zeros(numbers.shape, bool),
+    }
+
+
+def rings(num_envs=2, length=8, sequence_length=3, **options):
+    options = {"sequence_length": sequence_length} | options
+    return jaxbuf.TrajectoryBuffer.create(STEP, num_envs, length, **options)
+
+
+def ramp(rows, num_envs=2, start=0):
+    """Numbered steps, those of environment ``e`` from ``100 * e + start`` on."""
+    env = 100 * np.arange(num_envs)[:, None]
+    return env + start + np.arange(rows)[None]
+
+
+gather_all = jax.jit(lambda buffer: buffer.gather_all())
+
+
+def rewards(buffer):
+    """The rewards of the steps held, by their number."""
+    held = jax.device_get(gather_all(buffer))
+    numbers, values = (held.data[name][held.valid] for name in ("number", "reward"))
+    return dict(zip(numbers.tolist(), values.tolist(), strict=True))
+
+
+def test_slots_at_is_the_inverse_of_locate():
+    buffer = rings(period=2).add(steps(ramp(11)))
+    batch = buffer.sample(KEY, 32)
+    chex.assert_trees_all_equal(buffer.slots_at(*buffer.locate(batch.slots)), batch.slots)
+    env, position = jnp.meshgrid(jnp.arange(-1, 3), jnp.arange(0, 13), indexing="ij")
+    slots = buffer.slots_at(env, position)
+    assert slots.index.shape == (4, 13)
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1), slots)
+    found = buffer.get(flat)
+    # Positions from 3 on are held, of which even ones start windows, up to that of the last three.
+    inside = (env >= 0) & (env < 2) & (position >= 3) & (position <= 8) & (position % 2 == 0)
+    assert found.valid.tolist() == inside.reshape(-1).tolist()
+    assert (flat.index == buffer.capacity).tolist() == (~found.valid).tolist()
+    expected = (100 * env + position).reshape(-1)[found.valid]
+    assert found.data["number"][found.valid][:, 0].tolist() == expected.tolist()
+    chex.assert_trees_all_equal(
+        buffer.slots_at(1, 4),
+        pick(flat, 2 * 13 + 4).__class__(flat.index[2 * 13 + 4], flat.generation[2 * 13 + 4]),
+    )
+
+
+def test_slots_at_checks_its_arguments():
+    buffer = rings().add(steps(ramp(5)))
+    with pytest.raises(ValueError, match="positions has dtype float32; expected integers"):
+        buffer.slots_at(jnp.array([0]), jnp.array([0.0]))
+    with pytest.raises(ValueError, match="expected shapes that broadcast"):
+        buffer.slots_at(jnp.arange(2), jnp.arange(3))
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_windows_that_overlap_are_written_in_order(period):
+    buffer = rings(period=period).add(steps(ramp(6)))
+    slots = buffer.slots_at(jnp.array([0, 0, 1, 0]), jnp.array([2, 0, 2, 2]))
+    value = -jnp.arange(1.0, 13.0).reshape(4, 3)
+    mask = jnp.array([True, True, True, False])
+    changed = buffer.set_field("reward", slots, value, mask=mask)
+    expected = {**rewards(buffer), 0: -4.0, 1: -5.0, 2: -6.0, 3: -2.0, 4: -3.0}
+    assert rewards(changed) == expected | {102: -7.0, 103: -8.0, 104: -9.0}
+    # The last window has its middle step only.
+    mask = jnp.array([[True] * 3, [True] * 3, [False] * 3, [False, True, False]])
+    changed = buffer.set_field("reward", slots, value, mask=mask)
+    assert rewards(changed) == expected | {3: -11.0}
+    testing.assert_valid(changed)
+
+
+def test_a_window_is_stale_as_a_whole():
+    buffer = rings(1, 6).add(steps(ramp(6, 1)))
+    slots = buffer.slots_at(0, jnp.arange(4))
+    buffer = buffer.add(steps(ramp(2, 1, 6)))
+    changed = buffer.set_field("reward", slots, jnp.full((4, 3), -1.0))
+    assert rewards(changed) == {2: -1, 3: -1, 4: -1, 5: -1, 6: 6, 7: 7}
+    changed = buffer.set_field("reward", pick(slots, 0, 1), jnp.full((2, 3), -1.0))
+    assert rewards(changed) == rewards(buffer)
+    assert buffer.holds(slots).tolist() == [False, False, True, True]
+    assert buffer.get(slots).data["number"][2:].tolist() == [[2, 3, 4], [3, 4, 5]]
+
+
+AVOID = jaxbuf.Episodes(boundary="avoid", short_windows="ended")
+
+
+def test_short_windows_write_their_own_steps():
+    buffer = rings(1, episodes=AVOID).add(steps(ramp(7, 1), ends=[1, 6]))
+    slots = buffer.slots_at(0, jnp.array([0, 1, 5]))
+    assert buffer.get(slots).data["number"].tolist() == [[0, 1, 1], [1, 1, 1], [5, 6, 6]]
+    value = -jnp.arange(1.0, 10.0).reshape(3, 3)
+    changed = buffer.set_field("reward", slots, value)
+    assert rewards(changed) == rewards(buffer) | {0: -1, 1: -4, 5: -7, 6: -8}
+    mask = jnp.array([[True, True, True], [False, True, True], [False, True, True]])
+    changed = buffer.set_field("reward", slots, value, mask=mask)
+    assert rewards(changed) == rewards(buffer) | {0: -1, 1: -2, 6: -8}
+    testing.assert_valid(changed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sampler": jaxbuf.Prioritized()},
+        {"sampler": jaxbuf.Shuffled()},
+        {"sampler": jaxbuf.Recent(0.5, 2)},
+        {"sampler": jaxbuf.Balanced()},
+        {"freshness": FRESH},
+        {"episodes": AVOID, "sampler": jaxbuf.Prioritized()},
+    ],
+    ids=str,
+)
+def test_removed_windows_are_gone_and_their_steps_stay(options):
+    buffer = rings(parts=REMOVABLE, **options).add(steps(ramp(6), ends=[5]))
+    before = int(buffer.num_windows)
+    slots = buffer.slots_at(jnp.array([0, 1, 1, 0]), jnp.array([1, 0, 0, 3]))
+    mask = jnp.array([True, True, True, False])
+    removed = buffer.remove(slots, mask=mask)
+    assert (int(removed.num_windows), int(removed.size)) == (before - 2, 12)
+    assert int(removed.metrics()["removed"]) == 2
+    assert removed.holds(slots).tolist() == [False, False, False, True]
+    chex.assert_trees_all_equal(removed.data, buffer.data)
+    batch = removed.sample(KEY, 256)
+    assert not {1, 100} & set(batch.data["number"][batch.valid, 0].tolist())
+    testing.assert_valid(removed)
+    # A window that starts there on the next lap is another one.
+    again = removed.add(steps(ramp(8, start=6)))
+    testing.assert_valid(again)
+    assert again.holds(again.slots_at(0, jnp.array([9]))).tolist() == [True]
+    assert not again.holds(slots).any()
+
+
+def test_steps_have_no_slots_and_no_scores():
+    buffer = rings().add(steps(ramp(6)))
+    with pytest.raises(ValueError, match=r"use add, and slots_at\(env_ids, positions\)"):
+        buffer.insert(steps(ramp(1)))
+    with pytest.raises(ValueError, match=r"use add, and slots_at\(env_ids, positions\)"):
+        jaxbuf.insert(buffer, steps(ramp(1)), donate=False)
+    slots = buffer.slots_at(0, jnp.arange(2))
+    with pytest.raises(ValueError, match="no part of this buffer uses scores"):
+        buffer.update_score(slots, jnp.zeros(2))
+    with pytest.raises(ValueError, match="remove was called"):
+        buffer.remove(slots)
+    for value, mask, message in (
+        (jnp.zeros((2, 4)), None, r"value has shape \(2, 4\); expected \(2, 3\)"),
+        (jnp.zeros(2), None, r"value has shape \(2,\); expected \(2, 3\)"),
+        (jnp.zeros((2, 3)), jnp.ones((2, 2), bool), r"mask has shape \(2, 2\); expected \(2, 3\)"),
+        (jnp.zeros((2, 3)), jnp.ones(3, bool), r"mask has shape \(3,\); expected \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            buffer.set_field("reward", slots, value, mask=mask)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 100])
+def test_a_field_of_all_steps_is_mapped(batch_size):
+    buffer = rings(parts=REMOVABLE, freshness=FRESH).add(steps(ramp(11)))
+    buffer = buffer.add(steps(ramp(2, 1, 50)), env_ids=jnp.array([1]))
+    buffer = buffer.remove(buffer.slots_at(0, jnp.array([3])))
+    seen = []
+
+    def fn(batch):
+        jax.debug.callback(lambda x: seen.append(x.tolist()), batch["number"])
+        return 2.0 * batch["reward"]
+
+    changed = buffer.map_field("reward", fn, batch_size=batch_size)
+    jax.effects_barrier()
+    assert rewards(changed) == {key: 2 * value for key, value in rewards(buffer).items()}
+    assert {number for batch in seen for number in batch} == set(rewards(buffer))
+    few = rings().add(steps(ramp(2)))
+    changed = few.map_field("reward", lambda batch: batch["reward"] + 1.0, batch_size=batch_size)
+    assert changed.data["reward"][0].tolist() == [1.0, 2.0, 0, 0, 0, 0, 0, 0]
+
+
+# --- parts that follow
+
+
+@pytest.mark.parametrize(
+    "field", ["reward", ("number", "reward"), lambda item: item["reward"], None]
+)
+def test_a_diversity_filter_compares_with_the_new_value(field):
+    diversity = jaxbuf.Diversity(0.0, field=field)
+    buffer, slots = filled(diversity=diversity)
+    new = {**items([9]), "number": jnp.array([1], jnp.int32), "hidden": {"h": jnp.zeros((1, 2))}}
+    changed = buffer.set_field("reward", pick(slots, 1, 1), jnp.array([5.0, 9.0]))
+    changed = changed.set_field("hidden.h", pick(slots, 1), jnp.zeros((1, 2)))
+    testing.assert_valid(changed)
+    added = changed.add(new, score=jnp.zeros(1))
+    assert int(added.metrics()["refused_near_buffer"]) == 1
+    old = {**items([1]), "hidden": {"h": jnp.zeros((1, 2))}}
+    assert int(changed.add(old, score=jnp.zeros(1)).metrics()["refused_near_buffer"]) == 0
+    mapped = buffer.map_field("reward", lambda batch: batch["reward"] + 8.0, batch_size=3)
+    mapped = mapped.map_field("hidden.h", lambda batch: jnp.zeros_like(batch["hidden"]["h"]))
+    testing.assert_valid(mapped)
+    assert int(mapped.add(new, score=jnp.zeros(1)).metrics()["refused_near_buffer"]) == 1
+
+
+RETURNS = jaxbuf.Episodes(record_return=True, discount=0.5, default_return=-9.0)
+
+
+@pytest.mark.parametrize("path", ["terminated", "truncated", None])
+def test_flags_of_episodes_cannot_be_changed(path):
+    buffer = rings(episodes=jaxbuf.Episodes()).add(steps(ramp(6)))
+    slots = buffer.slots_at(0, jnp.arange(2))
+    value = buffer.get(slots).data if path is None else jnp.zeros((2, 3), bool)
+    with pytest.raises(
+        ValueError, match=f"path is {path!r}, but episodes knows the ends .* end_ep"
+    ):
+        buffer.set_field(path, slots, value)
+    with pytest.raises(ValueError, match=f"path is {path!r}, but episodes knows the ends"):
+        buffer.map_field(path, lambda batch: batch[path])
+    last = rings(episodes=jaxbuf.Episodes(terminated="truncated", last="terminated"))
+    last = last.add(steps(ramp(6)))
+    with pytest.raises(ValueError, match="from 'terminated'"):
+        last.set_field("terminated", slots, jnp.zeros((2, 3), bool))
+
+
+def test_single_rewards_of_recorded_returns_cannot_be_changed():
+    buffer = rings(episodes=RETURNS).add(steps(ramp(6)))
+    slots = buffer.slots_at(0, jnp.arange(2))
+    with pytest.raises(ValueError, match=r"path is 'reward'.*with map_field, which records"):
+        buffer.set_field("reward", slots, jnp.zeros((2, 3)))
+    buffer.set_field("number", slots, jnp.zeros((2, 3), jnp.int32))
+    free = rings(episodes=jaxbuf.Episodes()).add(steps(ramp(6)))
+    free.set_field("reward", slots, jnp.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("recurrence", ["plain", "alf"])
+@pytest.mark.parametrize("last", [None, "over"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_recorded_returns_are_computed_anew(recurrence, last, seed):
+    """As if the buffer had been given the new rewards from the beginning."""
+    rng = np.random.default_rng(seed)
+    episodes = dataclasses.replace(RETURNS, recurrence=recurrence, last=last, reward_clip=(-8, 8))
+    example = STEP | ({"over": jnp.bool_(False)} if last else {})
+    old = jaxbuf.TrajectoryBuffer.create(example, 3, 10, sequence_length=2, episodes=episodes)
+    new = old.map_field("reward", lambda batch: batch["reward"])
+    for round_ in range(4):
+        rows = rng.integers(1, 9)
+        given = steps(ramp(rows, 3, 20 * round_))
+        given["terminated"] = jnp.asarray(rng.random((3, rows)) < 0.25)
+        given["truncated"] = jnp.asarray(rng.random((3, rows)) < 0.1)
+        if last:
+            given["over"] = given["truncated"] | (
+                given["terminated"] & jnp.asarray(rng.random((3, rows)) < 0.5)
+            )
+        reward = jnp.asarray(rng.normal(size=(3, rows)), jnp.float32)
+        mask = jnp.asarray(rng.random((3, rows)) < 0.8)
+        old = old.add({**given, "reward": reward}, mask=mask)
+        new = new.add({**given, "reward": 10.0 * reward - 2.0}, mask=mask)
+        if round_ == 2:
+            old, new = old.end_episodes(jnp.array([1])), new.end_episodes(jnp.array([1]))
+        mapped = old.map_field("reward", lambda batch: 10.0 * batch["reward"] - 2.0, batch_size=7)
+        env = jnp.arange(3)[:, None]
+        position = old.earliest_position[:, None] + jnp.arange(10, dtype=jnp.uint32)[None]
+        np.testing.assert_allclose(
+            mapped.episode_return(env, position), new.episode_return(env, position), rtol=1e-5
+        )
+        testing.assert_valid(mapped)
+        # Open episodes go on from there.
+        more = {**steps(ramp(1, 3, 90), ends=[90, 190, 290]), "reward": jnp.ones((3, 1))}
+        more |= {"over": more["terminated"]} if last else {}
+        np.testing.assert_allclose(
+            mapped.add(more).episode_return(env, position + 1),
+            new.add(more).episode_return(env, position + 1),
+            rtol=1e-5,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Follows(Part):
+    """Keeps the reward of each slot, as it is told, and the last score and path."""
+
+    of_windows = True
+    uses_score: bool = False
+
+    def init(self, data, slots):
+        return {"reward": jnp.zeros(slots), "score": jnp.zeros(slots), "maps": jnp.int32(0)}
+
+    def note(self, state, index, rows):
+        reward = state["reward"].at[index].set(rows.items["reward"], mode="drop")
+        return {**state, "reward": reward}
+
+    def on_add(self, state, index, rows):
+        return self.note(state, index, rows)
+
+    def on_steps(self, state, index, rows):
+        return self.note(state, index, rows)
+
+    def on_write(self, state, index, rows, path):
+        assert path in ("reward", "number")
+        return self.note(state, index, rows)
+
+    def on_map(self, state, data, occupancy, path):
+        return {**state, "maps": state["maps"] + 1}
+
+    def on_score(self, state, index, score):
+        return {**state, "score": state["score"].at[index].set(score, mode="drop")}
+
+    def check_write(self, path, data, *, every):
+        if path == "hidden":
+            raise ValueError("hidden is mine")
+
+
+def test_a_part_follows_items():
+    buffer, slots = filled(parts=(Follows(uses_score=True),))
+    buffer = buffer.set_field("reward", pick(slots, 0, 0, 2), jnp.array([7.0, 8.0, 9.0]))
+    buffer = buffer.set_field("number", pick(slots, 3), jnp.array([30]))
+    buffer = buffer.update_score(pick(slots, 1, 1, 2), jnp.array([4.0, 5.0, NAN]))
+    [state] = buffer.extra_states
+    assert state["reward"].tolist() == [8.0, 1.0, 9.0, 3.0, 0.0, 0.0]
+    assert state["score"].tolist() == [0.0, 5.0, 0.0, 0.0, 0.0, 0.0]
+    [state] = buffer.map_field("reward", lambda batch: -batch["reward"], batch_size=4).extra_states
+    assert state["reward"].tolist() == [-8.0, -1.0, -9.0, -3.0, 0.0, 0.0]
+    assert int(state["maps"]) == 1
+    with pytest.raises(ValueError, match="hidden is mine"):
+        buffer.map_field("hidden", lambda batch: batch["hidden"])
+
+
+def test_a_part_follows_steps():
+    buffer = rings(1, 6, period=2, parts=(Follows(),)).add(steps(ramp(6, 1)))
+    slots = buffer.slots_at(0, jnp.array([0, 2]))
+    buffer = buffer.set_field("reward", slots, -jnp.arange(1.0, 7.0).reshape(2, 3))
+    assert buffer.extra_states[0]["reward"].tolist() == [-1.0, -4.0, -6.0]
+    buffer = buffer.map_field("reward", lambda batch: 2.0 * batch["reward"], batch_size=4)
+    assert buffer.extra_states[0]["reward"].tolist() == [-2.0, -8.0, -12.0]
+
+
+def test_a_part_that_returns_nothing_is_named():
+    for event, call in (
+        ("on_write", lambda b, s: b.set_field("reward", s, jnp.zeros(4))),
+        ("on_map", lambda b, s: b.map_field("reward", lambda x: x["reward"])),
+        ("on_score", lambda b, s: b.update_score(s, jnp.zeros(4))),
+    ):
+        part = type("Mine", (Follows,), {event: lambda self, *_: None})(uses_score=True)
+        buffer, slots = filled(parts=(part,))
+        with pytest.raises(ValueError, match=f"{event} of .*returned None; expected a new state"):
+            call(buffer, slots)
+
+
+# --- random histories beside naive models
+
+CAPACITY, ROWS, CHANGES, OPERATIONS = 6, 4, 5, 24
+KINDS = {
+    "oldest": {"parts": REMOVABLE},
+    "prioritized": {"parts": REMOVABLE, "sampler": jaxbuf.Prioritized()},
+    "softmax": {"parts": REMOVABLE, "sampler": jaxbuf.Softmax()},
+    "lowest": {"parts": REMOVABLE, "evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax()},
+    "shuffled": {"parts": REMOVABLE, "sampler": jaxbuf.Shuffled(), "evictor": jaxbuf.Lowest()},
+}
+
+
+holds = jax.jit(lambda buffer, slots: buffer.holds(slots))
+
+
+def held_now(buffer, names):
+    """Whether the items of these names are still there; the names are padded to a fixed number."""
+    padded = np.zeros((400, 2), np.int64)
+    padded[: len(names)] = names
+    slots = jaxbuf.Slots(padded[:, 0].astype(np.int32), padded[:, 1].astype(np.uint32))
+    return holds(buffer, slots)[: len(names)].tolist()
+
+
+@jax.jit
+def starting(buffer):
+    """The slots of the windows that start at each step, from the earliest one of each ring."""
+    position = buffer.earliest_position[:, None] + jnp.arange(buffer.length, dtype=jnp.uint32)[None]
+    return buffer.slots_at(jnp.arange(buffer.num_envs)[:, None], position)
+
+
+@jax.jit
+def step_items(buffer, given):
+    """An add and then a change of each kind; all shapes are the same in every step."""
+    scored = any(part.uses_score for part in (buffer.sampler, buffer.evictor))
+    score = {"score": given["score"]} if scored else {}
+    buffer, slots = buffer.insert(given["items"], mask=given["mask"], **score)
+    named, which = given["slots"], given["which"]
+    buffer = buffer.set_field("reward", named, given["value"], mask=which == 0)
+    if scored:
+        buffer = buffer.update_score(named, given["new_score"], mask=which == 1)
+    buffer = buffer.remove(named, mask=which == 2)
+    return buffer, slots
+
+
+def play(kind, seed, native):
+    """Runs a random history of a buffer beside its model, and compares after each step."""
+    rng = np.random.default_rng(seed)
+    options = KINDS[kind]
+    buffer = create(CAPACITY, **options)
+    lowest = "evictor" in options
+    scored = lowest or kind == "softmax"
+    twin = reference_write_back.Items(CAPACITY, lowest)
+    # Every item so far, with its slot; and a name that no item ever has.
+    known, names = [None], [(CAPACITY, 0)]
+    history = []
+    with using_native(native):
+        for t in range(OPERATIONS):
+            numbers = np.arange(ROWS) + ROWS * t
+            special = rng.choice([NAN, INF, -INF, 2.0], ROWS)
+            score = np.where(rng.random(ROWS) < 0.3, special, rng.integers(0, 4, ROWS))
+            recent = rng.integers(max(len(known) - 9, 0), len(known), CHANGES)
+            index, generation = zip(*(names[i] for i in recent), strict=True)
+            given = {
+                "items": jax.tree.map(np.asarray, items(numbers)),
+                "mask": rng.random(ROWS) < rng.choice([0.2, 0.9]),
+                "score": score.astype(np.float32),
+                "slots": jaxbuf.Slots(np.array(index, np.int32), np.array(generation, np.uint32)),
+                "value": rng.normal(size=CHANGES).astype(np.float32),
+                "new_score": rng.choice([NAN, INF, -INF, 0.0, 1.0, 1.5], CHANGES).astype("f4"),
+                "which": rng.integers(0, 4, CHANGES).astype(np.int32),
+            }
+            history.append(given)
+            buffer, slots = step_items(buffer, given)
+            rows = [{"number": int(n), "reward": float(n)} for n in numbers]
+            told = score if scored else np.zeros(ROWS)
+            new = twin.insert(rows, told, given["mask"])
+            which, changed = given["which"], [known[i] for i in recent]
+            twin.set_field(changed, "reward", given["value"].tolist(), which == 0)
+            if scored:
+                twin.update_score(changed, given["new_score"].tolist(), which == 1)
+            twin.remove(changed, which == 2)
+            known += new
+            names += zip(slots.index.tolist(), slots.generation.tolist(), strict=True)
+
+            assert (slots.index < CAPACITY).tolist() == [item is not None for item in new]
+            live = np.asarray(buffer.live)
+            stored = zip(
+                np.asarray(buffer.data["number"])[live].tolist(),
+                np.asarray(buffer.data["reward"])[live].tolist(),
+                strict=True,
+            )
+            expected = [(item.data["number"], item.data["reward"]) for item in twin.live]
+            assert sorted(stored) == [(n, pytest.approx(r)) for n, r in sorted(expected)]
+            metrics = buffer.metrics()
+            for name in ("rejected", "removed"):
+                assert int(metrics[name]) == getattr(twin, name)
+            assert held_now(buffer, names) == [twin.holds(item) for item in known]
+            testing.assert_valid(buffer)
+    assert twin.removed > 3
+    return history, buffer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_items_agree_with_a_list(kind):
+    history, buffer = play(kind, 0, native=True)
+    _, plain = play(kind, 0, native=False)
+    chex.assert_trees_all_equal(plain, buffer)
+    other, _ = play(kind, 1, native=False)
+    # As one scan, and over lanes.
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *history)
+    empty = create(CAPACITY, **KINDS[kind])
+    scanned, _ = jax.jit(lambda b, h: jax.lax.scan(step_items, b, h))(empty, stacked)
+    chex.assert_trees_all_equal(scanned, buffer)
+    lanes = [stacked, jax.tree.map(lambda *leaves: jnp.stack(leaves), *other)]
+    lanes = jax.tree.map(lambda *leaves: jnp.stack(leaves), *lanes)
+    empties = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), empty)
+    batched, _ = jax.vmap(lambda b, h: jax.lax.scan(step_items, b, h))(empties, lanes)
+    first = jax.tree.map(lambda leaf: leaf[0], batched)
+    chex.assert_trees_all_close(first, buffer, rtol=1e-5)
+
+
+@jax.jit
+def step_windows(buffer, given):
+    buffer = buffer.add(given["steps"])
+    buffer = buffer.set_field("reward", given["slots"], given["value"], mask=given["mask"])
+    return buffer.remove(given["slots"], mask=given["removed"])
+
+
+@pytest.mark.parametrize("period", [1, 2])
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized()], ids=str)
+def test_windows_agree_with_lists(period, sampler):
+    rng = np.random.default_rng(period)
+    length, size = 8, 3
+    results = []
+    for native in (True, False):
+        rng = np.random.default_rng(period)
+        buffer = rings(2, length, size, period=period, sampler=sampler, parts=REMOVABLE)
+        twin = reference_write_back.Windows(2, length, size, period)
+        known, names = [None], [(buffer.capacity, 0)]
+        with using_native(native):
+            for t in range(OPERATIONS):
+                rows = 1 + t % 2
+                given = steps(ramp(rows, start=100 * t))
+                recent = rng.integers(max(len(known) - 9, 0), len(known), CHANGES)
+                index, generation = zip(*(names[i] for i in recent), strict=True)
+                mask = rng.random((CHANGES, size)) < 0.8
+                value = rng.integers(-99, 0, (CHANGES, size)).astype(np.float32)
+                removed = rng.random(CHANGES) < 0.15
+                slots = jaxbuf.Slots(np.array(index, "i4"), np.array(generation, "u4"))
+                told = {"slots": slots, "value": value, "mask": mask, "removed": removed}
+                buffer = step_windows(buffer, {"steps": given, **told})
+                numbers = np.asarray(given["number"]).tolist()
+                twin.add([[{"number": n, "reward": float(n)} for n in row] for row in numbers])
+                changed = [known[i] for i in recent]
+                twin.set_field(changed, "reward", value.tolist(), mask)
+                twin.remove(changed, removed)
+                held = [step for ring in twin.rings for step in ring]
+                assert rewards(buffer) == {s.data["number"]: s.data["reward"] for s in held}
+                assert int(buffer.num_windows) == len(twin.live)
+                assert int(buffer.metrics()["removed"]) == twin.removed
+                # Windows become known by where they start.
+                slots = jax.device_get(starting(buffer))
+                live = twin.live
+                for env, ring in enumerate(twin.rings):
+                    for i, step in enumerate(ring):
+                        name = int(slots.index[env, i]), int(slots.generation[env, i])
+                        assert (name[0] < buffer.capacity) == (step in live)
+                        if step in live and step not in known:
+                            known.append(step)
+                            names.append(name)
+                assert held_now(buffer, names) == [twin.holds(step) for step in known]
+                testing.assert_valid(buffer)
+        assert twin.removed > 3
+        results.append(buffer)
+    chex.assert_trees_all_equal(*results)

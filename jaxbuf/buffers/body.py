@@ -367,13 +367,13 @@ class Body(struct.PyTreeNode):
         row = write_back.once(jnp.where(taken, row, self.capacity), self.capacity)
         flat = jax.tree.map(lambda leaf: leaf.reshape(row.size, *leaf.shape[row.ndim :]), value)
         data = fields.written(data, path, storage.write(field, flat, row.reshape(-1)))
-        states = self.extra_states
+        # Only items carry gradients.
+        state, states = lax.stop_gradient((self.sampler_state, self.extra_states))
         if write_back.listens(self.extras):
             items = lax.stop_gradient(storage.read(data, row.reshape(-1)))
             items = jax.tree.map(lambda leaf: leaf.reshape(*row.shape, *leaf.shape[1:]), items)
-            states = lax.stop_gradient(states)
             states = write_back.follow(self, states, *self._written(row, items), path)
-        return self.replace(data=self._unfolded(data), extra_states=states)
+        return self.replace(data=self._unfolded(data), sampler_state=state, extra_states=states)
 
     def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
         """Computes one field of all items, or of all steps, anew.
@@ -418,6 +418,7 @@ class Body(struct.PyTreeNode):
         known = lax.stop_gradient(data)
         return self.replace(
             data=data,
+            sampler_state=lax.stop_gradient(self.sampler_state),
             extra_states=tuple(
                 common.hear(part, "on_map", lax.stop_gradient(state), known, self._places, path)
                 for part, state in zip(self.extras, states, strict=True)

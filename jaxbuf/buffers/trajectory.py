@@ -1038,8 +1038,8 @@ class TrajectoryBuffer(Body):
         if isinstance(self.occupancy, Subset):
             raise ValueError(
                 f"sequence_length is {size}, but this buffer takes out some of its windows of "
-                f'{self.sequence_length} steps (freshness, or episodes with boundary="avoid"); '
-                f"create it with sequence_length={size}"
+                f"{self.sequence_length} steps (Freshness, Removable, or Episodes with boundary "
+                f'"avoid"); create it with sequence_length={size}'
             )
         rings, come, gone = self.rings.resize(size)
         state = jax.lax.stop_gradient(self.sampler_state)

@@ -242,6 +242,11 @@ class Episodes(Part):
         return state.clear(envs)
 
     @property
+    def lets_remove(self) -> bool:
+        """False: the flags of the steps tell which windows there are."""
+        return False
+
+    @property
     def pads(self) -> bool:
         """Returns whether windows may be shorter than ``sequence_length``."""
         return self.boundary == "avoid" and self.short_windows != "never"

@@ -130,6 +130,11 @@ class Part(Movable):
     of_windows: bool = False
     of_shards: bool = False
 
+    @property
+    def lets_remove(self) -> bool:
+        """Whether ``remove`` of the buffer may take items out; by default as ``removes`` says."""
+        return self.removes
+
     def init(self, data: PyTree[Array], slots: int) -> State:
         """Returns the state for an empty buffer.
 
