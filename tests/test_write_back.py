@@ -969,3 +969,120 @@ def test_windows_agree_with_lists(period, sampler):
         assert twin.removed > 3
         results.append(buffer)
     chex.assert_trees_all_equal(*results)
+
+
+# --- the functions that donate
+
+DOORS = {
+    "set_field": lambda b, s, **o: jaxbuf.set_field(
+        b, "reward", s, np.arange(9.0, 13.0, dtype="f4"), **o
+    ),
+    "update_score": lambda b, s, **o: jaxbuf.update_score(b, s, np.arange(4.0, dtype="f4"), **o),
+    "remove": lambda b, s, **o: jaxbuf.remove(b, s, **o),
+    "insert": lambda b, s, **o: jaxbuf.insert(b, items([7, 8]), score=np.ones(2, "f4"), **o),
+    "map_field": lambda b, s, **o: jaxbuf.map_field(b, "reward", negated, **o),
+}
+METHODS = {
+    "set_field": lambda b, s: b.set_field("reward", s, jnp.arange(9.0, 13.0)),
+    "update_score": lambda b, s: b.update_score(s, jnp.arange(4.0)),
+    "remove": lambda b, s: b.remove(s),
+    "insert": lambda b, s: b.insert(items([7, 8]), score=jnp.ones(2)),
+    "map_field": lambda b, s: b.map_field("reward", negated),
+}
+
+
+def negated(batch):
+    return -batch["reward"]
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_functions_do_what_methods_do_and_donate(name):
+    options = {"evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax(), "parts": REMOVABLE}
+    buffer, slots = filled(4, capacity=256, **options)
+    expected = METHODS[name](buffer, slots)
+    kept = DOORS[name](buffer, slots, donate=False)
+    chex.assert_trees_all_close(kept, expected, rtol=1e-6)
+    where = buffer.data["reward"].unsafe_buffer_pointer()
+    changed = DOORS[name](buffer, slots)
+    chex.assert_trees_all_equal(changed, kept)
+    changed = changed[0] if name == "insert" else changed
+    assert changed.data["reward"].unsafe_buffer_pointer() == where
+    with pytest.raises(ValueError, match="buffer was donated"):
+        DOORS[name](buffer, slots)
+    with pytest.raises(ValueError, match="donate is 3; expected True or False"):
+        DOORS[name](changed, slots, donate=3)
+    with pytest.raises(ValueError, match="buffer is None; expected a buffer"):
+        DOORS[name](None, slots)
+    with pytest.raises(ValueError, match=f"which has no method {name}"):
+        DOORS[name](jaxbuf.Queue.create(ITEM, 4), slots)
+    with pytest.raises(ValueError, match="colour was given, but an ItemBuffer has no use for it"):
+        DOORS[name](changed, slots, colour=3)
+
+
+def test_a_function_is_traced_once():
+    traced = []
+
+    def fn(batch):
+        traced.append(batch)
+        return batch["reward"] + 1.0
+
+    buffer, _ = filled()
+    for _ in range(3):
+        buffer = jaxbuf.map_field(buffer, "reward", fn, batch_size=3)
+    assert len(traced) <= 2
+    assert buffer.data["reward"][:4].tolist() == [3.0, 4.0, 5.0, 6.0]
+
+
+def test_arrays_of_the_caller_are_copied():
+    buffer, slots = filled(4, capacity=4)
+    value = np.arange(10.0, 14.0, dtype=np.float32)
+    eager = buffer.set_field("reward", slots, value)
+    buffer = jaxbuf.set_field(buffer, "reward", jax.device_get(slots), value, mask=np.ones(4, bool))
+    value[:] = -1.0
+    assert buffer.data["reward"].tolist() == eager.data["reward"].tolist() == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("door", [True, False])
+def test_numbers_that_fit_are_converted(door):
+    buffer, slots = filled(4, capacity=4)
+
+    def write(path, value):
+        if door:
+            return jaxbuf.set_field(buffer, path, slots, value, donate=False)
+        return buffer.set_field(path, slots, value)
+
+    with pytest.raises(ValueError, match=r"value\[1\] is 1099511627776"):
+        write("number", np.array([1, 2**40, 3, 4]))
+    with pytest.raises(ValueError, match="value has dtype float32; expected int32"):
+        write("number", np.ones(4, np.float32))
+    assert write("number", np.array([5, 6, 7, 8])).data["number"].tolist() == [5, 6, 7, 8]
+
+
+# --- gradients
+
+
+def test_gradients_flow_through_items_alone():
+    buffer, slots = filled(4, capacity=4, sampler=jaxbuf.Softmax(), parts=REMOVABLE)
+    gone = buffer.remove(pick(slots, 3))
+
+    def loss(value):
+        changed = gone.set_field("reward", pick(slots, 0, 1, 1, 3), value)
+        changed = changed.update_score(slots, 3.0 * value)
+        changed = changed.map_field("reward", lambda batch: value[0] * batch["reward"] ** 2)
+        return jnp.sum(changed.get(slots).data["reward"] * jnp.array([1.0, 10.0, 100.0, 0.0]))
+
+    # value[0] * (value[0] ** 2 + 10 * value[2] ** 2 + 100 * 2 ** 2)
+    value = jnp.array([2.0, 3.0, 5.0, 7.0])
+    assert jax.jit(jax.value_and_grad(loss))(value)[0] == 2 * (4 + 250 + 400)
+    assert jax.grad(loss)(value).tolist() == [3 * 4 + 250 + 400, 0.0, 2 * 2 * 10 * 5, 0.0]
+
+
+def test_empty_slots_give_no_gradient_that_is_not_a_number():
+    buffer, slots = filled(2, capacity=4)
+    buffer = buffer.set_field("reward", slots, jnp.ones(2))
+
+    def loss(scale):
+        mapped = buffer.map_field("reward", lambda x: jnp.log(scale * x["reward"]), batch_size=3)
+        return jnp.sum(mapped.get(slots).data["reward"])
+
+    assert jax.grad(loss)(2.0) == 1.0
