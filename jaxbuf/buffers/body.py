@@ -120,6 +120,16 @@ class Body(struct.PyTreeNode):
         return counter_names(self.extras)
 
     @property
+    def uses_score(self) -> bool:
+        """Whether a strategy of this buffer uses scores, which ``update_score`` sets."""
+        return bool(self._score_users)
+
+    @property
+    def lets_remove(self) -> bool:
+        """Whether a part of this buffer lets ``remove`` take items out."""
+        return any(part.lets_remove for part in self.extras)
+
+    @property
     def freshness(self) -> Freshness | None:
         """The limits on uses and staleness; None without ``Freshness``."""
         return self._find(Freshness)[0]

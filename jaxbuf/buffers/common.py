@@ -480,6 +480,25 @@ def check_step_mask(mask: Numbers, batch: tuple[int, ...]) -> Bool[Array, "E T"]
     return jnp.broadcast_to(taken.reshape(num_envs, -1), (num_envs, *(steps or (1,))))
 
 
+def check_envs(envs: object, num_envs: int) -> Bool[Array, " E"]:
+    """Returns environments, given as a mask or as numbers, as a mask; None means all.
+
+    Raises:
+        ValueError: If they are neither a mask ``[num_envs]`` nor integers ``[K]``.
+    """
+    if envs is None:
+        return jnp.ones((num_envs,), bool)
+    given = numbers.abstract(envs, "envs")
+    if given.dtype == jnp.bool_:
+        return storage.check_rows(envs, "envs", (num_envs,), np.bool_, "(num_envs,)")
+    if len(given.shape) != 1:
+        raise ValueError(f"envs has shape {given.shape}; expected (K,), or a mask (num_envs,)")
+    ids = numbers.integers(envs, "envs")
+    # JAX would count a negative index from the end.
+    at = jnp.where(ids >= 0, ids, num_envs)
+    return jnp.zeros((num_envs,), bool).at[at].set(True, mode="drop")
+
+
 def check_update(
     sampler: Sampler, slots: Slots, priority: object, mask: object
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"] | None]:

@@ -1015,17 +1015,7 @@ class TrajectoryBuffer(Body):
 
     def _check_envs(self, envs: object) -> Bool[Array, " E"]:
         """Returns ``envs`` as a mask; None means all."""
-        if envs is None:
-            return jnp.ones((self.num_envs,), bool)
-        given = numbers.abstract(envs, "envs")
-        if given.dtype == jnp.bool_:
-            return storage.check_rows(envs, "envs", (self.num_envs,), np.bool_, "(num_envs,)")
-        if len(given.shape) != 1:
-            raise ValueError(f"envs has shape {given.shape}; expected (K,), or a mask (num_envs,)")
-        ids = numbers.integers(envs, "envs")
-        # JAX would count a negative index from the end.
-        at = jnp.where(ids >= 0, ids, self.num_envs)
-        return jnp.zeros((self.num_envs,), bool).at[at].set(True, mode="drop")
+        return common.check_envs(envs, self.num_envs)
 
     def _windows_of(self, sequence_length: int | None) -> Self:
         """Returns a buffer of the same steps with windows of another length; None keeps it."""

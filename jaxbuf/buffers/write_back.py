@@ -217,7 +217,7 @@ def remove(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> tuple[An
     Raises:
         ValueError: If no part of the buffer can remove items.
     """
-    if not any(part.lets_remove for part in buffer.extras):
+    if not buffer.lets_remove:
         raise ValueError(
             "remove was called, but nothing removes items here; create the buffer with "
             "parts=(jaxbuf.Removable(),)"
