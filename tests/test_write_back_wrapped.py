@@ -262,3 +262,125 @@ def test_a_holder_changes_and_reads():
     assert holder.read(lambda buffer: buffer.get(slots)).data["reward"].tolist() == [[-2.0, -2.0]]
     holder.apply(lambda buffer: (jaxbuf.remove(buffer, slots), None))
     assert holder.read(lambda buffer: buffer.holds(slots)).tolist() == [False]
+
+
+# --- over shards; `sharded_on_devices.py` does the same on eight devices
+
+SHARDS = 2
+
+
+def sharded(make, **options):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jaxbuf.Sharded.create(make, mesh, "d", shards=SHARDS, **options)
+
+
+def shards_of(buffer):
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], buffer.shards) for i in range(SHARDS)]
+
+
+SHARDABLE = {
+    "uniform": jaxbuf.Uniform(),
+    "prioritized": jaxbuf.Prioritized(uniform_mix=0.1),
+    "softmax": jaxbuf.Softmax(),
+}
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("name", SHARDABLE)
+def test_items_of_all_shards_are_changed(name, exchange):
+    sampler = SHARDABLE[name]
+    buffer = sharded(
+        lambda: jaxbuf.ItemBuffer.create(PAIR, 6, sampler=sampler, parts=REMOVABLE),
+        exchange=exchange,
+    )
+    scores = sampler.uses_score
+    given = {"score": jnp.arange(8.0)} if scores else {}
+    mask = jnp.arange(8) != 2
+    buffer, slots = jaxbuf.insert(buffer, pairs(range(8)), mask=mask, **given)
+    assert slots.index.tolist() == [0, 1, 12, 2, 6, 7, 8, 9]
+    assert buffer.holds(slots).tolist() == mask.tolist()
+    batch = buffer.sample(KEY, 16)
+    again = buffer.get(batch.slots)
+    chex.assert_trees_all_close(again, batch, rtol=1e-5)
+    assert buffer.get(slots).valid.tolist() == mask.tolist()
+
+    # In another order than that of the shards.
+    order = jnp.array([5, 0, 3, 1, 0, 7, 2, 6])
+    rows = jax.tree.map(lambda leaf: leaf[order], slots)
+    value = -jnp.arange(16.0).reshape(8, 2) - 1.0
+    changed = buffer.set_field("reward", rows, value, mask=order != 7)
+    expected = np.array(buffer.get(slots).data["reward"])
+    for row, number in enumerate(order.tolist()):
+        if number not in (2, 7):
+            expected[number] = value[row]
+    there = np.asarray(mask)
+    np.testing.assert_array_equal(changed.get(slots).data["reward"][there], expected[there])
+    chex.assert_trees_all_equal(
+        jaxbuf.set_field(buffer, "reward", rows, value, mask=order != 7, donate=False), changed
+    )
+    if scores:
+        score = order.astype(jnp.float32).at[0].set(NAN)
+        changed = changed.update_score(rows, -score)
+        found = [part.sampler_state.scores.leaves for part in shards_of(changed)]
+        assert found[0][:3].tolist() == [0.0, -1.0, -3.0]
+        assert found[1][:4].tolist() == [4.0, 5.0, -6.0, -7.0]
+        assert int(changed.metrics()["rejected"]) == 1
+    else:
+        with pytest.raises(ValueError, match="no part of this buffer uses scores"):
+            changed.update_score(rows, jnp.ones(8))
+    gone = changed.remove(rows, mask=order < 4)
+    assert gone.holds(slots).tolist() == [False, False, False, False, True, True, True, True]
+    assert int(gone.metrics()["removed"]) == 3
+    mapped = gone.map_field("reward", doubled, batch_size=4)
+    testing.assert_valid(mapped)
+    got = mapped.get(slots)
+    assert got.valid.tolist() == gone.holds(slots).tolist()
+    np.testing.assert_array_equal(got.data["reward"][4:], 2 * expected[4:])
+    chex.assert_trees_all_equal(jaxbuf.map_field(gone, "reward", doubled, batch_size=4), mapped)
+
+
+def test_windows_of_all_shards_are_changed():
+    options = {"episodes": jaxbuf.Episodes(), "parts": REMOVABLE}
+    buffer = sharded(
+        lambda: jaxbuf.TrajectoryBuffer.create(STEP, 2, 8, sequence_length=2, **options)
+    )
+    buffer = buffer.add(numbered(100 * np.arange(4)[:, None] + np.arange(6)[None]))
+    env, position = jnp.array([3, 0, 0, 9]), jnp.array([2, 1, 2, 0])
+    slots = buffer.slots_at(env, position)
+    assert slots.index.tolist() == [16 + 10, 1, 2, 32]
+    assert buffer.get(slots).data["number"][:3].tolist() == [[302, 303], [1, 2], [2, 3]]
+    mask = jnp.array([[True, False], [True, True], [True, True], [True, True]])
+    changed = buffer.set_field("reward", slots, -jnp.ones((4, 2)), mask=mask)
+    expected = [[-1, 303], [-1, -1], [-1, -1]]
+    assert changed.get(slots).data["reward"][:3].tolist() == expected
+    ended = changed.end_episodes(jnp.array([3]))
+    [first, second] = shards_of(ended)
+    [before, after] = shards_of(changed)
+    chex.assert_trees_all_equal(first, before)
+    chex.assert_trees_all_equal(second, after.end_episodes(jnp.array([1])))
+    chex.assert_trees_all_equal(shards_of(changed.end_episodes())[0], before.end_episodes())
+    gone = changed.remove(slots)
+    assert gone.holds(slots).tolist() == [False] * 4
+    assert int(gone.metrics()["removed"]) == 3
+    testing.assert_valid(gone)
+    with pytest.raises(ValueError, match="but episodes knows the ends of episodes"):
+        buffer.set_field("terminated", slots, jnp.zeros((4, 2), bool))
+    with pytest.raises(ValueError, match="insert was called, but steps of a TrajectoryBuffer"):
+        buffer.insert(numbered(np.zeros((4, 1))))
+
+
+def test_shards_check_what_they_are_given():
+    buffer = sharded(lambda: jaxbuf.ItemBuffer.create(PAIR, 6))
+    buffer, slots = buffer.insert(pairs(range(4)))
+    for call, message in (
+        (lambda: buffer.set_field("gain", slots, 0), "path is 'gain', but items have no such"),
+        (lambda: buffer.set_field("reward", slots, jnp.ones((4, 3))), r"expected \(4, 2\)"),
+        (lambda: buffer.remove(slots), "remove was called, but nothing removes items here"),
+        (lambda: buffer.get(jax.tree.map(lambda x: x[:3], slots)), "slots has 3 rows, but there"),
+        (lambda: buffer.slots_at(jnp.zeros(2, int), jnp.zeros(2, int)), "has no environments"),
+        (lambda: buffer.end_episodes(), "end_episodes was called, but an ItemBuffer has no env"),
+        (lambda: buffer.map_field("reward", 3), "fn is 3; expected a function of items"),
+        (lambda: buffer.insert(pairs(range(3))), "has 3 rows, but there are 2 shards"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

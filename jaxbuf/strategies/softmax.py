@@ -238,8 +238,13 @@ class Softmax(ShardableSampler, KnownSampler):
         self, state: SoftmaxState, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
-        mass = state.masses.read(index)[1]
-        return self._probability(self.alone(state, occupancy), mass, state.reference)
+        return self.probability_among(state, index, self.alone(state, occupancy))
+
+    def probability_among(
+        self, state: SoftmaxState, index: Int[Array, " B"], world: _Report
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a draw from all shards gives each of these live items."""
+        return self._probability(world, state.masses.read(index)[1], state.reference)
 
     def support(self, state: SoftmaxState, occupancy: Occupancy) -> Support:
         """Returns the support: the items whose score is above −inf."""
