@@ -490,7 +490,7 @@ def test_slots_at_is_the_inverse_of_locate():
     assert slots.index.shape == (4, 13)
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1), slots)
     found = buffer.get(flat)
-    # Positions from 3 on are held, of which even ones start windows, up to that of the last three.
+    # Steps 3 to 10 are held, of which even ones start a window.
     inside = (env >= 0) & (env < 2) & (position >= 3) & (position <= 8) & (position % 2 == 0)
     assert found.valid.tolist() == inside.reshape(-1).tolist()
     assert (flat.index == buffer.capacity).tolist() == (~found.valid).tolist()
@@ -810,7 +810,7 @@ holds = jax.jit(lambda buffer, slots: buffer.holds(slots))
 
 
 def held_now(buffer, names):
-    """Whether the items of these names are still there; the names are padded to a fixed number."""
+    """Returns whether the items of these names are there; the names are padded to a fixed number."""
     padded = np.zeros((400, 2), np.int64)
     padded[: len(names)] = names
     slots = jaxbuf.Slots(padded[:, 0].astype(np.int32), padded[:, 1].astype(np.uint32))

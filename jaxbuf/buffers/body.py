@@ -121,12 +121,12 @@ class Body(struct.PyTreeNode):
 
     @property
     def uses_score(self) -> bool:
-        """Whether a strategy of this buffer uses scores, which ``update_score`` sets."""
+        """True if a strategy of this buffer uses scores, which ``update_score`` sets."""
         return bool(self._score_users)
 
     @property
     def lets_remove(self) -> bool:
-        """Whether a part of this buffer lets ``remove`` take items out."""
+        """True if a part of this buffer lets ``remove`` take items out."""
         return any(part.lets_remove for part in self.extras)
 
     @property

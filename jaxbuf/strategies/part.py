@@ -132,7 +132,7 @@ class Part(Movable):
 
     @property
     def lets_remove(self) -> bool:
-        """Whether ``remove`` of the buffer may take items out; by default as ``removes`` says."""
+        """True if ``remove`` of the buffer may take items out; by default if ``removes`` is."""
         return self.removes
 
     def init(self, data: PyTree[Array], slots: int) -> State:
