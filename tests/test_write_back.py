@@ -810,7 +810,7 @@ holds = jax.jit(lambda buffer, slots: buffer.holds(slots))
 
 
 def held_now(buffer, names):
-    """Returns whether the items of these names are there; the names are padded to a fixed number."""
+    """Returns whether the items of these names are there; a fixed number is looked up."""
     padded = np.zeros((400, 2), np.int64)
     padded[: len(names)] = names
     slots = jaxbuf.Slots(padded[:, 0].astype(np.int32), padded[:, 1].astype(np.uint32))
