@@ -13,14 +13,19 @@ from jaxbuf.buffers.doors import (
     add,
     clear,
     dequeue,
+    insert,
     latest,
+    map_field,
     mark_used,
     next_batch,
+    remove,
     sample,
     sample_range,
+    set_field,
     set_version,
     take,
     update_priority,
+    update_score,
 )
 from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.item import ItemBuffer
@@ -60,6 +65,7 @@ from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
+from jaxbuf.strategies.removable import Removable
 from jaxbuf.strategies.samplers import Prioritized, Uniform
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax
@@ -96,6 +102,7 @@ __all__ = [
     "Queue",
     "RateLimiter",
     "Recent",
+    "Removable",
     "Sample",
     "Sharded",
     "Shuffled",
@@ -122,18 +129,22 @@ __all__ = [
     "from_minari",
     "hindsight",
     "importance_weights",
+    "insert",
     "latest",
     "load",
+    "map_field",
     "mark_used",
     "n_step",
     "native_available",
     "next_batch",
     "plot",
+    "remove",
     "reward_prioritized",
     "sample",
     "sample_groups",
     "sample_range",
     "save",
+    "set_field",
     "set_version",
     "stack_frames",
     "take",
@@ -142,6 +153,7 @@ __all__ = [
     "terminating_states",
     "to_minari",
     "update_priority",
+    "update_score",
 ]
 
 

@@ -82,6 +82,11 @@ BUFFERS = {
     "windows-fresh": _windows(freshness=_LIMITS, sampler=_PLAIN),
     "windows-episodes": _windows(episodes=jaxbuf.Episodes(boundary="mask", record_return=True)),
     "windows-lives": _windows(episodes=jaxbuf.Episodes(last="terminated", boundary="mask")),
+    "removable": _items(parts=(jaxbuf.Removable(),), sampler=_PLAIN),
+    "removable-lowest-softmax": _items(
+        parts=(jaxbuf.Removable(),), evictor=jaxbuf.Lowest(), sampler=jaxbuf.Softmax()
+    ),
+    "windows-removable": _windows(parts=(jaxbuf.Removable(),), sampler=_PLAIN),
     "windows-avoid": _windows(episodes=jaxbuf.Episodes(boundary="avoid"), sampler=_PLAIN),
     "queue": functools.partial(jaxbuf.Queue.create, ITEM, CAPACITY),
     "mixture": _mixture,
@@ -282,6 +287,45 @@ def clear_some(buffer, sample, scale, key):
 @operation()
 def metrics(buffer, sample, scale, key):
     return buffer.metrics(), buffer.size, buffer.can_sample(2)
+
+
+@operation(is_single)
+def set_field(buffer, sample, scale, key):
+    axes = (BATCH, 2) if is_windows(buffer) else (BATCH,)
+    mask = jnp.broadcast_to(sample.valid.reshape(BATCH, *[1] * (len(axes) - 1)), axes)
+    return buffer.set_field("obs", sample.slots, scale * jnp.ones((*axes, 2)), mask=mask)
+
+
+@operation(is_single)
+def map_field(buffer, sample, scale, key):
+    return buffer.map_field("reward", lambda items: items["reward"] * scale, batch_size=4)
+
+
+@operation(is_items)
+def insert(buffer, sample, scale, key):
+    number = jnp.arange(1, ROWS + 1, dtype=jnp.float32) * scale
+    score = number if has_scores(buffer) else None
+    return buffer.insert(rows(scale, ROWS), score=score, mask=number > 0)
+
+
+@operation(is_single)
+def get(buffer, sample, scale, key):
+    return buffer.get(sample.slots), buffer.holds(sample.slots)
+
+
+@operation(has_scores)
+def update_score(buffer, sample, scale, key):
+    return buffer.update_score(sample.slots, scale * jnp.ones(BATCH), mask=sample.valid)
+
+
+@operation(lambda buffer: is_single(buffer) and any(p.lets_remove for p in buffer.extras))
+def remove(buffer, sample, scale, key):
+    return buffer.remove(sample.slots, mask=sample.valid & (scale > 0))
+
+
+@operation(is_windows)
+def slots_at(buffer, sample, scale, key):
+    return buffer.slots_at(jnp.arange(ENVS, dtype=jnp.int32), scale.astype(jnp.int32))
 
 
 @operation(has_limits)

@@ -269,6 +269,18 @@ class ItemBuffer:
             else:
                 self.rejected += 1
 
+    def remove(self, items: Sequence[Item | None], mask) -> int:
+        """Empty the slots of live items row by row; returns how many left."""
+        before = self.size
+        for item, take in zip(items, mask, strict=True):
+            if take and item is not None and self.is_live(item):
+                self.slots[item.index] = None
+        return before - self.size
+
+    def numbers_of(self, item: Item) -> list[Any]:
+        """Returns the data that a change of a field of this item reaches."""
+        return [item.data]
+
     def clear(self) -> None:
         """Forget every item; handles to them stay stale."""
         self.slots = [None] * self.capacity

@@ -22,6 +22,7 @@ class Step:
         self.place = place
         self.data = data
         self.priority: float | None = None
+        self.removed = False
 
 
 class TrajectoryBuffer:
@@ -73,7 +74,7 @@ class TrajectoryBuffer:
             ring[i : i + self.sequence_length]
             for ring in self.rings
             for i in range(len(ring) - self.sequence_length + 1)
-            if ring[i].place % self.period == 0
+            if ring[i].place % self.period == 0 and not ring[i].removed
         ]
         return sorted(found, key=lambda window: self.slot(window[0]))
 
@@ -117,6 +118,19 @@ class TrajectoryBuffer:
                 start.priority = float(value)
             else:
                 self.rejected += 1
+
+    def remove(self, starts: Sequence[Step | None], mask) -> int:
+        """Remove live windows row by row, whose steps stay; returns how many left."""
+        before = len(self.windows)
+        for start, take in zip(starts, mask, strict=True):
+            if take and start is not None and self.is_live(start):
+                start.removed = True
+        return before - len(self.windows)
+
+    def numbers_of(self, start: Step) -> list[Any]:
+        """Returns the data of the steps of a live window."""
+        [window] = [window for window in self.windows if window[0] is start]
+        return [step.data for step in window]
 
     def clear(self) -> None:
         """Forget all steps and begin again at the first place."""

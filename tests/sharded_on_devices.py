@@ -313,6 +313,7 @@ OF_FRESHNESS = {"mark_used", "set_version", "use_count"}
         ("sample", {"all-gather": 1, "all-to-all": 1}),
         ("sample without exchange", {"all-gather": 1}),
         ("update_priority", {"all-gather": 1}),
+        ("set_field", {"all-gather": 1}),
         ("mark_used", {"all-gather": 1}),
         ("set_version", {}),
         ("use_count", {"all-gather": 1, "all-reduce": 1}),
@@ -354,6 +355,7 @@ def test_little_travels_and_nothing_is_copied(what, counts, devices):
         "sample": (lambda buffer, key: (buffer, buffer.sample(key, 64)), (key,)),
         "sample without exchange": (lambda buffer, key: (buffer, buffer.sample(key, 64)), (key,)),
         "update_priority": (lambda buffer, s, p: buffer.update_priority(s, p), (slots, priority)),
+        "set_field": (lambda buffer, s, x: buffer.set_field("obs", s, x), (slots, items["obs"])),
         "mark_used": (lambda buffer, slots: buffer.mark_used(slots), (slots,)),
         "set_version": (lambda buffer, version: buffer.set_version(version), (jnp.int32(3),)),
         "use_count": (lambda buffer, slots: (buffer, buffer.use_count(slots)), (slots,)),
@@ -442,6 +444,76 @@ def test_inside_of_a_shard_map_as_it_comes(monkeypatch, expected, at_once):
     chex.assert_trees_all_close(buffer.shards, expected[0].shards, rtol=1e-6)
     assert metrics[0].tolist() == [S * N] * 4
     assert metrics[1].all()
+
+
+def changes():
+    """Every change of what is stored, of items that lie on other devices than their rows."""
+
+    def step(buffer, items, key):
+        batch = buffer.sample(key, 64)
+        buffer, slots = buffer.insert(items, mask=items["at"] % 5 > 0)
+        value = batch.data["obs"] + 1000.0
+        buffer = buffer.set_field("obs", batch.slots, value, mask=batch.data["at"] % 3 > 0)
+        buffer = buffer.remove(batch.slots, mask=batch.data["at"] % 7 == 0)
+        buffer = buffer.map_field("big", twice, batch_size=16)
+        return buffer, slots, buffer.get(batch.slots), buffer.holds(batch.slots)
+
+    return step
+
+
+def twice(items):
+    return items["big"] * 2
+
+
+def removable(mesh):
+    options = {"sampler": PLAIN, "parts": (jaxbuf.Removable(),)}
+    buffer = jaxbuf.Sharded.create(
+        lambda: jaxbuf.ItemBuffer.create(ITEM, N, **options), mesh, "data", shards=S
+    )
+    return jaxbuf.add(buffer, rows(np.arange(S * N)), priority=PRIORITY)
+
+
+@pytest.fixture(scope="module")
+def changed():
+    args = rows(1000 + np.arange(16)), jax.random.key(1)
+    return jax.device_get(jax.jit(changes())(removable(mesh_of(8)), *args))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("devices", [1, 4, 8])
+def test_changes_reach_items_on_any_device(monkeypatch, changed, devices, at_once):
+    if not at_once:
+        monkeypatch.setattr(exchange, "_AT_ONCE", 0)
+    args = rows(1000 + np.arange(16)), jax.random.key(1)
+    got = jax.device_get(jax.jit(changes())(removable(mesh_of(devices)), *args))
+    chex.assert_trees_all_close(
+        (got[0].shards, *got[1:]), (changed[0].shards, *changed[1:]), rtol=3e-7
+    )
+    _, slots, found, held = got
+    np.testing.assert_array_equal(held, found.valid)
+    assert 0 < held.sum() < 64
+    new = (1000 + np.arange(16)) % 5 > 0
+    np.testing.assert_array_equal(slots.index < S * N, new)
+    data = jax.tree.map(lambda leaf: leaf[held], found.data)
+    expected = rows(data["at"])["obs"] + np.where(data["at"] % 3 > 0, 1000.0, 0.0)[:, None]
+    overwritten = data["at"] >= 1000
+    np.testing.assert_array_equal(data["obs"][~overwritten], expected[~overwritten])
+
+
+def test_changes_inside_of_a_shard_map(changed):
+    mesh = mesh_of(4)
+    step = changes()
+    mapped = jax.shard_map(
+        lambda buffer, items, key: step(buffer, items, key),
+        mesh=mesh,
+        in_specs=(P("data"), P("data"), P()),
+        out_specs=P("data"),
+    )
+    args = rows(1000 + np.arange(16)), jax.random.key(1)
+    got = jax.device_get(jax.jit(mapped)(removable(mesh), *args))
+    chex.assert_trees_all_close(
+        (got[0].shards, *got[1:]), (changed[0].shards, *changed[1:]), rtol=3e-7
+    )
 
 
 def test_without_exchange_means_are_unbiased_and_empty_shards_give_invalid_rows():

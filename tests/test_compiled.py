@@ -202,3 +202,70 @@ def test_the_check_sees_a_copy():
     keys = jax.random.split(jax.random.key(0), 3)
     with pytest.raises(AssertionError, match=r"buffer\.data\['obs'\] .* in each step of a loop"):
         assert_no_copy(both, buffer, keys)
+
+
+CHANGED = {**STEP, "hidden": jnp.zeros(5)}
+REMOVABLE = (jaxbuf.Removable(),)
+CHANGES = {
+    "items": lambda: jaxbuf.ItemBuffer.create(CHANGED, CAPACITY, sampler=PRIORITIZED),
+    "removable": lambda: jaxbuf.ItemBuffer.create(
+        CHANGED, CAPACITY, sampler=PRIORITIZED, parts=REMOVABLE
+    ),
+    "scored": lambda: jaxbuf.ItemBuffer.create(
+        CHANGED,
+        CAPACITY,
+        sampler=jaxbuf.Softmax(),
+        evictor=jaxbuf.Lowest(),
+        diversity=jaxbuf.Diversity(0.5, field="hidden"),
+        parts=REMOVABLE,
+    ),
+    "windows": lambda: jaxbuf.TrajectoryBuffer.create(
+        CHANGED,
+        8,
+        CAPACITY // 8,
+        sequence_length=4,
+        sampler=PRIORITIZED,
+        parts=REMOVABLE,
+        episodes=jaxbuf.Episodes(boundary="avoid", record_return=True),
+    ),
+}
+
+
+def change(name, buffer, key):
+    """Draws a batch and changes it, or what is stored of all items."""
+    if name == "map_field":
+        return buffer.map_field("reward", lambda items: items["hidden"][:, 0], batch_size=256)
+    if name == "insert":
+        rows = jax.tree.map(lambda leaf: jnp.ones((32, *leaf.shape), leaf.dtype), CHANGED)
+        score = jnp.arange(32.0) if buffer.evictor.uses_score else None
+        return buffer.insert(rows, score=score)[0]
+    batch = buffer.sample(key, 32)
+    if name == "update_score":
+        return buffer.update_score(batch.slots, batch.probability)
+    if name == "remove":
+        return buffer.remove(batch.slots)
+    return buffer.set_field("hidden", batch.slots, batch.data["hidden"] + 1.0)
+
+
+CHANGE_CASES = [
+    (kind, name)
+    for kind in CHANGES
+    for name in ("set_field", "map_field", "insert", "update_score", "remove")
+    if not (name == "insert" and kind == "windows")
+    and not (name == "update_score" and kind != "scored")
+    and not (name == "remove" and kind == "items")
+]
+
+
+@pytest.mark.parametrize("native_on", [True, False])
+@pytest.mark.parametrize(("kind", "name"), CHANGE_CASES)
+def test_changes_copy_nothing(kind, name, native_on):
+    buffer = jax.eval_shape(CHANGES[kind])
+
+    def step(buffer, key):
+        return change(name, buffer, key), ()
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    with native.using_native(native_on):
+        assert_no_copy(step, buffer, keys)
+        testing.assert_no_copy(lambda b, k: step(b, k)[0], buffer, keys[0], smallest=CAPACITY)

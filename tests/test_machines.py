@@ -206,7 +206,12 @@ class QueueMachine(RuleBasedStateMachine):
 def data(number):
     """Returns the item with this number."""
     number = np.asarray(number, np.int32)
-    return {"number": number, "obs": np.stack([number, -number], -1).astype(np.float32)}
+    obs = np.stack([number, -number], -1).astype(np.float32)
+    return {"number": number, "obs": obs, "tag": np.zeros(number.shape, np.int32)}
+
+
+def one_more(items):
+    return items["tag"] + 1
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -221,9 +226,11 @@ class BufferMachine(RuleBasedStateMachine):
     def start(self, buffer, twin):
         self.buffer, self.twin = buffer, twin
         self.prioritized = buffer.sampler.uses_priority
-        self.clock = 0
+        self.clock = self.removed = 0
         # For each item so far: its number in the twin, its slot and its generation.
         self.handles = {}
+        # The tags that were written, by the numbers of items or steps.
+        self.tags = {}
 
     @precondition(lambda self: self.prioritized and self.handles)
     @rule(
@@ -233,20 +240,46 @@ class BufferMachine(RuleBasedStateMachine):
     )
     def update_priority(self, rows):
         """Updates priorities of the items stored last, and of items that are gone."""
+        twins, slots = self.named([row[0] for row in rows])
+        priority = padded([row[1] for row in rows], self.UPDATES, 5.0, np.float32)
+        mask = padded([row[2] for row in rows], self.UPDATES, True, bool)
+        self.buffer = jaxbuf.update_priority(self.buffer, slots, priority, mask=mask)
+        self.twin.update_priority(twins, priority, mask)
+
+    def named(self, rows):
+        """Items stored last, and items that are gone: their twins, and their slots."""
         known = list(self.handles.items())
-        chosen = [known[-1 - row[0] % len(known)] for row in rows]
+        chosen = [known[-1 - row % len(known)] for row in rows]
         nowhere = [(None, (self.buffer.capacity, 0))] * (self.UPDATES - len(rows))
         twins, slots = zip(*chosen, *nowhere, strict=True)
         index, generation = zip(*slots, strict=True)
-        priority = padded([row[1] for row in rows], self.UPDATES, 5.0, np.float32)
+        return twins, jaxbuf.Slots(np.array(index, np.int32), np.array(generation, np.uint32))
+
+    @precondition(lambda self: self.handles)
+    @rule(rows=lists(st.tuples(st.integers(0, 30), st.integers(1, 99), st.booleans()), UPDATES))
+    def set_field(self, rows):
+        twins, slots = self.named([row[0] for row in rows])
         mask = padded([row[2] for row in rows], self.UPDATES, True, bool)
-        self.buffer = jaxbuf.update_priority(
-            self.buffer,
-            jaxbuf.Slots(np.array(index, np.int32), np.array(generation, np.uint32)),
-            priority,
-            mask=mask,
-        )
-        self.twin.update_priority(twins, priority, mask)
+        tags = padded([row[1] for row in rows], self.UPDATES, 5, np.int32)
+        if isinstance(self.buffer, jaxbuf.TrajectoryBuffer):
+            tags = np.repeat(tags[:, None], self.buffer.sequence_length, axis=1)
+        self.buffer = jaxbuf.set_field(self.buffer, "tag", slots, tags, mask=mask)
+        for twin, (_, tag, take) in zip(twins, rows, strict=False):
+            if take and self.twin.is_live(twin):
+                self.tags |= dict.fromkeys(self.twin.numbers_of(twin), tag)
+
+    @precondition(lambda self: self.handles and self.buffer.extras)
+    @rule(rows=lists(st.tuples(st.integers(0, 30), st.booleans()), UPDATES))
+    def remove(self, rows):
+        twins, slots = self.named([row[0] for row in rows])
+        mask = padded([row[1] for row in rows], self.UPDATES, True, bool)
+        self.buffer = jaxbuf.remove(self.buffer, slots, mask=mask)
+        self.removed += self.twin.remove(twins, mask)
+
+    @rule()
+    def map_field(self):
+        self.buffer = jaxbuf.map_field(self.buffer, "tag", one_more, batch_size=4)
+        self.tags = {number: self.tags.get(number, 0) + 1 for number in range(self.clock)}
 
     @rule()
     def clear(self):
@@ -263,6 +296,8 @@ class BufferMachine(RuleBasedStateMachine):
         for batch, expected in ((latest, held), (sample, shares)):
             valid = batch.valid
             numbers = self.numbers(batch.data)[valid]
+            tags = [self.tags.get(int(n), 0) for n in batch.data["number"][valid].reshape(-1)]
+            assert batch.data["tag"][valid].reshape(-1).tolist() == tags
             assert sorted(numbers.tolist()) == sorted(expected)
             np.testing.assert_array_equal(batch.slots.index[~valid], self.buffer.capacity)
             np.testing.assert_array_equal(batch.probability[~valid], 0.0)
@@ -276,10 +311,13 @@ class BufferMachine(RuleBasedStateMachine):
         )
 
 
+REMOVABLE = (jaxbuf.Removable(),)
+# Capacity, options of the sampler, and parts.
 ITEMS = (
-    (5, {}),
-    (18, {"alpha": 1.0}),
-    (6, {"alpha": 0.5, "epsilon": 0.01, "uniform_mix": 0.2, "initial_priority": 0.0}),
+    (5, {}, ()),
+    (5, {}, REMOVABLE),
+    (18, {"alpha": 1.0}, REMOVABLE),
+    (6, {"alpha": 0.5, "epsilon": 0.01, "uniform_mix": 0.2, "initial_priority": 0.0}, ()),
 )
 
 
@@ -297,11 +335,11 @@ class ItemMachine(BufferMachine):
 
     @initialize(kind=st.sampled_from(ITEMS))
     def create(self, kind):
-        capacity, options = kind
+        capacity, options, parts = kind
         options = {"replacement": False, **options}
         sampler = jaxbuf.Prioritized if "alpha" in options else jaxbuf.Uniform
         self.start(
-            jaxbuf.ItemBuffer.create(data(0), capacity, sampler=sampler(**options)),
+            jaxbuf.ItemBuffer.create(data(0), capacity, sampler=sampler(**options), parts=parts),
             reference.ItemBuffer(capacity, **options),
         )
 
@@ -342,6 +380,7 @@ class ItemMachine(BufferMachine):
         assert [metrics[name] for name in ("size", "adds", "rejected")] == [
             twin.size, twin.adds, twin.rejected,
         ]  # fmt: skip
+        assert metrics.get("removed", 0) == self.removed
         held = {item.data: item for item in twin.live}
         shares = {item.data: share for item, share in twin.probabilities().items() if share > 0}
         self.check(sample, latest, held, shares)
@@ -353,11 +392,11 @@ class ItemMachine(BufferMachine):
                 assert metrics[f"priority_{name}"] == pytest.approx(expected, rel=1e-5)
 
 
-# Environments, length, length of a window, period, and options of the sampler.
+# Environments, length, length of a window, period, options of the sampler, and parts.
 TRAJECTORIES = (
-    (2, 12, 4, 3, {}),
-    (3, 7, 3, 1, {"alpha": 1.0}),
-    (2, 4, 4, 2, {"alpha": 0.5, "epsilon": 0.01, "uniform_mix": 0.2}),
+    (2, 12, 4, 3, {}, ()),
+    (3, 7, 3, 1, {"alpha": 1.0}, REMOVABLE),
+    (2, 4, 4, 2, {"alpha": 0.5, "epsilon": 0.01, "uniform_mix": 0.2}, ()),
 )
 # For environments and rows; there may be fewer of either, or more.
 flags = st.lists(st.lists(st.booleans(), max_size=8), max_size=3)
@@ -376,7 +415,7 @@ class TrajectoryMachine(BufferMachine):
 
     @initialize(kind=st.sampled_from(TRAJECTORIES))
     def create(self, kind):
-        *shape, options = kind
+        *shape, options, parts = kind
         sampler = jaxbuf.Prioritized if "alpha" in options else jaxbuf.Uniform
         num_envs, self.length, sequence_length, period = shape
         buffer = jaxbuf.TrajectoryBuffer.create(
@@ -386,6 +425,7 @@ class TrajectoryMachine(BufferMachine):
             sequence_length=sequence_length,
             period=period,
             sampler=sampler(**options, replacement=False),
+            parts=parts,
         )
         self.start(buffer, reference_trajectory.TrajectoryBuffer(*shape, **options))
 
@@ -442,6 +482,7 @@ class TrajectoryMachine(BufferMachine):
         assert (metrics["windows"], metrics["adds"], metrics["rejected"]) == (
             len(windows), twin.adds, twin.rejected,
         )  # fmt: skip
+        assert metrics.get("removed", 0) == self.removed
         held = {window[0].data: window[0] for window in windows}
         drawn = zip(held, twin.probabilities(), strict=True)
         self.check(sample, latest, held, {number: share for number, share in drawn if share > 0})

@@ -6,16 +6,17 @@ from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common, retire
+from jaxbuf.buffers import common, retire, write_back
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import counters, sizes
+from jaxbuf.core import counters, fields, sizes, storage
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import State
+from jaxbuf.core.types import Function, State
 from jaxbuf.strategies.diversity import Diversity, DiversityState
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
@@ -74,10 +75,65 @@ class Body(struct.PyTreeNode):
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """Returns the contents of the slots at ``index``, leaves ``[B, ...]``."""
 
+    @abc.abstractmethod
+    def _stored(self, index: Int[Array, " B"]) -> Int[Array, "..."]:
+        """Returns where the contents of slots are, as rows of ``_folded``, or ``capacity``.
+
+        For items these are the slots ``[B]`` themselves, for windows their own steps ``[B, L]``.
+        """
+
+    @abc.abstractmethod
+    def _folded(self, data: PyTree[Array]) -> PyTree[Array]:
+        """Returns a storage as rows of single items, or steps, leaves ``[capacity, ...]``."""
+
+    @abc.abstractmethod
+    def _unfolded(self, data: PyTree[Array]) -> PyTree[Array]:
+        """Applies the inverse of ``_folded``."""
+
+    @abc.abstractmethod
+    def _written(
+        self, row: Int[Array, "..."], items: PyTree[Array]
+    ) -> tuple[Int[Array, "..."], Rows]:
+        """Returns slots and rows for ``Part.on_write``, of items in these rows of ``_folded``."""
+
+    @abc.abstractmethod
+    def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Returns whether there is an item, or a step, in these rows of ``_folded``."""
+
+    @property
+    @abc.abstractmethod
+    def _have(self) -> str:
+        """The beginning of an error about fields: "items have" or "steps have"."""
+
+    @property
+    @abc.abstractmethod
+    def _places(self) -> Any:
+        """The occupancy of items, or the rings of steps."""
+
+    @property
+    @abc.abstractmethod
+    def _score_users(self) -> list[object]:
+        """The strategies that use scores."""
+
+    @property
+    @abc.abstractmethod
+    def _steps(self) -> tuple[int, ...]:
+        """The axis of the steps of a window, ``(sequence_length,)``; no axis for items."""
+
     @property
     def counter_names(self) -> tuple[str, ...]:
         """The names of ``counters``: rows added, rows rejected, and other reasons to refuse one."""
         return counter_names(self.extras)
+
+    @property
+    def uses_score(self) -> bool:
+        """True if a strategy of this buffer uses scores, which ``update_score`` sets."""
+        return bool(self._score_users)
+
+    @property
+    def lets_remove(self) -> bool:
+        """True if a part of this buffer lets ``remove`` take items out."""
+        return any(part.lets_remove for part in self.extras)
 
     @property
     def freshness(self) -> Freshness | None:
@@ -280,6 +336,231 @@ class Body(struct.PyTreeNode):
             sampler_state=common.hear(self.sampler, "set_priority", state, index, value),
             counters=self._counted({"rejected": rejected}),
         )
+
+    @program(static=("path",))
+    def set_field(
+        self,
+        path: str | None,
+        slots: Slots,
+        value: PyTree[Array],
+        *,
+        mask: Bool[Array, "..."] | None = None,
+    ) -> Self:
+        """Changes one field of sampled items, or of the steps of sampled windows.
+
+        A row is dropped if it is invalid or masked out, or if its item has left since it was
+        sampled; a window has left as a whole. If several rows name the same item, or windows share
+        a step, the last accepted one wins. Of a window that ends with its episode (see
+        ``Episodes``), only its own steps are written.
+
+        Args:
+            path: The name of the field, with dots between the names of nested fields. It may also
+                name a part of an item that holds several fields; None writes whole items.
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            value: The new values, leaves ``[B, *shape]`` with the example's dtypes; for windows
+                ``[B, sequence_length, *shape]``.
+            mask: A mask of the rows to write, ``[B]``; for windows also of their steps,
+                ``[B, sequence_length]``.
+
+        Raises:
+            ValueError: When traced, if there is no such field, a structure, shape or dtype differs,
+                or a part does not allow the change: ``Episodes`` refuses its flags, and rewards
+                whose returns it records.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> item = {"obs": jnp.float32(0), "value": jnp.float32(0)}
+            >>> buffer = jaxbuf.ItemBuffer.create(item, 8)
+            >>> buffer = buffer.add({"obs": jnp.arange(3.0), "value": jnp.zeros(3)})
+            >>> batch = buffer.latest(2)
+            >>> buffer = buffer.set_field("value", batch.slots, 10 * batch.data["obs"])
+            >>> buffer.latest(3).data["value"].tolist()
+            [0.0, 10.0, 20.0]
+        """
+        slots = write_back.check_slots(slots)
+        rows, steps = slots.index.shape[0], self._steps
+        data = self._folded(self.data)
+        field = write_back.check_writable(self.extras, data, path, self._have, every=False)
+        value, _ = storage.check(field, value, "value", (rows, *steps))
+        taken = write_back.check_mask(mask, rows, steps)
+        if rows == 0:
+            return self
+        held = jnp.where(self.occupancy.holds(slots), slots.index, self.occupancy.capacity)
+        row = self._stored(held)
+        taken = taken.reshape(rows, *[-1] * (row.ndim - taken.ndim), *taken.shape[1:])
+        row = write_back.once(jnp.where(taken, row, self.capacity), self.capacity)
+        flat = jax.tree.map(lambda leaf: leaf.reshape(row.size, *leaf.shape[row.ndim :]), value)
+        data = fields.written(data, path, storage.write(field, flat, row.reshape(-1)))
+        # Only items carry gradients.
+        state, states = lax.stop_gradient((self.sampler_state, self.extra_states))
+        if write_back.listens(self.extras):
+            items = lax.stop_gradient(storage.read(data, row.reshape(-1)))
+            items = jax.tree.map(lambda leaf: leaf.reshape(*row.shape, *leaf.shape[1:]), items)
+            states = write_back.follow(self, states, *self._written(row, items), path)
+        return self.replace(data=self._unfolded(data), sampler_state=state, extra_states=states)
+
+    @program(static=("path", "fn", "batch_size"))
+    def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
+        """Computes one field of all items, or of all steps, anew.
+
+        All items are changed in place, ``batch_size`` at a time, so that they need not fit the
+        memory of ``fn``. Steps are among them whose windows are not drawn, because they have
+        retired, were removed, or are not complete.
+
+        To change it with new parameters without compiling again, call it inside your own
+        ``jax.jit``, with the parameters as an argument.
+
+        Args:
+            path: The name of the field, as for ``set_field``.
+            fn: A function of items, leaves ``[B, *shape]``, which returns their new values. Single
+                steps of rings have no axis of time. It may get an item several times, whose result
+                then counts once.
+            batch_size: The number ``B`` of items for each call; static.
+
+        Raises:
+            ValueError: When traced, if there is no such field, ``fn`` is not a function or returns
+                values of another structure, shape or dtype, ``batch_size`` is not an integer of at
+                least 1, or a part does not allow the change: ``Episodes`` refuses its flags. It
+                computes recorded returns anew.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> step = {"obs": jnp.float32(0), "reward": jnp.float32(0)}
+            >>> rings = jaxbuf.TrajectoryBuffer.create(step, num_envs=1, length=4)
+            >>> rings = rings.add({"obs": jnp.arange(3.0)[None], "reward": jnp.zeros((1, 3))})
+            >>> rings = rings.map_field("reward", lambda steps: -steps["obs"])
+            >>> rings.latest(3).data["reward"][:, 0].tolist()
+            [-0.0, -1.0, -2.0]
+        """
+        fn = write_back.check_function(fn)
+        rows = min(sizes.check_count("batch_size", batch_size), self.capacity)
+        write_back.check_writable(self.extras, self.data, path, self._have, every=True)
+        folded, states = write_back.map_field(
+            self, self._folded(self.data), path, fn, rows, self._holds_row, self._written
+        )
+        data = self._unfolded(folded)
+        known = lax.stop_gradient(data)
+        return self.replace(
+            data=data,
+            sampler_state=lax.stop_gradient(self.sampler_state),
+            extra_states=tuple(
+                common.hear(part, "on_map", lax.stop_gradient(state), known, self._places, path)
+                for part, state in zip(self.extras, states, strict=True)
+            ),
+        )
+
+    @program(keeps=("data",))
+    def update_score(
+        self,
+        slots: Slots,
+        score: Float[Array, " B"],
+        *,
+        mask: Bool[Array, " B"] | None = None,
+    ) -> Self:
+        """Sets the scores of sampled items, by which samplers draw and evictors choose.
+
+        Rows are dropped, and the last accepted one of several wins, as in ``update_priority``. The
+        order of arrival, which decides between equal scores, does not change.
+
+        Args:
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            score: Their new scores, ``[B]``. May be infinite, as in ``add``; rows with a NaN are
+                refused and counted in ``metrics()["rejected"]``.
+            mask: A mask of the rows to use, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if no part of the buffer uses scores, or a shape differs.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, evictor=jaxbuf.Lowest())
+            >>> buffer, slots = buffer.insert(jnp.arange(3), score=jnp.array([1.0, 2.0, 3.0]))
+            >>> buffer = buffer.update_score(slots, jnp.array([4.0, 2.0, 0.0]))
+            >>> sorted(buffer.add(jnp.array([7]), score=jnp.array([1.0])).data.tolist())
+            [0, 1, 7]
+        """
+        slots = write_back.check_slots(slots)
+        write_back.check_scores(self.sampler, self.occupancy, self._score_users)
+        shape = slots.index.shape
+        score = storage.check_rows(score, "score", shape, np.float32, "that of slots")
+        taken = write_back.check_mask(mask, shape[0])
+        if shape[0] == 0:
+            return self
+        changed, refused = write_back.update_score(self, slots, score, taken)
+        rejected = jnp.sum(refused, dtype=jnp.uint32)
+        return changed.replace(counters=self._counted({"rejected": rejected}))
+
+    @program(keeps=("data",))
+    def remove(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
+        """Removes sampled items, or windows; the steps of windows stay.
+
+        Their slots are stale from now on. A row is dropped if it is invalid or masked out, or if
+        its item has left already.
+
+        Args:
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            mask: A mask of the rows to remove, ``[B]``.
+
+        Returns:
+            The buffer without them. With ``Removable``, their number is counted in
+            ``metrics()["removed"]``.
+
+        Raises:
+            ValueError: When traced, if the buffer has neither ``Removable`` nor another part that
+                removes items, or a shape differs.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, parts=(jaxbuf.Removable(),))
+            >>> buffer, slots = buffer.insert(jnp.arange(3))
+            >>> buffer = buffer.remove(slots, mask=jnp.array([False, True, False]))
+            >>> buffer.holds(slots).tolist(), int(buffer.size)
+            ([True, False, True], 2)
+        """
+        slots = write_back.check_slots(slots)
+        taken = write_back.check_mask(mask, slots.index.shape[0])
+        changed, count = write_back.remove(self, slots, taken)
+        if "removed" not in self.counter_names:
+            return changed
+        return changed.replace(counters=self._counted({"removed": count}))
+
+    @program(keeps=("data",))
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Returns whether sampled items are still there, and whether windows can be drawn, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if ``slots`` are not the slots of a sample, ``[B]``.
+        """
+        slots = write_back.check_slots(slots)
+        return self.occupancy.holds(slots)
+
+    @program()
+    def get(self, slots: Slots) -> Sample:
+        """Returns items, or windows, by the slots of an earlier sample.
+
+        Args:
+            slots: The slots, ``sample.slots``, ``[B]``.
+
+        Returns:
+            A ``Sample`` with their present data. Rows whose item has left are invalid, with index
+            ``capacity`` and probability 0. The ``probability`` of other rows is that of a draw by
+            the sampler; 0 for a sampler of your own that is not a ``KnownSampler``.
+
+        Raises:
+            ValueError: When traced, if ``slots`` are not the slots of a sample, ``[B]``.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4)
+            >>> buffer, slots = buffer.insert(jnp.arange(4))
+            >>> batch = buffer.add(jnp.array([4, 5])).get(slots)
+            >>> batch.valid.tolist(), batch.data[2:].tolist()
+            ([False, False, True, True], [2, 3])
+        """
+        slots = write_back.check_slots(slots)
+        held = self.occupancy.holds(slots)
+        index = jnp.where(held, slots.index, self.occupancy.capacity)
+        return self.gather(Draw(index, write_back.probability(self, index), held))
 
     @program(keeps=("data",))
     def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:

@@ -90,12 +90,17 @@ def check_removes(sampler: Sampler, what: str) -> None:
     Raises:
         ValueError: If it does not define ``remove``.
     """
-    told = sampler.base if isinstance(sampler, Recent) else sampler
+    told = base_of(sampler)
     if told.uses_priority and type(told).remove is Sampler.remove:
         raise ValueError(
             f"{told} cannot be told that {what}; give it a method remove (see "
             "jaxbuf.strategies.Sampler)"
         )
+
+
+def base_of(sampler: Sampler) -> Sampler:
+    """Returns the sampler that keeps state: the base of a ``Recent``, or the sampler itself."""
+    return sampler.base if isinstance(sampler, Recent) else sampler
 
 
 def check_evictor(evictor: object) -> None:

@@ -351,3 +351,144 @@ def sample_range(buffer: _Buffer, key: PRNGKeyArray, batch_size: int, **options:
         ValueError: As raised by the buffer's own ``sample_range``, or if it was donated before.
     """
     return call("sample_range", buffer, key, batch_size, **options)
+
+
+def insert(
+    buffer: AnyBuffer, items: PyTree[Array], *, donate: bool = True, **options: object
+) -> tuple[AnyBuffer, Slots]:
+    """Adds items, and returns their slots: ``buffer.insert(items, **options)``, compiled, in place.
+
+    Args:
+        buffer: A buffer of items. It is consumed: use the result instead.
+        items: The items, leaves ``[B, ...]``.
+        donate: As for ``jaxbuf.add``.
+        **options: Options of the buffer's own ``insert``, which are those of its ``add``.
+
+    Returns:
+        The buffer with the items, and their slots, ``[B]``; see ``ItemBuffer.insert``.
+
+    Raises:
+        ValueError: As raised by the buffer's own ``insert``, or if it was donated before.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 100)
+        >>> buffer, slots = jaxbuf.insert(buffer, jnp.arange(3.0))
+        >>> slots.index.tolist()
+        [0, 1, 2]
+    """
+    return call("insert", buffer, items, donate=donate, **options)
+
+
+def set_field(
+    buffer: AnyBuffer,
+    path: str | None,
+    slots: Slots,
+    value: PyTree[Array],
+    *,
+    donate: bool = True,
+    **options: object,
+) -> AnyBuffer:
+    """Changes a field of sampled items: ``buffer.set_field(path, slots, value, ...)``, in place.
+
+    Args:
+        buffer: Any buffer that is sampled. It is consumed: use the result instead.
+        path: The name of the field; static. None writes whole items.
+        slots: The slots of the items, ``sample.slots``, ``[B]``.
+        value: The new values, leaves ``[B, *shape]``, or ``[B, sequence_length, *shape]``.
+        donate: As for ``jaxbuf.add``.
+        **options: ``mask``, a mask of the rows to write.
+
+    Returns:
+        The buffer with the new values.
+
+    Raises:
+        ValueError: As raised by the buffer's own ``set_field``, or if it was donated before.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create({"value": jnp.float32(0)}, 100)
+        >>> buffer = jaxbuf.add(buffer, {"value": jnp.arange(10.0)})
+        >>> batch = jaxbuf.sample(buffer, jax.random.key(0), 64)
+        >>> buffer = jaxbuf.set_field(buffer, "value", batch.slots, jnp.ones(64))
+        >>> float(buffer.data["value"][:10].max())
+        1.0
+    """
+    return call("set_field", buffer, path, slots, value, donate=donate, **options)
+
+
+def map_field(
+    buffer: AnyBuffer, path: str | None, fn: Function, *, donate: bool = True, **options: object
+) -> AnyBuffer:
+    """Computes a field of all items anew: ``buffer.map_field(path, fn, ...)``, compiled, in place.
+
+    It compiles once for each function object ``fn``, and arrays that the function uses are
+    constants of the program. To use new parameters each time, call the method inside your own
+    ``jax.jit``, which takes them as an argument.
+
+    Args:
+        buffer: Any buffer that is sampled. It is consumed: use the result instead.
+        path: The name of the field; static. None means whole items.
+        fn: A function of items ``[B, ...]``, which returns their new values; static.
+        donate: As for ``jaxbuf.add``.
+        **options: ``batch_size``, the number of items for each call of ``fn``.
+
+    Returns:
+        The buffer with the new values.
+
+    Raises:
+        ValueError: As raised by the buffer's own ``map_field``, or if it was donated before.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create({"reward": jnp.float32(0)}, 4)
+        >>> buffer = jaxbuf.add(buffer, {"reward": jnp.arange(3.0)})
+        >>> buffer = jaxbuf.map_field(buffer, "reward", lambda items: 2 * items["reward"])
+        >>> buffer.data["reward"].tolist()
+        [0.0, 2.0, 4.0, 0.0]
+    """
+    return call("map_field", buffer, path, fn, donate=donate, **options)
+
+
+def update_score(
+    buffer: AnyBuffer,
+    slots: Slots,
+    score: Float[Array, " B"],
+    *,
+    donate: bool = True,
+    **options: object,
+) -> AnyBuffer:
+    """Sets scores of sampled items: ``buffer.update_score(slots, score, ...)``, in place.
+
+    Args:
+        buffer: Any buffer with scores. It is consumed: use the result instead.
+        slots: The slots of the items, ``sample.slots``, ``[B]``.
+        score: The new scores, ``[B]``.
+        donate: As for ``jaxbuf.update_priority``.
+        **options: ``mask``, a mask of the rows to use, ``[B]``.
+
+    Returns:
+        The buffer with the new scores.
+
+    Raises:
+        ValueError: As raised by the buffer's own ``update_score``, or if it was donated before.
+    """
+    return call("update_score", buffer, slots, score, donate=donate, **options)
+
+
+def remove(buffer: AnyBuffer, slots: Slots, *, donate: bool = True, **options: object) -> AnyBuffer:
+    """Removes sampled items: ``buffer.remove(slots, ...)``, compiled, in place.
+
+    Args:
+        buffer: A buffer with ``Removable``. It is consumed: use the result instead.
+        slots: The slots of the items, ``sample.slots``, ``[B]``.
+        donate: As for ``jaxbuf.update_priority``.
+        **options: ``mask``, a mask of the rows to remove, ``[B]``.
+
+    Returns:
+        The buffer without these items.
+
+    Raises:
+        ValueError: As raised by the buffer's own ``remove``, or if it was donated before.
+    """
+    return call("remove", buffer, slots, donate=donate, **options)

@@ -13,8 +13,9 @@ from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.exchange import exchange, places
 from jaxbuf.buffers.per_device import here_of, numbers_of, run
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.buffers.shards import report
+from jaxbuf.buffers.shards import numbered, own_slots, report
 from jaxbuf.core.collectives import all_gather
+from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import ShardableSampler
 
 if TYPE_CHECKING:
@@ -81,11 +82,38 @@ def _equal_parts(buffer: "Sharded", shards: Body, key: PRNGKeyArray, rows: int) 
     return jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), batch)
 
 
+def get(buffer: "Sharded", slots: Slots) -> Sample:
+    """Returns the items with these slots, each on the device of its row."""
+    nbytes, count = _row_bytes(buffer), buffer.num_shards
+
+    def body(shards: Any, rows: Slots, _: Any) -> Sample:
+        shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
+        slots = all_gather(rows, buffer.axis)
+        world = all_gather(report(shards), buffer.axis) if buffer.exchange else ()
+        capacity = buffer.shards.capacity
+        # Slots out of range are asked from any shard, which does not hold them.
+        home = jnp.clip(slots.index // capacity, 0, count - 1)
+
+        def fetch(shard: Body, number: Array, position: Int[Array, " n"]) -> PyTree[Array]:
+            wanted = jax.tree.map(lambda leaf: leaf.at[position].get(mode="clip"), slots)
+            batch = shard.get(own_slots(wanted, number, capacity))
+            probability = batch.probability / count
+            if buffer.exchange:
+                sampler = shard.sampler
+                assert isinstance(sampler, ShardableSampler)
+                among = sampler.probability_among(shard.sampler_state, batch.slots.index, world)
+                probability = jnp.where(batch.valid, among, 0.0)
+            return batch.data, numbered(buffer, batch.slots, number), probability
+
+        data, named, probability = exchange(fetch, shards, home, count, nbytes, buffer.axis)
+        return Sample(data, named, probability, named.index < buffer.capacity)
+
+    return run(buffer, body, slots)
+
+
 def _numbered(buffer: "Sharded", batch: Sample, number: Int[Array, ""]) -> Sample:
     """Returns the sample of one shard with slots that are numbered through all shards."""
-    index = batch.slots.index + number * buffer.shards.capacity
-    index = jnp.where(batch.valid, index, buffer.capacity)
-    return batch.replace(slots=batch.slots.replace(index=index))
+    return batch.replace(slots=numbered(buffer, batch.slots, number))
 
 
 def _row_bytes(buffer: "Sharded") -> int:

@@ -16,6 +16,7 @@ from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, trees
 from jaxbuf.core.program import OwnPrograms, is_outside
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
 
 
@@ -247,6 +248,80 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         with _no_mesh():
             buffer = doors.update_priority(self.buffer, slots, priority, donate=donate, **options)
         return self.replace(buffer=buffer)
+
+    def insert(
+        self, items: PyTree[Array], *, donate: bool = True, **options: object
+    ) -> tuple[Self, Slots]:
+        """Adds items, and returns their slots on ``device``, like ``insert`` of the buffer."""
+        items, options = self._here("insert", (items, options))
+        with _no_mesh():
+            buffer, slots = doors.insert(self.buffer, items, donate=donate, **options)
+        return self.replace(buffer=buffer), slots
+
+    def set_field(
+        self,
+        path: str | None,
+        slots: Slots,
+        value: PyTree[Array],
+        *,
+        donate: bool = True,
+        **options: object,
+    ) -> Self:
+        """Changes one field of sampled items, whose values are transferred to the host.
+
+        Args:
+            path: The name of the field, as for the buffer inside.
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            value: The new values, leaves ``[B, ...]``.
+            donate: False keeps this buffer usable, at the cost of a copy of its whole contents.
+            **options: Options of the buffer's own ``set_field``.
+
+        Raises:
+            ValueError: As raised by ``jaxbuf.set_field``, or if this is called inside of
+                ``jax.jit`` or another transformation.
+        """
+        slots, value, options = self._here("set_field", (slots, value, options))
+        with _no_mesh():
+            buffer = doors.set_field(self.buffer, path, slots, value, donate=donate, **options)
+        return self.replace(buffer=buffer)
+
+    def map_field(
+        self, path: str | None, fn: Function, *, donate: bool = True, **options: object
+    ) -> Self:
+        """Computes one field of all items anew, on the CPU; like ``jaxbuf.map_field``."""
+        options = self._here("map_field", options)
+        with _no_mesh():
+            buffer = doors.map_field(self.buffer, path, fn, donate=donate, **options)
+        return self.replace(buffer=buffer)
+
+    def update_score(
+        self, slots: Slots, score: Float[Array, " B"], *, donate: bool = True, **options: object
+    ) -> Self:
+        """Sets the scores of sampled items, which are transferred to the host."""
+        slots, score, options = self._here("update_score", (slots, score, options))
+        with _no_mesh():
+            buffer = doors.update_score(self.buffer, slots, score, donate=donate, **options)
+        return self.replace(buffer=buffer)
+
+    def remove(self, slots: Slots, *, donate: bool = True, **options: object) -> Self:
+        """Removes sampled items, or windows, like ``remove`` of the buffer inside."""
+        slots, options = self._here("remove", (slots, options))
+        with _no_mesh():
+            buffer = doors.remove(self.buffer, slots, donate=donate, **options)
+        return self.replace(buffer=buffer)
+
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Returns whether sampled items are still there, ``[B]``, on ``device``."""
+        return self._call("holds", {"slots": slots})
+
+    def get(self, slots: Slots) -> Sample:
+        """Returns items by the slots of an earlier sample, with all arrays on ``to``."""
+        self._check_rows(common.check_slots(slots).index.shape[0])
+        return jax.device_put(self._call("get", {"slots": slots}), self.to)
+
+    def slots_at(self, env_ids: Int[Array, "..."], positions: Int[Array, "..."]) -> Slots:
+        """Returns the slots of the windows that start at steps, on ``device``."""
+        return self._call("slots_at", {"env_ids": env_ids, "positions": positions})
 
     def mark_used(
         self, slots: Slots, *, mask: Bool[Array, " B"] | None = None, donate: bool = True

@@ -15,6 +15,7 @@ from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.program import program
+from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
@@ -186,9 +187,49 @@ class ItemBuffer(Body):
                 ``priority``, ``score``, ``version`` or ``session`` is given but not used by the
                 buffer, or if ``score`` is missing.
         """
+        given = {"priority": priority, "score": score, "version": version, "session": session}
+        return self.insert(items, mask=mask, **given)[0]
+
+    @program()
+    def insert(
+        self,
+        items: PyTree[Array],
+        *,
+        priority: Float[Array, " B"] | None = None,
+        score: Float[Array, " B"] | None = None,
+        version: Int[Array, " B"] | None = None,
+        session: Int[Array, " B"] | None = None,
+        mask: Bool[Array, " B"] | None = None,
+    ) -> tuple[Self, Slots]:
+        """Adds a batch of items, and returns their slots as well.
+
+        Args:
+            items: The items and all other arguments are those of ``add``.
+            priority: Priorities, ``[B]``.
+            score: Scores, ``[B]``.
+            version: Versions, ``[B]``.
+            session: Sessions, ``[B]``.
+            mask: A mask of the rows to add, ``[B]``.
+
+        Returns:
+            The buffer with the items, and the slot of each row, ``[B]``. A row that was masked out
+            or refused, or that a later row of the same call has evicted, has index ``capacity``.
+
+        Raises:
+            ValueError: As raised by ``add``.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=jaxbuf.Prioritized())
+            >>> priority = jnp.array([1.0, jnp.nan, 1.0])
+            >>> buffer, slots = buffer.insert(jnp.arange(3), priority=priority)
+            >>> slots.index.tolist()
+            [0, 8, 1]
+        """
         items, rows, value, illegal = self._check(items, priority, score, version, session, mask)
         if rows.shape == (0,):
-            return self
+            nowhere = jnp.zeros((0,), jnp.int32)
+            return self, Slots(nowhere, self.occupancy.generation(nowhere))
         counts: dict[str, Array] = {}
         rows = refuse(illegal, rows, counts)
         for part, state in self._parts():
@@ -196,13 +237,14 @@ class ItemBuffer(Body):
         occupancy, index = self.occupancy.place(rows.shape[0], rows.mask, rows.score)
         counts["adds"] = rows.count
         state = jax.lax.stop_gradient(self.sampler_state)
-        return self.replace(
+        buffer = self.replace(
             data=storage.write(self.data, items, index),
             occupancy=occupancy,
             sampler_state=common.hear(self.sampler, "on_add", state, index, value),
             counters=self._counted(counts),
             extra_states=self._tell("on_add", index, rows),
         )
+        return buffer, Slots(index, occupancy.generation(index))
 
     @program(static=("batch_size",))
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -238,6 +280,40 @@ class ItemBuffer(Body):
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         return storage.read(self.data, index)
 
+    @property
+    def _have(self) -> str:
+        return "items have"
+
+    @property
+    def _steps(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def _places(self) -> ItemOccupancy:
+        return self.occupancy
+
+    @property
+    def _score_users(self) -> list[object]:
+        parts = (self.sampler, self.evictor, *self.extras)
+        return [part for part in parts if part.uses_score]
+
+    def _stored(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
+        return index
+
+    def _folded(self, data: PyTree[Array]) -> PyTree[Array]:
+        return data
+
+    def _unfolded(self, data: PyTree[Array]) -> PyTree[Array]:
+        return data
+
+    def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+        return self.occupancy.live(row)
+
+    def _written(
+        self, row: Int[Array, " B"], items: PyTree[Array]
+    ) -> tuple[Int[Array, " B"], Rows]:
+        return row, Rows(items=items, shape=row.shape, mask=row < self.capacity)
+
     def _check(
         self,
         items: PyTree[Array],
@@ -254,12 +330,13 @@ class ItemBuffer(Body):
             of the rows to reject because of these.
         """
         items, (count,) = storage.check(self.data, items, "items", ("B",))
-        shape, parts = (count,), (self.sampler, self.evictor, *self.extras)
+        shape = (count,)
         common.check_version_used(self.extras, version, session)
-        score_used = [part for part in parts if part.uses_score]
-        if score is None and score_used:
-            raise ValueError(f"{score_used[0]} uses the score of items; pass score=[B] to add")
-        if score is not None and not score_used:
+        if score is None and self._score_users:
+            raise ValueError(
+                f"{self._score_users[0]} uses the score of items; pass score=[B] to add"
+            )
+        if score is not None and not self._score_users:
             raise ValueError(
                 f"score was given, but neither {self.sampler} nor {self.evictor} uses it; leave it "
                 "out or choose one that does"

@@ -16,10 +16,13 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.lookups import broadcast_steps, mask_of
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.parts import (
+    CONTENTS,
     ENVIRONMENTS,
     EPISODES,
     FRESHNESS,
     PRIORITIES,
+    REMOVABLE,
+    SCORES,
     Ability,
     Composite,
     choose,
@@ -297,14 +300,19 @@ class Mixture(Composite, struct.PyTreeNode):
         rows = sum(sample.valid.shape[0] for sample in drawn.values())
 
         def own(i: int, sample: Sample) -> Sample:
-            index = jnp.where(sample.valid, sample.slots.index + self._offset(i), self.capacity)
             share = jnp.float32(sample.valid.shape[0] / rows)
             return sample.replace(
-                slots=sample.slots.replace(index=index), probability=sample.probability * share
+                slots=self._numbered(i, sample.slots), probability=sample.probability * share
             )
 
         samples = [own(i, sample) for i, sample in drawn.items()]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *samples)
+
+    def _numbered(self, part: int, slots: Slots) -> Slots:
+        """Returns slots of a part as slots of the mixture."""
+        there = slots.index < self.parts[part].capacity
+        index = jnp.where(there, slots.index + self._offset(part), self.capacity)
+        return slots.replace(index=index)
 
     def part_of(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the part of each row, ``[B]``; the number of parts if the row is invalid."""
@@ -372,6 +380,166 @@ class Mixture(Composite, struct.PyTreeNode):
             lambda part, own: part.update_priority(own, priority, mask=mask),
             slots,
         )
+
+    @program(static=("part",))
+    def insert(
+        self, items: PyTree[Array], *, part: int | None = None, **options: object
+    ) -> tuple[Self, Slots]:
+        """Adds items to one of the parts, and returns their slots.
+
+        Args:
+            items: The items, as for the ``insert`` of the part.
+            part: The number of the part; static.
+            **options: Options of the part's own ``insert``.
+
+        Returns:
+            The mixture with the items, and their slots, which are numbered through all parts. A row
+            that was not stored has index ``capacity``.
+
+        Raises:
+            ValueError: If ``part`` is not the number of a part, if the part does not take one of
+                the options, or as raised by the part's ``insert``.
+        """
+        i = self._check_part(part)
+        check_options(self.parts[i], "insert", options, f"parts[{i}]")
+        buffer, slots = operator.methodcaller("insert", items, **options)(self.parts[i])
+        return self.replace_part(i, buffer), self._numbered(i, slots)
+
+    @program(static=("path",))
+    def set_field(
+        self,
+        path: str | None,
+        slots: Slots,
+        value: PyTree[Array],
+        *,
+        mask: Bool[Array, "..."] | None = None,
+    ) -> Self:
+        """Changes one field of sampled items, or windows, in the parts that they come from.
+
+        Args:
+            path: The name of the field, as for ``set_field`` of the parts.
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            value: The new values, leaves ``[B, ...]``.
+            mask: A mask of the rows to write, ``[B]``; ``[B, sequence_length]`` if all parts hold
+                windows.
+
+        Raises:
+            ValueError: When traced, as raised by the parts.
+        """
+        return self._tell(
+            "set_field",
+            CONTENTS,
+            lambda part, own: part.set_field(path, own, value, mask=mask),
+            slots,
+        )
+
+    @program(static=("path", "fn", "batch_size"))
+    def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
+        """Computes one field of all items, or steps, of all parts anew; see ``ItemBuffer``.
+
+        Raises:
+            ValueError: When traced, as raised by the parts.
+        """
+        return self._tell(
+            "map_field", CONTENTS, lambda part: part.map_field(path, fn, batch_size=batch_size)
+        )
+
+    @program()
+    def update_score(
+        self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
+    ) -> Self:
+        """Sets the scores of sampled items, each in the part that it comes from.
+
+        Rows of parts without scores are dropped, as are stale, invalid and masked rows.
+
+        Args:
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            score: Their new scores, ``[B]``; a NaN is refused and counted by the part.
+            mask: A mask of the rows to use, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if no part uses scores, or a shape differs.
+        """
+        return self._tell(
+            "update_score",
+            SCORES,
+            lambda part, own: part.update_score(own, score, mask=mask),
+            slots,
+        )
+
+    @program()
+    def remove(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
+        """Removes sampled items, or windows, from the parts that they come from.
+
+        Rows of parts that remove no items are dropped, as are stale, invalid and masked rows.
+
+        Args:
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            mask: A mask of the rows to remove, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if no part has ``Removable``, or a shape differs.
+        """
+        return self._tell("remove", REMOVABLE, lambda part, own: part.remove(own, mask=mask), slots)
+
+    @program()
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Returns whether sampled items, or windows, are still there, ``[B]``.
+
+        Raises:
+            ValueError: If no part is an ``ItemBuffer`` or a ``TrajectoryBuffer``.
+        """
+        return self._ask("holds", CONTENTS, slots, lambda part, own: part.holds(own))
+
+    @program()
+    def get(self, slots: Slots) -> Sample:
+        """Returns items, or windows, by the slots of an earlier sample.
+
+        Returns:
+            A ``Sample`` with their present data. Rows whose item has left are invalid, with index
+            ``capacity`` and probability 0. The ``probability`` of other rows is that within the
+            part, times the part's ratio.
+
+        Raises:
+            ValueError: If no part is an ``ItemBuffer`` or a ``TrajectoryBuffer``.
+        """
+
+        def of_part(i: int) -> tuple[Bool[Array, " B"], Sample]:
+            own = self.part_slots(slots, i)
+            sample: Sample = operator.methodcaller("get", own)(self.parts[i])
+            return own.index < self.parts[i].capacity, sample.replace(
+                slots=self._numbered(i, sample.slots),
+                probability=sample.probability * jnp.float32(self.ratios[i]),
+            )
+
+        return self._join("get", CONTENTS, of_part)
+
+    @program()
+    def slots_at(self, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]) -> Slots:
+        """Returns the slots of the windows that start at steps, the inverse of ``locate``.
+
+        Args:
+            env_ids: The environments of the steps, numbered as in ``locate``, of any shape that
+                broadcasts with ``positions``.
+            positions: The positions of the steps.
+
+        Returns:
+            Slots of the same shape, with index ``capacity`` where no window starts.
+
+        Raises:
+            ValueError: When traced, if no part is a ``TrajectoryBuffer``, or an argument does not
+                hold integers.
+        """
+        env, position, shape = broadcast_steps(env_ids, positions)
+
+        def of_part(i: int) -> tuple[Bool[Array, " B"], Slots]:
+            number, count = env - self._first_env(i), num_envs(self.parts[i])
+            own = (number >= 0) & (number < count)
+            at = operator.methodcaller("slots_at", jnp.where(own, number, count), position)
+            return own, self._numbered(i, at(self.parts[i]))
+
+        found = self._join("slots_at", ENVIRONMENTS, of_part)
+        return jax.tree.map(lambda leaf: leaf.reshape(shape), found)
 
     @program()
     def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:

@@ -53,6 +53,19 @@ PRIORITIES = Ability(
     lambda buffer: isinstance(buffer, Body) and buffer.sampler.uses_priority,
     "no part has priorities; create one of them with sampler=jaxbuf.Prioritized(...)",
 )
+CONTENTS = Ability(
+    lambda buffer: isinstance(buffer, Body),
+    "no part is an ItemBuffer or a TrajectoryBuffer, whose contents can be looked up and changed",
+)
+SCORES = Ability(
+    lambda buffer: isinstance(buffer, Body) and buffer.uses_score,
+    "no part uses scores; create one of them with evictor=jaxbuf.Lowest() or "
+    "sampler=jaxbuf.Softmax()",
+)
+REMOVABLE = Ability(
+    lambda buffer: isinstance(buffer, Body) and buffer.lets_remove,
+    "no part removes items; create one of them with parts=(jaxbuf.Removable(),)",
+)
 FRESHNESS = Ability(
     lambda buffer: isinstance(buffer, Body) and buffer.freshness is not None,
     "no part limits uses or staleness; create one of them with freshness=jaxbuf.Freshness(...)",

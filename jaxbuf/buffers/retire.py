@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypeVar
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.core import storage
@@ -121,29 +121,34 @@ def _retire_all(buffer: AnyBuffer, freshness: Freshness, found: Bitset) -> AnyBu
 
 
 def _retire(buffer: AnyBuffer, gone: Int[Array, " B"], counter: str) -> AnyBuffer:
-    """Retires the items in slots ``gone``, and adds their number to a counter.
+    """Retires the items in slots ``gone``, and adds their number to a counter of ``Freshness``."""
+    buffer, count = take_out(buffer, gone)
+    return buffer.with_state(Freshness, buffer.freshness_state.more(**{counter: count}))
+
+
+def take_out(buffer: AnyBuffer, gone: Int[Array, " B"]) -> tuple[AnyBuffer, UInt[Array, ""]]:
+    """Takes the items in slots ``gone`` out of a buffer, and tells the sampler and all parts.
 
     A slot may occur several times, or hold no item; slots past the end are ignored.
+
+    Returns:
+        The buffer, and the number of items that left.
     """
     before = buffer.occupancy
     assert isinstance(before, Subset)
     occupancy = before.exclude(gone)
     if isinstance(occupancy.inner, ItemOccupancy):
         occupancy = occupancy.replace(inner=occupancy.inner.demote(gone))
-    retired = (before.size - occupancy.size).astype(jnp.uint32)
-    states = [
-        state.more(**{counter: retired})
-        if isinstance(part, Freshness)
-        else common.hear(part, "on_remove", state, gone)
-        for part, state in zip(buffer.extras, buffer.extra_states, strict=True)
-    ]
-    return buffer.replace(
+    states = lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
+    left = buffer.replace(
         occupancy=occupancy,
-        sampler_state=common.hear(
-            buffer.sampler, "remove", lax.stop_gradient(buffer.sampler_state), gone
+        sampler_state=common.hear(buffer.sampler, "remove", states[0], gone),
+        extra_states=tuple(
+            common.hear(part, "on_remove", state, gone)
+            for part, state in zip(buffer.extras, states[1], strict=True)
         ),
-        extra_states=tuple(states),
     )
+    return left, (before.size - occupancy.size).astype(jnp.uint32)
 
 
 def _members(buffer: "Body") -> Bitset:

@@ -9,17 +9,18 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common, global_draw, retire
+from jaxbuf.buffers import common, global_draw, retire, write_back
 from jaxbuf.buffers import shards as on_shards
 from jaxbuf.buffers.body import Body
-from jaxbuf.buffers.lookups import mask_of
+from jaxbuf.buffers.lookups import broadcast_steps, mask_of
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.per_device import here_of
 from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import checks, describe, sizes, storage, trees
+from jaxbuf.core import checks, describe, fields, sizes, storage, trees
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
 
 
@@ -185,8 +186,15 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             ValueError: When traced, if ``B`` is not a multiple of ``S``, or as raised by the
                 shards' ``add``.
         """
+        given = self._check_add("add", items, options)
+        return on_shards.add(self, items, given)
+
+    def _check_add(
+        self, method: str, items: PyTree[Array], options: dict[str, object]
+    ) -> dict[str, object]:
+        """Returns the options of an ``add`` that are given, and checks them and the rows."""
         given = {name: value for name, value in options.items() if value is not None}
-        check_options(self.shards, "add", given)
+        check_options(self.shards, method, given)
         if "env_ids" in given:
             raise ValueError("env_ids was given, but rows go to shards by their place; use mask")
         trees.leaves(items, "items")
@@ -197,7 +205,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             if not np.ndim(leaf):
                 raise ValueError(f"{name} has shape (); expected a row for each item, (B, ...)")
             self._check_rows(name, np.shape(leaf)[0])
-        return on_shards.add(self, items, given)
+        return given
 
     @program(static=("batch_size",))
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -233,6 +241,120 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         _, value, _ = common.check_update(self.shards.sampler, slots, priority, None)
         rows = (*self._check_slots(slots, mask), value)
         return on_shards.tell(self, rows, Body.update_priority)
+
+    @program()
+    def insert(self, items: PyTree[Array], **options: object) -> tuple[Self, Slots]:
+        """Adds rows as ``add`` does, and returns their slots, which are split like the rows.
+
+        Raises:
+            ValueError: When traced, as raised by ``add``, or if the shards hold windows.
+        """
+        given = self._check_add("insert", items, options)
+        return on_shards.insert(self, items, given)
+
+    @program(static=("path",))
+    def set_field(
+        self,
+        path: str | None,
+        slots: Slots,
+        value: PyTree[Array],
+        *,
+        mask: Bool[Array, "..."] | None = None,
+    ) -> Self:
+        """Changes one field of sampled items, or windows, on any device; see ``ItemBuffer``.
+
+        Raises:
+            ValueError: When traced, if ``B`` is not a multiple of ``S``, or as raised by the
+                shards.
+        """
+        slots, _ = self._check_slots(write_back.check_slots(slots))
+        count = slots.index.shape[0]
+        windows = isinstance(self.shards, TrajectoryBuffer)
+        steps = (self.shards.sequence_length,) if isinstance(self.shards, TrajectoryBuffer) else ()
+        field = fields.stored(self.shards.data, path, "steps have" if windows else "items have")
+        value, _ = storage.check(field, value, "value", (count, *steps), 3 if windows else 2)
+        taken = write_back.check_mask(mask, count, steps)
+        rows = (slots, None, value, taken)
+
+        def change(shard: Body, slots: Slots, value: PyTree[Array], mask: Array) -> Body:
+            return shard.set_field(path, slots, value, mask=mask)
+
+        return on_shards.tell(self, rows, change)
+
+    @program(static=("path", "fn", "batch_size"))
+    def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
+        """Computes one field of all items, or steps, anew, each where it is; see ``ItemBuffer``.
+
+        Raises:
+            ValueError: When traced, as raised by the shards.
+        """
+        fn, count = write_back.check_function(fn), sizes.check_count("batch_size", batch_size)
+        return on_shards.each(self, lambda shard: shard.map_field(path, fn, batch_size=count))
+
+    @program()
+    def update_score(
+        self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
+    ) -> Self:
+        """Sets the scores of sampled items, on any device; see ``ItemBuffer``.
+
+        Raises:
+            ValueError: When traced, if the sampler does not use scores, ``B`` is not a multiple of
+                ``S``, or a shape differs.
+        """
+        slots, taken = self._check_slots(write_back.check_slots(slots), mask)
+        shape = slots.index.shape
+        score = storage.check_rows(score, "score", shape, np.float32, "that of slots")
+        rows = (slots, taken, score)
+        return on_shards.tell(self, rows, Body.update_score)
+
+    @program()
+    def remove(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
+        """Removes sampled items, or windows, on any device; see ``ItemBuffer``.
+
+        Raises:
+            ValueError: When traced, if the shards have no ``Removable``, ``B`` is not a multiple of
+                ``S``, or a shape differs.
+        """
+        rows = self._check_slots(write_back.check_slots(slots), mask)
+        return on_shards.tell(self, rows, Body.remove)
+
+    @program()
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Returns whether sampled items, or windows, are still there, ``[B]``.
+
+        Raises:
+            ValueError: If ``B`` is not a multiple of ``S``.
+        """
+        slots, _ = self._check_slots(write_back.check_slots(slots))
+        return on_shards.ask(self, slots, on_shards.held) > 0
+
+    @program()
+    def get(self, slots: Slots) -> Sample:
+        """Returns items, or windows, by the slots of an earlier sample; see ``ItemBuffer``.
+
+        Each row is sent to the device of its slot.
+
+        Raises:
+            ValueError: If ``B`` is not a multiple of ``S``.
+        """
+        slots, _ = self._check_slots(write_back.check_slots(slots))
+        return global_draw.get(self, slots)
+
+    @program()
+    def slots_at(self, env_ids: Int[Array, "..."], positions: Int[Array, "..."]) -> Slots:
+        """Returns the slots of the windows that start at steps; see ``TrajectoryBuffer``.
+
+        Environments are numbered through all shards. The number of steps is a multiple of ``S``.
+
+        Raises:
+            ValueError: When traced, if the shards hold no windows, the number of steps is not a
+                multiple of ``S``, or an argument does not hold integers.
+        """
+        self._need_windows("slots_at")
+        env, position, shape = broadcast_steps(env_ids, positions)
+        self._check_rows("env_ids", env.shape[0])
+        found = on_shards.slots_at(self, env, position)
+        return jax.tree.map(lambda leaf: leaf.reshape(shape), found)
 
     @program()
     def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
@@ -344,6 +466,19 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             mask = storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
         index = jnp.asarray(slots.index, jnp.int32)
         return Slots(index, jnp.asarray(slots.generation, jnp.uint32)), mask
+
+    def _need_windows(self, method: str) -> TrajectoryBuffer:
+        """Returns the shards if they hold windows.
+
+        Raises:
+            ValueError: If they do not.
+        """
+        if not isinstance(self.shards, TrajectoryBuffer):
+            raise ValueError(
+                f"{method} was called, but {checks.kind_of(self.shards)} has no environments; make "
+                "shards that are a jaxbuf.TrajectoryBuffer"
+            )
+        return self.shards
 
     def _check_envs(self, method: str, envs: object) -> Bool[Array, " E"]:
         """Returns a mask of the environments that are here.

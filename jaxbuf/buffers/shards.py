@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.item import ItemBuffer
@@ -111,7 +111,36 @@ def add(buffer: "Sharded", items: PyTree[Array], given: dict[str, object]) -> "S
     if jax.tree.leaves(items)[0].shape[0] == 0:
         return buffer
 
-    def body(shards: Any, rows: Any, _: Any) -> Body:
+    def put(shard: Any, items: PyTree[Array], given: dict[str, Any]) -> Body:
+        return shard.add(items, **given)
+
+    return buffer.replace(shards=_put(buffer, items, given, put))
+
+
+def insert(
+    buffer: "Sharded", items: PyTree[Array], given: dict[str, object]
+) -> tuple["Sharded", Slots]:
+    """Adds one block of the rows to each shard; returns slots that are numbered through all."""
+
+    def put(shard: Any, items: PyTree[Array], given: dict[str, Any]) -> tuple[Body, Slots]:
+        return shard.insert(items, **given)
+
+    shards, slots = _put(buffer, items, given, put)
+    return buffer.replace(shards=shards), slots
+
+
+def _put(
+    buffer: "Sharded",
+    items: PyTree[Array],
+    given: dict[str, object],
+    put: Callable[..., Any],
+) -> Any:
+    """Calls ``put(shard, items, given)`` for each shard with its block of the rows.
+
+    Slots among the results become rows that are numbered through all shards.
+    """
+
+    def body(shards: Any, rows: Any, _: Any) -> Any:
         sampler = shards.sampler
         if sampler.uses_priority and "priority" not in given:
             # New items get the largest priority of all shards.
@@ -121,9 +150,22 @@ def add(buffer: "Sharded", items: PyTree[Array], given: dict[str, object]) -> "S
             shards = shards.replace(sampler_state=state)
         count = here_of(shards)
         blocks = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
-        return jax.vmap(lambda shard, block: shard.add(block[0], **block[1]))(shards, blocks)
+        out = jax.vmap(lambda shard, block: put(shard, *block))(shards, blocks)
+        if not isinstance(out, tuple):
+            return out
+        changed, slots = out
+        slots = numbered(buffer, slots, numbers_of(shards, buffer.axis)[:, None])
+        return changed, jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), slots)
 
-    return buffer.replace(shards=run(buffer, body, (items, given)))
+    return run(buffer, body, (items, given))
+
+
+def numbered(buffer: "Sharded", slots: Slots, number: Int[Array, "..."]) -> Slots:
+    """Returns slots of the shards of these numbers as slots of the whole buffer."""
+    capacity = buffer.shards.capacity
+    there = slots.index < capacity
+    index = jnp.where(there, slots.index + number * capacity, buffer.capacity)
+    return slots.replace(index=index)
 
 
 def of_envs(
@@ -155,7 +197,7 @@ def tell(buffer: "Sharded", rows: tuple[Any, ...], change: Callable[..., Body]) 
         slots, values = all_gather((slots, values), buffer.axis)
 
         def of(shard: Body, number: Array) -> Body:
-            return change(shard, _own(slots, number, shard.capacity), *values)
+            return change(shard, own_slots(slots, number, shard.capacity), *values)
 
         return jax.vmap(of)(shards, numbers_of(shards, buffer.axis))
 
@@ -167,17 +209,54 @@ def ask(
 ) -> Int[Array, " B"]:
     """Returns ``question(shard, slots)`` of the shard of each row; 0 must answer for other rows."""
 
-    def body(shards: Body, rows: Slots, _: Any) -> Array:
-        slots = all_gather(rows, buffer.axis)
+    def of(shard: Body, number: Array, slots: Slots) -> Array:
+        return question(shard, own_slots(slots, number, shard.capacity))
 
-        def of(shard: Body, number: Array) -> Array:
-            return question(shard, _own(slots, number, shard.capacity))
+    return _answers(buffer, slots, of)
 
-        answers = jax.vmap(of)(shards, numbers_of(shards, buffer.axis))
-        answer = lax.psum(jnp.sum(answers, axis=0, dtype=jnp.int32), buffer.axis)
-        return answer.reshape(-1, rows.index.shape[0])[lax.axis_index(buffer.axis)]
 
-    return run(buffer, body, slots)
+def slots_at(buffer: "Sharded", env: Int[Array, " B"], position: UInt[Array, " B"]) -> Slots:
+    """Returns the slots of the windows that start at steps of environments of all shards."""
+
+    def of(shard: Any, number: Array, steps: tuple[Array, Array]) -> Slots:
+        env, position = steps
+        own = (env >= 0) & (env // shard.num_envs == number)
+        env = jnp.where(own, env - number * shard.num_envs, shard.num_envs)
+        found = shard.slots_at(env, position)
+        there = found.index < shard.capacity
+        named = numbered(buffer, found, number)
+        # Zeros answer for the rows of other shards.
+        return jax.tree.map(
+            lambda leaf, none: jnp.where(there, leaf - none, jnp.zeros_like(leaf)),
+            named,
+            Slots(jnp.int32(buffer.capacity), jnp.uint32(0)),
+        )
+
+    found = _answers(buffer, (env, position), of)
+    return found.replace(index=found.index + buffer.capacity)
+
+
+def _answers(buffer: "Sharded", rows: PyTree[Array], of: Callable[..., Any]) -> Any:
+    """Returns the sums of what ``of(shard, number, rows)`` answers for all rows of all devices."""
+
+    def body(shards: Body, mine: PyTree[Array], _: Any) -> Any:
+        rows = all_gather(mine, buffer.axis)
+        count = jax.tree.leaves(mine)[0].shape[0]
+        numbers = numbers_of(shards, buffer.axis)
+        answers = jax.vmap(lambda shard, number: of(shard, number, rows))(shards, numbers)
+
+        def own(leaf: Array) -> Array:
+            total = lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), buffer.axis)
+            return total.reshape(-1, count)[lax.axis_index(buffer.axis)]
+
+        return jax.tree.map(own, answers)
+
+    return run(buffer, body, rows)
+
+
+def held(shard: Body, slots: Slots) -> Int[Array, " B"]:
+    """Returns 1 for each item that is still in a shard."""
+    return shard.holds(slots).astype(jnp.int32)
 
 
 def each(
@@ -245,7 +324,7 @@ def _supports(buffer: "Sharded", shards: Body) -> tuple[Int[Array, " S"], Float[
     return all_gather(jax.vmap(of)(shards), buffer.axis)
 
 
-def _own(slots: Slots, number: Int[Array, ""], capacity: int) -> Slots:
+def own_slots(slots: Slots, number: Int[Array, ""], capacity: int) -> Slots:
     """Returns the slots within one shard; those of other shards are out of range."""
     own = slots.index // capacity == number
     return slots.replace(index=jnp.where(own, slots.index - number * capacity, capacity))

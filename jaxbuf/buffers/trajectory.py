@@ -397,7 +397,7 @@ class TrajectoryBuffer(Body):
         """
         if envs is None:
             return self._cleared(self.rings.capacity)
-        mask = self._check_envs(envs)
+        mask = mask_of(envs, self.num_envs)
         starts = self.length // self.period
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
         gone = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
@@ -431,6 +431,53 @@ class TrajectoryBuffer(Body):
         env, position = rings.starts_at(slots.index, slots.generation)
         held = rings.locate(env, position) < rings.num_envs * rings.length
         return jnp.where(held, env, rings.num_envs), position
+
+    @program(keeps=("data",))
+    def slots_at(self, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]) -> Slots:
+        """Returns the slots of the windows that start at these steps, the inverse of ``locate``.
+
+        Args:
+            env_ids: The environments of the steps, integers of any shape that broadcasts with
+                ``positions``.
+            positions: The positions of the steps, as in ``locate``, ``earliest_position`` and
+                ``end_position``.
+
+        Returns:
+            Slots of the same shape, for ``get``, ``set_field``, ``update_priority`` and others.
+            Where no window starts that can be drawn, they have index ``capacity``.
+
+        Raises:
+            ValueError: When traced, if an argument does not hold integers.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sequence_length=2)
+            >>> buffer = buffer.add(jnp.arange(12).reshape(2, 6))
+            >>> slots = buffer.slots_at(jnp.array([0, 1, 1]), jnp.array([2, 4, 5]))
+            >>> batch = buffer.get(slots)
+            >>> batch.valid.tolist(), batch.data[:2].tolist()
+            ([True, True, False], [[2, 3], [10, 11]])
+        """
+        env, position, shape = broadcast_steps(env_ids, positions)
+        row = self.rings.locate(env, position)
+        begins = (row < self.capacity) & (remainder(row, self.period) == 0)
+        index = jnp.where(begins, quotient(row, self.period), self.rings.capacity)
+        index = jnp.where(self.occupancy.live(index), index, self.capacity)
+        generation = self.occupancy.generation(index)
+        return Slots(index.reshape(shape), generation.reshape(shape))
+
+    @program()
+    def insert(self, items: PyTree[Array], **options: object) -> tuple[Self, Slots]:
+        """Raises an error, since a window has no slot before it is complete.
+
+        Raises:
+            ValueError: Always; it says what to use.
+        """
+        del items, options
+        raise ValueError(
+            "insert was called, but steps of a TrajectoryBuffer have no slots of their own; use "
+            "add, and slots_at(env_ids, positions) for the windows that start at its steps"
+        )
 
     @program(static=("path",))
     def get_field(
@@ -739,7 +786,7 @@ class TrajectoryBuffer(Body):
         """
         self._need(Episodes, "end_episodes was called, but ")
         index, rings = self._index(), self.rings
-        mask = self._check_envs(envs) & (index.run > 0)
+        mask = mask_of(envs, self.num_envs) & (index.run > 0)
         newest = self._newest_rows(mask)
         paths = fields.truncation(self.data, index.episodes.terminated, index.episodes.truncated)
         data = self.data
@@ -794,7 +841,7 @@ class TrajectoryBuffer(Body):
             [0, 1]
         """
         self._need(Episodes, "drop_newest_episode was called, but ")
-        mask = self._check_envs(envs)
+        mask = mask_of(envs, self.num_envs)
         index, rings = self._index(), self.rings
         newest = self._newest_rows(mask)
         steps = index.steps_before(newest) + 1
@@ -956,10 +1003,6 @@ class TrajectoryBuffer(Body):
         member = jnp.concatenate([jnp.ones(come.shape, bool), jnp.zeros(gone.shape, bool)])
         return self.occupancy.replace(inner=rings).mark(jnp.concatenate([come, gone]), member)
 
-    def _check_envs(self, envs: object) -> Bool[Array, " E"]:
-        """Returns ``envs`` as a mask; None means all."""
-        return mask_of(envs, self.num_envs)
-
     def _windows_of(self, sequence_length: int | None) -> Self:
         """Returns a buffer of the same steps with windows of another length; None keeps it."""
         if sequence_length is None:
@@ -971,8 +1014,8 @@ class TrajectoryBuffer(Body):
         if isinstance(self.occupancy, Subset):
             raise ValueError(
                 f"sequence_length is {size}, but this buffer takes out some of its windows of "
-                f'{self.sequence_length} steps (freshness, or episodes with boundary="avoid"); '
-                f"create it with sequence_length={size}"
+                f"{self.sequence_length} steps (Freshness, Removable, or Episodes with boundary "
+                f'"avoid"); create it with sequence_length={size}'
             )
         rings, come, gone = self.rings.resize(size)
         state = jax.lax.stop_gradient(self.sampler_state)
@@ -1005,6 +1048,48 @@ class TrajectoryBuffer(Body):
                     "steps of one environment in one row, [K, T]"
                 )
         return jnp.asarray(given).astype(jnp.int32)
+
+    @property
+    def _have(self) -> str:
+        return "steps have"
+
+    @property
+    def _steps(self) -> tuple[int, ...]:
+        return (self.sequence_length,)
+
+    @property
+    def _places(self) -> Rings:
+        return self.rings
+
+    @property
+    def _score_users(self) -> list[object]:
+        return []
+
+    def _stored(self, index: Int[Array, " B"]) -> Int[Array, "B L"]:
+        own = index[:, None] < self.rings.capacity
+        if self.episodes is not None and self.episodes.pads:
+            own &= self._index().together(self.rings, index)
+        return jnp.where(own, self.rings.window(index), self.capacity)
+
+    def _folded(self, data: PyTree[Array]) -> PyTree[Array]:
+        return _fold(data)
+
+    def _unfolded(self, data: PyTree[Array]) -> PyTree[Array]:
+        return _unfold(data, self)
+
+    def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+        return self.rings.holds_step(row)
+
+    def _written(
+        self, row: Int[Array, "..."], items: PyTree[Array]
+    ) -> tuple[Int[Array, "B L"], StepRows]:
+        if row.ndim == 1:
+            row, items = row[:, None], jax.tree.map(lambda leaf: leaf[:, None], items)
+        written = row < self.capacity
+        begins = written & (remainder(row, self.period) == 0)
+        index = jnp.where(begins, quotient(row, self.period), self.rings.capacity)
+        rows = StepRows(items=items, shape=row.shape, mask=written, rings=self.rings, target=row)
+        return index, rows
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """Returns the windows at ``index``, leaves ``[B, sequence_length, ...]``."""

@@ -91,6 +91,45 @@ def replace(tree: PyTree, path: str, value: object) -> PyTree:
     return named._replace(**{part: changed})
 
 
+def stored(tree: PyTree, path: str | None, where: str) -> PyTree:
+    """Returns the field of a storage at a dotted path, which must exist; None names all of it.
+
+    Raises:
+        ValueError: If there is no such field, or the path leads into an array.
+
+    Example:
+        >>> stored({"obs": {"goal": 1}, "reward": 2}, "gain", "items have")
+        Traceback (most recent call last):
+        ValueError: path is 'gain', but items have no such field; there are obs.goal, reward
+    """
+    if path is None:
+        return tree
+    found, at = need(tree, path, "path", where), tree
+    for part in path.split("."):
+        # An array has attributes, such as its transpose, that are no fields.
+        if jax.tree_util.all_leaves([at]):
+            raise ValueError(f"path is {path!r}, which leads into an array; name the field itself")
+        at = _step(at, part)
+    return found
+
+
+def written(tree: PyTree, path: str | None, value: PyTree) -> PyTree:
+    """Returns the tree with another value at a dotted path, as ``replace``; None replaces all."""
+    return value if path is None else replace(tree, path, value)
+
+
+def overlap(path: str | None, other: str | None) -> bool:
+    """Returns whether one of two fields is, or is within, the other; None is all fields.
+
+    Example:
+        >>> overlap("obs", "obs.goal"), overlap("obs.goal", None), overlap("obs", "observed")
+        (True, True, False)
+    """
+    if path is None or other is None:
+        return True
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
+
+
 def _step(tree: PyTree, part: str) -> PyTree:
     """Returns the value of a key or an attribute; None if there is no such one."""
     if isinstance(tree, dict):

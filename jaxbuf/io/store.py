@@ -334,6 +334,19 @@ class Store:
         Raises:
             IndexError: If there is no such row.
             ValueError: If ``rows`` is something else, or the store is open for reading only.
+
+        Example:
+            The items of a buffer name rows of a store, and rows that no item names are deleted.
+
+            >>> import tempfile, jax.numpy as jnp, numpy as np, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create({"row": jnp.int32(0)}, capacity=3)
+            >>> with tempfile.TemporaryDirectory() as folder, jaxbuf.Store(folder, 0.0) as store:
+            ...     rows = store.append(jnp.arange(5.0))
+            ...     buffer = buffer.add({"row": jnp.array(rows)})
+            ...     named = buffer.data["row"][buffer.live]
+            ...     store.delete(np.setdiff1d(np.arange(len(store)), named))
+            ...     print(store.live, sorted(named.tolist()))
+            3 [2, 3, 4]
         """
         with self._mutex:
             self._check_writable()

@@ -131,3 +131,12 @@ class ItemOccupancy(Occupancy):
         """Marks the items at ``index`` as retired: they should be overwritten first."""
         del index
         return self
+
+    def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
+        """Sets the scores of the items at ``index``, no slot twice; past the end is ignored.
+
+        The order of arrival, which decides between equal scores, must not change. An occupancy
+        without scores ignores them.
+        """
+        del index, score
+        return self

@@ -122,6 +122,13 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
         zero = _zero(self.arrivals)
         return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
 
+    def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
+        """Sets the scores of the items at ``index``, no slot twice; their numbers stay."""
+        slot = jnp.where(self.live(index), index, self.capacity)
+        item = jnp.stack([to_rank(score), self.generation(index)], axis=-1)
+        zero = _zero(self.arrivals)
+        return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
+
     def recomputed(self) -> Self:
         """Returns the ranking with all nodes above the leaves recomputed from their children."""
         slot, item = jnp.arange(self.capacity, dtype=jnp.int32), self.nodes[: self.capacity]

@@ -206,6 +206,14 @@ class Rings(Occupancy, struct.PyTreeNode):
         place = remainder(cursor.astype(jnp.int32) - 1 - age.astype(jnp.int32), self.length)
         return jnp.where(inside, env * self.length + place, self.num_envs * self.length)
 
+    def holds_step(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Returns whether there is a step at ``row``, in the indices of ``place``."""
+        env, place = quotient(row, self.length), remainder(row, self.length)
+        cursor, _, held = self._of(env)
+        age = remainder(cursor.astype(jnp.int32) - 1 - place, self.length)
+        inside = (row >= 0) & (row < self.num_envs * self.length)
+        return inside & (age < held.astype(jnp.int32))
+
     def starts_at(
         self, index: Int[Array, " B"], generation: UInt[Array, " B"]
     ) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:

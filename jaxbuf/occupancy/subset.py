@@ -95,6 +95,10 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         """Returns which rows the inner occupancy would refuse."""
         return self.inner.refuses(score)
 
+    def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
+        """Sets the scores of the items at ``index`` in the inner occupancy."""
+        return self.replace(inner=self.inner.rescore(index, score))
+
     def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether there is a member at ``index``."""
         return self.members.get(index)

@@ -192,6 +192,16 @@ class Diversity(Part):
         """Stores the compared parts of the new items at ``index``."""
         return state.replace(points=state.points.set(index, self.points(rows.items)))
 
+    def on_write(
+        self, state: DiversityState, index: Int[Array, " B"], rows: Rows, path: str | None
+    ) -> DiversityState:
+        """Stores the compared parts of changed items."""
+        # What a function of an item depends on is not known.
+        compared = _parts(self.field) or (None,)
+        if not any(not isinstance(x, str) or fields.overlap(path, x) for x in compared):
+            return state
+        return self.on_add(state, index, rows)
+
     def _judge(
         self,
         state: DiversityState,

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 from jaxbuf.core import checks, fields, sizes, storage
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.varying import vary_with
+from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, StepRows
@@ -205,9 +206,48 @@ class Episodes(Part):
         del index
         return state.extend(rows.items, rows.rings, rows.target, rows.mask)
 
+    def check_write(self, path: str | None, data: PyTree[Array], *, every: bool) -> None:
+        """Refuses changes of the flags, and of single rewards whose returns are recorded.
+
+        Raises:
+            ValueError: If the field is, or has, one of these.
+        """
+        truncated = fields.truncation(data, self.terminated, self.truncated)
+        for flag in (self.terminated, truncated, self.last):
+            if flag is not None and fields.overlap(path, flag):
+                raise ValueError(
+                    f"path is {path!r}, but episodes knows the ends of episodes from {flag!r}, "
+                    "which cannot be changed; name another field, or end open episodes with "
+                    "end_episodes"
+                )
+        if self.record_return and not every and fields.overlap(path, self.reward):
+            raise ValueError(
+                f"path is {path!r}, but episodes records the returns of {self.reward!r}; change "
+                "the rewards of all steps with map_field, which records the returns anew, or "
+                "create the buffer with record_return=False"
+            )
+
+    def on_map(
+        self,
+        state: "EpisodeIndex",
+        data: PyTree[Array],
+        occupancy: Occupancy | Rings,
+        path: str | None,
+    ) -> "EpisodeIndex":
+        """Records the returns anew if the rewards of all steps have changed."""
+        assert isinstance(occupancy, Rings)
+        if not (self.record_return and fields.overlap(path, self.reward)):
+            return state
+        return state.recorded_anew(occupancy, data)
+
     def on_clear_envs(self, state: "EpisodeIndex", envs: Bool[Array, " E"]) -> "EpisodeIndex":
         """Forgets the open episodes of these rings."""
         return state.clear(envs)
+
+    @property
+    def lets_remove(self) -> bool:
+        """False: the flags of the steps tell which windows there are."""
+        return False
 
     @property
     def pads(self) -> bool:
@@ -449,6 +489,41 @@ class EpisodeIndex(struct.PyTreeNode):
         value = storage.read(self.returns.reshape(-1), row)
         known &= row < self.returns.size
         return jnp.where(known, value, jnp.float32(self.episodes.default_return))
+
+    def recorded_anew(self, rings: Rings, steps: PyTree[Array]) -> Self:
+        """Returns the index with returns of other rewards than those it was built from.
+
+        Args:
+            rings: The rings of the steps.
+            steps: The stored steps, leaves ``[E, N, ...]``.
+        """
+        terminated, _ = self.episodes.flags(steps)
+        rewards = self.episodes.rewards(steps)
+        env = jnp.arange(rings.num_envs, dtype=jnp.int32)
+        held, cursor = rings.held.astype(jnp.int32), rings.cursor.astype(jnp.int32)
+
+        def back(age: Array, carry: tuple[Array, _Tail, Array]) -> tuple[Array, _Tail, Array]:
+            returns, after, last = carry
+            # A loop with static bounds has a 64-bit index if x64 mode is on.
+            age = jnp.asarray(age, jnp.int32)
+            place = remainder(cursor - 1 - age, rings.length)
+            value, tail = _step_back(
+                self.episodes, after, rewards[env, place], terminated[env, place], last
+            )
+            ring = jnp.where(age < held, env, rings.num_envs)
+            returns = returns.at[ring, place].set(value, mode="drop", unique_indices=True)
+            # The step before the first one of an episode ended another.
+            return returns, tail, self.behind[env, place] == 0
+
+        nothing = jnp.zeros(env.shape, jnp.float32)
+        begin = (
+            self.returns,
+            _Tail(jnp.full(env.shape, _OPEN, jnp.int32), nothing, nothing),
+            self.run == 0,
+        )
+        begin = vary_with(begin, begin, rewards, terminated, self.behind, held, cursor)
+        returns, _, _ = lax.fori_loop(0, rings.length, back, begin)
+        return self.replace(returns=returns)
 
     def end(self, rings: Rings, mask: Bool[Array, " E"]) -> Self:
         """Ends the open episodes of these rings, which were truncated by their newest step."""

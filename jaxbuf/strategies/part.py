@@ -83,7 +83,8 @@ class Part(Movable):
     ``taken`` for later ones. The reason ``"rejected"`` means that the row cannot be judged.
 
     Attributes:
-        reasons: The names under which refused rows are counted in ``metrics()``.
+        reasons: The names under which refused rows are counted in ``metrics()``. The name
+            ``"removed"`` counts items that ``remove`` took out.
         uses_score: Whether ``add`` needs a ``score``.
         uses_version: Whether ``add`` takes a ``version`` and a ``session``.
         removes: Whether items may be removed, or windows refused, while their neighbors stay.
@@ -129,6 +130,11 @@ class Part(Movable):
     of_windows: bool = False
     of_shards: bool = False
 
+    @property
+    def lets_remove(self) -> bool:
+        """True if ``remove`` of the buffer may take items out; by default if ``removes`` is."""
+        return self.removes
+
     def init(self, data: PyTree[Array], slots: int) -> State:
         """Returns the state for an empty buffer.
 
@@ -172,6 +178,56 @@ class Part(Movable):
     def on_remove(self, state: State, index: Int[Array, " B"]) -> State:
         """Updates the state after items or windows at ``index`` left, before slots are reused."""
         del index
+        return state
+
+    def check_write(self, path: str | None, data: PyTree[Array], *, every: bool) -> None:
+        """Checks that a field may be changed; ``set_field`` and ``map_field`` call it first.
+
+        Args:
+            path: The field, with dots between the names of nested fields; None for whole items.
+            data: The buffer's storage; only its structure matters.
+            every: Whether the field of all items is changed, by ``map_field``.
+
+        Raises:
+            ValueError: If this part depends on the field and could not follow the change.
+        """
+        del path, data, every
+
+    def on_write(
+        self, state: State, index: Int[Array, "..."], rows: Rows, path: str | None
+    ) -> State:
+        """Updates the state after a field of items, or of steps, was changed.
+
+        ``map_field`` calls it for a number of items at a time.
+
+        Args:
+            state: The state.
+            index: The slots of the items, ``[B]``, no slot twice; past the end for rows that were
+                not written. For steps, the windows that they begin, as in ``on_steps``.
+            rows: The rows after the change, with whole items, and the mask of the written ones; for
+                steps ``StepRows``, ``[B, sequence_length]`` or ``[B, 1]``.
+            path: The field; None for whole items.
+        """
+        del index, rows, path
+        return state
+
+    def on_map(
+        self, state: State, data: PyTree[Array], occupancy: Occupancy | Rings, path: str | None
+    ) -> State:
+        """Updates the state after ``map_field`` has changed a field of all items, or steps.
+
+        Args:
+            state: The state, for which ``on_write`` was called with all of the items.
+            data: The buffer's storage after the change.
+            occupancy: The occupancy of the items; for steps their rings.
+            path: The field; None for whole items.
+        """
+        del data, occupancy, path
+        return state
+
+    def on_score(self, state: State, index: Int[Array, " B"], score: Float[Array, " B"]) -> State:
+        """Updates the state after items got new scores; no slot occurs twice in ``index``."""
+        del index, score
         return state
 
     def on_clear(self, state: State, empty: State) -> State:

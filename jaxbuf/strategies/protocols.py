@@ -221,6 +221,22 @@ class ShardableSampler(Sampler):
     def reach(self, world: PyTree[Array]) -> Support:
         """Returns the items that can be drawn from all shards together."""
 
+    def probability_among(
+        self, state: State, index: Int[Array, " B"], world: PyTree[Array]
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a draw from all shards gives each of these live items.
+
+        Args:
+            state: The state of this shard.
+            index: Slots of this shard.
+            world: The reports of all shards, leaves ``[S]``.
+
+        Returns:
+            Probabilities; 0, as by default, for a sampler that cannot tell them.
+        """
+        del state, world
+        return jnp.zeros(index.shape, jnp.float32)
+
     def lend(self, state: State, world: PyTree[Array]) -> State:
         """Returns the state with values of other shards that the following ``on_add`` needs."""
         del world

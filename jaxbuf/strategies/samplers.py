@@ -108,8 +108,15 @@ class Uniform(ShardableSampler, KnownSampler):
         self, state: State, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
+        return self.probability_among(state, index, self.alone(state, occupancy))
+
+    def probability_among(
+        self, state: State, index: Int[Array, " B"], world: Int[Array, " S"]
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a draw from all shards gives each of these live items."""
         del state
-        return jnp.broadcast_to(share(occupancy.size), index.shape)
+        size = jnp.sum(world, axis=0, dtype=jnp.int32)
+        return jnp.broadcast_to(share(size), index.shape)
 
     def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns ``effective_sample_size``, which is the number of items."""
@@ -297,7 +304,13 @@ class Prioritized(ShardableSampler, KnownSampler):
         self, state: SegmentTree, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
-        return self._probability(self.alone(state, occupancy), state.read(index)[1])
+        return self.probability_among(state, index, self.alone(state, occupancy))
+
+    def probability_among(
+        self, state: SegmentTree, index: Int[Array, " B"], world: Masses
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a draw from all shards gives each of these live items."""
+        return self._probability(world, state.read(index)[1])
 
     def reach(self, world: Masses) -> Support:
         """Returns the items with mass, or all live items if none has mass or draws are mixed."""

@@ -202,6 +202,13 @@ class Shuffled(Sampler):
         probability = jnp.broadcast_to(share(occupancy.size), (batch_size,))
         return self._turned(state, batch_size), Draw(index, probability, valid)
 
+    def probability(
+        self, state: Pass, index: Int[Array, " B"], occupancy: Occupancy
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a single draw gives each of these live items."""
+        del state
+        return jnp.broadcast_to(share(occupancy.size), index.shape)
+
     def metrics(self, state: Pass, occupancy: Occupancy) -> dict[str, Array]:
         """Returns the number of finished ``passes``, and of items ``left`` in this one."""
         return {

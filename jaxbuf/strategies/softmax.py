@@ -19,7 +19,7 @@ from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics
 from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.strategies.protocols import Aim, Draw, ShardableSampler, Support
+from jaxbuf.strategies.protocols import Aim, Draw, KnownSampler, ShardableSampler, Support
 from jaxbuf.strategies.samplers import bounds, least_positive, points, shard_of, without
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -54,7 +54,7 @@ class _Report(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Softmax(ShardableSampler):
+class Softmax(ShardableSampler, KnownSampler):
     """Draws items with a probability proportional to ``exp(score / temperature)``.
 
     Masses are computed relative to a reference near the largest score, so scores of any range are
@@ -233,6 +233,18 @@ class Softmax(ShardableSampler):
         index, mass = state.masses.read(index)
         world = self.alone(state, occupancy)
         return Draw(index, self._probability(world, mass, state.reference), valid)
+
+    def probability(
+        self, state: SoftmaxState, index: Int[Array, " B"], occupancy: Occupancy
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a single draw gives each of these live items."""
+        return self.probability_among(state, index, self.alone(state, occupancy))
+
+    def probability_among(
+        self, state: SoftmaxState, index: Int[Array, " B"], world: _Report
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a draw from all shards gives each of these live items."""
+        return self._probability(world, state.masses.read(index)[1], state.reference)
 
     def support(self, state: SoftmaxState, occupancy: Occupancy) -> Support:
         """Returns the support: the items whose score is above −inf."""

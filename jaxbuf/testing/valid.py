@@ -379,7 +379,7 @@ def _episodes(name: str, buffer: Any) -> Iterator[str]:
     if buffer.episode_index.episodes.removes:
         member = np.asarray(buffer.occupancy.members.get(_slots(buffer)))
         wrong = member & ~seen["windows"]
-        if buffer.freshness is None:
+        if not buffer.lets_remove:
             wrong = member != seen["windows"]
         label = f"{name}.occupancy.members"
         what = "True exactly for windows that are complete and of one episode"

@@ -1,0 +1,246 @@
+"""Changes of stored items: their fields, their scores, and which of them stay."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jaxbuf.buffers import common, retire
+from jaxbuf.core import checks, fields, storage
+from jaxbuf.core.duplicates import last_of_each
+from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Function, State
+from jaxbuf.core.varying import vary_with
+from jaxbuf.occupancy.protocol import ItemOccupancy
+from jaxbuf.occupancy.subset import Subset
+from jaxbuf.strategies.part import Part, Rows
+from jaxbuf.strategies.protocols import Sampler
+
+if TYPE_CHECKING:
+    from jaxbuf.buffers.body import Body
+
+AnyBuffer = TypeVar("AnyBuffer", bound="Body")
+# Returns what ``Part.on_write`` is told of rows of the storage: the slots, and the rows.
+Told = Callable[[Int[Array, "..."], PyTree[Array]], tuple[Int[Array, "..."], Rows]]
+
+
+def check_slots(slots: object) -> Slots:
+    """Returns the slots of rows, ``[B]``.
+
+    Raises:
+        ValueError: If they are not slots, or have another shape.
+    """
+    slots = common.check_slots(slots)
+    if slots.index.ndim != 1:
+        raise ValueError(f"slots has shape {slots.index.shape}; expected (B,)")
+    return Slots(slots.index.astype(jnp.int32), slots.generation.astype(jnp.uint32))
+
+
+def check_mask(
+    mask: object, rows: int, steps: tuple[int, ...] = ()
+) -> Bool[Array, " B"] | Bool[Array, "B L"]:
+    """Returns the mask of ``rows`` rows, or of the ``steps`` of each of them; None takes all.
+
+    Raises:
+        ValueError: If it is not a mask, or has another shape.
+    """
+    if mask is None:
+        return jnp.ones((rows,), bool)
+    if steps and np.ndim(mask) == 2:  # pyright: ignore[reportArgumentType]
+        shape = (rows, *steps)
+        return storage.check_rows(mask, "mask", shape, np.bool_, "(B, sequence_length)")
+    axes = "that of slots; or one for each step, (B, sequence_length)" if steps else "that of slots"
+    return storage.check_rows(mask, "mask", (rows,), np.bool_, axes)
+
+
+def check_writable(
+    parts: tuple[Part, ...], data: PyTree[Array], path: str | None, where: str, *, every: bool
+) -> PyTree[Array]:
+    """Returns the field of the storage that is to change.
+
+    Raises:
+        ValueError: If there is no such field, or a part does not allow that it changes.
+    """
+    field = fields.stored(data, path, where)
+    for part in parts:
+        part.check_write(path, data, every=every)
+    return field
+
+
+def once(index: Int[Array, "..."], nowhere: int) -> Int[Array, "..."]:
+    """Returns the same rows of a storage, of which only the last of equal ones remains.
+
+    The others become ``nowhere``, as are rows that are not written at all.
+    """
+    flat = index.reshape(-1)
+    return jnp.where(last_of_each(flat), flat, nowhere).reshape(index.shape)
+
+
+def follow(buffer: "Body", states: tuple[State, ...], *told: Any) -> tuple[State, ...]:
+    """Returns the states of the parts after ``on_write``, called with what they are told."""
+    pairs = zip(buffer.extras, states, strict=True)
+    return tuple(common.hear(part, "on_write", state, *told) for part, state in pairs)
+
+
+def listens(parts: tuple[Part, ...]) -> bool:
+    """Returns whether a part follows changes of fields, for which changed items are read."""
+    return any(type(part).on_write is not Part.on_write for part in parts)
+
+
+def map_field(
+    buffer: "Body",
+    data: PyTree[Array],
+    path: str | None,
+    fn: Function,
+    rows: int,
+    holds: Callable[[Int[Array, " B"]], Bool[Array, " B"]],
+    told: Told,
+) -> tuple[PyTree[Array], tuple[State, ...]]:
+    """Changes a field of everything that is stored, ``rows`` items or steps at a time.
+
+    Args:
+        buffer: The buffer, of which only the parts are used.
+        data: Its storage, leaves ``[N, ...]``.
+        path: The field; None for whole items.
+        fn: Returns the new values of items ``[B, ...]``.
+        rows: The number of items for ``fn``.
+        holds: Returns whether there is an item, or a step, in rows of the storage.
+        told: What parts are told of rows of the storage.
+
+    Returns:
+        The storage, and the states of the parts.
+    """
+    field = fields.stored(data, path, "")
+    size = jax.tree.leaves(data)[0].shape[0]
+    heard = listens(buffer.extras)
+    states: tuple[State, ...] = lax.stop_gradient(buffer.extra_states) if heard else ()
+
+    def change(items: PyTree[Array]) -> PyTree[Array]:
+        return storage.check(field, fn(items), "fn(items)", (rows,))[0]
+
+    # The number of rounds is static, since loops with another one have no gradients.
+    def step(i: Array, carry: tuple[PyTree[Array], Any]) -> tuple[PyTree[Array], Any]:
+        field, states = carry
+        row = jnp.asarray(i, jnp.int32) * rows + jnp.arange(rows, dtype=jnp.int32)
+        there = holds(row)
+        some = jnp.any(there)
+        # Where nothing is stored, ``fn`` gets an item once more, and never one of zeros: its result
+        # is dropped, but not a NaN in its gradient.
+        spare = jnp.where(some, row[0] + jnp.argmax(there).astype(jnp.int32), 0)
+        items = storage.read(fields.written(data, path, field), jnp.where(there, row, spare))
+        old = fields.stored(items, path, "")
+        new = lax.cond(
+            some,
+            lambda items, old: vary_with(change(items), items),
+            lambda items, old: vary_with(old, items),
+            items,
+            old,
+        )
+        index = jnp.where(there, row, size)
+        field = storage.write(field, new, index)
+        if heard:
+            items = lax.stop_gradient(fields.written(items, path, new))
+            states = follow(buffer, states, *told(index, items), path)
+        return field, states
+
+    begin = vary_with((field, states), data, buffer.occupancy)
+    field, states = lax.fori_loop(0, -(-size // rows), step, begin)
+    return fields.written(data, path, field), states if heard else buffer.extra_states
+
+
+def update_score(
+    buffer: AnyBuffer, slots: Slots, score: Float[Array, " B"], mask: Bool[Array, " B"]
+) -> tuple[AnyBuffer, Bool[Array, " B"]]:
+    """Sets scores; returns the buffer, and a mask of the rows refused for a NaN."""
+    taken = buffer.occupancy.holds(slots) & mask
+    illegal = jnp.isnan(score)
+    index = once(jnp.where(taken & ~illegal, slots.index, buffer.capacity), buffer.capacity)
+    score = jnp.where(illegal, 0.0, score)
+    states = lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
+    told = states[0]
+    if buffer.sampler.uses_score:
+        told = common.hear(buffer.sampler, "set_priority", told, index, score)
+    changed = buffer.replace(
+        occupancy=buffer.occupancy.rescore(index, score),
+        sampler_state=told,
+        extra_states=tuple(
+            common.hear(part, "on_score", state, index, score)
+            for part, state in zip(buffer.extras, states[1], strict=True)
+        ),
+    )
+    return changed, taken & illegal
+
+
+def check_scores(sampler: Sampler, occupancy: Any, users: list[object]) -> None:
+    """Checks that scores can be changed.
+
+    Args:
+        sampler: The sampler.
+        occupancy: The occupancy of the items.
+        users: The strategies that use scores.
+
+    Raises:
+        ValueError: If no part uses scores, or one of them cannot change them.
+    """
+    if not users:
+        other = ", or set priorities with update_priority" if sampler.uses_priority else ""
+        raise ValueError(
+            "update_score was called, but no part of this buffer uses scores; create it with "
+            f"evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax(){other}"
+        )
+    if sampler.uses_score and _is_default(common.base_of(sampler), Sampler, "set_priority"):
+        raise ValueError(
+            f"{sampler} cannot change scores; give it a method set_priority (see "
+            "jaxbuf.strategies.Sampler)"
+        )
+    inner = occupancy.inner if isinstance(occupancy, Subset) else occupancy
+    evicts = any(not isinstance(user, Part | Sampler) for user in users)
+    if evicts and _is_default(inner, ItemOccupancy, "rescore"):
+        raise ValueError(
+            f"{type(inner).__name__} cannot change scores; give it a method rescore (see "
+            "jaxbuf.strategies.ItemOccupancy)"
+        )
+
+
+def _is_default(owner: object, base: type, method: str) -> bool:
+    # The method is one that the base class has.
+    return getattr(type(owner), method) is getattr(base, method)
+
+
+def remove(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> tuple[AnyBuffer, Array]:
+    """Takes items, or windows, out; returns the buffer and their number.
+
+    Raises:
+        ValueError: If no part of the buffer can remove items.
+    """
+    if not buffer.lets_remove:
+        raise ValueError(
+            "remove was called, but nothing removes items here; create the buffer with "
+            "parts=(jaxbuf.Removable(),)"
+        )
+    taken = buffer.occupancy.holds(slots) & mask
+    return retire.take_out(buffer, jnp.where(taken, slots.index, buffer.capacity))
+
+
+def probability(buffer: "Body", index: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Returns the probability that a draw gives each of these live items; 0 if it is not known."""
+    # Any sampler may tell it, whether ``Recent`` can have it as its base or not.
+    known = getattr(buffer.sampler, "probability", None)
+    if known is None:
+        return jnp.zeros(index.shape, jnp.float32)
+    return known(lax.stop_gradient(buffer.sampler_state), index, buffer.occupancy)
+
+
+def check_function(fn: object) -> Function:
+    """Returns ``fn``, which must be a function.
+
+    Raises:
+        ValueError: If it cannot be called.
+    """
+    if not callable(fn):
+        raise ValueError(f"fn is {checks.name_of(fn)}; expected a function of items [B, ...]")
+    return fn
