@@ -1,7 +1,12 @@
 """Parts that are defined here work in buffers that know nothing of them."""
 
 import dataclasses
+import functools
+import inspect
+import sys
+import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,7 +178,10 @@ def test_a_part_refuses_windows():
 BAD = [
     ({"parts": CapPerClass(1)}, r"parts is CapPerClass\(cap=1\); expected a tuple of parts"),
     ({"parts": (3,)}, r"parts\[0\] is 3; expected a part"),
-    ({"parts": (jaxbuf.Freshness(),)}, "parts holds a Freshness; pass it as freshness="),
+    (
+        {"parts": (jaxbuf.Freshness(),), "freshness": jaxbuf.Freshness()},
+        "there are two parts Freshness; pass one of them",
+    ),
     ({"parts": (OnlyPositive(),)}, r"an ItemBuffer cannot have OnlyPositive\(\)"),
 ]
 
@@ -182,6 +190,52 @@ BAD = [
 def test_what_is_no_part_of_the_buffer_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         jaxbuf.ItemBuffer.create(ITEM, 4, **options)
+
+
+def test_every_part_may_stand_among_the_parts():
+    limits, near = jaxbuf.Freshness(max_use=2), jaxbuf.Diversity(0.5)
+    assert jax.tree.structure(
+        jaxbuf.ItemBuffer.create(ITEM, 4, parts=(limits, near))
+    ) == jax.tree.structure(jaxbuf.ItemBuffer.create(ITEM, 4, freshness=limits, diversity=near))
+    episodes = jaxbuf.Episodes(boundary="mask")
+    step = {"terminated": jnp.bool_(False)}
+    assert jax.tree.structure(
+        jaxbuf.TrajectoryBuffer.create(step, 1, 4, parts=(episodes, limits))
+    ) == jax.tree.structure(
+        jaxbuf.TrajectoryBuffer.create(step, 1, 4, episodes=episodes, freshness=limits)
+    )
+
+
+def test_freshness_copied_out_of_the_package_works_alike():
+    """It is a part like a user's own: no buffer knows it by name."""
+    source = inspect.getsource(sys.modules[jaxbuf.Freshness.__module__])
+    module = types.ModuleType("copied")
+    sys.modules["copied"] = module
+    exec(compile(source, "copied.py", "exec"), vars(module))
+    create = functools.partial(jaxbuf.ItemBuffer.create, jnp.int32(0), 8)
+    limits = {"max_use": 2, "max_staleness": 3}
+    ours = create(parts=(jaxbuf.Freshness(**limits),))
+    copied = create(parts=(module.Freshness(**limits),))
+    assert copied.freshness is None
+    rng = np.random.default_rng(0)
+    for turn in range(30):
+        rows, version = (
+            jnp.asarray(rng.integers(0, 9, 3)),
+            jnp.asarray(turn - rng.integers(0, 3, 3)),
+        )
+        key, session = jax.random.key(turn), turn // 12
+        both = []
+        for buffer in (ours, copied):
+            buffer = jaxbuf.add(buffer, rows, version=version, session=jnp.full(3, session))
+            batch = jaxbuf.sample(buffer, key, 4)
+            buffer = jaxbuf.mark_used(buffer, batch.slots)
+            uses = buffer.use_count(batch.slots), buffer.staleness(batch.slots)
+            buffer = jaxbuf.set_version(buffer, turn, session=session)
+            both.append((buffer, batch, uses, buffer.metrics()))
+        chex.assert_trees_all_equal(*(jax.tree.leaves(each) for each in both))
+        ours, copied = (each[0] for each in both)
+    assert copied.metrics()["retired_used"] > 0
+    assert copied.metrics()["retired_stale"] > 0
 
 
 def test_windows_need_parts_of_windows():

@@ -18,19 +18,12 @@ from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, State
 from jaxbuf.strategies.diversity import Diversity, DiversityState
-from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Draw, Sampler, Support
 
 SomePart = TypeVar("SomePart", bound=Part)
 SomeBody = TypeVar("SomeBody", bound="Body")
-
-_MISSING: dict[type[Part], str] = {
-    Freshness: "nothing limits uses or staleness here; create the buffer with "
-    "freshness=jaxbuf.Freshness(...)",
-    Episodes: "episodes is None; create the buffer with episodes=jaxbuf.Episodes()",
-}
 
 
 class Body(struct.PyTreeNode):
@@ -574,8 +567,14 @@ class Body(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
         """
-        freshness = self.need_freshness("mark_used was called, but ")
-        return retire.mark_used(self, freshness, slots, mask)
+        self.need("counts_uses", "mark_used was called, but ")
+        slots = common.check_slots(slots)
+        if slots.index.size == 0:
+            return self
+        taken = self.occupancy.holds(slots)
+        if mask is not None:
+            taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
+        return retire.on_use(self, slots, taken)
 
     @program(keeps=("data",))
     def set_version(
@@ -593,8 +592,8 @@ class Body(struct.PyTreeNode):
             ValueError: When traced, if the buffer has no ``Freshness``, or an argument is not an
                 integer that fits int32.
         """
-        freshness = self.need_freshness("set_version was called, but ")
-        return retire.set_version(self, freshness, version, session)
+        self.need("uses_version", "set_version was called, but ")
+        return retire.on_version(self, *retire.check_version(version, session))
 
     @program(keeps=("data",))
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
@@ -603,8 +602,7 @@ class Body(struct.PyTreeNode):
         Raises:
             ValueError: If the buffer has no ``Freshness``.
         """
-        self.need_freshness("use_count was called, but ")
-        return retire.uses_and_staleness(self, slots)[0]
+        return retire.known(self, "use_count", slots)
 
     @program(keeps=("data",))
     def staleness(self, slots: Slots) -> Int[Array, " B"]:
@@ -613,8 +611,7 @@ class Body(struct.PyTreeNode):
         Raises:
             ValueError: If the buffer has no ``Freshness``.
         """
-        self.need_freshness("staleness was called, but ")
-        return retire.uses_and_staleness(self, slots)[1]
+        return retire.known(self, "staleness", slots)
 
     @program(keeps=("data",))
     def support(self) -> Support:
@@ -674,16 +671,12 @@ class Body(struct.PyTreeNode):
 
     def options(self) -> dict[str, Any]:
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""
-        return {
-            "sampler": self.sampler,
-            "freshness": self.freshness,
-            "parts": tuple(part for part in self.extras if type(part) not in KEYWORDS),
-        }
+        return {"sampler": self.sampler, "parts": self.extras}
 
-    def with_state(self, kind: type[Part], state: State) -> Self:
-        """Returns the buffer with a new state for the part of this class."""
-        states = [state if isinstance(part, kind) else before for part, before in self._parts()]
-        return self.replace(extra_states=tuple(states))
+    def with_state(self, i: int, state: State) -> Self:
+        """Returns the buffer with a new state of the part ``extras[i]``."""
+        states = lax.stop_gradient(self.extra_states)
+        return self.replace(extra_states=(*states[:i], state, *states[i + 1 :]))
 
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size}
@@ -713,24 +706,14 @@ class Body(struct.PyTreeNode):
                 return part, state
         return None, ()
 
-    def need_freshness(self, what: str) -> Freshness:
-        """Returns the limits on uses and staleness.
+    def need(self, flag: str, what: str) -> None:
+        """Checks that a part has a flag, ``"counts_uses"`` or ``"uses_version"``.
 
         Raises:
-            ValueError: If there are none; the message begins with ``what``.
+            ValueError: If none has it; the message begins with ``what``.
         """
-        return self._need(Freshness, what)[0]
-
-    def _need(self, kind: type[SomePart], what: str = "") -> tuple[SomePart, State]:
-        """Returns the part of this class and its state.
-
-        Raises:
-            ValueError: If the buffer has no such part.
-        """
-        part, state = self._find(kind)
-        if part is None:
-            raise ValueError(what + _MISSING[kind])
-        return part, state
+        if not any(getattr(part, flag) for part in self.extras):
+            raise ValueError(what + retire.MISSING)
 
     def _cleared(self, slots: int) -> Self:
         """Returns the buffer with empty slots, which shares no array with the original."""
@@ -777,16 +760,8 @@ def _keeps(buffer: Body, name: str, new: Any) -> bool:
         return bool(jax.tree.leaves(jax.eval_shape(lambda: new.init(buffer.occupancy.capacity))))
     if name == "extras" and len(new) == len(buffer.extras):
         pairs = zip(new, buffer.extras, strict=True)
-        return any(a != b and type(a) is not Freshness for a, b in pairs)
+        return any(a != b and not (type(a) is type(b) and a.adjustable) for a, b in pairs)
     return True
-
-
-# The parts that are passed to ``create`` by a keyword of their own.
-KEYWORDS: dict[type[Part], str] = {
-    Episodes: "episodes",
-    Freshness: "freshness",
-    Diversity: "diversity",
-}
 
 
 def check_names(buffer: SomeBody) -> SomeBody:
@@ -796,7 +771,8 @@ def check_names(buffer: SomeBody) -> SomeBody:
         ValueError: If a part that is not one of this library names a reason or a metric like
             something else that ``metrics()`` returns.
     """
-    if any(type(part) not in KEYWORDS for part in buffer.extras):
+    own = Part.__module__.partition(".")[0]
+    if any(type(part).__module__.partition(".")[0] != own for part in buffer.extras):
         jax.eval_shape(buffer.metrics)
     return buffer
 

@@ -122,13 +122,12 @@ def check_parts(
     """Returns all parts of a buffer, in the order in which ``add`` asks them.
 
     Raises:
-        ValueError: If ``parts`` is not a sequence of parts or has a part of one of the three
-            classes with a keyword, or if another argument is neither None nor of its class.
+        ValueError: If ``parts`` is not a sequence of parts, there are two of one of these classes, or another
+            argument is neither None nor of its class.
     """
-    found: list[Part] = []
     if not isinstance(parts, tuple | list):
         raise ValueError(f"parts is {checks.name_of(parts)}; expected a tuple of parts")
-    own: tuple[Any, ...] = tuple(cast("list[Any]", parts))
+    found: list[Any] = []
     for name, value, kind, example in (
         ("episodes", episodes, Episodes, "jaxbuf.Episodes(...)"),
         ("freshness", freshness, Freshness, "jaxbuf.Freshness(max_use, ...)"),
@@ -136,17 +135,19 @@ def check_parts(
     ):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} is {checks.name_of(value)}; expected None or {example}")
-        if any(isinstance(part, kind) for part in own):
-            raise ValueError(f"parts holds a {kind.__name__}; pass it as {name}=")
         found += [] if value is None else [value]
-    for i, part in enumerate(own):
+    for i, part in enumerate(cast("list[Any]", parts)):
         if not isinstance(part, Part):
             raise ValueError(
                 f"parts[{i}] is {checks.name_of(part)}; expected a part, which derives from "
                 "jaxbuf.strategies.Part"
             )
         _check_reasons(part)
-    return (*found, *own)
+        found.append(part)
+    for kind in (Episodes, Freshness, Diversity):
+        if sum(isinstance(part, kind) for part in found) > 1:
+            raise ValueError(f"there are two parts {kind.__name__}; pass one of them")
+    return tuple(found)
 
 
 def _check_reasons(part: Part) -> None:

@@ -255,20 +255,24 @@ def mark_used(
 
 
 def set_version(
-    buffer: AnyBuffer, version: int | Int[Array, ""], *, donate: bool = True, **options: object
+    buffer: AnyBuffer,
+    version: int | Int[Array, ""],
+    session: int | Int[Array, ""] | None = None,
+    *,
+    donate: bool = True,
 ) -> AnyBuffer:
-    """Sets the learner's version: ``buffer.set_version(version, **options)``, compiled, in place.
+    """Sets the learner's version: ``buffer.set_version(version, session)``, compiled, in place.
 
     Args:
         buffer: A buffer with ``Freshness``. It is consumed: use the result instead.
         version: The learner's version, an integer that fits int32.
+        session: The number of the learner's run; None keeps the present one.
         donate: As for ``jaxbuf.update_priority``.
-        **options: ``session``, the number of the learner's run.
 
     Raises:
         ValueError: As raised by the buffer's own ``set_version``, or if it was donated before.
     """
-    return call("set_version", buffer, version, donate=donate, **options)
+    return call("set_version", buffer, version, session=session, donate=donate)
 
 
 def clear(buffer: AnyBuffer, *, donate: bool = True, **options: object) -> AnyBuffer:
@@ -334,15 +338,24 @@ def latest(buffer: _Buffer, n: int) -> Sample:
     return call("latest", buffer, n)
 
 
-def sample_range(buffer: _Buffer, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
+def sample_range(
+    buffer: _Buffer,
+    key: PRNGKeyArray,
+    batch_size: int,
+    start: int | Int[Array, ""] | None = None,
+    stop: int | Int[Array, ""] | None = None,
+    **options: object,
+) -> Sample:
     """Draws a batch from a range of ages: ``buffer.sample_range(key, batch_size, ...)``, compiled.
 
     Args:
         buffer: An ``ItemBuffer`` or a ``TrajectoryBuffer``.
         key: A PRNG key.
         batch_size: The number of rows ``B``; static.
-        **options: ``start``, ``stop``, ``by_priority`` and ``replacement`` of the buffer's own
-            ``sample_range``.
+        start: The start of the range of ages, as in a slice of a list from the oldest to the
+            newest.
+        stop: The end of the range.
+        **options: ``by_priority`` and ``replacement`` of the buffer's own ``sample_range``.
 
     Returns:
         A ``Sample`` of ``B`` rows.
@@ -350,7 +363,7 @@ def sample_range(buffer: _Buffer, key: PRNGKeyArray, batch_size: int, **options:
     Raises:
         ValueError: As raised by the buffer's own ``sample_range``, or if it was donated before.
     """
-    return call("sample_range", buffer, key, batch_size, **options)
+    return call("sample_range", buffer, key, batch_size, start=start, stop=stop, **options)
 
 
 def insert(

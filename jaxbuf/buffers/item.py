@@ -85,7 +85,8 @@ class ItemBuffer(Body):
             evictor: Chooses the items that make room for new ones.
             freshness: Retires items that were used often enough or are too stale; None disables it.
             diversity: Refuses new items that are too close to others; None disables it.
-            parts: Your own parts, which derive from ``jaxbuf.strategies.Part``.
+            parts: More parts: ``jaxbuf.Removable()``, or your own, which derive from
+                ``jaxbuf.strategies.Part``. ``freshness`` and ``diversity`` may stand here as well.
 
         Raises:
             ValueError: If ``capacity`` is not an integer in ``[1, 2**30]``, ``example`` holds
@@ -275,7 +276,7 @@ class ItemBuffer(Body):
 
     def options(self) -> dict[str, Any]:
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""
-        return {**super().options(), "evictor": self.evictor, "diversity": self.diversity}
+        return {**super().options(), "evictor": self.evictor}
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         return storage.read(self.data, index)

@@ -1,4 +1,4 @@
-"""Retirement of items, which may be anywhere in a buffer."""
+"""Retirement of items, which may be anywhere in a buffer: parts ask for it."""
 
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,50 +14,46 @@ from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
-from jaxbuf.strategies.freshness import Freshness
 
 if TYPE_CHECKING:
     from jaxbuf.buffers.body import Body
 
-# The number of stale items that retire at a time; each of them costs an update of every tree.
+# The number of items found in one look at all slots that retire at a time; each of them costs an
+# update of every tree.
 _ROWS = 256
+# The end of errors of methods that need a part which hears of uses and versions.
+MISSING = (
+    "nothing limits uses or staleness here; create the buffer with freshness=jaxbuf.Freshness(...)"
+)
 
 AnyBuffer = TypeVar("AnyBuffer", bound="Body")
 
 
-def mark_used(buffer: AnyBuffer, freshness: Freshness, slots: Slots, mask: object) -> AnyBuffer:
-    """Implements ``mark_used`` of the buffers."""
-    slots = common.check_slots(slots)
-    if slots.index.size == 0:
-        return buffer
-    if mask is not None:
-        mask = storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
-    taken = buffer.occupancy.holds(slots)
-    if mask is not None:
-        taken &= mask
-    state, enough = freshness.used(buffer.freshness_state, slots.index, taken)
-    buffer = buffer.with_state(Freshness, state)
-    if freshness.max_use is None:
-        return buffer
-    gone = jnp.where(enough, slots.index, buffer.occupancy.capacity)
-    return _retire(buffer, gone, "retired_used")
+def on_use(buffer: AnyBuffer, slots: Slots, taken: Bool[Array, " B"]) -> AnyBuffer:
+    """Tells all parts of uses of items, and retires the items that one of them returns."""
+    for i, part in enumerate(buffer.extras):
+        if part.counts_uses:
+            before = lax.stop_gradient(buffer.extra_states[i])
+            state, gone = part.on_use(before, slots.index, taken)
+            state = common.check_state(part, "on_use", before, state)
+            buffer = buffer.with_state(i, state)
+            if gone is not None:
+                nowhere = buffer.occupancy.capacity
+                buffer = _retire(buffer, i, jnp.where(gone, slots.index, nowhere), "use")
+    return buffer
 
 
-def set_version(
-    buffer: AnyBuffer, freshness: Freshness, version: object, session: object
+def on_version(
+    buffer: AnyBuffer, version: Int[Array, ""], session: Int[Array, ""] | None
 ) -> AnyBuffer:
-    """Implements ``set_version`` of the buffers."""
-    now, run = check_version(version, session)
-    before, size = buffer.freshness_state, buffer.occupancy.size
-    state = freshness.at_version(freshness.noted(before, size, before.version), now, run)
-
-    # The loop does not carry the data of the items.
-    bare = lax.stop_gradient(buffer.with_state(Freshness, state).replace(data=()))
-    bare = _retire_stale(bare, freshness)
-    if run is not None:
-        left_at = jnp.where(run == before.session, now, before.version)
-        state = freshness.noted(bare.freshness_state, bare.occupancy.size, left_at)
-        bare = bare.with_state(Freshness, state)
+    """Tells all parts of the learner's version, and retires the items that one of them returns."""
+    size = buffer.occupancy.size
+    # The loops do not carry the data of the items.
+    bare = lax.stop_gradient(buffer.replace(data=()))
+    for i, part in enumerate(bare.extras):
+        if part.uses_version:
+            state = common.hear(part, "on_version", bare.extra_states[i], version, session, size)
+            bare = _look(bare.with_state(i, state), i)
     return bare.replace(data=buffer.data)
 
 
@@ -73,35 +69,41 @@ def check_version(version: object, session: object) -> tuple[Int[Array, ""], Int
     return now, storage.check_rows(session, "session", (), np.int32, "a number")
 
 
-def uses_and_staleness(buffer: "Body", slots: Slots) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Returns the uses and the staleness of items; 0 if an item has left."""
+def known(buffer: "Body", name: str, slots: Slots) -> Int[Array, " B"]:
+    """Returns what a part knows of items by this name; 0 if an item has left.
+
+    Raises:
+        ValueError: If no part knows it.
+    """
     slots = common.check_slots(slots)
-    assert buffer.freshness is not None
-    state = buffer.freshness_state
-    version, uses = buffer.freshness.look(state, slots.index)
     here = buffer.occupancy.holds(slots)
-    return jnp.where(here, uses, 0), jnp.where(here, state.version - version, 0)
+    for part, state in zip(buffer.extras, buffer.extra_states, strict=True):
+        values = part.known(state, slots.index)
+        if name in values:
+            return jnp.where(here, values[name], jnp.zeros_like(values[name]))
+    raise ValueError(f"{name} was called, but {MISSING}")
 
 
-def _retire_stale(buffer: AnyBuffer, freshness: Freshness) -> AnyBuffer:
-    """Retires the stale items, and looks for them only if there can be any."""
+def _look(buffer: AnyBuffer, i: int) -> AnyBuffer:
+    """Retires the items that part ``i`` returns, and asks it only if there can be any."""
+    part = buffer.extras[i]
+    if part.may_retire(buffer.extra_states[i]) is None:
+        return buffer
+
+    def some(buffer: AnyBuffer) -> Bool[Array, ""]:
+        return part.may_retire(buffer.extra_states[i])  # pyright: ignore[reportReturnType]
 
     def look(buffer: AnyBuffer) -> AnyBuffer:
-        state = buffer.freshness_state
-        stale = state.versions < freshness.floor(state.version)
-        buffer = _retire_all(buffer, freshness, _members(buffer).where(stale))
-        return buffer.with_state(Freshness, freshness.looked(buffer.freshness_state))
+        found = _members(buffer).where(part.retires(buffer.extra_states[i]))
+        buffer = _retire_all(buffer, i, found)
+        return buffer.with_state(i, common.hear(part, "looked", buffer.extra_states[i]))
 
     # This loop has at most one round. XLA updates what it carries in place.
-    return lax.while_loop(
-        lambda buffer: freshness.some_stale(buffer.freshness_state),
-        look,
-        vary_with(buffer, buffer),
-    )
+    return lax.while_loop(some, look, vary_with(buffer, buffer))
 
 
-def _retire_all(buffer: AnyBuffer, freshness: Freshness, found: Bitset) -> AnyBuffer:
-    """Retires the items that were ``found``, a fixed number at a time."""
+def _retire_all(buffer: AnyBuffer, i: int, found: Bitset) -> AnyBuffer:
+    """Retires the items that part ``i`` has ``found``, a fixed number at a time."""
 
     def some_left(carry: tuple[Array, AnyBuffer]) -> Bool[Array, ""]:
         return carry[0] < found.size
@@ -110,20 +112,18 @@ def _retire_all(buffer: AnyBuffer, freshness: Freshness, found: Bitset) -> AnyBu
         first, buffer = carry
         rank = first + jnp.arange(_ROWS, dtype=jnp.int32)
         gone = jnp.where(rank < found.size, found.at(rank), found.capacity)
-        buffer = _retire(buffer, gone, "retired_stale")
-        # These versions are not needed any more. Writing them shows XLA that all versions have been
-        # read before they change.
-        state = freshness.retired(buffer.freshness_state, gone)
-        return first + _ROWS, buffer.with_state(Freshness, state)
+        return first + _ROWS, _retire(buffer, i, gone, "version")
 
     begin = vary_with((jnp.int32(0), buffer), found.size)
     return lax.while_loop(some_left, retire_some, begin)[1]
 
 
-def _retire(buffer: AnyBuffer, gone: Int[Array, " B"], counter: str) -> AnyBuffer:
-    """Retires the items in slots ``gone``, and adds their number to a counter of ``Freshness``."""
+def _retire(buffer: AnyBuffer, i: int, gone: Int[Array, " B"], event: str) -> AnyBuffer:
+    """Retires the items in slots ``gone``, and tells part ``i``, which has asked for it."""
     buffer, count = take_out(buffer, gone)
-    return buffer.with_state(Freshness, buffer.freshness_state.more(**{counter: count}))
+    part, before = buffer.extras[i], buffer.extra_states[i]
+    after = part.on_retire(before, gone, count, event=event)
+    return buffer.with_state(i, common.check_state(part, "on_retire", before, after))
 
 
 def take_out(buffer: AnyBuffer, gone: Int[Array, " B"]) -> tuple[AnyBuffer, UInt[Array, ""]]:

@@ -364,7 +364,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             ValueError: When traced, if the shards have no ``Freshness``, ``B`` is not a multiple of
                 ``S``, or a shape differs.
         """
-        self.shards.need_freshness("mark_used was called, but ")
+        self.shards.need("counts_uses", "mark_used was called, but ")
         rows = self._check_slots(slots, mask)
         return on_shards.tell(self, rows, Body.mark_used)
 
@@ -378,7 +378,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
             ValueError: When traced, if the shards have no ``Freshness``, or an argument is not an
                 integer that fits int32.
         """
-        self.shards.need_freshness("set_version was called, but ")
+        self.shards.need("uses_version", "set_version was called, but ")
         given = retire.check_version(version, session)
         return on_shards.each(self, Body.set_version, given)
 
@@ -389,7 +389,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         Raises:
             ValueError: If the shards have no ``Freshness``, or ``B`` is not a multiple of ``S``.
         """
-        self.shards.need_freshness("use_count was called, but ")
+        self.shards.need("counts_uses", "use_count was called, but ")
         return on_shards.ask(self, self._check_slots(slots)[0], Body.use_count)
 
     @program()
@@ -399,7 +399,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         Raises:
             ValueError: If the shards have no ``Freshness``, or ``B`` is not a multiple of ``S``.
         """
-        self.shards.need_freshness("staleness was called, but ")
+        self.shards.need("uses_version", "staleness was called, but ")
         return on_shards.ask(self, self._check_slots(slots)[0], Body.staleness)
 
     @program()

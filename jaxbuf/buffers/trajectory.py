@@ -126,7 +126,8 @@ class TrajectoryBuffer(Body):
             freshness: Retires windows that were used often enough or are too stale; None disables
                 it. A window is as stale as its first step. The steps of retired windows are kept,
                 and ``size`` counts them.
-            parts: Your own parts, which derive from ``jaxbuf.strategies.Part``.
+            parts: More parts: ``jaxbuf.Removable()``, or your own, which derive from
+                ``jaxbuf.strategies.Part``. ``episodes`` and ``freshness`` may stand here as well.
 
         Raises:
             ValueError: If a number is not an integer of at least 1 (``num_earliest_ignored``: 0), a
@@ -784,7 +785,7 @@ class TrajectoryBuffer(Body):
             >>> buffer.data["truncated"].tolist()
             [[False, False, True, False, False, False, False, False]]
         """
-        self._need(Episodes, "end_episodes was called, but ")
+        at = self._need_episodes("end_episodes was called, but ")
         index, rings = self._index(), self.rings
         mask = mask_of(envs, self.num_envs) & (index.run > 0)
         newest = self._newest_rows(mask)
@@ -795,7 +796,7 @@ class TrajectoryBuffer(Body):
                 flags = fields.find(data, path)
                 now = flags.reshape(-1).at[newest].set(True, mode="drop", unique_indices=True)
                 data = fields.replace(data, path, now.reshape(flags.shape))
-        ended = self.with_state(Episodes, index.end(rings, mask)).replace(data=data)
+        ended = self.with_state(at, index.end(rings, mask)).replace(data=data)
         if not self._picks():
             return ended
         # Windows that are cut short by the new end may be complete now.
@@ -840,7 +841,7 @@ class TrajectoryBuffer(Body):
             >>> buffer.gather_all().data["t"][0, : int(buffer.size)].tolist()
             [0, 1]
         """
-        self._need(Episodes, "drop_newest_episode was called, but ")
+        at = self._need_episodes("drop_newest_episode was called, but ")
         mask = mask_of(envs, self.num_envs)
         index, rings = self._index(), self.rings
         newest = self._newest_rows(mask)
@@ -853,7 +854,7 @@ class TrajectoryBuffer(Body):
         of = jnp.repeat(count, rings.starts, total_repeat_length=rings.capacity)
         gone = jnp.where((of > 0) & (rings.age(slot) < of + across), slot, rings.capacity)
         left = self._without(gone, rings.retract(count))
-        return left.with_state(Episodes, left._index().clear(mask))
+        return left.with_state(at, left._index().clear(mask))
 
     def _newest_rows(self, mask: Bool[Array, " E"]) -> Int[Array, " E"]:
         """Returns where the newest steps of some rings are; past the end for the others."""
@@ -877,11 +878,23 @@ class TrajectoryBuffer(Body):
             "sequence_length": self.sequence_length,
             "period": self.period,
             "num_earliest_ignored": self.num_earliest_ignored,
-            "episodes": self.episodes,
         }
 
     def _index(self) -> EpisodeIndex:
-        return jax.lax.stop_gradient(self._need(Episodes)[1])
+        return jax.lax.stop_gradient(self.extra_states[self._need_episodes()])
+
+    def _need_episodes(self, what: str = "") -> int:
+        """Returns the place of ``Episodes`` among the parts.
+
+        Raises:
+            ValueError: If it is not there; the message begins with ``what``.
+        """
+        for i, part in enumerate(self.extras):
+            if isinstance(part, Episodes):
+                return i
+        raise ValueError(
+            f"{what}episodes is None; create the buffer with episodes=jaxbuf.Episodes()"
+        )
 
     def _look_up(
         self,

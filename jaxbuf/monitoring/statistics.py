@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.parts import PRIORITIES
-from jaxbuf.buffers.retire import uses_and_staleness
+from jaxbuf.buffers.retire import known
 from jaxbuf.buffers.sample import Sample, check_sample
 from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.division import remainder
@@ -227,7 +227,7 @@ def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Float[Array,
     """Returns the values to record of each row."""
     values: dict[str, Array] = {}
     if getattr(buffer, "freshness", None) is not None:
-        use, staleness = uses_and_staleness(buffer, batch.slots)
+        use, staleness = (known(buffer, name, batch.slots) for name in ("use_count", "staleness"))
         values["use"] = use.astype(jnp.float32)
         values["staleness"] = staleness.astype(jnp.float32)
     if priority is not None:

@@ -118,7 +118,9 @@ class Freshness(Part):
 
     reasons = ("refused_stale",)
     uses_version = True
+    counts_uses = True
     removes = True
+    adjustable = True
     of_windows = True
     of_shards = True
 
@@ -142,8 +144,12 @@ class Freshness(Part):
             counters=jnp.zeros((len(_COUNTERS),), jnp.uint32),
         )
 
-    def at_version(
-        self, state: FreshnessState, version: Int[Array, ""], session: Int[Array, ""] | None
+    def on_version(
+        self,
+        state: FreshnessState,
+        version: Int[Array, ""],
+        session: Int[Array, ""] | None,
+        size: Int[Array, ""],
     ) -> FreshnessState:
         """Sets the learner's version; if the session changes, all present items are too stale."""
         change = {"version": (version - state.version).astype(jnp.uint32)}
@@ -155,6 +161,9 @@ class Freshness(Part):
             state = state.replace(versions=jnp.where(other, _TOO_OLD, state.versions))
             back |= other
             change["session"] = (session - state.session).astype(jnp.uint32)
+            # All items leave with the learner's present version.
+            size = jnp.where(other, 0, size)
+        state = self.noted(state, size, state.version)
         state = state.replace(oldest=jnp.where(back, _TOO_OLD, state.oldest))
         return state.more(**change)
 
@@ -229,36 +238,47 @@ class Freshness(Part):
         """Returns the versions and the uses of the items at ``index``."""
         return storage.select(index, (state.versions, state.uses))
 
-    def used(
+    def on_use(
         self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
-    ) -> tuple[FreshnessState, Bool[Array, " B"]]:
-        """Counts a use of the items at ``index`` that are ``taken``.
-
-        Returns:
-            The state, and a mask of the items that have now been used often enough.
-        """
+    ) -> tuple[FreshnessState, Bool[Array, " B"] | None]:
+        """Counts uses, and returns a mask of the items that have now been used often enough."""
         # Counts stop at the largest int32. This makes the update depend on a read of the uses, so
         # that other readers, such as ``Statistics``, come first and XLA need not copy the array.
         more = taken & (storage.select(index, state.uses) < _NEVER)
         uses = state.uses.at[jnp.where(more, index, state.uses.shape[0])].add(1, mode="drop")
         state = state.replace(uses=uses)
         if self.max_use is None:
-            return state, jnp.zeros(taken.shape, bool)
+            return state, None
         return state, taken & (storage.select(index, uses) >= self.max_use)
 
-    def some_stale(self, state: FreshnessState) -> Bool[Array, ""]:
+    def may_retire(self, state: FreshnessState) -> Bool[Array, ""]:
         """Returns whether any item can be too stale."""
         return state.oldest < self.floor(state.version)
 
+    def retires(self, state: FreshnessState) -> Bool[Array, " N"]:
+        """Returns a mask of the slots whose versions are too old."""
+        return state.versions < self.floor(state.version)
+
     def looked(self, state: FreshnessState) -> FreshnessState:
-        """Updates ``oldest`` after all items that were too stale have been retired."""
-        floor = self.floor(state.version)
-        oldest = jnp.min(jnp.where(state.versions < floor, _NEVER, state.versions))
+        """Notes the oldest version that is left."""
+        stale = state.versions < self.floor(state.version)
+        oldest = jnp.min(jnp.where(stale, _NEVER, state.versions))
         return state.replace(oldest=oldest)
 
-    def retired(self, state: FreshnessState, index: Int[Array, " B"]) -> FreshnessState:
-        """Marks the items at ``index``, which were too stale, as retired."""
-        return state.replace(versions=state.versions.at[index].set(_NEVER, mode="drop"))
+    def on_retire(
+        self, state: FreshnessState, index: Int[Array, " B"], count: UInt[Array, ""], *, event: str
+    ) -> FreshnessState:
+        """Counts the items that retired, and forgets the versions that were too old."""
+        if event == "use":
+            return state.more(retired_used=count)
+        # Writing the versions shows XLA that all of them have been read before they change.
+        versions = state.versions.at[index].set(_NEVER, mode="drop")
+        return state.replace(versions=versions).more(retired_stale=count)
+
+    def known(self, state: FreshnessState, index: Int[Array, " B"]) -> dict[str, Array]:
+        """Returns the number of uses and the staleness of items."""
+        version, uses = self.look(state, index)
+        return {"use_count": uses, "staleness": state.version - version}
 
     def on_clear(self, state: FreshnessState, empty: FreshnessState) -> FreshnessState:
         """Returns the cleared state, which keeps the counters and the learner's version."""

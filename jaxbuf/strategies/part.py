@@ -86,8 +86,11 @@ class Part(Movable):
         reasons: The names under which refused rows are counted in ``metrics()``. The name
             ``"removed"`` counts items that ``remove`` took out.
         uses_score: Whether ``add`` needs a ``score``.
-        uses_version: Whether ``add`` takes a ``version`` and a ``session``.
+        uses_version: Whether ``add`` takes a ``version`` and a ``session``, and the part hears of
+            the learner's version.
+        counts_uses: Whether the part hears of uses of items.
         removes: Whether items may be removed, or windows refused, while their neighbors stay.
+        adjustable: Whether another configuration of the same class can go on with its state.
         of_items: Whether the part can be used in an ``ItemBuffer``.
         of_windows: Whether the part can be used in a ``TrajectoryBuffer``.
         of_shards: Whether the part can be used in the shards of a ``Sharded``, each of which sees
@@ -125,7 +128,9 @@ class Part(Movable):
     reasons: tuple[str, ...] = ()
     uses_score: bool = False
     uses_version: bool = False
+    counts_uses: bool = False
     removes: bool = False
+    adjustable: bool = False
     of_items: bool = True
     of_windows: bool = False
     of_shards: bool = False
@@ -179,6 +184,81 @@ class Part(Movable):
         """Updates the state after items or windows at ``index`` left, before slots are reused."""
         del index
         return state
+
+    def on_use(
+        self, state: State, index: Int[Array, " B"], taken: Bool[Array, " B"]
+    ) -> tuple[State, Bool[Array, " B"] | None]:
+        """Hears of uses of items, and says which of these have to go.
+
+        Args:
+            state: The state.
+            index: The slots of the items, ``[B]``; an item that occurs twice was used twice.
+            taken: A mask of the rows that count, ``[B]``.
+
+        Returns:
+            The new state, and a mask of the items that retire, ``[B]``; None for no item.
+        """
+        del index, taken
+        return state, None
+
+    def on_version(
+        self,
+        state: State,
+        version: Int[Array, ""],
+        session: Int[Array, ""] | None,
+        size: Int[Array, ""],
+    ) -> State:
+        """Updates the state after the learner got a new version, and perhaps a new session.
+
+        Args:
+            state: The state.
+            version: The learner's version, int32.
+            session: The number of the learner's run, int32; None if it was not given.
+            size: The number of items, or windows, before any of them retires.
+        """
+        del version, session, size
+        return state
+
+    def may_retire(self, state: State) -> Bool[Array, ""] | None:
+        """Returns whether some item may have to go since ``on_version``; None if none ever does.
+
+        Only then all slots are looked at, with ``retires``.
+        """
+        del state
+        return None
+
+    def retires(self, state: State) -> Bool[Array, " N"]:
+        """Returns a mask of the slots whose items retire, ``[slots]``.
+
+        Slots that hold no item are ignored.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has may_retire, but not retires")
+
+    def looked(self, state: State) -> State:
+        """Updates the state after all items that ``retires`` returned have retired."""
+        return state
+
+    def on_retire(
+        self, state: State, index: Int[Array, " B"], count: UInt[Array, ""], *, event: str
+    ) -> State:
+        """Updates the state after items at ``index`` retired because this part asked for it.
+
+        Args:
+            state: The state, for which ``on_remove`` was called with these items.
+            index: Their slots, ``[B]``; past the end for other rows.
+            count: The number of items that retired.
+            event: Why: ``"use"`` or ``"version"``.
+        """
+        del index, count, event
+        return state
+
+    def known(self, state: State, index: Int[Array, " B"]) -> dict[str, Array]:
+        """Returns what the part knows of the items at ``index`` by name, ``[B]`` each.
+
+        The methods ``use_count`` and ``staleness`` of a buffer return what is known by their names.
+        """
+        del state, index
+        return {}
 
     def check_write(self, path: str | None, data: PyTree[Array], *, every: bool) -> None:
         """Checks that a field may be changed; ``set_field`` and ``map_field`` call it first.
