@@ -122,8 +122,8 @@ def check_parts(
     """Returns all parts of a buffer, in the order in which ``add`` asks them.
 
     Raises:
-        ValueError: If ``parts`` is not a sequence of parts, there are two of one of these classes, or another
-            argument is neither None nor of its class.
+        ValueError: If ``parts`` is not a sequence of parts, if there are two of one of the three
+            classes, or if another argument is neither None nor of its class.
     """
     if not isinstance(parts, tuple | list):
         raise ValueError(f"parts is {checks.name_of(parts)}; expected a tuple of parts")
