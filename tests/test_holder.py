@@ -147,6 +147,121 @@ def test_a_limiter_beside_the_buffer(threads):
     assert holder.read(lambda state: int(state[0].size)) == 3
 
 
+def test_a_holder_obeys_its_limiter(threads):
+    """Reverb: ratio 1.5, range −1 to 3; the third insert waits for a second sample."""
+    limiter = jaxbuf.RateLimiter.create(1.5, 2, (-1.0, 3.0))
+    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 8), limiter=limiter)
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match="items has dtype float32"):
+        holder.add(jnp.zeros(1), timeout=0)
+    waiter = threads.submit(holder.sample, key, 1, timeout=LIMIT)
+    holder.add(integers(0))
+    # There is an item, but the limiter waits for two.
+    assert still_waits(waiter)
+    holder.add(integers(1))
+    waiter.result(timeout=LIMIT)
+    third = threads.submit(holder.add, integers(2), timeout=LIMIT)
+    assert still_waits(third)
+    holder.sample(key, 1, timeout=LIMIT)
+    third.result(timeout=LIMIT)
+    metrics = {name: float(value) for name, value in holder.limiter.metrics().items()}
+    assert metrics == {"inserts": 3, "samples": 2, "error": 2.5}
+    # Rows that are masked out are not inserted.
+    holder.add(integers(3, 4, 5), mask=np.array([False, False, False]), timeout=0)
+    assert float(holder.limiter.metrics()["inserts"]) == 3
+    # What does not come about does not count.
+    with pytest.raises(TimeoutError):
+        holder.add(integers(6), timeout=0)
+    assert float(holder.limiter.metrics()["inserts"]) == 3
+    assert holder.read(lambda buffer: int(buffer.size)) == 3
+
+
+def test_a_queue_and_rings_with_a_limiter():
+    holder = Holder(jaxbuf.Queue.create(jnp.int32(0), 4), limiter=jaxbuf.RateLimiter.create(1.0))
+    holder.add(integers(1, 2, 3), timeout=0)
+    assert holder.take(2, timeout=0).data.tolist() == [1, 2]
+    metrics = holder.limiter.metrics()
+    assert (int(metrics["inserts"]), int(metrics["samples"])) == (3, 2)
+    # The items of rings are steps.
+    holder = Holder(rings(), limiter=jaxbuf.RateLimiter.create(1.0, 6))
+    holder.add(jnp.zeros((2, 2), jnp.int32), timeout=0)
+    with pytest.raises(TimeoutError):
+        holder.sample(jax.random.key(0), 1, timeout=0)
+    holder.add(jnp.zeros((1, 2), jnp.int32), env_ids=[1], timeout=0)
+    assert holder.sample(jax.random.key(0), 3, timeout=0).valid.all()
+    assert int(holder.limiter.metrics()["inserts"]) == 6
+
+
+def test_time_makes_room_for_a_throughput_limiter():
+    limiter = jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.5, math.inf), window=0.05)
+    limiter = limiter.inserted(10).sampled(2)
+    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 8), limiter=limiter)
+    # Nobody samples: the counts decay until the samples are forgotten.
+    holder.add(integers(1), timeout=LIMIT)
+    assert holder.read(lambda buffer: int(buffer.size)) == 1
+    assert float(holder.limiter.metrics()["samples"]) < 1e-4
+
+
+def test_options_of_sample_and_new_priorities():
+    prioritized = rings(6, sampler=jaxbuf.Prioritized())
+    holder = Holder(prioritized)
+    holder.add(jnp.arange(6, dtype=jnp.int32).reshape(2, 3))
+    key = jax.random.key(0)
+    batch = holder.sample(key, 2, sequence_length=3, timeout=0)
+    assert batch.data.tolist() in ([[0, 1, 2], [3, 4, 5]], [[3, 4, 5], [0, 1, 2]])
+    # There are four windows of two steps, and two of three.
+    assert holder.sample(key, 4, timeout=0).valid.all()
+    with pytest.raises(TimeoutError):
+        holder.sample(key, 4, sequence_length=3, timeout=0)
+    with pytest.raises(ValueError, match="but the room is for 8 windows"):
+        holder.sample(key, 9, sequence_length=3)
+    with pytest.raises(ValueError, match="length was given, but a TrajectoryBuffer has no use"):
+        holder.sample(key, 4, length=3)
+    slots = holder.sample(key, 8, least=1).slots
+    holder.update_priority(slots, jnp.zeros(8), mask=jnp.arange(8) > 0)
+    holder.update_priority(slots, np.full(8, 7.0, np.float32))
+    assert holder.read(lambda buffer: round(float(buffer.metrics()["priority_max"]), 3)) == 7
+    holder.stop()
+    with pytest.raises(Stopped):
+        holder.update_priority(slots, jnp.zeros(8))
+
+
+def test_a_learner_that_raises_ends_the_actors(threads):
+    def fails():
+        with Holder(queue_of(1)) as holder:
+            actors.extend(threads.submit(fill, holder) for _ in range(2))
+            readers.append(threads.submit(holder.read, lambda _: 0, when=lambda _: False))
+            holder.take(1, timeout=LIMIT)
+            raise RuntimeError("no more memory")
+
+    def fill(holder):
+        while True:
+            holder.add(integers(1))
+
+    def queue_of(capacity):
+        return jaxbuf.Queue.create(jnp.int32(0), capacity)
+
+    actors, readers = [], []
+    with pytest.raises(RuntimeError, match="no more memory"):
+        fails()
+    for waiting in (*actors, *readers):
+        with pytest.raises(Stopped, match="stopped by RuntimeError: no more memory") as caught:
+            waiting.result(timeout=LIMIT)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_holder_ends_with_its_block(threads):
+    with queue(1) as holder:
+        waiter = threads.submit(holder.take, 1)
+        assert still_waits(waiter)
+    assert holder.stopped
+    with pytest.raises(Stopped, match=r"the holder was stopped$"):
+        waiter.result(timeout=LIMIT)
+    holder.stop(RuntimeError("too late"))
+    with pytest.raises(Stopped, match=r"the holder was stopped$"):
+        holder.take(1)
+
+
 def test_timeout():
     holder = items(4)
     start = time.monotonic()
@@ -274,7 +389,28 @@ def test_the_most_windows_that_a_buffer_can_hold(sequence_length, period, ignore
         holder.sample(jax.random.key(0), buffer.max_windows + 1)
 
 
+def limited(*arguments):
+    limiter = jaxbuf.RateLimiter.create(*arguments)
+    return Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 512), limiter=limiter)
+
+
 BAD = [
+    (
+        lambda: Holder(items(2), limiter=3),
+        "limiter is 3; expected None, a jaxbuf.RateLimiter, a jaxbuf.ThroughputLimiter or",
+    ),
+    (
+        lambda: Holder((1, 2), limiter=jaxbuf.RateLimiter.create(1.0)),
+        "state is a tuple; expected a buffer",
+    ),
+    (
+        lambda: limited(1.0, 10, 5.0).sample(jax.random.key(0), 11),
+        "batch_size asks for 11 rows at a time, but limiter never allows more than 10; this would",
+    ),
+    (
+        lambda: limited(2.0, 1, 5.0).add(jnp.arange(6, dtype=jnp.int32)),
+        "items asks for 6 rows at a time, but limiter never allows more than 5; this would wait",
+    ),
     (lambda: Holder(0, recheck=0.0), "recheck is 0.0; expected None or seconds, more than 0"),
     (lambda: queue(2).add(integers(1, 2, 3)), "items asks for 3 rows at a time, but the capacity"),
     (lambda: queue(2).take(3), "batch_size asks for 3 rows at a time, but the capacity is 2"),

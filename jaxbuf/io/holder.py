@@ -5,28 +5,65 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, doors
 from jaxbuf.buffers.hosted import Hosted
+from jaxbuf.buffers.kinds import inside, item_of
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import checks
+from jaxbuf.core import checks, trees
+from jaxbuf.core.program import program
+from jaxbuf.core.slots import Slots
+from jaxbuf.strategies.rate_limiter import RateLimiter
 from jaxbuf.strategies.recent import Recent
 
 State = TypeVar("State")
 Result = TypeVar("Result")
 
+# Seconds after which a limiter that depends on a clock is asked again.
+_RECHECK = 0.1
+_ROUNDING = 1e-6
+_METHODS = ("can_insert", "can_sample", "inserted", "sampled")
+
+
+class Limiter(Protocol):
+    """Says when rows may be inserted and sampled, and counts them: any immutable object.
+
+    A limiter that depends on a clock also has ``after(seconds)``, which returns it some time later.
+    """
+
+    def can_insert(self, size: int, count: int) -> Any:
+        """Returns whether ``count`` items may be inserted into a buffer of ``size``."""
+        ...
+
+    def can_sample(self, size: int, count: int) -> Any:
+        """Returns whether ``count`` items may be sampled from a buffer of ``size``."""
+        ...
+
+    def inserted(self, count: int) -> Any:
+        """Returns the limiter after an insert of ``count`` items."""
+        ...
+
+    def sampled(self, count: int) -> Any:
+        """Returns the limiter after a sample of ``count`` items."""
+        ...
+
 
 class Stopped(Exception):
-    """Raised by calls of a holder that was stopped before or during the call."""
+    """Raised by calls of a holder that was stopped before or during the call.
+
+    If an error stopped it, that is the ``__cause__``.
+    """
 
 
 class Holder(Generic[State]):
@@ -36,14 +73,24 @@ class Holder(Generic[State]):
     meets a condition. Each change wakes waiting threads. The state itself is never handed out,
     since it is donated to the functions that change it: use ``read`` to look at it.
 
+    With a ``limiter``, ``add`` also waits until the limiter allows to insert so many rows, and
+    ``sample`` and ``take`` until it allows to sample them. They count the rows afterwards. For
+    rings, the inserted rows are steps. ``apply`` and ``read`` do not ask the limiter.
+
+    In a ``with`` statement, the holder stops at the end of the block. If the block raises an error,
+    waiting threads raise ``Stopped`` with that error as the cause, instead of waiting forever.
+
     Args:
         state: The state to hold. It is consumed: do not use it again.
+        limiter: A ``RateLimiter``, a ``ThroughputLimiter``, or an object with their methods; None
+            for no limit.
         recheck: Seconds after which conditions are checked again without a change, for conditions
-            that depend on a clock, such as that of a ``ThroughputLimiter``. By default only a
-            change wakes waiting threads.
+            that depend on a clock. By default only a change wakes waiting threads; with a
+            ``ThroughputLimiter`` the default is 0.1 seconds.
 
     Raises:
-        ValueError: If ``recheck`` is not a positive number.
+        ValueError: If ``recheck`` is not a positive number, ``limiter`` is not a limiter, or there
+            is one and ``state`` is not a buffer.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf, threading
@@ -54,22 +101,71 @@ class Holder(Generic[State]):
         >>> actor.join()
         >>> batch.data.shape, int(holder.read(lambda buffer: buffer.size))
         ((4,), 6)
+
+        A learner that draws each item twice on average, and an actor that waits for it:
+
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), capacity=8)
+        >>> limiter = jaxbuf.RateLimiter.create(samples_per_insert=2.0, tolerance=8.0)
+        >>> def act(holder):
+        ...     try:
+        ...         while True:
+        ...             holder.add(jnp.ones(2))
+        ...     except jaxbuf.Stopped:
+        ...         pass
+        >>> with jaxbuf.Holder(buffer, limiter=limiter) as holder:
+        ...     actor = threading.Thread(target=act, args=(holder,))
+        ...     actor.start()
+        ...     for key in jax.random.split(jax.random.key(0), 10):
+        ...         batch = holder.sample(key, 4, timeout=60.0)
+        >>> actor.join()
+        >>> bool(abs(holder.limiter.metrics()["error"] - 2.0) <= 8.0)
+        True
+
+    References:
+        Cassirer et al., Reverb: A Framework for Experience Replay, 2021: the rate limiters of its
+        tables.
     """
 
-    def __init__(self, state: State, *, recheck: float | None = None) -> None:
+    def __init__(
+        self, state: State, *, limiter: Limiter | None = None, recheck: float | None = None
+    ) -> None:
         if recheck is not None:
             recheck = checks.check_number(
                 "recheck", recheck, "None or seconds, more than 0", lambda x: 0 < x < math.inf
             )
+        if limiter is not None:
+            _check_limiter(limiter, state)
+            if recheck is None and hasattr(limiter, "after"):
+                recheck = _RECHECK
         self._state = state
+        self._limiter: Any = limiter
+        self._asked = time.monotonic()
         self._recheck = recheck
         self._turn = threading.Condition()
         self._stopped = False
+        self._cause: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop(error)
 
     @property
     def stopped(self) -> bool:
         """True once ``stop`` was called."""
         return self._stopped
+
+    @property
+    def limiter(self) -> Any:
+        """The limiter with the counts of all rows so far; None without one."""
+        with self._turn:
+            return self._limiter_now()
 
     def apply(
         self,
@@ -145,21 +241,28 @@ class Holder(Generic[State]):
                 ``Mixture``.
 
         Raises:
-            ValueError: If there are more rows than a ``Queue`` can hold.
+            ValueError: If there are more rows than a ``Queue`` can hold, or than the limiter can
+                ever allow.
             TimeoutError: If the rows did not fit in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
         when = None
         if hasattr(self._state, "can_add"):
             # Items without rows fit, so that ``doors.add`` raises at once if they are malformed.
-            rows = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
-            _check_room(self._state, f"items asks for {rows} rows at a time", rows)
-            when = functools.partial(_asked, "can_add", rows)
+            most = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
+            _check_room(self._state, f"items asks for {most} rows at a time", most)
+            when = functools.partial(_asked, "can_add", most)
 
-        def change(state: Any) -> tuple[Any, None]:
-            return doors.add(state, items, mask=mask, **options), None
+        rows = 0
+        if self._limiter is not None:
+            rows = _count_rows(self._state, items, mask, options.get("part"))
+            _check_rate(self._limiter, f"items asks for {rows} rows at a time", "insert", rows)
 
-        self.apply(change, when=when, timeout=timeout)
+        with self._turn:
+            self._wait(self._allowed("can_insert", rows, when), timeout)
+            self._state = doors.add(cast("Any", self._state), items, mask=mask, **options)
+            self._count("inserted", rows)
+            self._turn.notify_all()
 
     def sample(
         self,
@@ -168,6 +271,7 @@ class Holder(Generic[State]):
         *,
         least: int | None = None,
         timeout: float | None = None,
+        **options: Any,
     ) -> Sample:
         """Calls ``jaxbuf.sample`` on the buffer as soon as it holds enough.
 
@@ -176,27 +280,64 @@ class Holder(Generic[State]):
             batch_size: Number of rows ``B``.
             least: The number for ``can_sample`` to wait for; by default ``batch_size``.
             timeout: As for ``apply``.
+            **options: Options of the buffer's own ``sample``, such as the ``sequence_length`` of a
+                ``TrajectoryBuffer``.
 
         Raises:
             ValueError: If the buffer can never hold that many items or, for a
-                ``TrajectoryBuffer``, windows.
+                ``TrajectoryBuffer``, windows; if the limiter can never allow that many rows; or if
+                the buffer does not take one of the options.
             TimeoutError: If there was not enough in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
-        check_options(self._state, "sample", {})
-        enough = common.check_batch_size(batch_size)
+        given = {name: value for name, value in options.items() if value is not None}
+        check_options(self._state, "sample", given)
+        rows = enough = common.check_batch_size(batch_size)
         asks = f"batch_size asks for {enough} rows at a time"
         if least is not None:
             enough = common.check_count("least", least)
             asks = f"least asks for {enough} rows at a time"
-        _check_room(self._state, asks, enough)
+        length = given.get("sequence_length")
+        if length is not None:
+            length = common.check_count("sequence_length", length)
+        _check_room(self._state, asks, enough, length)
+        _check_rate(self._limiter, f"batch_size asks for {rows} rows at a time", "sample", rows)
+        when = functools.partial(_asked, "can_sample", enough)
+        if length is not None and isinstance(inside(self._state)[0], TrajectoryBuffer):
+            when = functools.partial(_has_windows, length, enough)
+        with self._turn:
+            self._wait(self._allowed("can_sample", rows, when), timeout)
+            batch = doors.sample(cast("Any", self._state), key, batch_size, **given)
+            if self._limiter is not None:
+                self._count("sampled", rows)
+                self._turn.notify_all()
+            return batch
 
-        def draw(state: Any) -> Sample:
-            return doors.sample(state, key, batch_size)
+    def update_priority(
+        self,
+        slots: Slots,
+        priority: Float[Array, " B"],
+        *,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Calls ``jaxbuf.update_priority`` on the buffer.
 
-        return self.read(
-            draw, when=functools.partial(_asked, "can_sample", enough), timeout=timeout
-        )
+        Args:
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            priority: The new priorities, ``[B]``.
+            timeout: As for ``apply``.
+            **options: Options of the buffer's own ``update_priority``, such as ``mask``.
+
+        Raises:
+            ValueError: If the buffer has no priorities or does not take one of the options.
+            Stopped: If the holder was stopped.
+        """
+
+        def change(state: Any) -> tuple[Any, None]:
+            return doors.update_priority(state, slots, priority, **options), None
+
+        self.apply(change, timeout=timeout)
 
     def take(self, batch_size: int, *, timeout: float | None = None) -> Sample:
         """Takes the oldest items from the ``Queue`` as soon as it holds enough.
@@ -206,26 +347,62 @@ class Holder(Generic[State]):
             timeout: As for ``apply``.
 
         Raises:
-            ValueError: If the queue can never hold that many items.
+            ValueError: If the queue can never hold that many items, or the limiter can never allow
+                them.
             TimeoutError: If there was not enough in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
         check_options(self._state, "take", {})
         rows = common.check_batch_size(batch_size)
         _check_room(self._state, f"batch_size asks for {rows} rows at a time", rows)
-
-        def change(state: Any) -> tuple[Any, Sample]:
-            return doors.take(state, rows)
-
-        return self.apply(
-            change, when=functools.partial(_asked, "can_sample", rows), timeout=timeout
-        )
-
-    def stop(self) -> None:
-        """Makes waiting calls and all later changes raise ``Stopped``; ``read`` still works."""
+        when = functools.partial(_asked, "can_sample", rows)
         with self._turn:
-            self._stopped = True
+            self._wait(self._allowed("can_sample", rows, when), timeout)
+            taken: tuple[Any, Sample] = doors.take(cast("Any", self._state), rows)
+            self._state, batch = taken
+            self._count("sampled", rows)
             self._turn.notify_all()
+            return batch
+
+    def stop(self, cause: BaseException | None = None) -> None:
+        """Makes waiting calls and all later changes raise ``Stopped``; ``read`` still works.
+
+        Args:
+            cause: The error because of which it stops, if any, which ``Stopped`` then names. Call
+                this in an actor that cannot go on, so that the learner does not wait for it.
+        """
+        with self._turn:
+            if not self._stopped:
+                self._stopped, self._cause = True, cause
+            self._turn.notify_all()
+
+    def _allowed(
+        self, question: str, rows: int, when: Callable[[Any], Any] | None
+    ) -> Callable[[Any], Any] | None:
+        """Returns a condition: ``when``, and the limiter's answer."""
+        if self._limiter is None:
+            return when
+
+        def allowed(state: Any) -> bool:
+            if when is not None and not bool(when(state)):
+                return False
+            # As a Python number, since the state may be on other devices than the limiter.
+            size = int(_size(state))
+            return bool(getattr(self._limiter_now(), question)(size, rows))
+
+        return allowed
+
+    def _limiter_now(self) -> Any:
+        """Returns the limiter at the present time; the caller has the lock."""
+        if hasattr(self._limiter, "after"):
+            now = time.monotonic()
+            self._limiter, self._asked = self._limiter.after(now - self._asked), now
+        return self._limiter
+
+    def _count(self, event: str, rows: int) -> None:
+        """Tells the limiter of an event; the caller has the lock."""
+        if self._limiter is not None:
+            self._limiter = getattr(self._limiter_now(), event)(rows)
 
     def _wait(self, when: Callable[[State], Any] | None, timeout: float | None) -> None:
         """Waits for a condition; the caller has the lock before and after."""
@@ -243,11 +420,73 @@ class Holder(Generic[State]):
                 raise TimeoutError(f"the state did not get there within {timeout} s")
             pauses = [pause for pause in (left, self._recheck) if pause is not None]
             self._turn.wait(min(pauses, default=None))
-        raise Stopped("the holder was stopped")
+        if self._cause is None:
+            raise Stopped("the holder was stopped")
+        kind = type(self._cause).__name__
+        raise Stopped(f"the holder was stopped by {kind}: {self._cause}") from self._cause
 
 
-def _check_room(state: Any, asks: str, rows: int) -> None:
-    """Checks that the state can ever hold so many rows.
+def _check_limiter(limiter: object, state: object) -> None:
+    """Checks that this is a limiter, and that the state has a size to ask it about.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if not all(hasattr(limiter, name) for name in _METHODS) or isinstance(limiter, type):
+        raise ValueError(
+            f"limiter is {checks.name_of(limiter)}; expected None, a jaxbuf.RateLimiter, a "
+            f"jaxbuf.ThroughputLimiter or an object with {', '.join(_METHODS)}"
+        )
+    check_options(state, "add", {}, "state")
+    if not hasattr(type(state), "size"):
+        raise ValueError(
+            f"state is {checks.kind_of(state)}, which has no size for limiter to judge; pass a "
+            "buffer, or leave limiter out"
+        )
+
+
+def _check_rate(limiter: Any, asks: str, kind: str, rows: int) -> None:
+    """Checks that a limiter can ever allow so many rows at a time, as far as it is known.
+
+    Raises:
+        ValueError: If it never does.
+    """
+    if not isinstance(limiter, RateLimiter):
+        return
+    ratio = limiter.numerator / limiter.denominator
+    low, high = limiter.range
+    if kind == "insert":
+        # The error is never below its bound, except that it begins at 0.
+        most = max((high - min(low, 0.0)) / ratio, limiter.min_size)
+    else:
+        most = max(high, limiter.min_size * ratio) - low
+    if rows > most + _ROUNDING:
+        raise ValueError(
+            f"{asks}, but limiter never allows more than {math.floor(most + _ROUNDING)}; this "
+            "would wait for ever: give it a larger tolerance"
+        )
+
+
+def _count_rows(state: Any, items: Any, mask: Any, part: Any) -> int:
+    """Returns the number of rows, or steps, that an ``add`` inserts; 0 if it will raise."""
+    if mask is not None:
+        return int(np.sum(np.asarray(mask, bool)))
+    one, _ = inside(state)
+    if isinstance(one, Mixture) and isinstance(part, int) and 0 <= part < len(one.parts):
+        return _count_rows(one.parts[part], items, mask, None)
+    try:
+        item = item_of(state)
+    except ValueError:
+        item = None
+    for leaf, like in zip(
+        jax.tree.leaves(trees.match(item, items)), jax.tree.leaves(item), strict=False
+    ):
+        return math.prod(np.shape(leaf)[: np.ndim(leaf) - len(like.shape)])
+    return 0
+
+
+def _check_room(state: Any, asks: str, rows: int, sequence_length: int | None = None) -> None:
+    """Checks that the state can ever hold so many rows, or windows of a length.
 
     It only reads the configuration, so that no thread has to wait for its turn to get the error.
 
@@ -255,7 +494,7 @@ def _check_room(state: Any, asks: str, rows: int) -> None:
         ValueError: If the state can never hold that many rows.
     """
     if isinstance(state, Hosted):
-        _check_room(state.buffer, asks, rows)
+        _check_room(state.buffer, asks, rows, sequence_length)
         return
     if isinstance(state, Mixture):
         for i, count in enumerate(state.counts(rows)):
@@ -266,7 +505,7 @@ def _check_room(state: Any, asks: str, rows: int) -> None:
     ring = state.shards if isinstance(state, Sharded) else state
     if isinstance(ring, TrajectoryBuffer):
         shards = state.num_shards if isinstance(state, Sharded) else 1
-        room, kind = shards * ring.max_windows, "room is for {} windows"
+        room, kind = shards * _max_windows(ring, sequence_length), "room is for {} windows"
     else:
         room, kind = getattr(state, "capacity", rows), "capacity is {}"
         sampler = getattr(state, "sampler", None)
@@ -274,6 +513,29 @@ def _check_room(state: Any, asks: str, rows: int) -> None:
             room, kind = sampler.steps, "sampler draws from the newest {}"
     if rows > room:
         raise ValueError(f"{asks}, but the {kind.format(room)}; this would wait for ever")
+
+
+def _max_windows(rings: TrajectoryBuffer, sequence_length: int | None) -> int:
+    if sequence_length is None or sequence_length == rings.sequence_length:
+        return rings.max_windows
+    places = rings.length - rings.num_earliest_ignored - (sequence_length - 1)
+    return max(rings.num_envs * -(-places // rings.period), 0)
+
+
+def _has_windows(sequence_length: int, rows: int, state: Any) -> Array:
+    """Returns whether rings hold so many windows of a length, all shards together."""
+    return _count_windows(state, sequence_length) >= rows
+
+
+@program(static=("sequence_length",))
+def _count_windows(state: Any, sequence_length: Any) -> Array:
+    rings: Any = inside(state)[0].rings
+    return jnp.sum(rings.replace(sequence_length=sequence_length).size)
+
+
+@program()
+def _size(state: Any) -> Array:
+    return state.size
 
 
 def _asked(method: str, rows: int, state: Any) -> Array:
