@@ -407,6 +407,25 @@ def test_a_field_of_all_items_is_mapped(batch_size):
     testing.assert_valid(changed)
 
 
+def test_fields_of_any_dtype_are_written_and_mapped():
+    item = {"key": jax.random.key(0), "small": jnp.int4(0), "flag": jnp.bool_(False)}
+    buffer = jaxbuf.ItemBuffer.create(item, 5)
+    keys = jax.random.split(KEY, 3)
+    rows = {"key": keys, "small": jnp.array([1, 2, 3], jnp.int4), "flag": jnp.zeros(3, bool)}
+    buffer, slots = buffer.insert(rows)
+    order = pick(slots, 2, 0)
+    buffer = buffer.set_field("key", order, keys[:2])
+    buffer = buffer.set_field("small", order, jnp.array([-1, -2], jnp.int4))
+    buffer = buffer.map_field("flag", lambda batch: batch["small"] < 0, batch_size=2)
+    buffer = buffer.map_field("key", lambda batch: batch["key"], batch_size=2)
+    data = buffer.get(slots).data
+    assert (
+        jax.random.key_data(data["key"]) == jax.random.key_data(keys[jnp.array([1, 1, 0])])
+    ).all()
+    assert data["small"].astype(int).tolist() == [-2, 2, -1]
+    assert data["flag"].tolist() == [True, False, True]
+
+
 def test_an_empty_buffer_has_nothing_to_map():
     def fn(batch):
         jax.debug.callback(pytest.fail, "called")

@@ -25,11 +25,10 @@ from jaxbuf.buffers.parts import (
     SCORES,
     Ability,
     Composite,
-    choose,
     num_envs,
 )
 from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample, SplitBatches
-from jaxbuf.core import checks, describe, storage
+from jaxbuf.core import checks, describe, storage, trees
 from jaxbuf.core.calls import OwnPrograms
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
@@ -771,7 +770,7 @@ class Mixture(Composite, struct.PyTreeNode):
         for i, part in enumerate(self.parts):
             if ability.has(part):
                 own, said = ask(i)
-                answer = said if answer is None else choose(own, said, answer)
+                answer = said if answer is None else trees.choose(own, said, answer)
         return answer
 
     def _ask(self, method: str, ability: Ability, slots: Slots, ask: Function) -> PyTree[Array]:
