@@ -11,7 +11,7 @@ pytest.importorskip("mpi4py")
 if importlib.util.find_spec("mpi4jax") is None:
     pytest.skip("mpi4jax is not installed", allow_module_level=True)
 
-from jaxbuf.mpi import wire  # noqa: E402
+from jaxbuf.mpi import wire
 
 ROWS = 4
 

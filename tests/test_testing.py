@@ -174,6 +174,20 @@ def test_a_queue_may_begin_anywhere():
         testing.assert_valid(queue.replace(occupancy=ring))
 
 
+@pytest.mark.parametrize("evictor", [jaxbuf.Oldest(), jaxbuf.Lowest()])
+def test_a_pass_that_misses_a_removal(evictor):
+    buffer = jaxbuf.ItemBuffer.create(
+        jnp.float32(0), 8, sampler=jaxbuf.Shuffled(), evictor=evictor, parts=(jaxbuf.Removable(),)
+    )
+    score = jnp.arange(4.0) if evictor.uses_score else None
+    buffer, slots = buffer.insert(jnp.arange(4.0), score=score)
+    removed = buffer.remove(slots, mask=jnp.arange(4) == 2)
+    testing.assert_valid(removed)
+    slot = int(slots.index[2])
+    with says(f"buffer.sampler_state.marks[{slot}] is 1; expected one mark of each item, and none"):
+        testing.assert_valid(removed.replace(sampler_state=buffer.sampler_state))
+
+
 @pytest.mark.parametrize(("name", "value"), [("cursor", 8), ("held", 9)])
 def test_each_ring_is_in_range(name, value):
     buffer = trajectories(episodes=None)

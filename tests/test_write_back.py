@@ -385,6 +385,37 @@ def test_the_probability_of_an_own_sampler_is_not_known():
     assert (batch.valid.tolist(), batch.probability.tolist()) == ([True] * 4, [0.0] * 4)
 
 
+def test_recent_items_and_a_softmax_of_scores():
+    sampler = jaxbuf.Recent(0.5, 1, jaxbuf.Softmax())
+    buffer, slots = filled(sampler=sampler, parts=REMOVABLE)
+    buffer = buffer.update_score(slots, jnp.array([5.0, 1.0, -INF, 0.0])).remove(pick(slots, 1))
+    testing.assert_valid(buffer)
+    batch = buffer.get(slots)
+    law = np.exp([5.0, -INF, 0.0])
+    law = 0.5 * law / law.sum() + [0.0, 0.0, 0.5]
+    assert batch.valid.tolist() == [True, False, True, True]
+    np.testing.assert_allclose(batch.probability[batch.valid], law, rtol=1e-5, atol=1e-30)
+
+
+def test_what_was_removed_stays_away_when_a_buffer_is_loaded(tmp_path):
+    options = {"sampler": jaxbuf.Prioritized(), "parts": REMOVABLE}
+    buffer, slots = filled(4, **options)
+    buffer = buffer.remove(pick(slots, 1))
+    jaxbuf.save(tmp_path, buffer)
+    same = jaxbuf.load(tmp_path, like=create(6, **options))
+    chex.assert_trees_all_equal(same, buffer)
+    assert same.holds(slots).tolist() == [True, False, True, True]
+    larger = jaxbuf.load(tmp_path, like=create(9, **options), resize=True)
+    assert (numbers_of(larger), int(larger.metrics()["removed"])) == ([0, 2, 3], 1)
+    testing.assert_valid(larger)
+    windows = rings(parts=REMOVABLE).add(steps(ramp(6)))
+    windows = windows.remove(windows.slots_at(0, jnp.array([1])))
+    jaxbuf.save(tmp_path, windows)
+    loaded = jaxbuf.load(tmp_path, like=rings(length=12, parts=REMOVABLE), resize=True)
+    assert int(loaded.num_windows) == int(windows.num_windows) == 7
+    testing.assert_valid(loaded)
+
+
 # --- map_field of items
 
 
@@ -405,6 +436,25 @@ def test_a_field_of_all_items_is_mapped(batch_size):
     assert {number for batch in seen for number in batch} == {0, 2, 3, 4}
     assert {len(batch) for batch in seen} == {min(batch_size, 7)}
     testing.assert_valid(changed)
+
+
+def test_fields_of_any_dtype_are_written_and_mapped():
+    item = {"key": jax.random.key(0), "small": jnp.int4(0), "flag": jnp.bool_(False)}
+    buffer = jaxbuf.ItemBuffer.create(item, 5)
+    keys = jax.random.split(KEY, 3)
+    rows = {"key": keys, "small": jnp.array([1, 2, 3], jnp.int4), "flag": jnp.zeros(3, bool)}
+    buffer, slots = buffer.insert(rows)
+    order = pick(slots, 2, 0)
+    buffer = buffer.set_field("key", order, keys[:2])
+    buffer = buffer.set_field("small", order, jnp.array([-1, -2], jnp.int4))
+    buffer = buffer.map_field("flag", lambda batch: batch["small"] < 0, batch_size=2)
+    buffer = buffer.map_field("key", lambda batch: batch["key"], batch_size=2)
+    data = buffer.get(slots).data
+    assert (
+        jax.random.key_data(data["key"]) == jax.random.key_data(keys[jnp.array([1, 1, 0])])
+    ).all()
+    assert data["small"].astype(int).tolist() == [-2, 2, -1]
+    assert data["flag"].tolist() == [True, False, True]
 
 
 def test_an_empty_buffer_has_nothing_to_map():

@@ -25,13 +25,12 @@ from jaxbuf.buffers.parts import (
     SCORES,
     Ability,
     Composite,
-    choose,
     num_envs,
 )
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample, SplitBatches
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import checks, describe, storage
+from jaxbuf.core import checks, describe, storage, trees
 from jaxbuf.core.program import OwnPrograms, program
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
@@ -829,7 +828,7 @@ class Mixture(Composite, struct.PyTreeNode):
         for i, part in enumerate(self.parts):
             if ability.has(part):
                 own, said = ask(i)
-                answer = said if answer is None else choose(own, said, answer)
+                answer = said if answer is None else trees.choose(own, said, answer)
         return answer
 
     def _ask(self, method: str, ability: Ability, slots: Slots, ask: Function) -> PyTree[Array]:

@@ -3,10 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, PyTree
-
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.sample import DrawnBuffer
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
@@ -85,12 +81,3 @@ def num_envs(buffer: object) -> int:
     if isinstance(buffer, Composite):
         return sum(num_envs(part) for part in buffer.parts)
     return buffer.num_envs if isinstance(buffer, TrajectoryBuffer) else 0
-
-
-def choose(own: Bool[Array, " B"], new: PyTree[Array], old: PyTree[Array]) -> PyTree[Array]:
-    """Returns the rows ``[B, ...]`` of ``new`` where ``own`` is True, and of ``old`` elsewhere."""
-
-    def leaf(new: Array, old: Array) -> Array:
-        return jnp.where(own.reshape(own.shape + (1,) * (new.ndim - own.ndim)), new, old)
-
-    return jax.tree.map(leaf, new, old)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers import common, retire
-from jaxbuf.core import checks, fields, storage
+from jaxbuf.core import checks, fields, storage, trees
 from jaxbuf.core.duplicates import last_of_each
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, State
@@ -119,32 +119,39 @@ def map_field(
     heard = listens(buffer.extras)
     states: tuple[State, ...] = lax.stop_gradient(buffer.extra_states) if heard else ()
 
-    def change(items: PyTree[Array]) -> PyTree[Array]:
-        return storage.check(field, fn(items), "fn(items)", (rows,))[0]
-
     # The number of rounds is static, since loops with another one have no gradients.
     def step(i: Array, carry: tuple[PyTree[Array], Any]) -> tuple[PyTree[Array], Any]:
         field, states = carry
-        row = jnp.asarray(i, jnp.int32) * rows + jnp.arange(rows, dtype=jnp.int32)
-        there = holds(row)
-        some = jnp.any(there)
-        # Where nothing is stored, ``fn`` gets an item once more, and never one of zeros: its result
-        # is dropped, but not a NaN in its gradient.
-        spare = jnp.where(some, row[0] + jnp.argmax(there).astype(jnp.int32), 0)
-        items = storage.read(fields.written(data, path, field), jnp.where(there, row, spare))
-        old = fields.stored(items, path, "")
-        new = lax.cond(
-            some,
-            lambda items, old: vary_with(change(items), items),
-            lambda items, old: vary_with(old, items),
-            items,
-            old,
+        # The last round begins earlier, and leaves out the rows that were changed already.
+        fresh = jnp.asarray(i, jnp.int32) * rows
+        first = jnp.minimum(fresh, size - rows)
+        row = first + jnp.arange(rows, dtype=jnp.int32)
+        there = holds(row) & (row >= fresh)
+
+        def part(leaf: Array) -> Array:
+            return lax.dynamic_slice_in_dim(leaf, first, rows)
+
+        old = jax.tree.map(part, field)
+
+        def change() -> PyTree[Array]:
+            # Where nothing is stored, ``fn`` gets an item once more, and never one of zeros: its
+            # result is dropped, but a NaN in its gradient would not be.
+            spare = first + jnp.argmax(there).astype(jnp.int32)
+
+            def of(leaf: Array) -> Array:
+                return trees.choose(there, part(leaf), lax.dynamic_slice_in_dim(leaf, spare, 1))
+
+            items = jax.tree.map(of, fields.written(data, path, field))
+            new, _ = storage.check(field, fn(items), "fn(items)", (rows,))
+            return vary_with(trees.choose(there, new, old), old)
+
+        new = lax.cond(jnp.any(there), change, lambda: vary_with(old, old))
+        field = jax.tree.map(
+            lambda leaf, rows: lax.dynamic_update_slice_in_dim(leaf, rows, first, 0), field, new
         )
-        index = jnp.where(there, row, size)
-        field = storage.write(field, new, index)
         if heard:
-            items = lax.stop_gradient(fields.written(items, path, new))
-            states = follow(buffer, states, *told(index, items), path)
+            items = jax.tree.map(part, lax.stop_gradient(fields.written(data, path, field)))
+            states = follow(buffer, states, *told(jnp.where(there, row, size), items), path)
         return field, states
 
     begin = vary_with((field, states), data, buffer.occupancy)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
 Tree = TypeVar("Tree")
 
@@ -96,3 +97,17 @@ def match(like: object, tree: Tree) -> Tree:
         return tree
     by_name = dict(zip(jax.tree.leaves(names), jax.tree.leaves(found), strict=True))
     return jax.tree.unflatten(want, [by_name[i] for i in range(want.num_leaves)])
+
+
+def choose(mask: Bool[Array, " B"], new: Tree, old: Tree) -> Tree:
+    """Returns the rows ``[B, ...]`` of ``new`` where the mask is True, and of ``old`` elsewhere.
+
+    Example:
+        >>> choose(jnp.array([True, False]), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"].tolist()
+        [1.0, 0.0]
+    """
+
+    def leaf(new: Array, old: Array) -> Array:
+        return jnp.where(mask.reshape(mask.shape + (1,) * (new.ndim - mask.ndim)), new, old)
+
+    return jax.tree.map(leaf, new, old)

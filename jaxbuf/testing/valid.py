@@ -22,6 +22,7 @@ from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.part import Rows
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized
+from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax, SoftmaxState
 from jaxbuf.testing import structures
 from jaxbuf.testing.structures import first_wrong
@@ -47,6 +48,7 @@ def assert_valid(buffer: Any) -> None:
     * positions and sizes are within the capacity;
     * the sums, maxima and counts of trees are those of their leaves, which are numbers;
     * slots without an item have no mass, and a sampler's probabilities sum to 1;
+    * a pass of ``Shuffled`` has each item once, and no item that has left;
     * the evictor and the sampler have the same scores;
     * no live item has been used too often or is too stale for the limits on freshness;
     * the points of a diversity filter and the index of episodes agree with the data.
@@ -213,6 +215,11 @@ def _law(name: str, buffer: Any) -> Iterator[str]:
         yield from first_wrong(
             f"{name}.sampler_state.leaves", mass, wrong, "0, for there is no item"
         )
+    if isinstance(sampler, Shuffled):
+        left, given = (np.asarray(mask) for mask in state.look(slot))
+        label, what = f"{name}.sampler_state.marks", "one mark of each item, and none of others"
+        marks = left.astype(np.int32) + given.astype(np.int32)
+        yield from first_wrong(label, marks, marks != live, what)
     if isinstance(sampler, Softmax):
         yield from _softmax(f"{name}.sampler_state", sampler, state, live, buffer.occupancy)
     count, least, probability = _ask(buffer.sampler, state, buffer.occupancy, slot)
