@@ -105,6 +105,7 @@ class Schema:
         starts: The byte of the first piece at which each array begins; None for large arrays.
         size: The bytes of the first piece, header included.
         treedef: The structure of the arrays.
+        names: Their paths in it.
         rows: The largest number of rows; None if arrays have no leading axis of rows.
         checksum: A checksum of structure, shapes and dtypes.
     """
@@ -120,8 +121,21 @@ class Schema:
             self.starts.append(None if size >= _LARGE else start)
             self.size = self.size if size >= _LARGE else start + size
         names = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        self.names = names
         described = [(leaf.shape, leaf.dtype.name) for leaf in self.leaves]
         self.checksum = zlib.crc32(repr((names, described)).encode())
+
+    def fault(self, arrays: list[np.ndarray]) -> str:
+        """Return the reason why the numbers of a message cannot be used; empty if they can.
+
+        A program adds up the bytes of flags, so a byte that is neither 0 nor 1 counts as many.
+        """
+        for name, leaf, array in zip(self.names, self.leaves, arrays, strict=True):
+            if leaf.dtype == np.bool_ and array.size:
+                byte = int(array.view(np.uint8).max())
+                if byte > 1:
+                    return f"its array {name} has the byte {byte} as a flag; expected 0 or 1"
+        return ""
 
     def arrays(self, first: np.ndarray) -> list[np.ndarray]:
         """Return the small arrays as views of a first piece, and memory for the large ones."""
@@ -378,7 +392,10 @@ class Channel:
             self._lent = None
             return None
         self._lent = partial.memory
-        return partial.message
+        message, kind = partial.message, Kind(partial.message.header.kind)
+        arrays, _ = partial.memory.arrays(kind, self.schemas[kind])
+        fault = self.schemas[kind].fault(arrays)
+        return message._replace(tree=None, fault=fault) if fault else message
 
     def _give_back(self) -> None:
         """Use the memory of the message that was returned last again."""
