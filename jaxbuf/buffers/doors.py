@@ -505,3 +505,42 @@ def remove(buffer: AnyBuffer, slots: Slots, *, donate: bool = True, **options: o
         ValueError: As raised by the buffer's own ``remove``, or if it was donated before.
     """
     return call("remove", buffer, slots, donate=donate, **options)
+
+
+def end_episodes(
+    buffer: AnyBuffer,
+    envs: Int[Array, " K"] | Bool[Array, " E"] | None = None,
+    *,
+    donate: bool = True,
+) -> AnyBuffer:
+    """Ends open episodes by truncation: ``buffer.end_episodes(envs)``, compiled, in place.
+
+    Args:
+        buffer: A ``TrajectoryBuffer`` with ``Episodes``. It is consumed: use the result instead.
+        envs: The environments, as a mask ``[num_envs]`` or as numbers ``[K]``; None for all.
+        donate: As for ``jaxbuf.add``.
+
+    Raises:
+        ValueError: As raised by the buffer's own ``end_episodes``, or if it was donated before.
+    """
+    return call("end_episodes", buffer, envs=envs, donate=donate)
+
+
+def drop_newest_episode(
+    buffer: AnyBuffer,
+    envs: Int[Array, " K"] | Bool[Array, " E"] | None = None,
+    *,
+    donate: bool = True,
+) -> AnyBuffer:
+    """Removes the newest episodes: ``buffer.drop_newest_episode(envs)``, compiled, in place.
+
+    Args:
+        buffer: A ``TrajectoryBuffer`` with ``Episodes``. It is consumed: use the result instead.
+        envs: The environments, as a mask ``[num_envs]`` or as numbers ``[K]``; None for all.
+        donate: As for ``jaxbuf.add``.
+
+    Raises:
+        ValueError: As raised by the buffer's own ``drop_newest_episode``, or if it was donated
+            before.
+    """
+    return call("drop_newest_episode", buffer, envs=envs, donate=donate)
