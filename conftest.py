@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# Names of older versions warn when they are imported, and mpi cannot be imported without MPI.
-collect_ignore_glob = ["jaxbuf/adapters.py", "jaxbuf/compat/*"]
+# mpi cannot be imported without MPI.
+collect_ignore_glob: list[str] = []
 if importlib.util.find_spec("mpi4jax") is None:
     collect_ignore_glob.append("jaxbuf/mpi/*")
 

@@ -36,7 +36,6 @@ from jaxbuf.buffers.presets import (
     diverse_reward_prioritized,
     reward_prioritized,
     terminal_state_buffer,
-    terminating_states,
 )
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
@@ -154,7 +153,6 @@ __all__ = [
     "take",
     "terminal_state_buffer",
     "terminal_states",
-    "terminating_states",
     "to_minari",
     "update_priority",
     "update_score",

@@ -1,9 +1,7 @@
 """Modules import along one direction: a room knows those below it, never those above."""
 
 import ast
-import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,7 +46,7 @@ def test_a_room_imports_nothing_from_above(room):
 
 def test_every_module_has_a_room():
     inside = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert inside == {*ROOMS, "compat"}
+    assert inside == {*ROOMS}
 
 
 def test_mpi_is_imported_in_its_own_room_alone():
@@ -56,18 +54,3 @@ def test_mpi_is_imported_in_its_own_room_alone():
         text = path.read_text()
         if path.relative_to(PACKAGE).parts[0] not in ("mpi", "examples"):
             assert not re.search("^ *(import|from) mpi4", text, re.MULTILINE), path
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("jaxbuf.adapters", "jaxbuf.interop"),
-        ("jaxbuf.compat.flashbax", "jaxbuf.interop.flashbax"),
-    ],
-)
-def test_old_names_work_and_warn(old, new):
-    sys.modules.pop(old, None)
-    with pytest.warns(DeprecationWarning, match=new):
-        module = importlib.import_module(old)
-    current = importlib.import_module(new)
-    assert all(getattr(module, name) is getattr(current, name) for name in current.__all__)

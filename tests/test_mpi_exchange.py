@@ -187,23 +187,6 @@ def test_a_rank_outside_of_groups_cannot_exchange():
         LockStep.create(Communicators(None, None, None, None), _plain)
 
 
-class _Group:
-    def Get_size(self):
-        return 3
-
-    def Get_rank(self):
-        return 0
-
-
-def test_the_old_name_of_the_communicators_warns():
-    group = _Group()
-    end = LockStep.create(Communicators(group, None, None, None), _plain)
-    with pytest.warns(DeprecationWarning, match="the attribute link is now group and managers"):
-        link = end.link
-    assert link.group is group
-    assert (link.managers, link.rank, link.manager) == (None, 0, 2)
-
-
 @pytest.mark.parametrize(
     ("choice", "message"),
     [

@@ -178,9 +178,6 @@ def test_a_population_refuses_bad_arguments():
     with pytest.raises(ValueError, match=r"score has shape \(\); expected \(1,\), which is \(W,\)"):
         rule.choose(key, jnp.zeros(()), jnp.int32(0))
     population = Population.create(rule, key, MPI.COMM_SELF)
-    with pytest.warns(DeprecationWarning, match=r"is now Population.create\(rule, key, comm\)"):
-        before = Population.create(rule, MPI.COMM_SELF, key)
-    assert int(before.spared) == int(population.spared)
     with pytest.raises(ValueError, match="params has no leaves"):
         population.update(key, {}, 0.0)
     with pytest.raises(ValueError, match=r"params\['steps'\] has dtype int32; only floating"):

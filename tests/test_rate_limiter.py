@@ -211,16 +211,6 @@ def test_throughput_without_bounds_or_samples():
     assert not limiter.sampled(1).can_insert(100, 1)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [((0.5, 4.0), (0.25, 2.0)), ((0.0, 1.0), (1.0, math.inf)), ((2.0, math.inf), (0.0, 0.5))],
-)
-def test_the_ratio_of_before_works_and_warns(old, new):
-    with pytest.warns(DeprecationWarning, match="inserts_per_sample"):
-        limiter = jaxbuf.ThroughputLimiter.create(old)
-    assert limiter.samples_per_insert == new
-
-
 def test_throughput_in_scan_and_vmap():
     start = jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.5, 2.0), window=5.0)
 

@@ -3,7 +3,7 @@
 from jaxtyping import PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks, renamed
+from jaxbuf.core import checks
 from jaxbuf.strategies.diversity import Diversity, Field
 from jaxbuf.strategies.evictors import Lowest
 from jaxbuf.strategies.samplers import Uniform
@@ -38,7 +38,6 @@ def reward_prioritized(
     return ItemBuffer.create(example, capacity, sampler=sampler, evictor=Lowest())
 
 
-@renamed.argument("key", "field")
 def diverse_reward_prioritized(
     example: PyTree,
     capacity: int,
@@ -108,12 +107,6 @@ def terminal_state_buffer(example: PyTree, capacity: int) -> ItemBuffer:
         (1, 2)
     """
     return ItemBuffer.create(example, capacity, sampler=Uniform(replacement=False))
-
-
-def terminating_states(example: PyTree, capacity: int) -> ItemBuffer:
-    """Deprecated name of ``terminal_state_buffer``."""
-    renamed.warn("jaxbuf.terminating_states", "jaxbuf.terminal_state_buffer")
-    return terminal_state_buffer(example, capacity)
 
 
 def _by_score(temperature: float | None, fallback: bool) -> Uniform | Softmax:

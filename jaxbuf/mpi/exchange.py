@@ -6,7 +6,6 @@ message that another one does not send.
 """
 
 import dataclasses
-import types
 from collections.abc import Callable
 from typing import Any, Self, get_args
 
@@ -16,7 +15,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import describe, renamed
+from jaxbuf.core import describe
 from jaxbuf.mpi.baseline import Agreement, BaselineFilter, check_filter, combine
 from jaxbuf.mpi.batch import Reply, check_batch, uses_score
 from jaxbuf.mpi.layout import Communicators, Ranks
@@ -132,16 +131,6 @@ class LockStep(struct.PyTreeNode):
     def is_manager(self) -> bool:
         """True on the manager's rank."""
         return self.manager is not None
-
-    @property
-    def link(self) -> Any:
-        """The old name of the communicators, which are now ``group`` and ``managers``."""
-        renamed.warn("the attribute link", "group and managers")
-        managers = None if self.managers is None else self.managers.comm
-        group = self.group
-        return types.SimpleNamespace(
-            group=group.comm, managers=managers, rank=group.rank, manager=group.last
-        )
 
     def exchange(
         self,

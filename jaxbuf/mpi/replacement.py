@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage, trees
+from jaxbuf.core import checks, describe, numbers, sizes, storage, trees
 from jaxbuf.mpi.layout import Ranks
 
 if TYPE_CHECKING:
@@ -232,12 +232,6 @@ class Population(struct.PyTreeNode):
         """
         if not isinstance(rule, ReplaceWorst):
             raise ValueError(f"rule is {rule!r}; expected jaxbuf.mpi.ReplaceWorst(...)")
-        first: Any = key
-        second: Any = comm
-        swapped = isinstance(second, jax.Array | np.ndarray)
-        if swapped:
-            renamed.warn("Population.create(rule, comm, key)", "Population.create(rule, key, comm)")
-            key, comm = cast("PRNGKeyArray", second), first
         if comm is None:
             raise ValueError("this rank is not in comm; only its members are compared")
         ranks = Ranks(comm)

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks, renamed
+from jaxbuf.core import checks
 from jaxbuf.mpi.batch import Batch, uses_score
 from jaxbuf.strategies.diversity import Diversity, Field
 from jaxbuf.strategies.points import Ball, Computed, Others, Points
@@ -95,7 +95,6 @@ class Retained:
         return {"retained": jnp.sum(after.live(slot) & ~stayed, dtype=jnp.float32)}
 
 
-@renamed.field("key", "field")
 @dataclasses.dataclass(frozen=True)
 class Novelty:
     """``novelty``: the mean distance of rows to the nearest item in the buffer before the batch.
@@ -105,7 +104,7 @@ class Novelty:
     ``field`` and a cutoff above 0, which keeps the coordinates of all items.
 
     Attributes:
-        key: The part of an item to compare; see ``Diversity``. None compares whole items.
+        field: The part of an item to compare; see ``Diversity``. None compares whole items.
         p: The norm of the distance: 1, 2 or infinity.
 
     Raises:
@@ -154,7 +153,6 @@ class RewardSum:
         return {"reward_sum": jnp.sum(jnp.exp(score))}
 
 
-@renamed.field("key", "field")
 @dataclasses.dataclass(frozen=True)
 class NewModes:
     """``new_modes``: the number of different modes in the batch that are not in the buffer yet.
@@ -165,7 +163,7 @@ class NewModes:
 
     Attributes:
         threshold: The smallest score of a mode.
-        key: The part of an item to compare; see ``Diversity``. None compares whole items.
+        field: The part of an item to compare; see ``Diversity``. None compares whole items.
         cutoff: The largest distance at which two rows are the same mode.
         p: The norm of the distance.
 

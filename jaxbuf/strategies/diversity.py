@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 
-from jaxbuf.core import checks, fields, renamed
+from jaxbuf.core import checks, fields
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.ranking import to_rank
@@ -42,7 +42,6 @@ class DiversityState(struct.PyTreeNode):
     points: Points
 
 
-@renamed.field("key", "field")
 @dataclasses.dataclass(frozen=True)
 class Diversity(Part):
     """Admits a new item only if it is farther than ``cutoff`` from the items already kept.

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import checks, describe, numbers, renamed, sizes, storage, trees
+from jaxbuf.core import checks, describe, numbers, sizes, storage, trees
 from jaxbuf.core.program import program
 
 # A ratio is stored as a fraction with at most this denominator, so that no rounding accumulates.
@@ -235,7 +235,6 @@ class ThroughputLimiter(struct.PyTreeNode):
     @classmethod
     def create(
         cls,
-        inserts_per_sample: tuple[float, float] | None = None,
         *,
         samples_per_insert: tuple[float, float] = (0.0, math.inf),
         window: float = 30.0,
@@ -244,7 +243,6 @@ class ThroughputLimiter(struct.PyTreeNode):
         """Creates a limiter with all counts at zero.
 
         Args:
-            inserts_per_sample: Deprecated: the bounds of the inverse ratio.
             samples_per_insert: The smallest and largest ratio of samples to inserts.
             window: The time after which a count has decayed to 1%, in seconds.
             min_batches: The size that the buffer needs before sampling, as a multiple of the number
@@ -253,11 +251,6 @@ class ThroughputLimiter(struct.PyTreeNode):
         Raises:
             ValueError: If a number is out of range.
         """
-        if inserts_per_sample is not None:
-            renamed.warn("inserts_per_sample=(a, b)", "samples_per_insert=(1 / b, 1 / a)")
-            bounds = _check_bounds("inserts_per_sample", inserts_per_sample)
-            low, high = (1.0 / bound if bound > 0 else math.inf for bound in reversed(bounds))
-            samples_per_insert = (low, high)
         return cls(
             counts=jnp.zeros((2,), jnp.float32),
             samples_per_insert=_check_bounds("samples_per_insert", samples_per_insert),

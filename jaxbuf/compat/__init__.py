@@ -1,1 +1,0 @@
-"""The place that ``jaxbuf.interop.flashbax`` had in version 0.1."""
