@@ -832,6 +832,33 @@ def test_a_part_follows_steps():
     assert buffer.extra_states[0]["reward"].tolist() == [-2.0, -8.0, -12.0]
 
 
+@dataclasses.dataclass(frozen=True)
+class CountsFlags(Part):
+    """Keeps the flags of steps that start windows."""
+
+    of_windows = True
+
+    def init(self, data, slots):
+        return jnp.zeros(slots, bool)
+
+    def on_steps(self, state, index, rows):
+        return state.at[index].set(rows.items["truncated"], mode="drop")
+
+    def on_write(self, state, index, rows, path):
+        assert path == "truncated"
+        return state.at[index].set(rows.items["truncated"], mode="drop")
+
+
+@pytest.mark.parametrize("boundary", ["cross", "avoid"])
+def test_a_part_follows_episodes_that_are_ended(boundary):
+    episodes = jaxbuf.Episodes(boundary=boundary)
+    buffer = rings(2, 6, period=2, episodes=episodes, parts=(CountsFlags(),))
+    buffer = buffer.add(steps(ramp(5), ends=[104]))
+    ended = buffer.end_episodes()
+    assert ended.extra_states[1].tolist() == [False, False, True, False, False, False]
+    assert ended.data["truncated"][:, 4].tolist() == [True, False]
+
+
 def test_a_part_that_returns_nothing_is_named():
     for event, call in (
         ("on_write", lambda b, s: b.set_field("reward", s, jnp.zeros(4))),
@@ -1052,6 +1079,8 @@ def test_functions_do_what_methods_do_and_donate(name):
     expected = METHODS[name](buffer, slots)
     kept = DOORS[name](buffer, slots, donate=False)
     chex.assert_trees_all_close(kept, expected, rtol=1e-6)
+    # What does not change may be shared with the buffer that was kept.
+    buffer, slots = filled(4, capacity=256, **options)
     where = buffer.data["reward"].unsafe_buffer_pointer()
     changed = DOORS[name](buffer, slots)
     chex.assert_trees_all_equal(changed, kept)

@@ -191,3 +191,22 @@ def test_64_bit_numbers_are_kept():
     assert buffer.data["value"].tolist() == given["value"].tolist()
     with pytest.raises(ValueError, match="dtype int64; expected int32"):
         buffer.add({**given, "narrow": np.arange(4)})
+
+
+def test_changes_of_64_bit_fields():
+    item = {"a": np.float64(0), "n": np.int64(0)}
+    options = {"sampler": jaxbuf.Softmax(), "evictor": jaxbuf.Lowest()}
+    buffer = jaxbuf.ItemBuffer.create(item, 5, parts=(jaxbuf.Removable(),), **options)
+    rows = {"a": np.arange(4.0), "n": np.arange(4)}
+    buffer, slots = jaxbuf.insert(buffer, rows, score=np.arange(4.0))
+    buffer = jaxbuf.set_field(buffer, "n", slots, 2**40 + np.arange(4))
+    buffer = jaxbuf.map_field(buffer, "a", lambda items: items["a"] / 3, batch_size=2)
+    buffer = jaxbuf.update_score(buffer, slots, np.array([3.0, np.nan, 1.0, 0.0]))
+    buffer = jaxbuf.remove(buffer, slots, mask=np.arange(4) == 0)
+    batch = buffer.get(slots)
+    assert batch.valid.tolist() == [False, True, True, True]
+    assert (batch.data["n"][1:] - 2**40).tolist() == [1, 2, 3]
+    assert batch.data["a"][1:].tolist() == [1 / 3, 2 / 3, 1.0]
+    assert (slots.index.dtype, slots.generation.dtype) == (jnp.int32, jnp.uint32)
+    assert int(buffer.metrics()["rejected"]) == 1
+    jaxbuf.testing.assert_valid(buffer)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers import common, write_back
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
 from jaxbuf.buffers.lookups import broadcast_steps, look_up, mask_of
 from jaxbuf.buffers.sample import Sample
@@ -791,12 +791,18 @@ class TrajectoryBuffer(Body):
         newest = self._newest_rows(mask)
         paths = fields.truncation(self.data, index.episodes.terminated, index.episodes.truncated)
         data = self.data
-        for path in dict.fromkeys((paths, index.episodes.last)):
-            if path is not None:
-                flags = fields.find(data, path)
-                now = flags.reshape(-1).at[newest].set(True, mode="drop", unique_indices=True)
-                data = fields.replace(data, path, now.reshape(flags.shape))
+        written = [path for path in dict.fromkeys((paths, index.episodes.last)) if path is not None]
+        for path in written:
+            flags = fields.find(data, path)
+            now = flags.reshape(-1).at[newest].set(True, mode="drop", unique_indices=True)
+            data = fields.replace(data, path, now.reshape(flags.shape))
         ended = self.with_state(at, index.end(rings, mask)).replace(data=data)
+        if write_back.listens(self.extras):
+            told = self._written(newest, jax.lax.stop_gradient(storage.read(_fold(data), newest)))
+            for path in written:
+                states = jax.lax.stop_gradient(ended.extra_states)
+                states = write_back.follow(ended, states, *told, path)
+                ended = ended.replace(extra_states=states)
         if not self._picks():
             return ended
         # Windows that are cut short by the new end may be complete now.

@@ -278,7 +278,8 @@ class Part(Movable):
     ) -> State:
         """Updates the state after a field of items, or of steps, was changed.
 
-        ``map_field`` calls it for a number of items at a time.
+        ``set_field`` and ``end_episodes`` call it, and ``map_field`` for a number of items at a
+        time.
 
         Args:
             state: The state.
