@@ -1,5 +1,8 @@
 """Code that takes any buffer, and meets one inside of a wrapper."""
 
+import inspect
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -262,3 +265,48 @@ def test_wrappers_without_episodes_say_so(method):
             ValueError, match=r"envs has shape \(3,\); expected \(4,\), which is \(num_envs,\)"
         ):
             getattr(buffer, method)(jnp.ones(3, bool))
+
+
+METHODS = sorted(
+    {
+        name
+        for kind in (jaxbuf.ItemBuffer, jaxbuf.TrajectoryBuffer)
+        for name, member in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and hasattr(member, "operation")
+    }
+)
+WRAPPERS = {
+    "mixture": lambda: jaxbuf.Mixture.create([rings(), rings()], [1, 1]),
+    "sharded": lambda: sharded(rings),
+    "hosted": lambda: jaxbuf.Hosted.create(rings),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_of_a_buffer_is_there_in_a_wrapper_or_says_what_to_use(wrapper, method):
+    buffer = WRAPPERS[wrapper]()
+    own = getattr(buffer, method)
+    if own.__doc__.startswith("Raises an error: "):
+        with pytest.raises(ValueError, match=rf"{method} was called, but a \w+ has none; .* "):
+            own()
+        return
+    parameters = inspect.signature(own).parameters.values()
+    takes = {parameter.name for parameter in parameters}
+    inside = inspect.signature(getattr(jaxbuf.TrajectoryBuffer, method, own)).parameters
+    required = [x.name for x in inside.values() if x.default is x.empty and x.name != "self"]
+    required = ["items" if name == "steps" else name for name in required]
+    assert {name for name in required if name != "options"} <= takes
+
+
+def test_a_hosted_buffer_is_changed_and_read_by_functions():
+    hosted, plain = jaxbuf.Hosted.create(rings), rings()
+    hosted, plain = jaxbuf.add(hosted, rows(ENVS, 4)), jaxbuf.add(plain, rows(ENVS, 4))
+    hosted, steps = hosted.apply(lambda buffer, n: jaxbuf.dequeue(buffer, n), 2)
+    plain, expected = jaxbuf.dequeue(plain, 2)
+    chex.assert_trees_all_equal((hosted.buffer, steps), (plain, expected))
+    slots = jaxbuf.sample(hosted, KEY, 4).slots
+    found = hosted.read(lambda buffer, slots: buffer.locate(slots), slots)
+    chex.assert_trees_all_equal(found, plain.locate(slots))
+    with pytest.raises(ValueError, match=r"apply was called inside of jax\.jit"):
+        jax.jit(lambda x: hosted.apply(lambda buffer: (buffer, x))[1])(1.0)

@@ -1,8 +1,9 @@
 """A buffer in host memory that sends its batches to an accelerator."""
 
 import contextlib
+import operator
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, doors
-from jaxbuf.buffers.options import check_options
+from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, trees
@@ -18,6 +19,8 @@ from jaxbuf.core.program import OwnPrograms, is_outside
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
+
+Result = TypeVar("Result")
 
 
 class Hosted(OwnPrograms, struct.PyTreeNode):
@@ -27,10 +30,11 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     it is updated in place by the native CPU kernels; only batches are transferred. The batches are
     bitwise equal to those of the buffer that ``make`` returns.
 
-    It has the methods of the buffer inside, but they must be called from Python: each of them runs
-    its own program on the CPU, so they cannot be called within ``jax.jit``, ``jax.lax.scan`` or
-    ``jax.vmap``. Arguments may be on any device of this process. A method that changes the buffer
-    returns the new buffer and consumes the old one, unless it is called with ``donate=False``.
+    It has the common methods of the buffer inside, and ``apply`` and ``read`` for all others. They
+    must be called from Python: each of them runs its own program on the CPU, so they cannot be
+    called within ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap``. Arguments may be on any device of
+    this process. A method that changes the buffer returns the new buffer and consumes the old one,
+    unless it is called with ``donate=False``.
 
     **Drawing while the accelerator works.** JAX dispatches a step asynchronously. Draw the next
     batch after calling the step and before using its TD errors:
@@ -117,17 +121,67 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     @property
     def size(self) -> Int[Array, ""]:
         """The number of items, or steps, that the buffer holds."""
-        return self._read("size", lambda buffer: buffer.size)
+        return self.read(operator.attrgetter("size"))
 
     @property
     def occupancy(self) -> Contents:
         """An object whose ``size`` is the number of items, or windows, for importance weights."""
-        count = np.asarray(self._read("occupancy", lambda buffer: buffer.occupancy.size))
+        count = np.asarray(self.read(operator.attrgetter("occupancy.size")))
         return Contents(count)  # pyright: ignore[reportArgumentType]
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether at least ``batch_size`` items, or windows, can be drawn."""
         return self._call("can_sample", {"batch_size": batch_size})
+
+    def apply(
+        self, function: Callable[..., tuple[Any, Result]], *arguments: PyTree
+    ) -> tuple[Self, Result]:
+        """Changes the buffer inside: ``buffer, result = function(buffer, *arguments)``.
+
+        Args:
+            function: Returns the new buffer and a result. It is called from Python, with the CPU as
+                the device of its arrays; functions of ``jaxbuf`` update the buffer in place there.
+            arguments: Pytrees, whose arrays are transferred to the host.
+
+        Returns:
+            The new ``Hosted``, and the result, whose arrays stay on ``device``.
+
+        Raises:
+            ValueError: If this is called inside of ``jax.jit`` or another transformation.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> rings = jaxbuf.Hosted.create(
+            ...     lambda: jaxbuf.TrajectoryBuffer.create(jnp.int32(0), num_envs=2, length=8)
+            ... )
+            >>> rings = jaxbuf.add(rings, jnp.arange(6).reshape(2, 3))
+            >>> rings, steps = rings.apply(lambda buffer: jaxbuf.dequeue(buffer, 2))
+            >>> steps.data.tolist(), int(rings.size)
+            ([[0, 1], [3, 4]], 2)
+        """
+        arguments = self._here("apply", arguments)
+        with _no_mesh():
+            buffer, result = function(self.buffer, *arguments)
+        return self.replace(buffer=buffer), result
+
+    def read(self, function: Callable[..., Result], *arguments: PyTree) -> Result:
+        """Returns ``function(buffer, *arguments)`` of the buffer inside, as in ``apply``.
+
+        Raises:
+            ValueError: If this is called inside of ``jax.jit`` or another transformation.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> rings = jaxbuf.Hosted.create(
+            ...     lambda: jaxbuf.TrajectoryBuffer.create(jnp.int32(0), num_envs=2, length=8)
+            ... )
+            >>> rings = jaxbuf.add(rings, jnp.arange(6).reshape(2, 3))
+            >>> rings.read(lambda buffer: buffer.end_position).tolist()
+            [3, 3]
+        """
+        arguments = self._here("read", arguments)
+        with _no_mesh():
+            return function(self.buffer, *arguments)
 
     def add(self, items: PyTree[Array], *, donate: bool = True, **options: object) -> Self:
         """Adds items, which are transferred to the host.
@@ -371,17 +425,17 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         """Returns the metrics of the buffer inside, scalars on ``device``."""
         return self._call("metrics", {})
 
+    dequeue = absent("dequeue", "use apply: hosted.apply(lambda buffer: jaxbuf.dequeue(buffer, n))")
+    gather, gather_all, get_field, locate, episode, episode_mask = (
+        absent(name, f"use read: hosted.read(lambda buffer: buffer.{name}(...))")
+        for name in ("gather", "gather_all", "get_field", "locate", "episode", "episode_mask")
+    )
+
     def _call(self, method: str, given: dict[str, object], donate: object = ...) -> Any:
         """Calls a method of the buffer, with its arguments on the CPU device."""
         given = self._here(method, given)
         with _no_mesh():
             return doors.call(method, self.buffer, donate=donate, **given)
-
-    def _read(self, name: str, read: Callable[[Any], Array]) -> Array:
-        """Returns a property of the buffer."""
-        self._here(name, ())
-        with _no_mesh():
-            return read(self.buffer)
 
     def _change(self, method: str, given: dict[str, object], donate: bool) -> Self:
         donate = checks.check_flag("donate", donate)

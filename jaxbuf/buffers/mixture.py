@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.lookups import broadcast_steps, mask_of
-from jaxbuf.buffers.options import check_options
+from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.parts import (
     CONTENTS,
     ENVIRONMENTS,
@@ -795,6 +795,11 @@ class Mixture(Composite, struct.PyTreeNode):
         for i, part in enumerate(self.parts):
             found |= {f"{i}/{name}": value for name, value in part.metrics().items()}
         return found
+
+    dequeue, gather, gather_all, latest, sample_range = (
+        absent(name, f"ask one of the parts: mixture.parts[i].{name}(...)")
+        for name in ("dequeue", "gather", "gather_all", "latest", "sample_range")
+    )
 
     def _tell(self, method: str, ability: Ability, tell: Function, *slots: Slots) -> Self:
         """Returns the mixture after applying ``tell`` to all parts that have the ability.

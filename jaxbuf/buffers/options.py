@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Mapping
+from typing import NoReturn
 
 import jax
 
@@ -69,3 +70,14 @@ def _no_buffer(thing: object, method: str) -> str:
         )
         return f"{checks.kind_of(thing)}, which has no method {method}; it has {has}"
     return f"{checks.kind_of(thing)}; expected a buffer, such as one of jaxbuf.ItemBuffer.create"
+
+
+def absent(method: str, remedy: str) -> Function:
+    """Returns a method for a class that lacks it, which raises an error that says what to use."""
+
+    def refuse(self: object, *_: object, **__: object) -> NoReturn:
+        raise ValueError(f"{method} was called, but {checks.kind_of(self)} has none; {remedy}")
+
+    refuse.__name__ = refuse.__qualname__ = method
+    refuse.__doc__ = f"Raises an error: {remedy}."
+    return refuse

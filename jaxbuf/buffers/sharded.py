@@ -13,7 +13,7 @@ from jaxbuf.buffers import common, global_draw, retire, write_back
 from jaxbuf.buffers import shards as on_shards
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.lookups import broadcast_steps, mask_of
-from jaxbuf.buffers.options import check_options
+from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.per_device import here_of
 from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
@@ -449,6 +449,26 @@ class Sharded(SplitBatches, struct.PyTreeNode):
     @program()
     def _occupied(self) -> Int[Array, ""]:
         return on_shards.total(self, on_shards.occupied)
+
+    next_batch = absent("next_batch", "use sample, or make each shard a buffer of its own")
+    dequeue, gather, gather_all, get_field, latest, locate, sample_range, episode, episode_mask = (
+        absent(
+            name,
+            "ask each shard, which is a buffer: "
+            f"jax.vmap(lambda shard: shard.{name}(...))(sharded.shards)",
+        )
+        for name in (
+            "dequeue",
+            "gather",
+            "gather_all",
+            "get_field",
+            "latest",
+            "locate",
+            "sample_range",
+            "episode",
+            "episode_mask",
+        )
+    )
 
     def _check_slots(
         self, slots: Slots, mask: Bool[Array, " B"] | None = None
