@@ -1,7 +1,7 @@
 """The operations of a ``Sharded`` on its shards, except for the draw."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jaxbuf.strategies.samplers import least_positive
 
 if TYPE_CHECKING:
     from jaxbuf.buffers.sharded import Sharded
+
+AnySharded = TypeVar("AnySharded", bound="Sharded")
 
 _RECIPE = (
     "keep one ItemBuffer whose data alone is sharded and everything else replicated, as the guide "
@@ -106,7 +108,7 @@ def can_sample(buffer: "Sharded", wanted: Int[Array, ""]) -> Bool[Array, ""]:
     return run(buffer, body, out=jax.P()) * buffer.num_shards >= wanted
 
 
-def add(buffer: "Sharded", items: PyTree[Array], given: dict[str, object]) -> "Sharded":
+def add(buffer: AnySharded, items: PyTree[Array], given: dict[str, object]) -> AnySharded:
     """Adds one block of the rows to each shard."""
     if jax.tree.leaves(items)[0].shape[0] == 0:
         return buffer
@@ -118,8 +120,8 @@ def add(buffer: "Sharded", items: PyTree[Array], given: dict[str, object]) -> "S
 
 
 def insert(
-    buffer: "Sharded", items: PyTree[Array], given: dict[str, object]
-) -> tuple["Sharded", Slots]:
+    buffer: AnySharded, items: PyTree[Array], given: dict[str, object]
+) -> tuple[AnySharded, Slots]:
     """Adds one block of the rows to each shard; returns slots that are numbered through all."""
 
     def put(shard: Any, items: PyTree[Array], given: dict[str, Any]) -> tuple[Body, Slots]:
@@ -169,8 +171,8 @@ def numbered(buffer: "Sharded", slots: Slots, number: Int[Array, "..."]) -> Slot
 
 
 def of_envs(
-    buffer: "Sharded", mask: Bool[Array, " E"], change: Callable[[Any, Array], Any]
-) -> "Sharded":
+    buffer: AnySharded, mask: Bool[Array, " E"], change: Callable[[Any, Array], Any]
+) -> AnySharded:
     """Applies ``change(shard, mask)`` to every shard, with the mask of its own environments."""
 
     def body(shards: Any, mask: Any, _: Any) -> Body:
@@ -179,7 +181,7 @@ def of_envs(
     return buffer.replace(shards=run(buffer, body, mask))
 
 
-def tell(buffer: "Sharded", rows: tuple[Any, ...], change: Callable[..., Body]) -> "Sharded":
+def tell(buffer: AnySharded, rows: tuple[Any, ...], change: Callable[..., Body]) -> AnySharded:
     """Applies ``change(shard, slots, *values)`` to every shard, with the slots of its own items.
 
     Args:
@@ -260,8 +262,8 @@ def held(shard: Body, slots: Slots) -> Int[Array, " B"]:
 
 
 def each(
-    buffer: "Sharded", change: Callable[..., Body], arguments: tuple[Any, ...] = ()
-) -> "Sharded":
+    buffer: AnySharded, change: Callable[..., Body], arguments: tuple[Any, ...] = ()
+) -> AnySharded:
     """Applies ``change(shard, *arguments)`` to every shard."""
 
     def body(shards: Any, _: Any, same: Any) -> Body:

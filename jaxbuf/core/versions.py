@@ -55,7 +55,8 @@ def vary(leaf: Array, axes: tuple[str, ...]) -> Array:
     """Returns an array marked as varying over more axes."""
     if hasattr(lax, "pcast"):
         return lax.pcast(leaf, axes, to="varying")
-    return lax.pvary(leaf, axes)
+    before: Any = lax
+    return before.pvary(leaf, axes)
 
 
 def shape_like(leaf: jax.ShapeDtypeStruct, like: Array) -> jax.ShapeDtypeStruct:

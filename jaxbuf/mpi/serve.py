@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -168,7 +168,7 @@ def _take(
 
 
 @contextlib.contextmanager
-def _signals_later() -> Iterator[None]:
+def _signals_later() -> Generator[None]:
     """Handles SIGINT and SIGTERM after the block, if they come during it."""
     if threading.current_thread() is not threading.main_thread():
         yield

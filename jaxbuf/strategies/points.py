@@ -187,7 +187,7 @@ class Points(Others, struct.PyTreeNode):
     @classmethod
     def of(cls, points: Shaped[Array, "B D"]) -> Self:
         """Creates points from rows of coordinates."""
-        empty = cls.create(*points.shape, points.dtype)
+        empty = cls.create(points.shape[0], points.shape[1], points.dtype)
         blocks, groups, stride, columns = empty.blocks.shape
         rest = (blocks * columns - points.shape[0], groups * stride - points.shape[1])
         padded = jnp.pad(points, ((0, rest[0]), (0, rest[1])))

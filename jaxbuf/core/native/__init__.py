@@ -9,6 +9,7 @@ results. ``JAXBUF_NATIVE=0`` turns the kernels off.
 import contextlib
 import ctypes
 import functools
+import importlib.metadata
 import math
 import os
 import warnings
@@ -19,7 +20,6 @@ from typing import Any
 import jax
 import jax.ffi
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
@@ -69,7 +69,7 @@ def _load(path: Path) -> ctypes.CDLL | None:
             return library
         reason = (
             f"were built for version {built >> 16}.{built & 0xFFFF} of XLA's interface, but jaxlib "
-            f"{jaxlib.__version__} has {here >> 16}.{here & 0xFFFF}"
+            f"{importlib.metadata.version('jaxlib')} has {here >> 16}.{here & 0xFFFF}"
         )
     warnings.warn(
         f"jaxbuf runs without its kernels for the CPU, and more slowly: {path} {reason}. To build "
