@@ -88,9 +88,14 @@ def num_envs(buffer: object) -> int:
 
 
 def choose(own: Bool[Array, " B"], new: PyTree[Array], old: PyTree[Array]) -> PyTree[Array]:
-    """Returns the rows ``[B, ...]`` of ``new`` where ``own`` is True, and of ``old`` elsewhere."""
+    """Returns the rows ``[B, ...]`` of ``new`` where ``own`` is True, and of ``old`` elsewhere.
 
-    def leaf(new: Array, old: Array) -> Array:
+    Where one of them has None, which is no answer, the result has none either.
+    """
+
+    def leaf(new: Array | None, old: Array | None) -> Array | None:
+        if new is None or old is None:
+            return None
         return jnp.where(own.reshape(own.shape + (1,) * (new.ndim - own.ndim)), new, old)
 
-    return jax.tree.map(leaf, new, old)
+    return jax.tree.map(leaf, new, old, is_leaf=lambda x: x is None)

@@ -71,7 +71,7 @@ class Episodes(Part):
         period: Windows start at the first step of an episode and at every ``period``-th step after
             it. The ``period`` of the buffer counts places of the ring instead; leave it at 1.
         record_return: Whether to record the discounted return from each step to the end of its
-            episode, for ``episode_return``.
+            episode, the ``value`` of ``TrajectoryBuffer.episode``.
         discount: The factor per step, in ``[0, 1]``.
         default_return: The return of steps whose episode has not ended yet, or was truncated. If
             returns serve as lower bounds of values, choose a number that is at most the smallest
@@ -94,12 +94,10 @@ class Episodes(Part):
         >>> buffer = jaxbuf.TrajectoryBuffer.create(step, num_envs=1, length=8, episodes=episodes)
         >>> ends = jnp.array([[False, False, True, False, False]])
         >>> buffer = buffer.add({"reward": jnp.ones((1, 5)), "terminated": ends})
-        >>> env, position = jnp.zeros(5, jnp.int32), jnp.arange(5)
-        >>> buffer.episode_begin_position(env, position).tolist()
-        [0, 0, 0, 3, 3]
-        >>> buffer.steps_to_episode_end(env, position).tolist()
-        [2, 1, 0, 1, 0]
-        >>> buffer.episode_return(env, position).tolist()
+        >>> episode = buffer.episode(jnp.int32(0), jnp.arange(5))
+        >>> episode.begin.tolist(), episode.to_end.tolist()
+        ([0, 0, 0, 3, 3], [2, 1, 0, 1, 0])
+        >>> episode.value.tolist()
         [1.75, 1.5, 1.0, -9.0, -9.0]
 
     References:
@@ -344,52 +342,45 @@ class EpisodeIndex(struct.PyTreeNode):
             index = index._record(rewards, terminated, last, taken, rank, rings, rows)
         return index
 
-    def begin(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
-    ) -> UInt[Array, " B"]:
-        """Returns the position of the episode's first step; the step's own if it is not held."""
-        row = rings.locate(env, position)
-        return position - jnp.where(row < self.behind.size, self.steps_before(row), 0).astype(
-            jnp.uint32
-        )
-
-    def held_begin(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
-    ) -> UInt[Array, " B"]:
-        """Returns the position of the first step of the episode that is still held."""
-        earliest = (rings.end - rings.held).at[env].get(mode="clip")
-        back = position - self.begin(rings, env, position)
-        return position - jnp.minimum(back, position - earliest)
-
-    def last_terminated(
+    def episode(
         self,
         rings: Rings,
         env: Int[Array, " B"],
         position: UInt[Array, " B"],
-        data: PyTree[Array],
-    ) -> UInt[Array, " B"]:
-        """Returns the last position up to this one that terminated, or else the episode's first.
+        steps: PyTree[Array],
+    ) -> "Episode":
+        """Returns what is known of the episodes of single steps.
 
         Args:
             rings: The rings of the buffer.
             env: The environments of the steps.
-            position: The positions of the steps; returned unchanged for steps that are not held.
-            data: The stored steps, leaves ``[E, N, ...]``.
+            position: The positions of the steps.
+            steps: The stored steps, leaves ``[E, N, ...]``.
         """
         row = rings.locate(env, position)
-        if self.episodes.last is None:
-            terminated, _ = self.episodes.flags(data)
-            here = storage.read(terminated.reshape(-1), row)
-            since = jnp.where(here, 0, self.steps_before(row))
-        else:
-            since = storage.read(self.since.reshape(-1), row)
-        return position - jnp.where(row < self.behind.size, since, 0).astype(jnp.uint32)
+        held = row < self.behind.size
+        behind = jnp.where(held, self.steps_before(row), 0)
+        back = behind.astype(jnp.uint32)
+        earliest = (rings.end - rings.held).at[env].get(mode="clip")
+        return Episode(
+            begin=position - back,
+            held_begin=position - jnp.minimum(back, position - earliest),
+            to_end=jnp.where(held, self._to_end(rings, env, position, row), -1),
+            is_first=held & (behind == 0),
+            is_last=held & self._ended(rings, env, position),
+            last_terminated=position
+            - jnp.where(held, self._terminated(row, steps), 0).astype(jnp.uint32),
+            value=self._value(rings, env, position, row) if self.episodes.record_return else None,
+        )
 
-    def remaining(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
+    def _to_end(
+        self,
+        rings: Rings,
+        env: Int[Array, " B"],
+        position: UInt[Array, " B"],
+        row: Int[Array, " B"],
     ) -> Int[Array, " B"]:
-        """Returns the number of held steps of the episode after this one; -1 if it is not held."""
-        row = rings.locate(env, position)
+        """Returns the number of held steps of the episode after each stored step."""
         ahead = (rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position).astype(jnp.int32)
         length = self.behind.shape[-1]
         bits = (length - 1).bit_length()
@@ -401,28 +392,41 @@ class EpisodeIndex(struct.PyTreeNode):
             return jnp.where((further <= ahead) & same, further, found)
 
         begin = vary_with(jnp.zeros_like(row), self.behind)
-        found = lax.fori_loop(0, bits, halve, begin)
-        return jnp.where(row < self.behind.size, found, -1)
+        return lax.fori_loop(0, bits, halve, begin)
 
-    def is_first(
+    def _ended(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
     ) -> Bool[Array, " B"]:
-        """Returns whether an episode began with this step; False if it is not held."""
-        row = rings.locate(env, position)
-        return (row < self.behind.size) & (self.steps_before(row) == 0)
-
-    def is_last(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
-    ) -> Bool[Array, " B"]:
-        """Returns whether an episode ended with this step; False if it is not held."""
+        """Returns whether an episode ended with each stored step."""
         after = rings.locate(env, position + jnp.uint32(1))
         newest = position + jnp.uint32(1) == rings.end.at[env].get(mode="clip")
-        ended = jnp.where(
+        return jnp.where(
             newest,
             self.run.at[env].get(mode="clip") == 0,
             (after < self.behind.size) & (self.steps_before(after) == 0),
         )
-        return ended & (rings.locate(env, position) < self.behind.size)
+
+    def _terminated(self, row: Int[Array, " B"], steps: PyTree[Array]) -> Int[Array, " B"]:
+        """Returns the number of steps since the last one that terminated, or else the first."""
+        if self.episodes.last is not None:
+            return storage.read(self.since.reshape(-1), row)
+        terminated, _ = self.episodes.flags(steps)
+        here = storage.read(terminated.reshape(-1), row)
+        return jnp.where(here, 0, self.steps_before(row))
+
+    def _value(
+        self,
+        rings: Rings,
+        env: Int[Array, " B"],
+        position: UInt[Array, " B"],
+        row: Int[Array, " B"],
+    ) -> Float[Array, " B"]:
+        """Returns the return of each step; the default if it is unknown or the step not held."""
+        back = rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position
+        known = back >= self.pending.at[env].get(mode="clip").astype(jnp.uint32)
+        value = storage.read(self.returns.reshape(-1), row)
+        known &= row < self.returns.size
+        return jnp.where(known, value, jnp.float32(self.episodes.default_return))
 
     def together(self, rings: Rings, index: Int[Array, " B"]) -> Bool[Array, "B S"]:
         """Returns a mask of the steps of windows in the episode of the window's first step."""
@@ -478,17 +482,6 @@ class EpisodeIndex(struct.PyTreeNode):
             broken=jnp.where(began, at, rings.capacity)[:, :most],
             refused=jnp.sum(refused, dtype=jnp.uint32),
         )
-
-    def recorded(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
-    ) -> Float[Array, " B"]:
-        """Returns the return of each step; the default if it is unknown or the step not held."""
-        row = rings.locate(env, position)
-        back = rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position
-        known = back >= self.pending.at[env].get(mode="clip").astype(jnp.uint32)
-        value = storage.read(self.returns.reshape(-1), row)
-        known &= row < self.returns.size
-        return jnp.where(known, value, jnp.float32(self.episodes.default_return))
 
     def recorded_anew(self, rings: Rings, steps: PyTree[Array]) -> Self:
         """Returns the index with returns of other rewards than those it was built from.
@@ -621,6 +614,39 @@ class EpisodeIndex(struct.PyTreeNode):
         return self.replace(
             returns=returns, pending=left[:, 0], cut=cut_now[:, 0] if alf else self.cut
         )
+
+
+class Episode(NamedTuple):
+    """What is known of the episodes of sampled windows, or of single steps.
+
+    All fields have the shape of what was asked about, ``[B]`` for sampled windows, whose first
+    steps count. Positions count the steps of a ring: see ``TrajectoryBuffer.end_position``.
+
+    Attributes:
+        begin: The position of the first step of the episode, which may have been overwritten; the
+            step's own position if it is not held.
+        held_begin: The position of the first step of the episode that the ring still holds; the
+            step's own position if it is not held.
+        to_end: The number of steps that follow in the episode, up to the newest one if it is open;
+            -1 if the step itself is not held.
+        is_first: Whether the episode began with this step; False if it is not held.
+        is_last: Whether the episode ended with this step; False if it is not held.
+        last_terminated: The position of the last step up to this one whose flag
+            ``Episodes.terminated`` is set, or else ``begin``. Without ``Episodes.last`` only the
+            last step of an episode can have it; with it, any step can, for example at the loss of a
+            life. The step may have been overwritten. The step's own position if it is not held.
+        value: The discounted return from this step to the end of the episode, float32. It is
+            ``Episodes.default_return`` if the episode is open or was truncated, or if the step is
+            not held. None without ``Episodes(record_return=True)``.
+    """
+
+    begin: UInt[Array, "..."]
+    held_begin: UInt[Array, "..."]
+    to_end: Int[Array, "..."]
+    is_first: Bool[Array, "..."]
+    is_last: Bool[Array, "..."]
+    last_terminated: UInt[Array, "..."]
+    value: Float[Array, "..."] | None
 
 
 class Completed(NamedTuple):
