@@ -12,7 +12,7 @@ from scipy import stats
 
 import jaxbuf
 from jaxbuf import testing
-from jaxbuf.strategies import episodes as module
+from jaxbuf.strategies import returns as module
 from tests import reference_episodes as reference
 
 DISTINCT = jaxbuf.Uniform(replacement=False)
@@ -336,18 +336,18 @@ def test_many_steps_at_once_are_filled_in_as_one_after_the_other(recurrence):
         jnp.array([1, 0, 1, 1, 2], jnp.int32),
         *jnp.asarray(random.normal(size=(2, rings)), jnp.float32),
     )
-    episodes = jaxbuf.Episodes(recurrence=recurrence, discount=0.95, default_return=-3.0)
+    recurrence = module.RECURRENCES[recurrence](discount=0.95, default_return=-3.0)
     expected = np.asarray(returns).copy()
     position, steps, first, *tails = (np.asarray(argument) for argument in arguments[1:])
     for ring in range(rings):
-        tail = module._Tail(*(part[ring] for part in tails))
+        tail = module.Tail(*(part[ring] for part in tails))
         for count in range(steps[ring]):
             place = (position[ring] - 1 - count) % length
             terminated, last = jnp.bool_(count == first[ring]), jnp.bool_(False)
             reward = jnp.float32(expected[ring, place])
-            value, tail = module._step_back(episodes, tail, reward, terminated, last)
+            value, tail = recurrence.back(tail, reward, terminated, last)
             expected[ring, place] = value
-    filled = jax.jit(functools.partial(module._fill, episodes))(*arguments)
+    filled = jax.jit(functools.partial(module._fill, recurrence))(*arguments)
     np.testing.assert_allclose(filled, expected, rtol=1e-5, atol=1e-6)
 
 

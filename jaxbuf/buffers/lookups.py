@@ -1,4 +1,4 @@
-"""How lookups name steps and environments, and the old names of lookups of episodes."""
+"""Arguments that name steps and environments, and old names of lookups of episodes."""
 
 from collections.abc import Callable
 from typing import Any
