@@ -308,7 +308,7 @@ def returns_at(
 
     Args:
         recurrence: The rule that computed the returns.
-        recorded: What was recorded.
+        recorded: The recorded returns.
         rings: The rings of the steps.
         env: The environments of the steps.
         position: The positions of the steps.
