@@ -61,7 +61,7 @@ from jaxbuf.monitoring.plot import plot
 from jaxbuf.monitoring.statistics import Statistics
 from jaxbuf.strategies.balanced import Balanced
 from jaxbuf.strategies.diversity import Diversity
-from jaxbuf.strategies.episodes import Episodes
+from jaxbuf.strategies.episodes import Episode, Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
@@ -84,6 +84,7 @@ __all__ = [
     "ChunkAccumulator",
     "CsvWriter",
     "Diversity",
+    "Episode",
     "EpisodeAccumulator",
     "Episodes",
     "FrameStack",

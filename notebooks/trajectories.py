@@ -214,17 +214,15 @@ draw(whole, list(zip(env[:7], position[:7], strict=True)), "windows that stay in
 
 # %%
 positions = jnp.arange(10, 25)
-begin = whole.episode_begin_position(jnp.int32(0), positions)
-left = whole.steps_to_episode_end(jnp.int32(0), positions)
-returns = whole.episode_return(jnp.int32(0), positions)
+episode = whole.episode(jnp.int32(0), positions)
 print("step    ", *(f"{x:3d}" for x in positions.tolist()))
-print("begin   ", *(f"{x:3d}" for x in begin.tolist()))
-print("left    ", *(f"{x:3d}" for x in left.tolist()))
-print("return  ", *(f"{x:3.0f}" for x in returns.tolist()))
+print("begin   ", *(f"{x:3d}" for x in episode.begin.tolist()))
+print("left    ", *(f"{x:3d}" for x in episode.to_end.tolist()))
+print("return  ", *(f"{x:3.0f}" for x in episode.value.tolist()))
 # Rewards of environment 0 are 1, 2, 3, 4, 5 in each episode.
-assert begin.tolist() == [10] * 5 + [15] * 5 + [20] * 5
-assert left.tolist() == [4, 3, 2, 1, 0] * 3
-assert returns.tolist() == [15, 14, 12, 9, 5] * 3
+assert episode.begin.tolist() == [10] * 5 + [15] * 5 + [20] * 5
+assert episode.to_end.tolist() == [4, 3, 2, 1, 0] * 3
+assert episode.value.tolist() == [15, 14, 12, 9, 5] * 3
 
 # %% [markdown]
 # ## Stacked frames, each stored once

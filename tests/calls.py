@@ -670,16 +670,7 @@ CALLS: dict[str, Call] = {
     "TrajectoryBuffer.dequeue": of(
         "trajectory", "dequeue", n=(2, "count"), mask=(MASK, "rows or none")
     ),
-    "TrajectoryBuffer.episode_begin_position": of(
-        "trajectory", "episode_begin_position", **ENVS, held=(False, "flag")
-    ),
-    "TrajectoryBuffer.last_terminated_position": of(
-        "trajectory", "last_terminated_position", **ENVS
-    ),
-    "TrajectoryBuffer.steps_to_episode_end": of("trajectory", "steps_to_episode_end", **ENVS),
-    "TrajectoryBuffer.is_episode_first": of("trajectory", "is_episode_first", **ENVS),
-    "TrajectoryBuffer.is_episode_last": of("trajectory", "is_episode_last", **ENVS),
-    "TrajectoryBuffer.episode_return": of("trajectory", "episode_return", **ENVS),
+    "TrajectoryBuffer.episode": of("trajectory", "episode", **ENVS),
     "TrajectoryBuffer.episode_mask": of(
         "trajectory", "episode_mask", slots=SLOTS, sequence_length=(2, "count or none")
     ),

@@ -171,7 +171,10 @@ def seen(name, buffer):
         "data": jax.tree.map(lambda leaf: np.asarray(leaf)[np.asarray(batch.valid)], batch.data),
     }
     if name == "episodes":
-        found["returns"] = buffer.episode_return(batch.slots)
+        new = hasattr(buffer, "episode")
+        found["returns"] = (
+            buffer.episode(batch.slots).value if new else buffer.episode_return(batch.slots)
+        )
     if name in ("fresh", "fresh_episodes"):
         found |= {"uses": buffer.use_count(batch.slots), "stale": buffer.staleness(batch.slots)}
     return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), found)

@@ -377,18 +377,9 @@ def dequeue(buffer, sample, scale, key):
 @operation(has_episodes)
 def look_up(buffer, sample, scale, key):
     slots = sample.slots
-    found = [
-        buffer.episode_begin_position(slots),
-        buffer.last_terminated_position(slots),
-        buffer.steps_to_episode_end(slots),
-        buffer.is_episode_first(slots),
-        buffer.is_episode_last(slots),
-    ]
-    if buffer.episode_index.episodes.boundary == "mask":
-        found.append(buffer.episode_mask(slots))
-    if buffer.episode_index.episodes.record_return:
-        found.append(buffer.episode_return(slots))
-    return found
+    found = buffer.episode(slots)
+    masks = buffer.episode_index.episodes.boundary == "mask"
+    return (found, buffer.episode_mask(slots)) if masks else found
 
 
 # Functions of samples alone do not need every strategy.

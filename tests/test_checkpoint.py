@@ -749,12 +749,12 @@ def test_another_number_of_environments_keeps_what_is_known_of_episodes(
         first = buffer.earliest_position
         at = first[:envs, None] + jnp.arange(per_env, dtype=jnp.uint32)[None]
         env = jnp.broadcast_to(jnp.arange(envs, dtype=jnp.int32)[:, None], at.shape)
-        begin = buffer.episode_begin_position(env, at)
+        episode = buffer.episode(env, at)
         return (
             buffer.get_field("id", env, at),
-            begin - first[:envs, None],
-            buffer.steps_to_episode_end(env, at),
-            buffer.episode_return(env, at),
+            episode.begin - first[:envs, None],
+            episode.to_end,
+            episode.value,
         )
 
     envs = min(num_envs, 2)
@@ -774,7 +774,7 @@ def test_another_number_of_environments_keeps_what_is_known_of_episodes(
     new = new.add({**more, "terminated": jnp.array([[False, True]] * num_envs)})
     testing.assert_valid(new)
     newest = new.end_position - jnp.uint32(1)
-    begin = new.episode_begin_position(jnp.arange(num_envs, dtype=jnp.int32), newest)
+    begin = new.episode(jnp.arange(num_envs, dtype=jnp.int32), newest).begin
     assert (newest - begin).tolist() == [3, 3, 1][:num_envs]
 
 
@@ -820,11 +820,12 @@ def test_another_length_keeps_what_is_known_of_episodes(tmp_path, length):
     zero = jnp.zeros((kept,), jnp.int32)
     for buffer, first in ((new, new.earliest_position[0]), (twin, twin.earliest_position[0])):
         at = first + jnp.arange(kept, dtype=jnp.uint32)
+        episode = buffer.episode(zero, at)
         found = (
             buffer.get_field("id", zero, at),
-            buffer.episode_begin_position(zero, at) - first,
-            buffer.steps_to_episode_end(zero, at),
-            buffer.episode_return(zero, at),
+            episode.begin - first,
+            episode.to_end,
+            episode.value,
         )
         expected = found if buffer is new else expected
     for have, want in zip(found, expected, strict=True):

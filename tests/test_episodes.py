@@ -12,7 +12,7 @@ from scipy import stats
 
 import jaxbuf
 from jaxbuf import testing
-from jaxbuf.strategies import episodes as module
+from jaxbuf.strategies import returns as module
 from tests import reference_episodes as reference
 
 DISTINCT = jaxbuf.Uniform(replacement=False)
@@ -67,14 +67,15 @@ def rows_of(*flags):
 @jax.jit
 def look(buffer, env, position):
     """All that single steps can be asked."""
+    found = buffer.episode(env, position)
     return {
-        "begin": buffer.episode_begin_position(env, position),
-        "held": buffer.episode_begin_position(env, position, held=True),
-        "terminated": buffer.last_terminated_position(env, position),
-        "remaining": buffer.steps_to_episode_end(env, position),
-        "first": buffer.is_episode_first(env, position),
-        "last": buffer.is_episode_last(env, position),
-        "return": buffer.episode_return(env, position),
+        "begin": found.begin,
+        "held": found.held_begin,
+        "terminated": found.last_terminated,
+        "remaining": found.to_end,
+        "first": found.is_first,
+        "last": found.is_last,
+        "return": found.value,
     }
 
 
@@ -303,10 +304,10 @@ def test_the_last_step_that_terminated_may_be_gone():
         rows["end"]["last"] = jnp.zeros_like(rows["end"]["last"])
         buffer = jaxbuf.add(buffer, rows)
     env, position = jnp.zeros(4, jnp.int32), jnp.arange(4, 8)
-    assert buffer.last_terminated_position(env, position).tolist() == [2] * 4
-    assert buffer.episode_begin_position(env, position).tolist() == [0] * 4
-    slots = buffer.latest(4).slots
-    assert buffer.last_terminated_position(slots).tolist() == [2] * 4
+    found = buffer.episode(env, position)
+    assert found.last_terminated.tolist() == [2] * 4
+    assert found.begin.tolist() == [0] * 4
+    assert buffer.episode(buffer.latest(4).slots).last_terminated.tolist() == [2] * 4
 
 
 def test_returns_by_the_plain_recurrence():
@@ -335,18 +336,18 @@ def test_many_steps_at_once_are_filled_in_as_one_after_the_other(recurrence):
         jnp.array([1, 0, 1, 1, 2], jnp.int32),
         *jnp.asarray(random.normal(size=(2, rings)), jnp.float32),
     )
-    episodes = jaxbuf.Episodes(recurrence=recurrence, discount=0.95, default_return=-3.0)
+    recurrence = module.RECURRENCES[recurrence](discount=0.95, default_return=-3.0)
     expected = np.asarray(returns).copy()
     position, steps, first, *tails = (np.asarray(argument) for argument in arguments[1:])
     for ring in range(rings):
-        tail = module._Tail(*(part[ring] for part in tails))
+        tail = module.Tail(*(part[ring] for part in tails))
         for count in range(steps[ring]):
             place = (position[ring] - 1 - count) % length
             terminated, last = jnp.bool_(count == first[ring]), jnp.bool_(False)
             reward = jnp.float32(expected[ring, place])
-            value, tail = module._step_back(episodes, tail, reward, terminated, last)
+            value, tail = recurrence.back(tail, reward, terminated, last)
             expected[ring, place] = value
-    filled = jax.jit(functools.partial(module._fill, episodes))(*arguments)
+    filled = jax.jit(functools.partial(module._fill, recurrence))(*arguments)
     np.testing.assert_allclose(filled, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -381,16 +382,16 @@ def test_clearing_and_dequeuing():
     # The first of these steps begins an episode in the one ring and ends one in the other.
     end = buffer.end_position
     env = jnp.arange(2, dtype=jnp.int32)
-    begin = buffer.episode_begin_position(env, end - jnp.uint32(2))
-    assert (end - begin).tolist() == [2, 6]
-    np.testing.assert_allclose(buffer.episode_return(env, end - jnp.uint32(2)), [1.0, 1.0])
+    found = buffer.episode(env, end - jnp.uint32(2))
+    assert (end - found.begin).tolist() == [2, 6]
+    np.testing.assert_allclose(found.value, [1.0, 1.0])
     assert [row[0] for row in windows(buffer).values()] != []
     cleared = buffer.clear()
     assert not cleared.can_sample()
     cleared = jaxbuf.add(cleared, rows_of("..", ".."))
     assert sorted(windows(cleared)) == [0, 6]
     assert (
-        cleared.episode_begin_position(env, cleared.end_position - jnp.uint32(1)).tolist()
+        cleared.episode(env, cleared.end_position - jnp.uint32(1)).begin.tolist()
         == (cleared.end_position - jnp.uint32(2)).tolist()
     )
 
@@ -469,7 +470,7 @@ def train(buffer, key):
     buffer = buffer.add(given, mask=take)
     sample = buffer.sample(key, 8)
     buffer = buffer.update_priority(sample.slots, jnp.abs(sample.data["reward"][:, 0]))
-    told = buffer.episode_return(sample.slots), buffer.steps_to_episode_end(sample.slots)
+    told = buffer.episode(sample.slots)
     return buffer, (sample, told)
 
 
@@ -535,17 +536,81 @@ def test_without_episodes_nothing_is_kept():
     assert buffer.episode_index is None
     slots = jaxbuf.Slots(index=jnp.zeros(2, jnp.int32), generation=jnp.zeros(2, jnp.uint32))
     with pytest.raises(ValueError, match=re.escape("episodes is None; create the buffer with")):
-        buffer.steps_to_episode_end(slots)
-    with pytest.raises(ValueError, match="record_return is False; create the buffer with"):
-        create(2, 4).episode_return(slots)
+        buffer.episode(slots)
+    assert create(2, 4, record_return=False).episode(slots).value is None
     with pytest.raises(ValueError, match='boundary is "cross", whose windows'):
         create(2, 4).episode_mask(slots)
     with pytest.raises(ValueError, match="positions is None; give env_ids and positions"):
-        create(2, 4).is_episode_first(jnp.zeros(2, jnp.int32))
+        create(2, 4).episode(jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="positions were given with slots"):
-        create(2, 4).is_episode_first(slots, jnp.zeros(2, jnp.int32))
+        create(2, 4).episode(slots, jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="positions has dtype float32; expected integers"):
-        create(2, 4).is_episode_last(jnp.zeros(2, jnp.int32), jnp.zeros(2))
+        create(2, 4).episode(jnp.zeros(2, jnp.int32), jnp.zeros(2))
+
+
+def test_what_locate_returns_is_a_place_of_an_episode():
+    buffer = jaxbuf.add(create(2, 8, 2, **RETURNS), rows_of("..T..", ".T..."))
+    slots = buffer.sample(jax.random.key(0), 16).slots
+    env, position = buffer.locate(slots)
+    expected = buffer.episode(slots)
+    for found in (
+        buffer.episode(env, position),
+        buffer.episode(buffer.locate(slots)),
+        jax.jit(lambda b, where: b.episode(where))(buffer, (env, position)),
+        buffer.episode((np.asarray(env), np.asarray(position))),
+    ):
+        chex.assert_trees_all_equal(found, expected)
+    assert buffer.episode(0, 3).begin == 3
+    assert buffer.episode(env.reshape(4, 4), position.reshape(4, 4)).to_end.shape == (4, 4)
+
+
+def test_fields_of_an_episode_that_are_not_used_cost_nothing():
+    buffer = create(2, 64, boundary="cross", **RETURNS)
+    slots = jaxbuf.Slots(index=jnp.zeros(2, jnp.int32), generation=jnp.zeros(2, jnp.uint32))
+
+    def loops(field):
+        one = jax.jit(lambda b: getattr(b.episode(slots), field)).lower(buffer).compile()
+        return " while(" in one.as_text()
+
+    assert loops("to_end")
+    assert not any(loops(name) for name in jaxbuf.Episode._fields if name != "to_end")
+
+
+OLD_LOOKUPS = {
+    "episode_begin_position": "begin",
+    "last_terminated_position": "last_terminated",
+    "steps_to_episode_end": "to_end",
+    "is_episode_first": "is_first",
+    "is_episode_last": "is_last",
+    "episode_return": "value",
+}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_LOOKUPS.items())
+def test_old_names_of_lookups_still_work_and_warn(old, new):
+    buffer = jaxbuf.add(create(2, 6, 2, **RETURNS), rows_of("..T....", ".T....."))
+    for one in (buffer, jaxbuf.Mixture.create([buffer], [1])):
+        slots = one.sample(jax.random.key(0), 16).slots
+        for where in ((slots,), one.locate(slots)):
+            with pytest.warns(DeprecationWarning, match=rf"{old} is now episode\(.*\)\.{new}"):
+                told = getattr(one, old)(*where)
+            np.testing.assert_array_equal(told, getattr(one.episode(*where), new))
+    with pytest.warns(DeprecationWarning, match=r"is now episode\(where, positions\)\.held_begin"):
+        held = buffer.episode_begin_position(slots, held=True)
+    np.testing.assert_array_equal(held, buffer.episode(slots).held_begin)
+    # The warning is the caller's.
+    with pytest.warns(DeprecationWarning, match=old) as warned:
+        getattr(buffer, old)(slots)
+    assert warned[0].filename == __file__
+
+
+def test_the_old_name_of_returns_needs_returns():
+    buffer = create(2, 4, record_return=False)
+    with (
+        pytest.warns(DeprecationWarning, match="episode_return is now"),
+        pytest.raises(ValueError, match="record_return is False; create the buffer with"),
+    ):
+        buffer.episode_return(jnp.int32(0), jnp.int32(0))
 
 
 BAD = [
@@ -589,7 +654,7 @@ def test_truncated_is_found_beside_terminated(fields, ends):
     buffer = jaxbuf.TrajectoryBuffer.create(
         step, 1, 4, episodes=jaxbuf.Episodes(terminated=path)
     ).add(steps)
-    last = buffer.is_episode_last(jnp.zeros(4, jnp.int32), jnp.arange(4))
+    last = buffer.episode(jnp.zeros(4, jnp.int32), jnp.arange(4)).is_last
     assert np.flatnonzero(last).tolist() == ends
     # The same in everything that uses such flags.
     accumulator = jaxbuf.EpisodeAccumulator.create(step, 1, 4, per_add=4, terminated=path)
@@ -688,7 +753,7 @@ def test_ending_open_episodes_in_jit_scan_and_vmap(recurrence):
         chex.assert_trees_all_equal(eager, other)
     more = jaxbuf.add(eager, rows_of(".T", ".T"))
     env, position = jnp.arange(2), jnp.array([5, 5])
-    assert more.episode_begin_position(env, position).tolist() == [2, 4]
+    assert more.episode(env, position).begin.tolist() == [2, 4]
     with pytest.raises(ValueError, match="end_episodes was called, but episodes is None"):
         jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 4).end_episodes()
 
@@ -702,4 +767,4 @@ def test_slots_of_a_dropped_episode_stay_stale():
     for _ in range(3):
         buffer = jaxbuf.add(buffer, rows_of("..."))
         assert not buffer.occupancy.holds(before).any()
-    assert buffer.episode_begin_position(jnp.array([0]), buffer.end_position - 1).tolist() == [8]
+    assert buffer.episode(jnp.array([0]), buffer.end_position - 1).begin.tolist() == [8]

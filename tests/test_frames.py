@@ -61,7 +61,7 @@ def test_alfs_own_numbers():
     ends = t % jnp.array([[17], [22]], jnp.int32) == jnp.array([[16], [21]], jnp.int32)
     buffer = jaxbuf.add(buffer, {"obs": t, "terminated": ends})
     sample = jaxbuf.sample(buffer, jax.random.key(0), 42)
-    first = buffer.is_episode_first(sample.slots)
+    first = buffer.episode(sample.slots).is_first
     stacks = jaxbuf.stack_frames(sample.data, 3, first=first)
     env, start = buffer.locate(sample.slots)
     row = {pair: i for i, pair in enumerate(zip(env.tolist(), start.tolist(), strict=True))}

@@ -265,7 +265,8 @@ def test_goals_of_a_ring_that_has_wrapped(strategy):
         sample = buffer.sample(key, 2048)
         env, position = buffer.locate(sample.slots)
         # As far back as the episode goes, or the ring.
-        begin = buffer.episode_begin_position(sample.slots, held=True)
+        episode = buffer.episode(sample.slots)
+        begin = episode.held_begin
         t = (position - begin).astype(jnp.int32)
         batch, relabeled = jaxbuf.hindsight(
             key,
@@ -274,7 +275,7 @@ def test_goals_of_a_ring_that_has_wrapped(strategy):
                 "achieved_goal", env[row], begin[row] + step.astype(jnp.uint32)
             ),
             t,
-            t + buffer.steps_to_episode_end(sample.slots) + 1,
+            t + episode.to_end + 1,
             strategy=strategy,
             fraction=1.0,
             reward_fn=reward_fn,

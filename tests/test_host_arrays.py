@@ -236,8 +236,9 @@ def test_weights_of_a_sample_on_the_host():
 EPISODES = {
     "locate": lambda b, slots, env, at: b.locate(slots),
     "episode_mask": lambda b, slots, env, at: b.episode_mask(slots),
-    "begin": lambda b, slots, env, at: b.episode_begin_position(slots),
-    "end": lambda b, slots, env, at: b.steps_to_episode_end(env, at),
+    "episode of windows": lambda b, slots, env, at: b.episode(slots),
+    "episode of steps": lambda b, slots, env, at: b.episode(env, at),
+    "episode of places": lambda b, slots, env, at: b.episode((env, at)),
     "get_field": lambda b, slots, env, at: b.get_field("reward", env, at),
     "clear": lambda b, slots, env, at: b.clear(env),
     "dequeue": lambda b, slots, env, at: b.dequeue(1, mask=MASK),

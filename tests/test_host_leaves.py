@@ -69,7 +69,7 @@ STEPS = {
     "locate": lambda b: b.locate(b.sample(KEY, 4).slots),
 }
 EPISODES = {
-    "episode_begin_position": lambda b: b.episode_begin_position(b.sample(KEY, 4).slots),
+    "episode": lambda b: b.episode(b.sample(KEY, 4).slots),
     "episode_mask": lambda b: b.episode_mask(b.sample(KEY, 4).slots),
 }
 QUEUE = {

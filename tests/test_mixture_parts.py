@@ -114,8 +114,6 @@ LOOKUPS = sorted(
     if not name.startswith("_")
 )
 LOOKUPS = ["episode_mask", *LOOKUPS]
-OF_STEPS = [(name, {}) for name in LOOKUPS if name not in ("episode_mask", "episode_return")]
-OF_STEPS += [("episode_begin_position", {"held": True})]
 
 
 @pytest.mark.parametrize("name", LOOKUPS)
@@ -131,21 +129,22 @@ def test_every_lookup_is_passed_on_with_its_options(name):
 
 
 @both
-@pytest.mark.parametrize(("name", "options"), OF_STEPS)
-def test_lookups_of_episodes(create, name, options):
+@pytest.mark.parametrize("name", [name for name in jaxbuf.Episode._fields if name != "value"])
+def test_lookups_of_episodes(create, name):
     mixture = create()
     batch, source = drawn(mixture)
-    by_slots = np.asarray(getattr(mixture, name)(batch.slots, **options))
+    by_slots = np.asarray(getattr(mixture.episode(batch.slots), name))
     env, position = mixture.locate(batch.slots)
-    by_steps = np.asarray(getattr(mixture, name)(env, position, **options))
+    by_steps = np.asarray(getattr(mixture.episode(env, position), name))
+    np.testing.assert_array_equal(getattr(mixture.episode((env, position)), name), by_steps)
     for number, first, before in ((0, offline(), 0), (2, online(), 3)):
         here = source == number
-        expected = getattr(first, name)(env[here] - before, position[here], **options)
+        expected = getattr(first.episode(env[here] - before, position[here]), name)
         np.testing.assert_array_equal(by_slots[source == number], expected)
         np.testing.assert_array_equal(by_steps[source == number], expected)
     # As steps that are not held, for which positions are their own.
     if by_slots.dtype != np.uint32:
-        expected = getattr(offline(), name)(jnp.array([3]), jnp.array([0]))
+        expected = getattr(offline().episode(jnp.array([3]), jnp.array([0])), name)
         assert (by_slots[source == 1] == expected).all()
         assert (by_steps[source == 1] == expected).all()
 
@@ -183,7 +182,22 @@ def test_returns():
     ]
     mixture = jaxbuf.Mixture.create(parts, [1, 1])
     env, position = jnp.array([[0], [1]]), jnp.arange(2)[None]
-    assert mixture.episode_return(env, position).tolist() == [[1.5, 1.0], [15.0, 10.0]]
+    assert mixture.episode(env, position).value.tolist() == [[1.5, 1.0], [15.0, 10.0]]
+
+
+def test_returns_that_some_parts_do_not_record_are_not_told():
+    step = {**STEP, "reward": jnp.float32(0)}
+    options = {"episodes": jaxbuf.Episodes(record_return=True)}
+    records = jaxbuf.TrajectoryBuffer.create(step, 1, 4, **options)
+    silent = jaxbuf.TrajectoryBuffer.create(step, 1, 4, episodes=jaxbuf.Episodes())
+    for parts in ([records, silent], [silent, records]):
+        mixture = jaxbuf.Mixture.create(parts, [1, 1])
+        assert mixture.episode(0, 0).value is None
+        with (
+            pytest.warns(DeprecationWarning, match="episode_return is now"),
+            pytest.raises(ValueError, match="record_return is False"),
+        ):
+            mixture.episode_return(0, 0)
 
 
 @both
@@ -209,7 +223,7 @@ def step_of_training(mixture, key):
     mixture = mixture.add(jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), STEP), part=2)
     batch = mixture.sample(key, 16)
     env, position = mixture.locate(batch.slots)
-    seen = mixture.steps_to_episode_end(env, position), mixture.use_count(batch.slots)
+    seen = mixture.episode(env, position).to_end, mixture.use_count(batch.slots)
     mixture = mixture.mark_used(batch.slots).set_version(version)
     return mixture, (batch.slots.index, *seen)
 
@@ -238,7 +252,7 @@ BAD = [
     (lambda m, s: m.staleness(s), "staleness was called, but no part limits uses"),
     (lambda m, s: m.locate(s), "locate was called, but no part has environments"),
     (lambda m, s: m.get_field("x", 0, 0), "get_field was called, but no part has environments"),
-    (lambda m, s: m.is_episode_last(s), "is_episode_last was called, but no part knows its epi"),
+    (lambda m, s: m.episode(s), "episode was called, but no part knows its episodes"),
     (lambda m, s: m.episode_mask(s), "episode_mask was called, but no part knows its episodes"),
     (lambda m, s: m.part_slots(s, 2), "part is 2; expected the number of one of the 2 parts"),
     (lambda m, s: m.part_slots(s.index, 0), "slots is only an array; expected the slots"),
@@ -256,6 +270,6 @@ def test_lookups_need_slots_or_both_names_of_steps():
     mixture = flat()
     batch, _ = drawn(mixture)
     with pytest.raises(ValueError, match="positions is None; give env_ids and positions"):
-        mixture.is_episode_first(jnp.arange(2))
+        mixture.episode(jnp.arange(2))
     with pytest.raises(ValueError, match="positions were given with slots"):
-        mixture.is_episode_first(batch.slots, jnp.arange(32))
+        mixture.episode(batch.slots, jnp.arange(32))

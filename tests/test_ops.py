@@ -100,10 +100,8 @@ def test_uses_versions_and_lookups_from_python_are_programs_that_are_compiled_on
             buffer.set_version(version),
             buffer.use_count(slots),
             buffer.staleness(slots),
-            buffer.episode_begin_position(slots),
-            buffer.steps_to_episode_end(env_ids, positions),
-            buffer.last_terminated_position(env_ids, positions),
-            buffer.is_episode_last(slots),
+            buffer.episode(slots),
+            buffer.episode(env_ids, positions),
             buffer.episode_mask(slots),
         )
 

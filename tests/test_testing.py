@@ -355,10 +355,10 @@ def test_what_a_filter_compares_is_what_items_hold(slot):
     ("field", "at", "value", "message"),
     [
         # The earliest step of the first ring has number 3 and lies at place 3.
-        ("terminated", (0, 5), True, "episode_index.begin[0, 3] is 2; expected 0"),
-        ("terminated", (0, 7), False, "episode_index.is_last[0, 4] is True; expected False"),
-        ("truncated", (1, 3), True, "episode_index.recorded[1, 0] is 8.875; expected -1000.0"),
-        ("reward", (1, 6), 0.0, "episode_index.recorded[1, 0] is 8.875; expected 8.0"),
+        ("terminated", (0, 5), True, "episode(...).begin[0, 3] is 2; expected 0"),
+        ("terminated", (0, 7), False, "episode(...).is_last[0, 4] is True; expected False"),
+        ("truncated", (1, 3), True, "episode(...).value[1, 0] is 8.875; expected -1000.0"),
+        ("reward", (1, 6), 0.0, "episode(...).value[1, 0] is 8.875; expected 8.0"),
     ],
 )
 def test_the_index_of_episodes_is_that_of_the_data(field, at, value, message):

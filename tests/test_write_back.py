@@ -760,15 +760,15 @@ def test_recorded_returns_are_computed_anew(recurrence, last, seed):
         env = jnp.arange(3)[:, None]
         position = old.earliest_position[:, None] + jnp.arange(10, dtype=jnp.uint32)[None]
         np.testing.assert_allclose(
-            mapped.episode_return(env, position), new.episode_return(env, position), rtol=1e-5
+            mapped.episode(env, position).value, new.episode(env, position).value, rtol=1e-5
         )
         testing.assert_valid(mapped)
         # Open episodes go on from there.
         more = {**steps(ramp(1, 3, 90), ends=[90, 190, 290]), "reward": jnp.ones((3, 1))}
         more |= {"over": more["terminated"]} if last else {}
         np.testing.assert_allclose(
-            mapped.add(more).episode_return(env, position + 1),
-            new.add(more).episode_return(env, position + 1),
+            mapped.add(more).episode(env, position + 1).value,
+            new.add(more).episode(env, position + 1).value,
             rtol=1e-5,
         )
 

@@ -88,7 +88,7 @@ def test_windows_and_episodes():
     assert targets.reward.dtype == jnp.float64
     chex.assert_shape(jaxbuf.stack_frames(batch.data, 3).frames, (8, 4, 3, 3))
     buffer = jaxbuf.update_priority(buffer, batch.slots, np.ones(8))
-    assert buffer.episode_return(jnp.int32(0), jnp.int32(6)) == 6
+    assert buffer.episode(jnp.int32(0), jnp.int32(6)).value == 6
 
 
 @pytest.mark.parametrize("temperature", [None, 1.0])

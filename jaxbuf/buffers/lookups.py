@@ -1,50 +1,39 @@
-"""Lookups of the episodes and environments in a buffer of steps."""
+"""Arguments that name steps and environments, and old names of lookups of episodes."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree, UInt
+from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.buffers.common import check_slots
-from jaxbuf.core import numbers, storage
-from jaxbuf.core.program import program
+from jaxbuf.core import checks, numbers, renamed, storage
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Function
-from jaxbuf.occupancy.rings import Rings
-from jaxbuf.strategies.episodes import EpisodeIndex
+
+# What a lookup asks about: sampled windows, places that ``locate`` returned, or environments.
+Where = Slots | tuple[Int[Array, "..."], UInt[Array, "..."]] | Int[Array, "..."]
 
 
-@program(static=("query",))
-def look_up(
-    query: Function,
-    index: EpisodeIndex,
-    rings: Rings,
-    where: Slots | Int[Array, "..."],
-    positions: Int[Array, "..."] | None,
-    given: dict[str, PyTree[Array]],
-) -> Array:
-    """Returns the answers of an index of episodes for sampled windows, or for single steps.
+def check_where(where: Where, positions: Int[Array, "..."] | None) -> Slots | tuple[Any, Any]:
+    """Returns what a lookup asks about: slots of windows, or environments and positions of steps.
 
     Args:
-        query: A method of the index, which takes ``rings``, environments and positions. Pass the
-            same object each time: each object is compiled once.
-        index: The index.
-        rings: The rings of the steps.
-        where: The slots of windows, whose first steps are looked up; or ``env_ids``.
-        positions: The positions of steps in these environments, with ``env_ids``.
-        given: Other arguments of the query.
+        where: Slots, a tuple of environments and positions, or environments.
+        positions: The positions of steps in these environments.
 
     Raises:
         ValueError: If positions are given with slots, or missing without them.
     """
     if isinstance(where, Slots):
-        where = check_slots(where, "where")
         if positions is not None:
             raise ValueError("positions were given with slots, which have their own")
-        return query(index, rings, *rings.starts_at(where.index, where.generation), **given)
+        return check_slots(where, "where")
+    if positions is None and isinstance(where, tuple) and len(where) == 2:
+        return where
     if positions is None:
         raise ValueError("positions is None; give env_ids and positions, or slots")
-    env, position, shape = broadcast_steps(where, positions, "where")
-    return query(index, rings, env, position, **given).reshape(shape)
+    return where, positions
 
 
 def mask_of(envs: object, num_envs: int) -> Bool[Array, " E"]:
@@ -92,3 +81,39 @@ def broadcast_steps(
     env = jnp.broadcast_to(env, shape).reshape(-1)
     position = jnp.broadcast_to(position, shape).reshape(-1).astype(jnp.uint32)
     return env, position, shape
+
+
+def _old_lookup(old: str, field: str) -> Callable[..., Array]:
+    """Returns a method by the name that ``episode(where, positions).field`` had."""
+
+    def lookup(self: Any, where: Where, positions: Int[Array, "..."] | None = None) -> Array:
+        renamed.warn(old, f"episode(where, positions).{field}")
+        found = getattr(self.episode(where, positions), field)
+        if found is None:
+            raise ValueError(
+                "record_return is False; create the buffer with "
+                "episodes=jaxbuf.Episodes(record_return=True)"
+            )
+        return found
+
+    lookup.__name__ = lookup.__qualname__ = old
+    lookup.__doc__ = f"Returns ``episode(where, positions).{field}``; deprecated."
+    return lookup
+
+
+class OldLookups:
+    """The old names of what ``episode`` returns, which still work in this version but warn."""
+
+    last_terminated_position = _old_lookup("last_terminated_position", "last_terminated")
+    steps_to_episode_end = _old_lookup("steps_to_episode_end", "to_end")
+    is_episode_first = _old_lookup("is_episode_first", "is_first")
+    is_episode_last = _old_lookup("is_episode_last", "is_last")
+    episode_return = _old_lookup("episode_return", "value")
+
+    def episode_begin_position(
+        self: Any, where: Where, positions: Int[Array, "..."] | None = None, *, held: bool = False
+    ) -> UInt[Array, "..."]:
+        """Returns ``episode(where, positions).begin``, or its ``held_begin``; deprecated."""
+        field = "held_begin" if checks.check_flag("held", held) else "begin"
+        renamed.warn("episode_begin_position", f"episode(where, positions).{field}")
+        return getattr(self.episode(where, positions), field)

@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.lookups import broadcast_steps, mask_of
+from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.parts import (
     CONTENTS,
@@ -35,6 +35,7 @@ from jaxbuf.core.program import OwnPrograms, program
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
+from jaxbuf.strategies.episodes import Episode
 from jaxbuf.strategies.protocols import Support
 
 
@@ -48,7 +49,7 @@ def _known_envs(mixture: "Mixture", given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-class Mixture(Composite, struct.PyTreeNode):
+class Mixture(Composite, OldLookups, struct.PyTreeNode):
     """Several buffers, sampled together at fixed ratios, for example offline and online data.
 
     A batch has an exact number of rows from each part, ordered by part. Slots are numbered through
@@ -65,8 +66,8 @@ class Mixture(Composite, struct.PyTreeNode):
     ``jaxbuf.update_priority`` and ``jaxbuf.importance_weights``. A part may be a mixture itself.
 
     Parts may be of different kinds: ``mark_used`` and ``set_version`` apply to the parts with
-    ``Freshness``, and lookups such as ``locate`` and ``steps_to_episode_end`` ask, for each row,
-    the part that it comes from. ``part_slots`` returns the slots of one part for its own methods.
+    ``Freshness``, and lookups such as ``locate`` and ``episode`` ask, for each row, the part that
+    it comes from. ``part_slots`` returns the slots of one part for its own methods.
 
     A part may also be a ``Queue``: ``next_batch`` takes its rows out, so that each of its items is
     in one batch, and draws the rest. Such a mixture cannot ``sample``.
@@ -640,73 +641,27 @@ class Mixture(Composite, struct.PyTreeNode):
             lambda part, *step: part.get_field(path, *step),
         )
 
-    def episode_begin_position(
-        self,
-        where: Slots | Int[Array, "..."],
-        positions: Int[Array, "..."] | None = None,
-        *,
-        held: bool = False,
-    ) -> UInt[Array, "..."]:
-        """Returns ``TrajectoryBuffer.episode_begin_position`` of each row's part.
+    @program()
+    def episode(self, where: Where, positions: Int[Array, "..."] | None = None) -> Episode:
+        """Returns what is known of the episodes of sampled windows, or of single steps.
 
-        This and all other lookups of episodes take ``slots``, or ``env_ids`` and ``positions``
-        numbered as in ``locate``. Rows of parts without ``Episodes`` get the same result as steps
-        that are not held.
+        Args:
+            where: As for ``TrajectoryBuffer.episode``. Environments are numbered as in ``locate``.
+            positions: The positions of steps in these environments, with ``env_ids``.
 
-        Raises:
-            ValueError: If no part has ``Episodes``.
-        """
-        return self._look_up("episode_begin_position", where, positions, held=held)
-
-    def last_terminated_position(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
-    ) -> UInt[Array, "..."]:
-        """Returns ``TrajectoryBuffer.last_terminated_position`` of each row's part.
+        Returns:
+            An ``Episode``. Rows of parts without ``Episodes`` get the same results as steps that
+            are not held. Its ``value`` is None unless all parts with ``Episodes`` record returns.
 
         Raises:
-            ValueError: If no part has ``Episodes``.
+            ValueError: If no part has ``Episodes``, or as raised by the parts.
         """
-        return self._look_up("last_terminated_position", where, positions)
-
-    def steps_to_episode_end(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
-    ) -> Int[Array, "..."]:
-        """Returns ``TrajectoryBuffer.steps_to_episode_end`` of each row's part.
-
-        Raises:
-            ValueError: If no part has ``Episodes``.
-        """
-        return self._look_up("steps_to_episode_end", where, positions)
-
-    def is_episode_first(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
-    ) -> Bool[Array, "..."]:
-        """Returns ``TrajectoryBuffer.is_episode_first`` of each row's part.
-
-        Raises:
-            ValueError: If no part has ``Episodes``.
-        """
-        return self._look_up("is_episode_first", where, positions)
-
-    def is_episode_last(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
-    ) -> Bool[Array, "..."]:
-        """Returns ``TrajectoryBuffer.is_episode_last`` of each row's part.
-
-        Raises:
-            ValueError: If no part has ``Episodes``.
-        """
-        return self._look_up("is_episode_last", where, positions)
-
-    def episode_return(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
-    ) -> Float[Array, "..."]:
-        """Returns ``TrajectoryBuffer.episode_return`` of each row's part.
-
-        Raises:
-            ValueError: If no part has ``Episodes``, or one of them records no returns.
-        """
-        return self._look_up("episode_return", where, positions)
+        asked = check_where(where, positions)
+        if isinstance(asked, Slots):
+            return self._ask("episode", EPISODES, asked, lambda part, own: part.episode(own))
+        return self._ask_of_steps(
+            "episode", EPISODES, *asked, lambda part, *step: part.episode(*step)
+        )
 
     def episode_mask(
         self, slots: Slots, *, sequence_length: int | None = None
@@ -863,31 +818,6 @@ class Mixture(Composite, struct.PyTreeNode):
 
         answer = self._join(method, ability, of_part)
         return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), answer)
-
-    def _look_up(
-        self,
-        method: str,
-        where: Slots | Int[Array, "..."],
-        positions: Int[Array, "..."] | None,
-        **options: object,
-    ) -> Array:
-        """Returns the lookups of episodes by the parts, for sampled windows or single steps."""
-        if isinstance(where, Slots):
-            return self._ask(
-                method,
-                EPISODES,
-                where,
-                lambda part, own: operator.methodcaller(method, own, positions, **options)(part),
-            )
-        if positions is None:
-            raise ValueError("positions is None; give env_ids and positions, or slots")
-        return self._ask_of_steps(
-            method,
-            EPISODES,
-            where,
-            positions,
-            lambda part, env, at: operator.methodcaller(method, env, at, **options)(part),
-        )
 
     def _first_env(self, part: int) -> int:
         """Returns the number of environments of the parts before this one."""

@@ -1,7 +1,6 @@
 """Time-ordered steps of several environments, sampled as windows."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -12,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, write_back
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
-from jaxbuf.buffers.lookups import broadcast_steps, look_up, mask_of
+from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
 from jaxbuf.core.division import quotient, remainder
@@ -22,7 +21,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
-from jaxbuf.strategies.episodes import Completed, EpisodeIndex, Episodes
+from jaxbuf.strategies.episodes import Completed, Episode, EpisodeIndex, Episodes
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import Sampler
@@ -53,7 +52,7 @@ def _known_envs(buffer: "TrajectoryBuffer", given: dict[str, Any]) -> dict[str, 
     return given if ids is None else {**given, "env_ids": buffer.check_env_ids(ids)}
 
 
-class TrajectoryBuffer(Body):
+class TrajectoryBuffer(OldLookups, Body):
     """The last ``length`` steps of each of ``num_envs`` environments.
 
     Every environment has its own ring with its own write position, so that steps of any environment
@@ -578,145 +577,55 @@ class TrajectoryBuffer(Body):
         rings, gone = self.rings.drop(count, n)
         return self._without(gone, rings), steps
 
-    def episode_begin_position(
-        self,
-        where: Slots | Int[Array, "..."],
-        positions: Int[Array, "..."] | None = None,
-        *,
-        held: bool = False,
-    ) -> UInt[Array, "..."]:
-        """Returns the position of the first step of the episode, which may have been overwritten.
+    @program()
+    def episode(self, where: Where, positions: Int[Array, "..."] | None = None) -> Episode:
+        """Returns what is known of the episodes of sampled windows, or of single steps.
 
-        This and the other lookups of episodes take either the slots of sampled windows,
-        ``sample.slots``, and return results for their first steps; or ``env_ids`` and ``positions``
-        of single steps, as returned by ``locate``, of any shapes that broadcast. All of them raise
-        a ``ValueError`` if the buffer was created without ``Episodes``.
+        Under ``jax.jit``, fields that are not used cost nothing.
 
         Args:
-            where: ``sample.slots``, or ``env_ids``.
-            positions: The positions of steps in these environments, with ``env_ids``.
-            held: Whether to return the first step of the episode that is still held instead;
-                static.
+            where: The slots of windows, ``sample.slots``, whose first steps are looked up; or
+                ``env_ids`` of single steps; or both environments and positions, as ``locate``
+                returns them.
+            positions: The positions of steps in these environments, with ``env_ids``, of any shape
+                that broadcasts with them.
 
         Returns:
-            Positions; the step's own position if it is not held.
+            An ``Episode``, whose fields have the shape of the slots, or of the steps.
+
+        Raises:
+            ValueError: If the buffer was created without ``Episodes``, if positions are given with
+                slots or missing without them, or, when traced, if an argument does not hold
+                integers.
+
+        References:
+            The episode index of ALF's replay buffer, https://github.com/HorizonRobotics/alf, has
+            a method for each of these fields.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxbuf
-            >>> step = {"terminated": jnp.bool_(False)}
-            >>> buffer = jaxbuf.TrajectoryBuffer.create(
-            ...     step, num_envs=1, length=8, episodes=jaxbuf.Episodes()
-            ... )
-            >>> buffer = buffer.add({"terminated": jnp.array([[False, True, False, False]])})
-            >>> env_ids, positions = jnp.array([0]), jnp.arange(4)
-            >>> buffer.episode_begin_position(env_ids, positions).tolist()
-            [0, 0, 2, 2]
-            >>> buffer.steps_to_episode_end(env_ids, positions).tolist()
-            [1, 0, 1, 0]
-            >>> buffer.is_episode_first(env_ids, positions).tolist()
-            [True, False, True, False]
-            >>> buffer.is_episode_last(env_ids, positions).tolist()
-            [False, True, False, False]
-            >>> slots = buffer.sample(jax.random.key(0), 32).slots
-            >>> bool(jnp.all(buffer.steps_to_episode_end(slots) <= 1))
-            True
-        """
-        first_held = checks.check_flag("held", held)
-        query = EpisodeIndex.held_begin if first_held else EpisodeIndex.begin
-        return self._look_up(query, where, positions)
-
-    def last_terminated_position(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
-    ) -> UInt[Array, "..."]:
-        """Returns the position of the last step, up to this one, with a discount of zero.
-
-        That is a step whose flag ``Episodes.terminated`` is set: the last step of the episode or,
-        with ``Episodes.last``, any step, for example at the loss of a life. It may have been
-        overwritten.
-
-        Args:
-            where: ``sample.slots``, or ``env_ids``.
-            positions: The positions of steps in these environments, with ``env_ids``.
-
-        Returns:
-            Positions; the position of the episode's first step if no step has terminated yet, and
-            the step's own position if it is not held.
-
-        References:
-            ``get_disc_0_begin_position`` of ALF's replay buffer,
-            https://github.com/HorizonRobotics/alf.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
             >>> step = {"life_lost": jnp.bool_(False), "over": jnp.bool_(False)}
             >>> episodes = jaxbuf.Episodes(terminated="life_lost", last="over")
             >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=episodes)
             >>> lost = jnp.array([[False, True, False, True, False]])
             >>> over = jnp.array([[False, False, False, True, False]])
             >>> buffer = buffer.add({"life_lost": lost, "over": over})
-            >>> buffer.last_terminated_position(jnp.array([0]), jnp.arange(5)).tolist()
+            >>> episode = buffer.episode(jnp.array([0]), jnp.arange(5))
+            >>> episode.begin.tolist(), episode.to_end.tolist()
+            ([0, 0, 0, 0, 4], [3, 2, 1, 0, 0])
+            >>> episode.last_terminated.tolist()
             [0, 1, 1, 3, 4]
+            >>> slots = buffer.sample(jax.random.key(0), 32).slots
+            >>> bool(jnp.all(buffer.episode(slots).to_end <= 3))
+            True
         """
-        return self._look_up(EpisodeIndex.last_terminated, where, positions, data=self.data)
-
-    def steps_to_episode_end(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
-    ) -> Int[Array, "..."]:
-        """Returns the number of steps that follow in the episode, up to the newest if it is open.
-
-        Args:
-            where: ``sample.slots``, or ``env_ids``.
-            positions: The positions of steps in these environments, with ``env_ids``.
-
-        Returns:
-            Numbers of steps, at least 0; -1 if the step itself is not held.
-        """
-        return self._look_up(EpisodeIndex.remaining, where, positions)
-
-    def is_episode_first(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
-    ) -> Bool[Array, "..."]:
-        """Returns whether an episode began with this step; False if it is not held.
-
-        Args:
-            where: ``sample.slots``, or ``env_ids``.
-            positions: The positions of steps in these environments, with ``env_ids``.
-        """
-        return self._look_up(EpisodeIndex.is_first, where, positions)
-
-    def is_episode_last(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
-    ) -> Bool[Array, "..."]:
-        """Returns whether an episode ended with this step; False if it is not held.
-
-        Args:
-            where: ``sample.slots``, or ``env_ids``.
-            positions: The positions of steps in these environments, with ``env_ids``.
-        """
-        return self._look_up(EpisodeIndex.is_last, where, positions)
-
-    def episode_return(
-        self, where: Slots | Int[Array, "..."], positions: Int[Array, "..."] | None = None
-    ) -> Float[Array, "..."]:
-        """Returns the discounted return from this step to the end of its episode.
-
-        Args:
-            where: ``sample.slots``, or ``env_ids``.
-            positions: The positions of steps in these environments, with ``env_ids``.
-
-        Returns:
-            Returns; ``Episodes.default_return`` if the episode is open or was truncated, or if the
-            step is not held.
-
-        Raises:
-            ValueError: If the buffer was created without ``Episodes(record_return=True)``.
-        """
-        if not self._index().episodes.record_return:
-            raise ValueError(
-                "record_return is False; create the buffer with "
-                "episodes=jaxbuf.Episodes(record_return=True)"
-            )
-        return self._look_up(EpisodeIndex.recorded, where, positions)
+        index, rings, asked = self._index(), self.rings, check_where(where, positions)
+        if isinstance(asked, Slots):
+            steps = rings.starts_at(asked.index, asked.generation)
+            return index.episode(rings, *steps, self.data)
+        env, position, shape = broadcast_steps(*asked, "where")
+        found = index.episode(rings, env, position, self.data)
+        return jax.tree.map(lambda leaf: leaf.reshape(shape), found)
 
     @program(static=("sequence_length",), keeps=("data",))
     def episode_mask(
@@ -780,7 +689,7 @@ class TrajectoryBuffer(Body):
             >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=jaxbuf.Episodes())
             >>> steps = {name: jnp.zeros((1, 3), bool) for name in step}
             >>> buffer = buffer.add(steps).end_episodes().add(steps)
-            >>> buffer.episode_begin_position(jnp.array([0]), jnp.arange(6)).tolist()
+            >>> buffer.episode(jnp.array([0]), jnp.arange(6)).begin.tolist()
             [0, 0, 0, 3, 3, 3]
             >>> buffer.data["truncated"].tolist()
             [[False, False, True, False, False, False, False, False]]
@@ -901,15 +810,6 @@ class TrajectoryBuffer(Body):
         raise ValueError(
             f"{what}episodes is None; create the buffer with episodes=jaxbuf.Episodes()"
         )
-
-    def _look_up(
-        self,
-        query: Callable[..., Array],
-        where: Slots | Int[Array, "..."],
-        positions: Int[Array, "..."] | None,
-        **given: PyTree[Array],
-    ) -> Array:
-        return look_up(query, self._index(), self.rings, where, positions, given)
 
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size, "windows": self.occupancy.size}

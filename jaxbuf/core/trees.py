@@ -102,12 +102,16 @@ def match(like: object, tree: Tree) -> Tree:
 def choose(mask: Bool[Array, " B"], new: Tree, old: Tree) -> Tree:
     """Returns the rows ``[B, ...]`` of ``new`` where the mask is True, and of ``old`` elsewhere.
 
+    Where one of them has None, which is no answer, the result has none either.
+
     Example:
         >>> choose(jnp.array([True, False]), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"].tolist()
         [1.0, 0.0]
     """
 
-    def leaf(new: Array, old: Array) -> Array:
+    def leaf(new: Array | None, old: Array | None) -> Array | None:
+        if new is None or old is None:
+            return None
         return jnp.where(mask.reshape(mask.shape + (1,) * (new.ndim - mask.ndim)), new, old)
 
-    return jax.tree.map(leaf, new, old)
+    return jax.tree.map(leaf, new, old, is_leaf=lambda x: x is None)

@@ -1,17 +1,14 @@
-"""An index of episodes in rings of steps, with their boundaries and returns."""
+"""An index of the episodes in rings of steps."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import checks, fields, sizes, storage
@@ -21,18 +18,21 @@ from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, StepRows
+from jaxbuf.strategies.returns import (
+    RECURRENCES,
+    Recorded,
+    Recurrence,
+    cut_off,
+    record,
+    record_anew,
+    returns_at,
+)
 
 Boundary = Literal["cross", "mask", "avoid"]
 ShortWindows = Literal["terminated", "ended", "never"]
-Recurrence = Literal["plain", "alf"]
 
 # Distances saturate here, so that an episode may be arbitrarily long.
 _FAR = 2**30
-# The number of steps whose returns are filled in at once.
-_CHUNK = 64
-# The returns of the steps before a given one are not known yet, are known, or do not exist because
-# the episode was cut off.
-_OPEN, _KNOWN, _CUT = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Episodes(Part):
         period: Windows start at the first step of an episode and at every ``period``-th step after
             it. The ``period`` of the buffer counts places of the ring instead; leave it at 1.
         record_return: Whether to record the discounted return from each step to the end of its
-            episode, for ``episode_return``.
+            episode, the ``value`` of ``TrajectoryBuffer.episode``.
         discount: The factor per step, in ``[0, 1]``.
         default_return: The return of steps whose episode has not ended yet, or was truncated. If
             returns serve as lower bounds of values, choose a number that is at most the smallest
@@ -94,12 +94,10 @@ class Episodes(Part):
         >>> buffer = jaxbuf.TrajectoryBuffer.create(step, num_envs=1, length=8, episodes=episodes)
         >>> ends = jnp.array([[False, False, True, False, False]])
         >>> buffer = buffer.add({"reward": jnp.ones((1, 5)), "terminated": ends})
-        >>> env, position = jnp.zeros(5, jnp.int32), jnp.arange(5)
-        >>> buffer.episode_begin_position(env, position).tolist()
-        [0, 0, 0, 3, 3]
-        >>> buffer.steps_to_episode_end(env, position).tolist()
-        [2, 1, 0, 1, 0]
-        >>> buffer.episode_return(env, position).tolist()
+        >>> episode = buffer.episode(jnp.int32(0), jnp.arange(5))
+        >>> episode.begin.tolist(), episode.to_end.tolist()
+        ([0, 0, 0, 3, 3], [2, 1, 0, 1, 0])
+        >>> episode.value.tolist()
         [1.75, 1.5, 1.0, -9.0, -9.0]
 
     References:
@@ -116,7 +114,7 @@ class Episodes(Part):
     discount: float = 0.99
     default_return: float = -1000.0
     reward_clip: tuple[float, float] | None = None
-    recurrence: Recurrence = "plain"
+    recurrence: Literal["plain", "alf"] = "plain"
     short_windows: ShortWindows = "terminated"
     period: int = 1
 
@@ -131,7 +129,7 @@ class Episodes(Part):
             if path is not None:
                 checks.check_field(name, path)
         checks.check_choice("boundary", self.boundary, get_args(Boundary))
-        checks.check_choice("recurrence", self.recurrence, get_args(Recurrence))
+        checks.check_choice("recurrence", self.recurrence, tuple(RECURRENCES))
         record_return = checks.check_flag("record_return", self.record_return)
         object.__setattr__(self, "record_return", record_return)
         discount = checks.check_number(
@@ -254,6 +252,11 @@ class Episodes(Part):
         """Returns whether windows may be shorter than ``sequence_length``."""
         return self.boundary == "avoid" and self.short_windows != "never"
 
+    @property
+    def returns_by(self) -> Recurrence:
+        """The recurrence that computes returns."""
+        return RECURRENCES[self.recurrence](self.discount, self.default_return)
+
     def flags(self, steps: PyTree[Array]) -> tuple[Bool[Array, "E T"], Bool[Array, "E T"]]:
         """Returns masks of the rows that terminated and of the last rows of episodes."""
         terminated = fields.find(steps, self.terminated)
@@ -341,55 +344,60 @@ class EpisodeIndex(struct.PyTreeNode):
             index = index.replace(since=self._since(anew, rank, rings, rows))
         if self.episodes.record_return:
             rewards = self.episodes.rewards(steps)
-            index = index._record(rewards, terminated, last, taken, rank, rings, rows)
+            new = record(
+                self.episodes.returns_by,
+                self._recorded,
+                rewards,
+                terminated,
+                last,
+                taken,
+                rings,
+                rows,
+            )
+            index = index.replace(returns=new.values, pending=new.pending, cut=new.cut)
         return index
 
-    def begin(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
-    ) -> UInt[Array, " B"]:
-        """Returns the position of the episode's first step; the step's own if it is not held."""
-        row = rings.locate(env, position)
-        return position - jnp.where(row < self.behind.size, self.steps_before(row), 0).astype(
-            jnp.uint32
-        )
-
-    def held_begin(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
-    ) -> UInt[Array, " B"]:
-        """Returns the position of the first step of the episode that is still held."""
-        earliest = (rings.end - rings.held).at[env].get(mode="clip")
-        back = position - self.begin(rings, env, position)
-        return position - jnp.minimum(back, position - earliest)
-
-    def last_terminated(
+    def episode(
         self,
         rings: Rings,
         env: Int[Array, " B"],
         position: UInt[Array, " B"],
-        data: PyTree[Array],
-    ) -> UInt[Array, " B"]:
-        """Returns the last position up to this one that terminated, or else the episode's first.
+        steps: PyTree[Array],
+    ) -> "Episode":
+        """Returns what is known of the episodes of single steps.
 
         Args:
             rings: The rings of the buffer.
             env: The environments of the steps.
-            position: The positions of the steps; returned unchanged for steps that are not held.
-            data: The stored steps, leaves ``[E, N, ...]``.
+            position: The positions of the steps.
+            steps: The stored steps, leaves ``[E, N, ...]``.
         """
         row = rings.locate(env, position)
-        if self.episodes.last is None:
-            terminated, _ = self.episodes.flags(data)
-            here = storage.read(terminated.reshape(-1), row)
-            since = jnp.where(here, 0, self.steps_before(row))
-        else:
-            since = storage.read(self.since.reshape(-1), row)
-        return position - jnp.where(row < self.behind.size, since, 0).astype(jnp.uint32)
+        held = row < self.behind.size
+        behind = jnp.where(held, self.steps_before(row), 0)
+        back = behind.astype(jnp.uint32)
+        earliest = (rings.end - rings.held).at[env].get(mode="clip")
+        return Episode(
+            begin=position - back,
+            held_begin=position - jnp.minimum(back, position - earliest),
+            to_end=jnp.where(held, self._to_end(rings, env, position, row), -1),
+            is_first=held & (behind == 0),
+            is_last=held & self._ended(rings, env, position),
+            last_terminated=position
+            - jnp.where(held, self._terminated(row, steps), 0).astype(jnp.uint32),
+            value=returns_at(self.episodes.returns_by, self._recorded, rings, env, position, row)
+            if self.episodes.record_return
+            else None,
+        )
 
-    def remaining(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
+    def _to_end(
+        self,
+        rings: Rings,
+        env: Int[Array, " B"],
+        position: UInt[Array, " B"],
+        row: Int[Array, " B"],
     ) -> Int[Array, " B"]:
-        """Returns the number of held steps of the episode after this one; -1 if it is not held."""
-        row = rings.locate(env, position)
+        """Returns the number of held steps of the episode after each stored step."""
         ahead = (rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position).astype(jnp.int32)
         length = self.behind.shape[-1]
         bits = (length - 1).bit_length()
@@ -401,28 +409,27 @@ class EpisodeIndex(struct.PyTreeNode):
             return jnp.where((further <= ahead) & same, further, found)
 
         begin = vary_with(jnp.zeros_like(row), self.behind)
-        found = lax.fori_loop(0, bits, halve, begin)
-        return jnp.where(row < self.behind.size, found, -1)
+        return lax.fori_loop(0, bits, halve, begin)
 
-    def is_first(
+    def _ended(
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
     ) -> Bool[Array, " B"]:
-        """Returns whether an episode began with this step; False if it is not held."""
-        row = rings.locate(env, position)
-        return (row < self.behind.size) & (self.steps_before(row) == 0)
-
-    def is_last(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
-    ) -> Bool[Array, " B"]:
-        """Returns whether an episode ended with this step; False if it is not held."""
+        """Returns whether an episode ended with each stored step."""
         after = rings.locate(env, position + jnp.uint32(1))
         newest = position + jnp.uint32(1) == rings.end.at[env].get(mode="clip")
-        ended = jnp.where(
+        return jnp.where(
             newest,
             self.run.at[env].get(mode="clip") == 0,
             (after < self.behind.size) & (self.steps_before(after) == 0),
         )
-        return ended & (rings.locate(env, position) < self.behind.size)
+
+    def _terminated(self, row: Int[Array, " B"], steps: PyTree[Array]) -> Int[Array, " B"]:
+        """Returns the number of steps since the last one that terminated, or else the first."""
+        if self.episodes.last is not None:
+            return storage.read(self.since.reshape(-1), row)
+        terminated, _ = self.episodes.flags(steps)
+        here = storage.read(terminated.reshape(-1), row)
+        return jnp.where(here, 0, self.steps_before(row))
 
     def together(self, rings: Rings, index: Int[Array, " B"]) -> Bool[Array, "B S"]:
         """Returns a mask of the steps of windows in the episode of the window's first step."""
@@ -479,17 +486,6 @@ class EpisodeIndex(struct.PyTreeNode):
             refused=jnp.sum(refused, dtype=jnp.uint32),
         )
 
-    def recorded(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
-    ) -> Float[Array, " B"]:
-        """Returns the return of each step; the default if it is unknown or the step not held."""
-        row = rings.locate(env, position)
-        back = rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position
-        known = back >= self.pending.at[env].get(mode="clip").astype(jnp.uint32)
-        value = storage.read(self.returns.reshape(-1), row)
-        known &= row < self.returns.size
-        return jnp.where(known, value, jnp.float32(self.episodes.default_return))
-
     def recorded_anew(self, rings: Rings, steps: PyTree[Array]) -> Self:
         """Returns the index with returns of other rewards than those it was built from.
 
@@ -498,45 +494,23 @@ class EpisodeIndex(struct.PyTreeNode):
             steps: The stored steps, leaves ``[E, N, ...]``.
         """
         terminated, _ = self.episodes.flags(steps)
-        rewards = self.episodes.rewards(steps)
-        env = jnp.arange(rings.num_envs, dtype=jnp.int32)
-        held, cursor = rings.held.astype(jnp.int32), rings.cursor.astype(jnp.int32)
-
-        def back(age: Array, carry: tuple[Array, _Tail, Array]) -> tuple[Array, _Tail, Array]:
-            returns, after, last = carry
-            # A loop with static bounds has a 64-bit index if x64 mode is on.
-            age = jnp.asarray(age, jnp.int32)
-            place = remainder(cursor - 1 - age, rings.length)
-            value, tail = _step_back(
-                self.episodes, after, rewards[env, place], terminated[env, place], last
-            )
-            ring = jnp.where(age < held, env, rings.num_envs)
-            returns = returns.at[ring, place].set(value, mode="drop", unique_indices=True)
-            # The step before the first one of an episode ended another.
-            return returns, tail, self.behind[env, place] == 0
-
-        nothing = jnp.zeros(env.shape, jnp.float32)
-        begin = (
+        returns = record_anew(
+            self.episodes.returns_by,
             self.returns,
-            _Tail(jnp.full(env.shape, _OPEN, jnp.int32), nothing, nothing),
+            rings,
+            self.episodes.rewards(steps),
+            terminated,
+            self.behind,
             self.run == 0,
         )
-        begin = vary_with(begin, begin, rewards, terminated, self.behind, held, cursor)
-        returns, _, _ = lax.fori_loop(0, rings.length, back, begin)
         return self.replace(returns=returns)
 
     def end(self, rings: Rings, mask: Bool[Array, " E"]) -> Self:
         """Ends the open episodes of these rings, which were truncated by their newest step."""
         index = self
         if self.episodes.record_return:
-            # All steps whose return is not known yet get the default return.
-            steps = jnp.where(mask, jnp.minimum(self.pending, rings.held.astype(jnp.int32)), 0)
-            state = jnp.full_like(steps, _CUT)
-            nothing = jnp.zeros_like(steps, jnp.float32)
-            position, first = rings.cursor.astype(jnp.int32), jnp.full_like(steps, -1)
-            fill = _filler(self.episodes)
-            filled = fill(self.returns, position, steps, first, state, nothing, nothing)
-            index = index.replace(returns=filled)
+            returns = cut_off(self.episodes.returns_by, self._recorded, rings, mask)
+            index = self.replace(returns=returns)
         return index.clear(mask)
 
     def clear(self, mask: Bool[Array, " E"]) -> Self:
@@ -565,62 +539,42 @@ class EpisodeIndex(struct.PyTreeNode):
         since = jnp.minimum(rank - origin, _FAR).reshape(-1)
         return storage.write(self.since.reshape(-1), since, rows).reshape(self.since.shape)
 
-    def _record(
-        self,
-        rewards: Float[Array, "E T"],
-        terminated: Bool[Array, "E T"],
-        last: Bool[Array, "E T"],
-        taken: Bool[Array, "E T"],
-        rank: Int[Array, "E T"],
-        rings: Rings,
-        rows: Int[Array, " ET"],
-    ) -> Self:
-        """Writes the new rows, and fills in the returns of older rows that are now known."""
-        alf = self.episodes.recurrence == "alf"
-        pending, cut = self.pending[:, None], self.cut[:, None]
-        num_envs = pending.shape[0]
+    @property
+    def _recorded(self) -> Recorded:
+        return Recorded(self.returns, self.pending, self.cut)
 
-        def back(carry: _Tail, row: tuple[Array, ...]) -> tuple[_Tail, Array]:
-            reward, terminated, last, taken = row
-            value, tail = _step_back(self.episodes, carry, reward, terminated, last)
-            tail = jax.tree.map(functools.partial(jnp.where, taken), tail, carry)
-            return tail, value
 
-        nothing = jnp.zeros((num_envs,), jnp.float32)
-        tail = _Tail(jnp.full((num_envs,), _OPEN, jnp.int32), nothing, nothing)
-        columns = tuple(array.T for array in (rewards, terminated, last, taken))
-        tail = vary_with(tail, columns)
-        tail, values = lax.scan(back, tail, columns, reverse=True)
+class Episode(NamedTuple):
+    """Answers about the episodes of sampled windows, or of single steps.
 
-        # A row that terminated or ended an episode settles the returns of all rows before it. The
-        # rows after the newest of these are pending.
-        settles = terminated | last
-        inner = terminated & ~last
-        until = jnp.where(settles, rank + 1, -pending)
-        if alf:
-            # In ALF's recurrence a row that terminated within an episode is pending itself.
-            until = jnp.where(inner, rank, until)
-        settled = jnp.max(until, axis=1, keepdims=True)
-        here = settles & (until == settled)
-        cut_now = jnp.where(
-            jnp.any(settles, axis=1, keepdims=True),
-            jnp.any(here & inner, axis=1, keepdims=True),
-            cut,
-        )
-        count = rank[:, -1:] + 1
-        left = jnp.minimum(count - settled, _FAR)
+    All fields have the shape of what was asked about, ``[B]`` for sampled windows, whose first
+    steps count. Positions count the steps of a ring: see ``TrajectoryBuffer.end_position``.
 
-        returns = storage.write(self.returns.reshape(-1), values.T.reshape(-1), rows)
-        position = rings.cursor.astype(jnp.int32)
-        room = jnp.maximum(rings.length - count[:, 0], 0)
-        kept = jnp.minimum(jnp.minimum(pending[:, 0], rings.held.astype(jnp.int32)), room)
-        steps = jnp.where(tail.state == _OPEN, 0, kept)
-        first = jnp.where(cut[:, 0], pending[:, 0] - 1, -1)
-        fill = _filler(self.episodes)
-        returns = fill(returns.reshape(self.returns.shape), position, steps, first, *tail)
-        return self.replace(
-            returns=returns, pending=left[:, 0], cut=cut_now[:, 0] if alf else self.cut
-        )
+    Attributes:
+        begin: The position of the first step of the episode, which may have been overwritten; the
+            step's own position if it is not held.
+        held_begin: The position of the first step of the episode that the ring still holds; the
+            step's own position if it is not held.
+        to_end: The number of steps that follow in the episode, up to the newest one if it is open;
+            -1 if the step itself is not held.
+        is_first: Whether the episode began with this step; False if it is not held.
+        is_last: Whether the episode ended with this step; False if it is not held.
+        last_terminated: The position of the last step up to this one whose flag
+            ``Episodes.terminated`` is set, or else ``begin``. Without ``Episodes.last`` only the
+            last step of an episode can have it; with it, any step can, for example at the loss of a
+            life. The step may have been overwritten. The step's own position if it is not held.
+        value: The discounted return from this step to the end of the episode, float32. It is
+            ``Episodes.default_return`` if the episode is open or was truncated, or if the step is
+            not held. None without ``Episodes(record_return=True)``.
+    """
+
+    begin: UInt[Array, "..."]
+    held_begin: UInt[Array, "..."]
+    to_end: Int[Array, "..."]
+    is_first: Bool[Array, "..."]
+    is_last: Bool[Array, "..."]
+    last_terminated: UInt[Array, "..."]
+    value: Float[Array, "..."] | None
 
 
 class Completed(NamedTuple):
@@ -641,110 +595,6 @@ class Completed(NamedTuple):
     short: Bool[Array, "E H"]
     broken: Int[Array, "E T"]
     refused: UInt[Array, ""]
-
-
-class _Tail(NamedTuple):
-    """The state (see ``_OPEN``), return and reward of the next step, to compute a return."""
-
-    state: Int[Array, " E"]
-    value: Float[Array, " E"]
-    reward: Float[Array, " E"]
-
-
-def _step_back(
-    episodes: Episodes,
-    after: _Tail,
-    reward: Array,
-    terminated: Bool[Array, "..."],
-    last: Bool[Array, "..."],
-) -> tuple[Array, _Tail]:
-    """Returns the value to store for a step, and the tail for the step before it."""
-    nothing = jnp.zeros_like(reward)
-    default = jnp.full_like(reward, episodes.default_return)
-    onward = jnp.float32(episodes.discount) * after.value
-    state = jnp.where(last, _CUT, after.state)
-    ended = jnp.where(terminated, _KNOWN, state)
-    if episodes.recurrence == "alf":
-        value = onward + jnp.where(terminated, nothing, after.reward)
-        tail = _Tail(ended, jnp.where(terminated, nothing, value), reward)
-    else:
-        state, value = ended, reward + jnp.where(terminated, nothing, onward)
-        tail = _Tail(ended, value, reward)
-    stored = jnp.where(state == _KNOWN, value, jnp.where(state == _CUT, default, reward))
-    return stored, tail
-
-
-@functools.cache
-def _filler(episodes: Episodes) -> Callable[..., Array]:
-    """Returns ``_fill`` for these episodes, with a rule for ``vmap``."""
-    call = custom_vmap(functools.partial(_fill, episodes))
-
-    @call.def_vmap
-    def _(axis_size: int, batched: list[bool], *args: Array) -> Any:
-        # Treat the rings of all buffers as one set: a batched loop would select whole arrays.
-        merged = [
-            (arg if is_batched else jnp.broadcast_to(arg, (axis_size, *arg.shape))).reshape(
-                -1, *arg.shape[1 + is_batched :]
-            )
-            for arg, is_batched in zip(args, batched, strict=True)
-        ]
-        filled = call(*merged)
-        return filled.reshape(axis_size, -1, *filled.shape[1:]), True
-
-    return call
-
-
-def _fill(
-    episodes: Episodes,
-    returns: Float[Array, "E N"],
-    position: Int[Array, " E"],
-    steps: Int[Array, " E"],
-    first: Int[Array, " E"],
-    *tail: Array,
-) -> Float[Array, "E N"]:
-    """Turns pending rewards into returns, walking back from the newest.
-
-    Args:
-        episodes: The configuration.
-        returns: The stored returns and pending rewards.
-        position: The place after the newest pending step of each ring.
-        steps: The number of steps to fill in.
-        first: The step among them that had terminated, counted back from the newest; -1 if none
-            had.
-        *tail: The three fields of ``_Tail``.
-    """
-    rings, length = returns.shape
-    base = jnp.arange(rings, dtype=jnp.int32)[:, None] * length
-    state = tail[0][:, None]
-
-    def unfinished(carry: tuple[Array, ...]) -> Array:
-        return jnp.any(carry[1] < steps)
-
-    def together(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
-        return later[0] * earlier[0], earlier[1] + earlier[0] * later[1]
-
-    def back(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        flat, done, value, reward = carry
-        count = done + jnp.arange(_CHUNK, dtype=jnp.int32)[None]
-        # Counts past the earliest step read any place, and what is computed for them is dropped.
-        at = base + remainder(position[:, None] - 1 - count, length)
-        old = flat.at[at].get(mode="promise_in_bounds")
-        gained = old
-        if episodes.recurrence == "alf":
-            gained = jnp.concatenate([reward[:, None], old[:, :-1]], axis=1)
-            gained = jnp.where(count == first[:, None], 0.0, gained)
-        factor = jnp.full_like(gained, episodes.discount)
-        factor, gained = lax.associative_scan(together, (factor, gained), axis=1)
-        known = gained + factor * value[:, None]
-        filled = jnp.where(state == _KNOWN, known, jnp.float32(episodes.default_return))
-        at = jnp.where(count < steps[:, None], at, flat.size)
-        flat = flat.at[at].set(filled, mode="drop", unique_indices=True)
-        return flat, done + _CHUNK, known[:, -1], old[:, -1]
-
-    carry = vary_with(
-        (returns.reshape(-1), jnp.int32(0), tail[1], tail[2]), returns, steps, position, tail
-    )
-    return lax.while_loop(unfinished, back, carry)[0].reshape(returns.shape)
 
 
 def _check(data: PyTree[Array], path: str, name: str, kind: type[np.generic]) -> None:

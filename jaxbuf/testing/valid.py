@@ -336,16 +336,17 @@ def _look_up(buffer: Any) -> dict[str, Any]:
     env = jnp.broadcast_to(jnp.arange(buffer.num_envs, dtype=jnp.int32)[:, None], target.shape)
 
     def ask(index: Any, rings: Rings, position: Any, data: Any) -> dict[str, Any]:
-        at = rings, env.reshape(-1), position.reshape(-1)
+        at = position.reshape(-1)
+        episode = index.episode(rings, env.reshape(-1), at, data)
         # Before the earliest step held the new index knows nothing.
         most = rank.reshape(-1).astype(jnp.uint32)
         found = {
-            "begin": jnp.minimum(at[2] - index.begin(*at), most),
-            "last_terminated": jnp.minimum(at[2] - index.last_terminated(*at, data), most),
-            "is_last": index.is_last(*at),
+            "begin": jnp.minimum(at - episode.begin, most),
+            "last_terminated": jnp.minimum(at - episode.last_terminated, most),
+            "is_last": episode.is_last,
         }
-        if index.episodes.record_return:
-            found["recorded"] = index.recorded(*at)
+        if episode.value is not None:
+            found["value"] = episode.value
         return {key: value.reshape(rank.shape) for key, value in found.items()}
 
     slot = jnp.arange(buffer.rings.capacity, dtype=jnp.int32)
@@ -355,7 +356,7 @@ def _look_up(buffer: Any) -> dict[str, Any]:
     newest = begin[1] + (together - 1).astype(jnp.uint32)
     terminated, _ = index.episodes.flags(buffer.data)
     final = jnp.take_along_axis(rows, together[:, None] - 1, axis=1)[:, 0]
-    ended = index.is_last(buffer.rings, begin[0], newest)
+    ended = index.episode(buffer.rings, begin[0], newest, buffer.data).is_last
     if index.episodes.short_windows == "terminated":
         ended &= terminated.reshape(-1)[final]
     across = index.episodes.boundary != "avoid"
@@ -381,7 +382,7 @@ def _episodes(name: str, buffer: Any) -> Iterator[str]:
         anew = seen["anew"][key]
         size = np.abs(anew, where=valid & np.isfinite(anew), out=np.zeros(anew.shape)).max()
         wrong = valid & ~np.isclose(ours, anew, rtol=1e-4, atol=1e-5 * size if size > 1 else 1e-5)
-        for line in first_wrong(f"{name}.episode_index.{key}", ours, wrong, anew):
+        for line in first_wrong(f"{name}.episode(...).{key}", ours, wrong, anew):
             yield f"{line} as the data say, [environment, step from the earliest]"
     if buffer.episode_index.episodes.removes:
         member = np.asarray(buffer.occupancy.members.get(_slots(buffer)))

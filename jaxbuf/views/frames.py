@@ -80,7 +80,7 @@ def stack_frames(
         last: Name of the flags that an episode ended here. By default it ends where it terminated
             or was truncated. Set this if values stop before episodes do, as at the loss of a life.
         first: A mask of windows that begin with the first step of an episode, ``[B]``:
-            ``buffer.is_episode_first(sample.slots)`` of a buffer with ``Episodes``. By default no
+            ``buffer.episode(sample.slots).is_first`` of a buffer with ``Episodes``. By default no
             window is known to.
         axis: The place of the axis of ``n`` in a stack: last by default, 0 before the frame's axes.
         padding: The frames before the first one of an episode: ``"first"`` repeats it, and

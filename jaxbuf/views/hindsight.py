@@ -51,7 +51,7 @@ def hindsight(
             episodes, both ``[B]`` int32, and returns leaves ``[B, *goal]``. A ring may have lost
             the first steps of an episode, for which ``get_field`` returns zeros. In that case count
             ``t``, ``length`` and these steps from the first step that the ring still holds,
-            ``buffer.episode_begin_position(slots, held=True)``.
+            ``buffer.episode(slots).held_begin``.
         t: The step of each transition in its episode, or of the first row of each window; ``[B]``.
         length: The number of steps of each episode, ``[B]``, such as ``mask.sum(-1)`` of a padded
             one. The default is ``T``. A row is not relabeled unless ``t < length``.
@@ -112,7 +112,8 @@ def hindsight(
         >>> buffer = buffer.add(steps)
         >>> sample = buffer.sample(jax.random.key(0), 4)
         >>> env, position = buffer.locate(sample.slots)
-        >>> begin = buffer.episode_begin_position(sample.slots, held=True)
+        >>> episode = buffer.episode(sample.slots)
+        >>> begin = episode.held_begin
         >>> t = (position - begin).astype(jnp.int32)
         >>> batch, relabeled = jaxbuf.hindsight(
         ...     jax.random.key(0),
@@ -121,7 +122,7 @@ def hindsight(
         ...         "achieved_goal", env[row], begin[row] + step.astype(jnp.uint32)
         ...     ),
         ...     t=t,
-        ...     length=t + buffer.steps_to_episode_end(sample.slots) + 1,
+        ...     length=t + episode.to_end + 1,
         ...     strategy="episode", fraction=1.0,
         ...     reward_fn=lambda achieved, goal: jnp.where(achieved == goal, 0.0, -1.0),
         ... )

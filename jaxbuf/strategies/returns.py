@@ -1,0 +1,397 @@
+"""Returns of the steps in rings, recorded as episodes end."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxbuf.core import storage
+from jaxbuf.core.division import remainder
+from jaxbuf.core.varying import vary_with
+from jaxbuf.occupancy.rings import Rings
+
+# The number of steps whose returns are filled in at once.
+_CHUNK = 64
+# Returns of the steps before a given one: not known yet, known, or undefined, as the episode was
+# cut off.
+_OPEN, _KNOWN, _CUT = 0, 1, 2
+# Counts saturate here, so that an episode may be arbitrarily long.
+_FAR = 2**30
+
+
+class Recorded(NamedTuple):
+    """The returns of the steps in rings, as far as they are known.
+
+    Attributes:
+        values: Returns of steps whose return is known, and rewards of the others, ``[E, N]``.
+        pending: The number of newest steps of each ring that have no return yet, ``[E]`` int32.
+        cut: Whether nothing that follows counts for the first of these, ``[E]``: it terminated, but
+            its episode goes on. Only ``AsInAlf`` sets it.
+    """
+
+    values: Float[Array, "E N"]
+    pending: Int[Array, " E"]
+    cut: Bool[Array, " E"]
+
+
+class Tail(NamedTuple):
+    """The next step, as far as the return of a step depends on it.
+
+    Attributes:
+        state: Whether the return is known; one of the three numbers above, int32.
+        value: The return of the step after.
+        reward: The reward of the step after.
+    """
+
+    state: Int[Array, " E"]
+    value: Float[Array, " E"]
+    reward: Float[Array, " E"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence(abc.ABC):
+    """A rule that computes the return of a step from its reward and the next step.
+
+    Attributes:
+        discount: The factor per step.
+        default_return: The return of steps that have none.
+    """
+
+    discount: float
+    default_return: float
+
+    @abc.abstractmethod
+    def back(
+        self, after: Tail, reward: Array, terminated: Bool[Array, "..."], last: Bool[Array, "..."]
+    ) -> tuple[Array, Tail]:
+        """Returns the value to store for a step, and the tail for the step before it."""
+
+    @abc.abstractmethod
+    def settle(
+        self, terminated: Bool[Array, "E T"], last: Bool[Array, "E T"], rank: Int[Array, "E T"]
+    ) -> tuple[Int[Array, "E T"], Bool[Array, "E T"]]:
+        """Returns which returns the new steps settle.
+
+        Args:
+            terminated: Which steps terminated.
+            last: Which steps end their episode.
+            rank: The numbers of the steps.
+
+        Returns:
+            For each step that terminated or ended its episode, the number of the first step whose
+            return is not known by then; and whether nothing that follows counts for that step.
+        """
+
+    @abc.abstractmethod
+    def gains(
+        self,
+        rewards: Float[Array, "E C"],
+        after: Float[Array, " E"],
+        nothing: Bool[Array, "E C"],
+    ) -> Float[Array, "E C"]:
+        """Returns what each of some consecutive steps adds to the discounted return that follows.
+
+        Args:
+            rewards: The rewards of the steps, the newest first.
+            after: The reward of the step after the newest of them.
+            nothing: The steps for which nothing that follows counts.
+        """
+
+    def _stored(self, state: Array, value: Array, reward: Array) -> Array:
+        default = jnp.full_like(reward, self.default_return)
+        return jnp.where(state == _KNOWN, value, jnp.where(state == _CUT, default, reward))
+
+
+class Plain(Recurrence):
+    """``G[t] = reward[t] + discount * G[t + 1]``, or just ``reward[t]`` where it terminated."""
+
+    def back(
+        self, after: Tail, reward: Array, terminated: Bool[Array, "..."], last: Bool[Array, "..."]
+    ) -> tuple[Array, Tail]:
+        """Returns the value to store for a step, and the tail for the step before it."""
+        state = jnp.where(terminated, _KNOWN, jnp.where(last, _CUT, after.state))
+        onward = jnp.float32(self.discount) * after.value
+        value = reward + jnp.where(terminated, jnp.zeros_like(reward), onward)
+        return self._stored(state, value, reward), Tail(state, value, reward)
+
+    def settle(
+        self, terminated: Bool[Array, "E T"], last: Bool[Array, "E T"], rank: Int[Array, "E T"]
+    ) -> tuple[Int[Array, "E T"], Bool[Array, "E T"]]:
+        """Returns that all steps up to and with such a step are settled."""
+        del terminated
+        return rank + 1, jnp.zeros_like(last)
+
+    def gains(
+        self,
+        rewards: Float[Array, "E C"],
+        after: Float[Array, " E"],
+        nothing: Bool[Array, "E C"],
+    ) -> Float[Array, "E C"]:
+        """Returns the rewards of the steps."""
+        del after, nothing
+        return rewards
+
+
+class AsInAlf(Recurrence):
+    """``G[t] = reward[t + 1] + discount * G[t + 1]``, for rows as in ALF's replay buffer.
+
+    The term ``reward[t + 1]`` is left out if row ``t`` terminated but did not end its episode, and
+    the last row of an episode has no return.
+
+    References:
+        https://github.com/HorizonRobotics/alf
+    """
+
+    def back(
+        self, after: Tail, reward: Array, terminated: Bool[Array, "..."], last: Bool[Array, "..."]
+    ) -> tuple[Array, Tail]:
+        """Returns the value to store for a step, and the tail for the step before it."""
+        nothing = jnp.zeros_like(reward)
+        state = jnp.where(last, _CUT, after.state)
+        value = jnp.float32(self.discount) * after.value
+        value += jnp.where(terminated, nothing, after.reward)
+        before = Tail(
+            jnp.where(terminated, _KNOWN, state), jnp.where(terminated, nothing, value), reward
+        )
+        return self._stored(state, value, reward), before
+
+    def settle(
+        self, terminated: Bool[Array, "E T"], last: Bool[Array, "E T"], rank: Int[Array, "E T"]
+    ) -> tuple[Int[Array, "E T"], Bool[Array, "E T"]]:
+        """Returns that a step that terminated within an episode is not settled itself."""
+        inner = terminated & ~last
+        return jnp.where(inner, rank, rank + 1), inner
+
+    def gains(
+        self,
+        rewards: Float[Array, "E C"],
+        after: Float[Array, " E"],
+        nothing: Bool[Array, "E C"],
+    ) -> Float[Array, "E C"]:
+        """Returns the rewards of the steps after them."""
+        gained = jnp.concatenate([after[:, None], rewards[:, :-1]], axis=1)
+        return jnp.where(nothing, 0.0, gained)
+
+
+RECURRENCES: dict[str, type[Recurrence]] = {"plain": Plain, "alf": AsInAlf}
+
+
+def record(
+    recurrence: Recurrence,
+    old: Recorded,
+    rewards: Float[Array, "E T"],
+    terminated: Bool[Array, "E T"],
+    last: Bool[Array, "E T"],
+    taken: Bool[Array, "E T"],
+    rings: Rings,
+    rows: Int[Array, " ET"],
+) -> Recorded:
+    """Records new steps, and fills in the returns of older steps that are now known.
+
+    Args:
+        recurrence: The rule that computes returns.
+        old: The returns recorded before.
+        rewards: The rewards of the new steps.
+        terminated: Which of them terminated.
+        last: Which of them end their episode.
+        taken: Which of them are added.
+        rings: The rings before these steps are added.
+        rows: Where each step is stored.
+    """
+    num_envs = rewards.shape[0]
+
+    def back(carry: Tail, row: tuple[Array, ...]) -> tuple[Tail, Array]:
+        reward, terminated, last, taken = row
+        value, tail = recurrence.back(carry, reward, terminated, last)
+        tail = jax.tree.map(functools.partial(jnp.where, taken), tail, carry)
+        return tail, value
+
+    columns = tuple(array.T for array in (rewards, terminated, last, taken))
+    tail = vary_with(_open_tail(num_envs), columns)
+    tail, values = lax.scan(back, tail, columns, reverse=True)
+
+    # A row that terminated or ended an episode settles the returns of all rows before it. The
+    # rows after the newest of these are pending.
+    pending, cut = old.pending[:, None], old.cut[:, None]
+    rank = jnp.cumsum(taken, axis=1, dtype=jnp.int32) - 1
+    settles = terminated | last
+    until, cuts = recurrence.settle(terminated, last, rank)
+    until = jnp.where(settles, until, -pending)
+    settled = jnp.max(until, axis=1, keepdims=True)
+    newest = settles & (until == settled)
+    any_settles = jnp.any(settles, axis=1, keepdims=True)
+    cut_now = jnp.where(any_settles, jnp.any(newest & cuts, axis=1, keepdims=True), cut)
+    count = rank[:, -1:] + 1
+    left = jnp.minimum(count - settled, _FAR)
+
+    stored = storage.write(old.values.reshape(-1), values.T.reshape(-1), rows)
+    room = jnp.maximum(rings.length - count[:, 0], 0)
+    kept = jnp.minimum(jnp.minimum(old.pending, rings.held.astype(jnp.int32)), room)
+    steps = jnp.where(tail.state == _OPEN, 0, kept)
+    first = jnp.where(old.cut, old.pending - 1, -1)
+    fill = _filler(recurrence)
+    filled = fill(
+        stored.reshape(old.values.shape), rings.cursor.astype(jnp.int32), steps, first, *tail
+    )
+    return Recorded(filled, left[:, 0], cut_now[:, 0])
+
+
+def record_anew(
+    recurrence: Recurrence,
+    values: Float[Array, "E N"],
+    rings: Rings,
+    rewards: Float[Array, "E N"],
+    terminated: Bool[Array, "E N"],
+    behind: Int[Array, "E N"],
+    ended: Bool[Array, " E"],
+) -> Float[Array, "E N"]:
+    """Returns the returns of rewards that have changed.
+
+    Args:
+        recurrence: The rule that computes returns.
+        values: The recorded returns.
+        rings: The rings of the steps.
+        rewards: The new rewards of the stored steps.
+        terminated: Which stored steps terminated.
+        behind: The number of steps from the first step of its episode to each stored step.
+        ended: Whether the newest step of each ring has ended its episode.
+    """
+    env = jnp.arange(rings.num_envs, dtype=jnp.int32)
+    held, cursor = rings.held.astype(jnp.int32), rings.cursor.astype(jnp.int32)
+
+    def back(age: Array, carry: tuple[Array, Tail, Array]) -> tuple[Array, Tail, Array]:
+        returns, after, last = carry
+        # A loop with static bounds has a 64-bit index if x64 mode is on.
+        age = jnp.asarray(age, jnp.int32)
+        place = remainder(cursor - 1 - age, rings.length)
+        value, tail = recurrence.back(after, rewards[env, place], terminated[env, place], last)
+        ring = jnp.where(age < held, env, rings.num_envs)
+        returns = returns.at[ring, place].set(value, mode="drop", unique_indices=True)
+        # The step before the first one of an episode ended another.
+        return returns, tail, behind[env, place] == 0
+
+    begin = values, _open_tail(rings.num_envs), ended
+    begin = vary_with(begin, begin, rewards, terminated, behind, held, cursor)
+    return lax.fori_loop(0, rings.length, back, begin)[0]
+
+
+def cut_off(
+    recurrence: Recurrence, old: Recorded, rings: Rings, mask: Bool[Array, " E"]
+) -> Float[Array, "E N"]:
+    """Returns the returns once the open episodes of these rings were truncated.
+
+    All their steps whose return was not known yet get the default return.
+    """
+    steps = jnp.where(mask, jnp.minimum(old.pending, rings.held.astype(jnp.int32)), 0)
+    nothing = jnp.zeros_like(steps, jnp.float32)
+    tail = Tail(jnp.full_like(steps, _CUT), nothing, nothing)
+    position, first = rings.cursor.astype(jnp.int32), jnp.full_like(steps, -1)
+    return _filler(recurrence)(old.values, position, steps, first, *tail)
+
+
+def returns_at(
+    recurrence: Recurrence,
+    recorded: Recorded,
+    rings: Rings,
+    env: Int[Array, " B"],
+    position: UInt[Array, " B"],
+    row: Int[Array, " B"],
+) -> Float[Array, " B"]:
+    """Returns the return of each step; the default if it is unknown or the step not held.
+
+    Args:
+        recurrence: The rule that computed the returns.
+        recorded: The recorded returns.
+        rings: The rings of the steps.
+        env: The environments of the steps.
+        position: The positions of the steps.
+        row: Where each step is stored; past the end if it is not held.
+    """
+    back = rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position
+    known = back >= recorded.pending.at[env].get(mode="clip").astype(jnp.uint32)
+    value = storage.read(recorded.values.reshape(-1), row)
+    known &= row < recorded.values.size
+    return jnp.where(known, value, jnp.float32(recurrence.default_return))
+
+
+def _open_tail(num_envs: int) -> Tail:
+    """Returns the tail of the newest step of each ring."""
+    nothing = jnp.zeros((num_envs,), jnp.float32)
+    return Tail(jnp.full((num_envs,), _OPEN, jnp.int32), nothing, nothing)
+
+
+@functools.cache
+def _filler(recurrence: Recurrence) -> Callable[..., Array]:
+    """Returns ``_fill`` for this recurrence, with a rule for ``vmap``."""
+    call = custom_vmap(functools.partial(_fill, recurrence))
+
+    @call.def_vmap
+    def _(axis_size: int, batched: list[bool], *args: Array) -> Any:
+        # Treat the rings of all buffers as one set: a batched loop would select whole arrays.
+        merged = [
+            (arg if is_batched else jnp.broadcast_to(arg, (axis_size, *arg.shape))).reshape(
+                -1, *arg.shape[1 + is_batched :]
+            )
+            for arg, is_batched in zip(args, batched, strict=True)
+        ]
+        filled = call(*merged)
+        return filled.reshape(axis_size, -1, *filled.shape[1:]), True
+
+    return call
+
+
+def _fill(
+    recurrence: Recurrence,
+    returns: Float[Array, "E N"],
+    position: Int[Array, " E"],
+    steps: Int[Array, " E"],
+    first: Int[Array, " E"],
+    *tail: Array,
+) -> Float[Array, "E N"]:
+    """Turns pending rewards into returns, walking back from the newest.
+
+    Args:
+        recurrence: The rule that computes returns.
+        returns: The stored returns and pending rewards.
+        position: The place after the newest pending step of each ring.
+        steps: The number of steps to fill in.
+        first: The step among them for which nothing that follows counts, counted back from the
+            newest; -1 if there is no such step.
+        *tail: The three fields of ``Tail``.
+    """
+    rings, length = returns.shape
+    base = jnp.arange(rings, dtype=jnp.int32)[:, None] * length
+    state = tail[0][:, None]
+
+    def unfinished(carry: tuple[Array, ...]) -> Array:
+        return jnp.any(carry[1] < steps)
+
+    def together(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
+        return later[0] * earlier[0], earlier[1] + earlier[0] * later[1]
+
+    def back(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        flat, done, value, reward = carry
+        count = done + jnp.arange(_CHUNK, dtype=jnp.int32)[None]
+        # Counts past the earliest step read any place, and what is computed for them is dropped.
+        at = base + remainder(position[:, None] - 1 - count, length)
+        old = flat.at[at].get(mode="promise_in_bounds")
+        gained = recurrence.gains(old, reward, count == first[:, None])
+        factor = jnp.full_like(gained, recurrence.discount)
+        factor, gained = lax.associative_scan(together, (factor, gained), axis=1)
+        known = gained + factor * value[:, None]
+        filled = jnp.where(state == _KNOWN, known, jnp.float32(recurrence.default_return))
+        at = jnp.where(count < steps[:, None], at, flat.size)
+        flat = flat.at[at].set(filled, mode="drop", unique_indices=True)
+        return flat, done + _CHUNK, known[:, -1], old[:, -1]
+
+    carry = vary_with(
+        (returns.reshape(-1), jnp.int32(0), tail[1], tail[2]), returns, steps, position, tail
+    )
+    return lax.while_loop(unfinished, back, carry)[0].reshape(returns.shape)
