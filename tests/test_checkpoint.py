@@ -60,7 +60,7 @@ def still_held(old, new):
 
 def windows_of(buffer):
     """The windows in a buffer, and in which slots they are."""
-    slots = jnp.arange(buffer.rings.capacity, dtype=jnp.int32)
+    slots = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
     live = jax.jit(lambda occupancy: occupancy.live(slots))(buffer.occupancy)
     window = jax.jit(lambda rings: rings.window(slots))(buffer.rings)
     at = np.flatnonzero(live)

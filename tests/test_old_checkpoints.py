@@ -63,7 +63,7 @@ def test_what_is_unlike_is_compared_as_now(name, tmp_path):
 
 def windows_of(buffer):
     """The first step of each window that can be drawn, and which of its steps are its own."""
-    slot = jnp.arange(buffer.rings.capacity, dtype=jnp.int32)
+    slot = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
     live = np.asarray(buffer.occupancy.live(slot))
     slots = jaxbuf.Slots(slot, buffer.occupancy.generation(slot))
     first = np.asarray(buffer.data["id"]).reshape(-1)[np.asarray(buffer.rings.window(slot))[:, 0]]

@@ -26,7 +26,7 @@ def create(freshness, length=8, num_envs=2, sequence_length=2, example=None, **o
 
 def firsts(buffer):
     """The first steps of all windows that can be drawn, sorted; steps are numbers."""
-    slot = jnp.arange(buffer.rings.capacity, dtype=jnp.int32)
+    slot = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
     live = np.asarray(buffer.occupancy.live(slot))
     data = np.asarray(jax.tree.leaves(buffer.data)[0]).reshape(-1)
     return sorted(data[:: buffer.period][live].tolist())

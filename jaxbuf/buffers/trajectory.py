@@ -162,15 +162,15 @@ class TrajectoryBuffer(OldLookups, Body):
         data = storage.allocate(example, (num_envs, length))
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
         picks = any(part.removes for part in extras)
-        occupancy = Subset.create(rings, rings.capacity) if picks else rings
+        occupancy = Subset.create(rings, rings.num_slots) if picks else rings
         if sampler.uses_age:
             common.needs_order(occupancy, f"{sampler}")
         buffer = cls(
             data=data,
             occupancy=occupancy,
-            sampler_state=sampler.init(rings.capacity),
+            sampler_state=sampler.init(rings.num_slots),
             counters=jnp.zeros((len(counter_names(extras)),), jnp.uint32),
-            extra_states=tuple(part.init(data, rings.capacity) for part in extras),
+            extra_states=tuple(part.init(data, rings.num_slots) for part in extras),
             sampler=sampler,
             extras=extras,
         )
@@ -308,7 +308,7 @@ class TrajectoryBuffer(OldLookups, Body):
         rings, target, broken, completed = self.rings.place(given.shape[1], given.mask)
         rows = StepRows(**vars(given), rings=self.rings, target=target)
         begins = (target < self.capacity) & (remainder(target, self.period) == 0)
-        index = jnp.where(begins, quotient(target, self.period), rings.capacity)
+        index = jnp.where(begins, quotient(target, self.period), rings.num_slots)
         extras = self.replace(extra_states=self._tell("on_steps", index, rows))
         data = _unfold(storage.write(_fold(self.data), _fold(steps), target.reshape(-1)), self)
         counts = {"adds": rows.count}
@@ -396,7 +396,7 @@ class TrajectoryBuffer(OldLookups, Body):
             ValueError: When traced, if ``envs`` is neither a mask nor numbers.
         """
         if envs is None:
-            return self._cleared(self.rings.capacity)
+            return self._cleared(self.rings.num_slots)
         mask = mask_of(envs, self.num_envs)
         starts = self.length // self.period
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
@@ -461,7 +461,7 @@ class TrajectoryBuffer(OldLookups, Body):
         env, position, shape = broadcast_steps(env_ids, positions)
         row = self.rings.locate(env, position)
         begins = (row < self.capacity) & (remainder(row, self.period) == 0)
-        index = jnp.where(begins, quotient(row, self.period), self.rings.capacity)
+        index = jnp.where(begins, quotient(row, self.period), self.rings.num_slots)
         index = jnp.where(self.occupancy.live(index), index, self.capacity)
         generation = self.occupancy.generation(index)
         return Slots(index.reshape(shape), generation.reshape(shape))
@@ -716,7 +716,7 @@ class TrajectoryBuffer(OldLookups, Body):
             return ended
         # Windows that are cut short by the new end may be complete now.
         found = ended._index().completed(rings, data, mask.astype(jnp.int32), 1)
-        slots = jnp.where(found.short, found.slots, rings.capacity)
+        slots = jnp.where(found.short, found.slots, rings.num_slots)
         items = storage.read(_fold(data), newest)
         counts: dict[str, Array] = {}
         by = jnp.zeros(slots.shape, jnp.int32)
@@ -727,7 +727,7 @@ class TrajectoryBuffer(OldLookups, Body):
             target=_at(newest[:, None], by),
         )
         slots, refused = ended._refuse(slots, rows, counts)
-        nothing = jnp.full((0,), rings.capacity, jnp.int32)
+        nothing = jnp.full((0,), rings.num_slots, jnp.int32)
         gone = jnp.concatenate([nothing, *(slot.reshape(-1) for slot in refused)])
         return ended._slid(rings, slots, None, gone).replace(counters=self._counted(counts))
 
@@ -765,9 +765,9 @@ class TrajectoryBuffer(OldLookups, Body):
         count = jnp.minimum(count, rings.held.astype(jnp.int32))
         # Windows of earlier episodes that reach into the removed one.
         across = 0 if index.episodes.boundary == "avoid" else self.sequence_length - 1
-        slot = jnp.arange(rings.capacity, dtype=jnp.int32)
-        of = jnp.repeat(count, rings.starts, total_repeat_length=rings.capacity)
-        gone = jnp.where((of > 0) & (rings.age(slot) < of + across), slot, rings.capacity)
+        slot = jnp.arange(rings.num_slots, dtype=jnp.int32)
+        of = jnp.repeat(count, rings.starts, total_repeat_length=rings.num_slots)
+        gone = jnp.where((of > 0) & (rings.age(slot) < of + across), slot, rings.num_slots)
         left = self._without(gone, rings.retract(count))
         return left.with_state(at, left._index().clear(mask))
 
@@ -848,7 +848,7 @@ class TrajectoryBuffer(OldLookups, Body):
     ) -> tuple[Int[Array, "E H"], list[Int[Array, "E H"]]]:
         """Returns the completed windows that no part refuses, and the refused ones."""
         refused: list[Int[Array, "E H"]] = []
-        slots = self.rings.capacity
+        slots = self.rings.num_slots
         for part, state in self._parts():
             for reason, mask in common.ask(part, "refuse_windows", state, completed, rows).items():
                 hit = mask & (completed < slots)
@@ -985,7 +985,7 @@ class TrajectoryBuffer(OldLookups, Body):
         return []
 
     def _stored(self, index: Int[Array, " B"]) -> Int[Array, "B L"]:
-        own = index[:, None] < self.rings.capacity
+        own = index[:, None] < self.rings.num_slots
         if self.episodes is not None and self.episodes.pads:
             own &= self._index().together(self.rings, index)
         return jnp.where(own, self.rings.window(index), self.capacity)
@@ -1006,7 +1006,7 @@ class TrajectoryBuffer(OldLookups, Body):
             row, items = row[:, None], jax.tree.map(lambda leaf: leaf[:, None], items)
         written = row < self.capacity
         begins = written & (remainder(row, self.period) == 0)
-        index = jnp.where(begins, quotient(row, self.period), self.rings.capacity)
+        index = jnp.where(begins, quotient(row, self.period), self.rings.num_slots)
         rows = StepRows(items=items, shape=row.shape, mask=written, rings=self.rings, target=row)
         return index, rows
 

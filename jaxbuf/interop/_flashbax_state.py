@@ -103,10 +103,10 @@ def fitted(
             "to a multiple of period"
         )
     rings = buffer.rings.replace(sequence_length=sequence_length, period=period)
-    state = sampler.init(rings.capacity)
+    state = sampler.init(rings.num_slots)
     if sampler.uses_priority:
-        slot = jnp.arange(rings.capacity, dtype=jnp.int32)
-        come = jnp.where(rings.live(slot), slot, rings.capacity)
+        slot = jnp.arange(rings.num_slots, dtype=jnp.int32)
+        come = jnp.where(rings.live(slot), slot, rings.num_slots)
         state = sampler.on_slide(state, come, None, jnp.zeros((0,), jnp.int32))
     return buffer.replace(occupancy=rings, sampler=sampler, sampler_state=state)
 

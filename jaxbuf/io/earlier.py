@@ -120,12 +120,12 @@ def _with_short_windows(buffer: TrajectoryBuffer) -> TrajectoryBuffer:
     held, index = rings.held.astype(jnp.int32), buffer.episode_index
     assert index is not None
     found = index.completed(rings, buffer.data, held, rings.length)
-    slots = jnp.where(found.short, found.slots, rings.capacity).reshape(-1)
+    slots = jnp.where(found.short, found.slots, rings.num_slots).reshape(-1)
     if buffer.freshness is not None:
         state = buffer.freshness_state
         versions, _ = buffer.freshness.look(state, slots)
         stale = versions < buffer.freshness.floor(state.version)
-        slots = jnp.where(stale, rings.capacity, slots)
+        slots = jnp.where(stale, rings.num_slots, slots)
     nothing = jnp.zeros((0,), jnp.int32)
     return buffer.replace(
         occupancy=occupancy.include(slots),

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
@@ -11,30 +10,19 @@ from jaxbuf.buffers.kinds import inside
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_single
-from jaxbuf.occupancy.ranking import Ranking
-from jaxbuf.occupancy.ring import Ring
-from jaxbuf.occupancy.subset import Subset
+from jaxbuf.occupancy.protocol import Occupancy
 
 
-def in_order(occupancy: Any) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
-    """Returns all slots, with live items ordered from the oldest, and which slots are live.
+def in_order(occupancy: Occupancy) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
+    """Returns slots with live items ordered from the oldest, and which rows are live.
 
     Raises:
         ValueError: If the occupancy does not tell the age of its items.
     """
-    if isinstance(occupancy, Subset):
-        order, _ = in_order(occupancy.inner)
-        return order, occupancy.live(order)
-    if isinstance(occupancy, Ring):
-        slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
-        order = (occupancy.position + slot) % jnp.int32(occupancy.capacity)
-    elif isinstance(occupancy, Ranking):
-        slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
-        # Numbers wrap; relative to the next one they are in order.
-        order = jnp.argsort(occupancy.generation(slot) - occupancy.arrivals)
-    else:
-        raise ValueError(f"{type(occupancy).__name__} does not tell the age of its items")
-    return order, occupancy.live(order)
+    found = occupancy.in_order()
+    if found is None:
+        raise ValueError(f"{type(occupancy.places).__name__} does not tell the age of its items")
+    return found
 
 
 def rings_in_order(buffer: Any) -> list[PyTree[np.ndarray[Any, Any]]] | None:

@@ -16,7 +16,6 @@ from jaxbuf.core import counters
 from jaxbuf.io import resharding
 from jaxbuf.io.order import in_order
 from jaxbuf.io.structure import Leaf
-from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.moves import Moves
 
@@ -48,7 +47,7 @@ def as_saved(like: PyTree, configuration: dict[str, Any], saved: dict[str, Leaf]
             return node.replace(shards=rebuild((*path, _SHARDS), node.shards))
         if not isinstance(node, _BUFFERS):
             return node
-        inner = ".inner" if isinstance(node.occupancy, Subset) else ""
+        inner = "" if node.occupancy.places is node.occupancy else ".inner"
         place = f"{jax.tree_util.keystr(path)}.occupancy{inner}"
         size = configuration.get(f"{place}.{_size_name(node)}")
         if not isinstance(size, int):
@@ -117,16 +116,11 @@ def _resize(old: Any, sizes: tuple[int, ...]) -> Any:
         kept = live & (jnp.cumsum(live, dtype=jnp.int32) <= size)
         refused = jnp.sum(live & ~kept, dtype=jnp.uint32)
         live, counts = kept, counts + counters.tally(COUNTS, {"rejected": refused})
-    inner = _inner(old.occupancy)
-    score = inner.score[order] if isinstance(inner, Ranking) else None
-    empty = _inner(new.occupancy)
+    places = old.occupancy.places
+    score = places.item_scores()
     # Generations continue those of the old buffer, so that its slots become stale.
-    if isinstance(inner, Ranking):
-        empty = empty.replace(arrivals=inner.arrivals)
-    else:
-        empty = empty.replace(lap=inner.clear().lap)
-    empty = _with_inner(new.occupancy, empty)
-    placed, index = empty.place(order.shape[0], live, score)
+    empty = new.occupancy.with_places(new.occupancy.places.continuing(places))
+    placed, index = empty.place(order.shape[0], live, None if score is None else score[order])
 
     moves = Moves(order, index, index, (old.capacity, new.capacity))
     return _move(new, old, moves).replace(occupancy=placed, counters=counts)
@@ -164,7 +158,7 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
     index = jnp.where(kept & before.live(window) & placed.live(index), index, new.capacity)
     placed = placed.replace(sequence_length=new.sequence_length)
 
-    occupancy, full = _with_inner(new.occupancy, placed), cast("Any", old.occupancy)
+    occupancy, full = new.occupancy.with_places(placed), cast("Any", old.occupancy)
     if isinstance(occupancy, Subset):
         members = occupancy.members.set(index, full.members.get(window))
         occupancy = occupancy.replace(members=members)
@@ -187,14 +181,6 @@ def _move(new: Any, old: Any, moves: Moves) -> Any:
     )
 
 
-def _inner(occupancy: Any) -> Any:
-    return occupancy.inner if isinstance(occupancy, Subset) else occupancy
-
-
-def _with_inner(occupancy: Any, inner: Any) -> Any:
-    return occupancy.replace(inner=inner) if isinstance(occupancy, Subset) else inner
-
-
 def _is_buffer(node: Any) -> bool:
     return isinstance(node, (Sharded, *_BUFFERS))
 
@@ -205,7 +191,7 @@ def _size_name(buffer: Any) -> str:
 
 def _sizes(buffer: Any) -> tuple[int, ...]:
     """Returns the sizes that ``create`` takes after the example."""
-    size = getattr(_inner(buffer.occupancy), _size_name(buffer))
+    size = getattr(buffer.occupancy.places, _size_name(buffer))
     return (buffer.num_envs, size) if isinstance(buffer, TrajectoryBuffer) else (size,)
 
 

@@ -19,9 +19,7 @@ from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
-from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
-from jaxbuf.occupancy.subset import Subset
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -176,11 +174,12 @@ def _map(buffer: Any) -> _Map:
         place = np.arange(buffer.length)[None]
         age = (position[:, None] - 1 - place) % buffer.length
         return _Map(age, age < held[:, None], position, "steps", "environment")
-    live, age = _live(buffer), _ages(buffer)
-    inner = _inner(buffer.occupancy)
-    position = np.asarray(inner.position)[None] if isinstance(inner, Ring) else np.zeros(0)
+    live, places = _live(buffer), buffer.occupancy.places
+    age = places.item_ages()
+    # Somebody else's occupancy may mean anything by a position.
+    position = np.asarray(places.position)[None] if isinstance(places, Ring) else np.zeros(0)
     known = age is not None
-    shown = age if known else np.zeros(live.shape, np.int64)
+    shown = np.asarray(age).astype(np.int64) if known else np.zeros(live.shape, np.int64)
     return _Map(shown[None], live[None], position, "items", "", known)
 
 
@@ -202,7 +201,7 @@ def _panels(buffer: Any) -> list[_Panel]:
     if hasattr(sampler, "priority") and hasattr(state, "leaves"):
         priority = np.asarray(sampler.priority(state.leaves))
         found.append(_Panel("priorities", "priority", unit, priority[live]))
-    score = getattr(_inner(buffer.occupancy), "score", None)
+    score = buffer.occupancy.places.item_scores()
     if score is None and hasattr(state, "scores"):
         score = state.scores.leaves
     if score is not None:
@@ -221,35 +220,10 @@ def _panels(buffer: Any) -> list[_Panel]:
     return found
 
 
-def _inner(occupancy: Any) -> Any:
-    return occupancy.inner if isinstance(occupancy, Subset) else occupancy
-
-
 def _live(buffer: Any) -> NDArray[Any]:
     """Returns a mask of the slots that can be drawn."""
-    slots = buffer.rings.capacity if hasattr(buffer, "num_envs") else buffer.capacity
-    return np.asarray(buffer.occupancy.live(jnp.arange(slots, dtype=jnp.int32)))
-
-
-def _ages(buffer: Any) -> NDArray[Any] | None:
-    """Returns the number of items added since the one in each slot; arbitrary in empty slots.
-
-    None if that is unknown.
-    """
-    inner = _inner(buffer.occupancy)
-    slot = np.arange(buffer.capacity)
-    if isinstance(inner, Ranking):
-        number = np.asarray(inner.generation(jnp.asarray(slot, jnp.int32)))
-        return (np.asarray(inner.arrivals) - np.uint32(1) - number).astype(np.int64)
-    if isinstance(inner, Ring):
-        return (int(inner.position) - 1 - slot) % buffer.capacity
-    if not inner.keeps_order:
-        return None
-    items = inner.age_range(None, None)
-    rank = np.arange(int(items.total))
-    age = np.zeros(slot.shape, np.int64)
-    age[np.asarray(items.at(jnp.asarray(rank, jnp.int32)))] = rank[::-1]
-    return age
+    occupancy = buffer.occupancy
+    return np.asarray(occupancy.live(jnp.arange(occupancy.num_slots, dtype=jnp.int32)))
 
 
 def _rows(panels: list[_Panel]) -> int:

@@ -15,8 +15,6 @@ from jaxbuf.core import checks, describe, trees
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.batch import Batch, check_batch, uses_score
 from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore
-from jaxbuf.occupancy.ranking import Ranking
-from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.softmax import Softmax
 
 
@@ -205,9 +203,9 @@ def outline(make: Callable[[int], Manager], num_workers: int) -> Manager:
 
 def _kept_scores(buffer: ItemBuffer) -> Float[Array, " N"] | None:
     """Return the score in each slot, not finite in empty ones; None if none are kept."""
-    ranking = buffer.occupancy.inner if isinstance(buffer.occupancy, Subset) else buffer.occupancy
-    if isinstance(ranking, Ranking):
-        return ranking.score
+    score = buffer.occupancy.places.item_scores()
+    if score is not None:
+        return score
     if isinstance(buffer.sampler, Softmax):
         return buffer.sampler_state.scores.leaves[: buffer.capacity]
     return None

@@ -1,7 +1,7 @@
 """The abstract classes of occupancies, which know which slots are live."""
 
 import abc
-from typing import Self
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -18,6 +18,11 @@ class Occupancy(abc.ABC):
     """
 
     capacity: int
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots, of items or of windows."""
+        return self.capacity
 
     @property
     @abc.abstractmethod
@@ -68,6 +73,43 @@ class Occupancy(abc.ABC):
         Only available if ``keeps_order`` is True.
         """
         raise NotImplementedError(f"{type(self).__name__} does not keep the order of its items")
+
+    def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]] | None:
+        """Returns the slots from the oldest item to the newest, ring by ring, and which are live.
+
+        Rows that are not live may be anywhere and hold any slot. None if the order is not known, as
+        by default if ``keeps_order`` is False.
+        """
+        if not self.keeps_order:
+            return None
+        ages, rank = self.age_range(None, None), jnp.arange(self.num_slots, dtype=jnp.int32)
+        return ages.at(rank), rank < ages.total
+
+    def item_ages(self) -> UInt[Array, " N"] | None:
+        """Returns the number of items added since the one in each slot, arbitrary in empty slots.
+
+        None if the order is not known. By default, items that are gone are not counted.
+        """
+        found = self.in_order()
+        if found is None:
+            return None
+        order, live = found
+        newer = jnp.cumsum(live[::-1], dtype=jnp.uint32)[::-1] - jnp.uint32(1)
+        ages = jnp.zeros((self.num_slots,), jnp.uint32)
+        return ages.at[jnp.where(live, order, self.num_slots)].set(newer, mode="drop")
+
+    def item_scores(self) -> Float[Array, " N"] | None:
+        """Returns the score in each slot, not finite in empty ones; None if it keeps no scores."""
+        return None
+
+    @property
+    def places(self) -> "Occupancy":
+        """The occupancy that gives items their places; another one if this is a subset of it."""
+        return self
+
+    def with_places(self, places: "Occupancy") -> "Occupancy":
+        """Returns this occupancy with other ``places``."""
+        return places
 
 
 class ItemOccupancy(Occupancy):
@@ -126,6 +168,16 @@ class ItemOccupancy(Occupancy):
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
         """Returns which rows would be refused for their score even if they came alone."""
         return jnp.zeros(score.shape, bool)
+
+    def continuing(self, old: Any) -> Self:
+        """Returns this empty occupancy with generations that no item of ``old`` has.
+
+        ``jaxbuf.load(..., resize=True)`` needs it.
+
+        Raises:
+            ValueError: If it cannot tell, which is the default.
+        """
+        raise ValueError(f"{type(old).__name__} does not define continuing(old)")
 
     def demote(self, index: Int[Array, " B"]) -> Self:
         """Marks the items at ``index`` as retired: they should be overwritten first."""

@@ -9,7 +9,7 @@ the capacity, and no slot is given to two rows.
 
 import functools
 import itertools
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +128,26 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
         item = jnp.stack([to_rank(score), self.generation(index)], axis=-1)
         zero = _zero(self.arrivals)
         return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
+
+    def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
+        """Returns all slots in the order in which their items arrived, and which are live."""
+        slot = jnp.arange(self.capacity, dtype=jnp.int32)
+        # Numbers wrap; relative to the next one they are in order.
+        order = jnp.argsort(self.generation(slot) - self.arrivals)
+        return order, self.live(order)
+
+    def item_ages(self) -> UInt[Array, " N"]:
+        """Returns the number of items that arrived after the one in each slot, gone or not."""
+        number = self.generation(jnp.arange(self.capacity, dtype=jnp.int32))
+        return self.arrivals - jnp.uint32(1) - number
+
+    def item_scores(self) -> Float[Array, " N"]:
+        """Returns ``score``."""
+        return self.score
+
+    def continuing(self, old: Any) -> Self:
+        """Returns this empty ranking, with numbers that come after those of ``old``."""
+        return self.replace(arrivals=old.arrivals)
 
     def recomputed(self) -> Self:
         """Returns the ranking with all nodes above the leaves recomputed from their children."""

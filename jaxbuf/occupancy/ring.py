@@ -1,6 +1,6 @@
 """One ring: first in, first out."""
 
-from typing import Self
+from typing import Any, Self
 
 import jax.numpy as jnp
 from flax import struct
@@ -95,6 +95,16 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
     def age_range(self, start: Bound, stop: Bound) -> AgeRange:
         """Returns the items ``start`` to ``stop - 1``, as a slice of a list would."""
         return AgeRange.of(*self.span(), self.capacity, start, stop)
+
+    def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
+        """Returns all slots from the one that is written next, and which are live."""
+        slot = jnp.arange(self.capacity, dtype=jnp.int32)
+        order = remainder(self.position + slot, self.capacity)
+        return order, self.live(order)
+
+    def continuing(self, old: Any) -> Self:
+        """Returns this empty ring, with laps that come after those of ``old``."""
+        return self.replace(lap=old.clear().lap)
 
     def clear(self) -> Self:
         """Returns an empty ring, two laps ahead so that no earlier generation is used again."""

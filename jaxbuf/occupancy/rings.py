@@ -73,9 +73,14 @@ class Rings(Occupancy, struct.PyTreeNode):
         return self.length // self.period
 
     @property
-    def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def num_slots(self) -> int:
         """The number of slots of windows, of all rings together."""
         return self.num_envs * self.starts
+
+    @property
+    def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The old name of ``num_slots``, which is not the number of steps."""
+        return self.num_slots
 
     @property
     def steps(self) -> Int[Array, ""]:
@@ -273,6 +278,14 @@ class Rings(Occupancy, struct.PyTreeNode):
     def age_range(self, start: Bound, stop: Bound) -> AgeRange:
         """Returns windows ``start`` to ``stop - 1`` of each ring, as a slice of a list would."""
         return AgeRange.of(*self.span(), self.starts, start, stop)
+
+    def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
+        """Returns the slots of each ring from its earliest window on, and which hold a window."""
+        first, _ = self.span()
+        env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
+        place = first[:, None] + jnp.arange(self.starts, dtype=jnp.int32)[None]
+        order = (env * self.starts + remainder(place, self.starts)).reshape(-1)
+        return order, self.live(order)
 
     def clear(self, mask: Bool[Array, " E"] | None = None) -> Self:
         """Returns the rings with some or all of them emptied.

@@ -14,7 +14,7 @@ from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ages import Bound, clip, ring_of
 from jaxbuf.occupancy.bitset import Bitset
-from jaxbuf.occupancy.protocol import ItemOccupancy
+from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 
 
 class Subset(ItemOccupancy, struct.PyTreeNode):
@@ -128,9 +128,28 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         return lax.cond(jnp.any(wanted), lambda: draw(wanted, words, index), lambda: index)
 
     @property
-    def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Number of slots."""
+    def num_slots(self) -> int:
+        """The number of slots."""
         return self.members.capacity
+
+    @property
+    def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The old name of ``num_slots``."""
+        return self.num_slots
+
+    @property
+    def places(self) -> Occupancy:
+        """The inner occupancy."""
+        return self.inner
+
+    def with_places(self, places: Occupancy) -> Self:
+        """Returns a subset of another occupancy with the same members."""
+        return self.replace(inner=places)
+
+    def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]] | None:
+        """Returns the slots in the order of the inner occupancy, and which are members."""
+        found = self.inner.in_order()
+        return None if found is None else (found[0], self.live(found[0]))
 
     @property
     def keeps_order(self) -> bool:
@@ -201,7 +220,7 @@ class MemberAges:
     @property
     def most(self) -> int:
         """Returns the most items that there can be in each ring."""
-        return self.subset.capacity // self.count.shape[0]
+        return self.subset.num_slots // self.count.shape[0]
 
     @property
     def total(self) -> Int[Array, ""]:

@@ -479,10 +479,10 @@ class EpisodeIndex(struct.PyTreeNode):
         starts &= complete & (end >= 0) & (end < new)
         began = (age < new) & ~starts & (remainder(place, rings.period) == 0)
         return Completed(
-            slots=jnp.where(starts, at, rings.capacity),
+            slots=jnp.where(starts, at, rings.num_slots),
             end=end,
             short=short,
-            broken=jnp.where(began, at, rings.capacity)[:, :most],
+            broken=jnp.where(began, at, rings.num_slots)[:, :most],
             refused=jnp.sum(refused, dtype=jnp.uint32),
         )
 

@@ -81,7 +81,7 @@ def assert_distribution(
         "significance", significance, "a number between 0 and 1", lambda x: 0 < x < 1
     )
     windows = isinstance(buffer, TrajectoryBuffer)
-    slots = buffer.rings.capacity if windows else buffer.capacity
+    slots = buffer.rings.num_slots if windows else buffer.capacity
     law = _check_law(expected, slots)
     total = draws * batch_size
     often = law * total

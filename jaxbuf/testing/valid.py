@@ -163,7 +163,7 @@ def _live(occupancy: Any, slot: Any) -> Any:
 def _slots(buffer: Any) -> Any:
     """Returns the indices of all slots, of items or windows."""
     windows = isinstance(buffer, TrajectoryBuffer)
-    return jnp.arange(buffer.rings.capacity if windows else buffer.capacity, dtype=jnp.int32)
+    return jnp.arange(buffer.rings.num_slots if windows else buffer.capacity, dtype=jnp.int32)
 
 
 def _members(name: str, buffer: Any) -> Iterator[str]:
@@ -330,7 +330,7 @@ def _look_up(buffer: Any) -> dict[str, Any]:
     begin = Rings.create(buffer.num_envs, buffer.length, 1, 1)
     rings, target, _, _ = begin.place(buffer.length, steps.valid)
     index = buffer.episode_index
-    new = index.episodes.init(buffer.data, buffer.rings.capacity)
+    new = index.episodes.init(buffer.data, buffer.rings.num_slots)
     anew = new.extend(steps.data, begin, target, steps.valid)
     rank = jnp.broadcast_to(jnp.arange(buffer.length, dtype=jnp.int32), target.shape)
     env = jnp.broadcast_to(jnp.arange(buffer.num_envs, dtype=jnp.int32)[:, None], target.shape)
@@ -349,7 +349,7 @@ def _look_up(buffer: Any) -> dict[str, Any]:
             found["value"] = episode.value
         return {key: value.reshape(rank.shape) for key, value in found.items()}
 
-    slot = jnp.arange(buffer.rings.capacity, dtype=jnp.int32)
+    slot = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
     rows = buffer.rings.window(slot)
     together = jnp.sum(index.together(buffer.rings, slot), axis=1, dtype=jnp.int32)
     begin = buffer.rings.starts_at(slot, buffer.rings.generation(slot))

@@ -13,11 +13,9 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, describe, fields, numbers, storage, trees
-from jaxbuf.core.division import remainder
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.varying import vary_with
-from jaxbuf.occupancy.ring import Ring
 
 Order = Literal["age", "random"]
 Padding = Literal["none", "random"]
@@ -229,8 +227,9 @@ def _draw_groups(
 
 def _by_age(occupancy: Any, slot: Int[Array, " N"], live: Bool[Array, " N"]) -> Int[Array, " N"]:
     """Returns the slots in the order of their items' ages, oldest first."""
-    if isinstance(occupancy, Ring):
-        return remainder(occupancy.position + slot, occupancy.capacity)
+    found = occupancy.in_order()
+    if found is not None:
+        return found[0]
     # Of two generations the later is larger, unless they have wrapped in between.
     generation = occupancy.generation(slot)
     age = (generation - generation[jnp.argmax(live)]).astype(jnp.int32)
