@@ -222,7 +222,7 @@ def test_scores_are_those_of_the_items():
 
     def with_score(slot, score):
         at = jnp.array([slot])
-        changed = buffer.sampler.on_add(state, at, jnp.array([score]))
+        changed = buffer.sampler.set_priority(state, at, jnp.array([score]))
         return buffer.replace(sampler_state=changed)
 
     with says("buffer.sampler_state.scores.leaves[7] is 1.0; expected -inf"):

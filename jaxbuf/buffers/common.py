@@ -75,32 +75,46 @@ def check_sampler(sampler: object) -> None:
     """Checks that ``sampler`` is a sampler.
 
     Raises:
-        ValueError: If it is not a ``Sampler``.
+        ValueError: If it is not a ``Sampler``, or has a method of an older version in place of
+            ``on_change``.
     """
     if not isinstance(sampler, Sampler):
         raise ValueError(
             f"sampler is {checks.name_of(sampler)}; expected a sampler such as {Uniform()}, or one "
             "of your own that derives from jaxbuf.strategies.Sampler"
         )
+    told = base_of(sampler)
+    for kind in type(told).__mro__:
+        if "on_change" in vars(kind):
+            return
+        for old in ("on_add", "remove", "on_slide"):
+            if old in vars(kind):
+                raise ValueError(
+                    f"{told} has a method {old}, which is not called any more; define "
+                    "on_change(state, added, value, removed) instead (see "
+                    "jaxbuf.strategies.Sampler)"
+                )
 
 
 def check_removes(sampler: Sampler, what: str) -> None:
     """Checks that a sampler with priorities can remove items.
 
     Raises:
-        ValueError: If it does not define ``remove``.
+        ValueError: If it does not define ``on_change``.
     """
     told = base_of(sampler)
-    if told.uses_priority and type(told).remove is Sampler.remove:
+    if told.uses_priority and type(told).on_change is Sampler.on_change:
         raise ValueError(
-            f"{told} cannot be told that {what}; give it a method remove (see "
+            f"{told} cannot be told that {what}; give it a method on_change (see "
             "jaxbuf.strategies.Sampler)"
         )
 
 
 def base_of(sampler: Sampler) -> Sampler:
     """Returns the sampler that keeps state: the base of a ``Recent``, or the sampler itself."""
-    return sampler.base if isinstance(sampler, Recent) else sampler
+    while isinstance(sampler, Recent):
+        sampler = sampler.base
+    return sampler
 
 
 def check_evictor(evictor: object) -> None:

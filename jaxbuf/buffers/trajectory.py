@@ -343,7 +343,7 @@ class TrajectoryBuffer(Body):
         value = None if value is None else value.reshape(-1)
         return self.replace(
             occupancy=self._seen(rings, added, gone),
-            sampler_state=common.hear(self.sampler, "on_slide", state, added, value, gone),
+            sampler_state=common.hear(self.sampler, "on_change", state, added, value, gone),
             extra_states=self._tell("on_remove", gone),
         )
 
@@ -992,7 +992,7 @@ class TrajectoryBuffer(Body):
         state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
             occupancy=self._seen(rings, nothing, slots),
-            sampler_state=common.hear(self.sampler, "remove", state, slots),
+            sampler_state=common.hear(self.sampler, "on_change", state, nothing, None, slots),
             extra_states=self._tell("on_remove", slots),
         )
 
@@ -1020,7 +1020,7 @@ class TrajectoryBuffer(Body):
         rings, come, gone = self.rings.resize(size)
         state = jax.lax.stop_gradient(self.sampler_state)
         state = common.hear(
-            self.sampler, "on_slide", state, come.reshape(-1), None, gone.reshape(-1)
+            self.sampler, "on_change", state, come.reshape(-1), None, gone.reshape(-1)
         )
         return self.replace(occupancy=rings, sampler_state=state)
 

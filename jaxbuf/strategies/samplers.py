@@ -217,33 +217,23 @@ class Prioritized(ShardableSampler, KnownSampler):
         """Returns a mask of the priorities that are finite and not negative."""
         return jnp.isfinite(value) & (value >= 0)
 
-    def on_add(
-        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"] | None
-    ) -> SegmentTree:
-        """Sets the masses of new items."""
-        return state.set(index, self._new_masses(state, index, value))
-
-    def set_priority(
-        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
-    ) -> SegmentTree:
-        """Sets the masses of existing items."""
-        return state.set(index, self.mass(value))
-
-    def remove(self, state: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
-        """Sets the masses of removed items to zero."""
-        return without(state, index)
-
-    def on_slide(
+    def on_change(
         self,
         state: SegmentTree,
         added: Int[Array, " B"],
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
     ) -> SegmentTree:
-        """Sets the masses of new windows, and zero for removed ones, in a single update."""
+        """Sets the masses of new items, and zero for removed ones, in a single update."""
         mass = self._new_masses(state, added, value)
         gone = jnp.zeros(removed.shape, jnp.float32)
         return state.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, gone]))
+
+    def set_priority(
+        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
+    ) -> SegmentTree:
+        """Sets the masses of existing items."""
+        return state.set(index, self.mass(value))
 
     @property
     def shardable(self) -> bool:

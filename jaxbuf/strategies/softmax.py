@@ -124,16 +124,30 @@ class Softmax(ShardableSampler, KnownSampler):
         """Returns a mask of the scores that are not NaN."""
         return ~jnp.isnan(value)
 
-    def on_add(
-        self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"] | None
+    def on_change(
+        self,
+        state: SoftmaxState,
+        added: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        removed: Int[Array, " R"],
     ) -> SoftmaxState:
-        """Sets the scores of new items.
+        """Sets the scores of new items, and −inf in the place of removed ones.
 
         Raises:
-            ValueError: If no scores are given.
+            ValueError: If there are new items without scores.
         """
         if value is None:
-            raise ValueError("Softmax draws by score; pass score=[B] to add")
+            if added.shape[0] > 0:
+                raise ValueError("Softmax draws by score; pass score=[B] to add")
+            value = jnp.zeros((0,), jnp.float32)
+        gone = jnp.full(removed.shape, -jnp.inf, jnp.float32)
+        index, value = jnp.concatenate([added, removed]), jnp.concatenate([value, gone])
+        return self.set_priority(state, index, value)
+
+    def set_priority(
+        self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"]
+    ) -> SoftmaxState:
+        """Sets scores, and computes all masses anew if the largest one has moved far."""
         scores = state.scores.set(index, value)
         masses = state.masses.set(index, self._mass(value, state.reference))
         largest = scores.root("max")
@@ -154,19 +168,9 @@ class Softmax(ShardableSampler, KnownSampler):
         masses, reference = lax.while_loop(outdated, rebuild, begin)
         return SoftmaxState(scores, masses, reference)
 
-    def set_priority(
-        self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"]
-    ) -> SoftmaxState:
-        """Sets the scores of existing items."""
-        return self.on_add(state, index, value)
-
-    def remove(self, state: SoftmaxState, index: Int[Array, " B"]) -> SoftmaxState:
-        """Removes items by setting their scores to −inf."""
-        return self.on_add(state, index, jnp.full(index.shape, -jnp.inf, jnp.float32))
-
     def move(self, empty: SoftmaxState, state: SoftmaxState, moves: Moves) -> SoftmaxState:
-        """Adds the scores again, so that masses are relative to the largest one that stays."""
-        return self.on_add(empty, moves.target, state.scores.leaves[moves.source])
+        """Sets the scores again, so that masses are relative to the largest one that stays."""
+        return self.set_priority(empty, moves.target, state.scores.leaves[moves.source])
 
     @property
     def shardable(self) -> bool:
