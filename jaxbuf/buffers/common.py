@@ -16,15 +16,15 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers, State
 from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Oldest
 from jaxbuf.strategies.freshness import Freshness
+from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, over
 from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler
 from jaxbuf.strategies.recent import Recent
-from jaxbuf.strategies.samplers import Uniform, points, without
+from jaxbuf.strategies.uniform import Uniform
 
 if TYPE_CHECKING:
     from jaxbuf.buffers.body import Body
@@ -351,19 +351,13 @@ def _pick_by_priority(
     mass = jnp.where(jnp.any(mass > 0), mass, inside.astype(jnp.float32))
     tree = SegmentTree.create(capacity).set_all(mass)
 
-    def propose(key: PRNGKeyArray, rows: int, tree: SegmentTree) -> Int[Array, " B"]:
-        word, low = random_words(key, (2, rows))
-        return tree.find(*points(word, low, tree.root("sum"), stratified=replacement))[0]
-
     if replacement:
-        drawn = propose(key, batch_size, tree)
+        drawn = draw_by_mass(key, batch_size, tree, stratified=True)
         valid = jnp.broadcast_to(ages.total > 0, (batch_size,))
     else:
-        count = jnp.minimum(batch_size, tree.nnz)
-        drawn, valid = distinct(key, batch_size, count, tree, propose, without, capacity)
+        drawn, valid = draw_distinct(key, batch_size, jnp.minimum(batch_size, tree.nnz), tree)
         drawn = jnp.sort(jnp.where(valid, drawn, capacity))
-    total = tree.root("sum")
-    return Draw(ages.at(drawn), tree.read(drawn)[1] / jnp.where(total > 0, total, 1.0), valid)
+    return Draw(ages.at(drawn), over(tree.read(drawn)[1], tree.root("sum")), valid)
 
 
 def newest(occupancy: Occupancy, n: int) -> Draw:

@@ -24,7 +24,7 @@ from jaxbuf.strategies.evictors import Oldest
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Evictor, Sampler
-from jaxbuf.strategies.samplers import Uniform
+from jaxbuf.strategies.uniform import Uniform
 
 
 class ItemBuffer(Body):

@@ -26,7 +26,7 @@ from jaxbuf.strategies.episodes import Completed, EpisodeIndex, Episodes
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import Sampler
-from jaxbuf.strategies.samplers import Uniform
+from jaxbuf.strategies.uniform import Uniform
 
 
 class Steps(struct.PyTreeNode):

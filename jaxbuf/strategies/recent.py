@@ -16,7 +16,7 @@ from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
-from jaxbuf.strategies.samplers import Uniform
+from jaxbuf.strategies.uniform import Uniform
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, Sampler, share
-from jaxbuf.strategies.samplers import Uniform
+from jaxbuf.strategies.uniform import Uniform
 
 
 class Pass(struct.PyTreeNode):
