@@ -64,12 +64,13 @@ from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episode, Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.freshness import Freshness
+from jaxbuf.strategies.prioritized import Prioritized
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.removable import Removable
-from jaxbuf.strategies.samplers import Prioritized, Uniform
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax
+from jaxbuf.strategies.uniform import Uniform
 from jaxbuf.views.frames import FrameStack, stack_frames
 from jaxbuf.views.groups import Groups, sample_groups
 from jaxbuf.views.hindsight import hindsight

@@ -471,7 +471,7 @@ def test_bad_use():
 
 def test_a_sampler_that_cannot_let_go_is_refused():
     class Stubborn(jaxbuf.Prioritized):
-        remove = jaxbuf.strategies.Sampler.remove
+        on_change = jaxbuf.strategies.Sampler.on_change
 
     with pytest.raises(ValueError, match="cannot be told that an item retires; give it a method"):
         create(jaxbuf.Freshness(max_use=1), 3, Stubborn())

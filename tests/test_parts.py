@@ -313,7 +313,7 @@ def test_parts_of_windows_must_return_a_state(method):
         buffer.add(step).clear(jnp.array([0]))
 
 
-@pytest.mark.parametrize("method", ["on_add", "set_priority"])
+@pytest.mark.parametrize("method", ["on_change", "set_priority"])
 def test_samplers_must_return_a_state(method):
     sampler = type("Mine", (jaxbuf.Prioritized,), {method: lambda self, *_: None})()
     buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=sampler)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,9 +33,8 @@ class LeastUpdated(Sampler):
     def accepts(self, value):
         return value < 100
 
-    def on_add(self, state, index, value):
-        del value
-        return state.replace(seen=state.seen.at[index].set(0, mode="drop"))
+    def on_change(self, state, added, value, removed):
+        return state.replace(seen=state.seen.at[added].set(0, mode="drop"))
 
     def set_priority(self, state, index, value):
         seen = state.seen.at[index].add(1, mode="drop")
@@ -126,13 +126,131 @@ def test_a_foreign_evictor_decides_what_stays():
     assert sorted(np.asarray(batch.data)[np.asarray(batch.valid)].tolist()) == [1, 2, 3]
 
 
-def test_a_foreign_sampler_of_windows_must_be_told_of_them():
-    class Known(LeastUpdated, KnownSampler):
+@dataclasses.dataclass(frozen=True)
+class Diary(Sampler):
+    """Keeps what happened to each slot last: 1 for an item that came, 2 for one that left."""
+
+    def init(self, capacity):
+        return jnp.zeros(capacity, jnp.int32)
+
+    def on_change(self, state, added, value, removed):
+        state = state.at[added].set(1, mode="drop")
+        return state.at[removed].set(2, mode="drop")
+
+    def draw(self, state, key, batch_size, occupancy):
+        return jaxbuf.Uniform().draw((), key, batch_size, occupancy)
+
+
+def is_right(buffer):
+    """Returns whether the diary knows each slot that holds an item."""
+    slot = jnp.arange(buffer.occupancy.capacity, dtype=jnp.int32)
+    return bool(((buffer.sampler_state == 1) == buffer.occupancy.live(slot)).all())
+
+
+def test_a_sampler_hears_of_items_that_come_and_go():
+    parts = (jaxbuf.Removable(),)
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=Diary(), parts=parts)
+    buffer = buffer.add(jnp.arange(3), mask=jnp.array([True, False, True]))
+    assert buffer.sampler_state.tolist() == [1, 1, 0, 0]
+    assert is_right(buffer)
+    buffer = buffer.remove(buffer.latest(1).slots)
+    assert buffer.sampler_state.tolist() == [1, 2, 0, 0]
+    assert is_right(buffer)
+    # The ring comes around: items that take the places of others are only added.
+    buffer = buffer.add(jnp.arange(6))
+    assert buffer.sampler_state.tolist() == [1, 1, 1, 1]
+
+
+def test_a_sampler_hears_of_windows_that_come_and_go():
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        jnp.int32(0), num_envs=2, length=4, sequence_length=2, sampler=Diary()
+    )
+    masks = jnp.ones((2, 3), bool), jnp.array([[True, True, False], [True, False, False]])
+    for mask in masks:
+        buffer = buffer.add(jnp.arange(6).reshape(2, 3), mask=mask)
+        assert is_right(buffer)
+    # The first ring has come around, and its window across the write position is gone.
+    assert (buffer.sampler_state == 1).tolist() == [False, True, True, True] + [True] * 3 + [False]
+    buffer = buffer.clear(jnp.array([1]))
+    assert is_right(buffer)
+    assert buffer.sampler_state.tolist()[4:] == [2, 2, 2, 2]
+
+
+def test_a_foreign_sampler_draws_windows():
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        jnp.int32(0), num_envs=1, length=4, sequence_length=2, sampler=LeastUpdated()
+    )
+    buffer = buffer.add(jnp.arange(4)[None])
+    batch = buffer.sample(jax.random.key(0), 2)
+    assert batch.data.tolist() == [[0, 1], [1, 2]]
+    buffer = buffer.update_priority(batch.slots, jnp.ones(2))
+    assert buffer.sample(jax.random.key(0), 2).data.tolist() == [[2, 3], [0, 1]]
+
+
+def test_a_sampler_with_priorities_must_be_told_of_items_that_leave():
+    @dataclasses.dataclass(frozen=True)
+    class Deaf(LeastUpdated, KnownSampler):
+        on_change = Sampler.on_change
+
         def probability(self, state, index, occupancy):
             return jnp.ones(index.shape)
 
-    for sampler in (LeastUpdated(), jaxbuf.Recent(0.5, 2, Known())):
-        with pytest.raises(ValueError, match="that a window is gone; give it a method remove"):
+    for sampler in (Deaf(), jaxbuf.Recent(0.5, 2, Deaf())):
+        with pytest.raises(ValueError, match="that a window is gone; give it a method on_change"):
             jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sampler=sampler)
         # Items stay where they are until others take their place.
         jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler)
+
+
+@pytest.mark.parametrize("old", ["on_add", "remove", "on_slide"])
+def test_events_by_their_old_names_are_refused_where_they_would_not_be_called(old):
+    members = {old: lambda self, state, *_: state, "draw": jaxbuf.Uniform.draw}
+    sampler = type("Mine", (jaxbuf.Prioritized,), members)()
+    message = f"Mine.* has a method {old}, which is not called any more; define on_change"
+    for base in (sampler, jaxbuf.Recent(0.5, 2, sampler)):
+        with pytest.raises(ValueError, match=message):
+            jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=base)
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sampler=sampler)
+
+
+def test_a_sampler_with_the_events_of_before_works_alike():
+    def on_add(self, state, index, value):
+        del value
+        return state.replace(seen=state.seen.at[index].set(0, mode="drop"))
+
+    def remove(self, state, index):
+        del index
+        return state
+
+    members = {"on_change": Sampler.on_change, "on_add": on_add, "remove": remove}
+    old = dataclasses.dataclass(frozen=True)(type("Before", (LeastUpdated,), members))()
+    for create in (
+        lambda sampler: jaxbuf.ItemBuffer.create(
+            jnp.int32(0), 6, sampler=sampler
+        ).add(jnp.arange(9)),
+            jnp.arange(9)
+        ),
+        lambda sampler: jaxbuf.TrajectoryBuffer.create(
+            jnp.int32(0), num_envs=1, length=4, sequence_length=2, sampler=sampler
+        ).add(jnp.arange(7)[None]),
+    ):
+        buffers = [create(sampler) for sampler in (LeastUpdated(), old)]
+        for turn in range(4):
+            batches = [buffer.sample(jax.random.key(turn), 2) for buffer in buffers]
+            chex.assert_trees_all_equal(*batches)
+            buffers = [
+                buffer.update_priority(batch.slots, jnp.ones(2))
+                for buffer, batch in zip(buffers, batches, strict=True)
+            ]
+
+
+@pytest.mark.parametrize("old", ["on_add", "remove", "on_slide"])
+def test_an_old_name_beside_the_new_method_is_the_users_own(old):
+    """A class that is updated, or derives from one that is not, may keep a method of that name."""
+    same = {"on_change": lambda self, state, *_: state}
+    helper = {old: lambda self, state, *_: state}
+    Both = type("Both", (jaxbuf.Prioritized,), helper | same)
+    Derived = type("Derived", (type("Old", (jaxbuf.Prioritized,), helper),), same)
+    for sampler in (Both(), Derived()):
+        jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler).add(jnp.arange(2))

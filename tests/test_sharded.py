@@ -14,8 +14,8 @@ from jax import lax
 
 import jaxbuf
 from jaxbuf.buffers.exchange import places
-from jaxbuf.strategies import samplers
-from jaxbuf.strategies.samplers import Masses
+from jaxbuf.strategies import mass
+from jaxbuf.strategies.prioritized import Masses
 
 S, N = 4, 16
 # Collectives of eight devices on few cores may wait for each other for long.
@@ -85,7 +85,7 @@ def test_rows_stay_with_their_shard_as_far_as_they_can(count):
 
 def test_no_shard_without_mass_is_aimed_at_however_sums_are_rounded(monkeypatch):
     monkeypatch.setattr(
-        samplers.jnp, "cumsum", lambda x, axis=0, dtype=None: lax.associative_scan(jnp.add, x)
+        mass.jnp, "cumsum", lambda x, axis=0, dtype=None: lax.associative_scan(jnp.add, x)
     )
     sampler = jaxbuf.Prioritized(alpha=1.0)
 
@@ -242,6 +242,6 @@ def test_shards_without_a_chance_are_not_counted():
 
 
 def test_a_point_at_the_end_of_all_shards_lies_in_the_last_one_with_mass():
-    bound = samplers.bounds(jnp.array([1.0, 2.0, 0.0, 0.0]))
-    shard, _ = samplers.shard_of(bound, jnp.array([0.0, 1.0, 3.0, 4.0]))
+    end = mass.ends(jnp.array([1.0, 2.0, 0.0, 0.0]))
+    shard, _ = mass.shard_of(end, jnp.array([0.0, 1.0, 3.0, 4.0]))
     assert shard.tolist() == [0, 1, 1, 1]

@@ -236,7 +236,7 @@ def test_scores_are_those_of_the_items():
 
     def with_score(slot, score):
         at = jnp.array([slot])
-        changed = buffer.sampler.on_add(state, at, jnp.array([score]))
+        changed = buffer.sampler.set_priority(state, at, jnp.array([score]))
         return buffer.replace(sampler_state=changed)
 
     with says("buffer.sampler_state.scores.leaves[7] is 1.0; expected -inf"):
@@ -372,7 +372,7 @@ def test_the_index_knows_what_terminated_within_an_episode():
     buffer = trajectories(episodes=jaxbuf.Episodes(last="truncated"))
     testing.assert_valid(buffer)
     changed = buffer.data["terminated"].at[1, 5].set(True)
-    with says("episode_index.last_terminated[1, 2] is", "expected 0"):
+    with says("last_terminated[1, 2] is", "expected 0"):
         testing.assert_valid(buffer.replace(data=buffer.data | {"terminated": changed}))
 
 

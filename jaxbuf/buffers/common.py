@@ -16,15 +16,15 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers, State
 from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Oldest
 from jaxbuf.strategies.freshness import Freshness
+from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, over
 from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler
 from jaxbuf.strategies.recent import Recent
-from jaxbuf.strategies.samplers import Uniform, points, without
+from jaxbuf.strategies.uniform import Uniform
 
 if TYPE_CHECKING:
     from jaxbuf.buffers.body import Body
@@ -75,32 +75,49 @@ def check_sampler(sampler: object) -> None:
     """Checks that ``sampler`` is a sampler.
 
     Raises:
-        ValueError: If it is not a ``Sampler``.
+        ValueError: If it is not a ``Sampler``, or has a method of an older version in place of
+            the ``on_change`` that it inherits.
     """
     if not isinstance(sampler, Sampler):
         raise ValueError(
             f"sampler is {checks.name_of(sampler)}; expected a sampler such as {Uniform()}, or one "
             "of your own that derives from jaxbuf.strategies.Sampler"
         )
+    told = base_of(sampler)
+    if type(told).on_change is Sampler.on_change:
+        return  # It calls the methods of older versions.
+    for kind in type(told).__mro__:
+        if "on_change" in vars(kind):
+            return
+        for old in ("on_add", "remove", "on_slide"):
+            if old in vars(kind):
+                raise ValueError(
+                    f"{told} has a method {old}, which is not called any more; define "
+                    "on_change(state, added, value, removed) instead (see "
+                    "jaxbuf.strategies.Sampler)"
+                )
 
 
 def check_removes(sampler: Sampler, what: str) -> None:
     """Checks that a sampler with priorities can remove items.
 
     Raises:
-        ValueError: If it does not define ``remove``.
+        ValueError: If it does not define ``on_change``.
     """
     told = base_of(sampler)
-    if told.uses_priority and type(told).remove is Sampler.remove:
+    hears = type(told).on_change is not Sampler.on_change or hasattr(told, "remove")
+    if told.uses_priority and not hears:
         raise ValueError(
-            f"{told} cannot be told that {what}; give it a method remove (see "
+            f"{told} cannot be told that {what}; give it a method on_change (see "
             "jaxbuf.strategies.Sampler)"
         )
 
 
 def base_of(sampler: Sampler) -> Sampler:
     """Returns the sampler that keeps state: the base of a ``Recent``, or the sampler itself."""
-    return sampler.base if isinstance(sampler, Recent) else sampler
+    while isinstance(sampler, Recent):
+        sampler = sampler.base
+    return sampler
 
 
 def check_evictor(evictor: object) -> None:
@@ -338,19 +355,13 @@ def _pick_by_priority(
     mass = jnp.where(jnp.any(mass > 0), mass, inside.astype(jnp.float32))
     tree = SegmentTree.create(capacity).set_all(mass)
 
-    def propose(key: PRNGKeyArray, rows: int, tree: SegmentTree) -> Int[Array, " B"]:
-        word, low = random_words(key, (2, rows))
-        return tree.find(*points(word, low, tree.root("sum"), stratified=replacement))[0]
-
     if replacement:
-        drawn = propose(key, batch_size, tree)
+        drawn = draw_by_mass(key, batch_size, tree, stratified=True)
         valid = jnp.broadcast_to(ages.total > 0, (batch_size,))
     else:
-        count = jnp.minimum(batch_size, tree.nnz)
-        drawn, valid = distinct(key, batch_size, count, tree, propose, without, capacity)
+        drawn, valid = draw_distinct(key, batch_size, jnp.minimum(batch_size, tree.nnz), tree)
         drawn = jnp.sort(jnp.where(valid, drawn, capacity))
-    total = tree.root("sum")
-    return Draw(ages.at(drawn), tree.read(drawn)[1] / jnp.where(total > 0, total, 1.0), valid)
+    return Draw(ages.at(drawn), over(tree.read(drawn)[1], tree.root("sum")), valid)
 
 
 def newest(occupancy: Occupancy, n: int) -> Draw:

@@ -24,7 +24,7 @@ from jaxbuf.strategies.evictors import Oldest
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Evictor, Sampler
-from jaxbuf.strategies.samplers import Uniform
+from jaxbuf.strategies.uniform import Uniform
 
 
 class ItemBuffer(Body):
@@ -237,11 +237,11 @@ class ItemBuffer(Body):
             rows = refuse(common.ask(part, "refuse", state, rows, self.occupancy), rows, counts)
         occupancy, index = self.occupancy.place(rows.shape[0], rows.mask, rows.score)
         counts["adds"] = rows.count
-        state = jax.lax.stop_gradient(self.sampler_state)
+        state, nothing = jax.lax.stop_gradient(self.sampler_state), jnp.zeros((0,), jnp.int32)
         buffer = self.replace(
             data=storage.write(self.data, items, index),
             occupancy=occupancy,
-            sampler_state=common.hear(self.sampler, "on_add", state, index, value),
+            sampler_state=common.hear(self.sampler, "on_change", state, index, value, nothing),
             counters=self._counted(counts),
             extra_states=self._tell("on_add", index, rows),
         )

@@ -6,8 +6,8 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
 from jaxbuf.strategies.diversity import Diversity, Field
 from jaxbuf.strategies.evictors import Lowest
-from jaxbuf.strategies.samplers import Uniform
 from jaxbuf.strategies.softmax import Softmax
+from jaxbuf.strategies.uniform import Uniform
 
 
 def reward_prioritized(

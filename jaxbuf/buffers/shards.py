@@ -14,8 +14,8 @@ from jaxbuf.buffers.per_device import here_of, numbers_of, run
 from jaxbuf.core import checks
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
+from jaxbuf.strategies.mass import least_positive
 from jaxbuf.strategies.protocols import ShardableSampler
-from jaxbuf.strategies.samplers import least_positive
 
 if TYPE_CHECKING:
     from jaxbuf.buffers.sharded import Sharded

@@ -25,7 +25,7 @@ from jaxbuf.strategies.episodes import Completed, Episode, EpisodeIndex, Episode
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import Sampler
-from jaxbuf.strategies.samplers import Uniform
+from jaxbuf.strategies.uniform import Uniform
 
 
 class Steps(struct.PyTreeNode):
@@ -343,7 +343,7 @@ class TrajectoryBuffer(OldLookups, Body):
         value = None if value is None else value.reshape(-1)
         return self.replace(
             occupancy=self._seen(rings, added, gone),
-            sampler_state=common.hear(self.sampler, "on_slide", state, added, value, gone),
+            sampler_state=common.hear(self.sampler, "on_change", state, added, value, gone),
             extra_states=self._tell("on_remove", gone),
         )
 
@@ -911,7 +911,7 @@ class TrajectoryBuffer(OldLookups, Body):
         state = jax.lax.stop_gradient(self.sampler_state)
         return self.replace(
             occupancy=self._seen(rings, nothing, slots),
-            sampler_state=common.hear(self.sampler, "remove", state, slots),
+            sampler_state=common.hear(self.sampler, "on_change", state, nothing, None, slots),
             extra_states=self._tell("on_remove", slots),
         )
 
@@ -939,7 +939,7 @@ class TrajectoryBuffer(OldLookups, Body):
         rings, come, gone = self.rings.resize(size)
         state = jax.lax.stop_gradient(self.sampler_state)
         state = common.hear(
-            self.sampler, "on_slide", state, come.reshape(-1), None, gone.reshape(-1)
+            self.sampler, "on_change", state, come.reshape(-1), None, gone.reshape(-1)
         )
         return self.replace(occupancy=rings, sampler_state=state)
 

@@ -167,7 +167,7 @@ class SegmentTree(struct.PyTreeNode):
         Args:
             prefix: Points in ``[0, total)``, ``[B]``. Rounding may make them the total.
             refine: Amounts to add to the residuals half way down, ``[B]``. There nodes are so much
-                lighter than the total that bits lost at the top can be filled in; see ``samplers``.
+                lighter than the total that bits lost at the top can be filled in; see ``mass``.
 
         Returns:
             The leaves ``[B]`` and their values ``[B]``.

@@ -107,7 +107,7 @@ def fitted(
     if sampler.uses_priority:
         slot = jnp.arange(rings.num_slots, dtype=jnp.int32)
         come = jnp.where(rings.live(slot), slot, rings.num_slots)
-        state = sampler.on_slide(state, come, None, jnp.zeros((0,), jnp.int32))
+        state = sampler.on_change(state, come, None, jnp.zeros((0,), jnp.int32))
     return buffer.replace(occupancy=rings, sampler=sampler, sampler_state=state)
 
 

@@ -67,8 +67,9 @@ from jaxbuf.core.checks import check_flag, check_fraction
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.interop import _flashbax_state
+from jaxbuf.strategies.prioritized import Prioritized
 from jaxbuf.strategies.protocols import Sampler
-from jaxbuf.strategies.samplers import Prioritized, Uniform
+from jaxbuf.strategies.uniform import Uniform
 
 __all__ = [
     "BufferSample",

@@ -87,12 +87,33 @@ class Sampler(Movable, abc.ABC):
         """
         return jnp.ones(value.shape, bool)
 
-    def on_add(
-        self, state: State, index: Int[Array, " B"], value: Float[Array, " B"] | None
+    def on_change(
+        self,
+        state: State,
+        added: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        removed: Int[Array, " R"],
     ) -> State:
-        """Updates the state after an add, with priorities (or scores); None for the default."""
-        del index, value
-        return state
+        """Updates the state after items (or windows) came and went.
+
+        By default it calls ``remove(state, removed)`` and then ``on_add(state, added, value)``, if
+        the sampler has these methods of version 0.2.
+
+        Args:
+            state: The state.
+            added: The slots that now hold a new item, ``[B]``. Any item that was there before is
+                gone, without being among the removed ones: in a full ring, each new item takes the
+                slot of an old one.
+            value: Their priorities (or scores), ``[B]``; None means the default for all, and so
+                does a priority that is not legal, for its row.
+            removed: The slots that no longer hold an item, ``[R]``, disjoint from ``added``; they
+                must not be drawn any more. A slot may occur twice, or have been empty before.
+        """
+        if hasattr(self, "on_slide"):
+            return self.on_slide(state, added, value, removed)
+        if hasattr(self, "remove"):
+            state = self.remove(state, removed)
+        return self.on_add(state, added, value) if hasattr(self, "on_add") else state
 
     def set_priority(
         self, state: State, index: Int[Array, " B"], value: Float[Array, " B"]
@@ -100,29 +121,6 @@ class Sampler(Movable, abc.ABC):
         """Sets the priorities at ``index``; if an item occurs several times, the last one wins."""
         del index, value
         return state
-
-    def remove(self, state: State, index: Int[Array, " B"]) -> State:
-        """Removes the items at ``index``, which must not be drawn any more."""
-        del index
-        return state
-
-    def on_slide(
-        self,
-        state: State,
-        added: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        removed: Int[Array, " R"],
-    ) -> State:
-        """Updates the state after steps were written, which completes windows and removes others.
-
-        Args:
-            state: The state.
-            added: The slots of the newly completed windows, ``[B]``.
-            value: Their priorities, ``[B]``; an illegal one means the default, and None means the
-                default for all.
-            removed: The slots of the removed windows, ``[R]``, disjoint from ``added``.
-        """
-        return self.on_add(self.remove(state, removed), added, value)
 
     @abc.abstractmethod
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
@@ -238,7 +236,7 @@ class ShardableSampler(Sampler):
         return jnp.zeros(index.shape, jnp.float32)
 
     def lend(self, state: State, world: PyTree[Array]) -> State:
-        """Returns the state with values of other shards that the following ``on_add`` needs."""
+        """Returns the state with values of other shards that the following ``on_change`` needs."""
         del world
         return state
 

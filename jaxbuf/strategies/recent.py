@@ -16,7 +16,7 @@ from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
-from jaxbuf.strategies.samplers import Uniform
+from jaxbuf.strategies.uniform import Uniform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,23 +85,13 @@ class Recent(KnownSampler):
         """Returns a mask of the values that the base accepts."""
         return self.base.accepts(value)
 
-    def on_add(
-        self, state: State, index: Int[Array, " B"], value: Float[Array, " B"] | None
-    ) -> State:
-        """Updates the base, which alone keeps state."""
-        return self.base.on_add(state, index, value)
-
     def set_priority(
         self, state: State, index: Int[Array, " B"], value: Float[Array, " B"]
     ) -> State:
         """Updates the base, which alone keeps state."""
         return self.base.set_priority(state, index, value)
 
-    def remove(self, state: State, index: Int[Array, " B"]) -> State:
-        """Updates the base, which alone keeps state."""
-        return self.base.remove(state, index)
-
-    def on_slide(
+    def on_change(
         self,
         state: State,
         added: Int[Array, " B"],
@@ -109,7 +99,7 @@ class Recent(KnownSampler):
         removed: Int[Array, " R"],
     ) -> State:
         """Updates the base, which alone keeps state."""
-        return self.base.on_slide(state, added, value, removed)
+        return self.base.on_change(state, added, value, removed)
 
     def move(self, empty: State, state: State, moves: Moves) -> State:
         """Moves the state of the base."""

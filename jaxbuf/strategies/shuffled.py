@@ -15,7 +15,7 @@ from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, Sampler, share
-from jaxbuf.strategies.samplers import Uniform
+from jaxbuf.strategies.uniform import Uniform
 
 
 class Pass(struct.PyTreeNode):
@@ -146,35 +146,22 @@ class Shuffled(Sampler):
             raise ValueError(f"{self} goes over fewer than 2**30 slots, but there are {capacity}")
         return Pass.create(capacity)
 
-    def on_add(
-        self, state: Pass, index: Int[Array, " B"], value: Float[Array, " B"] | None
-    ) -> Pass:
-        """Adds new items to this pass, in place of the items that they overwrite."""
-        del value
-        yes = jnp.ones(index.shape, bool)
-        return state.mark(index, yes, ~yes)
-
-    def move(self, empty: Pass, state: Pass, moves: Moves) -> Pass:
-        """Moves which items are left and which were drawn, in the same pass."""
-        empty = empty.replace(passes=state.passes)
-        return empty.mark(moves.target, *state.look(moves.source))
-
-    def remove(self, state: Pass, index: Int[Array, " B"]) -> Pass:
-        """Removes items from this pass."""
-        no = jnp.zeros(index.shape, bool)
-        return state.mark(index, no, no)
-
-    def on_slide(
+    def on_change(
         self,
         state: Pass,
         added: Int[Array, " B"],
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
     ) -> Pass:
-        """Adds new windows to this pass and removes others."""
+        """Adds new items to this pass, in place of those in their slots, and removes others."""
         del value
         new = jnp.concatenate([jnp.ones(added.shape, bool), jnp.zeros(removed.shape, bool)])
         return state.mark(jnp.concatenate([added, removed]), new, jnp.zeros_like(new))
+
+    def move(self, empty: Pass, state: Pass, moves: Moves) -> Pass:
+        """Moves which items are left and which were drawn, in the same pass."""
+        empty = empty.replace(passes=state.passes)
+        return empty.mark(moves.target, *state.look(moves.source))
 
     def draw(self, state: Pass, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws different items out of all live items, without affecting the pass."""

@@ -17,10 +17,15 @@ from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics
-from jaxbuf.strategies.distinct import distinct
+from jaxbuf.strategies.mass import (
+    draw_distinct,
+    ends,
+    least_positive,
+    over,
+    points_of_shards,
+)
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Aim, Draw, KnownSampler, ShardableSampler, Support
-from jaxbuf.strategies.samplers import bounds, least_positive, points, shard_of, without
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 # The largest distance, in units of the temperature, of the largest score from the reference of the
@@ -124,16 +129,30 @@ class Softmax(ShardableSampler, KnownSampler):
         """Returns a mask of the scores that are not NaN."""
         return ~jnp.isnan(value)
 
-    def on_add(
-        self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"] | None
+    def on_change(
+        self,
+        state: SoftmaxState,
+        added: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        removed: Int[Array, " R"],
     ) -> SoftmaxState:
-        """Sets the scores of new items.
+        """Sets the scores of new items, and −inf in the place of removed ones.
 
         Raises:
-            ValueError: If no scores are given.
+            ValueError: If there are new items without scores.
         """
         if value is None:
-            raise ValueError("Softmax draws by score; pass score=[B] to add")
+            if added.shape[0] > 0:
+                raise ValueError("Softmax draws by score; pass score=[B] to add")
+            value = jnp.zeros((0,), jnp.float32)
+        gone = jnp.full(removed.shape, -jnp.inf, jnp.float32)
+        index, value = jnp.concatenate([added, removed]), jnp.concatenate([value, gone])
+        return self.set_priority(state, index, value)
+
+    def set_priority(
+        self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"]
+    ) -> SoftmaxState:
+        """Sets scores, and computes all masses anew if the largest one has moved far."""
         scores = state.scores.set(index, value)
         masses = state.masses.set(index, self._mass(value, state.reference))
         largest = scores.root("max")
@@ -154,19 +173,9 @@ class Softmax(ShardableSampler, KnownSampler):
         masses, reference = lax.while_loop(outdated, rebuild, begin)
         return SoftmaxState(scores, masses, reference)
 
-    def set_priority(
-        self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"]
-    ) -> SoftmaxState:
-        """Sets the scores of existing items."""
-        return self.on_add(state, index, value)
-
-    def remove(self, state: SoftmaxState, index: Int[Array, " B"]) -> SoftmaxState:
-        """Removes items by setting their scores to −inf."""
-        return self.on_add(state, index, jnp.full(index.shape, -jnp.inf, jnp.float32))
-
     def move(self, empty: SoftmaxState, state: SoftmaxState, moves: Moves) -> SoftmaxState:
-        """Adds the scores again, so that masses are relative to the largest one that stays."""
-        return self.on_add(empty, moves.target, state.scores.leaves[moves.source])
+        """Sets the scores again, so that masses are relative to the largest one that stays."""
+        return self.set_priority(empty, moves.target, state.scores.leaves[moves.source])
 
     @property
     def shardable(self) -> bool:
@@ -183,10 +192,9 @@ class Softmax(ShardableSampler, KnownSampler):
         """Returns a point in the total mass for each row, and the shard in which it lies."""
         del capacity
         scale = self._scale(world.reference, world)
-        bound = bounds(world.total * scale)
         word, low = random_words(key, (2, batch_size))
-        point, refine = points(word, low, bound[-1], stratified=False)
-        shard, point = shard_of(bound, point)
+        end = ends(world.total * scale)
+        shard, point, refine = points_of_shards(end, word, low, stratified=False)
         own = scale[shard]
         own = jnp.where(own > 0, own, 1.0)
         return Aim(shard, (point / own, refine / own))
@@ -209,7 +217,7 @@ class Softmax(ShardableSampler, KnownSampler):
         total = self._total(world)
         scale = self._scale(world.reference, world)
         least = least_positive(world.least * scale)
-        least = jnp.maximum(least / jnp.where(total > 0, total, 1.0), _TINY)
+        least = jnp.maximum(over(least, total), _TINY)
         # Next to the largest score of all shards, the masses of a whole shard may vanish.
         some = world.total * scale > 0
         count = jnp.sum(jnp.where(some, world.nnz, 0), axis=0, dtype=jnp.int32)
@@ -263,13 +271,11 @@ class Softmax(ShardableSampler, KnownSampler):
         """
         live = occupancy.live(jnp.arange(state.scores.capacity, dtype=jnp.int32))
         total = state.masses.root("sum")
-        share = state.masses.leaves / jnp.where(total > 0, total, 1.0)
+        share = over(state.masses.leaves, total)
         squares = jnp.sum(share * share)
         return {
             **score_metrics(state.scores.leaves, live),
-            "effective_sample_size": jnp.where(
-                total > 0, 1.0 / jnp.where(total > 0, squares, 1.0), 0.0
-            ),
+            "effective_sample_size": jnp.where(total > 0, over(1.0, squares), 0.0),
         }
 
     def _mass(self, score: Float[Array, " B"], reference: Float[Array, ""]) -> Float[Array, " B"]:
@@ -294,14 +300,14 @@ class Softmax(ShardableSampler, KnownSampler):
         return jnp.exp(away / jnp.float32(self.temperature))
 
     def _total(self, world: _Report) -> Float[Array, ""]:
-        return bounds(world.total * self._scale(world.reference, world))[-1]
+        return ends(world.total * self._scale(world.reference, world))[-1]
 
     def _probability(
         self, world: _Report, mass: Float[Array, " B"], reference: Float[Array, ""]
     ) -> Float[Array, " B"]:
         """Returns the probability of masses that are relative to a reference."""
         total = self._total(world)
-        share = self._scale(reference, world) / jnp.where(total > 0, total, 1.0)
+        share = over(self._scale(reference, world), total)
         return jnp.maximum(mass * share, jnp.float32(_TINY))
 
     def _without_replacement(
@@ -309,21 +315,10 @@ class Softmax(ShardableSampler, KnownSampler):
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
         enough = state.masses.nnz >= batch_size
 
-        def propose(key: PRNGKeyArray, rows: int, masses: SegmentTree) -> Int[Array, " P"]:
-            word, low = random_words(key, (2, rows))
-            return masses.find(*points(word, low, masses.root("sum"), stratified=False))[0]
-
         def by_mass() -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-            return distinct(
-                key,
-                batch_size,
-                # Under vmap this branch always runs, and would not end if there were too few items.
-                jnp.where(enough, batch_size, 0),
-                state.masses,
-                propose,
-                without,
-                state.masses.capacity,
-            )
+            # Under vmap this branch always runs, and would not end if there were too few items.
+            count = jnp.where(enough, batch_size, 0)
+            return draw_distinct(key, batch_size, count, state.masses)
 
         return lax.cond(enough, by_mass, lambda: self._by_noise(state, key, batch_size))
 

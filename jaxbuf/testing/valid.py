@@ -20,8 +20,8 @@ from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.part import Rows
+from jaxbuf.strategies.prioritized import Prioritized
 from jaxbuf.strategies.recent import Recent
-from jaxbuf.strategies.samplers import Prioritized
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax, SoftmaxState
 from jaxbuf.testing import structures

@@ -1,4 +1,4 @@
-"""Uniform and prioritized samplers.
+"""A sampler that draws items in proportion to their priorities.
 
 References:
     Schaul et al., Prioritized Experience Replay, ICLR 2016, https://arxiv.org/abs/1511.05952.
@@ -8,120 +8,29 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
-from jaxbuf.core.random import random_words, scale_word
+from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.strategies.distinct import distinct
-from jaxbuf.strategies.protocols import (
-    Aim,
-    Draw,
-    KnownSampler,
-    ShardableSampler,
-    Support,
-    share,
+from jaxbuf.strategies.mass import (
+    any_shard,
+    change,
+    draw_distinct,
+    ends,
+    least_positive,
+    over,
+    points_of_shards,
 )
+from jaxbuf.strategies.protocols import Aim, Draw, KnownSampler, ShardableSampler, Support, share
 
 # Masses are clipped to these bounds, so that a sum of 2**27 of them cannot overflow.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST_MASS = 2.0**96
 # Above this many slots a second random word refines every draw.
 _ONE_WORD = 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class Uniform(ShardableSampler, KnownSampler):
-    """Draws every live item with the same probability.
-
-    Attributes:
-        replacement: Whether a batch may hold an item twice. If False, rows beyond the number of
-            items are invalid.
-    """
-
-    replacement: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
-
-    @property
-    def shardable(self) -> bool:
-        """True with replacement; without it, each draw depends on all others."""
-        return self.replacement
-
-    def report(self, state: State, occupancy: Occupancy) -> Int[Array, ""]:
-        """Returns the number of items."""
-        del state
-        return occupancy.size
-
-    def aim(
-        self, world: Int[Array, " S"], key: PRNGKeyArray, batch_size: int, capacity: int
-    ) -> Aim:
-        """Returns a shard for each row, likely in proportion to its size, and a random word."""
-        del capacity
-        return Aim(any_shard(world, key, batch_size), random_words(key, (batch_size,)))
-
-    def hit(
-        self,
-        state: State,
-        occupancy: Occupancy,
-        target: UInt[Array, " B"],
-        world: Int[Array, " S"],
-    ) -> Draw:
-        """Returns the item that each random word selects."""
-        del state
-        size = jnp.sum(world, axis=0, dtype=jnp.int32)
-        return Draw(
-            occupancy.draw(target),
-            jnp.broadcast_to(share(size), target.shape),
-            jnp.broadcast_to(size > 0, target.shape),
-        )
-
-    def reach(self, world: Int[Array, " S"]) -> Support:
-        """Returns the support, which is all live items."""
-        size = jnp.sum(world, axis=0, dtype=jnp.int32)
-        return Support(size, share(size))
-
-    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draws ``batch_size`` of the live items."""
-        if self.replacement:
-            return super().draw(state, key, batch_size, occupancy)
-        size = occupancy.size
-        probability = jnp.broadcast_to(share(size), (batch_size,))
-        index, valid = distinct(
-            key,
-            batch_size,
-            jnp.minimum(batch_size, size),
-            (),
-            lambda key, rows, _: occupancy.draw(random_words(key, (rows,))),
-            None,
-            occupancy.capacity,
-        )
-        return Draw(index, probability, valid)
-
-    def probability(
-        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
-        """Returns the probability that a single draw gives each of these live items."""
-        return self.probability_among(state, index, self.alone(state, occupancy))
-
-    def probability_among(
-        self, state: State, index: Int[Array, " B"], world: Int[Array, " S"]
-    ) -> Float[Array, " B"]:
-        """Returns the probability that a draw from all shards gives each of these live items."""
-        del state
-        size = jnp.sum(world, axis=0, dtype=jnp.int32)
-        return jnp.broadcast_to(share(size), index.shape)
-
-    def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
-        """Returns ``effective_sample_size``, which is the number of items."""
-        del state
-        return {"effective_sample_size": occupancy.size.astype(jnp.float32)}
 
 
 class Masses(NamedTuple):
@@ -217,33 +126,21 @@ class Prioritized(ShardableSampler, KnownSampler):
         """Returns a mask of the priorities that are finite and not negative."""
         return jnp.isfinite(value) & (value >= 0)
 
-    def on_add(
-        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"] | None
-    ) -> SegmentTree:
-        """Sets the masses of new items."""
-        return state.set(index, self._new_masses(state, index, value))
-
-    def set_priority(
-        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
-    ) -> SegmentTree:
-        """Sets the masses of existing items."""
-        return state.set(index, self.mass(value))
-
-    def remove(self, state: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
-        """Sets the masses of removed items to zero."""
-        return without(state, index)
-
-    def on_slide(
+    def on_change(
         self,
         state: SegmentTree,
         added: Int[Array, " B"],
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
     ) -> SegmentTree:
-        """Sets the masses of new windows, and zero for removed ones, in a single update."""
-        mass = self._new_masses(state, added, value)
-        gone = jnp.zeros(removed.shape, jnp.float32)
-        return state.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, gone]))
+        """Sets the masses of new items, and zero for removed ones, in a single update."""
+        return change(state, added, self._new_masses(state, added, value), removed)
+
+    def set_priority(
+        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
+    ) -> SegmentTree:
+        """Sets the masses of existing items."""
+        return state.set(index, self.mass(value))
 
     @property
     def shardable(self) -> bool:
@@ -289,14 +186,14 @@ class Prioritized(ShardableSampler, KnownSampler):
             # Uniform draws may hit items that are taken already and are then discarded. The share
             # of uniform draws grows as mass is taken, which keeps the odds of the other items.
             mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
-            left = (1 - mix) * scratch.root("sum") / jnp.where(total > 0, total, 1.0)
+            left = over((1 - mix) * scratch.root("sum"), total)
             share = jnp.where(mix > 0, mix / (left + mix), 0.0)
             rest = self.alone(scratch, occupancy)
             aimed = self._aim(rest, key, rows, scratch.capacity, share)
             return self._find(scratch, occupancy, aimed.target)[0]
 
         count = jnp.minimum(batch_size, self.reach(world).count)
-        index, valid = distinct(key, batch_size, count, state, propose, without, state.capacity)
+        index, valid = draw_distinct(key, batch_size, count, state, propose)
         index, mass = state.read(index)
         return Draw(index, self._probability(world, mass), valid)
 
@@ -337,14 +234,14 @@ class Prioritized(ShardableSampler, KnownSampler):
         count = jnp.maximum(size, 1).astype(jnp.float32)
         some = size > 0
         largest = jnp.max(mass)
-        scaled = mass / jnp.where(largest > 0, largest, 1.0)
+        scaled = over(mass, largest)
         squares = jnp.sum(scaled * scaled)
-        spread = jnp.sum(scaled) ** 2 / jnp.where(squares > 0, squares, 1.0)
+        spread = over(jnp.sum(scaled) ** 2, squares)
         if self.uniform_mix > 0:
             probability = self._probability(self.alone(state, occupancy), mass)
             probability = jnp.where(live, probability, 0.0)
             squares = jnp.sum(probability * probability)
-            spread = 1.0 / jnp.where(squares > 0, squares, 1.0)
+            spread = over(1.0, squares)
         least = jnp.min(jnp.where(live, priority, jnp.inf))
         return {
             "priority_min": jnp.where(some, least, 0.0),
@@ -374,9 +271,9 @@ class Prioritized(ShardableSampler, KnownSampler):
 
     def _probability(self, world: Masses, mass: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns the probability that a draw gives an item of this mass."""
-        total = bounds(world.total)[-1]
+        total = ends(world.total)[-1]
         uniform = share(jnp.sum(world.size, axis=0, dtype=jnp.int32))
-        part = mass / jnp.where(total > 0, total, 1.0)
+        part = over(mass, total)
         if self.uniform_mix > 0:
             part = (1.0 - self.uniform_mix) * part + self.uniform_mix * uniform
         return jnp.where(total > 0, part, uniform)
@@ -394,12 +291,11 @@ class Prioritized(ShardableSampler, KnownSampler):
         words += 2 if self.uniform_mix > 0 else 0
         random = random_words(key, (words, batch_size))
         low = random[1] if capacity > _ONE_WORD else None
-        bound = bounds(world.total)
+        end = ends(world.total)
         stratified = self.stratified and self.replacement
-        point, refine = points(random[0], low, bound[-1], stratified=stratified)
-        shard, point = shard_of(bound, point)
+        shard, point, refine = points_of_shards(end, random[0], low, stratified=stratified)
         # If the total mass is zero, every draw is uniform.
-        by_mass, word = jnp.broadcast_to(bound[-1] > 0, (batch_size,)), random[0]
+        by_mass, word = jnp.broadcast_to(end[-1] > 0, (batch_size,)), random[0]
         if self.uniform_mix > 0:
             coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
             by_mass, word = by_mass & (coin >= mix), random[-2]
@@ -422,80 +318,3 @@ class _Target(NamedTuple):
     refine: Float[Array, " B"]
     word: UInt[Array, " B"]
     by_mass: Bool[Array, " B"]
-
-
-def bounds(mass: Float[Array, " S"]) -> Float[Array, " S"]:
-    """Returns the end of each shard's interval in the total mass; the last one is the total.
-
-    The interval of a shard without mass is empty, in whatever order a backend adds.
-    """
-    if mass.shape[0] == 1:
-        return mass
-    return lax.cummax(jnp.where(mass > 0, jnp.cumsum(mass, axis=0), 0.0), axis=0)
-
-
-def shard_of(
-    bound: Float[Array, " S"] | Int[Array, " S"], point: Float[Array, " B"] | Int[Array, " B"]
-) -> tuple[Int[Array, " B"], Float[Array, " B"] | Int[Array, " B"]]:
-    """Returns the shard in whose interval each point lies, and the offset in this interval.
-
-    A point at the total or beyond, as a result of rounding, lies in the last shard with mass.
-    """
-    if bound.shape[0] == 1:
-        return jnp.zeros(point.shape, jnp.int32), point
-    shard = jnp.sum(bound[None] <= point[:, None], axis=1, dtype=jnp.int32)
-    shard = jnp.minimum(shard, jnp.sum(bound < bound[-1], dtype=jnp.int32))
-    begin = jnp.concatenate([jnp.zeros_like(bound[:1]), bound[:-1]])
-    return shard, point - begin[shard]
-
-
-def any_shard(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> Int[Array, " B"]:
-    """Draws a shard for each row, with probabilities proportional to their sizes."""
-    if size.shape[0] == 1:
-        return jnp.zeros((batch_size,), jnp.int32)
-    end = jnp.cumsum(size, dtype=jnp.int32)
-    # The words of the key itself choose the item.
-    word = random_words(jax.random.fold_in(key, 1), (batch_size,))
-    return shard_of(end, scale_word(word, end[-1].astype(jnp.uint32)).astype(jnp.int32))[0]
-
-
-def least_positive(value: Float[Array, " S"]) -> Float[Array, ""]:
-    """Returns the smallest positive value; 0 if no value is positive."""
-    least = jnp.min(jnp.where(value > 0, value, jnp.inf), axis=0)
-    return jnp.where(least < jnp.inf, least, 0.0)
-
-
-def without(masses: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
-    """Returns the tree with zero mass at ``index``."""
-    return masses.set(index, jnp.zeros(index.shape, jnp.float32))
-
-
-def points(
-    word: UInt[Array, " B"],
-    low: UInt[Array, " B"] | None,
-    total: Float[Array, ""],
-    *,
-    stratified: bool,
-) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    """Returns random points in ``[0, total)``, and an offset to refine each of them.
-
-    Points lie on a grid: the numerator of a point, its stratum followed by random bits, has the 24
-    bits that a float32 holds exactly. The remaining bits of the word (or those of ``low``) become
-    the offset within a grid cell, which ``SegmentTree.find`` adds halfway down the tree. Draws can
-    therefore distinguish more slots than a float32 has values.
-    """
-    strata = word.shape[0] if stratified else 1
-    bits = max(24 - (strata - 1).bit_length(), 1)
-    high = word >> jnp.uint32(32 - bits)
-    if strata > 1:
-        high = high | (jnp.arange(strata, dtype=jnp.uint32) << jnp.uint32(bits))
-    # The minimum keeps points below the total. It also keeps XLA from scaling the total by the size
-    # of a cell first, which would underflow if all masses are tiny.
-    cell, below = jnp.float32(1.0 / (strata * 2**bits)), jnp.float32(1.0 - 2.0**-24)
-    if low is None:
-        low = word << jnp.uint32(bits)
-    fraction = (low >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
-    return (
-        jnp.minimum(high.astype(jnp.float32) * cell, below) * total,
-        jnp.minimum(fraction * cell, below) * total,
-    )

@@ -1,0 +1,182 @@
+"""Draws by mass: each item has a mass, and is drawn with a probability proportional to it.
+
+A ``SegmentTree`` holds the masses and their sums. A draw is a random point in the total mass: it
+belongs to the shard, and in this shard to the item, in whose interval it lies.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+
+from jaxbuf.core.random import random_words, scale_word
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.strategies.distinct import distinct
+
+
+def change(
+    masses: SegmentTree,
+    added: Int[Array, " B"],
+    mass: Float[Array, " B"],
+    removed: Int[Array, " R"],
+) -> SegmentTree:
+    """Returns the tree with the masses of new items, and zero for removed ones, at once."""
+    gone = jnp.zeros(removed.shape, jnp.float32)
+    return masses.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, gone]))
+
+
+def zero(masses: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
+    """Returns the tree with zero mass at ``index``."""
+    return masses.set(index, jnp.zeros(index.shape, jnp.float32))
+
+
+def draw_by_mass(
+    key: PRNGKeyArray, rows: int, masses: SegmentTree, *, stratified: bool = False
+) -> Int[Array, " B"]:
+    """Draws items with replacement, in proportion to their masses; some mass must be positive.
+
+    Args:
+        key: A PRNG key.
+        rows: The number of items ``B``; static.
+        masses: A tree with sums.
+        stratified: Whether to draw one item from each of ``B`` equal parts of the total; static.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tree = SegmentTree.create(3).set(jnp.arange(3), jnp.array([2.0, 0.0, 6.0]))
+        >>> draw_by_mass(jax.random.key(0), 8, tree, stratified=True).tolist()
+        [0, 0, 2, 2, 2, 2, 2, 2]
+    """
+    word, low = random_words(key, (2, rows))
+    return masses.find(*points(word, low, masses.root("sum"), stratified=stratified))[0]
+
+
+def draw_distinct(
+    key: PRNGKeyArray,
+    rows: int,
+    count: Int[Array, ""],
+    masses: SegmentTree,
+    propose: Callable[[PRNGKeyArray, int, SegmentTree], Int[Array, " P"]] = draw_by_mass,
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Draws different items, each in proportion to the masses of the items that are left.
+
+    Args:
+        key: A PRNG key.
+        rows: The number of rows ``B``; static.
+        count: The number of items to draw, at most ``B``, and at most the number of items that
+            ``propose`` can draw.
+        masses: A tree with sums.
+        propose: Draws items with replacement from a tree, in which items drawn before may have no
+            mass any more.
+
+    Returns:
+        The items in the order in which they were drawn, ``[B]``, and a mask of the rows that hold
+        one, which are the first ``count``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tree = SegmentTree.create(3).set(jnp.arange(3), jnp.array([2.0, 0.0, 6.0]))
+        >>> index, valid = draw_distinct(jax.random.key(0), 3, tree.nnz, tree)
+        >>> sorted(index[valid].tolist()), valid.tolist()
+        ([0, 2], [True, True, False])
+    """
+    return distinct(key, rows, count, masses, propose, zero, masses.capacity)
+
+
+def points(
+    word: UInt[Array, " B"],
+    low: UInt[Array, " B"] | None,
+    total: Float[Array, ""],
+    *,
+    stratified: bool,
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """Returns random points in ``[0, total)``, and an offset to refine each of them.
+
+    Points lie on a grid: the numerator of a point, its stratum followed by random bits, has the 24
+    bits that a float32 holds exactly. The remaining bits of the word (or those of ``low``) become
+    the offset within a grid cell, which ``SegmentTree.find`` adds halfway down the tree. Draws can
+    therefore distinguish more slots than a float32 has values.
+    """
+    strata = word.shape[0] if stratified else 1
+    bits = max(24 - (strata - 1).bit_length(), 1)
+    high = word >> jnp.uint32(32 - bits)
+    if strata > 1:
+        high = high | (jnp.arange(strata, dtype=jnp.uint32) << jnp.uint32(bits))
+    # The minimum keeps points below the total. It also keeps XLA from scaling the total by the size
+    # of a cell first, which would underflow if all masses are tiny.
+    cell, below = jnp.float32(1.0 / (strata * 2**bits)), jnp.float32(1.0 - 2.0**-24)
+    if low is None:
+        low = word << jnp.uint32(bits)
+    fraction = (low >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+    return (
+        jnp.minimum(high.astype(jnp.float32) * cell, below) * total,
+        jnp.minimum(fraction * cell, below) * total,
+    )
+
+
+def points_of_shards(
+    end: Float[Array, " S"],
+    word: UInt[Array, " B"],
+    low: UInt[Array, " B"] | None,
+    *,
+    stratified: bool,
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
+    """Returns random points in the total mass: their shards, the places in there, and offsets.
+
+    Args:
+        end: The end of each shard's interval.
+        word: The other arguments are those of ``points``.
+        low: Further words, or None.
+        stratified: Whether there is one point in each of ``B`` equal parts; static.
+    """
+    point, refine = points(word, low, end[-1], stratified=stratified)
+    shard, point = shard_of(end, point)
+    return shard, point, refine
+
+
+def ends(total: Float[Array, " S"]) -> Float[Array, " S"]:
+    """Returns the end of each shard's interval in the total mass; the last one is the total.
+
+    The interval of a shard without mass is empty, in whatever order a backend adds.
+    """
+    if total.shape[0] == 1:
+        return total
+    return lax.cummax(jnp.where(total > 0, jnp.cumsum(total, axis=0), 0.0), axis=0)
+
+
+def shard_of(
+    end: Float[Array, " S"] | Int[Array, " S"], point: Float[Array, " B"] | Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"] | Int[Array, " B"]]:
+    """Returns the shard in whose interval each point lies, and the offset in this interval.
+
+    A point at the total or beyond, as a result of rounding, lies in the last shard with mass.
+    """
+    if end.shape[0] == 1:
+        return jnp.zeros(point.shape, jnp.int32), point
+    shard = jnp.sum(end[None] <= point[:, None], axis=1, dtype=jnp.int32)
+    shard = jnp.minimum(shard, jnp.sum(end < end[-1], dtype=jnp.int32))
+    begin = jnp.concatenate([jnp.zeros_like(end[:1]), end[:-1]])
+    return shard, point - begin[shard]
+
+
+def any_shard(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> Int[Array, " B"]:
+    """Draws a shard for each row, with probabilities proportional to their sizes."""
+    if size.shape[0] == 1:
+        return jnp.zeros((batch_size,), jnp.int32)
+    end = jnp.cumsum(size, dtype=jnp.int32)
+    # The words of the key itself choose the item.
+    word = random_words(jax.random.fold_in(key, 1), (batch_size,))
+    return shard_of(end, scale_word(word, end[-1].astype(jnp.uint32)).astype(jnp.int32))[0]
+
+
+def least_positive(value: Float[Array, " S"]) -> Float[Array, ""]:
+    """Returns the smallest positive value; 0 if no value is positive."""
+    least = jnp.min(jnp.where(value > 0, value, jnp.inf), axis=0)
+    return jnp.where(least < jnp.inf, least, 0.0)
+
+
+def over(mass: Float[Array, "..."] | float, total: Float[Array, ""]) -> Float[Array, "..."]:
+    """Returns ``mass / total``; the mass itself if there is no total."""
+    return mass / jnp.where(total > 0, total, 1.0)

@@ -1,0 +1,103 @@
+"""A sampler that draws every item with the same probability."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
+
+from jaxbuf.core import checks
+from jaxbuf.core.random import random_words
+from jaxbuf.core.types import State
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.distinct import distinct
+from jaxbuf.strategies.mass import any_shard
+from jaxbuf.strategies.protocols import Aim, Draw, KnownSampler, ShardableSampler, Support, share
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform(ShardableSampler, KnownSampler):
+    """Draws every live item with the same probability.
+
+    Attributes:
+        replacement: Whether a batch may hold an item twice. If False, rows beyond the number of
+            items are invalid.
+    """
+
+    replacement: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
+
+    @property
+    def shardable(self) -> bool:
+        """True with replacement; without it, each draw depends on all others."""
+        return self.replacement
+
+    def report(self, state: State, occupancy: Occupancy) -> Int[Array, ""]:
+        """Returns the number of items."""
+        del state
+        return occupancy.size
+
+    def aim(
+        self, world: Int[Array, " S"], key: PRNGKeyArray, batch_size: int, capacity: int
+    ) -> Aim:
+        """Returns a shard for each row, likely in proportion to its size, and a random word."""
+        del capacity
+        return Aim(any_shard(world, key, batch_size), random_words(key, (batch_size,)))
+
+    def hit(
+        self,
+        state: State,
+        occupancy: Occupancy,
+        target: UInt[Array, " B"],
+        world: Int[Array, " S"],
+    ) -> Draw:
+        """Returns the item that each random word selects."""
+        del state
+        size = jnp.sum(world, axis=0, dtype=jnp.int32)
+        return Draw(
+            occupancy.draw(target),
+            jnp.broadcast_to(share(size), target.shape),
+            jnp.broadcast_to(size > 0, target.shape),
+        )
+
+    def reach(self, world: Int[Array, " S"]) -> Support:
+        """Returns the support, which is all live items."""
+        size = jnp.sum(world, axis=0, dtype=jnp.int32)
+        return Support(size, share(size))
+
+    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+        """Draws ``batch_size`` of the live items."""
+        if self.replacement:
+            return super().draw(state, key, batch_size, occupancy)
+        size = occupancy.size
+        probability = jnp.broadcast_to(share(size), (batch_size,))
+        index, valid = distinct(
+            key,
+            batch_size,
+            jnp.minimum(batch_size, size),
+            (),
+            lambda key, rows, _: occupancy.draw(random_words(key, (rows,))),
+            None,
+            occupancy.capacity,
+        )
+        return Draw(index, probability, valid)
+
+    def probability(
+        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a single draw gives each of these live items."""
+        return self.probability_among(state, index, self.alone(state, occupancy))
+
+    def probability_among(
+        self, state: State, index: Int[Array, " B"], world: Int[Array, " S"]
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a draw from all shards gives each of these live items."""
+        del state
+        size = jnp.sum(world, axis=0, dtype=jnp.int32)
+        return jnp.broadcast_to(share(size), index.shape)
+
+    def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
+        """Returns ``effective_sample_size``, which is the number of items."""
+        del state
+        return {"effective_sample_size": occupancy.size.astype(jnp.float32)}
