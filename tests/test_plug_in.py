@@ -1,6 +1,7 @@
 """A sampler and an evictor defined here work in a buffer that knows neither."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -225,17 +226,15 @@ def test_a_sampler_with_the_events_of_before_works_alike():
 
     members = {"on_change": Sampler.on_change, "on_add": on_add, "remove": remove}
     old = dataclasses.dataclass(frozen=True)(type("Before", (LeastUpdated,), members))()
-    for create in (
-        lambda sampler: jaxbuf.ItemBuffer.create(
-            jnp.int32(0), 6, sampler=sampler
-        ).add(jnp.arange(9)),
-            jnp.arange(9)
-        ),
-        lambda sampler: jaxbuf.TrajectoryBuffer.create(
-            jnp.int32(0), num_envs=1, length=4, sequence_length=2, sampler=sampler
-        ).add(jnp.arange(7)[None]),
+    create = jaxbuf.ItemBuffer.create
+    windows = functools.partial(
+        jaxbuf.TrajectoryBuffer.create, num_envs=1, length=4, sequence_length=2
+    )
+    for make in (
+        lambda sampler: create(jnp.int32(0), 6, sampler=sampler).add(jnp.arange(9)),
+        lambda sampler: windows(jnp.int32(0), sampler=sampler).add(jnp.arange(7)[None]),
     ):
-        buffers = [create(sampler) for sampler in (LeastUpdated(), old)]
+        buffers = [make(sampler) for sampler in (LeastUpdated(), old)]
         for turn in range(4):
             batches = [buffer.sample(jax.random.key(turn), 2) for buffer in buffers]
             chex.assert_trees_all_equal(*batches)
