@@ -269,3 +269,19 @@ def test_changes_copy_nothing(kind, name, native_on):
     with native.using_native(native_on):
         assert_no_copy(step, buffer, keys)
         testing.assert_no_copy(lambda b, k: step(b, k)[0], buffer, keys[0], smallest=CAPACITY)
+
+
+def test_a_mapped_field_is_one_pass():
+    """In the loop over all items nothing branches, and nothing is searched for."""
+    buffer = CHANGES["items"]()
+
+    def mapped(buffer):
+        return buffer.map_field("reward", lambda items: 2 * items["reward"], batch_size=256)
+
+    loops = [
+        e for e in equations(jax.make_jaxpr(mapped)(buffer).jaxpr) if e.primitive.name == "scan"
+    ]
+    assert [loop.params["length"] for loop in loops] == [CAPACITY // 256]
+    names = {e.primitive.name for e in equations(loops[0].params["jaxpr"].jaxpr)}
+    assert "dynamic_update_slice" in names
+    assert not any(name.startswith(("cond", "while", "reduce", "arg")) for name in names)

@@ -1156,12 +1156,29 @@ def test_gradients_flow_through_items_alone():
     assert jax.grad(loss)(value).tolist() == [3 * 4 + 250 + 400, 0.0, 2 * 2 * 10 * 5, 0.0]
 
 
-def test_empty_slots_give_no_gradient_that_is_not_a_number():
-    buffer, slots = filled(2, capacity=4)
-    buffer = buffer.set_field("reward", slots, jnp.ones(2))
+def log_of_all(buffer, slots):
+    """The gradient of the sum of logarithms of all rewards, times a number."""
 
     def loss(scale):
         mapped = buffer.map_field("reward", lambda x: jnp.log(scale * x["reward"]), batch_size=3)
-        return jnp.sum(mapped.get(slots).data["reward"])
+        batch = mapped.get(slots)
+        return jnp.sum(jnp.where(batch.valid, batch.data["reward"], 0.0))
 
-    assert jax.grad(loss)(2.0) == 1.0
+    return jax.grad(loss)(2.0)
+
+
+@pytest.mark.parametrize("capacity", [4, 9, 11])
+def test_empty_slots_give_no_gradient_that_is_not_a_number(capacity):
+    buffer, slots = filled(2, capacity=capacity)
+    buffer = buffer.set_field("reward", slots, jnp.ones(2))
+    assert log_of_all(buffer, slots) == 1.0
+
+
+@pytest.mark.parametrize("kept", [[0], [4], [0, 8], []])
+def test_removed_items_give_no_gradient_that_is_not_a_number(kept):
+    buffer, slots = filled(9, capacity=9, parts=REMOVABLE)
+    stays = jnp.zeros(9, bool).at[jnp.array(kept, int)].set(True)
+    # What was removed is still stored, as a zero.
+    buffer = buffer.set_field("reward", slots, stays.astype(jnp.float32))
+    buffer = buffer.remove(slots, mask=~stays)
+    assert log_of_all(buffer, slots) == len(kept) / 2

@@ -406,8 +406,8 @@ class Body(struct.PyTreeNode):
         Args:
             path: The name of the field, as for ``set_field``.
             fn: A function of items, leaves ``[B, *shape]``, which returns their new values. Single
-                steps of rings have no axis of time. It may get an item several times, whose result
-                then counts once.
+                steps of rings have no axis of time. In place of empty slots it gets an item once
+                more, whose result is dropped; so its cost does not depend on their number.
             batch_size: The number ``B`` of items for each call; static.
 
         Raises:

@@ -118,34 +118,27 @@ def map_field(
     size = jax.tree.leaves(data)[0].shape[0]
     heard = listens(buffer.extras)
     states: tuple[State, ...] = lax.stop_gradient(buffer.extra_states) if heard else ()
+    last = _last_row(holds, size, rows, like=buffer.occupancy)
+    # Where nothing is stored, ``fn`` gets this item once more, and never one of zeros: its result
+    # is dropped, but a NaN in its gradient would not be.
+    spare = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, last, 1), data)
 
-    # The number of rounds is static, since loops with another one have no gradients.
+    # The number of rounds is static, since loops with another one have no gradients. A branch in
+    # each of them would take longer than many a ``fn``, and so would a search for a spare item.
     def step(i: Array, carry: tuple[PyTree[Array], Any]) -> tuple[PyTree[Array], Any]:
         field, states = carry
         # The last round begins earlier, and leaves out the rows that were changed already.
         fresh = jnp.asarray(i, jnp.int32) * rows
-        first = jnp.minimum(fresh, size - rows)
+        first = jnp.minimum(fresh, size - rows) if size % rows else fresh
         row = first + jnp.arange(rows, dtype=jnp.int32)
-        there = holds(row) & (row >= fresh)
+        there = holds(row) & (row >= fresh) if size % rows else holds(row)
 
         def part(leaf: Array) -> Array:
             return lax.dynamic_slice_in_dim(leaf, first, rows)
 
-        old = jax.tree.map(part, field)
-
-        def change() -> PyTree[Array]:
-            # Where nothing is stored, ``fn`` gets an item once more, and never one of zeros: its
-            # result is dropped, but a NaN in its gradient would not be.
-            spare = first + jnp.argmax(there).astype(jnp.int32)
-
-            def of(leaf: Array) -> Array:
-                return trees.choose(there, part(leaf), lax.dynamic_slice_in_dim(leaf, spare, 1))
-
-            items = jax.tree.map(of, fields.written(data, path, field))
-            new, _ = storage.check(field, fn(items), "fn(items)", (rows,))
-            return vary_with(trees.choose(there, new, old), old)
-
-        new = lax.cond(jnp.any(there), change, lambda: vary_with(old, old))
+        old = jax.tree.map(part, fields.written(data, path, field))
+        new, _ = storage.check(field, fn(trees.choose(there, old, spare)), "fn(items)", (rows,))
+        new = trees.choose(there, new, fields.stored(old, path, ""))
         field = jax.tree.map(
             lambda leaf, rows: lax.dynamic_update_slice_in_dim(leaf, rows, first, 0), field, new
         )
@@ -155,8 +148,24 @@ def map_field(
         return field, states
 
     begin = vary_with((field, states), data, buffer.occupancy)
-    field, states = lax.fori_loop(0, -(-size // rows), step, begin)
+    field, states = lax.cond(
+        last >= 0, lambda: lax.fori_loop(0, -(-size // rows), step, begin), lambda: begin
+    )
     return fields.written(data, path, field), states if heard else buffer.extra_states
+
+
+def _last_row(
+    holds: Callable[[Int[Array, " B"]], Bool[Array, " B"]], size: int, rows: int, like: PyTree
+) -> Int[Array, ""]:
+    """Returns the last of the ``size`` rows that hold something, or -1; looks at some at a time."""
+
+    def look(found: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = jnp.maximum(found[0] - rows, 0)
+        row = first + jnp.arange(rows, dtype=jnp.int32)
+        return first, jnp.max(jnp.where(holds(row), row, -1))
+
+    begin = vary_with((jnp.int32(size), jnp.int32(-1)), like)
+    return lax.while_loop(lambda found: (found[0] > 0) & (found[1] < 0), look, begin)[1]
 
 
 def update_score(
