@@ -12,7 +12,16 @@ from flax import struct
 
 import jaxbuf
 from jaxbuf.occupancy.ring import Ring
-from jaxbuf.strategies import Draw, Evictor, ItemOccupancy, KnownSampler, Sampler
+from jaxbuf.strategies import (
+    Draw,
+    Evictor,
+    ItemOccupancy,
+    KnownSampler,
+    Sampler,
+    ShardableSampler,
+    Support,
+    Targets,
+)
 
 
 class Counts(struct.PyTreeNode):
@@ -253,3 +262,72 @@ def test_an_old_name_beside_the_new_method_is_the_users_own(old):
     Derived = type("Derived", (type("Old", (jaxbuf.Prioritized,), helper),), same)
     for sampler in (Both(), Derived()):
         jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler).add(jnp.arange(2))
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRank(ShardableSampler):
+    """Draws all items of a ring with equal odds, by their rank in one shard after the other."""
+
+    def summarize(self, state, occupancy):
+        return occupancy.size
+
+    def targets(self, summaries, key, batch_size, capacity):
+        end = jnp.cumsum(summaries)
+        rank = jax.random.randint(key, (batch_size,), 0, jnp.maximum(end[-1], 1))
+        shard = jnp.searchsorted(end, rank, side="right").astype(jnp.int32)
+        return Targets(shard, rank - (end - summaries)[shard])
+
+    def draw_at(self, state, occupancy, point, summaries):
+        some = jnp.broadcast_to(jnp.sum(summaries) > 0, point.shape)
+        return Draw(point, self.probability_among(state, point, summaries), some)
+
+    def probability_among(self, state, index, summaries):
+        return jnp.broadcast_to(self.support_among(summaries).least_probability, index.shape)
+
+    def support_among(self, summaries):
+        size = jnp.sum(summaries)
+        return Support(size, 1.0 / jnp.maximum(size, 1).astype(jnp.float32))
+
+
+def test_a_foreign_sampler_draws_from_shards_as_from_one_buffer():
+    mesh, key = jax.make_mesh((1,), ("data",)), jax.random.key(0)
+
+    def make():
+        return jaxbuf.ItemBuffer.create(jnp.int32(0), 5, sampler=ByRank())
+
+    many = jaxbuf.Sharded.create(make, mesh, "data", shards=3)
+    assert not many.sample(key, 9).valid.any()
+    # The last shard gets a single item.
+    mask = jnp.array([True] * 7 + [False] * 2)
+    many = many.add(jnp.arange(9), mask=mask)
+    batch = many.sample(key, 63)
+    rank = np.asarray(batch.data)
+    # Rows are in the order of the devices that get them.
+    np.testing.assert_array_equal(np.sort(rank), np.sort(jax.random.randint(key, (63,), 0, 7)))
+    np.testing.assert_array_equal(batch.slots.index, rank // 3 * 5 + rank % 3)
+    assert batch.valid.all()
+    assert (batch.probability == np.float32(1 / 7)).all()
+    assert (many.get(batch.slots).probability == batch.probability).all()
+    assert int(many.support().count) == 7
+    assert many.can_sample(7)
+    assert not many.can_sample(8)
+
+    # In a single buffer it draws, knows the odds of all items, and is the base of others.
+    alone = make().add(jnp.arange(4))
+    batch = alone.sample(key, 64)
+    np.testing.assert_array_equal(batch.data, jax.random.randint(key, (64,), 0, 4))
+    assert (alone.get(batch.slots).probability == 0.25).all()
+    mixed = jaxbuf.Recent(0.5, 2, ByRank()).draw((), key, 8, alone.occupancy)
+    np.testing.assert_allclose(mixed.probability, np.where(mixed.index < 2, 0.125, 0.375))
+
+
+def test_hooks_of_shards_by_their_old_names_are_refused():
+    class Mine(ByRank):
+        def lend(self, state, world):
+            return state
+
+    message = "Mine.* has a method lend, which is not called any more; define with_global_default"
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=Mine())
+    Mine.with_global_default = ByRank.with_global_default
+    jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=Mine())

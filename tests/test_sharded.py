@@ -15,7 +15,7 @@ from jax import lax
 import jaxbuf
 from jaxbuf.buffers.exchange import places
 from jaxbuf.strategies import mass
-from jaxbuf.strategies.prioritized import Masses
+from jaxbuf.strategies.prioritized import MassSummary
 
 S, N = 4, 16
 # Collectives of eight devices on few cores may wait for each other for long.
@@ -83,17 +83,17 @@ def test_rows_stay_with_their_shard_as_far_as_they_can(count):
         np.testing.assert_array_equal(source, want)
 
 
-def test_no_shard_without_mass_is_aimed_at_however_sums_are_rounded(monkeypatch):
+def test_no_shard_without_mass_is_drawn_from_however_sums_are_rounded(monkeypatch):
     monkeypatch.setattr(
         mass.jnp, "cumsum", lambda x, axis=0, dtype=None: lax.associative_scan(jnp.add, x)
     )
     sampler = jaxbuf.Prioritized(alpha=1.0)
 
     @jax.jit
-    def aim(total, key):
+    def drawn_from(total, key):
         nothing = jnp.zeros(total.shape, jnp.int32)
-        world = Masses(total, total, total, nothing, nothing)
-        return sampler.aim(world, key, 256, 1000).shard
+        summaries = MassSummary(total, total, total, nothing, nothing)
+        return sampler.targets(summaries, key, 256, 1000).shard
 
     @jax.jit
     def wrong(total):
@@ -106,7 +106,7 @@ def test_no_shard_without_mass_is_aimed_at_however_sums_are_rounded(monkeypatch)
     for case in range(300):
         total = np.where(rng.random(37) < 0.5, 0, rng.lognormal(0, 3, 37)).astype(np.float32)
         unguarded += bool(wrong(total))
-        assert (total[aim(total, jax.random.key(case))] > 0).all()
+        assert (total[drawn_from(total, jax.random.key(case))] > 0).all()
     assert unguarded
 
 
@@ -152,7 +152,7 @@ def test_importance_weights_by_their_definition(buffer, normalize):
 
 
 class Foreign(jaxbuf.strategies.Sampler):
-    """A sampler of one's own without report, aim and hit."""
+    """A sampler of one's own that draws from single buffers only."""
 
     def draw(self, state, key, batch_size, occupancy):
         raise NotImplementedError

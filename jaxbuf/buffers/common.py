@@ -75,8 +75,7 @@ def check_sampler(sampler: object) -> None:
     """Checks that ``sampler`` is a sampler.
 
     Raises:
-        ValueError: If it is not a ``Sampler``, or has a method of an older version in place of
-            the ``on_change`` that it inherits.
+        ValueError: If it is not a ``Sampler``, or has a method by a name of an older version.
     """
     if not isinstance(sampler, Sampler):
         raise ValueError(
@@ -84,18 +83,22 @@ def check_sampler(sampler: object) -> None:
             "of your own that derives from jaxbuf.strategies.Sampler"
         )
     told = base_of(sampler)
-    if type(told).on_change is Sampler.on_change:
-        return  # It calls the methods of older versions.
-    for kind in type(told).__mro__:
-        if "on_change" in vars(kind):
-            return
-        for old in ("on_add", "remove", "on_slide"):
-            if old in vars(kind):
-                raise ValueError(
-                    f"{told} has a method {old}, which is not called any more; define "
-                    "on_change(state, added, value, removed) instead (see "
-                    "jaxbuf.strategies.Sampler)"
-                )
+    for owner, new, olds in (
+        ("Sampler", "on_change", ("on_add", "remove", "on_slide")),
+        ("ShardableSampler", "with_global_default", ("lend",)),
+    ):
+        if getattr(type(told), new, None) is Sampler.on_change:
+            continue  # This one calls the methods of before.
+        # A class that defines the new method, or is derived from, may keep the old one beside it.
+        for kind in type(told).__mro__:
+            if new in vars(kind):
+                break
+            for old in olds:
+                if old in vars(kind):
+                    raise ValueError(
+                        f"{told} has a method {old}, which is not called any more; define {new} "
+                        f"instead (see jaxbuf.strategies.{owner}.{new})"
+                    )
 
 
 def check_removes(sampler: Sampler, what: str) -> None:

@@ -13,7 +13,7 @@ from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.exchange import exchange, places
 from jaxbuf.buffers.per_device import here_of, numbers_of, run
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.buffers.shards import numbered, own_slots, report
+from jaxbuf.buffers.shards import numbered, own_slots, summaries
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import ShardableSampler
@@ -29,14 +29,14 @@ def sample(buffer: "Sharded", key: PRNGKeyArray, rows: int) -> Sample:
 
     def body(shards: Any, _: Any, words: Array) -> Sample:
         shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
-        known = report(shards) if buffer.exchange else ()
+        known = summaries(shards) if buffer.exchange else ()
         words = jnp.broadcast_to(words, (here_of(shards), *words.shape))
-        world, words = all_gather((known, words), buffer.axis)
+        known, words = all_gather((known, words), buffer.axis)
         first = words[0]
         if typed:
             first = jax.random.wrap_key_data(first, impl=jax.random.key_impl(key))
         if buffer.exchange:
-            return _exact(buffer, shards, world, first, rows, nbytes)
+            return _exact(buffer, shards, known, first, rows, nbytes)
         return _equal_parts(buffer, shards, first, rows)
 
     return run(buffer, body, same=jax.random.key_data(key) if typed else key)
@@ -45,7 +45,7 @@ def sample(buffer: "Sharded", key: PRNGKeyArray, rows: int) -> Sample:
 def _exact(
     buffer: "Sharded",
     shards: Body,
-    world: PyTree[Array],
+    known: PyTree[Array],
     key: PRNGKeyArray,
     rows: int,
     nbytes: int,
@@ -53,13 +53,13 @@ def _exact(
     """Returns this device's rows of a batch that is drawn as from a single buffer."""
     sampler, count = shards.sampler, buffer.num_shards
     assert isinstance(sampler, ShardableSampler)
-    aimed = sampler.aim(world, key, rows, count * shards.occupancy.capacity)
-    source = places(aimed.shard, count)
-    home, target = jax.tree.map(lambda leaf: leaf[source], (aimed.shard, aimed.target))
+    drawn = sampler.targets(known, key, rows, count * shards.occupancy.capacity)
+    source = places(drawn.shard, count)
+    home, point = jax.tree.map(lambda leaf: leaf[source], (drawn.shard, drawn.point))
 
     def fetch(shard: Body, number: Array, position: Int[Array, " n"]) -> PyTree[Array]:
-        wanted = jax.tree.map(lambda leaf: leaf.at[position].get(mode="clip"), target)
-        draw = sampler.hit(shard.sampler_state, shard.occupancy, wanted, world)
+        wanted = jax.tree.map(lambda leaf: leaf.at[position].get(mode="clip"), point)
+        draw = sampler.draw_at(shard.sampler_state, shard.occupancy, wanted, known)
         own = home.at[position].get(mode="fill", fill_value=count) == number
         draw = dataclasses.replace(draw, valid=draw.valid & own)
         batch = _numbered(buffer, shard.gather(draw), number)
@@ -89,7 +89,7 @@ def get(buffer: "Sharded", slots: Slots) -> Sample:
     def body(shards: Any, rows: Slots, _: Any) -> Sample:
         shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
         slots = all_gather(rows, buffer.axis)
-        world = all_gather(report(shards), buffer.axis) if buffer.exchange else ()
+        known = all_gather(summaries(shards), buffer.axis) if buffer.exchange else ()
         capacity = buffer.shards.capacity
         # Slots out of range are asked from any shard, which does not hold them.
         home = jnp.clip(slots.index // capacity, 0, count - 1)
@@ -101,7 +101,7 @@ def get(buffer: "Sharded", slots: Slots) -> Sample:
             if buffer.exchange:
                 sampler = shard.sampler
                 assert isinstance(sampler, ShardableSampler)
-                among = sampler.probability_among(shard.sampler_state, batch.slots.index, world)
+                among = sampler.probability_among(shard.sampler_state, batch.slots.index, known)
                 probability = jnp.where(batch.valid, among, 0.0)
             return batch.data, numbered(buffer, batch.slots, number), probability
 

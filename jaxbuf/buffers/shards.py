@@ -56,11 +56,11 @@ def check_shard(buffer: Any) -> Body:
     return buffer
 
 
-def report(shards: Body) -> PyTree[Array]:
-    """Returns the reports of the shards on this device, leaves ``[L]``."""
+def summaries(shards: Body) -> PyTree[Array]:
+    """Returns the summaries of the shards on this device, leaves ``[L]``."""
     sampler = shards.sampler
     assert isinstance(sampler, ShardableSampler)
-    return jax.vmap(sampler.report)(lax.stop_gradient(shards.sampler_state), shards.occupancy)
+    return jax.vmap(sampler.summarize)(lax.stop_gradient(shards.sampler_state), shards.occupancy)
 
 
 def total(buffer: "Sharded", count: Callable[[Body], Array]) -> Int[Array, ""]:
@@ -89,7 +89,7 @@ def support(buffer: "Sharded") -> tuple[Int[Array, ""], Float[Array, ""]]:
         if buffer.exchange:
             sampler = shards.sampler
             assert isinstance(sampler, ShardableSampler)
-            known = sampler.reach(all_gather(report(shards), buffer.axis))
+            known = sampler.support_among(all_gather(summaries(shards), buffer.axis))
             return known.count, known.least_probability
         count, least = _supports(buffer, shards)
         return jnp.sum(count, dtype=jnp.int32), least_positive(least) / buffer.num_shards
@@ -146,9 +146,9 @@ def _put(
         sampler = shards.sampler
         if sampler.uses_priority and "priority" not in given:
             # New items get the largest priority of all shards.
-            world = all_gather(report(shards), buffer.axis)
+            known = all_gather(summaries(shards), buffer.axis)
             state = lax.stop_gradient(shards.sampler_state)
-            state = jax.vmap(lambda own: sampler.lend(own, world))(state)
+            state = jax.vmap(lambda own: sampler.with_global_default(own, known))(state)
             shards = shards.replace(sampler_state=state)
         count = here_of(shards)
         blocks = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)

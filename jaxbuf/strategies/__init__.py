@@ -5,17 +5,16 @@ from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import (
-    Aim,
     Draw,
     Evictor,
     KnownSampler,
     Sampler,
     ShardableSampler,
     Support,
+    Targets,
 )
 
 __all__ = [
-    "Aim",
     "Draw",
     "Evictor",
     "ItemOccupancy",
@@ -29,4 +28,5 @@ __all__ = [
     "ShardableSampler",
     "StepRows",
     "Support",
+    "Targets",
 ]

@@ -24,7 +24,7 @@ from jaxbuf.strategies.mass import (
     over,
     points_of_shards,
 )
-from jaxbuf.strategies.protocols import Aim, Draw, KnownSampler, ShardableSampler, Support, share
+from jaxbuf.strategies.protocols import Draw, ShardableSampler, Support, Targets, share
 
 # Masses are clipped to these bounds, so that a sum of 2**27 of them cannot overflow.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
@@ -33,8 +33,8 @@ _LARGEST_MASS = 2.0**96
 _ONE_WORD = 2**20
 
 
-class Masses(NamedTuple):
-    """The report of ``Prioritized`` for one shard, or for each of several.
+class MassSummary(NamedTuple):
+    """The summary of one shard, or of each of several, for ``Prioritized``.
 
     Attributes:
         total: The sum of the masses, float32.
@@ -52,7 +52,7 @@ class Masses(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Prioritized(ShardableSampler, KnownSampler):
+class Prioritized(ShardableSampler):
     """Draws items with a probability proportional to their mass ``(p + epsilon) ** alpha``.
 
     This is proportional prioritization, with ``p`` the priority. An item with zero mass is never
@@ -147,9 +147,9 @@ class Prioritized(ShardableSampler, KnownSampler):
         """True with replacement; without it, each draw depends on all others."""
         return self.replacement
 
-    def report(self, state: SegmentTree, occupancy: Occupancy) -> Masses:
+    def summarize(self, state: SegmentTree, occupancy: Occupancy) -> MassSummary:
         """Returns a summary of the masses."""
-        return Masses(
+        return MassSummary(
             total=state.root("sum"),
             least=state.root("min_positive"),
             largest=state.root("max"),
@@ -157,21 +157,23 @@ class Prioritized(ShardableSampler, KnownSampler):
             size=occupancy.size,
         )
 
-    def aim(self, world: Masses, key: PRNGKeyArray, batch_size: int, capacity: int) -> Aim:
+    def targets(
+        self, summaries: MassSummary, key: PRNGKeyArray, batch_size: int, capacity: int
+    ) -> Targets:
         """Returns a point in the total mass for each row, and the shard in which it lies."""
-        return self._aim(world, key, batch_size, capacity, jnp.float32(self.uniform_mix))
+        return self._targets(summaries, key, batch_size, capacity, jnp.float32(self.uniform_mix))
 
-    def hit(
-        self, state: SegmentTree, occupancy: Occupancy, target: "_Target", world: Masses
+    def draw_at(
+        self, state: SegmentTree, occupancy: Occupancy, point: "_Point", summaries: MassSummary
     ) -> Draw:
         """Returns the items in which the points lie."""
-        index, mass = self._find(state, occupancy, target)
-        valid = jnp.broadcast_to(jnp.sum(world.size, axis=0) > 0, index.shape)
-        return Draw(index, self._probability(world, mass), valid)
+        index, mass = self._find(state, occupancy, point)
+        valid = jnp.broadcast_to(jnp.sum(summaries.size, axis=0) > 0, index.shape)
+        return Draw(index, self._probability(summaries, mass), valid)
 
-    def lend(self, state: SegmentTree, world: Masses) -> SegmentTree:
+    def with_global_default(self, state: SegmentTree, summaries: MassSummary) -> SegmentTree:
         """Returns the tree with the largest mass of all shards as its maximum, until it changes."""
-        return state.replace_root("max", jnp.max(world.largest))
+        return state.replace_root("max", jnp.max(summaries.largest))
 
     def draw(
         self, state: SegmentTree, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
@@ -179,7 +181,7 @@ class Prioritized(ShardableSampler, KnownSampler):
         """Draws ``batch_size`` of the live items."""
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
-        world = self.alone(state, occupancy)
+        summaries = self.summaries(state, occupancy)
         total = state.root("sum")
 
         def propose(key: PRNGKeyArray, rows: int, scratch: SegmentTree) -> Int[Array, " P"]:
@@ -188,37 +190,31 @@ class Prioritized(ShardableSampler, KnownSampler):
             mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
             left = over((1 - mix) * scratch.root("sum"), total)
             share = jnp.where(mix > 0, mix / (left + mix), 0.0)
-            rest = self.alone(scratch, occupancy)
-            aimed = self._aim(rest, key, rows, scratch.capacity, share)
-            return self._find(scratch, occupancy, aimed.target)[0]
+            rest = self.summaries(scratch, occupancy)
+            drawn = self._targets(rest, key, rows, scratch.capacity, share)
+            return self._find(scratch, occupancy, drawn.point)[0]
 
-        count = jnp.minimum(batch_size, self.reach(world).count)
+        count = jnp.minimum(batch_size, self.support_among(summaries).count)
         index, valid = draw_distinct(key, batch_size, count, state, propose)
         index, mass = state.read(index)
-        return Draw(index, self._probability(world, mass), valid)
-
-    def probability(
-        self, state: SegmentTree, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
-        """Returns the probability that a single draw gives each of these live items."""
-        return self.probability_among(state, index, self.alone(state, occupancy))
+        return Draw(index, self._probability(summaries, mass), valid)
 
     def probability_among(
-        self, state: SegmentTree, index: Int[Array, " B"], world: Masses
+        self, state: SegmentTree, index: Int[Array, " B"], summaries: MassSummary
     ) -> Float[Array, " B"]:
-        """Returns the probability that a draw from all shards gives each of these live items."""
-        return self._probability(world, state.read(index)[1])
+        """Returns the probability that a single draw from all shards gives each live item."""
+        return self._probability(summaries, state.read(index)[1])
 
-    def reach(self, world: Masses) -> Support:
+    def support_among(self, summaries: MassSummary) -> Support:
         """Returns the items with mass, or all live items if none has mass or draws are mixed."""
-        size, nnz = (jnp.sum(n, axis=0, dtype=jnp.int32) for n in (world.size, world.nnz))
-        least = least_positive(world.least)
+        size, nnz = (jnp.sum(n, axis=0, dtype=jnp.int32) for n in (summaries.size, summaries.nnz))
+        least = least_positive(summaries.least)
         if self.uniform_mix > 0:
             count = size
             least = jnp.where(nnz < size, 0.0, least)
         else:
             count = jnp.where(nnz > 0, nnz, size)
-        return Support(count, self._probability(world, least))
+        return Support(count, self._probability(summaries, least))
 
     def metrics(self, state: SegmentTree, occupancy: Occupancy) -> dict[str, Array]:
         """Returns statistics of the priorities, computed from masses, and an effective size.
@@ -238,7 +234,7 @@ class Prioritized(ShardableSampler, KnownSampler):
         squares = jnp.sum(scaled * scaled)
         spread = over(jnp.sum(scaled) ** 2, squares)
         if self.uniform_mix > 0:
-            probability = self._probability(self.alone(state, occupancy), mass)
+            probability = self._probability(self.summaries(state, occupancy), mass)
             probability = jnp.where(live, probability, 0.0)
             squares = jnp.sum(probability * probability)
             spread = over(1.0, squares)
@@ -269,52 +265,54 @@ class Prioritized(ShardableSampler, KnownSampler):
             return default
         return jnp.where(self.accepts(value), self.mass(value), default)
 
-    def _probability(self, world: Masses, mass: Float[Array, "..."]) -> Float[Array, "..."]:
+    def _probability(
+        self, summaries: MassSummary, mass: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
         """Returns the probability that a draw gives an item of this mass."""
-        total = ends(world.total)[-1]
-        uniform = share(jnp.sum(world.size, axis=0, dtype=jnp.int32))
+        total = ends(summaries.total)[-1]
+        uniform = share(jnp.sum(summaries.size, axis=0, dtype=jnp.int32))
         part = over(mass, total)
         if self.uniform_mix > 0:
             part = (1.0 - self.uniform_mix) * part + self.uniform_mix * uniform
         return jnp.where(total > 0, part, uniform)
 
-    def _aim(
+    def _targets(
         self,
-        world: Masses,
+        summaries: MassSummary,
         key: PRNGKeyArray,
         batch_size: int,
         capacity: int,
         mix: Float[Array, ""],
-    ) -> Aim:
+    ) -> Targets:
         """Returns targets with replacement, a fraction ``mix`` of which is uniform."""
         words = 1 if capacity <= _ONE_WORD else 2
         words += 2 if self.uniform_mix > 0 else 0
         random = random_words(key, (words, batch_size))
         low = random[1] if capacity > _ONE_WORD else None
-        end = ends(world.total)
+        end = ends(summaries.total)
         stratified = self.stratified and self.replacement
-        shard, point, refine = points_of_shards(end, random[0], low, stratified=stratified)
+        shard, place, refine = points_of_shards(end, random[0], low, stratified=stratified)
         # If the total mass is zero, every draw is uniform.
         by_mass, word = jnp.broadcast_to(end[-1] > 0, (batch_size,)), random[0]
         if self.uniform_mix > 0:
             coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
             by_mass, word = by_mass & (coin >= mix), random[-2]
-        shard = jnp.where(by_mass, shard, any_shard(world.size, key, batch_size))
-        return Aim(shard, _Target(point, refine, word, by_mass))
+        shard = jnp.where(by_mass, shard, any_shard(summaries.size, key, batch_size))
+        return Targets(shard, _Point(place, refine, word, by_mass))
 
     def _find(
-        self, state: SegmentTree, occupancy: Occupancy, target: "_Target"
+        self, state: SegmentTree, occupancy: Occupancy, point: "_Point"
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        """Returns the slots of the targets, and their masses."""
-        index, mass = state.find(target.point, target.refine)
-        index = occupancy.draw_where(~target.by_mass, target.word, index)
+        """Returns the slots at these points, and their masses."""
+        index, mass = state.find(point.place, point.refine)
+        index = occupancy.draw_where(~point.by_mass, point.word, index)
         return (index, mass) if self.uniform_mix == 0 else state.read(index)
 
 
-class _Target(NamedTuple):
-    """A point in the mass of a shard, how far it may be moved, and a word for a uniform draw."""
+class _Point(NamedTuple):
+    """A place in the mass of a shard, how far it may be moved, and a word for a uniform draw."""
 
-    point: Float[Array, " B"]
+    place: Float[Array, " B"]
     refine: Float[Array, " B"]
     word: UInt[Array, " B"]
     by_mass: Bool[Array, " B"]

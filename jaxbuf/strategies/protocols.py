@@ -158,101 +158,117 @@ class KnownSampler(Sampler):
 
 
 @dataclasses.dataclass(frozen=True)
-class Aim:
-    """The shard of each row of a batch, and the target within that shard.
+class Targets:
+    """The places from which the rows of a batch are to be drawn.
 
     Attributes:
         shard: The shard of each row, ``[B]`` int32.
-        target: Everything else that ``hit`` needs for each row, leaves ``[B]``.
+        point: What to look up within that shard, such as a place in its mass; leaves ``[B]``.
     """
 
     shard: Int[Array, " B"]
-    target: PyTree[Array]
+    point: PyTree[Array]
 
 
-class ShardableSampler(Sampler):
+class ShardableSampler(KnownSampler):
     """A sampler that draws from the shards of a ``jaxbuf.Sharded`` as if they were one buffer.
 
-    It consists of three pure functions. ``report`` summarizes a shard for the others. ``aim`` takes
-    the reports of all shards and chooses a shard for each row; every device computes it with the
-    same result. ``hit`` then draws the rows of each shard within it. A draw from a single buffer is
-    the case of one shard.
+    A draw has three steps. Each shard is summarized in a few numbers (``summarize``), of which all
+    devices get copies. From these summaries every device computes the same ``targets``: the shard
+    of each row, and a point in that shard. The shard then finds the items at its points
+    (``draw_at``). A draw from a single buffer is that from a single shard.
+
+    In all methods ``summaries`` are what ``summarize`` returned for each of the ``S`` shards, with
+    leaves ``[S]``.
     """
 
     @property
     def shardable(self) -> bool:
-        """True if this configuration can draw from shards."""
+        """True if this configuration can draw from several shards."""
         return True
 
     @abc.abstractmethod
-    def report(self, state: State, occupancy: Occupancy) -> PyTree[Array]:
-        """Returns the summary of this shard for the others: scalars of 4 bytes each."""
+    def summarize(self, state: State, occupancy: Occupancy) -> PyTree[Array]:
+        """Returns what all shards need to know of this one: scalars of 4 bytes each."""
 
     @abc.abstractmethod
-    def aim(self, world: PyTree[Array], key: PRNGKeyArray, batch_size: int, capacity: int) -> Aim:
-        """Chooses the shard of each row.
+    def targets(
+        self, summaries: PyTree[Array], key: PRNGKeyArray, batch_size: int, capacity: int
+    ) -> Targets:
+        """Chooses the shard of each row, and the point in that shard.
 
         Args:
-            world: The reports of all shards, leaves ``[S]``.
+            summaries: The summaries of all shards.
             key: The PRNG key of this draw.
-            batch_size: The total number of rows ``B``; static.
-            capacity: The total number of slots of all shards; static.
+            batch_size: The number of rows ``B`` of all shards together; static.
+            capacity: The number of slots of all shards together; static.
         """
 
     @abc.abstractmethod
-    def hit(
-        self, state: State, occupancy: Occupancy, target: PyTree[Array], world: PyTree[Array]
+    def draw_at(
+        self, state: State, occupancy: Occupancy, point: PyTree[Array], summaries: PyTree[Array]
     ) -> Draw:
-        """Draws the rows that ``aim`` assigned to this shard; other rows are arbitrary.
+        """Draws the items at some points of this shard.
 
         Args:
             state: The state of this shard.
             occupancy: The live items of this shard.
-            target: The targets of the rows, leaves ``[B]``.
-            world: The reports of all shards, leaves ``[S]``.
+            point: The points, leaves ``[B]``. Those of other shards are among them; their rows are
+                ignored.
+            summaries: The summaries of all shards.
 
         Returns:
-            Slots of this shard, with the probabilities of a draw from all shards.
+            Slots of this shard, with their probabilities in a draw from all shards.
         """
 
     @abc.abstractmethod
-    def reach(self, world: PyTree[Array]) -> Support:
+    def support_among(self, summaries: PyTree[Array]) -> Support:
         """Returns the items that can be drawn from all shards together."""
 
+    @abc.abstractmethod
     def probability_among(
-        self, state: State, index: Int[Array, " B"], world: PyTree[Array]
+        self, state: State, index: Int[Array, " B"], summaries: PyTree[Array]
     ) -> Float[Array, " B"]:
-        """Returns the probability that a draw from all shards gives each of these live items.
+        """Returns the probability that a single draw from all shards gives each live item.
 
         Args:
             state: The state of this shard.
             index: Slots of this shard.
-            world: The reports of all shards, leaves ``[S]``.
-
-        Returns:
-            Probabilities; 0, as by default, for a sampler that cannot tell them.
+            summaries: The summaries of all shards.
         """
-        del state, world
-        return jnp.zeros(index.shape, jnp.float32)
 
-    def lend(self, state: State, world: PyTree[Array]) -> State:
-        """Returns the state with values of other shards that the following ``on_change`` needs."""
-        del world
+    def with_global_default(self, state: State, summaries: PyTree[Array]) -> State:
+        """Returns the state from which the next ``on_change`` takes the default priority.
+
+        An item that is added without a priority gets the default of all shards together, as in a
+        single buffer. Only a sampler whose default depends on the items needs this method.
+
+        Args:
+            state: The state of this shard.
+            summaries: The summaries of all shards.
+        """
+        del summaries
         return state
 
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
-        world = self.alone(state, occupancy)
-        aimed = self.aim(world, key, batch_size, occupancy.capacity)
-        return self.hit(state, occupancy, aimed.target, world)
+        summaries = self.summaries(state, occupancy)
+        drawn = self.targets(summaries, key, batch_size, occupancy.capacity)
+        return self.draw_at(state, occupancy, drawn.point, summaries)
 
     def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the items that can be drawn."""
-        return self.reach(self.alone(state, occupancy))
+        return self.support_among(self.summaries(state, occupancy))
 
-    def alone(self, state: State, occupancy: Occupancy) -> PyTree[Array]:
-        """Returns the reports of all shards when this is the only one, leaves ``[1]``."""
-        return jax.tree.map(lambda leaf: leaf[None], self.report(state, occupancy))
+    def probability(
+        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a single draw gives each of these live items."""
+        return self.probability_among(state, index, self.summaries(state, occupancy))
+
+    def summaries(self, state: State, occupancy: Occupancy) -> PyTree[Array]:
+        """Returns the summaries of all shards if this is the only one, leaves ``[1]``."""
+        return jax.tree.map(lambda leaf: leaf[None], self.summarize(state, occupancy))
 
 
 class Evictor(abc.ABC):

@@ -25,7 +25,7 @@ from jaxbuf.strategies.mass import (
     points_of_shards,
 )
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.strategies.protocols import Aim, Draw, KnownSampler, ShardableSampler, Support
+from jaxbuf.strategies.protocols import Draw, ShardableSampler, Support, Targets
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 # The largest distance, in units of the temperature, of the largest score from the reference of the
@@ -49,8 +49,8 @@ class SoftmaxState(struct.PyTreeNode):
     reference: Float[Array, ""]
 
 
-class _Report(NamedTuple):
-    """The report of ``Softmax`` for a shard: its masses, and the reference score."""
+class _Summary(NamedTuple):
+    """The summary of a shard for ``Softmax``: its masses, and the reference score."""
 
     total: Float[Array, " S"]
     least: Float[Array, " S"]
@@ -59,7 +59,7 @@ class _Report(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Softmax(ShardableSampler, KnownSampler):
+class Softmax(ShardableSampler):
     """Draws items with a probability proportional to ``exp(score / temperature)``.
 
     Masses are computed relative to a reference near the largest score, so scores of any range are
@@ -182,45 +182,49 @@ class Softmax(ShardableSampler, KnownSampler):
         """True with replacement; without it, each draw depends on all others."""
         return self.replacement
 
-    def report(self, state: SoftmaxState, occupancy: Occupancy) -> _Report:
+    def summarize(self, state: SoftmaxState, occupancy: Occupancy) -> _Summary:
         """Returns a summary of the masses, and the reference score."""
         del occupancy
         masses = state.masses
-        return _Report(masses.root("sum"), masses.root("min_positive"), masses.nnz, state.reference)
+        return _Summary(
+            masses.root("sum"), masses.root("min_positive"), masses.nnz, state.reference
+        )
 
-    def aim(self, world: _Report, key: PRNGKeyArray, batch_size: int, capacity: int) -> Aim:
+    def targets(
+        self, summaries: _Summary, key: PRNGKeyArray, batch_size: int, capacity: int
+    ) -> Targets:
         """Returns a point in the total mass for each row, and the shard in which it lies."""
         del capacity
-        scale = self._scale(world.reference, world)
+        scale = self._scale(summaries.reference, summaries)
         word, low = random_words(key, (2, batch_size))
-        end = ends(world.total * scale)
+        end = ends(summaries.total * scale)
         shard, point, refine = points_of_shards(end, word, low, stratified=False)
         own = scale[shard]
         own = jnp.where(own > 0, own, 1.0)
-        return Aim(shard, (point / own, refine / own))
+        return Targets(shard, (point / own, refine / own))
 
-    def hit(
+    def draw_at(
         self,
         state: SoftmaxState,
         occupancy: Occupancy,
-        target: tuple[Float[Array, " B"], Float[Array, " B"]],
-        world: _Report,
+        point: tuple[Float[Array, " B"], Float[Array, " B"]],
+        summaries: _Summary,
     ) -> Draw:
         """Returns the items in which the points lie."""
         del occupancy
-        index, mass = state.masses.find(*target)
-        valid = jnp.broadcast_to(self._total(world) > 0, index.shape)
-        return Draw(index, self._probability(world, mass, state.reference), valid)
+        index, mass = state.masses.find(*point)
+        valid = jnp.broadcast_to(self._total(summaries) > 0, index.shape)
+        return Draw(index, self._probability(summaries, mass, state.reference), valid)
 
-    def reach(self, world: _Report) -> Support:
+    def support_among(self, summaries: _Summary) -> Support:
         """Returns the support: the items whose score is above −inf."""
-        total = self._total(world)
-        scale = self._scale(world.reference, world)
-        least = least_positive(world.least * scale)
+        total = self._total(summaries)
+        scale = self._scale(summaries.reference, summaries)
+        least = least_positive(summaries.least * scale)
         least = jnp.maximum(over(least, total), _TINY)
         # Next to the largest score of all shards, the masses of a whole shard may vanish.
-        some = world.total * scale > 0
-        count = jnp.sum(jnp.where(some, world.nnz, 0), axis=0, dtype=jnp.int32)
+        some = summaries.total * scale > 0
+        count = jnp.sum(jnp.where(some, summaries.nnz, 0), axis=0, dtype=jnp.int32)
         return Support(count, jnp.where(total > 0, least, 0.0))
 
     def draw(
@@ -239,20 +243,14 @@ class Softmax(ShardableSampler, KnownSampler):
             index = jnp.where(enough, index, repeated.index)
             valid = jnp.where(enough, valid, repeated.valid)
         index, mass = state.masses.read(index)
-        world = self.alone(state, occupancy)
-        return Draw(index, self._probability(world, mass, state.reference), valid)
-
-    def probability(
-        self, state: SoftmaxState, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
-        """Returns the probability that a single draw gives each of these live items."""
-        return self.probability_among(state, index, self.alone(state, occupancy))
+        summaries = self.summaries(state, occupancy)
+        return Draw(index, self._probability(summaries, mass, state.reference), valid)
 
     def probability_among(
-        self, state: SoftmaxState, index: Int[Array, " B"], world: _Report
+        self, state: SoftmaxState, index: Int[Array, " B"], summaries: _Summary
     ) -> Float[Array, " B"]:
-        """Returns the probability that a draw from all shards gives each of these live items."""
-        return self._probability(world, state.masses.read(index)[1], state.reference)
+        """Returns the probability that a single draw from all shards gives each live item."""
+        return self._probability(summaries, state.masses.read(index)[1], state.reference)
 
     def support(self, state: SoftmaxState, occupancy: Occupancy) -> Support:
         """Returns the support: the items whose score is above −inf."""
@@ -291,23 +289,23 @@ class Softmax(ShardableSampler, KnownSampler):
         equal = (score == reference) & (reference > 0)
         return jnp.where(finite, mass, equal.astype(jnp.float32))
 
-    def _scale(self, reference: Float[Array, "..."], world: _Report) -> Float[Array, "..."]:
+    def _scale(self, reference: Float[Array, "..."], summaries: _Summary) -> Float[Array, "..."]:
         """Returns the factor that converts masses to the largest reference of all shards."""
-        largest = jnp.max(world.reference, axis=0)
+        largest = jnp.max(summaries.reference, axis=0)
         # The difference of equal infinities is NaN.
         same = reference == largest
         away = jnp.where(same, 0.0, reference) - jnp.where(same, 0.0, largest)
         return jnp.exp(away / jnp.float32(self.temperature))
 
-    def _total(self, world: _Report) -> Float[Array, ""]:
-        return ends(world.total * self._scale(world.reference, world))[-1]
+    def _total(self, summaries: _Summary) -> Float[Array, ""]:
+        return ends(summaries.total * self._scale(summaries.reference, summaries))[-1]
 
     def _probability(
-        self, world: _Report, mass: Float[Array, " B"], reference: Float[Array, ""]
+        self, summaries: _Summary, mass: Float[Array, " B"], reference: Float[Array, ""]
     ) -> Float[Array, " B"]:
         """Returns the probability of masses that are relative to a reference."""
-        total = self._total(world)
-        share = over(self._scale(reference, world), total)
+        total = self._total(summaries)
+        share = over(self._scale(reference, summaries), total)
         return jnp.maximum(mass * share, jnp.float32(_TINY))
 
     def _without_replacement(

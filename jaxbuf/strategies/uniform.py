@@ -11,11 +11,11 @@ from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.mass import any_shard
-from jaxbuf.strategies.protocols import Aim, Draw, KnownSampler, ShardableSampler, Support, share
+from jaxbuf.strategies.protocols import Draw, ShardableSampler, Support, Targets, share
 
 
 @dataclasses.dataclass(frozen=True)
-class Uniform(ShardableSampler, KnownSampler):
+class Uniform(ShardableSampler):
     """Draws every live item with the same probability.
 
     Attributes:
@@ -33,37 +33,37 @@ class Uniform(ShardableSampler, KnownSampler):
         """True with replacement; without it, each draw depends on all others."""
         return self.replacement
 
-    def report(self, state: State, occupancy: Occupancy) -> Int[Array, ""]:
+    def summarize(self, state: State, occupancy: Occupancy) -> Int[Array, ""]:
         """Returns the number of items."""
         del state
         return occupancy.size
 
-    def aim(
-        self, world: Int[Array, " S"], key: PRNGKeyArray, batch_size: int, capacity: int
-    ) -> Aim:
+    def targets(
+        self, summaries: Int[Array, " S"], key: PRNGKeyArray, batch_size: int, capacity: int
+    ) -> Targets:
         """Returns a shard for each row, likely in proportion to its size, and a random word."""
         del capacity
-        return Aim(any_shard(world, key, batch_size), random_words(key, (batch_size,)))
+        return Targets(any_shard(summaries, key, batch_size), random_words(key, (batch_size,)))
 
-    def hit(
+    def draw_at(
         self,
         state: State,
         occupancy: Occupancy,
-        target: UInt[Array, " B"],
-        world: Int[Array, " S"],
+        point: UInt[Array, " B"],
+        summaries: Int[Array, " S"],
     ) -> Draw:
         """Returns the item that each random word selects."""
         del state
-        size = jnp.sum(world, axis=0, dtype=jnp.int32)
+        size = jnp.sum(summaries, axis=0, dtype=jnp.int32)
         return Draw(
-            occupancy.draw(target),
-            jnp.broadcast_to(share(size), target.shape),
-            jnp.broadcast_to(size > 0, target.shape),
+            occupancy.draw(point),
+            jnp.broadcast_to(share(size), point.shape),
+            jnp.broadcast_to(size > 0, point.shape),
         )
 
-    def reach(self, world: Int[Array, " S"]) -> Support:
+    def support_among(self, summaries: Int[Array, " S"]) -> Support:
         """Returns the support, which is all live items."""
-        size = jnp.sum(world, axis=0, dtype=jnp.int32)
+        size = jnp.sum(summaries, axis=0, dtype=jnp.int32)
         return Support(size, share(size))
 
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
@@ -83,18 +83,12 @@ class Uniform(ShardableSampler, KnownSampler):
         )
         return Draw(index, probability, valid)
 
-    def probability(
-        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
-        """Returns the probability that a single draw gives each of these live items."""
-        return self.probability_among(state, index, self.alone(state, occupancy))
-
     def probability_among(
-        self, state: State, index: Int[Array, " B"], world: Int[Array, " S"]
+        self, state: State, index: Int[Array, " B"], summaries: Int[Array, " S"]
     ) -> Float[Array, " B"]:
-        """Returns the probability that a draw from all shards gives each of these live items."""
+        """Returns the probability that a single draw from all shards gives each live item."""
         del state
-        size = jnp.sum(world, axis=0, dtype=jnp.int32)
+        size = jnp.sum(summaries, axis=0, dtype=jnp.int32)
         return jnp.broadcast_to(share(size), index.shape)
 
     def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
