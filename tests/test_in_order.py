@@ -1,5 +1,6 @@
-"""Answers of occupancies that do not depend on their kind."""
+"""Answers of buffers and occupancies that do not depend on their kind."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,3 +109,42 @@ def test_slots_and_places(occupancy):
     assert type(changed) is type(occupancy)
     assert changed.places is other
     assert jax.tree.structure(changed) == jax.tree.structure(occupancy)
+
+
+CREATED = {
+    "items": lambda: jaxbuf.ItemBuffer.create(
+        {"x": jnp.zeros(3), "y": jnp.int32(0)},
+        5,
+        sampler=jaxbuf.Prioritized(0.7),
+        diversity=jaxbuf.Diversity(0.1, field="x"),
+        freshness=jaxbuf.Freshness(max_use=2),
+        **REMOVABLE,
+    ),
+    "rings": lambda: jaxbuf.TrajectoryBuffer.create(
+        {"x": jnp.zeros(3), "terminated": jnp.bool_(False)},
+        2,
+        8,
+        sequence_length=2,
+        period=2,
+        num_earliest_ignored=1,
+        episodes=jaxbuf.Episodes(boundary="avoid"),
+    ),
+    "queue": lambda: jaxbuf.Queue.create({"x": jnp.zeros((2, 3))}, 4),
+}
+
+
+@pytest.mark.parametrize("name", CREATED)
+def test_a_buffer_knows_how_it_was_created(name):
+    buffer = CREATED[name]()
+    axes = 2 if name == "rings" else 1
+    shapes = [leaf.shape for leaf in jax.tree.leaves(buffer.example)]
+    assert shapes == [leaf.shape[axes:] for leaf in jax.tree.leaves(buffer.data)]
+    again = type(buffer).create(buffer.example, **buffer.sizes, **buffer.options())
+    chex.assert_trees_all_equal(again, buffer)
+    chex.assert_trees_all_equal(buffer.anew(), buffer)
+    stacked = jax.vmap(lambda _: CREATED[name]())(jnp.arange(3))
+    assert stacked.example == buffer.example
+    assert stacked.sizes == buffer.sizes
+    larger = buffer.anew(**{name: 2 * size for name, size in buffer.sizes.items()})
+    assert larger.sizes == {name: 2 * size for name, size in buffer.sizes.items()}
+    assert larger.capacity == (4 if name == "rings" else 2) * buffer.capacity

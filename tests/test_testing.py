@@ -372,7 +372,7 @@ def test_the_index_knows_what_terminated_within_an_episode():
     buffer = trajectories(episodes=jaxbuf.Episodes(last="truncated"))
     testing.assert_valid(buffer)
     changed = buffer.data["terminated"].at[1, 5].set(True)
-    with says("last_terminated[1, 2] is", "expected 0"):
+    with says("episode(...).last_terminated[1, 2] is", "expected 0"):
         testing.assert_valid(buffer.replace(data=buffer.data | {"terminated": changed}))
 
 

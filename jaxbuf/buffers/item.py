@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
+from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage
 from jaxbuf.core.donation import check_there
@@ -27,7 +28,7 @@ from jaxbuf.strategies.protocols import Evictor, Sampler
 from jaxbuf.strategies.uniform import Uniform
 
 
-class ItemBuffer(Body):
+class ItemBuffer(Body, Created):
     """Up to ``capacity`` independent items: transitions, whole padded trajectories, states.
 
     The buffer is a single immutable pytree with static configuration, so it can be passed through

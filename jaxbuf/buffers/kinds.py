@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import jax
-
+from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
@@ -41,11 +40,10 @@ def item_of(buffer: Any) -> Any:
     Raises:
         ValueError: If the buffer does not keep items of one kind.
     """
-    one, shards = inside(buffer)
-    if not hasattr(one, "data"):
+    one, _ = inside(buffer)
+    if not isinstance(one, Created):
         raise ValueError(
             f"buffer is {checks.kind_of(buffer)}, which keeps no items of its own; pass one of its "
             "parts, or another buffer"
         )
-    skip = (2 if isinstance(one, TrajectoryBuffer) else 1) + bool(shards)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype), one.data)
+    return one.example

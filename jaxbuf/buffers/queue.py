@@ -9,6 +9,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, describe, sizes, storage
 from jaxbuf.core.donation import check_there
@@ -20,7 +21,7 @@ from jaxbuf.occupancy.ring import Ring
 COUNTS = ("adds", "rejected", "taken")
 
 
-class Queue(struct.PyTreeNode):
+class Queue(Created, struct.PyTreeNode):
     """Up to ``capacity`` items, usually whole trajectories, each of which is consumed once.
 
     Unlike other buffers it evicts nothing: rows that do not fit are refused and counted. ``take``

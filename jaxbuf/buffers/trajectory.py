@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, write_back
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
+from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
@@ -52,7 +53,7 @@ def _known_envs(buffer: "TrajectoryBuffer", given: dict[str, Any]) -> dict[str, 
     return given if ids is None else {**given, "env_ids": buffer.check_env_ids(ids)}
 
 
-class TrajectoryBuffer(OldLookups, Body):
+class TrajectoryBuffer(OldLookups, Body, Created):
     """The last ``length`` steps of each of ``num_envs`` environments.
 
     Every environment has its own ring with its own write position, so that steps of any environment
@@ -87,6 +88,8 @@ class TrajectoryBuffer(OldLookups, Body):
     """
 
     occupancy: Rings | Subset
+
+    item_axes = 2
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -190,6 +193,11 @@ class TrajectoryBuffer(OldLookups, Body):
     def rings(self) -> Rings:
         """The rings of all steps and windows, including windows that are not drawn."""
         return self.occupancy.inner if isinstance(self.occupancy, Subset) else self.occupancy
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that ``create`` takes, by name."""
+        return {"num_envs": self.num_envs, "length": self.length}
 
     @property
     def num_envs(self) -> int:

@@ -52,10 +52,7 @@ def deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
     order, live = jax.vmap(in_order)(rings)
     by_age = live.T.reshape(-1)
     turn = jnp.cumsum(by_age, dtype=jnp.int32) - 1
-    example = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), cast("Any", old.data)
-    )
-    new = ItemBuffer.create(example, size, **old.options())
+    new = old.anew(capacity=size)
     # The laps begin after all generations that the old shards gave to slots.
     empty = Ring.create(size).replace(lap=jnp.max(rings.clear().lap))
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxbuf.buffers.item import ItemBuffer
+from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.queue import COUNTS, Queue
 from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
@@ -20,9 +20,6 @@ from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.moves import Moves
 
 Tree = TypeVar("Tree")
-Buffer = ItemBuffer | Queue | TrajectoryBuffer
-
-_BUFFERS = (ItemBuffer, Queue, TrajectoryBuffer)
 _SHARDS = jax.tree_util.GetAttrKey("shards")
 
 
@@ -45,18 +42,15 @@ def as_saved(like: PyTree, configuration: dict[str, Any], saved: dict[str, Leaf]
             if isinstance(count, int) and count != node.num_shards:
                 node = resharding.abstract(node, count, f"like{name}")
             return node.replace(shards=rebuild((*path, _SHARDS), node.shards))
-        if not isinstance(node, _BUFFERS):
+        if not isinstance(node, Created):
             return node
         inner = "" if node.occupancy.places is node.occupancy else ".inner"
         place = f"{jax.tree_util.keystr(path)}.occupancy{inner}"
-        size = configuration.get(f"{place}.{_size_name(node)}")
-        if not isinstance(size, int):
-            return node
-        sizes = (size,)
-        if isinstance(node, TrajectoryBuffer):
-            cursor = saved.get(f"{place}.cursor")
-            sizes = (*(cursor.shape if cursor else ())[-1:], size)
-        if sizes == _sizes(node):
+        sizes: dict[str, Any] = {name: configuration.get(f"{place}.{name}") for name in node.sizes}
+        cursor = saved.get(f"{place}.cursor")
+        if "num_envs" in sizes and cursor and cursor.shape:
+            sizes["num_envs"] = cursor.shape[-1]
+        if not all(isinstance(size, int) for size in sizes.values()) or sizes == node.sizes:
             return node
         try:
             return _abstract(node, sizes)
@@ -78,12 +72,12 @@ def fit(tree: Tree, like: Tree) -> Tree:
         if isinstance(node, Sharded):
             if node.num_shards == wanted.num_shards:
                 return node.replace(shards=convert((*path, _SHARDS), node.shards, wanted.shards))
-            (size,) = _sizes(wanted.shards)
+            size = wanted.shards.capacity
             return wanted.replace(shards=resharding.deal(node.shards, wanted.num_shards, size))
-        if not isinstance(node, _BUFFERS) or _sizes(node) == _sizes(wanted):
+        if not isinstance(node, Created) or node.sizes == wanted.sizes:
             return node
         try:
-            resized = _resize_stack(node, _sizes(wanted))
+            resized = _resize_stack(node, tuple(wanted.sizes.items()))
             same = jax.tree.structure(resized) == jax.tree.structure(wanted)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{_cannot(path, node, wanted)}: {error}") from error
@@ -95,25 +89,24 @@ def fit(tree: Tree, like: Tree) -> Tree:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _resize_stack(stack: Any, sizes: tuple[int, ...]) -> Any:
+def _resize_stack(stack: Any, sizes: tuple[tuple[str, int], ...]) -> Any:
     """Resizes one buffer, or many that are stacked along leading axes."""
-    resize = functools.partial(_resize, sizes=sizes)
+    resize = functools.partial(_resize, sizes=dict(sizes))
     for _ in range(stack.counters.ndim - 1):
         resize = jax.vmap(resize)
     return resize(stack)
 
 
-def _resize(old: Any, sizes: tuple[int, ...]) -> Any:
+def _resize(old: Any, sizes: dict[str, int]) -> Any:
     """Returns a buffer of another size with the items that fit; earlier slots become stale."""
-    new = type(old).create(_example(old), *sizes, **_options(old))
+    new = old.anew(**sizes)
     if isinstance(old, TrajectoryBuffer):
         return _resize_rings(old, new)
-    (size,) = sizes
     order, live = in_order(old.occupancy)
     counts = old.counters
     if isinstance(old, Queue):
         # As if it had never been larger: what came last was refused.
-        kept = live & (jnp.cumsum(live, dtype=jnp.int32) <= size)
+        kept = live & (jnp.cumsum(live, dtype=jnp.int32) <= new.capacity)
         refused = jnp.sum(live & ~kept, dtype=jnp.uint32)
         live, counts = kept, counts + counters.tally(COUNTS, {"rejected": refused})
     places = old.occupancy.places
@@ -182,36 +175,13 @@ def _move(new: Any, old: Any, moves: Moves) -> Any:
 
 
 def _is_buffer(node: Any) -> bool:
-    return isinstance(node, (Sharded, *_BUFFERS))
+    return isinstance(node, Sharded | Created)
 
 
-def _size_name(buffer: Any) -> str:
-    return "length" if isinstance(buffer, TrajectoryBuffer) else "capacity"
-
-
-def _sizes(buffer: Any) -> tuple[int, ...]:
-    """Returns the sizes that ``create`` takes after the example."""
-    size = getattr(buffer.occupancy.places, _size_name(buffer))
-    return (buffer.num_envs, size) if isinstance(buffer, TrajectoryBuffer) else (size,)
-
-
-def _options(buffer: Any) -> dict[str, Any]:
-    """Returns the arguments of ``create`` other than the example and the sizes."""
-    return {} if isinstance(buffer, Queue) else buffer.options()
-
-
-def _example(buffer: Any) -> PyTree:
-    # Unless buffers are stacked, counters have one axis and the data of trajectories two.
-    leading = buffer.counters.ndim - 1 + (2 if isinstance(buffer, TrajectoryBuffer) else 1)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[leading:], leaf.dtype), buffer.data
-    )
-
-
-def _abstract(buffer: Any, sizes: tuple[int, ...]) -> Any:
+def _abstract(buffer: Any, sizes: dict[str, int]) -> Any:
     """Returns the shapes of a buffer with the same options but another size."""
     stack = buffer.counters.shape[:-1]
-    one = jax.eval_shape(lambda: type(buffer).create(_example(buffer), *sizes, **_options(buffer)))
+    one = jax.eval_shape(lambda: buffer.anew(**sizes))
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*stack, *leaf.shape), leaf.dtype), one)
 
 
@@ -220,12 +190,10 @@ def _shapes(tree: PyTree) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
 
 
 def _cannot(path: tuple[Any, ...], saved: Any, wanted: Any) -> str:
-    names = ("num_envs", "length") if isinstance(saved, TrajectoryBuffer) else ("capacity",)
-    sizes = zip(names, _sizes(wanted), _sizes(saved), strict=True)
     other = " and ".join(
-        f"{name} {size} (the checkpoint has {before})"
-        for name, size, before in sizes
-        if size != before
+        f"{name} {size} (the checkpoint has {saved.sizes[name]})"
+        for name, size in wanted.sizes.items()
+        if size != saved.sizes[name]
     )
     return (
         f"like{jax.tree_util.keystr(path)} has {other}, and what its strategies keep cannot be "

@@ -92,8 +92,7 @@ def _parts(buffer: Any) -> Iterator[Any]:
 
 def _stored(buffer: Any) -> PyTree[Any]:
     """Returns an item of the buffer as shapes with one axis in front."""
-    skip = 2 if isinstance(buffer, TrajectoryBuffer) else 1
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[skip:]), x.dtype), buffer.data)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), buffer.example)
 
 
 def _held(buffer: Any) -> PyTree[Array]:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import Queue
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import trees
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.bitset import Bitset
@@ -27,7 +27,6 @@ from jaxbuf.strategies.softmax import Softmax, SoftmaxState
 from jaxbuf.testing import structures
 from jaxbuf.testing.structures import first_wrong
 
-_BUFFERS = (ItemBuffer, TrajectoryBuffer, Queue)
 _STRUCTURES: dict[type, Callable[[str, Any], Iterator[str]]] = {
     SegmentTree: structures.tree_problems,
     Bitset: structures.bitset_problems,
@@ -77,8 +76,8 @@ def assert_valid(buffer: Any) -> None:
           buffer.sampler.probability(...) sums to 0.5 over all items; expected 1
     """
     structures.check_concrete(buffer, "buffer")
-    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, _BUFFERS))
-    buffers = [(path, one) for path, one in found if isinstance(one, _BUFFERS)]
+    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, Created))
+    buffers = [(path, one) for path, one in found if isinstance(one, Created)]
     if not buffers:
         raise ValueError(f"buffer is a {type(buffer).__name__}, in which there is no buffer")
     problems: list[str] = []
@@ -105,7 +104,7 @@ def _problems(name: str, buffer: Any) -> list[str]:
 
 def _shapes(name: str, buffer: Any) -> Iterator[str]:
     """Checks that leaves have the shapes and dtypes of a new buffer."""
-    expected = jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: _new(buffer)))
+    expected = jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: buffer.anew()))
     given = jax.tree_util.tree_flatten_with_path(buffer)
     if given[1] != expected[1]:
         yield f"{name} is not built as its configuration says: its leaves are other ones"
@@ -116,19 +115,6 @@ def _shapes(name: str, buffer: Any) -> Iterator[str]:
                 f"{name}{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}; expected "
                 f"{like.dtype}{list(like.shape)}"
             )
-
-
-def _new(buffer: Any) -> Any:
-    """Returns an empty buffer of the same configuration, for the same kind of items."""
-    skip = 2 if isinstance(buffer, TrajectoryBuffer) else 1
-    example = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[skip:], leaf.dtype), buffer.data
-    )
-    if isinstance(buffer, Queue):
-        return Queue.create(example, buffer.capacity)
-    if isinstance(buffer, ItemBuffer):
-        return ItemBuffer.create(example, buffer.capacity, **buffer.options())
-    return TrajectoryBuffer.create(example, buffer.num_envs, buffer.length, **buffer.options())
 
 
 def _structures(name: str, buffer: Any) -> Iterator[str]:
@@ -162,8 +148,7 @@ def _live(occupancy: Any, slot: Any) -> Any:
 
 def _slots(buffer: Any) -> Any:
     """Returns the indices of all slots, of items or windows."""
-    windows = isinstance(buffer, TrajectoryBuffer)
-    return jnp.arange(buffer.rings.num_slots if windows else buffer.capacity, dtype=jnp.int32)
+    return jnp.arange(buffer.occupancy.num_slots, dtype=jnp.int32)
 
 
 def _members(name: str, buffer: Any) -> Iterator[str]:
