@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,11 +110,12 @@ class Sampler(Movable, abc.ABC):
             removed: The slots that no longer hold an item, ``[R]``, disjoint from ``added``; they
                 must not be drawn any more. A slot may occur twice, or have been empty before.
         """
-        if hasattr(self, "on_slide"):
-            return self.on_slide(state, added, value, removed)
-        if hasattr(self, "remove"):
-            state = self.remove(state, removed)
-        return self.on_add(state, added, value) if hasattr(self, "on_add") else state
+        own: Any = self
+        if hasattr(own, "on_slide"):
+            return own.on_slide(state, added, value, removed)
+        if hasattr(own, "remove"):
+            state = own.remove(state, removed)
+        return own.on_add(state, added, value) if hasattr(own, "on_add") else state
 
     def set_priority(
         self, state: State, index: Int[Array, " B"], value: Float[Array, " B"]
