@@ -79,7 +79,7 @@ def model(items: Mapping[str, jax.Array]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is stored, and how it changes.
+    """The data of a full buffer, and how they change.
 
     Attributes:
         capacity: Slots N.
