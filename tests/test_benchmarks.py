@@ -23,7 +23,7 @@ from benchmarks.harness import (
 )
 from benchmarks.peer_process import PeerError, PeerProcess
 from benchmarks.report import row_markdown
-from benchmarks.rows import gflownet, parts, windows
+from benchmarks.rows import gflownet, parts, windows, write_back
 from benchmarks.transitions import Transitions
 from benchmarks.workload import Workload
 
@@ -192,3 +192,25 @@ def test_points_that_are_found_elsewhere_are_noticed():
     contestant.found = lambda points: points.astype(int)
     with pytest.raises(UnequalWork, match="does not lie"):
         contestant.verify()
+
+
+@pytest.mark.parametrize("kind", [write_back.JaxbufChanges, write_back.HandChanges])
+def test_changes_do_equal_work(kind):
+    contestant = kind(2**12, Options(quick=True))
+    contestant.verify()
+    operations = contestant.operations()
+    assert set(operations) == set(write_back.OPERATIONS)
+    assert all(operation.run(2) > 0 for operation in operations.values())
+
+
+def test_changes_that_are_not_made_are_found():
+    class Forgets(write_back.HandChanges):
+        def changes(self):
+            changes = super().changes()
+            forgotten = dataclasses.replace(
+                changes["update_score"], step=lambda scores, _: scores + 0.0
+            )
+            return {**changes, "update_score": forgotten}
+
+    with pytest.raises(UnequalWork, match="update_score leaves something else than it should"):
+        Forgets(2**12, Options(quick=True)).verify()

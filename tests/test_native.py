@@ -15,6 +15,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.core import native, storage
+from jaxbuf.core.duplicates import last_of_each
 from jaxbuf.core.native import using_native
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.bitset import Bitset
@@ -180,6 +181,20 @@ def test_members_are_marked_as_the_definition_marks_them(capacity, rows):
     many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), members)
     index = jnp.asarray(rng.integers(0, capacity, (3, rows)), jnp.int32)
     both(jax.vmap(Bitset.set), many, index, index % 2 == 0)
+
+
+@pytest.mark.parametrize("numbers", [1, 7, 300, 2**32])
+@pytest.mark.parametrize("rows", [2, 3, 256, 5000])
+def test_the_last_of_equal_rows_is_the_same(numbers, rows):
+    rng = np.random.default_rng(rows)
+    lanes = rng.integers(0, numbers, (3, rows)).astype(np.uint32).astype(np.int32)
+    # Many numbers that begin their search at the same place in the kernel's table.
+    place = np.arange(2**22, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - 14)
+    lanes[1] = rng.choice(np.flatnonzero(place == 3), rows)
+    later = {int(number): row for row, number in enumerate(lanes[0])}
+    found = both(last_of_each, jnp.asarray(lanes[0]))
+    assert np.flatnonzero(found).tolist() == sorted(later.values())
+    both(jax.vmap(last_of_each), jnp.asarray(lanes))
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxbuf.core import native
+
 
 def last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
     """Returns a mask of the rows that no later row repeats.
@@ -17,6 +19,10 @@ def last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
     """
     if index.shape[0] < 2:
         return jnp.ones(index.shape, bool)
+    return native.either(native.last_of_each, _last_of_each, index)
+
+
+def _last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
     # Equal numbers have the same place in the sorted index. On a CPU, sorting the index alone is
     # several times faster than sorting the rows by it.
     row = jnp.arange(index.shape[0], dtype=jnp.int32)

@@ -50,7 +50,7 @@ def native_available() -> bool:
     library = _load(path)
     if library is None:
         return False
-    for name in ("set_leaves", "find", "read", "place", "mark", "take"):
+    for name in ("set_leaves", "find", "read", "place", "mark", "last_of_each", "take"):
         target = jax.ffi.pycapsule(library[f"jaxbuf_{name}"])
         jax.ffi.register_ffi_target(f"jaxbuf_{name}", target, platform="cpu")
     return True
@@ -184,6 +184,12 @@ def mark(
     call = _call("mark", nodes, nodes, "broadcast_all", input_output_aliases={0: 0})
     options = {"starts": np.asarray(starts, np.int64), "capacity": np.int64(capacity)}
     return call(nodes, index, member, **options)
+
+
+def last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Returns a mask of the rows that no later row repeats."""
+    out = jax.ShapeDtypeStruct(index.shape, jnp.bool_)
+    return _call("last_of_each", out, index, "broadcast_all")(index)
 
 
 def take(
