@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,8 +13,7 @@ from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.core import trees
-from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.occupancy.bitset import Bitset
+from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.rings import Rings
@@ -24,15 +23,6 @@ from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.samplers import Prioritized
 from jaxbuf.strategies.softmax import Softmax, SoftmaxState
 from jaxbuf.testing import structures
-from jaxbuf.testing.structures import first_wrong
-
-_STRUCTURES: dict[type, Callable[[str, Any], Iterator[str]]] = {
-    SegmentTree: structures.tree_problems,
-    Bitset: structures.bitset_problems,
-    Ring: structures.ring_problems,
-    Rings: structures.rings_problems,
-    Ranking: structures.ranking_problems,
-}
 
 
 def assert_valid(buffer: Any) -> None:
@@ -117,12 +107,10 @@ def _shapes(name: str, buffer: Any) -> Iterator[str]:
 
 def _structures(name: str, buffer: Any) -> Iterator[str]:
     """Checks each of the parts that the buffer is made of."""
-    kinds = tuple(_STRUCTURES)
-    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, kinds))
+    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, Checked))
     for path, part in found:
-        for kind, check in _STRUCTURES.items():
-            if isinstance(part, kind):
-                yield from check(name + jax.tree_util.keystr(path), part)
+        if isinstance(part, Checked):
+            yield from part.check_valid(name + jax.tree_util.keystr(path))
     label, ring = _inner(f"{name}.occupancy", buffer.occupancy)
     if isinstance(buffer, ItemBuffer) and isinstance(ring, Ring):
         # A queue has holes in front, but here the first items are the first slots.
