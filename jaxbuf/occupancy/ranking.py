@@ -184,6 +184,12 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         )
         yield from differing(name, self, _compute_again(self), "the lowest of its children")
 
+    def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
+        """Yields items without a score."""
+        scored = np.asarray(self.scored)
+        wrong = np.asarray(live) & ~scored
+        yield from first_wrong(f"{name}.scored", scored, wrong, "True, for there is an item")
+
     def metrics(self) -> dict[str, Array]:
         """Returns the smallest, largest and mean score of the live items; 0 without items."""
         return score_metrics(self.score, self.scored)
