@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.testing import structures
 from tests import reference, reference_trajectory
 
 PRIORITIES = [0.0, 1e-6, 0.25, 1.0, 3.0, 1e6, np.nan, -1.0, np.inf]
@@ -116,7 +115,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        assert not list(structures.tree_problems("tree", self.tree))
+        assert not list(self.tree.check_valid("tree"))
         values, nnz, roots = observe_tree(self.tree)
         expected = {op: self.twin.reduce(op) for op in self.ops}
         chex.assert_trees_all_equal((values, roots), (self.twin.values, expected))

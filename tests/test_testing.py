@@ -16,6 +16,7 @@ from jaxbuf import testing
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.testing import hlo
 from tests import operations
+from tests.test_plug_in import HalfRing
 
 CAPACITY = 300
 STEP = {"reward": jnp.float32(0), "terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
@@ -816,3 +817,20 @@ def test_what_cannot_be_loaded_is_told():
 def test_a_run_has_two_steps_at_least():
     with pytest.raises(ValueError, match="steps is 1"):
         testing.assert_resumes(lambda buffer: buffer, prioritized(5, 9), steps=1)
+
+
+def test_an_occupancy_of_ones_own_is_asked_about_its_items():
+    class Complains(HalfRing):
+        def check_items(self, name, live):
+            yield f"{name} has {int(live.sum())} items"
+
+    @dataclasses.dataclass(frozen=True)
+    class Complaining(jaxbuf.strategies.Evictor):
+        def init(self, capacity):
+            return Complains(ring=Ring.create(capacity // 2), capacity=capacity)
+
+    for parts, name in (((), "occupancy"), ((jaxbuf.Removable(),), "occupancy.inner")):
+        buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 6, evictor=Complaining(), parts=parts)
+        buffer = buffer.add(jnp.arange(2))
+        with pytest.raises(AssertionError, match=rf"buffer\.{name} has 2 items"):
+            testing.assert_valid(buffer)

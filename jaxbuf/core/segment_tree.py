@@ -15,7 +15,7 @@ References:
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, Self, cast, get_args
 
 import jax
@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxbuf.core import native
+from jaxbuf.core.problems import Checked, differing, first_wrong
 
 FANOUT = 16
 _SHIFT = FANOUT.bit_length() - 1
@@ -58,7 +59,7 @@ class Level:
         return self.start + -(-self.count // FANOUT) * self.width
 
 
-class SegmentTree(struct.PyTreeNode):
+class SegmentTree(Checked, struct.PyTreeNode):
     """An array of ``capacity`` numbers with reductions over all of them and over ranges.
 
     Attributes:
@@ -231,6 +232,23 @@ class SegmentTree(struct.PyTreeNode):
     def clear(self) -> Self:
         """Returns the tree as it was created; shares no array with the original."""
         return type(self).create(self.capacity, self.ops)
+
+    def check_valid(self, name: str) -> Iterator[str]:
+        """Yields leaves that are no numbers, and reductions that are not those of the leaves."""
+        leaves = np.asarray(self.leaves)
+        wrong, legal = np.isnan(leaves), "a number"
+        if {"sum", "min_positive"} & set(self.ops):
+            wrong, legal = ~((leaves >= 0) & (leaves < np.inf)), "a finite number of at least 0"
+        found = list(first_wrong(f"{name}.leaves", leaves, wrong, legal))
+        if found:
+            yield from found
+            return
+        again, said = _set_again(self), "which is what the leaves say"
+        roots = {f"root({op!r})": (self.root(op), again.root(op)) for op in self.ops}
+        for label, (ours, theirs) in {**roots, "nnz": (self.nnz, again.nnz)}.items():
+            yield from first_wrong(f"{name}.{label}", ours, ours != theirs, f"{theirs}, {said}")
+        for line in differing(name, self, again, said):
+            yield f"{line}: {_where(self, again)}"
 
     def _row(self, op: str) -> int:
         """Returns the position of an operation among the operations of the tree."""
@@ -526,3 +544,30 @@ def _read_plainly(
     halves = jnp.pad(index, (0, rows % 2)).reshape(2, -1)
     index, bits = lax.map(half, halves)
     return index.reshape(-1)[:rows], bits.reshape(-1)[:rows]
+
+
+def _where(tree: SegmentTree, again: SegmentTree) -> str:
+    """Returns the slots over which a reduction is not that of the leaves."""
+    width = FANOUT
+    while width < FANOUT * tree.capacity:
+        for op in tree.ops:
+            ours, theirs = (_reduce(one, width, op) for one in (tree, again))
+            wrong = np.flatnonzero(np.asarray(ours != theirs))
+            if wrong.size:
+                first = int(wrong[0]) * width
+                return f"the {op} of slots {first} to {min(first + width, tree.capacity) - 1}"
+        width *= FANOUT
+    return f"a node above slot {tree.capacity - 1}, the last one"
+
+
+@jax.jit
+def _set_again(tree: SegmentTree) -> SegmentTree:
+    """Returns a tree of the same leaves, with every node computed again."""
+    return tree.set_all(tree.leaves)
+
+
+@functools.partial(jax.jit, static_argnames=("width", "op"))
+def _reduce(tree: SegmentTree, width: int, op: str) -> Float[Array, " B"]:
+    """Returns the reductions over each ``width`` consecutive slots."""
+    first = jnp.arange(0, tree.capacity, width, dtype=jnp.int32)
+    return jax.vmap(lambda start: tree.reduce(start, start + width, op))(first)

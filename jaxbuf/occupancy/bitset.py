@@ -9,22 +9,25 @@ References:
 
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core import native, storage
+from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.varying import vary_with
 
 _SHIFT = 5
 _WIDTH = 1 << _SHIFT
 
 
-class Bitset(struct.PyTreeNode):
+class Bitset(Checked, struct.PyTreeNode):
     """A set of some of the integers below ``capacity``: its *members*.
 
     Attributes:
@@ -133,6 +136,18 @@ class Bitset(struct.PyTreeNode):
         """Returns an empty set, which shares no array with the original."""
         return type(self).create(self.capacity)
 
+    def check_valid(self, name: str) -> Iterator[str]:
+        """Yields counts and ranks that are not those of the members."""
+        is_member, before, at = map(np.asarray, _look_up(self))
+        size = int(np.sum(is_member))
+        yield from first_wrong(
+            f"{name}.size", self.size, self.size != size, f"{size}, the number of members"
+        )
+        counts = np.concatenate([[0], np.cumsum(is_member)])
+        yield from first_wrong(f"{name}.before", before, before != counts, counts)
+        slots = np.flatnonzero(is_member)
+        yield from first_wrong(f"{name}.at", at[:size], at[:size] != slots, slots)
+
 
 def _get(nodes: UInt[Array, " P"], index: Int[Array, "..."], capacity: int) -> Bool[Array, "..."]:
     there = (index >= 0) & (index < capacity)
@@ -205,3 +220,9 @@ def _nth_bit(word: UInt[Array, " B"], rank: Int[Array, " B"]) -> Int[Array, " B"
         word = jnp.where(high, word >> jnp.uint32(half), word)
         place += jnp.where(high, half, 0)
     return place
+
+
+@jax.jit
+def _look_up(members: Bitset) -> tuple[Array, Array, Array]:
+    index = jnp.arange(members.capacity + 1, dtype=jnp.int32)
+    return members.get(index[:-1]), members.before(index), members.at(index[:-1])

@@ -1,6 +1,7 @@
 """The abstract classes of occupancies, which know which slots are live."""
 
 import abc
+from collections.abc import Iterator
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -101,6 +102,16 @@ class Occupancy(abc.ABC):
     def item_scores(self) -> Float[Array, " N"] | None:
         """Returns the score in each slot, not finite in empty ones; None if it keeps no scores."""
         return None
+
+    def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
+        """Yields a line for each problem with the items in its slots, for ``assert_valid``.
+
+        Args:
+            name: The occupancy as an expression, with which lines begin.
+            live: The slots that can be drawn, of this occupancy or of a subset of it.
+        """
+        del name, live
+        yield from ()
 
     @property
     def places(self) -> "Occupancy":

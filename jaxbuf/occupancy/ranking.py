@@ -9,6 +9,7 @@ the capacity, and no slot is given to two rows.
 
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
@@ -19,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core import native
+from jaxbuf.core.problems import Checked, differing, first_wrong
 from jaxbuf.core.random import scale_word
 from jaxbuf.occupancy.protocol import ItemOccupancy
 
@@ -33,7 +35,7 @@ _LEAST = np.uint32(2**23 - 1)
 _DEMOTED = np.uint32(1)
 
 
-class Ranking(ItemOccupancy, struct.PyTreeNode):
+class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
     """Keeps the ``capacity`` items with the highest scores, and among equal scores the newest.
 
     An item's generation is its number in the order of arrival. Numbers wrap at 2**32; ties are
@@ -162,6 +164,31 @@ class Ranking(ItemOccupancy, struct.PyTreeNode):
             arrivals=self.arrivals.copy(),
             held=jnp.zeros_like(self.held),
         )
+
+    def check_valid(self, name: str) -> Iterator[str]:
+        """Yields scores without an item, and nodes that are not the lowest of their children."""
+        capacity, size = self.capacity, int(self.size)
+        if not 0 <= size <= capacity:
+            yield f"{name}.size is {size}; expected at most the capacity, {capacity}"
+            return
+        slot = np.arange(capacity)
+        score, scored = np.asarray(self.score), np.asarray(self.scored)
+        yield from first_wrong(f"{name}.score", score, np.isnan(score), "a number")
+        free = f"False: there are only {size} items"
+        yield from first_wrong(f"{name}.scored", scored, scored & (slot >= size), free)
+        number = np.asarray(self.generation(jnp.arange(capacity, dtype=jnp.int32)))[:size]
+        _, first, inverse = np.unique(number, return_index=True, return_inverse=True)
+        twice = first[inverse] != slot[:size]
+        yield from first_wrong(
+            f"{name}.generation", number, twice, "a number that no other slot has"
+        )
+        yield from differing(name, self, _compute_again(self), "the lowest of its children")
+
+    def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
+        """Yields items without a score."""
+        scored = np.asarray(self.scored)
+        wrong = np.asarray(live) & ~scored
+        yield from first_wrong(f"{name}.scored", scored, wrong, "True, for there is an item")
 
     def metrics(self) -> dict[str, Array]:
         """Returns the smallest, largest and mean score of the live items; 0 without items."""
@@ -329,3 +356,8 @@ def _write(
         parts += [values, _empty(capacity)[: stop - start - values.shape[0]]]
         values = jnp.concatenate(parts[-2:])
     return nodes.at[starts[level + 1] :].set(jnp.concatenate(parts))
+
+
+@jax.jit
+def _compute_again(ranking: Ranking) -> Ranking:
+    return ranking.recomputed()

@@ -1,18 +1,21 @@
 """One ring: first in, first out."""
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.random import scale_word
 from jaxbuf.occupancy.ages import AgeRange, Bound
 from jaxbuf.occupancy.protocol import ItemOccupancy
 
 
-class Ring(ItemOccupancy, struct.PyTreeNode):
+class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
     """First in, first out: the next item replaces the oldest.
 
     A slot's generation is the lap in which it was written. It follows from the write position and
@@ -95,6 +98,16 @@ class Ring(ItemOccupancy, struct.PyTreeNode):
     def age_range(self, start: Bound, stop: Bound) -> AgeRange:
         """Returns the items ``start`` to ``stop - 1``, as a slice of a list would."""
         return AgeRange.of(*self.span(), self.capacity, start, stop)
+
+    def check_valid(self, name: str) -> Iterator[str]:
+        """Yields counters that are out of range."""
+        position, size = np.asarray(self.cursor), np.asarray(self.held)
+        yield from first_wrong(
+            f"{name}.position", position, position >= self.capacity, f"less than {self.capacity}"
+        )
+        yield from first_wrong(
+            f"{name}.size", size, size > self.capacity, f"at most the capacity, {self.capacity}"
+        )
 
     def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
         """Returns all slots from the one that is written next, and which are live."""

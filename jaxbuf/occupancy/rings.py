@@ -1,19 +1,22 @@
 """Independent rings of steps, and the windows of consecutive steps that they hold."""
 
+from collections.abc import Iterator
 from typing import Self
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core import storage
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.random import scale_word
 from jaxbuf.occupancy.ages import AgeRange, Bound
 from jaxbuf.occupancy.protocol import Occupancy
 
 
-class Rings(Occupancy, struct.PyTreeNode):
+class Rings(Occupancy, Checked, struct.PyTreeNode):
     """``E`` rings of ``length`` steps, seen as a set of windows of ``sequence_length`` steps.
 
     A window starts at a place of its ring that is a multiple of ``period``, may run past the ring's
@@ -278,6 +281,13 @@ class Rings(Occupancy, struct.PyTreeNode):
     def age_range(self, start: Bound, stop: Bound) -> AgeRange:
         """Returns windows ``start`` to ``stop - 1`` of each ring, as a slice of a list would."""
         return AgeRange.of(*self.span(), self.starts, start, stop)
+
+    def check_valid(self, name: str) -> Iterator[str]:
+        """Yields cursors and numbers of steps that are out of range."""
+        cursor, held = np.asarray(self.cursor), np.asarray(self.held)
+        last = self.length - 1
+        yield from first_wrong(f"{name}.cursor", cursor, cursor > last, f"at most {last}")
+        yield from first_wrong(f"{name}.held", held, held > self.length, f"at most {self.length}")
 
     def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
         """Returns the slots of each ring from its earliest window on, and which hold a window."""

@@ -1,6 +1,7 @@
 """A subset of the live slots, from which any slot may be removed."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ages import Bound, clip, ring_of
@@ -186,6 +188,13 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns members by their rank in the order of slots."""
         return self.members.at(rank)
+
+    def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
+        """Yields members that are no items, and problems of the inner occupancy."""
+        slot = jnp.arange(self.num_slots, dtype=jnp.int32)
+        wrong = np.asarray(live & ~self.inner.live(slot))
+        yield from first_wrong(f"{name}.members", live, wrong, "False, for there is no item")
+        yield from self.inner.check_items(f"{name}.inner", live)
 
     def clear(self) -> Self:
         """Returns a subset without members of the cleared inner occupancy.

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxbuf.core.problems import differing
 from jaxbuf.core.sizes import check_count, format_bytes
 from jaxbuf.io.checkpoint import load, save
 from jaxbuf.monitoring.memory import ORDER, LeafMemory, compile_step
 from jaxbuf.testing.hlo import typed_copies
-from jaxbuf.testing.structures import check_concrete, differing, report
+from jaxbuf.testing.structures import check_concrete, report
 
 
 def assert_no_copy(

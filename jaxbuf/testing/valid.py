@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,27 +13,15 @@ from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.core import trees
-from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.occupancy.bitset import Bitset
-from jaxbuf.occupancy.ranking import Ranking
+from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.rings import Rings
-from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.part import Rows
 from jaxbuf.strategies.prioritized import Prioritized
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax, SoftmaxState
 from jaxbuf.testing import structures
-from jaxbuf.testing.structures import first_wrong
-
-_STRUCTURES: dict[type, Callable[[str, Any], Iterator[str]]] = {
-    SegmentTree: structures.tree_problems,
-    Bitset: structures.bitset_problems,
-    Ring: structures.ring_problems,
-    Rings: structures.rings_problems,
-    Ranking: structures.ranking_problems,
-}
 
 
 def assert_valid(buffer: Any) -> None:
@@ -119,26 +107,20 @@ def _shapes(name: str, buffer: Any) -> Iterator[str]:
 
 def _structures(name: str, buffer: Any) -> Iterator[str]:
     """Checks each of the parts that the buffer is made of."""
-    kinds = tuple(_STRUCTURES)
-    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, kinds))
+    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, Checked))
     for path, part in found:
-        for kind, check in _STRUCTURES.items():
-            if isinstance(part, kind):
-                yield from check(name + jax.tree_util.keystr(path), part)
-    label, ring = _inner(f"{name}.occupancy", buffer.occupancy)
-    if isinstance(buffer, ItemBuffer) and isinstance(ring, Ring):
+        if isinstance(part, Checked):
+            yield from part.check_valid(name + jax.tree_util.keystr(path))
+    places = buffer.occupancy.places
+    if isinstance(buffer, ItemBuffer) and isinstance(places, Ring):
         # A queue has holes in front, but here the first items are the first slots.
-        position, size = int(ring.position), int(ring.size)
-        if size < ring.capacity and position != size:
+        position, size = int(places.position), int(places.size)
+        if size < places.capacity and position != size:
+            inner = "" if places is buffer.occupancy else ".inner"
             yield (
-                f"{label}.position is {position}; expected {size}, the size, until the ring is full"
+                f"{name}.occupancy{inner}.position is {position}; expected {size}, the size, until "
+                "the ring is full"
             )
-
-
-def _inner(label: str, occupancy: Any) -> tuple[str, Any]:
-    """Returns the occupancy that places items, and its name."""
-    subset = isinstance(occupancy, Subset)
-    return (f"{label}.inner", occupancy.inner) if subset else (label, occupancy)
 
 
 @jax.jit
@@ -152,22 +134,13 @@ def _slots(buffer: Any) -> Any:
 
 
 def _members(name: str, buffer: Any) -> Iterator[str]:
-    """Checks that members of a subset are items, and that items of a ranking have scores."""
-    occupancy, slot = buffer.occupancy, _slots(buffer)
-    if isinstance(occupancy, Subset):
-        member = np.asarray(occupancy.members.get(slot))
-        inner = occupancy.inner
-        if getattr(buffer, "episodes", None) is not None and buffer.episodes.pads:
-            inner = inner.replace(sequence_length=1)  # The first step of a short window is held.
-        wrong = member & ~np.asarray(_live(inner, slot))
-        what = "False, for there is no item"
-        yield from first_wrong(f"{name}.occupancy.members", member, wrong, what)
-    label, ranking = _inner(f"{name}.occupancy", occupancy)
-    if isinstance(ranking, Ranking):
-        scored = np.asarray(ranking.scored)
-        wrong = np.asarray(_live(buffer.occupancy, slot)) & ~scored
-        what = "True, for there is an item"
-        yield from first_wrong(f"{label}.scored", scored, wrong, what)
+    """Checks that what can be drawn are items, of which the occupancy knows what it should."""
+    occupancy = buffer.occupancy
+    live = _live(occupancy, _slots(buffer))
+    if getattr(buffer, "episodes", None) is not None and buffer.episodes.pads:
+        # Only the first step of a short window must be held.
+        occupancy = occupancy.with_places(occupancy.places.replace(sequence_length=1))
+    yield from occupancy.check_items(f"{name}.occupancy", live)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -229,10 +202,9 @@ def _softmax(
     score, mass = np.asarray(state.scores.leaves), np.asarray(state.masses.leaves)
     gone = ~live & (score > -np.inf)
     yield from first_wrong(f"{name}.scores.leaves", score, gone, "-inf, for there is no item")
-    _, ranking = _inner("", occupancy)
-    if isinstance(ranking, Ranking):
-        evicted_by = np.asarray(ranking.score)
-        wrong = live & (score != evicted_by)
+    evicted_by = occupancy.places.item_scores()
+    if evicted_by is not None:
+        wrong = live & (score != np.asarray(evicted_by))
         yield from first_wrong(f"{name}.scores.leaves", score, wrong, evicted_by)
     reference = np.asarray(state.reference)
     largest = score.max()
