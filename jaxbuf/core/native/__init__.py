@@ -28,6 +28,8 @@ from jaxbuf.core import versions
 from jaxbuf.core.types import Function
 from jaxbuf.core.varying import vary_with
 
+_KERNELS = ("set_leaves", "find", "read", "place", "mark", "last_of_each", "take")
+
 
 @functools.cache
 def native_available() -> bool:
@@ -50,7 +52,7 @@ def native_available() -> bool:
     library = _load(path)
     if library is None:
         return False
-    for name in ("set_leaves", "find", "read", "place", "mark", "last_of_each", "take"):
+    for name in _KERNELS:
         target = jax.ffi.pycapsule(library[f"jaxbuf_{name}"])
         jax.ffi.register_ffi_target(f"jaxbuf_{name}", target, platform="cpu")
     return True
@@ -61,6 +63,9 @@ def _load(path: Path) -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(path))
         built, here = library.jaxbuf_ffi_version(), versions.ffi_version()
+        # A library of an older version of the package may lack some.
+        for name in _KERNELS:
+            _ = library[f"jaxbuf_{name}"]
     except (OSError, AttributeError) as error:
         reason = f"cannot be loaded ({error})"
     else:
