@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
+from typing import Literal, NamedTuple, Protocol, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -114,15 +114,6 @@ class DrawnBuffer(_Supported, Protocol):
         ...
 
 
-def _known_beta(_: None, given: dict[str, Any]) -> dict[str, Any]:
-    """Checks the number ``beta``, which the program would not know."""
-    beta = given.get("beta")
-    if not isinstance(beta, jax.Array | np.ndarray):
-        beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
-    return {**given, "beta": beta}
-
-
-@program(static=("normalize",), before=_known_beta)
 def importance_weights(
     buffer: _Supported,
     sample: Sample,
@@ -171,13 +162,28 @@ def importance_weights(
         raise ValueError(f'normalize is {given}; choose "batch", "buffer", "mean" or None')
     check_options(buffer, "support", {})
     check_sample("sample", sample)
+    if not isinstance(beta, jax.Array | np.ndarray):
+        beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
+    # Relative to the largest weight of the batch they do not depend on the buffer.
+    whole = None if normalize == "batch" else buffer
+    # Each device of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
+    axes = buffer.batch_axes if isinstance(buffer, SplitBatches) else ()
+    return _weights(whole, sample.probability, sample.valid, beta, normalize, axes)
+
+
+@program(static=("normalize", "axes"))
+def _weights(
+    buffer: _Supported | None,
+    probability: Float[Array, " B"],
+    valid: Bool[Array, " B"],
+    beta: float | Float[Array, ""],
+    normalize: Normalize | None,
+    axes: tuple[str, ...],
+) -> Float[Array, " B"]:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
-    probability, valid, beta = lax.stop_gradient((sample.probability, sample.valid, beta))
+    probability, valid, beta = lax.stop_gradient((probability, valid, beta))
     probability = jnp.where(valid, probability, 1.0)
-    if normalize == "batch":
-        # Relative to the largest weight of the batch they do not depend on the buffer. Each device
-        # of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
-        axes = buffer.batch_axes if isinstance(buffer, SplitBatches) else ()
+    if buffer is None:
         least = jnp.min(probability, initial=1.0)
         ratio = probability / (lax.pmin(least, axes) if axes else least)
     elif normalize == "buffer":

@@ -191,6 +191,8 @@ def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
     leaves = trees.leaves(tree, name)
     if not any(_may_change(leaf) for leaf in leaves):
         return trees.owned(tree)
+    if tree is leaves[0] and isinstance(tree, int | float) and not jax.tree.leaves(like):
+        return tree
     kept = jax.tree.leaves(trees.match(tree, like))
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     known = len(kept) == len(leaves)

@@ -220,7 +220,11 @@ def _seen(name: str, value: Any, stored: PyTree) -> Any:
     """
     if name == "key":
         return check_key(value)
+    if name == "buffer":
+        return None if value is None else check_single(value)
     dtype = _BECOMES.get(name)
+    if dtype is None and isinstance(value, jax.Array) and not getattr(value, "weak_type", False):
+        return value
     if dtype is None:
         return numbers.narrow(value, name, stored if name in _STORED else ())
     converted = numbers.convert(value, name, dtype, infinite=name == "priority")

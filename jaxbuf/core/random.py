@@ -18,7 +18,7 @@ def check_key(key: object) -> PRNGKeyArray:
     if isinstance(key, jax.Array | np.ndarray):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == 0 if typed else key.dtype == np.uint32 and key.ndim == 1:
-            return jnp.asarray(trees.owned(key))
+            return key if isinstance(key, jax.Array) else jnp.asarray(trees.owned(key))
         kind = f"{key.dtype} of shape {key.shape}"
     raise ValueError(
         f"key is of type {kind}; expected one key, such as jax.random.key(0) or one of the keys "
