@@ -397,8 +397,9 @@ class Body(struct.PyTreeNode):
         """Computes one field of all items, or of all steps, anew.
 
         All items are changed in place, ``batch_size`` at a time, so that they need not fit the
-        memory of ``fn``. Steps are among them whose windows are not drawn, because they have
-        retired, were removed, or are not complete.
+        memory of ``fn``; under ``jax.vmap``, the field is copied once. Steps are among
+        them whose windows are not drawn, because they have retired, were removed, or are not
+        complete.
 
         To change it with new parameters without compiling again, call it inside your own
         ``jax.jit``, with the parameters as an argument.
