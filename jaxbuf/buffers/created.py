@@ -14,12 +14,16 @@ class Created:
         occupancy: Records which slots are live.
         counters: The numbers of rows added and refused, ``[K]``.
         item_axes: The number of axes that the storage has in front of those of an item, or a step.
+        unit: The name of what ``size`` counts.
+        drawn: The name of what a sampler draws.
     """
 
     data: Any
     occupancy: Any
     counters: Any
     item_axes = 1
+    unit = "items"
+    drawn = "items"
 
     @property
     def example(self) -> PyTree[jax.ShapeDtypeStruct]:

@@ -90,6 +90,8 @@ class TrajectoryBuffer(OldLookups, Body, Created):
     occupancy: Rings | Subset
 
     item_axes = 2
+    unit = "steps"
+    drawn = "windows"
 
     __repr__ = describe.text
     _repr_html_ = describe.rich

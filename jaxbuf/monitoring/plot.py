@@ -131,8 +131,8 @@ def plot(buffer: Any) -> "Figure":
 
 
 def _title(buffer: Any) -> str:
-    unit = "steps" if hasattr(buffer, "num_envs") else "items"
-    return f"{type(buffer).__name__}: {int(buffer.size):,} of {buffer.capacity:,} {unit}"
+    size, most = int(buffer.size), buffer.capacity
+    return f"{type(buffer).__name__}: {size:,} of {most:,} {buffer.unit}"
 
 
 def _parts(buffer: Any) -> list[Any]:
@@ -195,7 +195,7 @@ def _panels(buffer: Any) -> list[_Panel]:
         return found
     live = _live(buffer)
     sampler, state = buffer.sampler, buffer.sampler_state
-    unit = "windows" if hasattr(buffer, "num_envs") else "items"
+    unit = buffer.drawn
     # A sampler of the newest items keeps the state of the base sampler, which draws the others.
     sampler = getattr(sampler, "base", sampler)
     if hasattr(sampler, "priority") and hasattr(state, "leaves"):

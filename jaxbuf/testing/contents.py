@@ -66,7 +66,7 @@ def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
         *_list("missing", expected - there, names),
         *_list("not expected", there - expected, names),
     ]
-    kind = "steps" if any(isinstance(part, TrajectoryBuffer) for part in parts) else "items"
+    kind = "steps" if any(part.unit == "steps" for part in parts) else "items"
     title = (
         f"buffer holds {sum(there.values())} {kind}, which are not the {sum(expected.values())} "
         "expected:"
