@@ -11,6 +11,7 @@ from jaxbuf.strategies.mass import (
     change,
     draw_by_mass,
     draw_distinct,
+    effective_size,
     ends,
     over,
     points_of_shards,
@@ -93,3 +94,9 @@ def test_points_in_the_mass_of_shards_are_those_in_the_whole(stratified):
 def test_a_share_of_no_mass_is_none():
     assert over(jnp.array([0.0, 6.0]), jnp.float32(12)).tolist() == [0, 0.5]
     assert over(jnp.zeros(2), jnp.float32(0)).tolist() == [0, 0]
+
+
+def test_the_effective_size_is_that_of_equally_likely_items():
+    assert float(effective_size(jnp.array([0.25, 0, 0.25, 0.25, 0.25]))) == 4
+    assert float(effective_size(jnp.array([0.75, 0.25]))) == pytest.approx(1 / (9 / 16 + 1 / 16))
+    assert float(effective_size(jnp.zeros(3))) == 0

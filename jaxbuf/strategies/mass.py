@@ -180,3 +180,12 @@ def least_positive(value: Float[Array, " S"]) -> Float[Array, ""]:
 def over(mass: Float[Array, "..."] | float, total: Float[Array, ""]) -> Float[Array, "..."]:
     """Returns ``mass / total``; the mass itself if there is no total."""
     return mass / jnp.where(total > 0, total, 1.0)
+
+
+def effective_size(probability: Float[Array, " N"]) -> Float[Array, ""]:
+    """Returns the number of equally likely items with the same diversity; 0 if there are no items.
+
+    It is the inverse of the sum of squared probabilities.
+    """
+    squares = jnp.sum(probability * probability)
+    return jnp.where(squares > 0, over(1.0, squares), 0.0)

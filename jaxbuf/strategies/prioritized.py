@@ -19,6 +19,7 @@ from jaxbuf.strategies.mass import (
     any_shard,
     change,
     draw_distinct,
+    effective_size,
     ends,
     least_positive,
     over,
@@ -235,9 +236,7 @@ class Prioritized(ShardableSampler):
         spread = over(jnp.sum(scaled) ** 2, squares)
         if self.uniform_mix > 0:
             probability = self._probability(self.summaries(state, occupancy), mass)
-            probability = jnp.where(live, probability, 0.0)
-            squares = jnp.sum(probability * probability)
-            spread = over(1.0, squares)
+            spread = effective_size(jnp.where(live, probability, 0.0))
         least = jnp.min(jnp.where(live, priority, jnp.inf))
         return {
             "priority_min": jnp.where(some, least, 0.0),

@@ -14,6 +14,7 @@ from jaxbuf.core.random import random_words
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.mass import effective_size
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 from jaxbuf.strategies.uniform import Uniform
@@ -144,12 +145,8 @@ class Recent(KnownSampler):
 
     def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns the metrics of the base, with the ``effective_sample_size`` of the mixture."""
-        squares = jnp.sum(self._everywhere(state, occupancy) ** 2)
-        spread_over = jnp.where(squares > 0, 1.0 / jnp.where(squares > 0, squares, 1.0), 0.0)
-        return {
-            **self.base.metrics(state, occupancy),
-            "effective_sample_size": spread_over,
-        }
+        size = effective_size(self._everywhere(state, occupancy))
+        return {**self.base.metrics(state, occupancy), "effective_sample_size": size}
 
     def _recent(self, occupancy: Occupancy) -> Ages:
         return occupancy.age_range(-self.steps, None)

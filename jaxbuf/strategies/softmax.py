@@ -19,6 +19,7 @@ from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics
 from jaxbuf.strategies.mass import (
     draw_distinct,
+    effective_size,
     ends,
     least_positive,
     over,
@@ -268,12 +269,10 @@ class Softmax(ShardableSampler):
         inverse of the sum of squared probabilities.
         """
         live = occupancy.live(jnp.arange(state.scores.capacity, dtype=jnp.int32))
-        total = state.masses.root("sum")
-        share = over(state.masses.leaves, total)
-        squares = jnp.sum(share * share)
+        probability = over(state.masses.leaves, state.masses.root("sum"))
         return {
             **score_metrics(state.scores.leaves, live),
-            "effective_sample_size": jnp.where(total > 0, over(1.0, squares), 0.0),
+            "effective_sample_size": effective_size(probability),
         }
 
     def _mass(self, score: Float[Array, " B"], reference: Float[Array, ""]) -> Float[Array, " B"]:

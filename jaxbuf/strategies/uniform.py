@@ -53,13 +53,9 @@ class Uniform(ShardableSampler):
         summaries: Int[Array, " S"],
     ) -> Draw:
         """Returns the item that each random word selects."""
-        del state
-        size = jnp.sum(summaries, axis=0, dtype=jnp.int32)
-        return Draw(
-            occupancy.draw(point),
-            jnp.broadcast_to(share(size), point.shape),
-            jnp.broadcast_to(size > 0, point.shape),
-        )
+        index = occupancy.draw(point)
+        some = jnp.broadcast_to(self.support_among(summaries).count > 0, index.shape)
+        return Draw(index, self.probability_among(state, index, summaries), some)
 
     def support_among(self, summaries: Int[Array, " S"]) -> Support:
         """Returns the support, which is all live items."""
@@ -88,8 +84,7 @@ class Uniform(ShardableSampler):
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw from all shards gives each live item."""
         del state
-        size = jnp.sum(summaries, axis=0, dtype=jnp.int32)
-        return jnp.broadcast_to(share(size), index.shape)
+        return jnp.broadcast_to(self.support_among(summaries).least_probability, index.shape)
 
     def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns ``effective_sample_size``, which is the number of items."""
