@@ -1,6 +1,5 @@
 """The jitted functions: one trace, storage updated in place, and what donation consumes."""
 
-import contextlib
 import functools
 import re
 import warnings
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from tests.traces import counted_traces
 
 CAPACITY = 4096
 WIDTH = 17
@@ -41,23 +41,6 @@ def storage(buffer):
     """The one leaf of shape ``[CAPACITY, WIDTH]``."""
     (leaf,) = [leaf for leaf in jax.tree.leaves(buffer) if leaf.shape == (buffer.capacity, WIDTH)]
     return leaf
-
-
-@contextlib.contextmanager
-def counted_traces():
-    """Counts every trace that JAX makes inside the block."""
-    traces = []
-
-    def listen(event, duration, **details):
-        del duration
-        if event == "/jax/core/compile/jaxpr_trace_duration":
-            traces.append(details.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield traces
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_a_method_called_from_python_is_one_program_and_keeps_its_buffer():

@@ -11,6 +11,7 @@ from flax import struct
 
 import jaxbuf
 from jaxbuf.core.program import program
+from tests.traces import counted_traces
 
 
 class Tally(struct.PyTreeNode):
@@ -91,15 +92,9 @@ def test_a_field_that_is_kept_is_not_passed_through_the_program():
 def test_options_that_are_none_need_no_program_of_their_own():
     tally = Tally.create()
     tally.plus(1.0)
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        listen := lambda event, *_, **__: compiled.append(event)
-    )
-    try:
+    with counted_traces() as traces:
         assert tally.plus(2.0, mask=None).counters[0] == 2
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert not [event for event in compiled if event.endswith("jaxpr_trace_duration")]
+    assert not traces
 
 
 def test_wrong_arguments_raise_what_python_raises():

@@ -1,6 +1,5 @@
 """Rate limiters: the numbers of Reverb and DI-engine, and exact over any number of steps."""
 
-import contextlib
 import fractions
 import math
 import re
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from tests.traces import LOWERED, counted_traces
 
 
 class Table:
@@ -358,27 +358,11 @@ def test_each_call_from_python_is_one_program(create):
         steps["after"] = lambda limiter: limiter.after(0.5)
     jax.clear_caches()
     for name, step in steps.items():
-        with compiled() as programs:
+        with counted_traces(LOWERED) as programs:
             found = step(limiter)
         assert len(programs) == 1, name
-        with compiled() as programs:
+        with counted_traces(LOWERED) as programs:
             step(limiter)
         assert not programs
         # Inside the caller's own program it is the plain method.
         chex.assert_trees_all_close(jax.jit(step)(limiter), found, rtol=1e-6)
-
-
-@contextlib.contextmanager
-def compiled():
-    """Notes the programs that are compiled, whether they are kept on disk or not."""
-    found = []
-
-    def listen(event, seconds, **more):
-        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
-            found.append(more)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)

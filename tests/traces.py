@@ -1,0 +1,34 @@
+"""Counts what JAX traces and compiles."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+TRACED = "/jax/core/compile/jaxpr_trace_duration"
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+
+_open: list[tuple[str, list[str | None]]] = []
+
+
+def _listen(event: str, duration: float, **details: str) -> None:
+    del duration
+    for wanted, names in _open:
+        if event == wanted:
+            names.append(details.get("fun_name"))
+
+
+# jax 0.8 cannot remove a listener again.
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@contextlib.contextmanager
+def counted_traces(event: str = TRACED) -> Iterator[list[str | None]]:
+    """Returns the names of all functions that are traced, or compiled, inside the block."""
+    names: list[str | None] = []
+    _open.append((event, names))
+    try:
+        yield names
+    finally:
+        # Not by value: two of them may be equal.
+        _open[:] = [other for other in _open if other[1] is not names]
