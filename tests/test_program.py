@@ -101,6 +101,8 @@ def test_wrong_arguments_raise_what_python_raises():
     tally = Tally.create()
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'number'"):
         tally.plus()
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'self' and"):
+        Tally.plus()
     with pytest.raises(TypeError, match="multiple values for argument 'number'"):
         tally.plus(1.0, number=1.0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'often'"):

@@ -116,6 +116,8 @@ class Operation:
         """
         first: Any = None
         if self.is_method:
+            if not args:
+                return self.function(**options)  # Python says what is missing.
             first = check_single(args[0])
             args = (first, *args[1:])
         if trace_state() != _OUTSIDE or any(isinstance(x, OwnPrograms) for x in args):
