@@ -54,7 +54,7 @@ class RankedItemBuffer(reference.ItemBuffer):
 
     def clear(self):
         super().clear()
-        # The slot decides between equal priorities, and a cleared buffer fills its first slot first.
+        # The slot decides between equal priorities, and a cleared buffer fills its first one first.
         self.position, self.changes, self.mass_of = 0, 0, {}
 
     def changed(self, something):
