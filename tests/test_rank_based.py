@@ -109,6 +109,18 @@ def test_ranks_far_down_are_never_lost():
     testing.assert_valid(filled(np.arange(40.0), alpha=1e30))
 
 
+@pytest.mark.parametrize("capacity", [1, 2, 2**10, 2**10 + 1, 2**17 + 3])
+def test_ranks_are_exact_for_every_capacity(capacity):
+    rng = np.random.default_rng(capacity)
+    magnitudes = np.exp(rng.normal(0, 20, capacity)) * rng.choice([-1, 1], capacity)
+    values = np.where(rng.random(capacity) < 0.5, magnitudes, rng.integers(-3, 3, capacity))
+    values = values.astype(np.float32)
+    buffer = filled(values, by="score", alpha=1.0)
+    rank = np.empty(capacity)
+    rank[np.argsort(-values, kind="stable")] = np.arange(1, capacity + 1)
+    assert (np.rint(1 / np.asarray(buffer.sampler_state.masses.leaves)) == rank).all()
+
+
 @pytest.mark.parametrize("by", ["priority", "score"])
 def test_equal_values_and_zeros_of_both_signs_go_by_slot(by):
     buffer = filled([0.0, -0.0, 1.0, 0.0, 1.0], by=by, alpha=1.0)
