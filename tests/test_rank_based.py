@@ -309,6 +309,20 @@ def test_eager_jit_scan_and_vmap_agree(replacement, sort_every):
         np.testing.assert_allclose(expected.probability, other.probability, rtol=1e-6)
 
 
+@pytest.mark.parametrize("sort_every", [1, 1000])
+def test_neither_a_sort_nor_a_change_copies(sort_every):
+    sampler = jaxbuf.RankBased(sort_every=sort_every)
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(8), 2**12, sampler=sampler)
+
+    def step(buffer, key):
+        buffer = buffer.add(jnp.ones((64, 8)))
+        batch = buffer.sample(key, 32)
+        return buffer.update_priority(batch.slots, batch.data[:, 0]), batch.probability
+
+    keys = jax.random.split(KEY, 3)
+    testing.assert_no_copy(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)
+
+
 def test_an_empty_buffer_and_clear():
     buffer = filled(PRIORITIES, 9)
     for empty in (buffer.anew(), buffer.clear()):

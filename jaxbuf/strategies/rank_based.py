@@ -159,8 +159,7 @@ class RankBased(KnownSampler):
         """Moves the items, and computes the ranks among those in the new buffer."""
         old, new = (state.values, state.masses), (empty.values, empty.masses)
         values, masses = moves(new, old)
-        masses = masses.set_all(self._masses(values, masses.leaves > 0))
-        return RankState(values, masses, jnp.int32(0))
+        return RankState(values, self._sorted(values, masses), jnp.int32(0))
 
     def draw(
         self, state: RankState, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
@@ -244,23 +243,21 @@ class RankBased(KnownSampler):
             # The masses of the carry, which tell the items, keep XLA from sorting ahead of the
             # loop, in every change.
             masses, changes = carry
-            masses = masses.set_all(self._masses(values, masses.leaves > 0))
-            return masses, changes - changes
+            return self._sorted(values, masses), changes - changes
 
         # A loop of at most one step. Unlike a cond under vmap, it runs only if a buffer needs it.
         begin = vary_with((state.masses, changes), (state.masses, values, changes))
         masses, changes = lax.while_loop(is_due, sort, begin)
         return RankState(values, masses, changes)
 
-    def _masses(self, values: SegmentTree, there: Bool[Array, " N"]) -> Float[Array, " N"]:
-        """Returns the mass of every slot after a sort; 0 where there is no item."""
+    def _sorted(self, values: SegmentTree, masses: SegmentTree) -> SegmentTree:
+        """Returns the masses after a sort of the items, which are the slots that have some now."""
         slot = jnp.arange(values.capacity, dtype=jnp.int32)
         # Larger values come first, and empty slots last: a value never has the largest number.
-        place = jnp.where(there, ~to_rank(values.leaves), jnp.uint32(2**32 - 1))
-        order = _order(place)
-        masses = jnp.zeros(slot.shape, jnp.float32)
-        masses = masses.at[order].set(self.mass(slot + 1), unique_indices=True)
-        return jnp.where(there, masses, 0.0)
+        place = jnp.where(masses.leaves > 0, ~to_rank(values.leaves), jnp.uint32(2**32 - 1))
+        mass = jnp.where(slot < masses.nnz, self.mass(slot + 1), 0.0)
+        by_slot = jnp.zeros(slot.shape, jnp.float32)
+        return masses.set_all(by_slot.at[_order(place)].set(mass, unique_indices=True))
 
 
 def _order(number: UInt[Array, " N"]) -> Int[Array, " N"]:
