@@ -65,6 +65,7 @@ from jaxbuf.strategies.episodes import Episode, Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.prioritized import Prioritized
+from jaxbuf.strategies.rank_based import RankBased
 from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.removable import Removable
@@ -103,6 +104,7 @@ __all__ = [
     "PaddedEpisode",
     "Prioritized",
     "Queue",
+    "RankBased",
     "RateLimiter",
     "Recent",
     "Removable",

@@ -519,6 +519,14 @@ CALLS: dict[str, Call] = {
         replacement=(False, "flag"),
         fallback=(False, "flag"),
     ),
+    "RankBased": call(
+        jaxbuf.RankBased,
+        alpha=(0.7, "at least 0"),
+        by=("priority", "choice"),
+        sort_every=(1, "count"),
+        stratified=(True, "flag"),
+        replacement=(True, "flag"),
+    ),
     "Recent": call(
         jaxbuf.Recent,
         ratio=(0.5, "fraction"),

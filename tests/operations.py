@@ -58,9 +58,12 @@ BUFFERS = {
     "shuffled-fresh-lowest": _items(
         sampler=jaxbuf.Shuffled(drop_last=True), freshness=_LIMITS, evictor=jaxbuf.Lowest()
     ),
+    "ranked": _items(sampler=jaxbuf.RankBased()),
+    "ranked-distinct": _items(sampler=jaxbuf.RankBased(sort_every=3, replacement=False)),
     "recent": _items(sampler=jaxbuf.Recent(0.5, 2, _PLAIN)),
     "lowest": _items(evictor=jaxbuf.Lowest()),
     "lowest-softmax": _items(evictor=jaxbuf.Lowest(), sampler=jaxbuf.Softmax()),
+    "lowest-ranked": _items(evictor=jaxbuf.Lowest(), sampler=jaxbuf.RankBased(by="score")),
     "diverse": _items(diversity=jaxbuf.Diversity(0.5, field="obs")),
     "diverse-greedy-lowest": _items(
         diversity=jaxbuf.Diversity(0.5, 2, within_batch="greedy", active="full"),
@@ -75,6 +78,7 @@ BUFFERS = {
     "windows-distinct": _windows(sampler=jaxbuf.Uniform(replacement=False)),
     "windows-prioritized": _windows(sampler=_PLAIN, period=2),
     "windows-prioritized-distinct": _windows(sampler=_DISTINCT),
+    "windows-ranked": _windows(sampler=jaxbuf.RankBased(sort_every=2), period=2),
     "windows-recent": _windows(sampler=jaxbuf.Recent(0.5, 2)),
     "windows-balanced": _windows(sampler=jaxbuf.Balanced()),
     "windows-balanced-distinct": _windows(sampler=jaxbuf.Balanced(replacement=False)),

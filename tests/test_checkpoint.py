@@ -640,6 +640,26 @@ def test_softmax_forgets_a_largest_score_that_does_not_stay(tmp_path):
         assert probability == pytest.approx(expected[i], rel=1e-5)
 
 
+@pytest.mark.parametrize("sort_every", [1, 9])
+def test_ranks_are_those_before_or_new_ones_in_another_size(tmp_path, sort_every):
+    options = {"sampler": jaxbuf.RankBased(alpha=1.0, sort_every=sort_every)}
+    priority = jnp.asarray([500.0, 1.0, 3.0, 2.0])
+    old = jaxbuf.add(item_buffer(4, **options), items(0, 1, 2, 3), priority=priority)
+    jaxbuf.save(tmp_path, old)
+    same = jaxbuf.load(tmp_path, item_buffer(4, **options))
+    testing.assert_valid(same)
+    chex.assert_trees_all_equal(same, old)
+    for capacity, expected in ((2, {2: 2 / 3, 3: 1 / 3}), (7, {0: 12, 1: 3, 2: 6, 3: 4})):
+        new = jaxbuf.load(tmp_path, item_buffer(capacity, **options), resize=True)
+        testing.assert_valid(new)
+        assert new.metrics()["changes_since_sort"] == 0
+        batch = jaxbuf.sample(new, jax.random.key(0), 64)
+        law = [expected[i] / sum(expected.values()) for i in batch.data["id"].tolist()]
+        np.testing.assert_allclose(batch.probability, law, rtol=1e-5)
+    with pytest.raises(ValueError, match="sort_every is 7, but the checkpoint has"):
+        jaxbuf.load(tmp_path, item_buffer(4, sampler=jaxbuf.RankBased(alpha=1.0, sort_every=7)))
+
+
 @pytest.mark.parametrize(("waiting", "kept"), [(3, [3, 4, 5]), (6, [3, 4, 5, 6])])
 def test_a_shorter_queue_keeps_those_who_came_first(tmp_path, waiting, kept):
     queue = jaxbuf.Queue.create(ITEM, 7).add(items(1, 2)).take(2)[0]

@@ -171,6 +171,7 @@ def test_an_update_writes_once_for_each_large_level():
         jaxbuf.Uniform(replacement=False),
         jaxbuf.Prioritized(replacement=False),
         jaxbuf.Softmax(replacement=False),
+        jaxbuf.RankBased(replacement=False),
     ],
     ids=lambda sampler: type(sampler).__name__,
 )

@@ -18,6 +18,7 @@ import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core.versions import takes_option
 from tests import reference
+from tests.reference_ranks import RankedItemBuffer
 from tests.reference_sampling import RecentItemBuffer
 
 STEPS = 18
@@ -29,7 +30,12 @@ PICKS = 10
 LANES = 3
 
 # Small rings wrap often; the larger ones have more than one level of sums in any sensible tree.
-CAPACITIES = {"unstratified-initial-zero": 18, "epsilon-and-mix": 21, "mix-without-replacement": 19}
+CAPACITIES = {
+    "unstratified-initial-zero": 18,
+    "epsilon-and-mix": 21,
+    "mix-without-replacement": 19,
+    "ranked": 20,
+}
 SMALL = 5
 
 OPTIONS = {
@@ -46,6 +52,9 @@ OPTIONS = {
     "prioritized-without-replacement": {"alpha": 0.6, "replacement": False},
     "mix-without-replacement": {"alpha": 1.0, "uniform_mix": 0.25, "replacement": False},
     "recent": {"alpha": 1.0},
+    "ranked": {"alpha": 0.7},
+    "ranked-seldom": {"alpha": 1.0, "sort_every": 3},
+    "ranked-without-replacement": {"alpha": 0.5, "replacement": False},
 }
 # A part of a batch from the newest items: the ratio, and how many are new. Products with a half are
 # exact, so that a fused multiply and add rounds as two steps do.
@@ -63,6 +72,8 @@ def make(name):
     options = OPTIONS[name] or {}
     if name in RECENT:
         return jaxbuf.Recent(*RECENT[name], jaxbuf.Prioritized(**options)), options
+    if is_ranked(name):
+        return jaxbuf.RankBased(**options), options
     if "alpha" in options:
         return jaxbuf.Prioritized(**options), options
     return jaxbuf.Uniform(**options), options
@@ -70,6 +81,10 @@ def make(name):
 
 def is_prioritized(name):
     return "alpha" in (OPTIONS[name] or {})
+
+
+def is_ranked(name):
+    return name.startswith("ranked")
 
 
 def rows(uid):
@@ -278,6 +293,8 @@ class Replay:
         self.capacity = capacity_of(name)
         if name in RECENT:
             self.twin = RecentItemBuffer(self.capacity, *RECENT[name], **options)
+        elif is_ranked(name):
+            self.twin = RankedItemBuffer(self.capacity, **options)
         else:
             self.twin = reference.ItemBuffer(self.capacity, **options)
         self.items = {}
@@ -337,7 +354,9 @@ class Replay:
         if not (self.prioritized and twin.size):
             return
         masses = twin.masses()
-        if twin.alpha == 1.0 and twin.epsilon == 0.0:
+        if is_ranked(self.name):
+            assert metrics["changes_since_sort"] == twin.changes
+        elif twin.alpha == 1.0 and twin.epsilon == 0.0:
             for name, value in (
                 ("min", masses.min()),
                 ("max", masses.max()),

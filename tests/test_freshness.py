@@ -290,6 +290,8 @@ def test_holes_close_as_the_ring_comes_round():
         jaxbuf.Prioritized(epsilon=0.5, uniform_mix=0.3),
         jaxbuf.Softmax(),
         jaxbuf.Softmax(replacement=False),
+        jaxbuf.RankBased(sort_every=3),
+        jaxbuf.RankBased(by="score", replacement=False),
     ],
 )
 def test_no_sampler_draws_what_has_retired(sampler):

@@ -16,6 +16,7 @@ import jaxbuf
 from jaxbuf.mpi import (
     EMA,
     BaselineFilter,
+    Manager,
     Min,
     Percentile,
     baseline_value,
@@ -180,3 +181,16 @@ def test_configurations_are_compared_by_value():
 def test_bad_choices_say_why(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("sampler", [jaxbuf.Softmax(), jaxbuf.RankBased(by="score")], ids=str)
+def test_a_baseline_uses_the_scores_that_a_sampler_keeps(sampler):
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, sampler=sampler)
+    manager = Manager.create(buffer, 1, baseline=Min(0.5))
+    for score in ([4.0, 2.0], [3.0]):
+        items = jnp.arange(len(score), dtype=jnp.int32)
+        manager, _ = manager.receive(items, score=jnp.array(score))
+    assert manager.baseline_value() == 2.0
+    by_priority = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, sampler=jaxbuf.RankBased())
+    with pytest.raises(ValueError, match="which keeps none"):
+        Manager.create(by_priority, 1, baseline=Min(0.5))

@@ -176,6 +176,7 @@ REFUSED = {
     "distinct": (with_(make=make(jaxbuf.Uniform(replacement=False))), "data alone is sharded"),
     "distinct-2": (with_(make=make(jaxbuf.Prioritized(replacement=False))), "with replacement"),
     "softmax": (with_(make=make(jaxbuf.Softmax(replacement=False))), "with replacement"),
+    "ranked": (with_(make=make(jaxbuf.RankBased())), "data alone is sharded"),
     "lowest": (with_(make=make(evictor=jaxbuf.Lowest())), r"Lowest\(\) compares each"),
     "diversity": (
         with_(make=make(jaxbuf.Softmax(), diversity=jaxbuf.Diversity(0.5, field="at"))),

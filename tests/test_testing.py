@@ -561,6 +561,7 @@ def laws():
 
     by_priority, by_score = {"priority": PRIORITIES}, {"score": jnp.log(PRIORITIES)}
     shares = [1 / 8, 0, 3 / 8, 4 / 8, 0]
+    ranked = [4 / 25, 3 / 25, 6 / 25, 12 / 25, 0]
     uniform, distinct = jaxbuf.Uniform(), jaxbuf.Prioritized(alpha=1.0, replacement=False)
     windows = jaxbuf.TrajectoryBuffer.create(number, 2, 4, sampler=jaxbuf.Balanced(), period=2)
     few = jnp.array([[True] * 4, [True] * 2 + [False] * 2])
@@ -571,6 +572,7 @@ def laws():
         "stratified": (items(jaxbuf.Prioritized(alpha=1.0), **by_priority), shares, 8),
         "distinct": (items(distinct, **by_priority), shares, 1),
         "softmax": (items(jaxbuf.Softmax(), **by_score), shares, 1),
+        "ranked": (items(jaxbuf.RankBased(alpha=1.0), **by_priority), ranked, 8),
         "recent": (items(jaxbuf.Recent(0.5, 1)), [1 / 8] * 3 + [5 / 8, 0], 2),
         "windows": (
             windows.add(jnp.zeros((2, 4), jnp.int32), mask=few),

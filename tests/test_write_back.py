@@ -361,6 +361,7 @@ def test_get_returns_what_is_still_there():
         jaxbuf.Uniform(replacement=False),
         jaxbuf.Prioritized(replacement=False),
         jaxbuf.Softmax(replacement=False),
+        jaxbuf.RankBased(replacement=False),
         jaxbuf.Shuffled(),
         jaxbuf.Recent(0.5, 2),
         jaxbuf.Balanced(replacement=False),
@@ -874,11 +875,13 @@ def test_a_part_that_returns_nothing_is_named():
 # --- random histories beside naive models
 
 CAPACITY, ROWS, CHANGES, OPERATIONS = 6, 4, 5, 24
+BY_RANK = jaxbuf.RankBased(by="score", sort_every=2)
 KINDS = {
     "oldest": {"parts": REMOVABLE},
     "prioritized": {"parts": REMOVABLE, "sampler": jaxbuf.Prioritized()},
     "softmax": {"parts": REMOVABLE, "sampler": jaxbuf.Softmax()},
     "lowest": {"parts": REMOVABLE, "evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax()},
+    "ranked": {"parts": REMOVABLE, "evictor": jaxbuf.Lowest(), "sampler": BY_RANK},
     "shuffled": {"parts": REMOVABLE, "sampler": jaxbuf.Shuffled(), "evictor": jaxbuf.Lowest()},
 }
 

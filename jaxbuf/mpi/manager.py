@@ -15,6 +15,7 @@ from jaxbuf.core import checks, describe, trees
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.batch import Batch, check_batch, uses_score
 from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore
+from jaxbuf.strategies.rank_based import RankBased
 from jaxbuf.strategies.softmax import Softmax
 
 
@@ -206,6 +207,9 @@ def _kept_scores(buffer: ItemBuffer) -> Float[Array, " N"] | None:
     score = buffer.occupancy.places.item_scores()
     if score is not None:
         return score
-    if isinstance(buffer.sampler, Softmax):
-        return buffer.sampler_state.scores.leaves[: buffer.capacity]
+    sampler, state = buffer.sampler, buffer.sampler_state
+    if isinstance(sampler, Softmax):
+        return state.scores.leaves[: buffer.capacity]
+    if isinstance(sampler, RankBased) and sampler.uses_score:
+        return state.values.leaves
     return None

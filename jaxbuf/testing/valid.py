@@ -18,6 +18,7 @@ from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.part import Rows
 from jaxbuf.strategies.prioritized import Prioritized
+from jaxbuf.strategies.rank_based import RankBased, RankState
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax, SoftmaxState
@@ -35,6 +36,7 @@ def assert_valid(buffer: Any) -> None:
     * positions and sizes are within the capacity;
     * the sums, maxima and counts of trees are those of their leaves, which are numbers;
     * slots without an item have no mass, and a sampler's probabilities sum to 1;
+    * the masses of ``RankBased`` are those of the ranks, unless it will only sort later;
     * a pass of ``Shuffled`` has each item once, and no item that has left;
     * the evictor and the sampler have the same scores;
     * no live item has been used too often or is too stale for the limits on freshness;
@@ -180,6 +182,8 @@ def _law(name: str, buffer: Any) -> Iterator[str]:
         yield from first_wrong(label, marks, marks != live, what)
     if isinstance(sampler, Softmax):
         yield from _softmax(f"{name}.sampler_state", sampler, state, live, buffer.occupancy)
+    if isinstance(sampler, RankBased):
+        yield from _ranks(f"{name}.sampler_state", sampler, state, live, buffer.occupancy)
     count, least, probability = _ask(buffer.sampler, state, buffer.occupancy, slot)
     if not 0 <= count <= size:
         yield f"{name}.support().count is {count}; expected at most the size, {size}"
@@ -217,6 +221,34 @@ def _softmax(
     # The smallest masses count as zero.
     wrong = ~np.isclose(mass, expected, rtol=1e-3, atol=1e-37)
     yield from first_wrong(f"{name}.masses.leaves", mass, wrong, expected)
+
+
+def _ranks(
+    name: str, sampler: RankBased, state: RankState, live: Any, occupancy: Any
+) -> Iterator[str]:
+    """Checks that only items have values, and that masses are those of the ranks once sorted."""
+    value, mass = np.asarray(state.values.leaves), np.asarray(state.masses.leaves)
+    gone = ~live & (value > -np.inf)
+    yield from first_wrong(f"{name}.values.leaves", value, gone, "-inf, for there is no item")
+    evicted_by = occupancy.places.item_scores() if sampler.uses_score else None
+    if evicted_by is not None:
+        wrong = live & (value != np.asarray(evicted_by))
+        yield from first_wrong(f"{name}.values.leaves", value, wrong, evicted_by)
+    changes = np.asarray(state.changes)
+    wrong = (changes < 0) | (changes >= sampler.sort_every)
+    legal = f"at least 0 and less than sort_every, {sampler.sort_every}"
+    yield from first_wrong(f"{name}.changes", changes, wrong, legal)
+    label = f"{name}.masses.leaves"
+    yield from first_wrong(label, mass, ~live & (mass != 0), "0, for there is no item")
+    yield from first_wrong(label, mass, live & ~(mass > 0), "above 0, for there is an item")
+    if changes == 0:
+        order = np.argsort(-value[live], kind="stable")
+        expected = np.zeros(mass.shape, np.float32)
+        rank = jnp.arange(1, len(order) + 1, dtype=jnp.int32)
+        expected[np.flatnonzero(live)[order]] = np.asarray(sampler.mass(rank))
+        wrong = live & ~np.isclose(mass, expected, rtol=1e-5, atol=0)
+        what = [f"{number:.7g}, the mass of its rank" for number in expected]
+        yield from first_wrong(label, mass, wrong, np.asarray(what, object))
 
 
 def _freshness(name: str, buffer: Any) -> Iterator[str]:
