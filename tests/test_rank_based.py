@@ -106,7 +106,7 @@ def test_ranks_far_down_are_never_lost():
     assert (buffer.sample(KEY, 64).data == 999).all()
     assert buffer.support().count == 1000
     testing.assert_valid(buffer)
-    testing.assert_valid(filled(np.arange(40.0), alpha=1e30))
+    testing.assert_valid(filled(np.arange(40.0), alpha=1e300))
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 2**10, 2**10 + 1, 2**17 + 3])
@@ -256,6 +256,15 @@ def test_it_is_the_base_of_recent_and_a_part_of_mixtures():
     law = np.concatenate([shares(by_rank(PRIORITIES, 0.7)), expected, [0]]) / 2
     np.testing.assert_allclose(batch.probability, law[batch.slots.index], rtol=1e-5)
     assert jaxbuf.update_priority(mixture, batch.slots, jnp.ones(8)).size == 10
+
+
+def test_a_hosted_buffer_draws_by_rank():
+    buffer = jaxbuf.Hosted.create(lambda: filled(PRIORITIES), to=jax.devices()[0])
+    batch = jaxbuf.sample(buffer, KEY, 8)
+    law = shares(by_rank(PRIORITIES, 0.7))
+    np.testing.assert_allclose(batch.probability, law[batch.data], rtol=1e-5)
+    buffer = jaxbuf.update_priority(buffer, batch.slots, jnp.full(8, 9.0))
+    assert buffer.metrics()["priority_max"] == 9
 
 
 def test_a_sharded_buffer_refuses_it():

@@ -213,7 +213,9 @@ class RankBased(KnownSampler):
 
     def mass(self, rank: Int[Array, " N"]) -> Float[Array, " N"]:
         """Returns ``rank ** -alpha``, clipped to at least 2**-126."""
-        mass = jnp.power(rank.astype(jnp.float32), jnp.float32(-self.alpha))
+        # A larger exponent gives the same masses, but does not fit a float32.
+        exponent = jnp.float32(-min(self.alpha, 1e30))
+        mass = jnp.power(rank.astype(jnp.float32), exponent)
         return jnp.maximum(mass, jnp.float32(_LEAST_MASS))
 
     def _new_values(
