@@ -29,7 +29,7 @@ from jaxbuf.buffers.parts import (
 )
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample, SplitBatches
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.buffers.trajectory import TrajectoryBuffer, known_envs
 from jaxbuf.core import checks, describe, storage, trees
 from jaxbuf.core.program import OwnPrograms, program
 from jaxbuf.core.random import scale_word
@@ -44,8 +44,8 @@ def _known_envs(mixture: "Mixture", given: dict[str, Any]) -> dict[str, Any]:
     part, parts = given.get("part"), mixture.parts
     if isinstance(part, int | np.integer) and 0 <= part < len(parts):
         buffer = parts[part]
-        if isinstance(buffer, TrajectoryBuffer) and given.get("env_ids") is not None:
-            return {**given, "env_ids": buffer.check_env_ids(given["env_ids"])}
+        if isinstance(buffer, TrajectoryBuffer):
+            return known_envs(buffer, given)
     return given
 
 

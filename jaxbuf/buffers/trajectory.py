@@ -47,7 +47,7 @@ class Steps(struct.PyTreeNode):
     _repr_html_ = describe.rich
 
 
-def _known_envs(buffer: "TrajectoryBuffer", given: dict[str, Any]) -> dict[str, Any]:
+def known_envs(buffer: "TrajectoryBuffer", given: dict[str, Any]) -> dict[str, Any]:
     """Checks the numbers of ``env_ids``, which the program that adds would not know."""
     ids = given.get("env_ids")
     return given if ids is None else {**given, "env_ids": buffer.check_env_ids(ids)}
@@ -258,7 +258,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         """Returns whether at least ``batch_size`` of at most ``max_windows`` can be drawn."""
         return self.num_windows >= common.check_wanted(batch_size)
 
-    @program(before=_known_envs)
+    @program(before=known_envs)
     def add(
         self,
         steps: PyTree[Array],

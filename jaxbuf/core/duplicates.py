@@ -19,10 +19,11 @@ def last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
     """
     if index.shape[0] < 2:
         return jnp.ones(index.shape, bool)
-    return native.either(native.last_of_each, _last_of_each, index)
+    return native.either(native.last_of_each, last_of_each_plainly, index)
 
 
-def _last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
+def last_of_each_plainly(index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Returns the same without a kernel, for computations that have one of their own."""
     # Equal numbers have the same place in the sorted index. On a CPU, sorting the index alone is
     # several times faster than sorting the rows by it.
     row = jnp.arange(index.shape[0], dtype=jnp.int32)

@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core import native, storage
+from jaxbuf.core.duplicates import last_of_each_plainly
 from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.varying import vary_with
 
@@ -172,12 +173,7 @@ def _mark(
 def _mark_plainly(
     capacity: int, nodes: UInt[Array, " P"], index: Int[Array, " B"], member: Bool[Array, " B"]
 ) -> UInt[Array, " P"]:
-    # Equal numbers have the same place in the sorted index; the last row of each place sets the
-    # bit. Sorting the index alone is several times faster on a CPU than sorting the rows by it.
-    row = jnp.arange(index.shape[0], dtype=jnp.int32)
-    place = jnp.searchsorted(lax.sort(index), index, method="scan_unrolled")
-    last = jnp.zeros_like(row).at[place].max(row)[place] == row
-    there = last & (index >= 0) & (index < capacity)
+    there = last_of_each_plainly(index) & (index >= 0) & (index < capacity)
     changes = there & (member != _get(nodes, index, capacity))
     index = jnp.where(changes, index, capacity)
     # A member that leaves adds minus one, since unsigned numbers wrap.
