@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, retire, write_back
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import counters, fields, sizes, storage
+from jaxbuf.core import counters, fields, sizes, storage, trees
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, State
@@ -718,16 +718,16 @@ class Body(struct.PyTreeNode):
 
     def _cleared(self, slots: int) -> Self:
         """Returns the buffer with empty slots, which shares no array with the original."""
-        return self.replace(
+        empty = self.replace(
             data=jax.tree.map(jnp.zeros_like, self.data),
             occupancy=self.occupancy.clear(),
             sampler_state=self.sampler.init(slots),
-            counters=self.counters.copy(),
             extra_states=tuple(
                 common.hear(part, "on_clear", state, part.init(self.data, slots))
                 for part, state in self._parts()
             ),
         )
+        return trees.in_place_of(self, empty)
 
 
 def _replace(self: SomeBody, **updates: Any) -> SomeBody:

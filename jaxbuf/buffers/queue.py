@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import counters, describe, sizes, storage
+from jaxbuf.core import counters, describe, sizes, storage, trees
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
@@ -182,11 +182,9 @@ class Queue(Created, struct.PyTreeNode):
 
         The result shares no array with the original, so that either may be donated.
         """
-        return self.replace(
-            data=jax.tree.map(jnp.zeros_like, self.data),
-            occupancy=self.occupancy.clear(),
-            counters=self.counters.copy(),
-        )
+        data = jax.tree.map(jnp.zeros_like, self.data)
+        empty = self.replace(data=data, occupancy=self.occupancy.clear())
+        return trees.in_place_of(self, empty)
 
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor.
