@@ -1,4 +1,4 @@
-"""Abilities of the buffers in a mixture, which may be of different kinds."""
+"""The operations that a buffer, or any buffer of a mixture, supports."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -62,7 +62,7 @@ def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, obj
     """Returns for each part of a field its name, its kind, and the value that has its size."""
     value = _value(thing, field)
     if not field.metadata.get("pytree_node", True):
-        # Classes with an underscore only matter to readers of the source.
+        # Private configuration is not shown.
         hidden = value is None or value == () or type(value).__name__.startswith("_")
         return [] if hidden else [(field.name, _kind(value), None)]
     parts = jax.tree_util.tree_leaves_with_path(value, is_leaf=dataclasses.is_dataclass)

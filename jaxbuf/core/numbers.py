@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxbuf.core import checks, trees
 from jaxbuf.core.types import Dtype
 
-# A number may be converted to its own kind or a later one: bool, integer, floating, complex.
+# Implicit casts only go up: bool, integer, floating, complex.
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
 

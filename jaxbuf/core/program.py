@@ -68,7 +68,7 @@ def program(
 
 
 class OwnPrograms:
-    """A buffer whose methods are compiled programs, which cannot be called inside another one."""
+    """A buffer that must be called from Python, not inside of ``jax.jit``."""
 
 
 class Operation:

@@ -20,7 +20,7 @@ def rollout(
     key: PRNGKeyArray,
     num_steps: int,
 ) -> tuple[Carry, PyTree[Array]]:
-    """Take ``num_steps`` steps, and return them in the shape that a ``TrajectoryBuffer`` takes.
+    """Takes ``num_steps`` steps, and returns them in the shape that a ``TrajectoryBuffer`` takes.
 
     Args:
         step: One step of E environments. It takes their states and a key, and returns the next

@@ -31,7 +31,7 @@ class FinalObs:
         return self._note(self.env.reset(rng))
 
     def step(self, state: Any, action: Array) -> Any:
-        """Take an action in each."""
+        """Takes an action in each."""
         return self._note(self.env.step(state, action))
 
     def __getattr__(self, name: str) -> Any:

@@ -116,7 +116,7 @@ class SumTreeRoot(NamedTuple):
 
 
 class TrajectoryBufferState(struct.PyTreeNode, Generic[Experience]):
-    """The state of a buffer or a queue: a ``jaxbuf.TrajectoryBuffer`` written in all rings at once.
+    """The state of a buffer or a queue: a ``TrajectoryBuffer`` whose rings share one position.
 
     It is also built from arrays, as a data set is: ``TrajectoryBufferState(experience=...,
     current_index=..., is_full=...)``. Such a state belongs to no buffer yet, so it is sampled with
@@ -621,7 +621,7 @@ def _own(state: Any) -> TrajectoryBufferState[Any]:
 
 
 def _add(state: TrajectoryBufferState[Any], batch: PyTree[Array]) -> TrajectoryBufferState[Any]:
-    """Append steps ``[add_batch_size, T, ...]``."""
+    """Appends steps ``[add_batch_size, T, ...]``."""
     return state.replace(buffer=doors.add(state.buffer, batch, donate=False))
 
 
@@ -646,7 +646,7 @@ def _set_priorities(
     indices: Int[Array, " B"] | Slots,
     priorities: Float[Array, " B"],
 ) -> TrajectoryBufferState[Any]:
-    """Set the priorities of windows, by their numbers or by their slots."""
+    """Sets the priorities of windows, by their numbers or by their slots."""
     if isinstance(indices, Slots):
         slots = indices
     else:

@@ -175,7 +175,7 @@ def _mode(envs: Any) -> str:
 
 
 def _with_final(obs: Any, infos: dict[str, Any], ended: Bool[np.ndarray, " E"]) -> Any:
-    """The observations, but for episodes that have ended their last ones."""
+    """Returns the observations, with the final one where an episode ended."""
     if "final_obs" not in infos:
         raise ValueError(
             "episodes have ended, but infos have no 'final_obs'; vector environments that reset in "

@@ -36,7 +36,7 @@ def gymnax_reset(env: Any, params: Any, key: PRNGKeyArray, num_envs: int) -> Gym
 def gymnax_step(
     env: Any, params: Any, key: PRNGKeyArray, state: GymnaxState, action: Shaped[Array, "E ..."]
 ) -> tuple[GymnaxState, dict[str, Any]]:
-    """Take one action in each environment; those whose episode ends begin another one.
+    """Takes one action in each environment; those whose episode ends begin another one.
 
     Args:
         env: An environment of gymnax 1.0 or newer.

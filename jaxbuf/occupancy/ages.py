@@ -169,7 +169,7 @@ def spread(
     # Each row has its own part of the ranks.
     own = in_part(words, row, jnp.int32(rows), some)
     rank = jnp.where(some >= rows, own, remainder(row, some))
-    # Chance decides which ranks are in the larger parts, or are given once more.
+    # A random shift decides which strata are one larger.
     uneven = jnp.where(some >= rows, remainder(some, rows), remainder(jnp.int32(rows), some)) > 0
     shift = scale_word(turn, some.astype(jnp.uint32)).astype(jnp.int32)
     return remainder(rank + jnp.where(uneven, shift, 0), some)

@@ -158,8 +158,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         """Returns the same steps seen as windows of another length.
 
         Returns:
-            The rings, the slots that hold a window now and did not before, and the slots that held
-            a window before and do not now.
+            The rings, the slots that gained a window, and the slots that lost theirs.
         """
         shorter, longer = sorted((self.sequence_length, sequence_length))
         position, size = (x.astype(jnp.int32)[:, None] for x in (self.cursor, self.held))

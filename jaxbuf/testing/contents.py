@@ -24,7 +24,7 @@ _SHOWN = 4
 
 
 def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
-    """Check that a buffer holds exactly these items, in any order.
+    """Checks that a buffer holds exactly these items, in any order.
 
     An item that is in the buffer twice must be expected twice. Numbers are compared bit for bit,
     except that all NaNs are equal, and so are 0.0 and -0.0.

@@ -31,7 +31,7 @@ def assert_distribution(
     batch_size: int = 1,
     significance: float = 1e-4,
 ) -> None:
-    """Check by many draws that slots are drawn with given probabilities: a chi-square test.
+    """Checks by many draws that slots are drawn with given probabilities: a chi-square test.
 
     All draws are one compiled program. The same key gives the same draws, so a test that passes
     keeps passing.

@@ -26,7 +26,7 @@ from jaxbuf.testing import structures
 
 
 def assert_valid(buffer: Any) -> None:
-    """Check that the fields of a buffer are consistent.
+    """Checks that the fields of a buffer are consistent.
 
     Every operation of a buffer leaves it valid, so this finds mistakes outside of it: a leaf that
     was replaced by hand, a checkpoint of another program, a sampler or an evictor of your own that

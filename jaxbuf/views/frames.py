@@ -43,7 +43,7 @@ def stack_frames(
     axis: int = -1,
     padding: Literal["first", "zeros"] = "first",
 ) -> FrameStack:
-    """Stack the last ``n`` frames at every step, so that a buffer can store each frame once.
+    """Stacks the last ``n`` frames at every step, so that a buffer can store each frame once.
 
     A stack never reaches into the previous episode: as an agent does after a reset, it repeats the
     first frame of its own episode. Stacks are complete at step ``n - 1`` of a window and later, and

@@ -57,7 +57,7 @@ def sample_groups(
     padding: Padding = "none",
     replacement: bool = False,
 ) -> Groups:
-    """Draw groups of items with equal probability, and some items of each group.
+    """Draws groups of items with equal probability, and some items of each group.
 
     A group consists of all items with the same id, such as an episode, an environment or a class.
     The function is jitted. Each call sorts the buffer's slots by group, which takes

@@ -45,7 +45,7 @@ def n_step(
     terminated: str = "terminated",
     truncated: str | None = None,
 ) -> NStep:
-    """Compute n-step returns for every step of a window that is followed by ``n`` more.
+    """Computes n-step returns for every step of a window that is followed by ``n`` more.
 
     A return sums ``n`` rewards, or fewer if the episode ends first. If the episode ``terminated``,
     the return has no bootstrapped value; if it was ``truncated``, it bootstraps from the next

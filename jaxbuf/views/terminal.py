@@ -13,7 +13,7 @@ def terminal_states(
     *,
     mask: Bool[Array, "B T"] | None = None,
 ) -> tuple[PyTree[Array], Bool[Array, " B"]]:
-    """Take the last real row of each padded trajectory.
+    """Returns the last real row of each padded trajectory.
 
     Args:
         trajectories: Leaves ``[B, T, ...]``: states, log rewards and other fields of a step. A leaf
