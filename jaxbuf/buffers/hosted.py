@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import jax
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, doors
 from jaxbuf.buffers.options import absent, check_options
@@ -373,7 +373,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
         self._check_rows(common.check_slots(slots).index.shape[0])
         return jax.device_put(self._call("get", {"slots": slots}), self.to)
 
-    def slots_at(self, env_ids: Int[Array, "..."], positions: Int[Array, "..."]) -> Slots:
+    def slots_at(self, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]) -> Slots:
         """Returns the slots of the windows that start at steps, on ``device``."""
         return self._call("slots_at", {"env_ids": env_ids, "positions": positions})
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt
+from jaxtyping import Array, Bool, Int, Integer, UInt
 
 from jaxbuf.buffers.common import check_slots
 from jaxbuf.core import checks, numbers, renamed, storage
@@ -15,7 +15,7 @@ from jaxbuf.core.slots import Slots
 Where = Slots | tuple[Int[Array, "..."], UInt[Array, "..."]] | Int[Array, "..."]
 
 
-def check_where(where: Where, positions: Int[Array, "..."] | None) -> Slots | tuple[Any, Any]:
+def check_where(where: Where, positions: Integer[Array, "..."] | None) -> Slots | tuple[Any, Any]:
     """Returns what a lookup asks about: slots of windows, or environments and positions of steps.
 
     Args:
@@ -86,7 +86,7 @@ def broadcast_steps(
 def _old_lookup(old: str, field: str) -> Callable[..., Array]:
     """Returns a method by the name that ``episode(where, positions).field`` had."""
 
-    def lookup(self: Any, where: Where, positions: Int[Array, "..."] | None = None) -> Array:
+    def lookup(self: Any, where: Where, positions: Integer[Array, "..."] | None = None) -> Array:
         renamed.warn(old, f"episode(where, positions).{field}")
         found = getattr(self.episode(where, positions), field)
         if found is None:
@@ -111,7 +111,11 @@ class OldLookups:
     episode_return = _old_lookup("episode_return", "value")
 
     def episode_begin_position(
-        self: Any, where: Where, positions: Int[Array, "..."] | None = None, *, held: bool = False
+        self: Any,
+        where: Where,
+        positions: Integer[Array, "..."] | None = None,
+        *,
+        held: bool = False,
     ) -> UInt[Array, "..."]:
         """Returns ``episode(where, positions).begin``, or its ``held_begin``; deprecated."""
         field = "held_begin" if checks.check_flag("held", held) else "begin"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
@@ -515,7 +515,7 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
         return self._join("get", CONTENTS, of_part)
 
     @program()
-    def slots_at(self, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]) -> Slots:
+    def slots_at(self, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]) -> Slots:
         """Returns the slots of the windows that start at steps, the inverse of ``locate``.
 
         Args:
@@ -616,7 +616,7 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
         return self._join("locate", ENVIRONMENTS, of_part)
 
     def get_field(
-        self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
+        self, path: str, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]
     ) -> PyTree[Array]:
         """Reads one field of single steps, as ``TrajectoryBuffer.get_field`` does.
 
@@ -642,7 +642,7 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
         )
 
     @program()
-    def episode(self, where: Where, positions: Int[Array, "..."] | None = None) -> Episode:
+    def episode(self, where: Where, positions: Integer[Array, "..."] | None = None) -> Episode:
         """Returns what is known of the episodes of sampled windows, or of single steps.
 
         Args:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, global_draw, retire, write_back
 from jaxbuf.buffers import shards as on_shards
@@ -341,7 +341,7 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         return global_draw.get(self, slots)
 
     @program()
-    def slots_at(self, env_ids: Int[Array, "..."], positions: Int[Array, "..."]) -> Slots:
+    def slots_at(self, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]) -> Slots:
         """Returns the slots of the windows that start at steps; see ``TrajectoryBuffer``.
 
         Environments are numbered through all shards. The number of steps is a multiple of ``S``.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, write_back
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
@@ -443,7 +443,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         return jnp.where(held, env, rings.num_envs), position
 
     @program(keeps=("data",))
-    def slots_at(self, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]) -> Slots:
+    def slots_at(self, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]) -> Slots:
         """Returns the slots of the windows that start at these steps, the inverse of ``locate``.
 
         Args:
@@ -491,7 +491,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
 
     @program(static=("path",))
     def get_field(
-        self, path: str, env_ids: Int[Array, "..."], positions: UInt[Array, "..."]
+        self, path: str, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]
     ) -> PyTree[Array]:
         """Reads one field of single steps.
 
@@ -588,7 +588,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         return self._without(gone, rings), steps
 
     @program()
-    def episode(self, where: Where, positions: Int[Array, "..."] | None = None) -> Episode:
+    def episode(self, where: Where, positions: Integer[Array, "..."] | None = None) -> Episode:
         """Returns what is known of the episodes of sampled windows, or of single steps.
 
         Under ``jax.jit``, fields that are not used cost nothing.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt
+from jaxtyping import Array, UInt
 
 
 def tally(names: Sequence[str], counts: Mapping[str, Array | int]) -> UInt[Array, " K"]:
@@ -28,6 +28,6 @@ def named(names: Sequence[str], counters: UInt[Array, "*batch K"]) -> dict[str, 
     return {name: counters[..., k] for k, name in enumerate(names)}
 
 
-def column(names: Sequence[str], counters: Int[Array, "*batch K"], name: str) -> Array:
+def column(names: Sequence[str], counters: UInt[Array, "*batch K"], name: str) -> Array:
     """Returns the counter of this name."""
     return counters[..., names.index(name)]

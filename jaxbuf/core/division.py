@@ -5,10 +5,12 @@ Those round down, while a processor rounds towards zero. Without a sign it is th
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Integer
 
 
-def quotient(number: Int[Array, "..."], divisor: int | Int[Array, "..."]) -> Int[Array, "..."]:
+def quotient(
+    number: Integer[Array, "..."], divisor: int | Integer[Array, "..."]
+) -> Integer[Array, "..."]:
     """Returns ``number // divisor`` for numbers of at least 0, in their dtype.
 
     Args:
@@ -19,7 +21,9 @@ def quotient(number: Int[Array, "..."], divisor: int | Int[Array, "..."]) -> Int
     return divided.astype(number.dtype)
 
 
-def remainder(number: Int[Array, "..."], divisor: int | Int[Array, "..."]) -> Int[Array, "..."]:
+def remainder(
+    number: Integer[Array, "..."], divisor: int | Integer[Array, "..."]
+) -> Integer[Array, "..."]:
     """Returns ``number % divisor`` for numbers of at least ``-divisor``, in their dtype.
 
     Args:

@@ -31,7 +31,7 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
     return jax.random.bits(key, shape, jnp.uint32)
 
 
-def scale_word(word: UInt[Array, " B"], below: UInt[Array, ""]) -> UInt[Array, " B"]:
+def scale_word(word: UInt[Array, "..."], below: UInt[Array, "..."]) -> UInt[Array, "..."]:
     """Scales a random 32-bit word to an integer in ``[0, below)``: the high half of the product.
 
     Unlike a scaled float, the result takes every integer, each with the same probability up to a

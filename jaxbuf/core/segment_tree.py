@@ -311,7 +311,7 @@ def _empty(ops: tuple[Op, ...]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.asarray([*[value.view(np.int32)] * len(ops), 0], np.int32)
 
 
-def _nodes(ops: tuple[Op, ...], blocks: Int[Array, "B R K"]) -> Int[Array, "B R"]:
+def _nodes(ops: tuple[Op, ...], blocks: Int[Array, "B R K"]) -> Int[Array, "B O"]:
     """Returns nodes; blocks of leaves have one row, other blocks one for each operation."""
     if blocks.shape[1] == 1:
         leaves = blocks[:, 0]
@@ -325,7 +325,7 @@ def _nodes(ops: tuple[Op, ...], blocks: Int[Array, "B R K"]) -> Int[Array, "B R"
 
 def _above(
     ops: tuple[Op, ...], blocks: Int[Array, "B R K"], count: int
-) -> tuple[list[Int[Array, " L"]], Int[Array, " K"]]:
+) -> tuple[list[Int[Array, " L"]], Int[Array, " O"]]:
     """Returns the next ``count`` levels above some blocks, in the array's layout, and the roots."""
     parts: list[Array] = []
     empty = _empty(ops)

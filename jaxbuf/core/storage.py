@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import native, numbers, sizes, trees
 from jaxbuf.core.division import remainder
+from jaxbuf.core.types import Dtype
 
 # The dtypes that the kernels take.
 _KINDS = "biufc"
@@ -121,7 +122,7 @@ def check_rows(
     value: object,
     name: str,
     shape: tuple[int, ...],
-    dtype: type[np.generic],
+    dtype: type[np.generic] | Dtype,
     axes: str,
     *,
     infinite: bool = False,
@@ -151,7 +152,7 @@ def check_rows(
     return lax.stop_gradient(numbers.own(value, name, np.dtype(dtype), infinite=infinite))
 
 
-def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic]) -> bool:
+def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic] | Dtype) -> bool:
     """Returns whether numbers of one dtype may be given where another one is stored."""
     if not numbers.is_number(got.dtype):
         return False

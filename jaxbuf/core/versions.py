@@ -59,7 +59,7 @@ def vary(leaf: Array, axes: tuple[str, ...]) -> Array:
     return before.pvary(leaf, axes)
 
 
-def shape_like(leaf: jax.ShapeDtypeStruct, like: Array) -> jax.ShapeDtypeStruct:
+def shape_like(leaf: jax.ShapeDtypeStruct | Array, like: Array) -> jax.ShapeDtypeStruct:
     """Returns the shape of a result that varies over the same axes as ``like``."""
     if not varying_axes(like):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

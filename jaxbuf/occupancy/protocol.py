@@ -31,11 +31,11 @@ class Occupancy(abc.ABC):
         """The number of live items."""
 
     @abc.abstractmethod
-    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is an item at ``index``."""
 
     @abc.abstractmethod
-    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
+    def generation(self, index: Int[Array, "..."]) -> UInt[Array, "..."]:
         """Returns the generation of the item at ``index``."""
 
     @abc.abstractmethod

@@ -104,12 +104,12 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         root = self.nodes[_starts(self.capacity)[-2], 0]
         return (self.size == self.capacity) & (to_rank(score) < root)
 
-    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is an item at ``index``."""
         # Slots are filled in order and never become free.
         return (index >= 0) & (index < self.size)
 
-    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
+    def generation(self, index: Int[Array, "..."]) -> UInt[Array, "..."]:
         """Returns the number of the item at ``index``."""
         return self.nodes.at[jnp.clip(index, 0, self.capacity - 1), 1].get()
 

@@ -72,12 +72,12 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         )
         return ring, index
 
-    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is an item at ``index``."""
         behind = remainder(self.position - 1 - index, self.capacity)
         return (index >= 0) & (index < self.capacity) & (behind < self.size)
 
-    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
+    def generation(self, index: Int[Array, "..."]) -> UInt[Array, "..."]:
         """Returns the lap in which ``index`` was written."""
         return jnp.where(index < self.position, self.lap, self.lap - jnp.uint32(1))
 

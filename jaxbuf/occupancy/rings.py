@@ -174,7 +174,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)
         return env[:, None] * self.length + remainder(start[:, None] + offset[None], self.length)
 
-    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is a complete window at ``index``."""
         behind = self.age(index)
         _, _, held = self._of(self.split(index)[0])
@@ -187,7 +187,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         env, start = self.split(index)
         return remainder(self._of(env)[0].astype(jnp.int32) - 1 - start, self.length)
 
-    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
+    def generation(self, index: Int[Array, "..."]) -> UInt[Array, "..."]:
         """Returns the lap in which the first step of the window at ``index`` was written."""
         env, start = self.split(index)
         cursor, lap, _ = self._of(env)

@@ -101,7 +101,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         """Sets the scores of the items at ``index`` in the inner occupancy."""
         return self.replace(inner=self.inner.rescore(index, score))
 
-    def live(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is a member at ``index``."""
         return self.members.get(index)
 
@@ -110,7 +110,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         same = self.inner.generation(slots.index) == slots.generation
         return same & self.members.get(slots.index)
 
-    def generation(self, index: Int[Array, " B"]) -> UInt[Array, " B"]:
+    def generation(self, index: Int[Array, "..."]) -> UInt[Array, "..."]:
         """Returns the generation of the item at ``index``, member or not."""
         return self.inner.generation(index)
 

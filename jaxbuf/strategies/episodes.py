@@ -173,9 +173,9 @@ class Episodes(Part):
         flags = {"terminated": self.terminated, "truncated": truncated, "last": self.last}
         for name, path in flags.items():
             if path is not None:
-                _check(data, path, name, jnp.bool_)
+                _check(data, path, name, np.bool_)
         if self.record_return:
-            _check(data, self.reward, "reward", jnp.floating)
+            _check(data, self.reward, "reward", np.floating)
         num_envs, length = jax.tree.leaves(data)[0].shape[:2]
         return EpisodeIndex(
             behind=jnp.zeros((num_envs, length), jnp.int32),
@@ -603,7 +603,7 @@ def _check(data: PyTree[Array], path: str, name: str, kind: type[np.generic]) ->
     if not isinstance(found, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise ValueError(f"episodes.{name} is {path!r}, which is not a single array")
     if not jnp.issubdtype(found.dtype, kind):
-        expected = "bool" if kind is jnp.bool_ else "a floating dtype"
+        expected = "bool" if kind is np.bool_ else "a floating dtype"
         raise ValueError(
             f"episodes.{name} is {path!r}, of dtype {found.dtype}; expected {expected}"
         )

@@ -323,7 +323,7 @@ def _columns(capacity: int) -> int:
     return min(math.ceil(capacity / height) * height, _COLUMNS)
 
 
-def finite(points: Float[Array, "B D"]) -> Float[Array, "B D"]:
+def finite(points: Float[Array, "..."]) -> Float[Array, "..."]:
     """Replaces infinities by the largest finite numbers, and NaN by 0.
 
     Equal infinities are then at distance 0. A NaN would spoil the results of other rows in its

@@ -111,7 +111,7 @@ class Prioritized(ShardableSampler):
         """Returns a tree of masses that are all zero."""
         return SegmentTree.create(capacity, ops=("sum", "max", "min_positive"))
 
-    def mass(self, priority: Float[Array, " B"]) -> Float[Array, " B"]:
+    def mass(self, priority: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns ``(priority + epsilon) ** alpha``, clipped; 0 where the base is 0."""
         base = priority + jnp.float32(self.epsilon)
         if self.alpha == 1.0:
@@ -123,7 +123,7 @@ class Prioritized(ShardableSampler):
         mass = jnp.clip(mass, jnp.float32(_LEAST_MASS), jnp.float32(_LARGEST_MASS))
         return jnp.where(base > 0, mass, jnp.zeros_like(mass))
 
-    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+    def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the priorities that are finite and not negative."""
         return jnp.isfinite(value) & (value >= 0)
 

@@ -81,7 +81,7 @@ class Sampler(Movable, abc.ABC):
         del capacity
         return ()
 
-    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+    def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the legal priorities (or scores); other rows are counted and refused.
 
         The count is ``metrics()["rejected"]``.

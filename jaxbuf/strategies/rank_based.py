@@ -124,7 +124,7 @@ class RankBased(KnownSampler):
         """Returns the state without items."""
         return RankState.create(capacity)
 
-    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+    def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the finite priorities of at least 0, or the scores that are not NaN."""
         if self.by == "score":
             return ~jnp.isnan(value)

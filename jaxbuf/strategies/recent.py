@@ -82,7 +82,7 @@ class Recent(KnownSampler):
         """Returns the state of the base."""
         return self.base.init(capacity)
 
-    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+    def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the values that the base accepts."""
         return self.base.accepts(value)
 

@@ -126,7 +126,7 @@ class Softmax(ShardableSampler):
             reference=jnp.float32(-jnp.inf),
         )
 
-    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+    def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the scores that are not NaN."""
         return ~jnp.isnan(value)
 
@@ -347,7 +347,8 @@ def _top(value: Float[Array, " N"], count: int) -> tuple[Float[Array, " B"], Int
     """
     chunks = -(-value.shape[0] // _CHUNK)
     if chunks <= count:
-        return lax.top_k(value, count)
+        largest, index = lax.top_k(value, count)
+        return largest, index
     padding = (0, chunks * _CHUNK - value.shape[0])
     grid = jnp.pad(value, padding, constant_values=-jnp.inf).reshape(chunks, _CHUNK)
     _, best = lax.top_k(jnp.max(grid, axis=1), count)
