@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,15 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.exchange import exchange, places
-from jaxbuf.buffers.per_device import here_of, numbers_of, run
+from jaxbuf.buffers.per_device import Shards, here_of, numbers_of, run
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.shards import numbered, own_slots, summaries
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import ShardableSampler
 
-if TYPE_CHECKING:
-    from jaxbuf.buffers.sharded import Sharded
 
-
-def sample(buffer: "Sharded", key: PRNGKeyArray, rows: int) -> Sample:
+def sample(buffer: Shards, key: PRNGKeyArray, rows: int) -> Sample:
     """Draws a batch of so many rows, with the key of the first shard for all devices."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     nbytes = _row_bytes(buffer)
@@ -43,7 +40,7 @@ def sample(buffer: "Sharded", key: PRNGKeyArray, rows: int) -> Sample:
 
 
 def _exact(
-    buffer: "Sharded",
+    buffer: Shards,
     shards: Body,
     known: PyTree[Array],
     key: PRNGKeyArray,
@@ -69,7 +66,7 @@ def _exact(
     return Sample(data, slots, probability, slots.index < buffer.capacity)
 
 
-def _equal_parts(buffer: "Sharded", shards: Body, key: PRNGKeyArray, rows: int) -> Sample:
+def _equal_parts(buffer: Shards, shards: Body, key: PRNGKeyArray, rows: int) -> Sample:
     """Returns the same number of rows from each shard on this device."""
     count = buffer.num_shards
 
@@ -82,7 +79,7 @@ def _equal_parts(buffer: "Sharded", shards: Body, key: PRNGKeyArray, rows: int) 
     return jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), batch)
 
 
-def get(buffer: "Sharded", slots: Slots) -> Sample:
+def get(buffer: Shards, slots: Slots) -> Sample:
     """Returns the items with these slots, each on the device of its row."""
     nbytes, count = _row_bytes(buffer), buffer.num_shards
 
@@ -111,12 +108,12 @@ def get(buffer: "Sharded", slots: Slots) -> Sample:
     return run(buffer, body, slots)
 
 
-def _numbered(buffer: "Sharded", batch: Sample, number: Int[Array, ""]) -> Sample:
+def _numbered(buffer: Shards, batch: Sample, number: Int[Array, ""]) -> Sample:
     """Returns the sample of one shard with slots that are numbered through all shards."""
     return batch.replace(slots=numbered(buffer, batch.slots, number))
 
 
-def _row_bytes(buffer: "Sharded") -> int:
+def _row_bytes(buffer: Shards) -> int:
     """Returns the size of the data of a row."""
     shards: Any = buffer.shards
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shards)

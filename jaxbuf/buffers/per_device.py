@@ -1,23 +1,52 @@
 """Programs that run on each device of a ``Sharded``, with the shards that lie there."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
+from jaxbuf.buffers.body import Body
+from jaxbuf.buffers.sample import SplitBatches
 from jaxbuf.core.versions import reshard
-
-if TYPE_CHECKING:
-    from jaxbuf.buffers.sharded import Sharded
 
 _EXPLICIT = jax.sharding.AxisType.Explicit
 
 
+class Shards(SplitBatches, struct.PyTreeNode):
+    """The fields of a ``Sharded``, on which its operations work.
+
+    Attributes:
+        shards: The shards as one buffer, with a leading axis ``S`` in every leaf.
+        num_shards: The number of shards, ``S``.
+        mesh: The mesh on which the buffer was created.
+        axis: The axis of the mesh along which the shards are laid out.
+        exchange: Whether a batch is drawn from all shards as if they were one buffer.
+    """
+
+    shards: Body
+    num_shards: int = struct.field(pytree_node=False)
+    mesh: jax.sharding.Mesh = struct.field(pytree_node=False)
+    axis: str = struct.field(pytree_node=False)
+    exchange: bool = struct.field(pytree_node=False, default=True)
+
+    @property
+    def capacity(self) -> int:
+        """The largest number of items, or steps, that all shards together can hold."""
+        return self.num_shards * self.shards.capacity
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which a batch is split here; empty outside of ``shard_map``."""
+        inside = self.axis in jax.sharding.get_abstract_mesh().manual_axes
+        return (self.axis,) if inside else ()
+
+
 def run(
-    buffer: "Sharded",
+    buffer: Shards,
     body: Callable[[Any, Any, Any], Any],
     rows: PyTree[Array] = (),
     same: PyTree[Array] = (),

@@ -6,7 +6,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, global_draw, retire, write_back
@@ -14,8 +13,8 @@ from jaxbuf.buffers import shards as on_shards
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.lookups import broadcast_steps, mask_of
 from jaxbuf.buffers.options import absent, check_options
-from jaxbuf.buffers.per_device import here_of
-from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
+from jaxbuf.buffers.per_device import Shards, here_of
+from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, fields, sizes, storage, trees
 from jaxbuf.core.program import program
@@ -24,7 +23,7 @@ from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
 
 
-class Sharded(SplitBatches, struct.PyTreeNode):
+class Sharded(Shards):
     """One logical buffer of ``S`` shards, each a whole buffer, along an axis of a mesh.
 
     ``sample`` draws exactly like a single buffer with the items of all shards: every device
@@ -59,12 +58,6 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         >>> int(buffer.size), buffer.capacity, sorted(batch.data.tolist())
         (8, 400, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
     """
-
-    shards: Body
-    num_shards: int = struct.field(pytree_node=False)
-    mesh: jax.sharding.Mesh = struct.field(pytree_node=False)
-    axis: str = struct.field(pytree_node=False)
-    exchange: bool = struct.field(pytree_node=False, default=True)
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -135,11 +128,6 @@ class Sharded(SplitBatches, struct.PyTreeNode):
         )
 
     @property
-    def capacity(self) -> int:
-        """The largest number of items, or steps, that all shards together can hold."""
-        return self.num_shards * self.shards.capacity
-
-    @property
     @program()
     def size(self) -> Int[Array, ""]:
         """The number of items, or steps, in all shards together."""
@@ -149,12 +137,6 @@ class Sharded(SplitBatches, struct.PyTreeNode):
     def occupancy(self) -> Contents:
         """An object whose ``size`` is the number of items, or windows, in all shards."""
         return Contents(self._occupied())
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which a batch is split here; empty outside of ``shard_map``."""
-        inside = self.axis in jax.sharding.get_abstract_mesh().manual_axes
-        return (self.axis,) if inside else ()
 
     @program()
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:

@@ -1,7 +1,7 @@
 """The operations of a ``Sharded`` on its shards, except for the draw."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.buffers.per_device import here_of, numbers_of, run
+from jaxbuf.buffers.per_device import Shards, here_of, numbers_of, run
 from jaxbuf.core import checks
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.mass import least_positive
 from jaxbuf.strategies.protocols import ShardableSampler
 
-if TYPE_CHECKING:
-    from jaxbuf.buffers.sharded import Sharded
-
-AnySharded = TypeVar("AnySharded", bound="Sharded")
+AnyShards = TypeVar("AnyShards", bound=Shards)
 
 _RECIPE = (
     "keep one ItemBuffer whose data alone is sharded and everything else replicated, as the guide "
@@ -63,7 +60,7 @@ def summaries(shards: Body) -> PyTree[Array]:
     return jax.vmap(sampler.summarize)(lax.stop_gradient(shards.sampler_state), shards.occupancy)
 
 
-def total(buffer: "Sharded", count: Callable[[Body], Array]) -> Int[Array, ""]:
+def total(buffer: Shards, count: Callable[[Body], Array]) -> Int[Array, ""]:
     """Returns the sum of a count over all shards."""
 
     def body(shards: Body, *_: Any) -> Array:
@@ -82,7 +79,7 @@ def occupied(shard: Body) -> Int[Array, ""]:
     return shard.occupancy.size
 
 
-def support(buffer: "Sharded") -> tuple[Int[Array, ""], Float[Array, ""]]:
+def support(buffer: Shards) -> tuple[Int[Array, ""], Float[Array, ""]]:
     """Returns the number of items that can be drawn, and their least probability."""
 
     def body(shards: Body, *_: Any) -> tuple[Array, Array]:
@@ -97,7 +94,7 @@ def support(buffer: "Sharded") -> tuple[Int[Array, ""], Float[Array, ""]]:
     return run(buffer, body, out=jax.P())
 
 
-def can_sample(buffer: "Sharded", wanted: Int[Array, ""]) -> Bool[Array, ""]:
+def can_sample(buffer: Shards, wanted: Int[Array, ""]) -> Bool[Array, ""]:
     """Returns whether so many items can be drawn, without exchange from every shard alike."""
     if buffer.exchange:
         return support(buffer)[0] >= wanted
@@ -108,7 +105,7 @@ def can_sample(buffer: "Sharded", wanted: Int[Array, ""]) -> Bool[Array, ""]:
     return run(buffer, body, out=jax.P()) * buffer.num_shards >= wanted
 
 
-def add(buffer: AnySharded, items: PyTree[Array], given: dict[str, object]) -> AnySharded:
+def add(buffer: AnyShards, items: PyTree[Array], given: dict[str, object]) -> AnyShards:
     """Adds one block of the rows to each shard."""
     if jax.tree.leaves(items)[0].shape[0] == 0:
         return buffer
@@ -120,8 +117,8 @@ def add(buffer: AnySharded, items: PyTree[Array], given: dict[str, object]) -> A
 
 
 def insert(
-    buffer: AnySharded, items: PyTree[Array], given: dict[str, object]
-) -> tuple[AnySharded, Slots]:
+    buffer: AnyShards, items: PyTree[Array], given: dict[str, object]
+) -> tuple[AnyShards, Slots]:
     """Adds one block of the rows to each shard; returns slots that are numbered through all."""
 
     def put(shard: Any, items: PyTree[Array], given: dict[str, Any]) -> tuple[Body, Slots]:
@@ -132,7 +129,7 @@ def insert(
 
 
 def _put(
-    buffer: "Sharded",
+    buffer: Shards,
     items: PyTree[Array],
     given: dict[str, object],
     put: Callable[..., Any],
@@ -162,7 +159,7 @@ def _put(
     return run(buffer, body, (items, given))
 
 
-def numbered(buffer: "Sharded", slots: Slots, number: Int[Array, "..."]) -> Slots:
+def numbered(buffer: Shards, slots: Slots, number: Int[Array, "..."]) -> Slots:
     """Returns slots of the shards of these numbers as slots of the whole buffer."""
     capacity = buffer.shards.capacity
     there = slots.index < capacity
@@ -171,8 +168,8 @@ def numbered(buffer: "Sharded", slots: Slots, number: Int[Array, "..."]) -> Slot
 
 
 def of_envs(
-    buffer: AnySharded, mask: Bool[Array, " E"], change: Callable[[Any, Array], Any]
-) -> AnySharded:
+    buffer: AnyShards, mask: Bool[Array, " E"], change: Callable[[Any, Array], Any]
+) -> AnyShards:
     """Applies ``change(shard, mask)`` to every shard, with the mask of its own environments."""
 
     def body(shards: Any, mask: Any, _: Any) -> Body:
@@ -181,7 +178,7 @@ def of_envs(
     return buffer.replace(shards=run(buffer, body, mask))
 
 
-def tell(buffer: AnySharded, rows: tuple[Any, ...], change: Callable[..., Body]) -> AnySharded:
+def tell(buffer: AnyShards, rows: tuple[Any, ...], change: Callable[..., Body]) -> AnyShards:
     """Applies ``change(shard, slots, *values)`` to every shard, with the slots of its own items.
 
     Args:
@@ -207,7 +204,7 @@ def tell(buffer: AnySharded, rows: tuple[Any, ...], change: Callable[..., Body])
 
 
 def ask(
-    buffer: "Sharded", slots: Slots, question: Callable[[Body, Slots], Int[Array, " B"]]
+    buffer: Shards, slots: Slots, question: Callable[[Body, Slots], Int[Array, " B"]]
 ) -> Int[Array, " B"]:
     """Returns ``question(shard, slots)`` of the shard of each row; 0 must answer for other rows."""
 
@@ -217,7 +214,7 @@ def ask(
     return _answers(buffer, slots, of)
 
 
-def slots_at(buffer: "Sharded", env: Int[Array, " B"], position: UInt[Array, " B"]) -> Slots:
+def slots_at(buffer: Shards, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Slots:
     """Returns the slots of the windows that start at steps of environments of all shards."""
 
     def of(shard: Any, number: Array, steps: tuple[Array, Array]) -> Slots:
@@ -238,7 +235,7 @@ def slots_at(buffer: "Sharded", env: Int[Array, " B"], position: UInt[Array, " B
     return found.replace(index=found.index + buffer.capacity)
 
 
-def _answers(buffer: "Sharded", rows: PyTree[Array], of: Callable[..., Any]) -> Any:
+def _answers(buffer: Shards, rows: PyTree[Array], of: Callable[..., Any]) -> Any:
     """Returns the sums of what ``of(shard, number, rows)`` answers for all rows of all devices."""
 
     def body(shards: Body, mine: PyTree[Array], _: Any) -> Any:
@@ -262,8 +259,8 @@ def held(shard: Body, slots: Slots) -> Int[Array, " B"]:
 
 
 def each(
-    buffer: AnySharded, change: Callable[..., Body], arguments: tuple[Any, ...] = ()
-) -> AnySharded:
+    buffer: AnyShards, change: Callable[..., Body], arguments: tuple[Any, ...] = ()
+) -> AnyShards:
     """Applies ``change(shard, *arguments)`` to every shard."""
 
     def body(shards: Any, _: Any, same: Any) -> Body:
@@ -282,7 +279,7 @@ def clear(shard: Any) -> Body:
     return shard.clear()
 
 
-def metrics(buffer: "Sharded") -> dict[str, Array]:
+def metrics(buffer: Shards) -> dict[str, Array]:
     """Returns the metrics of all shards, joined as their names say."""
 
     def body(shards: Body, *_: Any) -> dict[str, Array]:
@@ -316,7 +313,7 @@ def _joined(name: str, value: Array, count: Int[Array, " S"]) -> Array:
     return value[0] if name == "version" else jnp.sum(value, dtype=value.dtype)
 
 
-def _supports(buffer: "Sharded", shards: Body) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+def _supports(buffer: Shards, shards: Body) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Returns the number of items that each shard can draw, and their least probability."""
 
     def of(shard: Body) -> tuple[Array, Array]:
