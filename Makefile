@@ -22,9 +22,10 @@ export MPIEXEC ?= $(dir $(shell command -v $(MPICC)))mpiexec
 endif
 MPI_STAMP := $(STAMPS)/mpi$(subst /,-,$(MPICC))
 
-# The fastest tests that find the most errors, without MPI, notebooks and examples: tests/test_NAME.py each.
+# The fastest tests that find the most errors, without MPI, notebooks and examples: test_NAME.py each.
 QUICK := item_buffer presets published_numbers importance_weights groups n_step frames numbers \
   subset bitset distinct queue options rate_limiter sizes sampling_as_in_alf
+QUICK_FILES := $(foreach name,$(QUICK),$(wildcard tests/*/test_$(name).py))
 
 # What pip installs for each target, and what it is installed from: the kernels in C++ are built anew.
 demo := --editable '.[examples]'
@@ -58,10 +59,10 @@ test: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run all tests an
 	@MPI=$(MPI) $(PYTEST) $(ARGS)
 
 test-quick: $(STAMPS)/test  ## run the tests for use while you work, a minute or two (JOBS: processes; ARGS: for pytest)
-	@MPI=0 $(PYTEST) $(QUICK:%=tests/test_%.py) $(ARGS)
+	@MPI=0 $(PYTEST) $(QUICK_FILES) $(ARGS)
 
 test-versions:  ## run tests on each Python here with its newest jax, and with the oldest jax (SUITE=quick; PYTHONS)
-	@PYTHON="$(PYTHON)" JOBS=$(JOBS) scripts/test_versions.sh $(if $(filter quick,$(SUITE)),$(QUICK:%=tests/test_%.py)) $(ARGS)
+	@PYTHON="$(PYTHON)" JOBS=$(JOBS) scripts/test_versions.sh $(if $(filter quick,$(SUITE)),$(QUICK_FILES)) $(ARGS)
 
 notebooks: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run the notebooks again and keep what they show (ARGS: only some, by name)
 	@$(RUN) -m notebooks $(ARGS)
@@ -69,7 +70,7 @@ notebooks: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run the not
 docs: $(STAMPS)/docs  ## build the site in site/ strictly, and look at its pages in a headless browser if there is one
 	@echo "building the site (a minute or less)"
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --site-dir site
-	@SITE=site $(RUN) -m pytest -q tests/test_site.py
+	@SITE=site $(RUN) -m pytest -q tests/project/test_site.py
 	@echo "open site/index.html, or serve it: $(RUN) -m http.server --directory site"
 
 lint: $(STAMPS)/lint  ## check style, docstrings and types

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from conftest import CACHE
-from tests.mpi_launch import find_mpiexec
+from tests.programs.mpi_launch import find_mpiexec
 
 # In the environment as well, for the programs that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -124,7 +124,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             # Waiting ranks keep their core busy, so one test with MPI runs at a time.
-            return "mpi" if re.search("_mpi|manager_worker", nodeid) else nodeid.split("::")[0]
+            path = nodeid.split("::")[0]
+            return "mpi" if re.search("tests/mpi/|_mpi|manager_worker", nodeid) else path
 
     return ByFile(config, log)
 

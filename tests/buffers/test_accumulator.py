@@ -1,0 +1,487 @@
+"""Accumulators: whole episodes and chunks, in order, and nothing lost without being counted."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from tests.models import accumulator as reference_accumulator
+
+STEP = {
+    "obs": jnp.zeros(2),
+    "info": {"time": jnp.int32(0)},
+    "terminated": jnp.bool_(False),
+    "truncated": jnp.bool_(False),
+}
+
+
+def rollout(random, start, shape, ends=0.3):
+    time = np.arange(start, start + np.prod(shape), dtype=np.int32).reshape(shape)
+    return {
+        "obs": np.stack([time, -time], axis=-1).astype(np.float32),
+        "info": {"time": time},
+        "terminated": random.random(shape) < ends,
+        "truncated": random.random(shape) < ends / 3,
+    }
+
+
+def found(episodes, done):
+    """The episodes handed out, as lists of times; everything about them is checked on the way."""
+    times = []
+    lengths, real = np.asarray(episodes.length), np.asarray(episodes.mask)
+    for row, there in enumerate(np.asarray(done).tolist()):
+        steps = jax.tree.map(lambda leaf, row=row: np.asarray(leaf[row]), episodes.steps)
+        count = int(lengths[row])
+        assert (count > 0) == there
+        np.testing.assert_array_equal(real[row], np.arange(real.shape[1]) < count)
+        for leaf in jax.tree.leaves(steps):
+            np.testing.assert_array_equal(leaf[count:], np.zeros_like(leaf[count:]))
+        np.testing.assert_array_equal(steps["obs"][:count, 1], -steps["info"]["time"][:count])
+        if there:
+            times.append(steps["info"]["time"][:count].tolist())
+    return times
+
+
+def agrees(accumulator, twin):
+    metrics = {name: int(value) for name, value in accumulator.metrics().items()}
+    assert metrics == {
+        "steps": sum(len(rows) for rows in twin.open),
+        "waiting": len(twin.line),
+        "episodes": twin.complete,
+        "cut": twin.cut,
+        "refused": twin.refused,
+        "dropped": twin.dropped,
+    }
+    assert accumulator.filled.tolist() == [len(rows) for rows in twin.open]
+
+
+ADD = jax.jit(lambda accumulator, steps, mask: accumulator.add(steps, mask=mask), donate_argnums=0)
+
+
+@pytest.mark.parametrize(
+    ("envs", "length", "per_add", "waiting"), [(3, 4, 3, 3), (3, 4, 1, 2), (2, 1, 2, 5)]
+)
+def test_random_rollouts_agree_with_lists(envs, length, per_add, waiting):
+    random = np.random.default_rng(envs * length)
+    accumulator = jaxbuf.EpisodeAccumulator.create(
+        STEP, envs, length, per_add=per_add, waiting=waiting
+    )
+    twin = reference_accumulator.Accumulator(envs, length, per_add, waiting)
+    time = 1
+    for turn in range(60):
+        shape = [(envs,), (envs, 1), (envs, 7)][random.integers(3)]
+        steps = rollout(random, time, shape, ends=0.1 if turn % 20 < 10 else 0.6)
+        time += int(np.prod(shape))
+        mask = random.random(shape) < 0.7 if random.random() < 0.5 else np.ones(shape, bool)
+        accumulator, episodes, done = ADD(accumulator, steps, mask)
+        grid = (envs, -1)
+        ends = (steps["terminated"] | steps["truncated"]).reshape(grid)
+        expected = twin.add(steps["info"]["time"].reshape(grid).tolist(), ends, mask.reshape(grid))
+        assert found(episodes, done) == expected
+        agrees(accumulator, twin)
+        if turn % 9 == 8:
+            envs_gone = random.random(envs) < 0.5
+            accumulator = accumulator.drop(envs_gone)
+            twin.drop(envs_gone)
+            accumulator, episodes, done = accumulator.take()
+            assert found(episodes, done) == twin.take()
+            agrees(accumulator, twin)
+    assert twin.complete > 50
+    assert twin.cut > 10
+    assert twin.refused > 10
+
+
+def test_single_steps_never_wait():
+    random = np.random.default_rng(7)
+    accumulator = jaxbuf.EpisodeAccumulator.create(STEP, 3, 5)
+    for turn in range(20):
+        steps = rollout(random, 1 + 3 * turn, (3,), ends=0.9)
+        accumulator, _, done = ADD(accumulator, steps, np.ones(3, bool))
+        ends = steps["terminated"] | steps["truncated"]
+        assert int(done.sum()) == ends.sum()
+        assert int(accumulator.waiting) == 0
+    assert int(accumulator.metrics()["refused"]) == 0
+
+
+def test_what_is_cut_goes_on_as_another_item():
+    step = {"time": jnp.int32(0), "terminated": jnp.bool_(False)}
+    accumulator = jaxbuf.EpisodeAccumulator.create(step, 1, 3, waiting=4, per_add=4)
+    steps = {
+        "time": jnp.arange(7, dtype=jnp.int32)[None],
+        "terminated": jnp.array([[False] * 6 + [True]]),
+    }
+    accumulator, episodes, done = ADD(accumulator, steps, None)
+    assert episodes.length.tolist() == [3, 3, 1, 0]
+    assert done.tolist() == [True, True, True, False]
+    assert episodes.steps["time"].tolist() == [[0, 1, 2], [3, 4, 5], [6, 0, 0], [0, 0, 0]]
+    assert episodes.steps["terminated"].tolist()[:3] == [
+        [False] * 3,
+        [False] * 3,
+        [True] + 2 * [False],
+    ]
+    assert int(accumulator.metrics()["cut"]) == 2
+
+
+def test_flags_by_path():
+    step = {"obs": jnp.int32(0), "flags": {"over": jnp.bool_(False), "late": jnp.bool_(False)}}
+    accumulator = jaxbuf.EpisodeAccumulator.create(
+        step, 2, 3, terminated="flags.over", truncated="flags.late"
+    )
+    assert accumulator.flags == ("flags.over", "flags.late")
+    steps = {
+        "obs": jnp.array([4, 5], jnp.int32),
+        "flags": {"over": jnp.array([True, False]), "late": jnp.array([False, True])},
+    }
+    _, episodes, done = ADD(accumulator, steps, None)
+    assert done.tolist() == [True, True]
+    assert episodes.steps["obs"][:, 0].tolist() == [4, 5]
+
+
+def test_a_mask_of_environments_for_whole_rollouts():
+    accumulator = jaxbuf.EpisodeAccumulator.create(STEP, 2, 9)
+    steps = rollout(np.random.default_rng(0), 0, (2, 3), ends=0)
+    accumulator, _, _ = ADD(accumulator, steps, np.array([False, True]))
+    assert accumulator.filled.tolist() == [0, 3]
+    accumulator, _, done = ADD(accumulator, jax.tree.map(lambda leaf: leaf[:, :0], steps), None)
+    assert accumulator.filled.tolist() == [0, 3]
+    assert not done.any()
+
+
+def test_clear_keeps_the_original():
+    random = np.random.default_rng(0)
+    accumulator = jaxbuf.EpisodeAccumulator.create(STEP, 2, 9)
+    accumulator, _, _ = ADD(accumulator, rollout(random, 0, (2, 3), ends=0), None)
+    cleared = accumulator.clear()
+    assert (cleared.filled.tolist(), accumulator.filled.tolist()) == ([0, 0], [3, 3])
+    leaves = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((cleared, accumulator))]
+    assert len(set(leaves)) == len(leaves)
+
+
+def fill(carry, steps):
+    accumulator, buffer = carry
+    accumulator, episodes, done = accumulator.add(steps)
+    return (accumulator, buffer.add(episodes, mask=done)), done
+
+
+def test_eager_jit_scan_vmap_and_donated_agree_and_fill_a_buffer():
+    accumulator = jaxbuf.EpisodeAccumulator.create(STEP, 2, 4, per_add=1, waiting=3)
+    start = accumulator, jaxbuf.ItemBuffer.create(accumulator.example, 8)
+    steps = rollout(np.random.default_rng(3), 1, (24, 2, 2))
+
+    def run(one):
+        carry, dones = jax.tree.map(jnp.copy, start), []
+        for t in range(24):
+            carry, done = one(carry, jax.tree.map(lambda leaf, t=t: jnp.asarray(leaf[t]), steps))
+            dones.append(done)
+        return carry, jnp.stack(dones)
+
+    expected = run(fill)
+    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
+    both = jax.jit(jax.vmap(lambda carry: jax.lax.scan(fill, carry, steps)))(lanes)
+    for actual in (
+        run(jax.jit(fill)),
+        run(jax.jit(fill, donate_argnums=0)),
+        jax.jit(lambda carry: jax.lax.scan(fill, carry, steps))(start),
+        jax.tree.map(lambda leaf: leaf[1], both),
+    ):
+        chex.assert_trees_all_equal(actual, expected)
+    (_, buffer), dones = expected
+    assert 8 < dones.sum() <= 24
+    sample = buffer.sample(jax.random.key(0), 16)
+    chex.assert_shape(sample.data.mask, (16, 4))
+    for times, length in zip(
+        sample.data.steps["info"]["time"].tolist(), sample.data.length.tolist(), strict=True
+    ):
+        # Environments alternate after each pair of steps.
+        assert sorted(times[:length]) == times[:length]
+        assert len({(time - 1) // 2 % 2 for time in times[:length]}) == 1
+    np.testing.assert_array_equal(
+        both[0][0].metrics()["episodes"], [expected[0][0].metrics()["episodes"]] * 2
+    )
+
+
+def test_a_scanned_step_copies_nothing():
+    step = {"obs": jnp.zeros(3), "terminated": jnp.bool_(False)}
+    accumulator = jaxbuf.EpisodeAccumulator.create(step, 4, 2048, per_add=1)
+    start = accumulator, jaxbuf.ItemBuffer.create(accumulator.example, 16)
+    steps = jax.tree.map(lambda leaf: jnp.zeros((5, 4, *leaf.shape), leaf.dtype), step)
+
+    def scan(carry, steps):
+        return jax.lax.scan(fill, carry, steps)
+
+    text = jax.jit(scan, donate_argnums=0).lower(start, steps).compile().as_text()
+    copied = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", text)
+    sizes = [np.prod([int(axis) for axis in shape.split(",")]) for shape in copied]
+    # Less than the lanes of a flag: an episode may be copied on its way.
+    assert all(size < 8 * 2048 for size in sizes)
+
+
+ADD_FRAGMENTS = jax.jit(jaxbuf.ChunkAccumulator.add, donate_argnums=0)
+SET_VERSION = jax.jit(jaxbuf.ChunkAccumulator.set_version)
+
+
+FRESH = jaxbuf.Freshness(max_staleness=2, comparison=">")
+
+
+@pytest.mark.parametrize("freshness", [None, FRESH], ids=["all", "fresh"])
+def test_random_chunks_agree_with_lists(freshness):
+    random = np.random.default_rng(11)
+    accumulator = jaxbuf.ChunkAccumulator.create(
+        {"obs": jnp.zeros(2)}, 3, 2, per_add=2, waiting=3, freshness=freshness
+    )
+    limit = None if freshness is None else freshness.max_staleness
+    twin = reference_accumulator.ChunkAccumulator(3, 2, 2, 3, limit)
+    following, time, learner, run = [0] * 3, 1, 4, 0
+    for turn in range(120):
+        rows = int(random.choice([1, 6]))
+        worker = (
+            random.integers(-1, 4, rows) if random.random() < 0.5 else random.integers(0, 3, rows)
+        )
+        number = []
+        for owner in worker.tolist():
+            if not 0 <= owner < 3:
+                number.append(0)
+                continue
+            following[owner] += 1 + (random.random() < 0.15)
+            number.append(following[owner])
+        values = np.arange(time, time + rows, dtype=np.float32)
+        time += rows
+        version = (learner - random.integers(-1, 4, rows)).astype(np.int32)
+        session = (run - (random.random(rows) < 0.1)).astype(np.int32)
+        mask = random.random(rows) < 0.9
+        accumulator, chunks, done = ADD_FRAGMENTS(
+            accumulator,
+            {"obs": np.stack([values, -values], axis=-1)},
+            worker.astype(np.int32),
+            np.array(number, np.int32),
+            version=version,
+            session=session,
+            mask=mask,
+        )
+        expected = twin.add_fragments(
+            values, worker.tolist(), number, version.tolist(), session.tolist(), mask
+        )
+        kept = chunks.fragments["obs"][..., 0][done].tolist()
+        assert kept == [[value for value, _, _ in item] for item in expected]
+        assert chunks.version[done].tolist() == [item[0][1] for item in expected]
+        assert all(len({session for _, _, session in item}) == 1 for item in expected)
+        assert chunks.session[done].tolist() == [item[0][2] for item in expected]
+        if freshness is not None and turn % 4 == 3:
+            learner, run = (learner + 1, run) if turn % 40 != 39 else (0, run + 1)
+            accumulator = SET_VERSION(accumulator, learner, run)
+            twin.set_version(learner, run)
+        assert accumulator.filled.tolist() == [len(rows) for rows in twin.open]
+        held = accumulator.data[0]["obs"][..., 0][accumulator.live].tolist()
+        assert sorted(held) == sorted(
+            value for item in [*twin.open, *twin.line] for value, _, _ in item
+        )
+        assert {name: int(value) for name, value in accumulator.metrics().items()} == {
+            "fragments": sum(len(rows) for rows in twin.open),
+            "waiting": len(twin.line),
+            "chunks": twin.complete,
+            "refused": twin.refused,
+            "dropped": twin.dropped,
+            "rejected": twin.rejected,
+            "stale": twin.stale,
+        }
+    assert min(twin.complete, twin.dropped, twin.rejected) > 20
+    assert (twin.refused > 0) == (freshness is None)
+    assert (twin.stale > 50) == (freshness is not None)
+
+
+def test_stale_fragments_at_the_front_do_not_cost_the_chunk():
+    """MineStudio: versions 0, 3, 3, 3, 3 at version 3, at most 1 behind: the chunk 1, 2, 3."""
+    empty = jaxbuf.ChunkAccumulator.create(
+        jnp.int32(0), 1, 3, freshness=jaxbuf.Freshness(max_staleness=1, comparison=">")
+    )
+    numbers, versions = jnp.arange(5, dtype=jnp.int32), jnp.array([0, 3, 3, 3, 3], jnp.int32)
+    worker = jnp.zeros(5, jnp.int32)
+    at_once = SET_VERSION(empty, 3, 0)
+    at_once, chunks, done = at_once.add(numbers, worker, numbers, version=versions)
+    assert chunks.fragments[done].tolist() == [[1, 2, 3]]
+    assert chunks.version[done].tolist() == [3]
+    # However far the learner was when the first of them came.
+    for moves in ([0, 3, 3, 3, 3], [0, 1, 3, 3, 3], [0, 0, 2, 3, 3], [0, 1, 1, 3, 3]):
+        accumulator, handed_out = empty, []
+        for row, learner in enumerate(moves):
+            accumulator = SET_VERSION(accumulator, learner, 0)
+            accumulator, chunks, done = ADD_FRAGMENTS(
+                accumulator,
+                numbers[row : row + 1],
+                worker[:1],
+                numbers[row : row + 1],
+                version=versions[row : row + 1],
+            )
+            handed_out += chunks.fragments[done].tolist()
+        # One that is complete before the learner moves on is the buffer's to judge.
+        assert handed_out == ([[0, 1, 2]] if moves[2] < 2 else [[1, 2, 3]])
+        assert int(accumulator.metrics()["stale"]) == (moves[2] >= 2)
+    assert at_once.filled.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("freshness", "learner", "expected"),
+    [
+        (None, 0, [([0, 1], 0), ([3, 4], 1)]),
+        (FRESH, 0, [([0, 1], 0)]),
+        (FRESH, 1, [([3, 4], 1)]),
+    ],
+)
+def test_fragments_of_two_sessions_never_join(freshness, learner, expected):
+    accumulator = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 1, 2, per_add=2, freshness=freshness)
+    if freshness is not None:
+        accumulator = SET_VERSION(accumulator, 0, learner)
+    numbers = jnp.arange(5, dtype=jnp.int32)
+    sessions = jnp.array([0, 0, 0, 1, 1], jnp.int32)
+    _, chunks, done = accumulator.add(numbers, 0 * numbers, numbers, session=sessions)
+    assert chunks.fragments[done].tolist() == [fragments for fragments, _ in expected]
+    assert chunks.session[done].tolist() == [session for _, session in expected]
+
+
+def test_chunks_by_eager_jit_scan_and_vmap_agree():
+    random = np.random.default_rng(5)
+    start = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 2, 3, freshness=FRESH)
+    worker = random.integers(0, 2, (20, 4)).astype(np.int32)
+    number = np.zeros_like(worker)
+    for owner in range(2):
+        number[worker == owner] = np.arange((worker == owner).sum())
+    version = (np.arange(20)[:, None] // 4 - random.integers(0, 4, (20, 4))).astype(np.int32)
+    steps = jax.tree.map(jnp.asarray, (number, worker, version, np.arange(20, dtype=np.int32) // 4))
+
+    def step(accumulator, row):
+        number, worker, version, learner = row
+        accumulator, chunks, done = accumulator.set_version(learner).add(
+            number, worker, number, version=version
+        )
+        return accumulator, (chunks, done)
+
+    def loop(one, carry):
+        handed_out = []
+        for t in range(20):
+            carry, out = one(carry, jax.tree.map(lambda leaf, t=t: leaf[t], steps))
+            handed_out.append(out)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *handed_out)
+
+    def scan(carry):
+        return jax.lax.scan(step, carry, steps)
+
+    expected = loop(step, start)
+    assert expected[1][1].sum() > 5
+    assert expected[0].stale > 5
+    both = jax.jit(jax.vmap(scan))(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start))
+    chex.assert_trees_all_equal(
+        expected,
+        loop(jax.jit(step), start),
+        jax.jit(scan)(start),
+        jax.tree.map(lambda leaf: leaf[1], both),
+    )
+
+
+def test_a_gap_drops_the_partial_chunk():
+    accumulator = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 1, 3)
+    numbers = jnp.array([0, 1, 5, 6, 7, 8], jnp.int32)
+    worker = jnp.zeros(6, jnp.int32)
+    accumulator, chunks, done = ADD_FRAGMENTS(
+        accumulator, numbers, worker, numbers, version=numbers + 10
+    )
+    assert done.tolist() == [True]
+    assert chunks.fragments.tolist() == [[5, 6, 7]]
+    assert chunks.version.tolist() == [15]
+    assert accumulator.filled.tolist() == [1]
+    assert int(accumulator.metrics()["dropped"]) == 1
+    # A gap between two chunks loses nothing.
+    accumulator, chunks, _ = ADD_FRAGMENTS(
+        accumulator,
+        jnp.array([9, 10, 20], jnp.int32),
+        worker[:3],
+        jnp.array([9, 10, 20], jnp.int32),
+    )
+    assert chunks.fragments.tolist() == [[8, 9, 10]]
+    assert accumulator.filled.tolist() == [1]
+    assert int(accumulator.metrics()["dropped"]) == 1
+    accumulator = accumulator.drop(jnp.array([True]))
+    assert int(accumulator.metrics()["dropped"]) == 2
+
+
+def test_chunks_of_two_workers_in_a_buffer_of_two():
+    """MineStudio: two chunks of two; a0 to a3, b0, b1 leave a2, a3 and b0, b1."""
+    accumulator = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 2, 2)
+    buffer = jaxbuf.ItemBuffer.create(accumulator.example, 2, sampler=jaxbuf.Uniform(False))
+    held = []
+    for worker, number in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)):
+        accumulator, chunks, done = ADD_FRAGMENTS(
+            accumulator,
+            jnp.array([10 * worker + number], jnp.int32),
+            jnp.array([worker], jnp.int32),
+            jnp.array([number], jnp.int32),
+        )
+        buffer = buffer.add(chunks, mask=done)
+        held.append(bool(buffer.can_sample(2)))
+    # A waiter for two chunks, four fragments, wakes exactly at the fourth.
+    assert held == [False, False, False, True, True, True]
+    batch = buffer.sample(jax.random.key(0), 2)
+    assert sorted(batch.data.fragments.tolist()) == [[2, 3], [10, 11]]
+
+
+def create(**options):
+    return jaxbuf.EpisodeAccumulator.create(
+        **{"example": STEP, "num_envs": 2, "max_length": 3} | options
+    )
+
+
+def chunks(**options):
+    arguments = {"example": jnp.int32(0), "num_workers": 2, "fragments_per_chunk": 2}
+    return jaxbuf.ChunkAccumulator.create(**arguments | options)
+
+
+ONE = jnp.zeros(1, jnp.int32)
+BAD = [
+    (lambda: create(num_envs=0), "num_envs is 0; expected an integer of at least 1"),
+    (lambda: create(max_length=2.5), "max_length is 2.5; expected an integer of at least 1"),
+    (lambda: create(per_add=0), "per_add is 0; expected an integer of at least 1"),
+    (lambda: create(per_add=3, waiting=2), "per_add is 3, but only 2 items may be waiting"),
+    (lambda: create(max_length=2**29), "more than 2**30 rows"),
+    (lambda: create(terminated="over"), "terminated is 'over', but the example has no such field"),
+    (lambda: create(truncated="over"), "truncated is 'over', but the example has no such field"),
+    (
+        lambda: create(terminated="info.time"),
+        "terminated is 'info.time', which is int32 of shape () in the example; expected one bool",
+    ),
+    (lambda: create(terminated="info"), "terminated is 'info', which is no array"),
+    (
+        lambda: create().add(rollout(np.random.default_rng(0), 0, (3, 2))),
+        "steps['info']['time'] has shape (3, 2); expected (2, T)",
+    ),
+    (
+        lambda: create().add(
+            rollout(np.random.default_rng(0), 0, (2, 2)), mask=jnp.ones((2, 3), bool)
+        ),
+        "mask has shape (2, 3); expected (2, 2), which is (num_envs, T)",
+    ),
+    (lambda: create().drop(jnp.zeros(3, bool)), "envs has shape (3,)"),
+    (lambda: chunks(num_workers=0), "num_workers is 0; expected an integer of at least 1"),
+    (
+        lambda: chunks(fragments_per_chunk=0),
+        "fragments_per_chunk is 0; expected an integer of at least 1",
+    ),
+    (lambda: chunks().add(jnp.zeros((1, 2), jnp.int32), ONE, ONE), "fragments has shape (1, 2)"),
+    (lambda: chunks().add(ONE, jnp.zeros(2, jnp.int32), ONE), "worker has shape (2,)"),
+    (lambda: chunks().add(ONE, ONE, jnp.zeros(1)), "number has dtype float32; expected int32"),
+    (lambda: chunks().add(ONE, ONE, ONE, version=jnp.zeros(1)), "version has dtype float32"),
+    (lambda: chunks().add(ONE, ONE, ONE, session=jnp.zeros(1)), "session has dtype float32"),
+    (lambda: chunks(freshness=3), "freshness is 3; expected None or jaxbuf.Freshness"),
+    (lambda: chunks().set_version(3), "set_version was called, but nothing limits staleness here"),
+    (lambda: chunks(freshness=FRESH).set_version(0.5), "version has dtype float32"),
+    (lambda: chunks(freshness=FRESH).set_version(1, 0.5), "session has dtype float32"),
+    (lambda: chunks().drop(jnp.zeros(3, bool)), "workers has shape (3,)"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()

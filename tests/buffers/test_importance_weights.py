@@ -1,0 +1,223 @@
+"""Importance weights against float64, in every normalization."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from tests.models import items as reference
+
+NORMALIZATIONS = ("batch", "buffer", "mean", None)
+PRIORITIES = (0.5, 0.0, 3.0, 1.0, 8.0, 0.25, 2.0)
+
+SAMPLERS = {
+    "uniform": jaxbuf.Uniform(),
+    "uniform-without-replacement": jaxbuf.Uniform(replacement=False),
+    "default": jaxbuf.Prioritized(),
+    "proportional": jaxbuf.Prioritized(alpha=1.0),
+    "epsilon": jaxbuf.Prioritized(alpha=0.5, epsilon=0.1),
+    "mix": jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.3),
+    "without-replacement": jaxbuf.Prioritized(alpha=1.0, replacement=False),
+}
+
+
+def filled(sampler, priorities, capacity=None):
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity or len(priorities), sampler=sampler)
+    items = jnp.arange(len(priorities), dtype=jnp.int32)
+    if isinstance(sampler, jaxbuf.Uniform):
+        return jaxbuf.add(buffer, items)
+    return jaxbuf.add(buffer, items, priority=jnp.asarray(priorities, jnp.float32))
+
+
+def law(sampler, priorities):
+    if isinstance(sampler, jaxbuf.Uniform):
+        return np.full(len(priorities), 1 / len(priorities))
+    masses = [reference.mass(p, sampler.alpha, sampler.epsilon) for p in priorities]
+    return reference.proportional(masses, sampler.uniform_mix)
+
+
+def draw(buffer, batch_size=32, seed=0):
+    return jaxbuf.sample(buffer, jax.random.key(seed), batch_size)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_weights_are_those_of_float64(name, normalize, beta):
+    sampler = SAMPLERS[name]
+    buffer = filled(sampler, PRIORITIES, capacity=10)
+    sample = draw(buffer)
+    everyone = law(sampler, PRIORITIES)
+    weights = np.asarray(jaxbuf.importance_weights(buffer, sample, beta=beta, normalize=normalize))
+    chex.assert_shape(weights, (32,))
+    assert weights.dtype == np.float32
+    valid = np.asarray(sample.valid)
+    expected = reference.importance_weights(
+        everyone[np.asarray(sample.data)[valid]], everyone, beta, normalize
+    )
+    np.testing.assert_allclose(weights[valid], expected, rtol=1e-5)
+    np.testing.assert_array_equal(weights[~valid], 0.0)
+
+
+def test_batch_is_the_default():
+    buffer = filled(SAMPLERS["proportional"], PRIORITIES)
+    sample = draw(buffer, 4, seed=3)
+    weights = jaxbuf.importance_weights(buffer, sample, 0.5)
+    np.testing.assert_array_equal(
+        weights, jaxbuf.importance_weights(buffer, sample, 0.5, normalize="batch")
+    )
+    assert weights.max() == 1.0
+
+
+def test_batch_and_buffer_differ_when_the_rarest_item_was_not_drawn():
+    buffer = filled(jaxbuf.Prioritized(alpha=1.0), (1.0, 100.0, 100.0))
+    sample = draw(buffer, 3)
+    assert 0 not in np.asarray(sample.data)
+    batch, whole = (
+        jaxbuf.importance_weights(buffer, sample, 0.5, normalize=n) for n in ("batch", "buffer")
+    )
+    np.testing.assert_allclose(batch, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(whole, 0.1, rtol=1e-6)
+
+
+def test_buffer_normalization_follows_every_change_exactly():
+    """The smallest mass rises, falls, is evicted and cleared; the divisor follows at once."""
+    buffer = filled(jaxbuf.Prioritized(alpha=1.0, replacement=False), (4.0, 1.0, 2.0))
+
+    def assert_divisor(buffer, smallest):
+        sample = draw(buffer, 3)
+        valid = np.asarray(sample.valid)
+        weights = jaxbuf.importance_weights(buffer, sample, 1.0, normalize="buffer")
+        probability = np.asarray(sample.probability, np.float64)[valid]
+        np.testing.assert_allclose(weights[valid], smallest / probability, rtol=1e-6)
+
+    assert_divisor(buffer, 1 / 7)
+    slots = draw(buffer, 3).slots
+    order = np.argsort(np.asarray(slots.index))
+    slots = jax.tree.map(lambda leaf: leaf[order], slots)
+    buffer = jaxbuf.update_priority(buffer, slots, jnp.array([4.0, 6.0, 2.0], jnp.float32))
+    assert_divisor(buffer, 2 / 12)
+    buffer = jaxbuf.update_priority(buffer, slots, jnp.array([4.0, 0.0, 2.0], jnp.float32))
+    assert_divisor(buffer, 2 / 6)
+    buffer = jaxbuf.update_priority(buffer, slots, jnp.array([0.5, 0.0, 2.0], jnp.float32))
+    assert_divisor(buffer, 0.5 / 2.5)
+    buffer = jaxbuf.add(buffer, jnp.array([7], jnp.int32), priority=jnp.array([3.0], jnp.float32))
+    assert_divisor(buffer, 2 / 5)
+    buffer = jaxbuf.add(
+        buffer.clear(), jnp.array([8, 9], jnp.int32), priority=jnp.array([3.0, 9.0], jnp.float32)
+    )
+    assert_divisor(buffer, 3 / 12)
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_all_zero_priorities_weigh_the_same(normalize):
+    buffer = filled(jaxbuf.Prioritized(), [0.0] * 5, capacity=8)
+    weights = jaxbuf.importance_weights(buffer, draw(buffer), 0.7, normalize=normalize)
+    np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_uniform_items_weigh_one(normalize):
+    buffer = filled(jaxbuf.Uniform(), [1.0] * 5, capacity=8)
+    weights = jaxbuf.importance_weights(buffer, draw(buffer), 0.7, normalize=normalize)
+    np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_extreme_shares_stay_finite(normalize):
+    sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
+    buffer = filled(sampler, (1e-6, 1e6, 1.0, 0.0))
+    sample = draw(buffer, 6)
+    weights = np.asarray(jaxbuf.importance_weights(buffer, sample, 1.0, normalize=normalize))
+    chex.assert_tree_all_finite(weights)
+    np.testing.assert_array_equal(weights[~np.asarray(sample.valid)], 0.0)
+    assert (weights[np.asarray(sample.valid)] > 0).all()
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_probability_is_that_of_the_time_of_sampling(normalize):
+    """Updating after sampling does not change the probability the weights are made of."""
+    buffer = filled(jaxbuf.Prioritized(alpha=1.0), (1.0, 2.0, 5.0))
+    sample = draw(buffer, 16)
+    later = jaxbuf.update_priority(
+        buffer, sample.slots, jnp.full(16, 3.0, jnp.float32), donate=False
+    )
+    before, after = (
+        jaxbuf.importance_weights(b, sample, 0.5, normalize=normalize) for b in (buffer, later)
+    )
+    ratio = np.asarray(after, np.float64) / np.asarray(before, np.float64)
+    np.testing.assert_allclose(ratio, ratio[0], rtol=1e-6)
+
+
+def test_beta_is_annealed_without_a_retrace():
+    buffer = filled(SAMPLERS["default"], PRIORITIES)
+    sample = draw(buffer)
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def weigh(buffer, sample, beta):
+        return jaxbuf.importance_weights(buffer, sample, beta)
+
+    everyone = law(SAMPLERS["default"], PRIORITIES)
+    drawn = everyone[np.asarray(sample.data)]
+    for beta in np.linspace(0.4, 1.0, 7, dtype=np.float32):
+        np.testing.assert_allclose(
+            weigh(buffer, sample, beta),
+            reference.importance_weights(drawn, everyone, float(beta), "batch"),
+            rtol=1e-5,
+        )
+
+
+@pytest.mark.parametrize("beta", [0.4, np.float32(0.4), np.float64(0.4)])
+def test_beta_may_be_any_kind_of_number(beta):
+    buffer = filled(SAMPLERS["default"], PRIORITIES)
+    sample = draw(buffer)
+    np.testing.assert_array_equal(
+        jaxbuf.importance_weights(buffer, sample, beta),
+        jaxbuf.importance_weights(buffer, sample, jnp.float32(0.4)),
+    )
+
+
+def test_weights_are_vmapped_lane_by_lane():
+    sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
+    buffers = [filled(sampler, p) for p in ((1.0, 2.0, 0.0), (5.0, 1.0, 1.0), (0.0, 0.0, 0.0))]
+    lanes = jax.tree.map(lambda *leaves: jnp.stack(leaves), *buffers)
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    @jax.jit
+    def weigh(buffer, key):
+        sample = buffer.sample(key, 4)
+        return [
+            jaxbuf.importance_weights(buffer, sample, 0.6, normalize=normalize)
+            for normalize in NORMALIZATIONS
+        ]
+
+    together = jax.jit(jax.vmap(weigh))(lanes, keys)
+    for lane, buffer in enumerate(buffers):
+        for several, alone in zip(together, weigh(buffer, keys[lane]), strict=True):
+            np.testing.assert_allclose(several[lane], alone, rtol=2e-6)
+
+
+def test_weights_undo_the_bias_of_sampling():
+    """With beta 1 and no normalization the weighted mean estimates the plain mean."""
+    value = np.array([3.0, -1.0, 4.0, 1.0, -5.0, 9.0, 2.0], np.float32)
+    priorities = np.array([0.5, 0.7, 3.0, 1.0, 8.0, 0.25, 2.0])
+    buffer = filled(jaxbuf.Prioritized(alpha=1.0), priorities)
+    sample = draw(buffer, 70_000)
+    weights = jaxbuf.importance_weights(buffer, sample, 1.0, normalize=None)
+    estimate = float((np.asarray(weights, np.float64) * value[np.asarray(sample.data)]).mean())
+    share = priorities / priorities.sum()
+    deviation = np.sqrt(((value / (7 * share)) ** 2 * share).sum() / 70_000)
+    assert abs(estimate - value.mean()) < 4 * deviation
+
+
+def test_weights_of_the_buffer_are_at_most_one_if_the_least_probability_underflows():
+    buffer = jaxbuf.ItemBuffer.create(
+        jnp.int32(0), 4, sampler=jaxbuf.Prioritized(alpha=1.0, epsilon=0.0)
+    ).add(jnp.arange(2, dtype=jnp.int32), priority=jnp.array([1e-35, 1e28]))
+    batch = buffer.sample(jax.random.key(0), 8)
+    weights = jaxbuf.importance_weights(buffer, batch, 1.0, normalize="buffer")
+    assert (weights <= 1).all()

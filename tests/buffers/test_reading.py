@@ -1,0 +1,287 @@
+"""Reading steps, taking them out, and leaving the earliest ones alone."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from tests.models import reading as reference
+
+STEP = {"obs": {"t": jax.ShapeDtypeStruct((), jnp.int32), "pair": (jnp.zeros(2), jnp.zeros(()))}}
+
+
+def create(num_envs, length, sequence_length=1, sampler=jaxbuf.Uniform(), **options):
+    return jaxbuf.TrajectoryBuffer.create(
+        STEP, num_envs, length, sequence_length=sequence_length, sampler=sampler, **options
+    )
+
+
+def steps(t):
+    t = jnp.asarray(t, jnp.int32)
+    real = t.astype(jnp.float32)
+    return {"obs": {"t": t, "pair": (jnp.stack([real, -real], axis=-1), real)}}
+
+
+def every_env(num_envs, *t):
+    """The same steps for all environments."""
+    return steps(np.tile(np.array(t), (num_envs, 1)))
+
+
+def rows(read):
+    """The valid steps of each ring, as a list of lists."""
+    t, valid = np.asarray(read.data["obs"]["t"]), np.asarray(read.valid)
+    return [row[legal].tolist() for row, legal in zip(t, valid, strict=True)]
+
+
+def test_gather_all_leaves_the_earliest_out():
+    """ALF's example: the position of a step never changes."""
+    buffer = create(4, 9, num_earliest_ignored=2)
+    buffer = jaxbuf.add(buffer, every_env(4, *range(1, 9)))
+    read = buffer.gather_all()
+    assert rows(read) == [[3, 4, 5, 6, 7, 8]] * 4
+    assert read.position[:, 0].tolist() == [2] * 4
+    assert rows(buffer.gather_all(ignore_earliest=False)) == [list(range(1, 9))] * 4
+    buffer = jaxbuf.add(buffer, every_env(4, *range(9, 15)))
+    read = buffer.gather_all()
+    assert rows(read) == [[8, 9, 10, 11, 12, 13, 14]] * 4
+    assert read.position[:, 0].tolist() == [7] * 4
+
+
+def test_dequeue_takes_the_earliest_also_across_the_end_of_the_ring():
+    """ALF's examples."""
+    buffer = jaxbuf.add(create(2, 4), every_env(2, *range(2, 10)))
+    for expected in (6, 7):
+        buffer, taken = buffer.dequeue(1)
+        assert rows(taken) == [[expected]] * 2
+    buffer, taken = buffer.dequeue(1, mask=jnp.array([True, False]))
+    assert rows(taken) == [[8], []]
+    buffer, taken = buffer.dequeue(1)
+    assert rows(taken) == [[9], [8]]
+    assert buffer.size == 1
+
+    buffer = jaxbuf.add(create(2, 4), every_env(2, *range(5, 10)))
+    buffer, taken = buffer.dequeue(2)
+    assert rows(taken) == [[6, 7]] * 2
+    buffer, taken = buffer.dequeue(2)
+    assert rows(taken) == [[8, 9]] * 2
+    buffer, taken = buffer.dequeue(2)
+    assert rows(taken) == [[], []]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def observe(count, buffer):
+    slot = jnp.arange(count, dtype=jnp.int32)
+    slots = jaxbuf.Slots(index=slot, generation=buffer.occupancy.generation(slot))
+    state = buffer.sampler_state
+    return {
+        "live": buffer.occupancy.live(slot),
+        "at": buffer.locate(slots),
+        "mass": state.leaves if buffer.sampler.uses_priority else None,
+        "read": buffer.gather_all(),
+        "end": buffer.end_position,
+        "earliest": buffer.earliest_position,
+        "windows": buffer.occupancy.size,
+    }
+
+
+def assert_same(buffer, twin):
+    count = buffer.capacity // buffer.period
+    seen = jax.device_get(observe(count, buffer))
+    env, position = seen["at"]
+    live = seen["live"]
+    drawable = sorted(zip(env[live].tolist(), position[live].tolist(), strict=True))
+    assert drawable == sorted(twin.windows())
+    assert seen["windows"] == len(drawable)
+    if seen["mass"] is not None:
+        np.testing.assert_array_equal(seen["mass"] > 0, live)
+        assert buffer.sampler_state.nnz == len(drawable)
+    for e in range(buffer.num_envs):
+        expected, legal = twin.gathered(e), seen["read"].valid[e]
+        assert legal.tolist() == [i < len(expected) for i in range(buffer.length)]
+        t, at = seen["read"].data["obs"]["t"][e][legal], seen["read"].position[e][legal]
+        assert list(zip(at.tolist(), t.tolist(), strict=True)) == expected
+    assert seen["end"].tolist() == twin.end
+    held = [len(ring) for ring in twin.rings]
+    assert (seen["end"] - seen["earliest"]).tolist() == held
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [(3, 7, 3, 1, 2, jaxbuf.Prioritized()), (2, 6, 2, 2, 1, jaxbuf.Prioritized(stratified=False))],
+    ids=["ignored", "period"],
+)
+def test_random_operations_agree_with_the_twin_after_every_step(configuration):
+    num_envs, length, sequence_length, period, ignored, sampler = configuration
+    buffer = create(
+        num_envs, length, sequence_length, sampler, period=period, num_earliest_ignored=ignored
+    )
+    twin = reference.Rings(num_envs, length, sequence_length, period, ignored)
+    add = jax.jit(lambda buffer, t, mask: buffer.add(steps(t), mask=mask))
+    dequeue = jax.jit(lambda buffer, mask: buffer.dequeue(2, mask=mask))
+    clear = jax.jit(lambda buffer, envs: buffer.clear(envs))
+    random = np.random.default_rng(3)
+    clock = 1
+    for _ in range(60):
+        t = clock + np.arange(num_envs * 4).reshape(num_envs, 4)
+        clock += t.size
+        mask = random.random(t.shape) < random.random()
+        twin.add(t.tolist(), mask)
+        buffer = add(buffer, t, mask)
+        assert_same(buffer, twin)
+        if random.random() < 0.4:
+            take = random.random(num_envs) < 0.6
+            buffer, taken = dequeue(buffer, take)
+            assert rows(taken) == twin.dequeue(2, take)
+            assert_same(buffer, twin)
+        if random.random() < 0.1:
+            ids = random.integers(-1, num_envs + 1, 2).astype(np.int32)
+            buffer = clear(buffer, ids)
+            twin.clear({int(i) for i in ids if 0 <= i < num_envs})
+            assert_same(buffer, twin)
+
+
+def test_a_stale_update_does_not_reach_ignored_or_dequeued_windows():
+    buffer = create(1, 6, 2, jaxbuf.Prioritized(alpha=1.0), num_earliest_ignored=2)
+    buffer = jaxbuf.add(buffer, every_env(1, *range(6)))
+    slots = jaxbuf.Slots(index=jnp.arange(5, dtype=jnp.int32), generation=jnp.ones(5, jnp.uint32))
+    update = jax.jit(lambda buffer: buffer.update_priority(slots, jnp.full(5, 4.0)))
+    assert update(buffer).sampler_state.leaves.tolist() == [0, 0, 4, 4, 4, 0]
+    later = update(buffer.add(every_env(1, 6)))
+    assert later.sampler_state.leaves.tolist() == [0, 0, 0, 4, 4, 1]
+    shorter = update(buffer.dequeue(1)[0])
+    assert shorter.sampler_state.leaves.tolist() == [0, 0, 0, 4, 4, 0]
+
+
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized()])
+def test_ignored_steps_are_never_drawn(sampler):
+    """ALF's example: with two steps ignored, the third is the only one."""
+    buffer = create(4, 10, sampler=sampler, num_earliest_ignored=2)
+    buffer = jaxbuf.add(buffer, every_env(4, 0, 1))
+    assert not buffer.can_sample()
+    assert not jaxbuf.sample(buffer, jax.random.key(0), 16).valid.any()
+    buffer = jaxbuf.add(buffer, every_env(4, 2))
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 16)
+    assert sample.valid.all()
+    assert set(np.asarray(sample.data["obs"]["t"]).ravel().tolist()) == {2}
+
+
+def test_fields_by_environment_and_position():
+    buffer = jaxbuf.add(create(2, 4), steps(np.arange(12).reshape(2, 6)))
+    env, position = jnp.array([[0], [1], [7], [-1]]), jnp.array([[1, 2, 5, 6]])
+    assert buffer.get_field("obs.t", env, position).tolist() == [
+        [0, 2, 5, 0],
+        [0, 8, 11, 0],
+        [0, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
+    pair = buffer.get_field("obs.pair", jnp.int32(1), jnp.uint32(4))
+    assert [leaf.tolist() for leaf in pair] == [[10.0, -10.0], 10.0]
+
+
+def test_a_sample_can_be_located_and_read_around():
+    """As stacking frames and hindsight need it."""
+    buffer = jaxbuf.add(create(3, 8, 2), steps(np.arange(30).reshape(3, 10)))
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 32)
+    env, position = buffer.locate(sample.slots)
+    t = np.asarray(sample.data["obs"]["t"])
+    np.testing.assert_array_equal(env, t[:, 0] // 10)
+    np.testing.assert_array_equal(position, t[:, 0] % 10)
+    both = position[:, None] + jnp.arange(2, dtype=jnp.uint32)[None]
+    np.testing.assert_array_equal(buffer.get_field("obs.t", env[:, None], both), t)
+    empty = create(3, 8, 2, period=2)
+    env, _ = empty.locate(empty.sample(jax.random.key(0), 2).slots)
+    assert env.tolist() == [3, 3]
+
+
+def test_positions_past_2_to_the_32():
+    buffer = create(1, 6)
+    rings = buffer.occupancy.replace(
+        cursor=jnp.array([3], jnp.uint32), lap=jnp.array([2**32 // 6 + 1], jnp.uint32)
+    )
+    buffer = buffer.replace(occupancy=rings)
+    first = int(buffer.end_position[0])
+    assert first > 2**32 - 6
+    buffer = jaxbuf.add(buffer, every_env(1, *range(1, 7)))
+    at = buffer.gather_all().position
+    assert at[0].tolist() == [(first + i) % 2**32 for i in range(6)]
+    assert buffer.get_field("obs.t", jnp.zeros_like(at, jnp.int32), at)[0].tolist() == [
+        1, 2, 3, 4, 5, 6,
+    ]  # fmt: skip
+
+
+def test_clear_of_some_environments():
+    buffer = jaxbuf.add(
+        create(3, 4, sampler=jaxbuf.Prioritized()), steps(np.arange(9).reshape(3, 3))
+    )
+    slots = buffer.sample(jax.random.key(0), 8).slots
+    clear = jax.jit(lambda buffer, envs: buffer.clear(envs))
+    cleared = clear(buffer, jnp.array([True, False, True]))
+    assert rows(cleared.gather_all()) == [[], [3, 4, 5], []]
+    last = clear(buffer, jnp.array([2, 2, -1]))
+    assert rows(last.gather_all()) == [[0, 1, 2], [3, 4, 5], []]
+    again = jaxbuf.add(cleared, steps(np.arange(9, 12)), mask=jnp.array([True, False, True]))
+    again = jaxbuf.update_priority(again, slots, jnp.full(8, 100.0))
+    mass = again.sampler_state.leaves.reshape(3, 4)
+    assert (mass > 10).any(axis=1).tolist() == [False, True, False]
+
+
+def test_reading_under_vmap_and_scan():
+    empty = create(2, 4)
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), empty)
+
+    def step(buffer, t):
+        buffer = buffer.add(steps(jnp.stack([t, t + 10])))
+        buffer, taken = buffer.dequeue(1, mask=jnp.array([True, False]))
+        return buffer, (taken.data["obs"]["t"], taken.valid, buffer.end_position)
+
+    t = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32)
+    _, (taken, valid, end) = jax.jit(jax.vmap(lambda b, t: jax.lax.scan(step, b, t)))(many, t)
+    np.testing.assert_array_equal(taken[..., 0, 0], t)
+    np.testing.assert_array_equal(valid[..., 0], [[[True, False]] * 3] * 2)
+    np.testing.assert_array_equal(end, [[[1, 1], [2, 2], [3, 3]]] * 2)
+    assert jax.vmap(lambda b: b.add(steps([1, 2])))(many).end_position.tolist() == [[1, 1]] * 2
+
+
+def test_a_scanned_dequeue_copies_no_storage():
+    example = {"obs": jnp.zeros(17)}
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        example, 4, 4096, sequence_length=2, sampler=jaxbuf.Prioritized(), num_earliest_ignored=3
+    )
+
+    def step(buffer, key):
+        buffer = buffer.add({"obs": jnp.ones((4, 17))})
+        buffer, taken = buffer.dequeue(2)
+        sample = buffer.sample(key, 8)
+        buffer = buffer.update_priority(sample.slots, sample.data["obs"][:, 0, 0])
+        return buffer, taken.data["obs"].sum()
+
+    run = jax.jit(lambda b, keys: jax.lax.scan(step, b, keys), donate_argnums=0)
+    text = run.lower(buffer, jax.random.split(jax.random.key(0), 3)).compile().as_text()
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", text)
+    assert all(np.prod([int(n) for n in shape.split(",")]) < 4096 for shape in found)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda b: b.get_field("obs.x", 0, 0), "path is 'obs.x', but steps have no such field"),
+        (lambda b: b.get_field("obs.t.shape", 0, 0), "path is 'obs.t.shape'"),
+        (lambda b: b.get_field("obs.t", 0.0, 0), "env_ids has dtype float32; expected integers"),
+        (lambda b: b.get_field("obs.t", 0, 0.5), "positions has dtype float32; expected integers"),
+        (lambda b: b.dequeue(0), "n is 0; expected an integer of at least 1"),
+        (lambda b: b.dequeue(5), "n is 5, but a ring has length 4"),
+        (lambda b: b.dequeue(1, mask=jnp.ones(3, bool)), "mask has shape (3,); expected (2,)"),
+        (lambda b: b.clear(jnp.ones(3, bool)), "envs has shape (3,); expected (2,)"),
+        (lambda b: b.clear(1), "envs has shape (); expected (K,)"),
+        (lambda b: b.clear(jnp.ones(2)), "envs has dtype float32; expected integers"),
+        (lambda b: create(2, 4, num_earliest_ignored=-1), "num_earliest_ignored is -1; expected"),
+        (lambda b: create(2, 4, 3, num_earliest_ignored=2), "num_earliest_ignored is 2 and"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(create(2, 4))

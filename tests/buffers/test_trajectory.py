@@ -1,0 +1,700 @@
+"""`TrajectoryBuffer`: which windows there are, what they are worth, what a handle means."""
+
+import copy
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import jaxbuf
+from tests.models import trajectory as reference
+
+REVEAL = jaxbuf.Uniform(replacement=False)
+REVEAL_PRIORITIES = jaxbuf.Prioritized(alpha=1.0, replacement=False)
+EXAMPLE = {"obs": jax.ShapeDtypeStruct((2,), jnp.float32), "t": jax.ShapeDtypeStruct((), jnp.int32)}
+
+
+def create(num_envs, length, sequence_length=1, period=1, sampler=REVEAL, example=EXAMPLE):
+    return jaxbuf.TrajectoryBuffer.create(
+        example, num_envs, length, sequence_length=sequence_length, period=period, sampler=sampler
+    )
+
+
+def steps(t):
+    """Steps that can be told apart: ``t`` and an observation that goes with it."""
+    t = jnp.asarray(t, jnp.int32)
+    real = t.astype(jnp.float32)
+    return {"obs": jnp.stack([real, -real], axis=-1), "t": t}
+
+
+def floats(*values):
+    return jnp.array(values, jnp.float32)
+
+
+def reveal(buffer):
+    """``{index: (steps, probability, generation)}`` of a buffer without replacement."""
+    slots = buffer.capacity // buffer.period
+    sample = jaxbuf.sample(buffer, jax.random.key(0), slots)
+    valid = np.asarray(sample.valid)
+    t = np.asarray(sample.data["t"])
+    np.testing.assert_array_equal(sample.data["obs"], np.stack([t, -t], axis=-1))
+    index = np.asarray(sample.slots.index)
+    assert len(set(index[valid].tolist())) == valid.sum()
+    np.testing.assert_array_equal(index[~valid], buffer.capacity)
+    np.testing.assert_array_equal(np.asarray(sample.probability)[~valid], 0.0)
+    rows = zip(t, np.asarray(sample.probability), np.asarray(sample.slots.generation), strict=True)
+    return {
+        int(i): (row[0].tolist(), float(row[1]), int(row[2]))
+        for i, row, legal in zip(index, rows, valid, strict=True)
+        if legal
+    }
+
+
+def windows(buffer):
+    return {index: row[0] for index, row in sorted(reveal(buffer).items())}
+
+
+def priorities(buffer):
+    """``{first step: probability}``."""
+    return {row[0][0]: row[1] for row in reveal(buffer).values()}
+
+
+def slots_of(buffer, *first):
+    """Handles of the windows that start with these steps, in the order asked for."""
+    found = {row[0][0]: (index, row[2]) for index, row in reveal(buffer).items()}
+    rows = [found[t] for t in first]
+    return jaxbuf.Slots(
+        index=jnp.array([row[0] for row in rows], jnp.int32),
+        generation=jnp.array([row[1] for row in rows], jnp.uint32),
+    )
+
+
+def assert_same(buffer, twin):
+    expected = {
+        twin.slot(window[0]): ([step.data for step in window], probability)
+        for window, probability in zip(twin.windows, twin.probabilities(), strict=True)
+        if probability > 0
+    }
+    actual = reveal(buffer)
+    assert {i: row[0] for i, row in actual.items()} == {i: row[0] for i, row in expected.items()}
+    for index, (_, probability) in expected.items():
+        assert actual[index][1] == pytest.approx(probability, rel=2e-6)
+    assert buffer.size == twin.size
+    count = len(twin.windows)
+    assert bool(buffer.can_sample(max(count, 1))) == (count > 0)
+    assert not buffer.can_sample(count + 1)
+    metrics = buffer.metrics()
+    assert (metrics["size"], metrics["windows"], metrics["adds"], metrics["rejected"]) == (
+        twin.size, count, twin.adds, twin.rejected,
+    )  # fmt: skip
+
+
+CONFIGURATIONS = {
+    "uniform": (2, 12, 4, 3, REVEAL),
+    "whole-ring": (2, 4, 4, 1, REVEAL_PRIORITIES),
+    "prioritized": (3, 7, 3, 1, REVEAL_PRIORITIES),
+    "prioritized-period": (2, 12, 4, 3, REVEAL_PRIORITIES),
+    "mixed": (
+        3, 6, 2, 1,
+        jaxbuf.Prioritized(alpha=0.5, epsilon=0.1, uniform_mix=0.2, replacement=False),
+    ),
+}  # fmt: skip
+
+
+def twin_of(num_envs, length, sequence_length, period, sampler):
+    options = {}
+    if isinstance(sampler, jaxbuf.Prioritized):
+        options = {
+            name: getattr(sampler, name)
+            for name in ("alpha", "initial_priority", "epsilon", "uniform_mix")
+        }
+    return reference.TrajectoryBuffer(num_envs, length, sequence_length, period, **options)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_windows_of_another_length_agree_with_a_twin_of_that_length(configuration):
+    num_envs, length, own, period, sampler = configuration
+    prioritized = isinstance(sampler, jaxbuf.Prioritized)
+    random = np.random.default_rng(11)
+    buffer, twin = create(*configuration), twin_of(*configuration)
+    sizes = sorted({1, own, min(own + 1, length), length})
+
+    @jax.jit
+    def draw(buffer, key):
+        """Returns a sample of each size, and whether the buffer knows its slots."""
+        samples = [
+            buffer.sample(key, num_envs * length // period, sequence_length=size) for size in sizes
+        ]
+        return [(sample, buffer.occupancy.holds(sample.slots)) for sample in samples]
+
+    for i in range(8):
+        t = np.arange(3 * num_envs).reshape(num_envs, 3) + 3 * num_envs * i
+        mask = random.random(t.shape) < 0.8
+        priority = random.choice([0.0, 0.5, 3.0], size=t.shape).astype(np.float32)
+        given = {"priority": priority} if prioritized else {}
+        buffer = jaxbuf.add(buffer, steps(t), mask=mask, **given)
+        twin.add(t.tolist(), given.get("priority"), mask)
+        default = max([twin.initial_priority, *(w[0].priority for w in twin.windows)])
+        drawn = jax.device_get(draw(buffer, jax.random.key(i)))
+        for size, (sample, held) in zip(sizes, drawn, strict=True):
+            assert sample.data["t"].shape[1] == size
+            other = twin_of(num_envs, length, size, period, sampler)
+            other.rings = [[copy.copy(step) for step in ring] for ring in twin.rings]
+            for window in other.windows:
+                known = twin.is_live(
+                    twin.rings[window[0].env][other.rings[window[0].env].index(window[0])]
+                )
+                window[0].priority = window[0].priority if known else default
+            expected = {
+                other.slot(window[0]): ([step.data for step in window], pytest.approx(p, rel=1e-5))
+                for window, p in zip(other.windows, other.probabilities(), strict=True)
+                if p > 0
+            }
+            rows = zip(
+                *(a.tolist() for a in (sample.slots.index, sample.data["t"], sample.probability)),
+                strict=True,
+            )
+            found = {
+                index: row for (index, *row), valid in zip(rows, sample.valid, strict=True) if valid
+            }
+            assert {i: tuple(row) for i, row in found.items()} == expected
+            windows_here = {twin.slot(window[0]) for window in twin.windows}
+            names = np.asarray(sample.slots.index)
+            np.testing.assert_array_equal(held, np.isin(names, list(windows_here)) & sample.valid)
+
+
+def test_windows_of_another_length_with_recent_ones_and_ignored_steps():
+    sampler = jaxbuf.Recent(ratio=1.0, steps=2)
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        EXAMPLE, 1, 8, sequence_length=3, num_earliest_ignored=2, sampler=sampler
+    )
+    buffer = jaxbuf.add(buffer, steps(np.arange(10)[None]))
+    for size, first in ((1, [8, 9]), (3, [6, 7]), (5, [4, 5]), (6, [4, 4])):
+        batch = jaxbuf.sample(buffer, jax.random.key(0), 2, sequence_length=size)
+        assert batch.data["t"].tolist() == [[t + i for i in range(size)] for t in first]
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_rows_of_some_environments_are_those_of_all_with_a_mask(rows):
+    freshness = jaxbuf.Freshness(max_staleness=9)
+    random = np.random.default_rng(rows)
+    few = every = jaxbuf.TrajectoryBuffer.create(
+        EXAMPLE, 5, 4, sequence_length=2, sampler=REVEAL_PRIORITIES, freshness=freshness
+    )
+    shape = (5, rows) if rows else (5,)
+    add_to_all = jax.jit(lambda buffer, rows, given: buffer.add(rows, **given))
+    for i in range(6):
+        # Few different counts, each of which is a program of its own.
+        ids = random.permutation(5)[: (3, 0, 5)[i // 2]]
+        t = np.arange(np.prod(shape)).reshape(shape) + 100 * i
+        priority = random.random(shape).astype(np.float32)
+        version = random.integers(-9, 3, shape).astype(np.int32)
+        mask = random.random(shape) < 0.8
+        given = {"priority": priority, "version": version, "mask": mask}
+        inside = np.isin(np.arange(5), ids).reshape(5, *(1,) * (len(shape) - 1))
+        every = add_to_all(every, steps(t), {**given, "mask": mask & inside})
+        some = {name: value[ids] for name, value in given.items()}
+        if i % 2:
+            few = jaxbuf.add(
+                few, steps(t[ids]), **some, env_ids=jnp.asarray(ids, jnp.int32), donate=False
+            )
+        else:
+            few = jax.jit(lambda few, rows, some, ids=ids: few.add(rows, **some, env_ids=ids))(
+                few, steps(t[ids]), some
+            )
+        chex.assert_trees_all_equal(few, every)
+
+
+def test_rows_of_some_environments_with_masks_of_environments_and_names_that_are_traced():
+    buffer = create(3, 4)
+    add = jax.jit(
+        lambda buffer, ids, mask: buffer.add(steps([[0, 1], [2, 3]]), env_ids=ids, mask=mask)
+    )
+    both = jnp.array([True, True])
+    assert windows(add(buffer, jnp.array([2, 0]), both)) == {0: [2], 1: [3], 8: [0], 9: [1]}
+    assert windows(add(buffer, jnp.array([2, 0]), ~both)) == {}
+    assert windows(add(buffer, jnp.array([-1, 3]), both)) == {}
+    assert windows(add(buffer, jnp.array([1, 1]), both)) == {4: [2], 5: [3]}
+    vmapped = jax.vmap(add, in_axes=(None, 0, None))(buffer, jnp.array([[2, 0], [1, 2]]), both)
+    second = jax.tree.map(lambda leaf: leaf[1], vmapped)
+    assert windows(second) == {4: [0], 5: [1], 8: [2], 9: [3]}
+
+
+def test_the_newest_steps_become_starts_as_later_ones_arrive():
+    buffer = create(1, 5, 3)
+    buffer = jaxbuf.add(buffer, steps([[0, 1]]))
+    assert (int(buffer.size), bool(buffer.can_sample())) == (2, False)
+    assert windows(jaxbuf.add(buffer, steps([2]), donate=False)) == {0: [0, 1, 2]}
+    buffer = jaxbuf.add(buffer, steps([[2, 3]]))
+    assert windows(buffer) == {0: [0, 1, 2], 1: [1, 2, 3]}
+    buffer = jaxbuf.add(buffer, steps([[4, 5, 6]]))
+    assert windows(buffer) == {2: [2, 3, 4], 3: [3, 4, 5], 4: [4, 5, 6]}
+
+
+def test_every_ring_has_its_own_write_position():
+    buffer = create(3, 4, 2)
+    mask = jnp.array([[True, False, True], [False, False, False], [True, True, True]])
+    buffer = jaxbuf.add(buffer, steps([[0, 1, 2], [3, 4, 5], [6, 7, 8]]), mask=mask)
+    assert windows(buffer) == {0: [0, 2], 8: [6, 7], 9: [7, 8]}
+    buffer = jaxbuf.add(buffer, steps([9, 10, 11]), mask=jnp.array([False, True, True]))
+    assert windows(buffer) == {0: [0, 2], 8: [6, 7], 9: [7, 8], 10: [8, 11]}
+    assert buffer.size == 2 + 1 + 4
+
+
+def test_a_mask_of_environments_takes_whole_rows():
+    rows = steps([[0, 1], [2, 3]])
+    mask = jnp.array([False, True])
+    whole = jaxbuf.add(create(2, 4), rows, mask=mask)
+    single = jaxbuf.add(create(2, 4), rows, mask=jnp.stack([mask, mask], axis=1))
+    assert windows(whole) == windows(single) == {4: [2], 5: [3]}
+
+
+def test_starts_are_multiples_of_the_period_in_the_rings_own_places():
+    buffer = create(2, 6, 3, 2)
+    buffer = jaxbuf.add(buffer, steps(jnp.arange(20).reshape(2, 10)))
+    # The ring of the first holds 6 7 8 9 4 5, and the oldest step is 4.
+    assert windows(buffer) == {0: [6, 7, 8], 2: [4, 5, 6], 3: [16, 17, 18], 5: [14, 15, 16]}
+
+
+def test_of_more_steps_than_a_ring_holds_the_last_stay():
+    buffer = create(1, 4, 2)
+    buffer = jaxbuf.add(buffer, steps([list(range(11))]))
+    assert (int(buffer.size), int(buffer.metrics()["adds"])) == (4, 11)
+    assert windows(buffer) == {0: [8, 9], 1: [9, 10], 3: [7, 8]}
+
+
+def test_a_priority_is_that_of_the_window_that_ends_at_its_row():
+    buffer = create(1, 6, 3, sampler=REVEAL_PRIORITIES)
+    buffer = jaxbuf.add(
+        buffer, steps([[0, 1, 2, 3, 4]]), priority=floats(100.0, 100.0, 1.0, 2.0, 5.0)[None]
+    )
+    assert priorities(buffer) == pytest.approx({0: 1 / 8, 1: 2 / 8, 2: 5 / 8})
+    buffer = jaxbuf.add(buffer, steps([5]), priority=floats(2.0))
+    assert priorities(buffer) == pytest.approx({0: 0.1, 1: 0.2, 2: 0.5, 3: 0.2})
+
+
+def test_a_bad_priority_becomes_the_default_and_the_step_stays():
+    buffer = create(1, 6, sampler=REVEAL_PRIORITIES)
+    buffer = jaxbuf.add(buffer, steps([[0, 1]]), priority=floats(1.0, 4.0)[None])
+    buffer = jaxbuf.add(buffer, steps([[2, 3, 4]]), priority=floats(jnp.nan, -1.0, jnp.inf)[None])
+    assert buffer.metrics()["rejected"] == 3
+    assert buffer.size == 5
+    assert priorities(buffer) == pytest.approx(
+        {0: 1 / 17, 1: 4 / 17, 2: 4 / 17, 3: 4 / 17, 4: 4 / 17}
+    )
+
+
+def test_the_default_is_the_largest_priority_before_this_add_evicts_it():
+    buffer = create(1, 2, sampler=REVEAL_PRIORITIES)
+    buffer = jaxbuf.add(buffer, steps([[0, 1]]), priority=floats(8.0, 2.0)[None])
+    buffer = jaxbuf.add(buffer, steps([2]))
+    assert priorities(buffer) == pytest.approx({1: 0.2, 2: 0.8})
+    buffer = jaxbuf.add(buffer, steps([3]), priority=floats(2.0))
+    buffer = jaxbuf.add(buffer, steps([4]), priority=floats(2.0))
+    assert jaxbuf.add(buffer, steps([5])).metrics()["priority_max"] == 2.0
+
+
+def test_a_stale_update_never_revives_a_broken_window():
+    """Flashbax writes the priority of whatever lies there now."""
+    buffer = create(1, 6, 3, sampler=REVEAL_PRIORITIES)
+    buffer = jaxbuf.add(buffer, steps([list(range(6))]))
+    slots = slots_of(buffer, 0, 1)
+    for count in range(1, 9):
+        buffer = jaxbuf.add(buffer, steps([5 + count]))
+        if count >= 2:
+            buffer = jaxbuf.update_priority(buffer, slots, floats(9.0, 9.0))
+        assert priorities(buffer) == pytest.approx({count + t: 0.25 for t in range(4)})
+
+
+def test_a_window_is_stale_once_its_first_step_is_overwritten():
+    buffer = create(1, 5, 2, sampler=REVEAL_PRIORITIES)
+    buffer = jaxbuf.add(buffer, steps([list(range(5))]))
+    slots = slots_of(buffer, 0, 1)
+    buffer = jaxbuf.add(buffer, steps([5]))
+    buffer = jaxbuf.update_priority(buffer, slots, floats(7.0, 3.0))
+    assert priorities(buffer) == pytest.approx({1: 0.5, 2: 1 / 6, 3: 1 / 6, 4: 1 / 6})
+
+
+def test_duplicates_in_an_update_count_the_last_accepted_row():
+    buffer = create(1, 4, sampler=REVEAL_PRIORITIES)
+    buffer = jaxbuf.add(buffer, steps([[0, 1]]))
+    slots = slots_of(buffer, 0, 0, 0, 0)
+    buffer = jaxbuf.update_priority(
+        buffer, slots, floats(5.0, 3.0, jnp.nan, 8.0), mask=jnp.array([True, True, True, False])
+    )
+    assert priorities(buffer) == pytest.approx({0: 0.75, 1: 0.25})
+    assert buffer.metrics()["rejected"] == 1
+
+
+def test_all_priorities_zero_is_uniform_over_the_windows():
+    buffer = create(2, 4, 2, sampler=REVEAL_PRIORITIES)
+    buffer = jaxbuf.add(buffer, steps([[0, 1, 2], [3, 4, 5]]), priority=jnp.zeros((2, 3)))
+    assert priorities(buffer) == pytest.approx({0: 0.25, 1: 0.25, 3: 0.25, 4: 0.25})
+
+
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized()])
+def test_past_2_to_the_31_steps(sampler):
+    """Flashbax counts in int32, which runs out."""
+    length = 2**10
+    fresh = create(1, length, 3, sampler=sampler)
+    laps = 2**32 // length
+    far = fresh.replace(
+        occupancy=fresh.occupancy.replace(
+            cursor=jnp.array([length - 2], jnp.uint32), lap=jnp.array([laps - 1], jnp.uint32)
+        ),
+        counters=jnp.array([2**32 - 2, 0], jnp.uint32),
+    )
+    for t in range(6):
+        far = jaxbuf.add(far, steps([t]))
+        sample = jaxbuf.sample(far, jax.random.key(t), 64)
+        assert (far.size, bool(far.can_sample())) == (t + 1, t >= 2)
+        if t >= 2:
+            first = set(np.asarray(sample.data["t"])[:, 0].tolist())
+            assert first == set(range(t - 1))
+            np.testing.assert_array_equal(np.diff(np.asarray(sample.data["t"])), 1)
+    assert far.metrics()["adds"] == 4
+
+
+def test_a_generation_wraps_with_the_laps():
+    buffer = create(1, 4, 2, sampler=REVEAL_PRIORITIES)
+    last = buffer.occupancy.replace(lap=jnp.array([2**32 - 1], jnp.uint32))
+    buffer = buffer.replace(occupancy=last)
+    buffer = jaxbuf.add(buffer, steps([[0, 1, 2, 3, 4, 5]]))
+    old = slots_of(buffer, 2)
+    assert {row[2] for row in reveal(buffer).values()} == {0, 2**32 - 1}
+    buffer = jaxbuf.update_priority(buffer, old, floats(2.0))
+    assert priorities(buffer) == pytest.approx({2: 0.5, 3: 0.25, 4: 0.25})
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        jaxbuf.Uniform(),
+        REVEAL,
+        jaxbuf.Prioritized(),
+        REVEAL_PRIORITIES,
+        jaxbuf.Prioritized(uniform_mix=1.0),
+    ],
+)
+@pytest.mark.parametrize("held", [0, 2])
+def test_underfull_gives_an_invalid_sample(sampler, held):
+    buffer = create(2, 6, 3, sampler=sampler)
+    if held:
+        buffer = jaxbuf.add(buffer, steps(jnp.arange(2 * held).reshape(2, held)))
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 4)
+    np.testing.assert_array_equal(sample.valid, False)
+    np.testing.assert_array_equal(sample.probability, 0.0)
+    np.testing.assert_array_equal(sample.slots.index, buffer.capacity)
+    chex.assert_shape(sample.data["obs"], (4, 3, 2))
+    assert not buffer.can_sample()
+    chex.assert_tree_all_finite(buffer.metrics())
+    if sampler.uses_priority:
+        buffer = jaxbuf.update_priority(buffer, sample.slots, jnp.full(4, 9.0))
+        assert buffer.metrics()["priority_max"] == 0.0
+
+
+def test_dtypes_and_shapes_of_the_contract():
+    buffer = jaxbuf.add(create(2, 6, 3, sampler=jaxbuf.Prioritized()), steps(jnp.zeros((2, 4))))
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 5)
+    assert (sample.slots.index.dtype, sample.slots.generation.dtype) == (jnp.int32, jnp.uint32)
+    assert (sample.probability.dtype, sample.valid.dtype) == (jnp.float32, jnp.bool_)
+    chex.assert_shape([sample.data["obs"], sample.data["t"]], [(5, 3, 2), (5, 3)])
+    chex.assert_shape([buffer.size, buffer.can_sample()], ())
+    assert (buffer.size.dtype, buffer.can_sample().dtype) == (jnp.int32, jnp.bool_)
+    assert (type(buffer.capacity), buffer.capacity) == (int, 12)
+    assert (buffer.num_envs, buffer.length) == (2, 6)
+    assert (buffer.sequence_length, buffer.period) == (3, 1)
+
+
+def test_clear_keeps_old_slots_stale_and_shares_nothing():
+    buffer = jaxbuf.add(create(1, 4, 2, sampler=REVEAL_PRIORITIES), steps([[0, 1, 2]]))
+    slots = slots_of(buffer, 0, 1)
+    cleared = buffer.clear()
+    assert cleared.size == 0
+    cleared = jaxbuf.add(cleared, steps([[3, 4, 5]]))
+    cleared = jaxbuf.update_priority(cleared, slots, floats(9.0, 9.0))
+    assert priorities(cleared) == pytest.approx({3: 0.5, 4: 0.5})
+    assert windows(buffer) == {0: [0, 1], 1: [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "masses"),
+    [
+        (jaxbuf.Uniform(), [1, 1, 1, 1, 1, 1, 1]),
+        (jaxbuf.Prioritized(alpha=1.0, stratified=False), [3, 1, 0, 2, 6, 1, 2]),
+        (jaxbuf.Prioritized(alpha=1.0), [3, 1, 0, 2, 6, 1, 2]),
+    ],
+)
+def test_frequencies_are_the_probabilities(sampler, masses):
+    """Chi-square at the 0.1 % level, rings of different fill, one of them wrapped."""
+    buffer = create(3, 6, 3, sampler=sampler)
+    mask = jnp.array([[True] * 8, [True] * 2 + [False] * 6, [True] * 5 + [False] * 3])
+    t = jnp.arange(24).reshape(3, 8)
+    buffer = jaxbuf.add(buffer, steps(t), mask=mask)
+    starts = [2, 3, 4, 5, 16, 17, 18]
+    if sampler.uses_priority:
+        twin = create(3, 6, 3).replace(occupancy=buffer.occupancy, data=buffer.data)
+        slots = slots_of(twin, *starts)
+        buffer = jaxbuf.update_priority(buffer, slots, floats(*masses))
+    keys = jax.random.split(jax.random.key(5), 200)
+    sample = jax.jit(jax.vmap(lambda key: buffer.sample(key, 50)))(keys)
+    drawn = np.asarray(sample.data["t"][..., 0]).ravel()
+    counts = np.array([(drawn == start).sum() for start in starts])
+    assert counts.sum() == drawn.size
+    share = np.array(masses) / np.sum(masses)
+    probability = dict(zip(drawn.tolist(), np.asarray(sample.probability).ravel(), strict=True))
+    for start, expected in zip(starts, share, strict=True):
+        assert probability.get(start, 0.0) == pytest.approx(expected, rel=1e-6)
+    some = share > 0
+    assert counts[~some].sum() == 0
+    assert stats.chisquare(counts[some], share[some] * drawn.size).pvalue > 1e-3
+
+
+def test_many_rings_are_all_reached():
+    buffer = create(300, 2)
+    mask = np.arange(300) % 3 > 0
+    buffer = jaxbuf.add(buffer, steps(np.arange(300)), mask=mask)
+    assert sorted(row[0] for row in windows(buffer).values()) == np.flatnonzero(mask).tolist()
+
+
+def test_importance_weights_count_windows():
+    buffer = create(2, 4, 2, sampler=jaxbuf.Prioritized(alpha=1.0, replacement=False))
+    priority = jnp.array([[9.0, 1.0, 2.0], [9.0, 4.0, 8.0]])
+    buffer = jaxbuf.add(buffer, steps(jnp.arange(6).reshape(2, 3)), priority=priority)
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 4)
+    order = np.argsort(np.asarray(sample.probability))
+    share = np.array([1.0, 2.0, 4.0, 8.0]) / 15
+    raw = (4 * share) ** -0.4
+    for normalize, expected in (
+        (None, raw),
+        ("batch", raw / raw.max()),
+        ("buffer", raw / raw.max()),
+    ):
+        weights = jaxbuf.importance_weights(buffer, sample, 0.4, normalize)
+        np.testing.assert_allclose(np.asarray(weights)[order], expected, rtol=1e-5)
+
+
+BAD_CONFIGURATIONS = [
+    ({"num_envs": 0}, "num_envs is 0; expected an integer of at least 1"),
+    ({"num_envs": 1.5}, "num_envs is 1.5; expected an integer of at least 1"),
+    ({"length": 0}, "length is 0"),
+    ({"sequence_length": 0}, "sequence_length is 0"),
+    ({"sequence_length": 9}, "sequence_length is 9, but a ring has length 8"),
+    ({"period": 0}, "period is 0"),
+    ({"period": 3}, "length is 8 and period 3"),
+    ({"num_envs": 2**20, "length": 2**11}, "at most 2**30 steps"),
+    ({"example": {}}, "example has no leaves"),
+    ({"sampler": jaxbuf.Softmax()}, "needs scores, which steps do not have"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_CONFIGURATIONS)
+def test_bad_configuration(options, message):
+    options = {"example": EXAMPLE, "num_envs": 2, "length": 8, **options}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.TrajectoryBuffer.create(**options)
+
+
+BAD_ADDS = [
+    (lambda s: {**s, "obs": s["obs"][:, :, None]}, {}, "steps['obs'] has shape (2, 3, 1, 2)"),
+    (lambda s: {**s, "obs": s["obs"][:, :2]}, {}, "steps['t'] has T = 3 rows"),
+    (lambda s: {**s, "t": s["t"][:, 0]}, {}, "steps['t'] has shape (2,); expected (2, T)"),
+    (lambda s: {**s, "t": s["t"][:1]}, {}, "steps['t'] has shape (1, 3); expected (2, T)"),
+    (lambda s: {**s, "t": s["t"].astype(jnp.int16)}, {}, "steps['t'] has dtype int16"),
+    (lambda s: {"obs": s["obs"]}, {}, "steps['t'] is missing"),
+    (lambda s: s, {"mask": jnp.ones((2, 2), bool)}, "mask has shape (2, 2); expected (2, 3)"),
+    (lambda s: s, {"mask": jnp.ones((2, 3))}, "mask has dtype float32"),
+    (lambda s: s, {"priority": jnp.ones(2)}, "priority has shape (2,); expected (2, 3)"),
+    (lambda s: s, {"priority": jnp.ones((2, 3), jnp.complex64)}, "priority has dtype complex64"),
+    (lambda s: s, {"env_ids": jnp.array([0])}, "steps['obs'] has shape (2, 3, 2); expected (1, T,"),
+    (lambda s: s, {"env_ids": [0, 2]}, "env_ids has 2; expected numbers from 0 to num_envs - 1"),
+    (lambda s: s, {"env_ids": [-1, 1]}, "env_ids has -1; expected numbers from 0"),
+    (lambda s: s, {"env_ids": jnp.array([1, 1])}, "env_ids has 1 twice; expected different"),
+    (lambda s: s, {"env_ids": 1}, "env_ids has shape (); expected (K,)"),
+    (lambda s: s, {"env_ids": [0.0, 1.0]}, "env_ids has dtype float32; expected integers"),
+    (
+        lambda s: s,
+        {"env_ids": [0, 1], "priority": jnp.ones(3)},
+        "priority has shape (3,); expected (2, 3), which is (K, T)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "message"),
+    [
+        ({}, 0, "sequence_length is 0; expected an integer of at least 1"),
+        ({}, 7, "sequence_length is 7, but a ring has length 6"),
+        ({}, jnp.int32(2), "sequence_length is"),
+        ({"num_earliest_ignored": 2}, 5, "num_earliest_ignored is 2 and sequence_length 5"),
+        ({"freshness": jaxbuf.Freshness(max_use=1)}, 3, "sequence_length is 3, but this buffer"),
+    ],
+)
+def test_bad_windows_of_another_length(options, size, message):
+    buffer = jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 6, sequence_length=2, **options)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        buffer.sample(jax.random.key(0), 1, sequence_length=size)
+    assert buffer.sample(jax.random.key(0), 1, sequence_length=2).data["t"].shape == (1, 2)
+
+
+@pytest.mark.parametrize(("change", "options", "message"), BAD_ADDS)
+def test_bad_adds(change, options, message):
+    buffer = create(2, 6, sampler=jaxbuf.Prioritized())
+    rows = change(steps(jnp.zeros((2, 3))))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        buffer.add(rows, **options)
+
+
+def test_priorities_that_nothing_uses_are_refused():
+    buffer = create(2, 6)
+    with pytest.raises(ValueError, match=r"priority was given, but Uniform.* has no priorities"):
+        buffer.add(steps([0, 1]), priority=jnp.ones(2))
+    slots = jaxbuf.Slots(index=jnp.zeros(2, jnp.int32), generation=jnp.zeros(2, jnp.uint32))
+    with pytest.raises(ValueError, match=r"update_priority was called, but Uniform"):
+        buffer.update_priority(slots, jnp.ones(2))
+
+
+def step_of_training(buffer, key, *, prioritized):
+    t = jax.random.randint(key, (3,), 0, 1000, jnp.int32)
+    take = jax.random.bernoulli(key, 0.7, (3,))
+    buffer = buffer.add(steps(t), mask=take)
+    sample = buffer.sample(key, 8)
+    if prioritized:
+        buffer = buffer.update_priority(
+            sample.slots, sample.data["t"][:, 0].astype(jnp.float32) * 0.01
+        )
+    return buffer, sample
+
+
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), REVEAL, jaxbuf.Prioritized()])
+def test_eager_jit_scan_vmap_and_donated_agree(sampler):
+    step = functools.partial(step_of_training, prioritized=sampler.uses_priority)
+    jitted, eager_steps = jax.jit(step), 2
+    keys = jax.random.split(jax.random.key(3), (2, 7))
+    start = create(3, 5, 2, sampler=sampler)
+
+    def run(one, keys):
+        buffer, samples = start, []
+        for key in keys:
+            buffer, sample = one(jax.tree.map(jnp.copy, buffer), key)
+            samples.append(sample)
+        return buffer, jax.tree.map(lambda *leaves: jnp.stack(leaves), *samples)
+
+    compiled, few = run(jitted, keys[0]), run(jitted, keys[0, :eager_steps])
+    scan = functools.partial(jax.lax.scan, step)
+    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
+    both = jax.jit(jax.vmap(scan))(lanes, keys)
+    for expected, other in (
+        (few, run(step, keys[0, :eager_steps])),
+        (compiled, run(jax.jit(step, donate_argnums=0), keys[0])),
+        (compiled, jax.jit(scan)(start, keys[0])),
+        (compiled, jax.tree.map(lambda leaf: leaf[0], both)),
+    ):
+        np.testing.assert_array_equal(other[1].slots.index, expected[1].slots.index)
+        chex.assert_trees_all_equal(other[1].data, expected[1].data)
+        np.testing.assert_allclose(other[1].probability, expected[1].probability, rtol=1e-6)
+        chex.assert_trees_all_equal(other[0].occupancy, expected[0].occupancy)
+    alone = run(jitted, keys[1])
+    np.testing.assert_array_equal(both[1].slots.index[1], alone[1].slots.index)
+    np.testing.assert_array_equal(both[0].size, [compiled[0].size, alone[0].size])
+
+
+def test_size_of_a_vmapped_buffer():
+    buffer = jax.vmap(lambda t: create(2, 4, 2).add(steps(t)))(jnp.zeros((3, 2, 3), jnp.int32))
+    np.testing.assert_array_equal(buffer.size, [6, 6, 6])
+    np.testing.assert_array_equal(buffer.can_sample(4), [True] * 3)
+    assert buffer.capacity == 8
+
+
+def test_buffers_built_alike_share_a_trace():
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def size(buffer):
+        return buffer.size
+
+    size(create(2, 4, 2))
+    size(create(2, 4, np.int32(2)).add(steps([1, 2])))
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        size(create(2, 4, 3))
+
+
+LARGE = (8, 4096, 4)
+
+
+def large(sampler):
+    example = {"obs": jnp.zeros(17)}
+    return jaxbuf.TrajectoryBuffer.create(
+        example, LARGE[0], LARGE[1], sequence_length=LARGE[2], sampler=sampler
+    )
+
+
+def full_copies(buffer, program):
+    """Instructions that copy an array as large as the storage or the tree, in any shape."""
+    least = min(leaf.size for leaf in jax.tree.leaves(buffer) if leaf.size >= 4096)
+    found = re.findall(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(.*", program.as_text())
+    sizes = [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in found]
+    return [size for size in sizes if size >= least]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized()])
+def test_the_scanned_cycle_copies_neither_storage_nor_tree(sampler, masked):
+    def cycle(buffer, key):
+        mask = jax.random.bernoulli(key, 0.5, (8,)) if masked else None
+        buffer = buffer.add({"obs": jnp.ones((8, 17))}, mask=mask)
+        sample = buffer.sample(key, 16)
+        if sampler.uses_priority:
+            buffer = buffer.update_priority(sample.slots, sample.data["obs"][:, 0, 0])
+        return buffer, sample.data["obs"].sum()
+
+    run = jax.jit(lambda buffer, keys: jax.lax.scan(cycle, buffer, keys), donate_argnums=0)
+    buffer = large(sampler)
+    program = run.lower(buffer, jax.random.split(jax.random.key(0), 10)).compile()
+    assert full_copies(buffer, program) == []
+    memory = program.memory_analysis()
+    data = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.data))
+    assert memory.temp_size_in_bytes < data / 2
+
+
+def test_windows_are_counted():
+    buffer = create(2, 8, sequence_length=3, example=jnp.int32(0))
+    assert int(buffer.num_windows) == 0
+    for count in (2, 3, 9):
+        buffer = buffer.add(jnp.zeros((2, count), jnp.int32))
+        assert int(buffer.num_windows) == int(buffer.metrics()["windows"])
+    assert int(buffer.num_windows) == buffer.max_windows == 12
+
+
+def test_state_takes_few_bytes_per_step():
+    buffer = large(jaxbuf.Prioritized())
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer))
+    data = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.data))
+    assert total - data <= 5.1 * buffer.capacity
+
+
+def test_a_donated_add_keeps_the_storage_where_it_is():
+    buffer = large(jaxbuf.Prioritized())
+    pointer = buffer.data["obs"].unsafe_buffer_pointer()
+    old = buffer
+    buffer = jaxbuf.add(buffer, {"obs": jnp.ones((8, 17))})
+    assert buffer.data["obs"].unsafe_buffer_pointer() == pointer
+    assert old.data["obs"].is_deleted()
+
+
+def test_leaves_of_no_elements_are_stored_and_accumulated():
+    example = {"obs": jnp.zeros(3), "nothing": jnp.zeros(0), "terminated": jnp.bool_(False)}
+    rollout = jax.tree.map(lambda leaf: jnp.ones((2, 6, *leaf.shape), leaf.dtype), example)
+    buffer = create(2, 8, sequence_length=3, example=example)
+    buffer = jaxbuf.add(buffer, rollout)
+    chex.assert_shape(jaxbuf.sample(buffer, jax.random.key(0), 4).data["nothing"], (4, 3, 0))
+    accumulator = jaxbuf.EpisodeAccumulator.create(example, num_envs=2, max_length=4)
+    _, episodes, done = accumulator.add(jax.tree.map(lambda leaf: leaf[:, :1], rollout))
+    assert done.all()
+    assert episodes.steps["nothing"].shape[1:] == (4, 0)

@@ -1,0 +1,1187 @@
+"""Changes of stored items: their fields, their scores, and which of them stay."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf import testing
+from jaxbuf.core.native import using_native
+from jaxbuf.strategies import Part
+from tests.models import write_back as reference_write_back
+
+KEY = jax.random.key(0)
+ITEM = {"number": jnp.int32(0), "hidden": {"h": jnp.zeros(2)}, "reward": jnp.float32(0)}
+NAN, INF = float("nan"), float("inf")
+REMOVABLE = (jaxbuf.Removable(),)
+FRESH = jaxbuf.Freshness(max_use=2, max_staleness=50)
+
+
+def items(numbers):
+    """Items with these numbers."""
+    numbers = jnp.asarray(numbers, jnp.int32)
+    real = numbers.astype(jnp.float32)
+    return {"number": numbers, "hidden": {"h": jnp.stack([real, -real], -1)}, "reward": real}
+
+
+def create(capacity=6, **options):
+    return jaxbuf.ItemBuffer.create(ITEM, capacity, **options)
+
+
+def filled(count=4, capacity=6, **options):
+    """A buffer with so many items, and their slots."""
+    buffer = create(capacity, **options)
+    parts = (buffer.sampler, buffer.evictor, *buffer.extras)
+    score = (
+        {"score": jnp.arange(count, dtype=jnp.float32)} if any(p.uses_score for p in parts) else {}
+    )
+    return buffer.insert(items(range(count)), **score)
+
+
+def pick(slots, *rows):
+    return jax.tree.map(lambda leaf: leaf[jnp.array(rows)], slots)
+
+
+def numbers_of(buffer):
+    return sorted(np.asarray(buffer.data["number"])[np.asarray(buffer.live)].tolist())
+
+
+# --- set_field of items
+
+
+def test_a_field_of_some_items_is_written():
+    buffer, slots = filled()
+    changed = buffer.set_field("reward", pick(slots, 2, 0), jnp.array([20.0, 10.0]))
+    assert changed.get(slots).data["reward"].tolist() == [10.0, 1.0, 20.0, 3.0]
+    assert changed.get(slots).data["number"].tolist() == [0, 1, 2, 3]
+    nested = buffer.set_field("hidden.h", pick(slots, 1), jnp.array([[7.0, 8.0]]))
+    assert nested.get(slots).data["hidden"]["h"].tolist() == [[0, 0], [7, 8], [2, -2], [3, -3]]
+    tree = buffer.set_field("hidden", pick(slots, 1), {"h": jnp.array([[7.0, 8.0]])})
+    chex.assert_trees_all_equal(tree, nested)
+    testing.assert_valid(changed)
+
+
+def test_whole_items_are_written_without_a_path():
+    buffer, slots = filled()
+    changed = buffer.set_field(None, pick(slots, 3), items([30]))
+    assert changed.get(slots).data["number"].tolist() == [0, 1, 2, 30]
+    numbers = jaxbuf.ItemBuffer.create(jnp.float32(0), 4)
+    numbers, slots = numbers.insert(jnp.arange(3.0))
+    assert numbers.set_field(None, slots, -jnp.arange(3.0)).data.tolist() == [0, -1, -2, 0]
+
+
+def test_stale_invalid_and_masked_rows_are_dropped():
+    buffer, slots = filled(4, capacity=4)
+    buffer = buffer.add(items([4, 5]))
+    invalid = jaxbuf.Slots(jnp.array([4, -1, 99]), jnp.array([1, 1, 1], jnp.uint32))
+    every = jax.tree.map(lambda *x: jnp.concatenate(x), slots, invalid)
+    value = jnp.arange(100.0, 107.0)
+    mask = jnp.array([True, True, True, False, True, True, True])
+    changed = buffer.set_field("reward", every, value, mask=mask)
+    assert changed.data["reward"].tolist() == [4.0, 5.0, 102.0, 3.0]
+
+
+def test_the_last_accepted_row_wins():
+    buffer, slots = filled()
+    rows = pick(slots, 1, 1, 1, 2, 2)
+    mask = jnp.array([True, True, False, True, False])
+    changed = buffer.set_field("reward", rows, jnp.array([5.0, 6.0, 7.0, 8.0, 9.0]), mask=mask)
+    assert changed.get(slots).data["reward"].tolist() == [0.0, 6.0, 8.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("gain", jnp.zeros(4), "path is 'gain', but items have no such field; there are hidden.h"),
+        ("reward.T", jnp.zeros(4), "path is 'reward.T', which leads into an array"),
+        (3, jnp.zeros(4), "path is 3; expected the name of a field"),
+        ("reward", jnp.zeros(3), r"value has shape \(3,\); expected \(4,\)"),
+        ("reward", jnp.zeros(4, jnp.int32), "value has dtype int32; expected float32"),
+        ("hidden.h", jnp.zeros((4, 3)), r"value has shape \(4, 3\); expected \(4, 2\)"),
+        ("hidden", {"h": jnp.zeros(4)}, r"value\['h'\] has shape \(4,\); expected \(4, 2\)"),
+        ("hidden", {"g": jnp.zeros(4)}, r"value\['h'\] is missing"),
+        ("reward", None, "value"),
+    ],
+)
+def test_wrong_values_are_named(path, value, message):
+    buffer, slots = filled()
+    for method in (buffer.set_field, lambda *x: jaxbuf.set_field(buffer, *x, donate=False)):
+        with pytest.raises(ValueError, match=message):
+            method(path, slots, value)
+
+
+@pytest.mark.parametrize("name", ["set_field", "update_score", "remove"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda slots: {"slots": slots.index}, "slots is only an array; expected the slots"),
+        (lambda slots: {"slots": jax.tree.map(lambda x: x[None], slots)}, r"slots has shape"),
+        (lambda slots: {"mask": jnp.ones(3, bool)}, r"mask has shape \(3,\); expected \(4,\)"),
+        (lambda slots: {"mask": jnp.ones(4)}, "mask has dtype float32; expected bool"),
+    ],
+)
+def test_wrong_slots_and_masks_are_named(name, change, message):
+    buffer, slots = filled(evictor=jaxbuf.Lowest(), parts=REMOVABLE)
+    given = {
+        "set_field": {"path": "reward", "value": jnp.zeros(4)},
+        "update_score": {"score": jnp.zeros(4)},
+        "remove": {},
+    }[name]
+    with pytest.raises(ValueError, match=message):
+        getattr(buffer, name)(**given | {"slots": slots} | change(slots))
+
+
+def test_no_rows_change_nothing():
+    buffer, slots = filled(evictor=jaxbuf.Lowest(), parts=REMOVABLE)
+    none = jax.tree.map(lambda leaf: leaf[:0], slots)
+    nothing = jnp.zeros(0)
+    chex.assert_trees_all_equal(buffer.set_field("reward", none, nothing), buffer)
+    chex.assert_trees_all_equal(buffer.update_score(none, nothing), buffer)
+    chex.assert_trees_all_equal(buffer.remove(none), buffer)
+    same, slots = buffer.insert(items([]), score=nothing)
+    chex.assert_trees_all_equal(same, buffer)
+    assert slots.index.shape == (0,)
+
+
+# --- scores
+
+
+def test_a_new_score_decides_who_stays():
+    buffer, slots = filled(4, capacity=4, evictor=jaxbuf.Lowest())
+    buffer = buffer.update_score(pick(slots, 3, 0), jnp.array([-1.0, 9.0]))
+    testing.assert_valid(buffer)
+    buffer = buffer.add(items([4, 5]), score=jnp.array([5.0, 6.0]))
+    assert numbers_of(buffer) == [0, 2, 4, 5]
+
+
+def test_equal_scores_go_by_arrival_which_does_not_change():
+    buffer, slots = filled(3, capacity=3, evictor=jaxbuf.Lowest())
+    buffer = buffer.update_score(pick(slots, 0, 2, 1), jnp.array([5.0, 5.0, 5.0]))
+    for number, left in ((3, [1, 2, 3]), (4, [2, 3, 4])):
+        buffer = buffer.add(items([number]), score=jnp.array([5.0]))
+        assert numbers_of(buffer) == left
+
+
+def test_infinite_scores_are_scores_and_nan_is_refused():
+    sampler, evictor = jaxbuf.Softmax(), jaxbuf.Lowest()
+    buffer, slots = filled(4, capacity=4, sampler=sampler, evictor=evictor)
+    rows, score = pick(slots, 0, 1, 1, 2), jnp.array([NAN, 7.0, NAN, -INF])
+    changed = buffer.update_score(rows, score)
+    assert int(changed.metrics()["rejected"]) == 2
+    assert changed.occupancy.score[slots.index].tolist() == [0.0, 7.0, -INF, 3.0]
+    batch = changed.get(slots)
+    law = np.exp([0.0, 7.0, -INF, 3.0])
+    np.testing.assert_allclose(batch.probability, law / law.sum(), rtol=1e-5, atol=1e-37)
+    assert batch.valid.tolist() == [True] * 4
+    testing.assert_valid(changed)
+    # Stale and masked rows are not looked at.
+    gone = changed.add(items([4]), score=jnp.array([9.0]))
+    mask = jnp.array([False, True, True, True])
+    assert (
+        int(
+            gone.update_score(pick(slots, 0, 2, 2, 2), jnp.full(4, NAN), mask=mask).metrics()[
+                "rejected"
+            ]
+        )
+        == 2
+    )
+
+
+def test_a_diversity_filter_keeps_no_scores():
+    buffer, slots = filled(diversity=jaxbuf.Diversity(0.0, field="number"))
+    changed = buffer.update_score(slots, jnp.array([1.0, NAN, 2.0, 3.0]))
+    assert int(changed.metrics()["rejected"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (jaxbuf.Uniform(), r"no part of this buffer uses scores; create it with evictor="),
+        (jaxbuf.Prioritized(), r"no part .*, or set priorities with update_priority"),
+    ],
+)
+def test_scores_need_a_part_that_uses_them(sampler, message):
+    buffer, slots = filled(sampler=sampler)
+    with pytest.raises(ValueError, match=message):
+        buffer.update_score(slots, jnp.zeros(4))
+
+
+def test_a_sampler_or_an_evictor_that_cannot_change_scores_is_named():
+    class Mine(jaxbuf.Softmax):
+        set_priority = jaxbuf.strategies.Sampler.set_priority
+
+    buffer, slots = filled(sampler=Mine())
+    with pytest.raises(ValueError, match=r"Mine.* cannot change scores; give it a method set_pri"):
+        buffer.update_score(slots, jnp.zeros(4))
+
+    class Own(type(jaxbuf.Lowest().init(4))):
+        rescore = jaxbuf.strategies.ItemOccupancy.rescore
+
+    @dataclasses.dataclass(frozen=True)
+    class MyEvictor(jaxbuf.strategies.Evictor):
+        uses_score = True
+
+        def init(self, capacity):
+            return Own.create(capacity)
+
+    buffer, slots = filled(evictor=MyEvictor())
+    with pytest.raises(ValueError, match="Own cannot change scores; give it a method rescore"):
+        buffer.update_score(slots, jnp.zeros(4))
+
+
+# --- remove
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sampler": jaxbuf.Prioritized()},
+        {"sampler": jaxbuf.Softmax()},
+        {"sampler": jaxbuf.Shuffled()},
+        {"sampler": jaxbuf.Recent(0.5, 2, jaxbuf.Prioritized())},
+        {"evictor": jaxbuf.Lowest()},
+        {"evictor": jaxbuf.Lowest(), "freshness": FRESH, "sampler": jaxbuf.Softmax()},
+        {"freshness": FRESH, "diversity": jaxbuf.Diversity(0.0, field="number")},
+    ],
+    ids=str,
+)
+def test_removed_items_are_gone(options):
+    buffer, slots = filled(4, capacity=4, parts=REMOVABLE, **options)
+    removed = buffer.remove(pick(slots, 1, 1, 3, 0), mask=jnp.array([True, True, True, False]))
+    assert (int(removed.size), int(removed.metrics()["removed"])) == (2, 2)
+    assert removed.holds(slots).tolist() == [True, False, True, False]
+    assert numbers_of(removed) == [0, 2]
+    testing.assert_valid(removed)
+    batch = removed.sample(KEY, 64)
+    assert set(batch.data["number"][batch.valid].tolist()) == {0, 2}
+    again = removed.remove(slots)
+    assert (int(again.size), int(again.metrics()["removed"])) == (0, 4)
+    assert not bool(again.can_sample())
+    testing.assert_valid(again)
+    assert numbers_of(again.clear()) == []
+
+
+def test_a_removed_item_may_come_again():
+    diversity = jaxbuf.Diversity(0.5, field="number")
+    buffer, slots = filled(4, diversity=diversity, parts=REMOVABLE)
+    buffer = buffer.remove(pick(slots, 2)).add(items([2, 3]), score=jnp.zeros(2))
+    assert numbers_of(buffer) == [0, 1, 2, 3]
+    assert int(buffer.metrics()["refused_near_buffer"]) == 1
+
+
+def test_a_ring_fills_the_gap_when_it_comes_around():
+    buffer, slots = filled(4, capacity=4, parts=REMOVABLE)
+    buffer = buffer.remove(pick(slots, 1))
+    left = [[2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]]
+    for number, expected in zip((4, 5, 6), left, strict=True):
+        buffer = buffer.add(items([number]))
+        assert numbers_of(buffer) == expected
+
+
+def test_a_ranking_overwrites_removed_items_first():
+    buffer, slots = filled(4, capacity=4, evictor=jaxbuf.Lowest(), parts=REMOVABLE)
+    buffer = buffer.remove(pick(slots, 3))
+    buffer = buffer.update_score(pick(slots, 3), jnp.array([99.0]))
+    buffer = buffer.add(items([4]), score=jnp.array([-5.0]))
+    assert numbers_of(buffer) == [0, 1, 2, 4]
+
+
+def test_remove_needs_a_part_that_removes():
+    buffer, slots = filled()
+    with pytest.raises(ValueError, match=r"remove was called, .*parts=\(jaxbuf.Removable\(\),\)"):
+        buffer.remove(slots)
+    buffer, slots = filled(freshness=FRESH)
+    buffer = buffer.remove(pick(slots, 0, 2))
+    assert numbers_of(buffer) == [1, 3]
+    testing.assert_valid(buffer)
+
+
+def test_episodes_alone_remove_no_windows():
+    buffer = rings(episodes=AVOID).add(steps(ramp(6)))
+    with pytest.raises(ValueError, match="remove was called, but nothing removes items here"):
+        buffer.remove(buffer.slots_at(0, jnp.arange(2)))
+
+
+def test_retired_and_removed_items_are_counted_apart():
+    buffer, slots = filled(freshness=FRESH, parts=REMOVABLE)
+    buffer = buffer.remove(pick(slots, 0)).mark_used(pick(slots, 0, 0, 1, 1))
+    metrics = buffer.metrics()
+    assert [int(metrics[name]) for name in ("removed", "retired_used", "size")] == [1, 1, 2]
+
+
+# --- insert, holds, get
+
+
+def test_insert_tells_where_each_row_went():
+    buffer = create(4, sampler=jaxbuf.Prioritized(), parts=REMOVABLE)
+    mask = jnp.array([True, False, True, True])
+    priority = jnp.array([1.0, 1.0, NAN, 2.0])
+    after, slots = buffer.insert(items([0, 1, 2, 3]), mask=mask, priority=priority)
+    assert slots.index.tolist() == [0, 4, 4, 1]
+    assert after.holds(slots).tolist() == [True, False, False, True]
+    chex.assert_trees_all_equal(
+        after, buffer.add(items([0, 1, 2, 3]), mask=mask, priority=priority)
+    )
+    # Rows of the same call make room for each other.
+    after, slots = after.insert(items(range(4, 10)))
+    assert slots.index.tolist() == [4, 4, 0, 1, 2, 3]
+    assert after.get(slots).data["number"][2:].tolist() == [6, 7, 8, 9]
+
+
+def test_insert_into_a_ranking_tells_what_stays():
+    buffer, first = filled(2, capacity=3, evictor=jaxbuf.Lowest())
+    score = jnp.array([5.0, -1.0, 0.5, 7.0])
+    after, slots = buffer.insert(items([2, 3, 4, 5]), score=score)
+    assert after.holds(slots).tolist() == [True, False, False, True]
+    assert (slots.index == 3).tolist() == [False, True, True, False]
+    assert after.holds(first).tolist() == [False, True]
+    assert after.get(slots).data["number"][jnp.array([0, 3])].tolist() == [2, 5]
+
+
+def test_get_returns_what_is_still_there():
+    buffer, slots = filled(4, capacity=4, sampler=jaxbuf.Prioritized(alpha=1.0), parts=REMOVABLE)
+    buffer = buffer.update_priority(slots, jnp.array([1.0, 2.0, 3.0, 4.0]))
+    buffer = buffer.remove(pick(slots, 2)).add(items([4]), priority=jnp.array([2.0]))
+    batch = buffer.get(pick(slots, 3, 0, 1, 2, 3))
+    assert batch.valid.tolist() == [True, False, True, False, True]
+    assert batch.slots.index.tolist() == [3, 4, 1, 4, 3]
+    assert batch.probability.tolist() == [0.5, 0.0, 0.25, 0.0, 0.5]
+    assert batch.data["number"][batch.valid].tolist() == [3, 1, 3]
+    chex.assert_trees_all_equal(buffer.get(batch.slots).valid, batch.valid)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        jaxbuf.Uniform(replacement=False),
+        jaxbuf.Prioritized(replacement=False),
+        jaxbuf.Softmax(replacement=False),
+        jaxbuf.RankBased(replacement=False),
+        jaxbuf.Shuffled(),
+        jaxbuf.Recent(0.5, 2),
+        jaxbuf.Balanced(replacement=False),
+    ],
+    ids=str,
+)
+def test_get_knows_the_probability_of_a_draw(sampler):
+    buffer, _ = filled(sampler=sampler)
+    batch = buffer.sample(KEY, 4)
+    np.testing.assert_allclose(buffer.get(batch.slots).probability, batch.probability, rtol=1e-6)
+
+
+def test_the_probability_of_an_own_sampler_is_not_known():
+    @dataclasses.dataclass(frozen=True)
+    class First(jaxbuf.strategies.Sampler):
+        def draw(self, state, key, batch_size, occupancy):
+            index = jnp.arange(batch_size, dtype=jnp.int32)
+            return jaxbuf.strategies.Draw(index, jnp.ones(batch_size), occupancy.live(index))
+
+    buffer, slots = filled(sampler=First())
+    batch = buffer.get(slots)
+    assert (batch.valid.tolist(), batch.probability.tolist()) == ([True] * 4, [0.0] * 4)
+
+
+def test_recent_items_and_a_softmax_of_scores():
+    sampler = jaxbuf.Recent(0.5, 1, jaxbuf.Softmax())
+    buffer, slots = filled(sampler=sampler, parts=REMOVABLE)
+    buffer = buffer.update_score(slots, jnp.array([5.0, 1.0, -INF, 0.0])).remove(pick(slots, 1))
+    testing.assert_valid(buffer)
+    batch = buffer.get(slots)
+    law = np.exp([5.0, -INF, 0.0])
+    law = 0.5 * law / law.sum() + [0.0, 0.0, 0.5]
+    assert batch.valid.tolist() == [True, False, True, True]
+    np.testing.assert_allclose(batch.probability[batch.valid], law, rtol=1e-5, atol=1e-30)
+
+
+def test_what_was_removed_stays_away_when_a_buffer_is_loaded(tmp_path):
+    options = {"sampler": jaxbuf.Prioritized(), "parts": REMOVABLE}
+    buffer, slots = filled(4, **options)
+    buffer = buffer.remove(pick(slots, 1))
+    jaxbuf.save(tmp_path, buffer)
+    same = jaxbuf.load(tmp_path, like=create(6, **options))
+    chex.assert_trees_all_equal(same, buffer)
+    assert same.holds(slots).tolist() == [True, False, True, True]
+    larger = jaxbuf.load(tmp_path, like=create(9, **options), resize=True)
+    assert (numbers_of(larger), int(larger.metrics()["removed"])) == ([0, 2, 3], 1)
+    testing.assert_valid(larger)
+    windows = rings(parts=REMOVABLE).add(steps(ramp(6)))
+    windows = windows.remove(windows.slots_at(0, jnp.array([1])))
+    jaxbuf.save(tmp_path, windows)
+    loaded = jaxbuf.load(tmp_path, like=rings(length=12, parts=REMOVABLE), resize=True)
+    assert int(loaded.num_windows) == int(windows.num_windows) == 7
+    testing.assert_valid(loaded)
+
+
+# --- map_field of items
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 100])
+def test_a_field_of_all_items_is_mapped(batch_size):
+    buffer, slots = filled(5, capacity=7, parts=REMOVABLE)
+    buffer = buffer.remove(pick(slots, 1))
+    seen = []
+
+    def fn(batch):
+        jax.debug.callback(lambda x: seen.append(x.tolist()), batch["number"])
+        return batch["reward"] + 10.0 * batch["hidden"]["h"][:, 0]
+
+    changed = buffer.map_field("reward", fn, batch_size=batch_size)
+    jax.effects_barrier()
+    assert changed.data["reward"].tolist() == [0.0, 1.0, 22.0, 33.0, 44.0, 0.0, 0.0]
+    # What is not there is not seen.
+    assert {number for batch in seen for number in batch} == {0, 2, 3, 4}
+    assert {len(batch) for batch in seen} == {min(batch_size, 7)}
+    testing.assert_valid(changed)
+
+
+def test_fields_of_any_dtype_are_written_and_mapped():
+    item = {"key": jax.random.key(0), "small": jnp.int4(0), "flag": jnp.bool_(False)}
+    buffer = jaxbuf.ItemBuffer.create(item, 5)
+    keys = jax.random.split(KEY, 3)
+    rows = {"key": keys, "small": jnp.array([1, 2, 3], jnp.int4), "flag": jnp.zeros(3, bool)}
+    buffer, slots = buffer.insert(rows)
+    order = pick(slots, 2, 0)
+    buffer = buffer.set_field("key", order, keys[:2])
+    buffer = buffer.set_field("small", order, jnp.array([-1, -2], jnp.int4))
+    buffer = buffer.map_field("flag", lambda batch: batch["small"] < 0, batch_size=2)
+    buffer = buffer.map_field("key", lambda batch: batch["key"], batch_size=2)
+    data = buffer.get(slots).data
+    assert (
+        jax.random.key_data(data["key"]) == jax.random.key_data(keys[jnp.array([1, 1, 0])])
+    ).all()
+    assert data["small"].astype(int).tolist() == [-2, 2, -1]
+    assert data["flag"].tolist() == [True, False, True]
+
+
+def test_an_empty_buffer_has_nothing_to_map():
+    def fn(batch):
+        jax.debug.callback(pytest.fail, "called")
+        return batch["reward"] + 1.0
+
+    empty = create()
+    chex.assert_trees_all_equal(empty.map_field("reward", fn), empty)
+    jax.effects_barrier()
+
+
+def test_map_field_checks_what_fn_returns():
+    buffer, _ = filled()
+    for fn, message in (
+        (
+            lambda batch: batch["reward"][:, None],
+            r"fn\(items\) has shape \(6, 1\); expected \(6,\)",
+        ),
+        (lambda batch: batch["number"], r"fn\(items\) has dtype int32; expected float32"),
+        (lambda batch: batch, r"fn\(items\)"),
+        (3, "fn is 3; expected a function of items"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            buffer.map_field("reward", fn)
+    with pytest.raises(ValueError, match="path is 'gain', but items have no such field"):
+        buffer.map_field("gain", lambda batch: batch["reward"])
+    with pytest.raises(ValueError, match="batch_size is 0; expected an integer of at least 1"):
+        buffer.map_field("reward", lambda batch: batch["reward"], batch_size=0)
+    whole = buffer.map_field(None, lambda batch: jax.tree.map(lambda leaf: leaf * 2, batch))
+    assert whole.data["number"].tolist() == [0, 2, 4, 6, 0, 0]
+
+
+# --- windows
+
+STEP = {
+    "number": jnp.int32(0),
+    "reward": jnp.float32(0),
+    "terminated": jnp.bool_(False),
+    "truncated": jnp.bool_(False),
+}
+
+
+def steps(numbers, ends=()):
+    """Steps with these numbers ``[E, T]``, of which some terminated."""
+    numbers = jnp.asarray(numbers, jnp.int32)
+    terminated = jnp.isin(numbers, jnp.asarray(ends, jnp.int32))
+    return {
+        "number": numbers,
+        "reward": numbers.astype(jnp.float32),
+        "terminated": terminated,
+        "truncated": jnp.zeros(numbers.shape, bool),
+    }
+
+
+def rings(num_envs=2, length=8, sequence_length=3, **options):
+    options = {"sequence_length": sequence_length} | options
+    return jaxbuf.TrajectoryBuffer.create(STEP, num_envs, length, **options)
+
+
+def ramp(rows, num_envs=2, start=0):
+    """Numbered steps, those of environment ``e`` from ``100 * e + start`` on."""
+    env = 100 * np.arange(num_envs)[:, None]
+    return env + start + np.arange(rows)[None]
+
+
+gather_all = jax.jit(lambda buffer: buffer.gather_all())
+
+
+def rewards(buffer):
+    """The rewards of the steps held, by their number."""
+    held = jax.device_get(gather_all(buffer))
+    numbers, values = (held.data[name][held.valid] for name in ("number", "reward"))
+    return dict(zip(numbers.tolist(), values.tolist(), strict=True))
+
+
+def test_slots_at_is_the_inverse_of_locate():
+    buffer = rings(period=2).add(steps(ramp(11)))
+    batch = buffer.sample(KEY, 32)
+    chex.assert_trees_all_equal(buffer.slots_at(*buffer.locate(batch.slots)), batch.slots)
+    env, position = jnp.meshgrid(jnp.arange(-1, 3), jnp.arange(0, 13), indexing="ij")
+    slots = buffer.slots_at(env, position)
+    assert slots.index.shape == (4, 13)
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1), slots)
+    found = buffer.get(flat)
+    # Steps 3 to 10 are held, of which even ones start a window.
+    inside = (env >= 0) & (env < 2) & (position >= 3) & (position <= 8) & (position % 2 == 0)
+    assert found.valid.tolist() == inside.reshape(-1).tolist()
+    assert (flat.index == buffer.capacity).tolist() == (~found.valid).tolist()
+    expected = (100 * env + position).reshape(-1)[found.valid]
+    assert found.data["number"][found.valid][:, 0].tolist() == expected.tolist()
+    chex.assert_trees_all_equal(
+        buffer.slots_at(1, 4),
+        pick(flat, 2 * 13 + 4).__class__(flat.index[2 * 13 + 4], flat.generation[2 * 13 + 4]),
+    )
+
+
+def test_slots_at_checks_its_arguments():
+    buffer = rings().add(steps(ramp(5)))
+    with pytest.raises(ValueError, match="positions has dtype float32; expected integers"):
+        buffer.slots_at(jnp.array([0]), jnp.array([0.0]))
+    with pytest.raises(ValueError, match="expected shapes that broadcast"):
+        buffer.slots_at(jnp.arange(2), jnp.arange(3))
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_windows_that_overlap_are_written_in_order(period):
+    buffer = rings(period=period).add(steps(ramp(6)))
+    slots = buffer.slots_at(jnp.array([0, 0, 1, 0]), jnp.array([2, 0, 2, 2]))
+    value = -jnp.arange(1.0, 13.0).reshape(4, 3)
+    mask = jnp.array([True, True, True, False])
+    changed = buffer.set_field("reward", slots, value, mask=mask)
+    expected = {**rewards(buffer), 0: -4.0, 1: -5.0, 2: -6.0, 3: -2.0, 4: -3.0}
+    assert rewards(changed) == expected | {102: -7.0, 103: -8.0, 104: -9.0}
+    # The last window has its middle step only.
+    mask = jnp.array([[True] * 3, [True] * 3, [False] * 3, [False, True, False]])
+    changed = buffer.set_field("reward", slots, value, mask=mask)
+    assert rewards(changed) == expected | {3: -11.0}
+    testing.assert_valid(changed)
+
+
+def test_a_window_is_stale_as_a_whole():
+    buffer = rings(1, 6).add(steps(ramp(6, 1)))
+    slots = buffer.slots_at(0, jnp.arange(4))
+    buffer = buffer.add(steps(ramp(2, 1, 6)))
+    changed = buffer.set_field("reward", slots, jnp.full((4, 3), -1.0))
+    assert rewards(changed) == {2: -1, 3: -1, 4: -1, 5: -1, 6: 6, 7: 7}
+    changed = buffer.set_field("reward", pick(slots, 0, 1), jnp.full((2, 3), -1.0))
+    assert rewards(changed) == rewards(buffer)
+    assert buffer.holds(slots).tolist() == [False, False, True, True]
+    assert buffer.get(slots).data["number"][2:].tolist() == [[2, 3, 4], [3, 4, 5]]
+
+
+AVOID = jaxbuf.Episodes(boundary="avoid", short_windows="ended")
+
+
+def test_short_windows_write_their_own_steps():
+    buffer = rings(1, episodes=AVOID).add(steps(ramp(7, 1), ends=[1, 6]))
+    slots = buffer.slots_at(0, jnp.array([0, 1, 5]))
+    assert buffer.get(slots).data["number"].tolist() == [[0, 1, 1], [1, 1, 1], [5, 6, 6]]
+    value = -jnp.arange(1.0, 10.0).reshape(3, 3)
+    changed = buffer.set_field("reward", slots, value)
+    assert rewards(changed) == rewards(buffer) | {0: -1, 1: -4, 5: -7, 6: -8}
+    mask = jnp.array([[True, True, True], [False, True, True], [False, True, True]])
+    changed = buffer.set_field("reward", slots, value, mask=mask)
+    assert rewards(changed) == rewards(buffer) | {0: -1, 1: -2, 6: -8}
+    testing.assert_valid(changed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sampler": jaxbuf.Prioritized()},
+        {"sampler": jaxbuf.Shuffled()},
+        {"sampler": jaxbuf.Recent(0.5, 2)},
+        {"sampler": jaxbuf.Balanced()},
+        {"freshness": FRESH},
+        {"episodes": AVOID, "sampler": jaxbuf.Prioritized()},
+    ],
+    ids=str,
+)
+def test_removed_windows_are_gone_and_their_steps_stay(options):
+    buffer = rings(parts=REMOVABLE, **options).add(steps(ramp(6), ends=[5]))
+    before = int(buffer.num_windows)
+    slots = buffer.slots_at(jnp.array([0, 1, 1, 0]), jnp.array([1, 0, 0, 3]))
+    mask = jnp.array([True, True, True, False])
+    removed = buffer.remove(slots, mask=mask)
+    assert (int(removed.num_windows), int(removed.size)) == (before - 2, 12)
+    assert int(removed.metrics()["removed"]) == 2
+    assert removed.holds(slots).tolist() == [False, False, False, True]
+    chex.assert_trees_all_equal(removed.data, buffer.data)
+    batch = removed.sample(KEY, 256)
+    assert not {1, 100} & set(batch.data["number"][batch.valid, 0].tolist())
+    testing.assert_valid(removed)
+    # A window that starts there on the next lap is another one.
+    again = removed.add(steps(ramp(8, start=6)))
+    testing.assert_valid(again)
+    assert again.holds(again.slots_at(0, jnp.array([9]))).tolist() == [True]
+    assert not again.holds(slots).any()
+
+
+def test_steps_have_no_slots_and_no_scores():
+    buffer = rings().add(steps(ramp(6)))
+    with pytest.raises(ValueError, match=r"use add, and slots_at\(env_ids, positions\)"):
+        buffer.insert(steps(ramp(1)))
+    with pytest.raises(ValueError, match=r"use add, and slots_at\(env_ids, positions\)"):
+        jaxbuf.insert(buffer, steps(ramp(1)), donate=False)
+    slots = buffer.slots_at(0, jnp.arange(2))
+    with pytest.raises(ValueError, match="no part of this buffer uses scores"):
+        buffer.update_score(slots, jnp.zeros(2))
+    with pytest.raises(ValueError, match="remove was called"):
+        buffer.remove(slots)
+    for value, mask, message in (
+        (jnp.zeros((2, 4)), None, r"value has shape \(2, 4\); expected \(2, 3\)"),
+        (jnp.zeros(2), None, r"value has shape \(2,\); expected \(2, 3\)"),
+        (jnp.zeros((2, 3)), jnp.ones((2, 2), bool), r"mask has shape \(2, 2\); expected \(2, 3\)"),
+        (jnp.zeros((2, 3)), jnp.ones(3, bool), r"mask has shape \(3,\); expected \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            buffer.set_field("reward", slots, value, mask=mask)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 100])
+def test_a_field_of_all_steps_is_mapped(batch_size):
+    buffer = rings(parts=REMOVABLE, freshness=FRESH).add(steps(ramp(11)))
+    buffer = buffer.add(steps(ramp(2, 1, 50)), env_ids=jnp.array([1]))
+    buffer = buffer.remove(buffer.slots_at(0, jnp.array([3])))
+    seen = []
+
+    def fn(batch):
+        jax.debug.callback(lambda x: seen.append(x.tolist()), batch["number"])
+        return 2.0 * batch["reward"]
+
+    changed = buffer.map_field("reward", fn, batch_size=batch_size)
+    jax.effects_barrier()
+    assert rewards(changed) == {key: 2 * value for key, value in rewards(buffer).items()}
+    assert {number for batch in seen for number in batch} == set(rewards(buffer))
+    few = rings().add(steps(ramp(2)))
+    changed = few.map_field("reward", lambda batch: batch["reward"] + 1.0, batch_size=batch_size)
+    assert changed.data["reward"][0].tolist() == [1.0, 2.0, 0, 0, 0, 0, 0, 0]
+
+
+# --- parts that follow
+
+
+@pytest.mark.parametrize(
+    "field", ["reward", ("number", "reward"), lambda item: item["reward"], None]
+)
+def test_a_diversity_filter_compares_with_the_new_value(field):
+    diversity = jaxbuf.Diversity(0.0, field=field)
+    buffer, slots = filled(diversity=diversity)
+    new = {**items([9]), "number": jnp.array([1], jnp.int32), "hidden": {"h": jnp.zeros((1, 2))}}
+    changed = buffer.set_field("reward", pick(slots, 1, 1), jnp.array([5.0, 9.0]))
+    changed = changed.set_field("hidden.h", pick(slots, 1), jnp.zeros((1, 2)))
+    testing.assert_valid(changed)
+    added = changed.add(new, score=jnp.zeros(1))
+    assert int(added.metrics()["refused_near_buffer"]) == 1
+    old = {**items([1]), "hidden": {"h": jnp.zeros((1, 2))}}
+    assert int(changed.add(old, score=jnp.zeros(1)).metrics()["refused_near_buffer"]) == 0
+    mapped = buffer.map_field("reward", lambda batch: batch["reward"] + 8.0, batch_size=3)
+    mapped = mapped.map_field("hidden.h", lambda batch: jnp.zeros_like(batch["hidden"]["h"]))
+    testing.assert_valid(mapped)
+    assert int(mapped.add(new, score=jnp.zeros(1)).metrics()["refused_near_buffer"]) == 1
+
+
+RETURNS = jaxbuf.Episodes(record_return=True, discount=0.5, default_return=-9.0)
+
+
+@pytest.mark.parametrize("path", ["terminated", "truncated", None])
+def test_flags_of_episodes_cannot_be_changed(path):
+    buffer = rings(episodes=jaxbuf.Episodes()).add(steps(ramp(6)))
+    slots = buffer.slots_at(0, jnp.arange(2))
+    value = buffer.get(slots).data if path is None else jnp.zeros((2, 3), bool)
+    with pytest.raises(
+        ValueError, match=f"path is {path!r}, but episodes knows the ends .* end_ep"
+    ):
+        buffer.set_field(path, slots, value)
+    with pytest.raises(ValueError, match=f"path is {path!r}, but episodes knows the ends"):
+        buffer.map_field(path, lambda batch: batch[path])
+    last = rings(episodes=jaxbuf.Episodes(terminated="truncated", last="terminated"))
+    last = last.add(steps(ramp(6)))
+    with pytest.raises(ValueError, match="from 'terminated'"):
+        last.set_field("terminated", slots, jnp.zeros((2, 3), bool))
+
+
+def test_single_rewards_of_recorded_returns_cannot_be_changed():
+    buffer = rings(episodes=RETURNS).add(steps(ramp(6)))
+    slots = buffer.slots_at(0, jnp.arange(2))
+    with pytest.raises(ValueError, match=r"path is 'reward'.*with map_field, which records"):
+        buffer.set_field("reward", slots, jnp.zeros((2, 3)))
+    buffer.set_field("number", slots, jnp.zeros((2, 3), jnp.int32))
+    free = rings(episodes=jaxbuf.Episodes()).add(steps(ramp(6)))
+    free.set_field("reward", slots, jnp.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("recurrence", ["plain", "alf"])
+@pytest.mark.parametrize("last", [None, "over"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_recorded_returns_are_computed_anew(recurrence, last, seed):
+    """As if the buffer had been given the new rewards from the beginning."""
+    rng = np.random.default_rng(seed)
+    episodes = dataclasses.replace(RETURNS, recurrence=recurrence, last=last, reward_clip=(-8, 8))
+    example = STEP | ({"over": jnp.bool_(False)} if last else {})
+    old = jaxbuf.TrajectoryBuffer.create(example, 3, 10, sequence_length=2, episodes=episodes)
+    new = old.map_field("reward", lambda batch: batch["reward"])
+    for round_ in range(4):
+        rows = rng.integers(1, 9)
+        given = steps(ramp(rows, 3, 20 * round_))
+        given["terminated"] = jnp.asarray(rng.random((3, rows)) < 0.25)
+        given["truncated"] = jnp.asarray(rng.random((3, rows)) < 0.1)
+        if last:
+            given["over"] = given["truncated"] | (
+                given["terminated"] & jnp.asarray(rng.random((3, rows)) < 0.5)
+            )
+        reward = jnp.asarray(rng.normal(size=(3, rows)), jnp.float32)
+        mask = jnp.asarray(rng.random((3, rows)) < 0.8)
+        old = old.add({**given, "reward": reward}, mask=mask)
+        new = new.add({**given, "reward": 10.0 * reward - 2.0}, mask=mask)
+        if round_ == 2:
+            old, new = old.end_episodes(jnp.array([1])), new.end_episodes(jnp.array([1]))
+        mapped = old.map_field("reward", lambda batch: 10.0 * batch["reward"] - 2.0, batch_size=7)
+        env = jnp.arange(3)[:, None]
+        position = old.earliest_position[:, None] + jnp.arange(10, dtype=jnp.uint32)[None]
+        np.testing.assert_allclose(
+            mapped.episode(env, position).value, new.episode(env, position).value, rtol=1e-5
+        )
+        testing.assert_valid(mapped)
+        # Open episodes go on from there.
+        more = {**steps(ramp(1, 3, 90), ends=[90, 190, 290]), "reward": jnp.ones((3, 1))}
+        more |= {"over": more["terminated"]} if last else {}
+        np.testing.assert_allclose(
+            mapped.add(more).episode(env, position + 1).value,
+            new.add(more).episode(env, position + 1).value,
+            rtol=1e-5,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Follows(Part):
+    """Keeps the reward of each slot, as it is told, and the last score and path."""
+
+    of_windows = True
+    uses_score: bool = False
+
+    def init(self, data, slots):
+        return {"reward": jnp.zeros(slots), "score": jnp.zeros(slots), "maps": jnp.int32(0)}
+
+    def note(self, state, index, rows):
+        reward = state["reward"].at[index].set(rows.items["reward"], mode="drop")
+        return {**state, "reward": reward}
+
+    def on_add(self, state, index, rows):
+        return self.note(state, index, rows)
+
+    def on_steps(self, state, index, rows):
+        return self.note(state, index, rows)
+
+    def on_write(self, state, index, rows, path):
+        assert path in ("reward", "number")
+        return self.note(state, index, rows)
+
+    def on_map(self, state, data, occupancy, path):
+        return {**state, "maps": state["maps"] + 1}
+
+    def on_score(self, state, index, score):
+        return {**state, "score": state["score"].at[index].set(score, mode="drop")}
+
+    def check_write(self, path, data, *, every):
+        if path == "hidden":
+            raise ValueError("hidden is mine")
+
+
+def test_a_part_follows_items():
+    buffer, slots = filled(parts=(Follows(uses_score=True),))
+    buffer = buffer.set_field("reward", pick(slots, 0, 0, 2), jnp.array([7.0, 8.0, 9.0]))
+    buffer = buffer.set_field("number", pick(slots, 3), jnp.array([30]))
+    buffer = buffer.update_score(pick(slots, 1, 1, 2), jnp.array([4.0, 5.0, NAN]))
+    [state] = buffer.extra_states
+    assert state["reward"].tolist() == [8.0, 1.0, 9.0, 3.0, 0.0, 0.0]
+    assert state["score"].tolist() == [0.0, 5.0, 0.0, 0.0, 0.0, 0.0]
+    [state] = buffer.map_field("reward", lambda batch: -batch["reward"], batch_size=4).extra_states
+    assert state["reward"].tolist() == [-8.0, -1.0, -9.0, -3.0, 0.0, 0.0]
+    assert int(state["maps"]) == 1
+    with pytest.raises(ValueError, match="hidden is mine"):
+        buffer.map_field("hidden", lambda batch: batch["hidden"])
+
+
+def test_a_part_follows_steps():
+    buffer = rings(1, 6, period=2, parts=(Follows(),)).add(steps(ramp(6, 1)))
+    slots = buffer.slots_at(0, jnp.array([0, 2]))
+    buffer = buffer.set_field("reward", slots, -jnp.arange(1.0, 7.0).reshape(2, 3))
+    assert buffer.extra_states[0]["reward"].tolist() == [-1.0, -4.0, -6.0]
+    buffer = buffer.map_field("reward", lambda batch: 2.0 * batch["reward"], batch_size=4)
+    assert buffer.extra_states[0]["reward"].tolist() == [-2.0, -8.0, -12.0]
+
+
+@dataclasses.dataclass(frozen=True)
+class CountsFlags(Part):
+    """Keeps the flags of steps that start windows."""
+
+    of_windows = True
+
+    def init(self, data, slots):
+        return jnp.zeros(slots, bool)
+
+    def on_steps(self, state, index, rows):
+        return state.at[index].set(rows.items["truncated"], mode="drop")
+
+    def on_write(self, state, index, rows, path):
+        assert path == "truncated"
+        return state.at[index].set(rows.items["truncated"], mode="drop")
+
+
+@pytest.mark.parametrize("boundary", ["cross", "avoid"])
+def test_a_part_follows_episodes_that_are_ended(boundary):
+    episodes = jaxbuf.Episodes(boundary=boundary)
+    buffer = rings(2, 6, period=2, episodes=episodes, parts=(CountsFlags(),))
+    buffer = buffer.add(steps(ramp(5), ends=[104]))
+    ended = buffer.end_episodes()
+    assert ended.extra_states[1].tolist() == [False, False, True, False, False, False]
+    assert ended.data["truncated"][:, 4].tolist() == [True, False]
+
+
+def test_a_part_that_returns_nothing_is_named():
+    for event, call in (
+        ("on_write", lambda b, s: b.set_field("reward", s, jnp.zeros(4))),
+        ("on_map", lambda b, s: b.map_field("reward", lambda x: x["reward"])),
+        ("on_score", lambda b, s: b.update_score(s, jnp.zeros(4))),
+    ):
+        part = type("Mine", (Follows,), {event: lambda self, *_: None})(uses_score=True)
+        buffer, slots = filled(parts=(part,))
+        with pytest.raises(ValueError, match=f"{event} of .*returned None; expected a new state"):
+            call(buffer, slots)
+
+
+# --- random histories beside naive models
+
+CAPACITY, ROWS, CHANGES, OPERATIONS = 6, 4, 5, 24
+BY_RANK = jaxbuf.RankBased(by="score", sort_every=2)
+KINDS = {
+    "oldest": {"parts": REMOVABLE},
+    "prioritized": {"parts": REMOVABLE, "sampler": jaxbuf.Prioritized()},
+    "softmax": {"parts": REMOVABLE, "sampler": jaxbuf.Softmax()},
+    "lowest": {"parts": REMOVABLE, "evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax()},
+    "ranked": {"parts": REMOVABLE, "evictor": jaxbuf.Lowest(), "sampler": BY_RANK},
+    "shuffled": {"parts": REMOVABLE, "sampler": jaxbuf.Shuffled(), "evictor": jaxbuf.Lowest()},
+}
+
+
+holds = jax.jit(lambda buffer, slots: buffer.holds(slots))
+
+
+def held_now(buffer, names):
+    """Returns whether the items of these names are there; a fixed number is looked up."""
+    padded = np.zeros((400, 2), np.int64)
+    padded[: len(names)] = names
+    slots = jaxbuf.Slots(padded[:, 0].astype(np.int32), padded[:, 1].astype(np.uint32))
+    return holds(buffer, slots)[: len(names)].tolist()
+
+
+@jax.jit
+def starting(buffer):
+    """The slots of the windows that start at each step, from the earliest one of each ring."""
+    position = buffer.earliest_position[:, None] + jnp.arange(buffer.length, dtype=jnp.uint32)[None]
+    return buffer.slots_at(jnp.arange(buffer.num_envs)[:, None], position)
+
+
+@jax.jit
+def step_items(buffer, given):
+    """An add and then a change of each kind; all shapes are the same in every step."""
+    scored = any(part.uses_score for part in (buffer.sampler, buffer.evictor))
+    score = {"score": given["score"]} if scored else {}
+    buffer, slots = buffer.insert(given["items"], mask=given["mask"], **score)
+    named, which = given["slots"], given["which"]
+    buffer = buffer.set_field("reward", named, given["value"], mask=which == 0)
+    if scored:
+        buffer = buffer.update_score(named, given["new_score"], mask=which == 1)
+    buffer = buffer.remove(named, mask=which == 2)
+    return buffer, slots
+
+
+def play(kind, seed, native):
+    """Runs a random history of a buffer beside its model, and compares after each step."""
+    rng = np.random.default_rng(seed)
+    options = KINDS[kind]
+    buffer = create(CAPACITY, **options)
+    lowest = "evictor" in options
+    scored = lowest or kind == "softmax"
+    twin = reference_write_back.Items(CAPACITY, lowest)
+    # Every item so far, with its slot; and a name that no item ever has.
+    known, names = [None], [(CAPACITY, 0)]
+    history = []
+    with using_native(native):
+        for t in range(OPERATIONS):
+            numbers = np.arange(ROWS) + ROWS * t
+            special = rng.choice([NAN, INF, -INF, 2.0], ROWS)
+            score = np.where(rng.random(ROWS) < 0.3, special, rng.integers(0, 4, ROWS))
+            recent = rng.integers(max(len(known) - 9, 0), len(known), CHANGES)
+            index, generation = zip(*(names[i] for i in recent), strict=True)
+            given = {
+                "items": jax.tree.map(np.asarray, items(numbers)),
+                "mask": rng.random(ROWS) < rng.choice([0.2, 0.9]),
+                "score": score.astype(np.float32),
+                "slots": jaxbuf.Slots(np.array(index, np.int32), np.array(generation, np.uint32)),
+                "value": rng.normal(size=CHANGES).astype(np.float32),
+                "new_score": rng.choice([NAN, INF, -INF, 0.0, 1.0, 1.5], CHANGES).astype("f4"),
+                "which": rng.integers(0, 4, CHANGES).astype(np.int32),
+            }
+            history.append(given)
+            buffer, slots = step_items(buffer, given)
+            rows = [{"number": int(n), "reward": float(n)} for n in numbers]
+            told = score if scored else np.zeros(ROWS)
+            new = twin.insert(rows, told, given["mask"])
+            which, changed = given["which"], [known[i] for i in recent]
+            twin.set_field(changed, "reward", given["value"].tolist(), which == 0)
+            if scored:
+                twin.update_score(changed, given["new_score"].tolist(), which == 1)
+            twin.remove(changed, which == 2)
+            known += new
+            names += zip(slots.index.tolist(), slots.generation.tolist(), strict=True)
+
+            assert (slots.index < CAPACITY).tolist() == [item is not None for item in new]
+            live = np.asarray(buffer.live)
+            stored = zip(
+                np.asarray(buffer.data["number"])[live].tolist(),
+                np.asarray(buffer.data["reward"])[live].tolist(),
+                strict=True,
+            )
+            expected = [(item.data["number"], item.data["reward"]) for item in twin.live]
+            assert sorted(stored) == [(n, pytest.approx(r)) for n, r in sorted(expected)]
+            metrics = buffer.metrics()
+            for name in ("rejected", "removed"):
+                assert int(metrics[name]) == getattr(twin, name)
+            assert held_now(buffer, names) == [twin.holds(item) for item in known]
+            testing.assert_valid(buffer)
+    assert twin.removed > 3
+    return history, buffer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_items_agree_with_a_list(kind):
+    history, buffer = play(kind, 0, native=True)
+    _, plain = play(kind, 0, native=False)
+    chex.assert_trees_all_equal(plain, buffer)
+    other, _ = play(kind, 1, native=False)
+    # As one scan, and over lanes.
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *history)
+    empty = create(CAPACITY, **KINDS[kind])
+    scanned, _ = jax.jit(lambda b, h: jax.lax.scan(step_items, b, h))(empty, stacked)
+    chex.assert_trees_all_equal(scanned, buffer)
+    lanes = [stacked, jax.tree.map(lambda *leaves: jnp.stack(leaves), *other)]
+    lanes = jax.tree.map(lambda *leaves: jnp.stack(leaves), *lanes)
+    empties = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), empty)
+    batched, _ = jax.vmap(lambda b, h: jax.lax.scan(step_items, b, h))(empties, lanes)
+    first = jax.tree.map(lambda leaf: leaf[0], batched)
+    chex.assert_trees_all_close(first, buffer, rtol=1e-5)
+
+
+@jax.jit
+def step_windows(buffer, given):
+    buffer = buffer.add(given["steps"])
+    buffer = buffer.set_field("reward", given["slots"], given["value"], mask=given["mask"])
+    return buffer.remove(given["slots"], mask=given["removed"])
+
+
+@pytest.mark.parametrize("period", [1, 2])
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized()], ids=str)
+def test_windows_agree_with_lists(period, sampler):
+    rng = np.random.default_rng(period)
+    length, size = 8, 3
+    results = []
+    for native in (True, False):
+        rng = np.random.default_rng(period)
+        buffer = rings(2, length, size, period=period, sampler=sampler, parts=REMOVABLE)
+        twin = reference_write_back.Windows(2, length, size, period)
+        known, names = [None], [(buffer.capacity, 0)]
+        with using_native(native):
+            for t in range(OPERATIONS):
+                rows = 1 + t % 2
+                given = steps(ramp(rows, start=100 * t))
+                recent = rng.integers(max(len(known) - 9, 0), len(known), CHANGES)
+                index, generation = zip(*(names[i] for i in recent), strict=True)
+                mask = rng.random((CHANGES, size)) < 0.8
+                value = rng.integers(-99, 0, (CHANGES, size)).astype(np.float32)
+                removed = rng.random(CHANGES) < 0.15
+                slots = jaxbuf.Slots(np.array(index, "i4"), np.array(generation, "u4"))
+                told = {"slots": slots, "value": value, "mask": mask, "removed": removed}
+                buffer = step_windows(buffer, {"steps": given, **told})
+                numbers = np.asarray(given["number"]).tolist()
+                twin.add([[{"number": n, "reward": float(n)} for n in row] for row in numbers])
+                changed = [known[i] for i in recent]
+                twin.set_field(changed, "reward", value.tolist(), mask)
+                twin.remove(changed, removed)
+                held = [step for ring in twin.rings for step in ring]
+                assert rewards(buffer) == {s.data["number"]: s.data["reward"] for s in held}
+                assert int(buffer.num_windows) == len(twin.live)
+                assert int(buffer.metrics()["removed"]) == twin.removed
+                # Windows become known by where they start.
+                slots = jax.device_get(starting(buffer))
+                live = twin.live
+                for env, ring in enumerate(twin.rings):
+                    for i, step in enumerate(ring):
+                        name = int(slots.index[env, i]), int(slots.generation[env, i])
+                        assert (name[0] < buffer.capacity) == (step in live)
+                        if step in live and step not in known:
+                            known.append(step)
+                            names.append(name)
+                assert held_now(buffer, names) == [twin.holds(step) for step in known]
+                testing.assert_valid(buffer)
+        assert twin.removed > 3
+        results.append(buffer)
+    chex.assert_trees_all_equal(*results)
+
+
+# --- the functions that donate
+
+DOORS = {
+    "set_field": lambda b, s, **o: jaxbuf.set_field(
+        b, "reward", s, np.arange(9.0, 13.0, dtype="f4"), **o
+    ),
+    "update_score": lambda b, s, **o: jaxbuf.update_score(b, s, np.arange(4.0, dtype="f4"), **o),
+    "remove": lambda b, s, **o: jaxbuf.remove(b, s, **o),
+    "insert": lambda b, s, **o: jaxbuf.insert(b, items([7, 8]), score=np.ones(2, "f4"), **o),
+    "map_field": lambda b, s, **o: jaxbuf.map_field(b, "reward", negated, **o),
+}
+METHODS = {
+    "set_field": lambda b, s: b.set_field("reward", s, jnp.arange(9.0, 13.0)),
+    "update_score": lambda b, s: b.update_score(s, jnp.arange(4.0)),
+    "remove": lambda b, s: b.remove(s),
+    "insert": lambda b, s: b.insert(items([7, 8]), score=jnp.ones(2)),
+    "map_field": lambda b, s: b.map_field("reward", negated),
+}
+
+
+def negated(batch):
+    return -batch["reward"]
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_functions_do_what_methods_do_and_donate(name):
+    options = {"evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax(), "parts": REMOVABLE}
+    buffer, slots = filled(4, capacity=256, **options)
+    expected = METHODS[name](buffer, slots)
+    kept = DOORS[name](buffer, slots, donate=False)
+    chex.assert_trees_all_close(kept, expected, rtol=1e-6)
+    # What does not change may be shared with the buffer that was kept.
+    buffer, slots = filled(4, capacity=256, **options)
+    where = buffer.data["reward"].unsafe_buffer_pointer()
+    changed = DOORS[name](buffer, slots)
+    chex.assert_trees_all_equal(changed, kept)
+    changed = changed[0] if name == "insert" else changed
+    assert changed.data["reward"].unsafe_buffer_pointer() == where
+    with pytest.raises(ValueError, match="buffer was donated"):
+        DOORS[name](buffer, slots)
+    with pytest.raises(ValueError, match="donate is 3; expected True or False"):
+        DOORS[name](changed, slots, donate=3)
+    with pytest.raises(ValueError, match="buffer is None; expected a buffer"):
+        DOORS[name](None, slots)
+    with pytest.raises(ValueError, match=f"which has no method {name}"):
+        DOORS[name](jaxbuf.Queue.create(ITEM, 4), slots)
+    with pytest.raises(ValueError, match="colour was given, but an ItemBuffer has no use for it"):
+        DOORS[name](changed, slots, colour=3)
+
+
+def test_a_function_is_traced_once():
+    traced = []
+
+    def fn(batch):
+        traced.append(batch)
+        return batch["reward"] + 1.0
+
+    buffer, _ = filled()
+    for _ in range(3):
+        buffer = jaxbuf.map_field(buffer, "reward", fn, batch_size=3)
+    assert len(traced) <= 2
+    assert buffer.data["reward"][:4].tolist() == [3.0, 4.0, 5.0, 6.0]
+
+
+def test_arrays_of_the_caller_are_copied():
+    buffer, slots = filled(4, capacity=4)
+    value = np.arange(10.0, 14.0, dtype=np.float32)
+    eager = buffer.set_field("reward", slots, value)
+    buffer = jaxbuf.set_field(buffer, "reward", jax.device_get(slots), value, mask=np.ones(4, bool))
+    value[:] = -1.0
+    assert buffer.data["reward"].tolist() == eager.data["reward"].tolist() == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("door", [True, False])
+def test_numbers_that_fit_are_converted(door):
+    buffer, slots = filled(4, capacity=4)
+
+    def write(path, value):
+        if door:
+            return jaxbuf.set_field(buffer, path, slots, value, donate=False)
+        return buffer.set_field(path, slots, value)
+
+    with pytest.raises(ValueError, match=r"value\[1\] is 1099511627776"):
+        write("number", np.array([1, 2**40, 3, 4]))
+    with pytest.raises(ValueError, match="value has dtype float32; expected int32"):
+        write("number", np.ones(4, np.float32))
+    assert write("number", np.array([5, 6, 7, 8])).data["number"].tolist() == [5, 6, 7, 8]
+
+
+# --- gradients
+
+
+def test_gradients_flow_through_items_alone():
+    buffer, slots = filled(4, capacity=4, sampler=jaxbuf.Softmax(), parts=REMOVABLE)
+    gone = buffer.remove(pick(slots, 3))
+
+    def loss(value):
+        changed = gone.set_field("reward", pick(slots, 0, 1, 1, 3), value)
+        changed = changed.update_score(slots, 3.0 * value)
+        changed = changed.map_field("reward", lambda batch: value[0] * batch["reward"] ** 2)
+        return jnp.sum(changed.get(slots).data["reward"] * jnp.array([1.0, 10.0, 100.0, 0.0]))
+
+    # value[0] * (value[0] ** 2 + 10 * value[2] ** 2 + 100 * 2 ** 2)
+    value = jnp.array([2.0, 3.0, 5.0, 7.0])
+    assert jax.jit(jax.value_and_grad(loss))(value)[0] == 2 * (4 + 250 + 400)
+    assert jax.grad(loss)(value).tolist() == [3 * 4 + 250 + 400, 0.0, 2 * 2 * 10 * 5, 0.0]
+
+
+def log_of_all(buffer, slots):
+    """The gradient of the sum of logarithms of all rewards, times a number."""
+
+    def loss(scale):
+        mapped = buffer.map_field("reward", lambda x: jnp.log(scale * x["reward"]), batch_size=3)
+        batch = mapped.get(slots)
+        return jnp.sum(jnp.where(batch.valid, batch.data["reward"], 0.0))
+
+    return jax.grad(loss)(2.0)
+
+
+@pytest.mark.parametrize("capacity", [4, 9, 11])
+def test_empty_slots_give_no_gradient_that_is_not_a_number(capacity):
+    buffer, slots = filled(2, capacity=capacity)
+    buffer = buffer.set_field("reward", slots, jnp.ones(2))
+    assert log_of_all(buffer, slots) == 1.0
+
+
+@pytest.mark.parametrize("kept", [[0], [4], [0, 8], []])
+def test_removed_items_give_no_gradient_that_is_not_a_number(kept):
+    buffer, slots = filled(9, capacity=9, parts=REMOVABLE)
+    stays = jnp.zeros(9, bool).at[jnp.array(kept, int)].set(True)
+    # What was removed is still stored, as a zero.
+    buffer = buffer.set_field("reward", slots, stays.astype(jnp.float32))
+    buffer = buffer.remove(slots, mask=~stays)
+    assert log_of_all(buffer, slots) == len(kept) / 2

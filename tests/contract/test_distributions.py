@@ -1,0 +1,351 @@
+"""Draws follow their stated probabilities: chi-square at fixed keys, significance 1e-4 each.
+
+A correct sampler fails one of these tests for one key in ten thousand; the keys are fixed, so a
+test that passes keeps passing until the draws change.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import jaxbuf
+from jaxbuf import testing
+from tests.models import items as reference
+
+SIGNIFICANCE = 1e-4
+DRAWS = 20_000
+PRIORITIES = (0.5, 0.0, 3.0, 1.0, 8.0, 0.25, 2.0)
+
+
+def filled(sampler, priorities, capacity=None):
+    """A buffer that holds the row numbers of the priorities as its items."""
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity or len(priorities), sampler=sampler)
+    items = jnp.arange(len(priorities), dtype=jnp.int32)
+    if isinstance(sampler, jaxbuf.Uniform):
+        return jaxbuf.add(buffer, items)
+    return jaxbuf.add(buffer, items, priority=jnp.asarray(priorities, jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def many(buffer, batch_size, repeats, seed):
+    """Independent samples, leaves ``[repeats, batch_size]``."""
+    keys = jax.random.split(jax.random.key(seed), repeats)
+    return jax.vmap(lambda key: buffer.sample(key, batch_size))(keys)
+
+
+def samples(buffer, batch_size, repeats, seed=0):
+    return jax.tree.map(np.asarray, many(buffer, batch_size, repeats, seed))
+
+
+def assert_law(outcomes, probability):
+    """Chi-square of integer outcomes; those of probability zero must not occur."""
+    probability = np.asarray(probability, np.float64)
+    counts = np.bincount(np.ravel(outcomes), minlength=len(probability))
+    assert len(counts) == len(probability)
+    possible = probability > 0
+    assert not counts[~possible].any()
+    expected = probability[possible] / probability.sum() * counts.sum()
+    assert expected.min() > 5, "too few draws for a chi-square test"
+    if possible.sum() > 1:
+        assert scipy.stats.chisquare(counts[possible], expected).pvalue > SIGNIFICANCE
+
+
+def assert_draws(buffer, law, batch_size=1, rows=DRAWS, seed=0):
+    """Slots are drawn with these probabilities, and those beyond them never."""
+    testing.assert_distribution(
+        buffer,
+        jax.random.key(seed),
+        np.pad(law, (0, buffer.capacity - len(law))),
+        draws=rows // batch_size,
+        batch_size=batch_size,
+        significance=SIGNIFICANCE,
+    )
+
+
+def twin_of(sampler, priorities):
+    masses = [reference.mass(p, sampler.alpha, sampler.epsilon) for p in priorities]
+    return reference.proportional(masses, sampler.uniform_mix)
+
+
+LAWS = {
+    "default": {},
+    "proportional": {"alpha": 1.0},
+    "squared": {"alpha": 2.0},
+    "alpha-zero": {"alpha": 0.0},
+    "epsilon": {"alpha": 0.8, "epsilon": 0.05},
+    "alpha-zero-epsilon": {"alpha": 0.0, "epsilon": 0.1},
+    "mix": {"alpha": 1.0, "uniform_mix": 0.2},
+    "all-mix": {"alpha": 1.0, "uniform_mix": 1.0},
+}
+
+
+SINGLE_DRAWS = [
+    *((name, {}) for name in LAWS),
+    *((name, {"stratified": False}) for name in ("default", "alpha-zero", "mix")),
+    *((name, {"replacement": False}) for name in ("default", "alpha-zero-epsilon", "mix")),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), SINGLE_DRAWS)
+def test_a_single_draw_has_the_exact_law(name, how):
+    sampler = jaxbuf.Prioritized(**LAWS[name], **how)
+    buffer = filled(sampler, PRIORITIES, capacity=9)
+    law = twin_of(sampler, PRIORITIES)
+    drawn = samples(buffer, 1, DRAWS)
+    assert drawn.valid.all()
+    assert_law(drawn.data, law)
+    np.testing.assert_allclose(drawn.probability, law[drawn.data], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("stratified", "uniform_mix"), [(True, 0.0), (True, 0.3), (False, 0.3)])
+def test_batches_follow_the_law_in_total(stratified, uniform_mix):
+    # Stratified counts vary less than multinomial ones, so that chi-square is conservative there.
+    sampler = jaxbuf.Prioritized(alpha=1.0, stratified=stratified, uniform_mix=uniform_mix)
+    assert_draws(filled(sampler, PRIORITIES), twin_of(sampler, PRIORITIES), 13, seed=1)
+
+
+def test_every_row_of_an_unstratified_batch_has_the_law():
+    sampler = jaxbuf.Prioritized(alpha=1.0, stratified=False)
+    drawn = samples(filled(sampler, PRIORITIES), 4, DRAWS, seed=2)
+    for row in range(4):
+        assert_law(drawn.data[:, row], twin_of(sampler, PRIORITIES))
+
+
+def test_rows_of_an_unstratified_batch_are_independent():
+    priorities = (1.0, 2.0, 3.0)
+    sampler = jaxbuf.Prioritized(alpha=1.0, stratified=False)
+    drawn = samples(filled(sampler, priorities), 3, DRAWS, seed=3).data
+    law = np.array(priorities) / 6
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert_law(drawn[:, a] * 3 + drawn[:, b], np.outer(law, law).ravel())
+
+
+@pytest.mark.parametrize("batch_size", [2, 7, 32])
+def test_stratified_draws_take_one_from_each_stratum(batch_size):
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    law = twin_of(sampler, PRIORITIES)
+    drawn = samples(filled(sampler, PRIORITIES), batch_size, 500, seed=4)
+    # An item of share p covers a run of p * B strata and is cut by at most two more.
+    counts = np.stack([(drawn.data == item).sum(1) for item in range(len(law))], 1)
+    expected = np.broadcast_to(law * batch_size, counts.shape)
+    assert (np.abs(counts - expected) < 2).all()
+    # Sorted by slot, row i lies in stratum i: its item must overlap [i / B, (i + 1) / B).
+    edges = np.concatenate([[0.0], np.cumsum(law)])
+    order = np.sort(drawn.data, 1)
+    stratum = np.arange(batch_size)
+    assert (edges[order + 1] > stratum / batch_size - 1e-6).all()
+    assert (edges[order] < (stratum + 1) / batch_size + 1e-6).all()
+
+
+def test_strata_that_fit_the_items_give_exact_counts():
+    drawn = samples(filled(jaxbuf.Prioritized(alpha=1.0), (1.0, 2.0, 5.0)), 16, 500, seed=5)
+    for item, count in enumerate((2, 4, 10)):
+        np.testing.assert_array_equal((drawn.data == item).sum(1), count)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_uniform_is_uniform_over_the_live_items(replacement):
+    buffer = filled(jaxbuf.Uniform(replacement=replacement), [1.0] * 7, capacity=20)
+    drawn = samples(buffer, 3, DRAWS // 3, seed=6)
+    assert_law(drawn.data, np.full(7, 1 / 7))
+    np.testing.assert_allclose(drawn.probability, 1 / 7, rtol=1e-6)
+
+
+def test_uniform_after_wrapping():
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 5)
+    for start in range(0, 12, 3):
+        buffer = jaxbuf.add(buffer, jnp.arange(start, start + 3, dtype=jnp.int32))
+    assert_draws(buffer, np.full(5, 0.2), 4, seed=7)
+
+
+def test_rows_of_a_uniform_batch_are_independent():
+    drawn = samples(filled(jaxbuf.Uniform(), [1.0] * 4), 3, DRAWS, seed=8).data
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert_law(drawn[:, a] * 4 + drawn[:, b], np.full(16, 1 / 16))
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"stratified": False}, {"uniform_mix": 0.4}, {"replacement": False}]
+)
+def test_all_zero_priorities_are_uniform_over_the_live_items(how):
+    sampler = jaxbuf.Prioritized(**how)
+    drawn = samples(filled(sampler, [0.0] * 5, capacity=8), 1, DRAWS, seed=9)
+    assert drawn.valid.all()
+    assert_law(drawn.data, np.full(5, 0.2))
+    np.testing.assert_allclose(drawn.probability, 0.2, rtol=1e-6)
+
+
+def test_all_zero_without_replacement_still_gives_every_live_item():
+    buffer = filled(jaxbuf.Prioritized(replacement=False), [0.0] * 5, capacity=8)
+    drawn = samples(buffer, 6, 50, seed=10)
+    np.testing.assert_array_equal(drawn.valid.sum(1), 5)
+    for data, valid in zip(drawn.data, drawn.valid, strict=True):
+        assert sorted(data[valid].tolist()) == [0, 1, 2, 3, 4]
+
+
+def ordered(data, n):
+    """Ordered draws as one integer in base ``n``."""
+    return np.asarray(data) @ (n ** np.arange(data.shape[1])[::-1])
+
+
+def law_of_orders(masses, draws):
+    law = np.zeros(len(masses) ** draws)
+    for order, probability in reference.successive_law(masses, draws).items():
+        law[ordered(np.array([order]), len(masses))[0]] += probability
+    return law
+
+
+@pytest.mark.parametrize("priorities", [(1.0, 0.0, 3.0, 6.0), (9.0, 1.0, 1.0, 2.0)])
+@pytest.mark.parametrize("draws", [2, 3])
+def test_without_replacement_is_successive_drawing(priorities, draws):
+    sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
+    drawn = samples(filled(sampler, priorities, capacity=6), draws, 2 * DRAWS, seed=11)
+    assert drawn.valid.all()
+    assert_law(ordered(drawn.data, 4), law_of_orders(priorities, draws))
+    first = np.array(priorities) / sum(priorities)
+    np.testing.assert_allclose(drawn.probability, first[drawn.data], rtol=1e-5)
+
+
+def test_without_replacement_uses_alpha_and_epsilon():
+    sampler = jaxbuf.Prioritized(alpha=0.5, epsilon=0.1, replacement=False)
+    priorities = (1.0, 0.0, 4.0)
+    drawn = samples(filled(sampler, priorities), 2, DRAWS, seed=12)
+    masses = [reference.mass(p, 0.5, 0.1) for p in priorities]
+    assert_law(ordered(drawn.data, 3), law_of_orders(masses, 2))
+
+
+def test_uniform_without_replacement_is_every_order_alike():
+    drawn = samples(filled(jaxbuf.Uniform(replacement=False), [1.0] * 5, 7), 3, DRAWS, seed=13)
+    assert_law(ordered(drawn.data, 5), law_of_orders([1.0] * 5, 3))
+    np.testing.assert_allclose(drawn.probability, 0.2, rtol=1e-6)
+
+
+def test_without_replacement_the_whole_buffer_is_a_permutation():
+    buffer = filled(jaxbuf.Uniform(replacement=False), [1.0] * 40)
+    drawn = samples(buffer, 40, 300, seed=14)
+    assert drawn.valid.all()
+    np.testing.assert_array_equal(np.sort(drawn.data, 1), np.broadcast_to(np.arange(40), (300, 40)))
+    # The first row alone, and where item 0 lands, are uniform.
+    assert_law(drawn.data[:, 0], np.full(40, 1 / 40))
+    assert_law((drawn.data == 0).argmax(1), np.full(40, 1 / 40))
+
+
+def test_without_replacement_extreme_shares_are_still_all_found():
+    priorities = [1e-6, 1.0, 1e6, 0.0, 1e-3, 1e3]
+    sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
+    drawn = samples(filled(sampler, priorities), 6, 200, seed=15)
+    np.testing.assert_array_equal(drawn.valid.sum(1), 5)
+    for data, valid in zip(drawn.data, drawn.valid, strict=True):
+        assert sorted(data[valid].tolist()) == [0, 1, 2, 4, 5]
+    # By far the most likely order is by priority, valid rows in the order of the draw.
+    inorder = (drawn.data[:, :5] == np.array([2, 5, 1, 4, 0])).all(1)
+    assert inorder.mean() > 0.95
+
+
+def test_the_mix_without_replacement_draws_first_from_the_mixture():
+    sampler = jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.5, replacement=False)
+    drawn = samples(filled(sampler, PRIORITIES), 3, DRAWS, seed=16)
+    assert_law(drawn.data[:, 0], twin_of(sampler, PRIORITIES))
+    assert (np.diff(np.sort(drawn.data, 1), axis=1) > 0).all()
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_a_zero_priority_is_never_drawn(stratified):
+    """Zeros at the start, at the end and everywhere between, with batches that hit the edges."""
+    capacity, rng = 37, np.random.default_rng(17)
+    priorities = rng.uniform(0.1, 1.0, capacity) * (rng.random(capacity) < 0.4)
+    priorities[[0, 1, capacity - 2, capacity - 1]] = 0.0
+    sampler = jaxbuf.Prioritized(alpha=1.0, stratified=stratified)
+    drawn = samples(filled(sampler, priorities), 4096, 40, seed=17)
+    assert (priorities[drawn.data] > 0).all()
+    assert (drawn.probability > 0).all()
+    assert drawn.valid.all()
+
+
+def test_alpha_zero_still_skips_zero_priorities():
+    drawn = samples(filled(jaxbuf.Prioritized(alpha=0.0), (0.0, 5.0, 0.0, 0.1)), 8, 500, seed=18)
+    assert set(np.unique(drawn.data)) == {1, 3}
+    np.testing.assert_allclose(drawn.probability, 0.5, rtol=1e-6)
+
+
+def test_the_mix_reaches_zero_priorities():
+    sampler = jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.5)
+    assert_draws(filled(sampler, (0.0, 1.0)), (0.25, 0.75), seed=19)
+
+
+@pytest.mark.parametrize("priority", [1e-20, 1e-30, 3e-38])
+def test_small_priorities_keep_their_shares(priority):
+    """Sums so small that a share of them is no normal float any more."""
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    drawn = samples(filled(sampler, (priority, 0.0, 2 * priority, priority)), 1, DRAWS, seed=26)
+    assert_law(drawn.data, (0.25, 0.0, 0.5, 0.25))
+    np.testing.assert_allclose(drawn.probability, np.array([0.25, 0, 0.5, 0.25])[drawn.data], 1e-6)
+
+
+def test_masses_too_small_for_a_float_still_count():
+    """``1e-30 ** 2`` underflows; the mass is clipped to the smallest normal number instead."""
+    drawn = samples(filled(jaxbuf.Prioritized(alpha=2.0), (0.0, 1e-30, 1e-30)), 1, DRAWS, seed=20)
+    assert_law(drawn.data, (0.0, 0.5, 0.5))
+    np.testing.assert_allclose(drawn.probability, 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 3.0])
+def test_the_largest_priorities_do_not_overflow(alpha):
+    largest = float(np.finfo(np.float32).max)
+    buffer = filled(jaxbuf.Prioritized(alpha=alpha), (largest, largest, 1.0, largest, largest))
+    drawn = samples(buffer, 1, DRAWS, seed=21)
+    assert_law(drawn.data, (0.25, 0.25, 0.0, 0.25, 0.25))
+    np.testing.assert_allclose(drawn.probability, 0.25, rtol=1e-6)
+    chex.assert_tree_all_finite(buffer.metrics())
+
+
+def test_reported_probabilities_sum_to_one():
+    rng = np.random.default_rng(22)
+    priorities = rng.exponential(size=40).astype(np.float32)
+    for mix in (0.0, 0.25):
+        sampler = jaxbuf.Prioritized(uniform_mix=mix, replacement=False)
+        drawn = samples(filled(sampler, priorities, 50), 40, 1, seed=22)
+        assert drawn.valid.all()
+        assert drawn.probability.sum(dtype=np.float64) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_frequencies_follow_updates():
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    buffer = filled(sampler, PRIORITIES)
+    slots = jaxbuf.sample(buffer, jax.random.key(0), 512).slots
+    data = np.asarray(jaxbuf.sample(buffer, jax.random.key(0), 512).data)
+    rows = np.array([np.flatnonzero(data == item)[0] for item in (0, 2, 4)])
+    buffer = jaxbuf.update_priority(
+        buffer,
+        jax.tree.map(lambda leaf: leaf[rows], slots),
+        jnp.array([4.0, 0.0, 0.5], jnp.float32),
+    )
+    changed = np.array(PRIORITIES)
+    changed[[0, 2, 4]] = (4.0, 0.0, 0.5)
+    assert_draws(buffer, changed / changed.sum(), seed=23)
+
+
+def test_every_slot_of_a_larger_buffer_is_reached():
+    size = 3000
+    sampler = jaxbuf.Prioritized(alpha=1.0, stratified=False)
+    priorities = 1.0 + np.arange(size) % 3
+    law = priorities / priorities.sum()
+    assert_draws(filled(sampler, priorities, 3500), law, 10_000, 200_000, seed=24)
+
+
+def test_lanes_of_a_vmapped_buffer_draw_each_from_its_own():
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    laws = np.array([[1.0, 2.0, 3.0, 0.0], [5.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    buffers = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), *[filled(sampler, law) for law in laws]
+    )
+    keys = jax.random.split(jax.random.key(25), (3, DRAWS // 4))
+    draw = jax.vmap(lambda buffer, key: buffer.sample(key, 4))
+    drawn = jax.jit(jax.vmap(draw, in_axes=(None, 1)))(buffers, keys)
+    for lane, law in enumerate(laws):
+        assert_law(np.asarray(drawn.data[:, lane]), law if law.any() else np.full(4, 0.25))

@@ -1,0 +1,515 @@
+"""The contract of `ItemBuffer`, for every sampler and under every transformation.
+
+One random script of adds, samples, updates and clears is run eagerly, jitted step by step, as one
+scan, as a vmap over three scripts and through the donating functions. The jitted run is compared
+with the NumPy twin after every step, and the other runs with the jitted one.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+import jaxbuf
+from jaxbuf import testing
+from jaxbuf.core.versions import takes_option
+from tests.models import items as reference
+from tests.models.ranks import RankedItemBuffer
+from tests.models.sampling import RecentItemBuffer
+
+STEPS = 18
+EAGER_STEPS = 2
+DEFAULT_ROWS = 7
+EXPLICIT_ROWS = 3
+BATCH = 24
+PICKS = 10
+LANES = 3
+
+# Small rings wrap often; the larger ones have more than one level of sums in any sensible tree.
+CAPACITIES = {
+    "unstratified-initial-zero": 18,
+    "epsilon-and-mix": 21,
+    "mix-without-replacement": 19,
+    "ranked": 20,
+}
+SMALL = 5
+
+OPTIONS = {
+    "uniform": None,
+    "uniform-without-replacement": {"replacement": False},
+    "prioritized": {"alpha": 0.6},
+    "unstratified-initial-zero": {"alpha": 1.0, "stratified": False, "initial_priority": 0.0},
+    "epsilon-and-mix": {
+        "alpha": 0.7,
+        "epsilon": 0.01,
+        "uniform_mix": 0.3,
+        "initial_priority": 2.0,
+    },
+    "prioritized-without-replacement": {"alpha": 0.6, "replacement": False},
+    "mix-without-replacement": {"alpha": 1.0, "uniform_mix": 0.25, "replacement": False},
+    "recent": {"alpha": 1.0},
+    "ranked": {"alpha": 0.7},
+    "ranked-seldom": {"alpha": 1.0, "sort_every": 3},
+    "ranked-without-replacement": {"alpha": 0.5, "replacement": False},
+}
+# A part of a batch from the newest items: the ratio, and how many are new. Products with a half are
+# exact, so that a fused multiply and add rounds as two steps do.
+RECENT = {"recent": (0.5, 2)}
+
+every_sampler = pytest.mark.parametrize("name", list(OPTIONS))
+
+
+def capacity_of(name):
+    return CAPACITIES.get(name, SMALL)
+
+
+def make(name):
+    """A sampler of jaxbuf and the options of its twin."""
+    options = OPTIONS[name] or {}
+    if name in RECENT:
+        return jaxbuf.Recent(*RECENT[name], jaxbuf.Prioritized(**options)), options
+    if is_ranked(name):
+        return jaxbuf.RankBased(**options), options
+    if "alpha" in options:
+        return jaxbuf.Prioritized(**options), options
+    return jaxbuf.Uniform(**options), options
+
+
+def is_prioritized(name):
+    return "alpha" in (OPTIONS[name] or {})
+
+
+def is_ranked(name):
+    return name.startswith("ranked")
+
+
+def rows(uid):
+    """The data of items by their number: leaves ``[*uid.shape, ...]`` of several dtypes."""
+    uid = np.asarray(uid, np.int32)
+    return {
+        "uid": uid,
+        "obs": np.stack([uid * 0.5, -uid.astype(np.float64)], -1).astype(np.float32),
+        "nested": (uid % 2 == 0, np.stack([uid, uid + 1, uid + 2], -1).astype(np.uint8)),
+    }
+
+
+def example():
+    return jax.tree.map(lambda leaf: leaf[0], rows(np.zeros(1)))
+
+
+def random_priorities(rng, shape):
+    """Priorities over many magnitudes, a fifth of them zero or not acceptable."""
+    good = np.exp(rng.normal(0.0, 2.0, shape))
+    special = rng.choice([0.0, 0.0, 1e-6, 1e6, np.nan, -1.0, np.inf, -np.inf], shape)
+    return np.where(rng.random(shape) < 0.25, special, good).astype(np.float32)
+
+
+@functools.cache
+def script(seed):
+    """``STEPS`` random operations, all with the same shapes, leaves ``[STEPS, ...]``."""
+    rng = np.random.default_rng(seed)
+    uid = np.arange(STEPS * (DEFAULT_ROWS + EXPLICIT_ROWS)).reshape(STEPS, -1)
+    density = rng.choice([0.0, 0.2, 0.6, 1.0], (STEPS, 1), p=[0.15, 0.4, 0.3, 0.15])
+    operations = {
+        "default_rows": rows(uid[:, :DEFAULT_ROWS]),
+        "default_mask": rng.random((STEPS, DEFAULT_ROWS)) < density,
+        "explicit_rows": rows(uid[:, DEFAULT_ROWS:]),
+        "explicit_mask": rng.random((STEPS, EXPLICIT_ROWS)) < 0.5,
+        "explicit_priority": random_priorities(rng, (STEPS, EXPLICIT_ROWS)),
+        "clear": rng.random(STEPS) < 0.1,
+        "key": np.stack(
+            [jax.random.key_data(jax.random.key(seed * STEPS + t)) for t in range(STEPS)]
+        ),
+        "remember": rng.random(STEPS) < 0.6,
+        "pick": rng.integers(0, 2 * BATCH, (STEPS, PICKS)).astype(np.int32),
+        "update_priority": random_priorities(rng, (STEPS, PICKS + 3)),
+        "update_mask": rng.random((STEPS, PICKS + 3)) < 0.8,
+    }
+    # The first step adds nothing and the second does not clear, so that an empty buffer is sampled
+    # once and a filled one soon after.
+    operations["default_mask"][0] = False
+    operations["explicit_mask"][0] = False
+    operations["clear"][:2] = False
+    # All priorities at zero, somewhere in the middle: every stored item is picked and set to zero.
+    operations["update_priority"][STEPS // 2] = 0.0
+    operations["update_mask"][STEPS // 2] = True
+    return operations
+
+
+def choose_slots(now, remembered, pick, capacity):
+    """Slots to update: duplicates, stale ones, and three that never existed."""
+    chosen = jax.tree.map(lambda a, b: jnp.concatenate([a, b])[pick], now, remembered)
+    fabricated = jaxbuf.Slots(
+        index=jnp.stack([jnp.int32(-1), jnp.int32(capacity), now.index[0]]),
+        generation=jnp.stack(
+            [now.generation[0], now.generation[0], now.generation[0] + jnp.uint32(1)]
+        ),
+    )
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), chosen, fabricated)
+
+
+def no_slots(capacity):
+    return jaxbuf.Slots(
+        index=jnp.full(BATCH, capacity, jnp.int32), generation=jnp.zeros(BATCH, jnp.uint32)
+    )
+
+
+def observe(buffer, sample):
+    """Returns the values that are compared after the adds of a step."""
+    return {
+        "size": buffer.size,
+        "can_sample_1": buffer.can_sample(),
+        "can_sample_3": buffer.can_sample(3),
+        "sample": sample,
+        "weights": {
+            str(normalize): jaxbuf.importance_weights(buffer, sample, 0.5, normalize=normalize)
+            for normalize in ("batch", "buffer", "mean", None)
+        },
+    }
+
+
+def step(carry, operation, *, prioritized):
+    """One step of a script with the pure methods."""
+    buffer, remembered = carry
+    buffer = jax.lax.cond(operation["clear"], lambda b: b.clear(), lambda b: b, buffer)
+    before = buffer.metrics()
+    buffer = buffer.add(operation["default_rows"], mask=operation["default_mask"])
+    explicit = {"priority": operation["explicit_priority"]} if prioritized else {}
+    buffer = buffer.add(operation["explicit_rows"], mask=operation["explicit_mask"], **explicit)
+    sample = buffer.sample(jax.random.wrap_key_data(operation["key"]), BATCH)
+    seen = observe(buffer, sample) | {"before": before, "added": buffer.metrics()}
+    if prioritized:
+        slots = choose_slots(sample.slots, remembered, operation["pick"], buffer.capacity)
+        buffer = buffer.update_priority(
+            slots, operation["update_priority"], mask=operation["update_mask"]
+        )
+    remembered = jax.tree.map(
+        lambda old, new: jnp.where(operation["remember"], new, old), remembered, sample.slots
+    )
+    return (buffer, remembered), seen | {"updated": buffer.metrics()}
+
+
+def at(tree, t):
+    return jax.tree.map(lambda leaf: leaf[t], tree)
+
+
+def stack(trees):
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *trees)
+
+
+def start(name):
+    sampler, _ = make(name)
+    return jaxbuf.ItemBuffer.create(example(), capacity_of(name), sampler=sampler), no_slots(
+        capacity_of(name)
+    )
+
+
+def run_in_python(name, operations, steps, transform):
+    """One call of ``transform(step)`` for each step."""
+    function = transform(functools.partial(step, prioritized=is_prioritized(name)))
+    carry, seen = start(name), []
+    for t in range(steps):
+        carry, out = function(carry, at(operations, t))
+        seen.append(out)
+    testing.assert_valid(carry[0])
+    return stack(seen)
+
+
+@functools.cache
+def jitted(name, seed=0):
+    """The run everything else is compared with, leaves ``[STEPS, ...]``."""
+    return run_in_python(name, script(seed), STEPS, jitted_step)
+
+
+@functools.cache
+def compiled_step(function_key):
+    return jax.jit(functools.partial(step, prioritized=function_key))
+
+
+def jitted_step(function):
+    return compiled_step(function.keywords["prioritized"])
+
+
+def run_donated(name, operations):
+    """The same script through the functions of the package, which consume the buffer."""
+    buffer, remembered = start(name)
+    prioritized, seen = is_prioritized(name), []
+    for t in range(STEPS):
+        operation = jax.tree.map(jnp.asarray, at(operations, t))
+        if operation["clear"]:
+            buffer = buffer.clear()
+        before = jax.device_get(buffer.metrics())
+        buffer = jaxbuf.add(buffer, operation["default_rows"], mask=operation["default_mask"])
+        explicit = {"priority": operation["explicit_priority"]} if prioritized else {}
+        buffer = jaxbuf.add(
+            buffer, operation["explicit_rows"], mask=operation["explicit_mask"], **explicit
+        )
+        sample = jaxbuf.sample(buffer, jax.random.wrap_key_data(operation["key"]), BATCH)
+        out = observe(buffer, sample) | {"before": before, "added": buffer.metrics()}
+        out = jax.device_get(out)
+        if prioritized:
+            slots = choose_slots(sample.slots, remembered, operation["pick"], buffer.capacity)
+            buffer = jaxbuf.update_priority(
+                buffer, slots, operation["update_priority"], mask=operation["update_mask"]
+            )
+        if operation["remember"]:
+            remembered = sample.slots
+        seen.append(out | {"updated": jax.device_get(buffer.metrics())})
+    testing.assert_valid(buffer)
+    return stack(seen)
+
+
+def assert_same(expected, actual):
+    """Indices and data bit for bit, probabilities to an ulp, derived floats nearly."""
+    chex.assert_trees_all_equal(exact(actual), exact(expected))
+    chex.assert_trees_all_close_ulp(
+        actual["sample"].probability, expected["sample"].probability, maxulp=1
+    )
+    derived = "weights", "before", "added", "updated"
+    chex.assert_trees_all_close(
+        {name: actual[name] for name in derived},
+        {name: expected[name] for name in derived},
+        rtol=2e-6,
+    )
+
+
+def exact(seen):
+    sample = seen["sample"]
+    counts = [seen[name] for name in ("size", "can_sample_1", "can_sample_3")]
+    return counts, sample.data, sample.slots, sample.valid
+
+
+class Replay:
+    """Runs a script on the twin and checks a recorded run against it, step by step."""
+
+    def __init__(self, name):
+        self.name = name
+        self.prioritized = is_prioritized(name)
+        _, options = make(name)
+        self.capacity = capacity_of(name)
+        if name in RECENT:
+            self.twin = RecentItemBuffer(self.capacity, *RECENT[name], **options)
+        elif is_ranked(name):
+            self.twin = RankedItemBuffer(self.capacity, **options)
+        else:
+            self.twin = reference.ItemBuffer(self.capacity, **options)
+        self.items = {}
+        self.generations = {}
+        self.offset = 0
+        self.cleared = False
+        self.remembered = [None] * BATCH
+
+    def add(self, data, mask, priority=None):
+        uid = data["uid"].tolist()
+        for number, item in zip(uid, self.twin.add(uid, priority, mask), strict=True):
+            if item is not None:
+                self.items[number] = item
+
+    def check_sample(self, sample):
+        """Every row against the twin; returns the twin's item of each row, or None."""
+        shares = self.twin.probabilities()
+        valid = sample.valid
+        assert valid.sum() == self.twin.valid_rows(BATCH)
+        chex.assert_tree_all_finite(sample.probability)
+        np.testing.assert_array_equal(sample.slots.index[~valid], self.capacity)
+        np.testing.assert_array_equal(sample.probability[~valid], 0.0)
+        drawn = []
+        for row in range(BATCH):
+            if not valid[row]:
+                drawn.append(None)
+                continue
+            uid = int(sample.data["uid"][row])
+            item = self.items[uid]
+            assert self.twin.is_live(item), f"item {uid} is gone or was never there"
+            chex.assert_trees_all_equal(at(sample.data, row), rows(uid))
+            np.testing.assert_allclose(sample.probability[row], shares[item], rtol=1e-5)
+            assert shares[item] > 0
+            self.check_slot(item, int(sample.slots.index[row]), int(sample.slots.generation[row]))
+            drawn.append(item)
+        if not self.twin.replacement:
+            present = [item for item in drawn if item is not None]
+            assert len(set(present)) == len(present)
+        return drawn
+
+    def check_slot(self, item, index, generation):
+        """The ring's slot (up to one turn after a clear), and one generation for each item."""
+        assert 0 <= index < self.capacity
+        if self.cleared:
+            self.offset = (index - item.index) % self.capacity
+            self.cleared = False
+        assert index == (item.index + self.offset) % self.capacity
+        for other, known in self.generations.items():
+            if known[0] == index:
+                assert (known[1] == generation) == (other is item)
+        self.generations[item] = (index, generation)
+
+    def check_metrics(self, metrics):
+        twin = self.twin
+        assert metrics["size"] == twin.size
+        chex.assert_tree_all_finite(metrics)
+        if not (self.prioritized and twin.size):
+            return
+        masses = twin.masses()
+        if is_ranked(self.name):
+            assert metrics["changes_since_sort"] == twin.changes
+        elif twin.alpha == 1.0 and twin.epsilon == 0.0:
+            for name, value in (
+                ("min", masses.min()),
+                ("max", masses.max()),
+                ("mean", masses.mean()),
+            ):
+                np.testing.assert_allclose(metrics[f"priority_{name}"], value, rtol=1e-5)
+        if twin.uniform_mix == 0.0 and masses.any() and self.name not in RECENT:
+            np.testing.assert_allclose(
+                metrics["effective_sample_size"], reference.effective_sample_size(masses), rtol=1e-4
+            )
+
+    def check_weights(self, weights, sample):
+        everyone = list(self.twin.probabilities().values())
+        valid = sample.valid
+        for normalize, actual in weights.items():
+            chex.assert_tree_all_finite(actual)
+            np.testing.assert_array_equal(actual[~valid], 0.0)
+            if valid.any():
+                expected = reference.importance_weights(
+                    sample.probability[valid],
+                    everyone,
+                    0.5,
+                    None if normalize == "None" else normalize,
+                )
+                np.testing.assert_allclose(actual[valid], expected, rtol=2e-5)
+
+    def check_can_sample(self, seen):
+        for n in (1, 3):
+            actual = seen[f"can_sample_{n}"]
+            if self.twin.drawable() >= n:
+                assert actual
+            if self.twin.size < n:
+                assert not actual
+
+    def one_step(self, operation, seen):
+        twin = self.twin
+        if operation["clear"]:
+            twin.clear()
+            self.cleared = True
+        adds, rejected = twin.adds, twin.rejected
+        self.add(operation["default_rows"], operation["default_mask"])
+        self.add(
+            operation["explicit_rows"],
+            operation["explicit_mask"],
+            operation["explicit_priority"] if self.prioritized else None,
+        )
+        assert seen["added"]["adds"] - seen["before"]["adds"] == twin.adds - adds
+        assert seen["added"]["rejected"] - seen["before"]["rejected"] == twin.rejected - rejected
+        assert seen["size"] == twin.size
+        self.check_metrics(seen["added"])
+        self.check_can_sample(seen)
+        drawn = self.check_sample(seen["sample"])
+        self.check_weights(seen["weights"], seen["sample"])
+        if self.prioritized:
+            self.update(operation, seen, drawn)
+        if operation["remember"]:
+            self.remembered = drawn
+
+    def update(self, operation, seen, drawn):
+        chosen = [*drawn, *self.remembered]
+        items = [chosen[pick] for pick in operation["pick"]] + [None, None, None]
+        rejected = self.twin.rejected
+        self.twin.update_priority(items, operation["update_priority"], operation["update_mask"])
+        refused = seen["updated"]["rejected"] - seen["added"]["rejected"]
+        # Whether a bad priority for a slot that is gone counts as refused is left open.
+        bad = [
+            take and not reference.is_priority(value)
+            for value, take in zip(
+                operation["update_priority"], operation["update_mask"], strict=True
+            )
+        ]
+        assert self.twin.rejected - rejected <= refused <= sum(bad)
+        self.check_metrics(seen["updated"])
+
+
+@every_sampler
+@pytest.mark.parametrize("seed", range(LANES))
+def test_twin_agrees_after_every_step(name, seed):
+    operations, seen = script(seed), jitted(name, seed)
+    replay = Replay(name)
+    for t in range(STEPS):
+        replay.one_step(at(operations, t), at(seen, t))
+    assert replay.twin.adds > replay.capacity
+
+
+class VariantsTest(parameterized.TestCase):
+    """Compiled and not, with arrays of JAX and of NumPy as arguments."""
+
+    def check(self, name):
+        variant = run_in_python(name, script(0), EAGER_STEPS, self.variant)
+        assert_same(at(jitted(name), slice(EAGER_STEPS)), variant)
+
+    @chex.variants(without_jit=True)
+    @parameterized.parameters(*OPTIONS)
+    def test_eager_is_jitted(self, name):
+        self.check(name)
+
+    # The dtypes of items do not affect samplers, so a few are enough.
+    @chex.variants(with_jit=True, with_device=True, without_device=True)
+    @parameterized.parameters("uniform", "epsilon-and-mix")
+    def test_variant_is_jitted(self, name):
+        self.check(name)
+
+
+@every_sampler
+def test_scan_is_jitted(name):
+    function = functools.partial(step, prioritized=is_prioritized(name))
+    operations = jax.tree.map(jnp.asarray, script(0))
+    (final, _), seen = jax.jit(lambda carry, xs: jax.lax.scan(function, carry, xs))(
+        start(name), operations
+    )
+    assert_same(jitted(name), jax.tree.map(np.asarray, seen))
+    assert final.size == jitted(name)["updated"]["size"][-1]
+    testing.assert_valid(final)
+
+
+@every_sampler
+def test_vmap_is_jitted(name):
+    function = jax.jit(jax.vmap(functools.partial(step, prioritized=is_prioritized(name))))
+    carry = jax.tree.map(lambda leaf: jnp.stack([leaf] * LANES), start(name))
+    operations, seen = stack([script(seed) for seed in range(LANES)]), []
+    for t in range(STEPS):
+        carry, out = function(
+            carry, jax.tree.map(lambda leaf, t=t: jnp.asarray(leaf[:, t]), operations)
+        )
+        seen.append(out)
+    seen = stack(seen)
+    for lane in range(LANES):
+        assert_same(jitted(name, lane), jax.tree.map(lambda leaf, lane=lane: leaf[:, lane], seen))
+    buffers, _ = carry
+    testing.assert_valid(buffers)
+    np.testing.assert_array_equal(buffers.size, seen["updated"]["size"][-1])
+    assert buffers.capacity == capacity_of(name)
+
+
+@every_sampler
+def test_donated_is_jitted(name):
+    assert_same(jitted(name), run_donated(name, script(0)))
+
+
+# As a user's programs are compiled; those of the other tests are not made fast.
+OPTIMIZED = {
+    name: value
+    for name, value in (
+        ("xla_backend_optimization_level", 3),
+        ("xla_llvm_disable_expensive_passes", False),
+        ("xla_cpu_use_fusion_emitters", True),
+    )
+    if takes_option(name, value)
+}
+
+
+@pytest.mark.parametrize("name", ["uniform", "mix-without-replacement", "recent"])
+def test_optimized_is_jitted(name):
+    compiled = functools.partial(jax.jit, compiler_options=OPTIMIZED)
+    assert_same(jitted(name), run_in_python(name, script(0), STEPS, compiled))

@@ -1,0 +1,440 @@
+"""The kernels in C++: the same results as without them, on a CPU, and never outside the arrays."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf.core import native, storage
+from jaxbuf.core.duplicates import last_of_each
+from jaxbuf.core.native import using_native
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.occupancy.bitset import Bitset
+from jaxbuf.occupancy.ranking import Ranking
+from tests.contract.test_compiled import copies
+
+EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0)}
+PRIORITIZED = jaxbuf.Prioritized()
+
+pytestmark = pytest.mark.skipif(
+    not native.native_available(), reason="the kernels were not built: no C++ compiler"
+)
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def both(function, *args):
+    """Returns the output of a function, which must be the same with and without kernels."""
+    with using_native(False):
+        plain = jax.jit(function)(*args)
+    with using_native(True):
+        natively = jax.jit(function).lower(*args)
+        assert "jaxbuf_" in natively.as_text()
+        same(natively.compile()(*args), plain)
+    return plain
+
+
+@pytest.mark.parametrize("capacity", [1, 16, 257, 70_000])
+@pytest.mark.parametrize("ops", [("sum", "max", "min_positive"), ("min",)])
+def test_trees_agree_bit_for_bit(capacity, ops):
+    rng = np.random.default_rng(capacity)
+    tree = SegmentTree.create(capacity, ops)
+    tree = tree.set_all(jnp.asarray(rng.random(capacity) * (rng.random(capacity) < 0.7), "f4"))
+    before = jax.tree.map(np.asarray, tree)
+    # 1,500 rows are enough to be shared between threads.
+    for rows in (1, 33, 1500):
+        index = jnp.asarray(rng.integers(-1, capacity + 2, rows), jnp.int32)
+        value = jnp.maximum(jnp.asarray(rng.random(rows) - 0.2, jnp.float32), 0.0)
+        value = jnp.where(value > 0.7, jnp.finfo(jnp.float32).tiny, value)
+        changed = both(SegmentTree.set, tree, index, value)
+        both(SegmentTree.read, changed, index)
+        if "sum" in ops:
+            prefix = jnp.asarray(rng.random(rows), jnp.float32) * changed.root()
+            # Some lie at the total and beyond.
+            prefix = jnp.where(prefix > 0.9 * changed.root(), prefix / jnp.float32(0.9), prefix)
+            prefix = prefix.at[0].set(changed.root())
+            both(SegmentTree.find, changed, prefix)
+            both(SegmentTree.find, changed, prefix, prefix * jnp.float32(2.0**-20))
+    same(tree, before)
+
+
+def hostile_trees(capacity, rng):
+    """Trees that no sequence of calls makes, but an empty buffer or a damaged file may."""
+    tree = SegmentTree.create(capacity, ("sum", "max", "min_positive"))
+    built = tree.set_all(jnp.asarray(rng.random(capacity), jnp.float32)).nodes
+    built, size, leaf = np.asarray(built).view(np.float32), built.size, np.arange(built.size)
+    special = np.asarray([0.0, 1.0, -1.0, 1e-38, 3e38, np.inf, -np.inf, np.nan], np.float32)
+    hostile = {
+        "zeros": np.zeros(size, np.float32),
+        "sums of zeros": np.where(leaf < capacity, np.float32(0), built),
+        "zeros under sums": np.where(leaf < capacity, built, np.float32(0)),
+        "random": rng.random(size).astype(np.float32),
+        "sparse": (rng.random(size) * (rng.random(size) < 0.05)).astype(np.float32),
+        "negative": -built,
+        "special": rng.choice(special, size),
+    }
+    return {name: tree.replace(nodes=jnp.asarray(x.view(np.int32))) for name, x in hostile.items()}
+
+
+@pytest.mark.parametrize("capacity", [1, 15, 17, 257, 70_001])
+def test_every_search_ends_in_the_tree_whatever_it_holds(capacity):
+    rng, rows = np.random.default_rng(capacity), 66
+    total = np.float32(capacity)
+    special = [0.0, -0.0, total, 2 * total, -1.0, 1e-45, 1e-38, 3e38, np.inf, -np.inf, np.nan]
+    prefix = np.concatenate([special, total * rng.random(rows - len(special))]).astype(np.float32)
+    refine = rng.permutation(prefix)
+    for refined in (False, True):
+        args = (prefix, refine) if refined else (prefix,)
+        with using_native(False):
+            plain = jax.jit(SegmentTree.find)
+            wanted = {k: plain(tree, *args)[0] for k, tree in hostile_trees(capacity, rng).items()}
+        with using_native(True):
+            compiled = jax.jit(SegmentTree.find)
+            for name, tree in hostile_trees(capacity, np.random.default_rng(capacity)).items():
+                found, _ = compiled(tree, *args)
+                assert ((found >= 0) & (found < capacity)).all(), name
+                assert ((wanted[name] >= 0) & (wanted[name] < capacity)).all(), name
+
+
+RANKED = [-np.inf, -2.5, -0.0, 0.0, 1e-30, 3.0, np.inf]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "rows"), [(1, 1), (3, 2), (17, 40), (70, 13), (600, 37), (5000, 90)]
+)
+def test_rows_are_placed_where_the_definition_puts_them(capacity, rows):
+    rng = np.random.default_rng(capacity)
+    # The numbers of arrival wrap on the way.
+    ranking = Ranking.create(capacity)
+    ranking = ranking.replace(arrivals=jnp.uint32(2**32 - 100))
+
+    def place(ranking, score, mask):
+        return ranking.place(rows, mask, score)
+
+    with using_native(False):
+        plainly = jax.jit(place)
+    with using_native(True):
+        natively = jax.jit(place)
+    for turn in range(30):
+        # Few different scores, so that there are ties, and in every third turn others.
+        score = rng.choice(RANKED, rows) if turn % 3 else rng.normal(size=rows) + turn / 10
+        args = ranking, jnp.asarray(score, jnp.float32), jnp.asarray(rng.random(rows) < 0.8)
+        with using_native(True):
+            assert turn or "jaxbuf_place" in natively.lower(*args).as_text()
+            got = natively(*args)
+        with using_native(False):
+            wanted = plainly(*args)
+        same(got, wanted)
+        ranking = wanted[0]
+    assert ranking.size == min(capacity, int(ranking.arrivals + np.uint32(100)))
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), ranking)
+    scores = jnp.asarray(rng.choice(RANKED, (3, rows)), jnp.float32)
+    both(jax.vmap(lambda ranking, score: ranking.place(rows, None, score)), many, scores)
+
+
+@pytest.mark.parametrize("capacity", [1, 15, 17, 257, 70_001])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_rows_are_placed_in_the_tree_whatever_it_holds(capacity, rows):
+    rng = np.random.default_rng(capacity)
+    ranking = Ranking.create(capacity)
+    score = jnp.asarray(rng.choice(RANKED, rows), jnp.float32)
+    with using_native(True):
+        compiled = jax.jit(lambda ranking, score: ranking.place(rows, None, score))
+        for size in (0, 5, capacity, 2**31 - 1, 2**32 - 1):
+            for limit in (2, 2**32):
+                nodes = rng.integers(0, limit, ranking.nodes.shape, dtype=np.uint32)
+                hostile = ranking.replace(
+                    nodes=jnp.asarray(nodes), arrivals=jnp.uint32(7), held=jnp.uint32(size)
+                )
+                slot = compiled(hostile, score)[1]
+                assert ((slot >= 0) & (slot <= capacity)).all()
+
+
+@pytest.mark.parametrize("capacity", [1, 31, 32, 1025, 70_001])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_members_are_marked_as_the_definition_marks_them(capacity, rows):
+    rng = np.random.default_rng(capacity)
+    members, twin = Bitset.create(capacity), np.zeros(capacity, bool)
+    for _ in range(4):
+        # Out of range on both sides, and many of them more than once.
+        index = rng.integers(-3, capacity + 3, rows)
+        index[rng.random(rows) < 0.1] = rng.choice([-(2**31), 2**31 - 1, capacity])
+        member = rng.random(rows) < 0.6
+        members = both(Bitset.set, members, jnp.asarray(index, jnp.int32), jnp.asarray(member))
+        for i, is_member in zip(index, member, strict=True):
+            if 0 <= i < capacity:
+                twin[i] = is_member
+        every = members.get(jnp.arange(capacity, dtype=jnp.int32))
+        np.testing.assert_array_equal(every, twin)
+        assert members.size == twin.sum()
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), members)
+    index = jnp.asarray(rng.integers(0, capacity, (3, rows)), jnp.int32)
+    both(jax.vmap(Bitset.set), many, index, index % 2 == 0)
+
+
+@pytest.mark.parametrize("numbers", [1, 7, 300, 2**32])
+@pytest.mark.parametrize("rows", [2, 3, 256, 5000])
+def test_the_last_of_equal_rows_is_the_same(numbers, rows):
+    rng = np.random.default_rng(rows)
+    lanes = rng.integers(0, numbers, (3, rows)).astype(np.uint32).astype(np.int32)
+    # Many numbers that begin their search at the same place in the kernel's table.
+    place = np.arange(2**22, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - 14)
+    lanes[1] = rng.choice(np.flatnonzero(place == 3), rows)
+    later = {int(number): row for row, number in enumerate(lanes[0])}
+    found = both(last_of_each, jnp.asarray(lanes[0]))
+    assert np.flatnonzero(found).tolist() == sorted(later.values())
+    both(jax.vmap(last_of_each), jnp.asarray(lanes))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_searches_for_no_prefix_find_nothing(rows):
+    tree, prefix = SegmentTree.create(20), jnp.zeros((rows,))
+    index, value = both(SegmentTree.find, tree, prefix, prefix)
+    assert index.shape == value.shape == (rows,)
+
+
+EMPTY = {
+    "prioritized": lambda n: jaxbuf.ItemBuffer.create(
+        jnp.int32(0), n, sampler=jaxbuf.Prioritized()
+    ),
+    "softmax": lambda n: jaxbuf.ItemBuffer.create(jnp.int32(0), n, sampler=jaxbuf.Softmax()),
+    "windows": lambda n: jaxbuf.TrajectoryBuffer.create(
+        jnp.int32(0), 1, n, sequence_length=2, sampler=jaxbuf.Prioritized()
+    ),
+}
+
+
+@pytest.mark.parametrize("capacity", [3, 4099, 1_200_007])
+@pytest.mark.parametrize("name", list(EMPTY))
+def test_an_empty_buffer_gives_no_rows(name, capacity):
+    with using_native(True):
+        batch = jaxbuf.sample(EMPTY[name](capacity), jax.random.key(0), 40)
+    assert not batch.valid.any()
+    assert (batch.slots.index == capacity).all()
+
+
+def test_rows_and_runs_are_the_same():
+    rng = np.random.default_rng(0)
+    data = {
+        "real": jnp.asarray(rng.random((6, 50, 3)), jnp.float32),
+        "byte": jnp.arange(300, dtype=jnp.uint8).reshape(6, 50),
+        "flag": jnp.asarray(rng.random((6, 50, 700)) < 0.5),
+        "none": jnp.zeros((6, 50, 0)),
+    }
+    folded = jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), data)
+    for rows in (1, 40):
+        index = jnp.asarray(rng.integers(0, 310, rows), jnp.int32)
+        ring, start = index // 50, index % 50
+        for length in (1, 5, 50):
+            read = functools.partial(storage.read_runs, data, ring, start, length)
+            with using_native(False):
+                without = read()
+            with using_native(True):
+                assert "jaxbuf_take" in jax.jit(read).lower().as_text()
+                same(read(), without)
+        both(storage.read, folded, index)
+        both(jax.vmap(storage.read, (0, None)), data, start)
+        both(jax.vmap(storage.read, (None, 0)), folded, index[:, None])
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_gradients_are_the_same(runs):
+    data = {"x": jnp.arange(2400.0).reshape(2, 6, 200), "n": jnp.arange(12).reshape(2, 6)}
+    ring, start = jnp.array([0, 1, 1]), jnp.array([0, 5, 3])
+
+    def loss(x):
+        leaves = data | {"x": x}
+        if runs:
+            rows = storage.read_runs(leaves, ring, start, 3)
+        else:
+            rows = storage.read(jax.tree.map(lambda leaf: leaf[0], leaves), start)
+        return jnp.sum(rows["x"] ** 2)
+
+    with using_native(False):
+        wanted = jax.grad(loss)(data["x"])
+    with using_native(True):
+        assert "jaxbuf_take" in jax.jit(loss).lower(data["x"]).as_text()
+        same(jax.jit(jax.grad(loss))(data["x"]), wanted)
+
+
+BUFFERS = {
+    "items": lambda: jaxbuf.ItemBuffer.create(EXAMPLE, 500, sampler=PRIORITIZED),
+    "items without replacement": lambda: jaxbuf.ItemBuffer.create(
+        EXAMPLE, 500, sampler=jaxbuf.Prioritized(replacement=False)
+    ),
+    "softmax": lambda: jaxbuf.ItemBuffer.create(
+        EXAMPLE, 500, sampler=jaxbuf.Softmax(), evictor=jaxbuf.Lowest()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(BUFFERS))
+def test_a_buffer_does_the_same(name):
+    rng = np.random.default_rng(1)
+    buffers = [BUFFERS[name](), BUFFERS[name]()]
+    for step in range(12):
+        rows = (3, 64, 300)[step % 3]
+        items = {
+            "obs": jnp.asarray(rng.random((rows, 7)), jnp.float32),
+            "reward": jnp.asarray(rng.random(rows), jnp.float32),
+        }
+        scores = {"score": items["reward"]} if name == "softmax" else {}
+        samples = []
+        for which, enabled in enumerate((False, True)):
+            with using_native(enabled):
+                buffers[which] = jaxbuf.add(buffers[which], items, **scores)
+                sample = jaxbuf.sample(buffers[which], jax.random.key(step), 40)
+                if not scores:
+                    priority = sample.data["reward"] + 0.1
+                    buffers[which] = jaxbuf.update_priority(buffers[which], sample.slots, priority)
+                samples.append(sample)
+        # The probabilities of a softmax are exponentials, which XLA may fuse one way or another.
+        same((samples[0].data, samples[0].slots), (samples[1].data, samples[1].slots))
+        np.testing.assert_allclose(samples[0].probability, samples[1].probability, rtol=1e-6)
+        same(buffers[0], buffers[1])
+
+
+def test_windows_do_the_same():
+    buffers = [
+        jaxbuf.TrajectoryBuffer.create(EXAMPLE, 4, 64, sequence_length=5, sampler=PRIORITIZED)
+        for _ in range(2)
+    ]
+    for step in range(6):
+        steps = {"obs": jnp.full((4, 30, 7), step, jnp.float32), "reward": jnp.ones((4, 30))}
+        for which, enabled in enumerate((False, True)):
+            with using_native(enabled):
+                buffers[which] = jaxbuf.add(buffers[which], steps)
+                sample = jaxbuf.sample(buffers[which], jax.random.key(step), 16)
+                buffers[which] = jaxbuf.update_priority(
+                    buffers[which], sample.slots, sample.data["obs"][:, 0, 0]
+                )
+        same(buffers[0], buffers[1])
+
+
+@pytest.mark.parametrize("seeds", [None, 3])
+def test_a_scan_does_the_same_and_copies_nothing(seeds):
+    buffer = jaxbuf.ItemBuffer.create(EXAMPLE, 2**14, sampler=PRIORITIZED)
+    keys = jax.random.split(jax.random.key(0), 5)
+
+    def step(buffer, key):
+        buffer = buffer.add({"obs": jnp.ones((64, 7)), "reward": jnp.ones(64)})
+        sample = buffer.sample(key, 256)
+        priority = (sample.slots.index % 7).astype(jnp.float32)
+        return buffer.update_priority(sample.slots, priority), sample.slots.index
+
+    if seeds:
+        buffer = jax.tree.map(lambda leaf: jnp.stack([leaf] * seeds), buffer)
+        keys = jax.random.split(jax.random.key(0), (5, seeds))
+        step = jax.vmap(step)
+
+    def program(buffer, keys):
+        return jax.lax.scan(step, buffer, keys)
+
+    with using_native(False):
+        without = jax.jit(program)(buffer, keys)
+    with using_native(True):
+        text = jax.jit(program).lower(buffer, keys).as_text()
+        assert "jaxbuf_set_leaves" in text
+        assert "jaxbuf_find" in text
+        assert not copies(program, buffer, keys)
+        same(jax.jit(program)(buffer, keys), without)
+
+
+def test_a_program_compiled_with_the_kernels_is_not_used_without():
+    traces = []
+
+    @jax.jit
+    def draw(buffer):
+        traces.append(None)
+        return buffer.sample(jax.random.key(0), 4).slots
+
+    buffer = BUFFERS["items"]()
+    for enabled in (False, True, False, True):
+        with using_native(enabled):
+            draw(buffer)
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_other_backends_go_on_as_they_do(platform):
+    buffer = BUFFERS["items"]()
+    with using_native(True):
+        traced = jax.jit(lambda b: b.sample(jax.random.key(0), 4)).trace(buffer)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert "jaxbuf_" not in text
+
+
+def test_the_environment_turns_them_off():
+    program = (
+        "import jax, jax.numpy as jnp, jaxbuf; from jaxbuf.core.segment_tree import SegmentTree;"
+        "assert jaxbuf.native_available();"
+        "tree, leaf = SegmentTree.create(40), jnp.arange(4);"
+        "print(jax.jit(tree.read).lower(leaf).as_text())"
+    )
+    for value, used in (("0", False), ("1", True)):
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXBUF_NATIVE": value}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert ("jaxbuf_read" in done.stdout) == used
+
+
+TOO_NEW = """
+import warnings
+import jaxbuf.core.native as native
+native.__path__[:] = [{folder!r}]
+import jax, jax.numpy as jnp, jaxbuf
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 100, sampler=jaxbuf.Prioritized())
+    buffer = jaxbuf.add(buffer, jnp.arange(10.0))
+    batch = jaxbuf.sample(buffer, jax.random.key(0), 4)
+    buffer = jaxbuf.update_priority(buffer, batch.slots, jnp.ones(4))
+    assert bool(batch.valid.all()) and not jaxbuf.native_available()
+found = [str(each.message) for each in caught if "without its kernels" in str(each.message)]
+assert len(found) == 1 and {expected!r} in found[0], found
+"""
+
+
+def build(folder, source, *options):
+    """Compiles a library of kernels into a folder of its own; returns the folder."""
+    compiler = os.environ.get("CXX", "c++")
+    library = [*options, str(source), "-o", str(folder / "libjaxbuf.so")]
+    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", *library], check=True)
+    return str(folder)
+
+
+def test_kernels_for_a_newer_jaxlib_are_left_out_and_jax_works(tmp_path):
+    headers = tmp_path / "include"
+    shutil.copytree(Path(jax.ffi.include_dir()) / "xla", headers / "xla")
+    header = headers / "xla/ffi/api/c_api.h"
+    text, changes = re.subn(r"(#define XLA_FFI_API_MINOR) \d+", r"\1 999", header.read_text())
+    assert changes == 1
+    header.write_text(text)
+    source = Path(native.__file__).with_name("kernels.cc")
+    folder = build(tmp_path, source, "-O0", "-isystem", str(headers))
+    program = TOO_NEW.format(folder=folder, expected="were built for version 0.999")
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_a_library_without_kernels_is_left_out_and_jax_works(tmp_path):
+    source = tmp_path / "empty.cc"
+    source.write_text("")
+    program = TOO_NEW.format(folder=build(tmp_path, source), expected="cannot be loaded")
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,189 @@
+"""The bit-flipping example: it learns what it cannot learn without, and says what is wrong."""
+
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.examples import bit_flipping
+from tests.lenient import lenient
+from tests.programs.run_example import error_of, finish, interrupt
+
+QUICK = [
+    *("--bits", "8", "--seeds", "2", "--episodes", "1200", "--num-envs", "4", "--hidden", "32"),
+    *("--capacity", "1000", "--eval-episodes", "50"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def promotion():
+    """Optax mixes dtypes and ranks."""
+    with lenient():
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, promotion):
+    """A run from start to end."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    return finish(bit_flipping.main, [*QUICK, "--out", str(out)], out)
+
+
+def test_only_hindsight_learns(finished):
+    header, _, *rows = finished.out.splitlines()
+    assert " ".join(header.split()) == "seed DQN DQN with hindsight episodes time"
+    cells = [row.split() for row in rows[:3]]
+    assert [row[0] for row in cells] == ["0", "1", "all"]
+    without, with_ = (float(cell.rstrip("%")) for cell in cells[-1][1:3])
+    assert with_ > 80
+    assert without < 40
+    assert cells[-1][3] == "1,200"
+    assert float(cells[-1][4]) > 0
+
+
+def test_a_run_leaves_its_files(finished):
+    picture = finished.folder / "success.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"success rates, log and checkpoint are in {finished.folder}" in finished.out
+    record = json.loads((finished.folder / "run.json").read_text())
+    assert (record["example"], record["options"]["bits"]) == ("bit_flipping", 8)
+
+
+def test_progress_shows_success_and_speed(finished):
+    assert "episodes/s" in finished.err
+    assert "% without hindsight, " in finished.err
+    assert "100%|" in finished.err
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
+    finished, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        # After 23 of fifty chunks, of which every fifth is saved.
+        interrupt(patch, 23)
+        assert bit_flipping.main([*QUICK, "--out", str(out)]) == 130
+    assert "go on from the last checkpoint with --resume" in capsys.readouterr().err
+    again = finish(bit_flipping.main, ["--out", str(out), "--resume"], out)
+    # It was last saved after 20 chunks of 24 episodes: of each of two seeds, with and without.
+    assert "1.92k/4.80k" in again.err
+    assert (out / "log.csv").read_text() == (finished.folder / "log.csv").read_text()
+    assert "success rates, log and checkpoint are in " in again.out
+
+
+def test_a_finished_run_says_how_to_train_on(finished, capsys):
+    assert "has --episodes 1200, not 1199; only --episodes may grow" in error_of(
+        bit_flipping, ["--out", str(finished.folder), "--resume", "--episodes", "1199"], capsys
+    )
+
+
+def test_a_run_that_is_trained_can_be_told_of_again(finished, tmp_path):
+    out = shutil.copytree(finished.folder, tmp_path / "run")
+    picture = (out / "success.png").read_bytes()
+    (out / "success.png").unlink()
+    again = finish(bit_flipping.main, ["--out", str(out), "--resume"], out)
+    assert (out / "success.png").read_bytes() == picture
+    rows = zip(again.out.splitlines()[:4], finished.out.splitlines()[:4], strict=True)
+    for row, expected in rows:
+        assert row.split()[:3] == expected.split()[:3]
+
+
+@functools.cache
+def begun(discount=0.98):
+    """An agent on four bits, and two of its states."""
+    learner = bit_flipping.Agent(
+        bit_flipping.Config(bits=4, hidden=8, capacity=64, discount=discount, strategy="episode")
+    )
+    init = jax.jit(learner.init)
+    return learner, *(init(jax.random.key(i), jnp.float32(0)) for i in (1, 2))
+
+
+@functools.cache
+def played():
+    """Episodes of random actions."""
+    learner, state, _ = begun()
+    return jax.jit(learner.play, static_argnums=2)(state.params, jax.random.key(1), 200, 1.0)
+
+
+def test_episodes_flip_one_bit_at_a_time_and_end_at_the_goal():
+    episodes = jax.tree.map(np.asarray, played())
+    assert episodes.success.any()
+    assert not episodes.success.all()
+    for states, goal, action, length, success in zip(*episodes, strict=True):
+        now, steps, reached = states[0].copy(), 0, False
+        while steps < 4 and not reached:
+            now[action[steps]] ^= True
+            steps += 1
+            np.testing.assert_array_equal(states[steps], now)
+            reached = (now == goal).all()
+        assert (steps, reached) == (length, success)
+
+
+def test_transitions_are_steps_of_episodes_and_earn_what_their_goal_says():
+    transitions = jax.jit(begun()[0].transitions)
+    for fraction in (0.0, 1.0):
+        batch = transitions(played(), jax.random.key(2), jax.random.key(3), fraction)
+        episodes, batch_ = jax.tree.map(np.asarray, (played(), batch))
+        flipped = np.eye(4, dtype=bool)[batch_["action"]]
+        np.testing.assert_array_equal(batch_["obs"] ^ flipped, batch_["achieved_goal"])
+        reached = (batch_["achieved_goal"] == batch_["goal"]).all(axis=1)
+        np.testing.assert_array_equal(batch_["reward"], np.where(reached, 0.0, -1.0))
+        for row in range(200):
+            states = episodes.states[row, : episodes.length[row] + 1]
+            assert any((states[:-1] == batch_["obs"][row]).all(axis=1))
+            goals = states[1:] if fraction else episodes.goal[row][None]
+            assert any((goals == batch_["goal"][row]).all(axis=1))
+
+
+def test_nothing_comes_after_a_goal_that_is_reached():
+    learner, state, other = begun(discount=0.9)
+    obs, achieved, goal = jax.random.bernoulli(jax.random.key(0), 0.5, (3, 8, 4))
+    goal = goal.at[:3].set(achieved[:3])
+    batch = {
+        "obs": obs,
+        "achieved_goal": achieved,
+        "goal": goal,
+        "action": jnp.arange(8, dtype=jnp.int32) % 4,
+        "reward": bit_flipping.reward(achieved, goal),
+    }
+    values = jax.jit(learner.values)
+    value = np.asarray(values(state.params, obs, goal))[np.arange(8), np.arange(8) % 4]
+    after = np.asarray(values(other.params, achieved, goal)).max(axis=1)
+    reached = (np.asarray(achieved) == np.asarray(goal)).all(axis=1)
+    assert reached[:3].all()
+    assert not reached.all()
+    expected = value - np.where(reached, 0, -1 + 0.9 * after)
+    error = jax.jit(learner.td_error)(state.params, other.params, batch)
+    np.testing.assert_allclose(error, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "advice"),
+    [
+        (["--strategy", "futur"], "invalid choice 'futur' for argument '--strategy'. Expected one"),
+        (["--bits", "0"], "--bits is 0; expected at least 1 and at most 64"),
+        (["--fraction", "1.5"], "--fraction is 1.5; expected at least 0 and at most 1"),
+        (["--capacity", "8"], "--capacity is 8; expected at least 16"),
+        (["--episodes", "8"], "--episodes is 8; expected at least 16"),
+        (["--resume"], "there is no run in runs/bit_flipping; start without --resume"),
+        (["--out", "notes.txt"], "notes.txt is a file; choose another --out"),
+    ],
+)
+def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert advice in error_of(bit_flipping, argv, capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_help_says_where_it_writes(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bit_flipping.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "success.png" in text
+    assert "runs/bit_flipping" in text

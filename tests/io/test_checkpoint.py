@@ -1,0 +1,976 @@
+"""`save` and `load`: nothing lost, nothing mixed up, and on it goes bit for bit."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training.train_state import TrainState
+
+import jaxbuf
+from jaxbuf import testing
+from jaxbuf.io import checkpoint, records
+from tests.programs import kill, sharded_checkpoint
+from tests.programs.processes import free_port, run_processes
+
+ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
+
+
+def items(*ids):
+    ids = np.asarray(ids, np.int32)
+    return {"obs": np.repeat(ids[:, None], 3, axis=1).astype(np.float32), "id": ids}
+
+
+def item_buffer(capacity=8, **options):
+    return jaxbuf.ItemBuffer.create(ITEM, capacity, **options)
+
+
+def trajectories(length=8, num_envs=2, **options):
+    options = {"sequence_length": 2, **options}
+    return jaxbuf.TrajectoryBuffer.create(ITEM, num_envs, length, **options)
+
+
+def assert_ids(buffer, ids):
+    """The buffer is valid and holds the items of these numbers."""
+    testing.assert_valid(buffer)
+    testing.assert_holds(buffer, items(*ids))
+
+
+@jax.jit
+def still_held(old, new):
+    """Returns a mask of the slots of the old buffer that are still live in the new one."""
+    slots = jnp.arange(max(old.capacity, new.capacity), dtype=jnp.int32)
+    names = jaxbuf.Slots(index=slots, generation=old.occupancy.generation(slots))
+    return old.occupancy.live(slots) & new.occupancy.holds(names)
+
+
+def windows_of(buffer):
+    """The windows in a buffer, and in which slots they are."""
+    slots = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
+    live = jax.jit(lambda occupancy: occupancy.live(slots))(buffer.occupancy)
+    window = jax.jit(lambda rings: rings.window(slots))(buffer.rings)
+    at = np.flatnonzero(live)
+    ids = np.asarray(buffer.data["id"]).reshape(-1)[np.asarray(window)[at]]
+    return [tuple(row) for row in ids.tolist()], at
+
+
+def assert_same(a, b):
+    chex.assert_trees_all_equal(a, b)
+    assert jax.tree.map(jnp.result_type, a) == jax.tree.map(jnp.result_type, b)
+
+
+def step(state):
+    buffer, key = state["buffer"], state["key"]
+    key, draw = jax.random.split(key)
+    batch = buffer.sample(draw, 4)
+    priority = jnp.abs(batch.data["obs"][..., 0]).reshape(4, -1)[:, 0] + 0.5
+    buffer = buffer.update_priority(batch.slots, priority)
+    n = state["n"]
+    if isinstance(buffer, jaxbuf.TrajectoryBuffer):
+        new = {"obs": jnp.full((2, 3), n.astype(jnp.float32)), "id": jnp.full((2,), n)}
+    else:
+        new = {"obs": jnp.full((3, 3), n.astype(jnp.float32)), "id": jnp.full((3,), n)}
+    return {"buffer": buffer.add(new), "key": key, "n": n + 1}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def run(state, steps):
+    return jax.lax.scan(lambda state, _: (step(state), None), state, length=steps)[0]
+
+
+@pytest.mark.parametrize("kind", ["items", "trajectories", "seeds"])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, kind):
+    make = trajectories if kind == "trajectories" else item_buffer
+
+    def init(key):
+        buffer = make(sampler=jaxbuf.Prioritized(alpha=0.7))
+        return {"buffer": buffer, "key": key, "n": jnp.int32(1)}
+
+    advance = run
+    if kind == "seeds":
+        init = jax.vmap(init)
+        advance = jax.jit(
+            lambda state, steps: jax.vmap(lambda one: run(one, steps))(state), static_argnums=1
+        )
+    keys = jax.random.split(jax.random.key(1), 2)
+    state, before = init(keys if kind == "seeds" else keys[0]), advance._cache_size()
+    testing.assert_resumes(advance, state, 7, steps=2, path=tmp_path / "run")
+    assert advance._cache_size() == before + 1, "what is loaded makes another program"
+    abstract = jax.eval_shape(init, keys if kind == "seeds" else keys[0])
+    assert_same(jaxbuf.load(tmp_path / "run", abstract), advance(state, 7))
+
+
+def test_a_queue_goes_on_where_it_was(tmp_path):
+    queue = jaxbuf.Queue.create(ITEM, 5).add(items(1, 2, 3, 4, 5, 6)).take(2)[0]
+    jaxbuf.save(tmp_path, queue)
+    loaded = jaxbuf.load(tmp_path, jaxbuf.Queue.create(ITEM, 5))
+    assert_same(loaded, queue)
+    assert loaded.take(3)[1].data["id"].tolist() == [3, 4, 5]
+
+
+def test_any_pytree_of_arrays_comes_back(tmp_path):
+    tree = {
+        "keys": jax.random.split(jax.random.key(3, impl="rbg"), 4),
+        "no_keys": jax.random.split(jax.random.key(3), 4)[:0],
+        "half": jnp.arange(3, dtype=jnp.bfloat16),
+        "flag": jnp.bool_(True),
+        "empty": jnp.zeros((0, 4), jnp.int8),
+        "host": np.arange(3, dtype=np.float64),
+        "list": [1, 2.5, True, None, ()],
+        "odd/name": (jnp.uint32(4),),
+    }
+    jaxbuf.save(tmp_path, tree)
+    loaded = jaxbuf.load(tmp_path, tree)
+    assert_same(loaded, tree)
+    assert isinstance(loaded["host"], np.ndarray)
+    assert [type(value) for value in loaded["list"][:3]] == [int, float, bool]
+
+
+def test_a_python_number_may_have_become_an_array(tmp_path):
+    jaxbuf.save(tmp_path, {"step": jnp.int32(7)})
+    assert jaxbuf.load(tmp_path, {"step": 0})["step"] == 7
+    jaxbuf.save(tmp_path, {"step": 8})
+    assert jaxbuf.load(tmp_path, {"step": jnp.int32(0)})["step"].dtype == jnp.int32
+
+
+def test_the_memory_of_a_loaded_buffer_is_its_own(tmp_path):
+    jaxbuf.save(tmp_path, item_buffer(4096).add(items(1, 2)))
+    loaded = jaxbuf.load(tmp_path, item_buffer(4096))
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(loaded)]
+    assert len(set(pointers)) == len(pointers)
+    where = loaded.data["obs"].unsafe_buffer_pointer()
+    loaded = jaxbuf.add(loaded, items(3))
+    assert loaded.data["obs"].unsafe_buffer_pointer() == where
+    assert loaded.data["id"][:3].tolist() == [1, 2, 3]
+
+
+def test_a_loaded_array_goes_where_like_says(tmp_path):
+    jaxbuf.save(tmp_path, {"a": jnp.arange(3.0)})
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    free = jaxbuf.load(tmp_path, {"a": jnp.zeros(3)})["a"]
+    bound = jaxbuf.load(tmp_path, {"a": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=here)})
+    assert not free.committed
+    assert bound["a"].committed
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler(jaxbuf.Uniform):
+    schedule: tuple = ((0, 0.5), (10, float("inf")))
+    transform: object = np.tanh
+
+
+DIFFERENT = {
+    "a number": (
+        item_buffer(sampler=jaxbuf.Prioritized(alpha=0.9)),
+        "like.sampler.alpha is 0.9, but the checkpoint has 0.6; create it alike",
+    ),
+    "a strategy": (
+        item_buffer(sampler=jaxbuf.Softmax()),
+        "like.sampler is Softmax, but the checkpoint has Prioritized",
+    ),
+    "a capacity": (
+        item_buffer(9, sampler=jaxbuf.Prioritized()),
+        "like.occupancy.capacity is 9, but the checkpoint has 8; "
+        "like.sampler_state.capacity is 9, but the checkpoint has 8; pass resize=True",
+    ),
+    "a class": (jaxbuf.Queue.create(ITEM, 8), "like is Queue, but the checkpoint has ItemBuffer"),
+    "a structure": (
+        jaxbuf.ItemBuffer.create({**ITEM, "more": 0.0}, 8, sampler=jaxbuf.Prioritized()),
+        "like.data['more'] is not in the checkpoint",
+    ),
+    "a part": (
+        jaxbuf.ItemBuffer.create({"id": jnp.int32(0)}, 8, sampler=jaxbuf.Prioritized()),
+        "like.data['obs'] is missing",
+    ),
+    "a shape": (
+        jaxbuf.ItemBuffer.create({**ITEM, "obs": jnp.zeros(4)}, 8, sampler=jaxbuf.Prioritized()),
+        "like.data['obs'] has shape (8, 4), but the checkpoint has (8, 3)",
+    ),
+    "a dtype": (
+        jaxbuf.ItemBuffer.create({**ITEM, "id": 0.0}, 8, sampler=jaxbuf.Prioritized()),
+        "like.data['id'] has dtype float32, but the checkpoint has int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, case):
+    like, message = DIFFERENT[case]
+    jaxbuf.save(tmp_path, item_buffer(sampler=jaxbuf.Prioritized()))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.load(tmp_path, like)
+    if case != "a capacity":
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jaxbuf.load(tmp_path, like, resize=True)
+
+
+def test_configurations_of_one_s_own_are_compared(tmp_path):
+    jaxbuf.save(tmp_path, [item_buffer(sampler=Sampler())])
+    # Functions are code: another one is not seen.
+    jaxbuf.load(tmp_path, [item_buffer(sampler=Sampler(transform=np.sin))])
+    for other in (((0, 0.5), (11, float("inf"))), ((0, 0.5), (10, 1.0)), ((0, 0.5),)):
+        with pytest.raises(ValueError, match=r"like\[0\]\.sampler\.schedule is"):
+            jaxbuf.load(tmp_path, [item_buffer(sampler=Sampler(schedule=other))])
+
+
+def test_of_trajectories_windows_and_periods_are_compared(tmp_path):
+    jaxbuf.save(tmp_path, trajectories())
+    for other in ({"sequence_length": 3}, {"period": 2}):
+        name = next(iter(other))
+        with pytest.raises(ValueError, match=rf"like\.occupancy\.{name} is"):
+            jaxbuf.load(tmp_path, trajectories(**other))
+    with pytest.raises(ValueError, match=r"like\.occupancy\.length is 4, but the checkpoint has 8"):
+        jaxbuf.load(tmp_path, trajectories(4))
+    message = "like has num_envs 3, but the checkpoint has 2; pass resize=True"
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.load(tmp_path, trajectories(num_envs=3))
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
+        jaxbuf.load(tmp_path / "nowhere", item_buffer())
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="which is a file; choose a folder"):
+        jaxbuf.save(tmp_path / "file", item_buffer())
+    with pytest.raises(ValueError, match=re.escape("buffer['a'] is a str; expected an array")):
+        jaxbuf.save(tmp_path / "run", {"a": "text"})
+    with pytest.raises(ValueError, match=re.escape("buffer['a'] is a shape without numbers")):
+        jaxbuf.save(tmp_path / "run", {"a": jax.ShapeDtypeStruct((3,), jnp.float32)})
+    with pytest.raises(ValueError, match=re.escape("buffer['a'] has dtype object; expected num")):
+        jaxbuf.save(tmp_path / "run", {"a": np.asarray([None])})
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    jaxbuf.save(tmp_path, item_buffer())
+    [manifest] = tmp_path.glob("*/manifest.json")
+    records.write(manifest, {**records.read(manifest)[0], "format": 99})
+    with pytest.raises(ValueError, match="has format 99; this version of jaxbuf reads formats up"):
+        jaxbuf.load(tmp_path, item_buffer())
+
+
+@pytest.mark.parametrize("nothing", [None, {}, [], (), optax.EmptyState(), {"a": [None]}])
+def test_nothing_does_not_replace_a_checkpoint(tmp_path, nothing):
+    tree = {"i": jnp.int32(1)}
+    jaxbuf.save(tmp_path, tree)
+    message = f"buffer is {nothing!r}, in which there are no arrays; expected a buffer or a pytree"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.save(tmp_path, nothing)
+    assert_same(jaxbuf.load(tmp_path, tree), tree)
+
+
+def everything_in(folder):
+    return {
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else None
+        for path in folder.rglob("*")
+        if "jaxbuf" not in str(path.relative_to(folder))
+    }
+
+
+def test_what_others_keep_in_the_folder_stays(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine.txt").write_text("mine")
+    folder = tmp_path / "run"
+    for name in (
+        "20240131/results.csv",
+        "20240201/manifest/metadata",
+        "20240202/manifest.json",
+        "00000000.orbax-checkpoint-tmp/mine.txt",
+        "00000001.new/mine.txt",
+        "2024/mine.txt",
+        "notes.txt",
+        "20240203",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"mine": 1}')
+    (folder / "20240204").mkdir()
+    (folder / "20240205").symlink_to(tmp_path / "elsewhere")
+    options = ocp.CheckpointManagerOptions(step_format_fixed_length=8)
+    with ocp.CheckpointManager(folder, options=options) as manager:
+        manager.save(7, args=ocp.args.Composite(manifest=ocp.args.JsonSave({"mine": 1})))
+        manager.wait_until_finished()
+    before = everything_in(folder)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
+        jaxbuf.load(folder, {"i": jnp.int32(0)})
+    for i in range(3):
+        jaxbuf.save(folder, {"i": jnp.int32(i)})
+        assert int(jaxbuf.load(folder, {"i": jnp.int32(0)})["i"]) == i
+    assert everything_in(folder) == before
+    assert (folder / "20240205" / "mine.txt").read_text() == "mine"
+    assert [path.name for path in folder.glob("jaxbuf-*")] == ["jaxbuf-00000002"]
+
+
+def test_only_what_carries_a_manifest_is_removed(tmp_path):
+    tree = {"i": jnp.int32(1)}
+    jaxbuf.save(tmp_path / "run", tree)
+    # A checkpoint that was moved elsewhere, and a folder that only has the name of one.
+    (tmp_path / "run" / "jaxbuf-00000000").rename(tmp_path / "moved")
+    (tmp_path / "run" / "jaxbuf-00000000").symlink_to(tmp_path / "moved")
+    assert_same(jaxbuf.load(tmp_path / "run", tree), tree)
+    (tmp_path / "run" / "jaxbuf-00000001").mkdir()
+    (tmp_path / "run" / "jaxbuf-00000001" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is damaged: its manifest cannot be read"):
+        jaxbuf.load(tmp_path / "run", tree)
+    jaxbuf.save(tmp_path / "run", tree)
+    assert_same(jaxbuf.load(tmp_path / "run", tree), tree)
+    assert (tmp_path / "run" / "jaxbuf-00000001" / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "moved" / "manifest.json").exists()
+
+
+def test_a_folder_may_be_a_link_or_a_copy(tmp_path):
+    tree = {"i": jnp.int32(1)}
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "to come")
+    jaxbuf.save(tmp_path / "link", tree)
+    assert_same(jaxbuf.load(tmp_path / "folder" / "to come", tree), tree)
+    shutil.copytree(tmp_path / "link", tmp_path / "copy", ignore=lambda *_: ["jaxbuf.lock"])
+    assert_same(jaxbuf.load(tmp_path / "copy", tree), tree)
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["jaxbuf-00000000"]
+
+
+def as_format_1(folder):
+    """Turn a checkpoint into one as it was written before there was format 2."""
+    [version] = folder.glob("jaxbuf-*")
+    manifest = json.loads((version / "manifest.json").read_text())
+    arrays = {}
+    readers = checkpoint._read(version, manifest)
+    data = [np.ascontiguousarray(read(())).reshape(-1) for read in readers]
+    for i, (leaf, array) in enumerate(zip(manifest["leaves"].values(), data, strict=True)):
+        del leaf["bytes"]
+        dtype = jnp.uint32 if leaf["dtype"].startswith("key<") else leaf["dtype"]
+        if array.size:
+            arrays[f"{i}"] = array.view(jnp.dtype(dtype)).reshape(*leaf["shape"] or [1], -1)
+            if dtype != jnp.uint32:
+                arrays[f"{i}"] = arrays[f"{i}"].reshape(leaf["shape"] or [1])
+    items = {"manifest": ocp.args.JsonSave({**manifest, "format": 1})}
+    items["arrays"] = ocp.args.PyTreeSave(arrays)
+    with ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(
+            arrays=ocp.PyTreeCheckpointHandler(), manifest=ocp.JsonCheckpointHandler()
+        )
+    ) as checkpointer:
+        checkpointer.save(folder / "00000007", args=ocp.args.Composite(**items))
+    shutil.rmtree(version)
+
+
+def test_a_checkpoint_of_format_1_is_read_and_replaced(tmp_path):
+    tree = {
+        "buffer": item_buffer(sampler=jaxbuf.Prioritized()).add(items(1, 2)),
+        "keys": jax.random.split(jax.random.key(3), 4),
+        "half": jnp.arange(3, dtype=jnp.bfloat16),
+        "empty": jnp.zeros((0, 4), jnp.int8),
+        "list": [1, 2.5, True, jnp.uint32(4)],
+    }
+    jaxbuf.save(tmp_path, tree)
+    as_format_1(tmp_path)
+    assert_same(jaxbuf.load(tmp_path, tree), tree)
+    [manifest] = tmp_path.glob("*/manifest/metadata")
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="00000007 is damaged: its manifest cannot be read"):
+        jaxbuf.load(tmp_path, tree)
+    jaxbuf.save(tmp_path, tree)
+    assert_same(jaxbuf.load(tmp_path, tree), tree)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["jaxbuf-00000008", "jaxbuf.lock"]
+
+
+def test_all_is_on_disk_before_the_version_before_goes(tmp_path, monkeypatch):
+    jaxbuf.save(tmp_path / "a" / "run", item_buffer())
+    synced, removed = set(), []
+    fsync, rmtree = os.fsync, shutil.rmtree
+
+    def record_sync(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def check_and_remove(path, **options):
+        version = max((tmp_path / "a" / "run").glob("jaxbuf-*1"))
+        for part in (version.parent, version, *version.rglob("*")):
+            assert part.stat().st_ino in synced, part
+        assert len(list(version.rglob("*"))) > 2
+        removed.append(path)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(shutil, "rmtree", check_and_remove)
+    jaxbuf.save(tmp_path / "a" / "run", item_buffer())
+    assert len(removed) == 1
+    jaxbuf.save(tmp_path / "b" / "c" / "run", item_buffer())
+    for part in (tmp_path, tmp_path / "b", tmp_path / "b" / "c"):
+        assert part.stat().st_ino in synced, part
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
+    tree = {"i": jnp.arange(3)}
+    jaxbuf.save(tmp_path, tree)
+
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write", fail)
+        with pytest.raises(OSError, match="No space left"):
+            jaxbuf.save(tmp_path, {"i": jnp.arange(4)})
+    assert_same(jaxbuf.load(tmp_path, tree), tree)
+    jaxbuf.save(tmp_path, tree)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["jaxbuf-00000001", "jaxbuf.lock"]
+
+
+def test_savers_and_readers_of_one_folder_wait_for_each_other(tmp_path):
+    def state(who, k):
+        numbers = np.random.default_rng([who, k]).integers(0, 255, 10_000)
+        return {"who": np.int64(who), "k": np.int64(k), "numbers": numbers}
+
+    def save(who):
+        for k in range(12):
+            jaxbuf.save(tmp_path, state(who, k))
+
+    def load(_):
+        for _ in range(20):
+            found = jaxbuf.load(tmp_path, state(0, 0))
+            who, k = int(found["who"]), int(found["k"])
+            assert_same(found, state(who, k))
+        return who, k
+
+    jaxbuf.save(tmp_path, state(0, 0))
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        savers = [threads.submit(save, who) for who in range(3)]
+        readers = [threads.submit(load, who) for who in range(2)]
+        for future in [*savers, *readers]:
+            future.result()
+    assert load(0)[1] == 11
+    assert len(list(tmp_path.glob("jaxbuf-*"))) == 1
+
+
+DISTRIBUTED = """
+import sys, jax, jax.numpy as jnp, jaxbuf
+port, rank, folder = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 8).add(jnp.arange(5.0))
+if rank == "1":
+    jaxbuf.save(folder, buffer)
+    print(jaxbuf.load(folder, buffer).data.tolist())
+"""
+
+
+def test_a_process_of_a_distributed_job_saves_what_is_its_own(tmp_path):
+    port = free_port()
+    commands = [("-c", DISTRIBUTED, port, rank, tmp_path / "run") for rank in range(2)]
+    out = run_processes(*commands)
+    assert "[0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0]" in out[1]
+
+
+def test_sharded_arrays_are_loaded_onto_another_number_of_devices(tmp_path):
+    [out] = run_processes(("-m", "tests.programs.sharded_checkpoint", tmp_path), devices=8)
+    assert out.endswith("the same\n")
+
+
+def test_sharded_arrays_are_saved_and_loaded_by_another_number_of_processes(tmp_path):
+    tree = sharded_checkpoint.values()
+    jaxbuf.save(tmp_path / "alone", tree)
+    port = free_port()
+    commands = [
+        ("-m", "tests.programs.sharded_checkpoint", tmp_path, port, rank) for rank in range(2)
+    ]
+    assert all(out.endswith("the same\n") for out in run_processes(*commands, devices=2))
+    assert_same(jaxbuf.load(tmp_path / "4", tree), tree)
+
+
+def test_a_chunk_lies_in_one_shard_and_has_a_sensible_size(monkeypatch):
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 2**10)
+    for shape, chunk in {
+        (8,): [8],
+        (1024, 3): [64, 3],
+        (1024, 300): [1, 300],
+        (2, 1024): [1, 256],
+        (997,): [997],
+        (4 * 997,): [997],
+    }.items():
+        assert checkpoint._chunk(jnp.zeros(shape)) == chunk
+
+
+def test_arrays_may_end_anywhere_in_the_chunks_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(checkpoint, "_ROUND_BYTES", 128)
+    random = np.random.default_rng(0)
+    sizes = [1, 63, 0, 64, 65, 0, 400, 2, 128]
+    tree = [random.integers(0, 255, size, np.uint8) for size in sizes]
+    jaxbuf.save(tmp_path, tree)
+    assert_same(jaxbuf.load(tmp_path, tree), tree)
+    assert len(list(tmp_path.glob("*/data/[0-9]*"))) == -(-sum(sizes) // 64)
+
+
+def ways_to_damage(file):
+    data = file.read_bytes()
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 0x10
+    yield "truncated", lambda: file.write_bytes(data[: len(data) // 2])
+    yield "changed", lambda: file.write_bytes(bytes(flipped))
+    yield "gone", file.unlink
+    file.write_bytes(data)
+
+
+def outcome(path, tree):
+    try:
+        loaded = jaxbuf.load(path, tree)
+    except ValueError as error:
+        clear = re.search("is damaged|is of something else", str(error))
+        return "refused" if clear else str(error)
+    assert_same(loaded, tree)
+    return "unharmed"
+
+
+def test_damage_is_seen_and_touches_nothing_else(tmp_path):
+    random = np.random.default_rng(0)
+    tree = {f"{i}": random.standard_normal((64, 1024)) for i in range(2)}
+    tree["buffer"] = item_buffer(sampler=jaxbuf.Prioritized()).add(items(1, 2))
+    jaxbuf.save(tmp_path / "other", tree)
+    jaxbuf.save(tmp_path / "run", tree)
+    outcomes = []
+    [version] = (tmp_path / "run").glob("jaxbuf-*")
+    files = [path for path in version.rglob("*") if path.is_file()]
+    assert len(files) == 3
+    for file in files:
+        for how, damage in ways_to_damage(file):
+            data = file.read_bytes() if file.exists() else None
+            damage()
+            outcomes.append(outcome(tmp_path / "run", tree))
+            assert outcomes[-1] in ("unharmed", "refused"), (file.name, how)
+            if data is not None:
+                file.write_bytes(data)
+    assert outcomes.count("refused") >= 8
+    assert_same(jaxbuf.load(tmp_path / "other", tree), tree)
+    jaxbuf.save(tmp_path / "run", tree)
+    assert_same(jaxbuf.load(tmp_path / "run", tree), tree)
+
+
+def test_numbers_that_changed_on_the_way_are_seen(tmp_path):
+    tree = {"a": jnp.arange(4.0)}
+    jaxbuf.save(tmp_path, tree)
+    [version] = tmp_path.glob("jaxbuf-*")
+    shutil.rmtree(version / "data")
+    changed = np.asarray([0.0, 1.0, 2.0, 4.0], np.float32).view(np.uint8)
+    checkpoint._write(version, [changed], chunk=16)
+    with pytest.raises(
+        ValueError, match=re.escape("is damaged: ['a']: the numbers differ from the saved ones")
+    ):
+        jaxbuf.load(tmp_path, tree)
+
+
+@pytest.mark.parametrize("capacity", [3, 11])
+@pytest.mark.parametrize("added", [4, 13])
+def test_another_capacity_keeps_the_newest(tmp_path, capacity, added):
+    # A buffer of the other size that was given the same items and priorities is the twin.
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    ids = np.arange(1, added + 1)
+    old = item_buffer(8, sampler=sampler)
+    rows = items(*np.arange(1, 14))
+    old = jaxbuf.add(old, rows, priority=rows["id"].astype(np.float32), mask=rows["id"] <= added)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, item_buffer(capacity, sampler=sampler), resize=True)
+    kept = ids[-min(8, capacity, added) :]
+    assert new.capacity == capacity
+    assert int(new.size) == len(kept)
+    mass = dict(zip(np.asarray(new.data["id"]), np.asarray(new.sampler_state.leaves), strict=True))
+    assert {i: mass[i] for i in kept} == {i: float(i) for i in kept}
+    assert float(new.sampler_state.root("sum")) == kept.sum()
+    assert_same(new.counters, old.counters)
+    assert not np.any(still_held(old, new))
+    # From here on the oldest goes first again.
+    for i in range(capacity):
+        new = jaxbuf.add(new, items(100 + i))
+        everything = [*kept.tolist(), *range(100, 101 + i)]
+        assert_ids(new, everything[-capacity:])
+
+
+def test_another_capacity_of_many_seeds(tmp_path):
+    def fill(ids):
+        data = {"obs": jnp.zeros((6, 3)), "id": ids}
+        return item_buffer(4).add(data, mask=ids > 0)
+
+    ids = jnp.asarray([[1, 2, 3, 4, 5, 6], [0, 0, 7, 8, 0, 9]], jnp.int32)
+    jaxbuf.save(tmp_path, {"buffers": jax.vmap(fill)(ids)})
+    like = jax.vmap(lambda _: item_buffer(2))(jnp.arange(2))
+    new = jaxbuf.load(tmp_path, {"buffers": like}, resize=True)["buffers"]
+    testing.assert_valid(new)
+    assert np.sort(new.data["id"], axis=1).tolist() == [[5, 6], [8, 9]]
+
+
+@pytest.mark.parametrize("capacity", [3, 12])
+def test_another_capacity_keeps_the_highest_scores(tmp_path, capacity):
+    options = {"evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax(temperature=0.5)}
+    score = np.asarray([5.0, -1.0, 7.0, 7.0, 0.0, 50.0, 3.0, -np.inf, 7.0, 2.0], np.float32)
+    old = jaxbuf.add(item_buffer(8, **options), items(*range(10)), score=score)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, item_buffer(capacity, **options), resize=True)
+    twin = sorted(range(10), key=lambda i: (score[i], i))[-min(8, capacity) :]
+    assert_ids(new, twin)
+    live = np.arange(capacity) < len(twin)
+    ids = np.asarray(new.data["id"])[live]
+    np.testing.assert_array_equal(np.asarray(new.occupancy.score)[live], score[ids])
+    np.testing.assert_array_equal(np.asarray(new.sampler_state.scores.leaves)[live], score[ids])
+    # Of two equal scores the older item is evicted first, as without a checkpoint.
+    new = jaxbuf.add(new, items(99), score=jnp.asarray([7.0]))
+    assert_ids(new, [5, 8, 99] if capacity == 3 else [*twin, 99])
+
+
+def test_softmax_forgets_a_largest_score_that_does_not_stay(tmp_path):
+    options = {"sampler": jaxbuf.Softmax()}
+    score = jnp.asarray([500.0, 1.0, 2.0, 3.0])
+    old = jaxbuf.add(item_buffer(4, **options), items(0, 1, 2, 3), score=score)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, item_buffer(2, **options), resize=True)
+    testing.assert_valid(new)
+    batch = jaxbuf.sample(new, jax.random.key(0), 64)
+    assert bool(jnp.all(batch.valid))
+    expected = {2: 1 / (1 + np.e), 3: np.e / (1 + np.e)}
+    for i, probability in zip(batch.data["id"].tolist(), batch.probability.tolist(), strict=True):
+        assert probability == pytest.approx(expected[i], rel=1e-5)
+
+
+@pytest.mark.parametrize("sort_every", [1, 9])
+def test_ranks_are_those_before_or_new_ones_in_another_size(tmp_path, sort_every):
+    options = {"sampler": jaxbuf.RankBased(alpha=1.0, sort_every=sort_every)}
+    priority = jnp.asarray([500.0, 1.0, 3.0, 2.0])
+    old = jaxbuf.add(item_buffer(4, **options), items(0, 1, 2, 3), priority=priority)
+    jaxbuf.save(tmp_path, old)
+    same = jaxbuf.load(tmp_path, item_buffer(4, **options))
+    testing.assert_valid(same)
+    chex.assert_trees_all_equal(same, old)
+    for capacity, expected in ((2, {2: 2 / 3, 3: 1 / 3}), (7, {0: 12, 1: 3, 2: 6, 3: 4})):
+        new = jaxbuf.load(tmp_path, item_buffer(capacity, **options), resize=True)
+        testing.assert_valid(new)
+        assert new.metrics()["changes_since_sort"] == 0
+        batch = jaxbuf.sample(new, jax.random.key(0), 64)
+        law = [expected[i] / sum(expected.values()) for i in batch.data["id"].tolist()]
+        np.testing.assert_allclose(batch.probability, law, rtol=1e-5)
+    with pytest.raises(ValueError, match="sort_every is 7, but the checkpoint has"):
+        jaxbuf.load(tmp_path, item_buffer(4, sampler=jaxbuf.RankBased(alpha=1.0, sort_every=7)))
+
+
+@pytest.mark.parametrize(("waiting", "kept"), [(3, [3, 4, 5]), (6, [3, 4, 5, 6])])
+def test_a_shorter_queue_keeps_those_who_came_first(tmp_path, waiting, kept):
+    queue = jaxbuf.Queue.create(ITEM, 7).add(items(1, 2)).take(2)[0]
+    queue = queue.add(items(*range(3, 3 + waiting)))
+    jaxbuf.save(tmp_path, queue)
+    new = jaxbuf.load(tmp_path, jaxbuf.Queue.create(ITEM, 4), resize=True)
+    assert new.metrics()["rejected"] == waiting - len(kept)
+    assert_ids(new, kept)
+    new, batch = new.take(5)
+    assert np.asarray(batch.data["id"])[np.asarray(batch.valid)].tolist() == kept
+
+
+@pytest.mark.parametrize(("length", "period"), [(4, 1), (6, 2), (12, 2)])
+def test_another_length_keeps_the_newest_steps(tmp_path, length, period):
+    options = {"sequence_length": 3, "period": period, "sampler": jaxbuf.Prioritized(alpha=1.0)}
+    old = trajectories(8, **options)
+    counts = (13, 5)
+    rows = np.arange(13)
+    # Rings of different sizes; a window's priority is the number of its last step, starting at 1.
+    ids = np.stack([100 * (env + 1) + rows for env in range(2)]).astype(np.int32)
+    steps = {"obs": np.repeat(ids[..., None], 3, -1).astype(np.float32), "id": ids}
+    mask = rows[None] < np.asarray(counts)[:, None]
+    old = jaxbuf.add(old, steps, priority=ids.astype(np.float32), mask=mask)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, trajectories(length, **options), resize=True)
+    twin = [ids[env, :count][-min(8, length) :].tolist() for env, count in enumerate(counts)]
+    assert_ids(new, itertools.chain(*twin))
+    # Windows start where they started: at even steps, if every other place is a start.
+    windows = {
+        tuple(ring[i : i + 3]): float(ring[i + 2])
+        for ring in twin
+        for i in range(len(ring) - 2)
+        if ring[i] % period == 0
+    }
+    assert int(new.occupancy.size) == len(windows)
+    found, at = windows_of(new)
+    masses = np.asarray(new.sampler_state.leaves)
+    assert dict(zip(found, masses[at].tolist(), strict=True)) == windows
+    assert float(new.sampler_state.root("sum")) == sum(windows.values())
+    assert not np.any(still_held(old, new))
+    # The next steps follow the ones in the buffer.
+    more = {"obs": jnp.zeros((2, 2, 3)), "id": jnp.asarray([[113, 114], [205, 206]], jnp.int32)}
+    found, _ = windows_of(jaxbuf.add(new, more))
+    assert np.all(np.diff(np.asarray(found), axis=1) == 1)
+
+
+@pytest.mark.parametrize(("num_envs", "length"), [(1, 4), (2, 8), (4, 8), (4, 12)])
+def test_another_number_of_environments_keeps_the_first_ones(tmp_path, num_envs, length):
+    options = {"sequence_length": 3, "period": 2, "sampler": jaxbuf.Prioritized(alpha=1.0)}
+    old, counts, rows = trajectories(8, 3, **options), (13, 5, 7), np.arange(13)
+    ids = np.stack([100 * (env + 1) + rows for env in range(3)]).astype(np.int32)
+    steps = {"obs": np.repeat(ids[..., None], 3, -1).astype(np.float32), "id": ids}
+    mask = rows[None] < np.asarray(counts)[:, None]
+    old = jaxbuf.add(old, steps, priority=ids.astype(np.float32), mask=mask)
+    jaxbuf.save(tmp_path, {"a": [old]})
+    like = {"a": [trajectories(length, num_envs, **options)]}
+    new = jaxbuf.load(tmp_path, like, resize=True)["a"][0]
+    twin = [ids[env, :count][-min(8, length) :].tolist() for env, count in enumerate(counts)]
+    twin = twin[:num_envs]
+    assert_ids(new, itertools.chain(*twin))
+    assert new.occupancy.held.tolist() == [len(ring) for ring in twin] + [0] * (num_envs - 3)
+    windows = {
+        tuple(ring[i : i + 3]): float(ring[i + 2])
+        for ring in twin
+        for i in range(len(ring) - 2)
+        if ring[i] % 2 == 0
+    }
+    found, at = windows_of(new)
+    masses = np.asarray(new.sampler_state.leaves)
+    assert dict(zip(found, masses[at].tolist(), strict=True)) == windows
+    assert float(new.sampler_state.root("sum")) == sum(windows.values())
+    assert not np.any(still_held(old, new))
+    # The next steps follow those in the buffer, and new environments begin.
+    more = np.stack([np.arange(2) + (ring[-1] + 1 if ring else 900) for ring in twin])
+    more = np.concatenate([more, np.full((max(num_envs - 3, 0), 1), 900) + np.arange(2)])
+    rows = {"obs": np.zeros((num_envs, 2, 3), np.float32), "id": more.astype(np.int32)}
+    found, _ = windows_of(jaxbuf.add(new, rows))
+    assert np.all(np.diff(np.asarray(found), axis=1) == 1)
+
+
+@pytest.mark.parametrize(("num_envs", "length"), [(1, 8), (3, 12)])
+@pytest.mark.parametrize("sampler", [jaxbuf.Prioritized(), jaxbuf.Shuffled()])
+def test_another_number_of_environments_keeps_what_is_known_of_episodes(
+    tmp_path, num_envs, length, sampler
+):
+    step = {"id": jnp.int32(0), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+
+    def create(num_envs, length=8):
+        episodes = jaxbuf.Episodes(record_return=True, discount=1.0, boundary="avoid")
+        options = {"episodes": episodes, "freshness": jaxbuf.Freshness(max_use=2)}
+        return jaxbuf.TrajectoryBuffer.create(
+            step, num_envs, length, sequence_length=2, sampler=sampler, **options
+        )
+
+    ids = np.stack([np.arange(13), 50 + np.arange(13)]).astype(np.int32)
+    ends = np.isin(ids, [2, 7, 10, 51, 55, 60])
+    rows = {"id": ids, "reward": np.ones((2, 13), np.float32), "terminated": ends}
+    versions = np.array([[1] * 13, [2] * 13], np.int32)
+    old = jaxbuf.add(create(2), rows, version=versions).set_version(3)
+    batch = jaxbuf.sample(old, jax.random.key(0), 2)
+    old = old.mark_used(batch.slots)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, create(num_envs, length), resize=True)
+    testing.assert_valid(new)
+
+    def known(buffer, envs, per_env):
+        first = buffer.earliest_position
+        at = first[:envs, None] + jnp.arange(per_env, dtype=jnp.uint32)[None]
+        env = jnp.broadcast_to(jnp.arange(envs, dtype=jnp.int32)[:, None], at.shape)
+        episode = buffer.episode(env, at)
+        return (
+            buffer.get_field("id", env, at),
+            episode.begin - first[:envs, None],
+            episode.to_end,
+            episode.value,
+        )
+
+    envs = min(num_envs, 2)
+    chex.assert_trees_all_equal(known(new, envs, 8), known(old, envs, 8))
+
+    def uses(buffer):
+        windows, at = windows_of(buffer)
+        count, staleness = (
+            np.asarray(x) for x in buffer.freshness.look(buffer.freshness_state, at)
+        )
+        rows = zip(windows, count.tolist(), staleness.tolist(), strict=True)
+        return {row for row in rows if row[0][0] < 50 or num_envs > 1}
+
+    assert uses(new) == uses(old)
+    # Open episodes go on, and environments that were not there begin.
+    more = {"id": jnp.full((num_envs, 2), 99), "reward": jnp.ones((num_envs, 2))}
+    new = new.add({**more, "terminated": jnp.array([[False, True]] * num_envs)})
+    testing.assert_valid(new)
+    newest = new.end_position - jnp.uint32(1)
+    begin = new.episode(jnp.arange(num_envs, dtype=jnp.int32), newest).begin
+    assert (newest - begin).tolist() == [3, 3, 1][:num_envs]
+
+
+def test_another_number_of_environments_of_many_seeds(tmp_path):
+    seeds = jnp.arange(2, dtype=jnp.int32)
+
+    def create(num_envs):
+        return jax.vmap(lambda _: trajectories(8, num_envs))(seeds)
+
+    def rows(seed):
+        ids = 100 * seed + jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
+        return {"obs": jnp.repeat(ids[..., None], 3, -1).astype(jnp.float32), "id": ids}
+
+    old = jax.vmap(lambda buffer, seed: buffer.add(rows(seed)))(create(2), seeds)
+    jaxbuf.save(tmp_path, old)
+    for num_envs in (1, 3):
+        new = jaxbuf.load(tmp_path, create(num_envs), resize=True)
+        for seed in range(2):
+            one = jax.tree.map(lambda leaf, seed=seed: leaf[seed], new)
+            assert_ids(one, 100 * seed + np.arange(5 * min(num_envs, 2)))
+
+
+@pytest.mark.parametrize("length", [4, 12])
+def test_another_length_keeps_what_is_known_of_episodes(tmp_path, length):
+    step = {"id": jnp.int32(0), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+    episodes = jaxbuf.Episodes(record_return=True, discount=1.0, boundary="avoid")
+
+    def create(length):
+        options = {"sequence_length": 2, "num_earliest_ignored": 1, "episodes": episodes}
+        sampler = jaxbuf.Prioritized()
+        return jaxbuf.TrajectoryBuffer.create(step, 1, length, sampler=sampler, **options)
+
+    ids = np.arange(13, dtype=np.int32)[None]
+    ends = np.isin(ids, [2, 7, 10])
+    rows = {"id": ids, "reward": np.ones((1, 13), np.float32), "terminated": ends}
+    old = jaxbuf.add(create(8), rows)
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, create(length), resize=True)
+    testing.assert_valid(new)
+    # The contents of a buffer that was as short from the beginning, or of the old one.
+    twin = jaxbuf.add(create(4), rows) if length == 4 else old
+    kept = int(twin.size)
+    zero = jnp.zeros((kept,), jnp.int32)
+    for buffer, first in ((new, new.earliest_position[0]), (twin, twin.earliest_position[0])):
+        at = first + jnp.arange(kept, dtype=jnp.uint32)
+        episode = buffer.episode(zero, at)
+        found = (
+            buffer.get_field("id", zero, at),
+            episode.begin - first,
+            episode.to_end,
+            episode.value,
+        )
+        expected = found if buffer is new else expected
+    for have, want in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(have, want)
+    assert sorted(windows_of(new)[0]) == sorted(windows_of(twin)[0])
+    mass = np.asarray(new.sampler_state.leaves)
+    assert np.flatnonzero(mass).tolist() == windows_of(new)[1].tolist()
+
+
+def test_another_capacity_keeps_what_is_known_of_points(tmp_path):
+    def create(capacity):
+        return item_buffer(capacity, diversity=jaxbuf.Diversity(cutoff=0.5, field="obs"))
+
+    old = jaxbuf.add(create(6), items(1, 1, 2, 3, 4, 5), score=jnp.zeros(6))
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, create(4), resize=True)
+    assert_ids(new, [2, 3, 4, 5])
+    new = jaxbuf.add(new, items(5, 3, 9), score=jnp.zeros(3))
+    assert_ids(new, [3, 4, 5, 9])
+
+
+@dataclasses.dataclass(frozen=True)
+class Memorizer(jaxbuf.Uniform):
+    """Keeps something whose shape says nothing of slots."""
+
+    def init(self, capacity):
+        return jnp.zeros((2 * capacity + 1,))
+
+
+def test_what_cannot_be_moved_is_refused(tmp_path):
+    jaxbuf.save(tmp_path, item_buffer(8, sampler=Memorizer()))
+    with pytest.raises(ValueError, match="cannot be moved; load it with the size that was saved"):
+        jaxbuf.load(tmp_path, item_buffer(3, sampler=Memorizer()), resize=True)
+    jaxbuf.save(tmp_path, trajectories(8, 2, sampler=Memorizer()))
+    message = "like has num_envs 3 (the checkpoint has 2) and length 4 (the checkpoint has 8), and"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.load(tmp_path, trajectories(4, 3, sampler=Memorizer()), resize=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class CountIds(jaxbuf.strategies.Part):
+    """Remembers whether the id in each slot is odd, and how many are even and odd."""
+
+    def init(self, data, slots):
+        return jnp.full((slots,), -1, jnp.int32), jnp.zeros((2,), jnp.int32)
+
+    def on_add(self, state, index, rows):
+        odd = state[0].at[index].set(rows.items["id"] % 2, mode="drop")
+        return odd, jnp.sum(odd[None] == jnp.arange(2)[:, None], axis=1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class MovedIds(CountIds):
+    def move(self, empty, state, moves):
+        odd = moves(empty[0], state[0])
+        return odd, jnp.sum(odd[None] == jnp.arange(2)[:, None], axis=1, dtype=jnp.int32)
+
+
+def test_a_part_that_counts_items_must_say_how_they_move(tmp_path):
+    jaxbuf.save(tmp_path, item_buffer(8, parts=(CountIds(),)))
+    with pytest.raises(ValueError, match=r"state has an array of shape \(2,\).*a method move"):
+        jaxbuf.load(tmp_path, item_buffer(3, parts=(CountIds(),)), resize=True)
+
+
+@pytest.mark.parametrize(("capacity", "counts"), [(3, [1, 2]), (12, [3, 5])])
+def test_a_part_of_ones_own_moves_with_its_items(tmp_path, capacity, counts):
+    old = jaxbuf.add(item_buffer(8, parts=(MovedIds(),)), items(0, 2, 1, 3, 4, 5, 7, 6, 8, 11, 13))
+    jaxbuf.save(tmp_path, old)
+    new = jaxbuf.load(tmp_path, item_buffer(capacity, parts=(MovedIds(),)), resize=True)
+    odd, found = (np.asarray(x) for x in new.extra_states[0])
+    live = np.asarray(new.occupancy.live(jnp.arange(capacity, dtype=jnp.int32)))
+    np.testing.assert_array_equal(odd, np.where(live, np.asarray(new.data["id"]) % 2, -1))
+    assert found.tolist() == counts
+
+
+# flax 0.12.0 calls what jax 0.10 has moved.
+@pytest.mark.filterwarnings("ignore:jax.core.get_opaque_trace_state is deprecated")
+def test_a_buffer_in_a_train_state_of_orbax(tmp_path):
+    model = nn.Dense(2)
+
+    class State(TrainState):
+        replay: jaxbuf.ItemBuffer
+        key: jax.Array
+
+    def create(seed):
+        return State.create(
+            apply_fn=model.apply,
+            params=model.init(jax.random.key(seed), jnp.zeros((1, 3))),
+            tx=optax.adam(1e-3),
+            replay=item_buffer(sampler=jaxbuf.Prioritized()),
+            key=jax.random.key(seed),
+        )
+
+    state = create(0)
+    state = state.replace(replay=state.replay.add(items(1, 2, 3)), step=jnp.int32(4))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "theirs", state)
+        checkpointer.wait_until_finished()
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=here), state
+        )
+        assert_same(checkpointer.restore(tmp_path / "theirs", abstract).replay, state.replay)
+    # And by ours the whole state, whose functions and fresh step counter do not matter.
+    jaxbuf.save(tmp_path / "ours", state)
+    loaded = jaxbuf.load(tmp_path / "ours", create(1))
+    for name in ("replay", "params", "opt_state", "key", "step"):
+        assert_same(getattr(loaded, name), getattr(state, name))
+
+
+def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path):
+    written = kill.kill_repeatedly(kill.checkpoint_writer, tmp_path / "run", longest=0.3)
+    assert written > 0
+    left = [path for path in (tmp_path / "run").iterdir() if path.name != "jaxbuf.lock"]
+    assert len(left) <= 3, "what a killed save leaves is never removed"
+
+
+def test_two_savers_that_are_killed_leave_a_whole_checkpoint(tmp_path):
+    assert kill.kill_two_savers(tmp_path / "run", longest=0.5) > 0
+
+
+def test_orbax_is_imported_where_it_is_needed_only():
+    code = (
+        "import sys, jaxbuf; sys.exit(bool({'orbax', 'tensorstore', 'minari'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,724 @@
+"""`Store`: every append that returned is there, once, whatever happens next."""
+
+import itertools
+import json
+import re
+import shutil
+import threading
+import time
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf.io import passes as passes_module
+from jaxbuf.io.passes import Passes
+from jaxbuf.io.ranges import Ranges
+from tests.models.store import ReferenceStore
+from tests.programs import kill
+
+ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
+
+
+def items(ids):
+    ids = np.asarray(ids, np.int32)
+    return {"obs": np.repeat(ids[:, None], 3, axis=1).astype(np.float32), "id": ids}
+
+
+def check(read, ids):
+    expected = items(ids)
+    for name, leaf in expected.items():
+        assert read[name].dtype == leaf.dtype
+        np.testing.assert_array_equal(read[name], leaf)
+
+
+def disk_chunks(path):
+    return sorted(int(entry.name) for entry in (path / "leaves" / "0").glob("[0-9]*"))
+
+
+def test_random_operations_agree_with_a_list(tmp_path):
+    random = np.random.default_rng(0)
+    twin, clock = ReferenceStore(), 0
+    store = jaxbuf.Store(tmp_path / "store", ITEM, chunk=8)
+    for _ in range(120):
+        action = random.choice(["append", "append", "again", "delete", "reopen", "read"])
+        if action == "append":
+            new = range(clock, clock + int(random.integers(0, 20)))
+            clock += len(new)
+            assert store.append(items(new)) == new
+            twin.append(new)
+        elif action == "again":
+            start = int(random.integers(max(clock - 10, 0), clock + 1))
+            new = range(start, start + int(random.integers(0, 15)))
+            clock = max(clock, new.stop)
+            assert store.append(items(new), start=start) == new
+            twin.append(new, start)
+        elif action == "delete" and clock:
+            begin = int(random.integers(clock))
+            rows = np.arange(begin, min(begin + int(random.integers(1, 30)), clock))
+            store.delete(rows)
+            twin.delete(rows.tolist())
+        elif action == "reopen":
+            store.close()
+            store = jaxbuf.Store(tmp_path / "store", ITEM)
+        live = twin.live
+        assert (len(store), store.live) == (len(twin.rows), len(live))
+        if len(live):
+            rows = random.choice(live, size=10)
+            check(store.read(rows), np.asarray(twin.rows)[rows])
+    check(store.read(live), np.asarray(twin.rows)[live])
+    store.close()
+    # Chunks without live rows are gone, all others there.
+    chunks = {row // 8 for row in range(clock) if row in set(live.tolist())}
+    chunks |= {clock // 8} if clock % 8 else set()
+    assert set(disk_chunks(tmp_path / "store")) - {clock // 8} == chunks - {clock // 8}
+
+
+def test_ranges_agree_with_sets():
+    random = np.random.default_rng(0)
+    ranges, twin = Ranges.of([]), set()
+    for _ in range(60):
+        begin = int(random.integers(60))
+        rows = random.integers(begin, begin + 6, size=int(random.integers(4)))
+        ranges |= Ranges.of(rows)
+        twin |= set(rows.tolist())
+        everything = np.arange(-2, 80)
+        assert len(ranges) == len(twin)
+        assert everything[ranges.contains(everything)].tolist() == sorted(twin)
+        runs = ranges.tolist()
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(runs))
+        others = [i for i in range(80) if i not in twin]
+        assert ranges.without(np.arange(len(others))).tolist() == others
+        assert ranges.covers(begin, begin + 3) == ({begin, begin + 1, begin + 2} <= twin)
+
+
+def test_every_dtype_comes_back(tmp_path):
+    item = {
+        "pixels": jax.ShapeDtypeStruct((4, 4), jnp.uint8),
+        "half": jnp.bfloat16(0),
+        "flag": jnp.bool_(False),
+        "nested": (jnp.int8(0), [jnp.zeros((2,), jnp.float16)]),
+    }
+    random = np.random.default_rng(0)
+    rows = jax.tree.map(
+        lambda x: jnp.asarray(random.integers(0, 2, size=(5, *x.shape)), x.dtype), item
+    )
+    with jaxbuf.Store(tmp_path, item) as store:
+        store.append(rows, mask=np.asarray([True, False, True, True, False]))
+        read = store.read(slice(None))
+    chex.assert_trees_all_equal_structs(read, item)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b[np.asarray([0, 2, 3])]), read, rows
+    )
+
+
+def test_batches_are_uniform_over_live_rows_and_repeatable(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(20)))
+        store.delete(range(3, 9))
+        counts = np.zeros(20)
+        drawn = []
+        for batch in store.batches(64, seed=1, steps=100):
+            assert isinstance(batch.data["obs"], jax.Array)
+            check(batch.data, batch.rows)
+            counts += np.bincount(batch.rows, minlength=20)
+            drawn.append(batch.rows)
+        live = np.asarray([*range(3), *range(9, 20)])
+        assert counts[3:9].sum() == 0
+        expected = 6400 / len(live)
+        # 13 degrees of freedom: exceeded with probability 1e-3.
+        assert np.sum((counts[live] - expected) ** 2 / expected) < 34.5
+        again = [batch.rows for batch in store.batches(64, seed=1, start=60, steps=40, prefetch=5)]
+        np.testing.assert_array_equal(again, drawn[60:])
+        assert not np.array_equal(next(store.batches(64, seed=2)).rows, drawn[0])
+
+
+@pytest.mark.parametrize("listed", [0, 2**20])
+def test_an_epoch_has_each_row_once_and_can_be_resumed(tmp_path, monkeypatch, listed):
+    monkeypatch.setattr(passes_module, "_MOST_LISTED", listed)
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(23)))
+        store.delete(range(3, 9))
+        live = [*range(3), *range(9, 23)]
+        batches = list(store.batches(5, seed=1, epochs=3))
+        assert [len(batch.rows) for batch in batches] == [5] * 10 + [1]
+        for batch in batches:
+            check(batch.data, batch.rows)
+        passes = np.concatenate([batch.rows for batch in batches]).reshape(3, 17)
+        assert np.sort(passes, axis=1).tolist() == [live] * 3
+        assert len({tuple(row) for row in passes.tolist()}) == 3
+        again = list(store.batches(5, seed=1, epochs=3, start=4, prefetch=7))
+        chex.assert_trees_all_equal(again, batches[4:])
+        some = list(store.batches(5, seed=1, epochs=100, start=4, steps=2))
+        chex.assert_trees_all_equal(some, batches[4:6])
+        other = np.concatenate([batch.rows for batch in store.batches(5, seed=2, epochs=1)])
+        assert sorted(other) == live
+        assert other.tolist() != passes[0].tolist()
+        # A batch may be larger than a pass, and far from the first one.
+        (large,) = store.batches(40, seed=1, epochs=2)
+        np.testing.assert_array_equal(large.rows, passes[:2].reshape(-1))
+        far = list(store.batches(17, seed=1, epochs=2**40 + 2, start=2**40))
+        assert [sorted(batch.rows) for batch in far] == [live] * 2
+        assert list(store.batches(5, seed=1, epochs=1, start=4)) == []
+
+
+def test_an_epoch_has_the_rows_from_its_beginning(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(12)))
+        store.delete([1])
+        batches = store.batches(3, seed=1, epochs=2, prefetch=1)
+        found = [next(batches)]
+        store.append(items(range(12, 20)))
+        store.delete(range(2, 10))
+        assert disk_chunks(tmp_path) == [0, 1, 2, 3, 4]
+        with pytest.raises(IndexError, match="row 5 was deleted"):
+            store.read([5])
+        found += batches
+        for batch in found:
+            check(batch.data, batch.rows)
+        rows = np.concatenate([batch.rows for batch in found]).reshape(2, 11)
+        assert np.sort(rows, axis=1).tolist() == [[0, *range(2, 12)]] * 2
+        # Their space is freed once the iterator has ended.
+        assert disk_chunks(tmp_path) == [0, 2, 3, 4]
+        assert not store._pins
+        now = np.concatenate([batch.rows for batch in store.batches(3, epochs=1)])
+        assert sorted(now) == [0, 10, 11, *range(12, 20)]
+        unfinished = store.batches(3, epochs=5)
+        next(unfinished)
+        store.delete(range(12))
+        assert 0 in disk_chunks(tmp_path)
+        later = store.batches(3, epochs=5)
+        next(later)
+        unfinished.close()
+        later.close()
+        assert disk_chunks(tmp_path) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("count", "listed"), [*((n, 2**20) for n in (1, 2, 3, 7, 100)), (100, 0), (257, 0)]
+)
+def test_a_pass_has_any_order_with_the_same_probability(monkeypatch, listed, count):
+    monkeypatch.setattr(passes_module, "_MOST_LISTED", listed)
+    every = np.arange(count)
+    found = []
+    for seed in range(400):
+        order = Passes(count, seed)
+        passes = [order.at(number, every) for number in range(3)]
+        assert np.sort(passes, axis=1).tolist() == [every.tolist()] * 3
+        # Any part of a pass is known without the others.
+        part = np.arange(count // 2, count)
+        again = Passes(count, seed).at(2, part)
+        np.testing.assert_array_equal(again, passes[2][part])
+        found += passes
+    found = np.stack(found)
+    cells = np.zeros((count, count))
+    np.add.at(cells, (np.broadcast_to(every, found.shape), found), 1)
+    expected = len(found) / count
+    freedom = max((count - 1) ** 2, 1)
+    # Exceeded with a probability of about 1e-4.
+    assert np.sum((cells - expected) ** 2 / expected) < freedom + 4 * np.sqrt(2 * freedom) + 4
+    if count > 2:
+        # Neighbors follow each other no more often than others do.
+        after = np.mean((found[:, 1:] - found[:, :-1]) % count == 1)
+        share = 1 / (count - 1)
+        assert abs(after - share) < 4 * np.sqrt(share / (len(found) * (count - 1))) + 1e-9
+
+
+def test_an_order_of_very_many_rows():
+    count = 2**44 + 5
+    order = Passes(count, 3)
+    places = np.unique(np.random.default_rng(0).integers(count, size=50_000))
+    rows = order.at(0, places)
+    assert rows.dtype == np.int64
+    assert len(np.unique(rows)) == len(places)
+    assert rows.min() >= 0
+    assert rows.max() < count
+    # 63 degrees of freedom: exceeded with probability 1e-4.
+    cells = np.bincount(rows * 64 // count, minlength=64)
+    assert np.sum((cells - len(rows) / 64) ** 2 / (len(rows) / 64)) < 113
+
+
+def test_the_default_chunk_suits_random_batches(tmp_path):
+    with jaxbuf.Store(tmp_path, {"obs": np.zeros(256, np.float32)}) as store:
+        assert store.chunk == 64
+
+
+def test_numbers_of_a_store_may_be_larger_than_those_of_buffers(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, cache_bytes=2**33) as store:
+        store.append(items(range(5)))
+        batch = next(store.batches(4, seed=2**62, start=2**40, steps=2**40))
+        check(batch.data, batch.rows)
+        with pytest.raises(IndexError, match=f"start is {2**40}, but the store has 5 rows"):
+            store.load_into(jaxbuf.ItemBuffer.create(ITEM, 4), start=2**40)
+
+
+def test_reading_overlaps_with_computing(tmp_path, monkeypatch):
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        store.append(items(range(10)))
+        main, read, readers = threading.get_ident(), store._read, []
+        two_ahead = threading.Semaphore(0)
+
+        def watched(rows):
+            readers.append(threading.get_ident())
+            two_ahead.release()
+            return read(rows)
+
+        monkeypatch.setattr(store, "_read", watched)
+        batches = store.batches(4, prefetch=2)
+        next(batches)
+        # No batch is requested, yet two more are read.
+        for _ in range(3):
+            assert two_ahead.acquire(timeout=30)
+        assert main not in readers
+        batches.close()
+        assert not store._pins
+
+
+def test_an_error_while_reading_reaches_the_loop(tmp_path, monkeypatch):
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        store.append(items(range(10)))
+        monkeypatch.setattr(store, "_arrays", [])
+        with pytest.raises(ValueError, match="Too few leaves"):
+            next(store.batches(4))
+        assert not store._pins
+
+
+def test_deleted_rows_stay_until_their_batch_was_read(tmp_path, monkeypatch):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=5) as store:
+        store.append(items(range(12)))
+        go, read = threading.Event(), store._read
+        monkeypatch.setattr(store, "_read", lambda rows: go.wait(30) and read(rows))
+        batches = store.batches(50, steps=1)
+        first = []
+        consumer = threading.Thread(target=lambda: first.append(next(batches)))
+        consumer.start()
+        while not store._pins:
+            time.sleep(0.01)
+        store.delete(range(10))
+        assert disk_chunks(tmp_path) == [0, 1, 2]
+        go.set()
+        consumer.join()
+        check(first[0].data, first[0].rows)
+        batches.close()
+        assert disk_chunks(tmp_path) == [2]
+        assert set(next(store.batches(50)).rows.tolist()) == {10, 11}
+
+
+def test_pinned_rows_can_be_read_after_they_were_deleted(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(12)))
+        rows = np.asarray([1, 6])
+        with store.pin(rows):
+            with store.pin(rows):
+                store.delete(range(8))
+            check(store.read(rows), rows)
+            assert disk_chunks(tmp_path) == [0, 1, 2]
+        assert disk_chunks(tmp_path) == [2]
+        with pytest.raises(IndexError, match="row 6 was deleted"):
+            store.read(rows[1:])
+        with pytest.raises(IndexError, match="row 1 was deleted"), store.pin(rows):
+            pass
+
+
+def test_space_that_was_pinned_at_the_end_is_freed_by_the_next_process(tmp_path):
+    store = jaxbuf.Store(tmp_path, ITEM, chunk=4)
+    store.append(items(range(8)))
+    pin = store.pin(np.asarray([0]))
+    pin.__enter__()
+    store.delete(range(4))
+    store.close()
+    assert disk_chunks(tmp_path) == [0, 1]
+    jaxbuf.Store(tmp_path, ITEM).close()
+    assert disk_chunks(tmp_path) == [1]
+
+
+def test_one_process_writes_and_others_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no store in"):
+        jaxbuf.Store(tmp_path / "store", ITEM, mode="r")
+    with jaxbuf.Store(tmp_path / "store", ITEM) as store:
+        store.append(items(range(5)))
+        with pytest.raises(ValueError, match="is open for writing elsewhere"):
+            jaxbuf.Store(tmp_path / "store", ITEM)
+        with jaxbuf.Store(tmp_path / "store", ITEM, mode="r") as reader:
+            store.append(items(range(5, 9)))
+            check(reader.read(slice(None)), range(5))
+            with pytest.raises(ValueError, match="open for reading only; open it with mode='a'"):
+                reader.append(items([1]))
+            with pytest.raises(ValueError, match="open for reading only"):
+                reader.delete(range(1))
+    with pytest.raises(ValueError, match="is closed"):
+        store.append(items([1]))
+
+
+def test_threads_may_append_and_draw_at_once(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=16) as store:
+        store.append(items([0] * 10))
+
+        def produce(ids):
+            for i in ids:
+                store.append(items([i] * 10))
+
+        threads = [threading.Thread(target=produce, args=(range(k, 20, 3),)) for k in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for batch in store.batches(16, steps=30):
+            np.testing.assert_array_equal(batch.data["obs"][:, 0], batch.data["id"])
+        for thread in threads:
+            thread.join()
+        ids = store.read(slice(None))["id"].reshape(20, 10)
+        assert np.all(ids == ids[:, :1])
+        assert sorted(ids[:, 0].tolist()) == list(range(20))
+
+
+BAD = {
+    "shape": ({"obs": np.zeros((2, 4), np.float32), "id": np.zeros(2, np.int32)}, "items['obs']"),
+    "dtype": ({"obs": np.zeros((2, 3), np.int32), "id": np.zeros(2, np.float32)}, "items['id']"),
+    "structure": ({"obs": np.zeros((2, 3), np.float32)}, "items['id'] is missing"),
+    "text": (
+        {"obs": np.zeros((2, 3), np.float32), "id": np.asarray(["a", "b"])},
+        "items['id'] is a ndarray; expected an array",
+    ),
+}
+
+
+def test_bad_input_is_refused_and_changes_nothing(tmp_path):
+    with jaxbuf.Store(tmp_path / "store", ITEM) as store:
+        with pytest.raises(ValueError, match="the store is empty; append to it first"):
+            next(store.batches(4))
+        store.append(items(range(3)))
+        for rows, message in BAD.values():
+            with pytest.raises(ValueError, match=re.escape(message)):
+                store.append(rows)
+        with pytest.raises(ValueError, match="start is 4, but the store has 3 rows"):
+            store.append(items([1]), start=4)
+        for bad in ([3], [-1]):
+            with pytest.raises(IndexError, match=r"there is no row -?\d; the store has 3"):
+                store.read(np.asarray(bad))
+            with pytest.raises(IndexError, match="there is no row"):
+                store.delete(np.asarray(bad))
+        for name in ("batch_size", "prefetch"):
+            with pytest.raises(ValueError, match=f"{name} is 0; expected .*at least 1"):
+                store.batches(**{"batch_size": 1, name: 0})
+        check(store.read(slice(None)), range(3))
+    others = (
+        ({**ITEM, "more": jnp.zeros(2)}, "example['more'] is not in the store"),
+        ({"id": jnp.int32(0)}, "example['obs'] is missing"),
+        ({**ITEM, "obs": jnp.zeros(4)}, "example['obs'] has shape [4], but the store has [3]"),
+        ({**ITEM, "id": jnp.int8(0)}, "example['id'] has dtype int8, but the store has int32"),
+    )
+    for other, message in others:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jaxbuf.Store(tmp_path / "store", other)
+    with pytest.raises(ValueError, match="mode is 'w'; choose from"):
+        jaxbuf.Store(tmp_path / "store", ITEM, mode="w")
+    with pytest.raises(ValueError, match=r"chunk is 0; expected .*at least 1"):
+        jaxbuf.Store(tmp_path / "new", ITEM, chunk=0)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=re.escape("holds other files (notes.txt")):
+        jaxbuf.Store(tmp_path / "mine", ITEM)
+    (tmp_path / "store" / "rows.json").write_text("{")
+    with pytest.raises(ValueError, match=r"is damaged: rows\.json"):
+        jaxbuf.Store(tmp_path / "store", ITEM)
+
+
+def test_any_range_goes_into_an_item_buffer(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(30)))
+        store.delete(range(5, 9))
+        buffer = jaxbuf.ItemBuffer.create(ITEM, 16, sampler=jaxbuf.Prioritized(alpha=1.0))
+        buffer = store.load_into(
+            buffer, 2, 20, priority=lambda x: x["id"].astype(np.float32), rows_at_a_time=8
+        )
+        expected = [2, 3, 4, *range(9, 20)]
+        assert np.asarray(buffer.data["id"])[:14].tolist() == expected
+        assert np.asarray(buffer.sampler_state.leaves)[:14].tolist() == expected
+        assert int(buffer.size) == 14
+        with pytest.raises(IndexError, match="there is no row 30"):
+            store.load_into(buffer, 20, 31)
+        # And back, oldest first.
+        assert store.append_buffer(buffer) == range(30, 44)
+        check(store.read(np.arange(30, 44)), expected)
+
+
+def test_steps_of_all_environments_go_into_a_trajectory_buffer(tmp_path):
+    step = jax.tree.map(lambda x: jnp.zeros((2, *x.shape), x.dtype), ITEM)
+    ids = np.arange(20).reshape(10, 2).astype(np.int32)
+    rollout = {"obs": np.zeros((10, 2, 3), np.float32), "id": ids}
+    with jaxbuf.Store(tmp_path, step) as store:
+        store.append(rollout)
+        buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 6, sequence_length=2)
+        buffer = store.load_into(buffer, 1, rows_at_a_time=4)
+        assert int(buffer.size) == 12
+        assert store.append_buffer(buffer) == range(10, 16)
+        np.testing.assert_array_equal(store.read(np.arange(10, 16))["id"], ids[4:])
+        one = jaxbuf.add(buffer, jax.tree.map(jnp.asarray, step), mask=jnp.asarray([True, False]))
+        assert store.append_buffer(one) == range(16, 22)
+        few = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 6)
+        few = few.add(step, mask=jnp.asarray([True, False]))
+        with pytest.raises(ValueError, match="environments have from 0 to 1 steps"):
+            store.append_buffer(few)
+
+
+WIDE = {
+    "time": np.asarray([1_700_000_000_123, -(2**60), 0]),
+    "count": np.asarray([2**64 - 1, 0, 1], np.uint64),
+    "value": np.asarray([1e300, 0.1, -np.inf]),
+    "wave": np.asarray([1e300 + 1j, 0, 0.1j]),
+}
+
+
+def test_64_bit_numbers_are_kept(tmp_path):
+    example = jax.tree.map(lambda leaf: leaf[0], WIDE)
+    with jaxbuf.Store(tmp_path, example) as store:
+        store.append(WIDE)
+    with jaxbuf.Store(tmp_path, jax.tree.map(np.zeros_like, example)) as store:
+        read = store.read(slice(None))
+        chex.assert_trees_all_equal_dtypes(read, WIDE)
+        chex.assert_trees_all_equal(read, WIDE)
+        # Where 64 bits are off, arrays of JAX have 32, which fit.
+        store.append(jax.tree.map(jnp.asarray, jax.tree.map(np.zeros_like, WIDE)))
+        chex.assert_trees_all_equal(store.read([3]), jax.tree.map(np.zeros_like, store.read([3])))
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "shown"),
+    [
+        (np.int32, np.asarray([1, 2**40 + 7]), "1099511627783"),
+        (np.uint32, np.asarray([2**32], np.uint64), "4294967296"),
+        (np.float32, np.asarray([1e300]), "1e+300"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(tmp_path, stored, given, shown):
+    with jaxbuf.Store(tmp_path, {"id": np.zeros((), stored)}) as store:
+        name = np.dtype(stored).name
+        message = rf"items\['id'\].* {re.escape(shown)}; expected .*{name}"
+        with pytest.raises(ValueError, match=message):
+            store.append({"id": given})
+        assert len(store) == 0
+        # Masked rows are not checked, and rows that fit are accepted.
+        store.append({"id": given}, mask=np.zeros(len(given), bool))
+        store.append({"id": np.zeros_like(given)})
+        assert len(store) == len(given)
+
+
+def test_numbers_that_no_array_of_jax_holds_are_read_but_not_drawn(tmp_path):
+    with jaxbuf.Store(tmp_path, {"time": np.int64(0)}) as store:
+        store.append({"time": np.asarray([5, 6])})
+        buffer = jaxbuf.ItemBuffer.create({"time": jnp.int32(0)}, 4)
+        buffer = store.load_into(buffer)
+        assert buffer.data["time"][:2].tolist() == [5, 6]
+        assert set(next(store.batches(8)).data["time"].tolist()) <= {5, 6}
+        store.append({"time": np.asarray([2**40])})
+        message = r"\['time'\].* 1099511627776; expected .*int32"
+        with pytest.raises(ValueError, match=message):
+            store.load_into(buffer)
+        with pytest.raises(ValueError, match=message):
+            next(store.batches(64))
+        assert store.read([2])["time"].tolist() == [2**40]
+
+
+def test_rows_are_chosen_as_in_numpy(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        check(store.read([]), [])
+        check(store.read(slice(None)), [])
+        store.append(items(range(10)))
+        mask = np.asarray([False] * 7 + [True] * 3)
+        check(store.read(mask), [7, 8, 9])
+        check(store.read(mask.tolist()), [7, 8, 9])
+        check(store.read([]), [])
+        check(store.read(slice(-2, None)), [8, 9])
+        # Such as the numbers of fragments that a chunk in a buffer refers to.
+        chunks = jnp.asarray([[0, 1, 2], [4, 5, 6]])
+        read = store.read(chunks)
+        chex.assert_shape(read["obs"], (2, 3, 3))
+        np.testing.assert_array_equal(read["id"], chunks)
+        store.delete(mask)
+        with pytest.raises(IndexError, match="row 7 was deleted"):
+            store.read(mask)
+        store.delete(chunks[0])
+        store.delete([])
+        store.delete(range(0))
+        store.delete(slice(3, 4))
+        assert store.live == 3
+        assert disk_chunks(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("use", ["read", "delete", "pin"])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.asarray([0.0, 1.5]), "rows has dtype float64; expected integers, a mask or a slice"),
+        (["a"], "rows has dtype <U1; expected integers"),
+        (None, "rows is None; expected integers, a mask or a slice"),
+        (np.asarray([True, False]), "rows is a mask of shape (2,); expected (5,)"),
+        (np.ones((5, 1), bool), "rows is a mask of shape (5, 1); expected (5,)"),
+    ],
+)
+def test_other_rows_are_refused(tmp_path, use, rows, message):
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        store.append(items(range(5)))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            store.pin(rows).__enter__() if use == "pin" else getattr(store, use)(rows)
+        assert store.live == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"rows_at_a_time": -1}, ValueError, "rows_at_a_time is -1; expected"),
+        ({"rows_at_a_time": 2.0}, ValueError, "rows_at_a_time is 2.0; expected"),
+        ({"stop": -1}, ValueError, "stop is -1; expected"),
+        ({"start": -1}, ValueError, "start is -1; expected"),
+        ({"start": 1.5}, ValueError, "start is 1.5; expected"),
+        ({"start": 4, "stop": 2}, ValueError, "stop is 2; expected"),
+        ({"start": 7}, IndexError, "start is 7, but the store has 5 rows"),
+        ({"start": 7, "stop": 9}, IndexError, "start is 7, but the store has 5 rows"),
+        ({"stop": 6}, IndexError, "there is no row 5; the store has 5"),
+    ],
+)
+def test_ranges_that_are_not_there_are_not_loaded(tmp_path, arguments, error, message):
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        store.append(items(range(5)))
+        buffer = jaxbuf.ItemBuffer.create(ITEM, 8)
+        with pytest.raises(error, match=re.escape(message)):
+            store.load_into(buffer, **arguments)
+        # No new rows since the last time is not an error.
+        assert int(store.load_into(buffer, start=5).size) == 0
+
+
+@pytest.mark.parametrize("start", [1.5, True, -1, "a"])
+def test_append_takes_integers_to_start_at(tmp_path, start):
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        store.append(items(range(5)))
+        with pytest.raises(ValueError, match=f"start is {start!r}; expected"):
+            store.append(items([1]), start=start)
+
+
+def test_what_a_killed_writer_leaves_of_a_chunk_is_removed(tmp_path):
+    random = np.random.default_rng(0)
+    item = {"pixels": jax.ShapeDtypeStruct((100,), np.uint8)}
+    noise = random.integers(0, 256, size=(50, 100), dtype=np.uint8)
+    with jaxbuf.Store(tmp_path, item, chunk=64) as store:
+        store.append({"pixels": noise})
+    # tensorstore writes a chunk under this name first, and does not empty what it finds there.
+    for left in ("0.0.__lock", "1.0.__lock", "zarr.json.__lock"):
+        (tmp_path / "leaves" / "0" / left).write_bytes(random.bytes(100_000))
+    more = np.zeros((50, 100), np.uint8)
+    with jaxbuf.Store(tmp_path, item) as store:
+        store.append({"pixels": more})
+    with jaxbuf.Store(tmp_path, item) as store:
+        np.testing.assert_array_equal(
+            store.read(slice(None))["pixels"], np.concatenate([noise, more])
+        )
+        store.append({"pixels": more})
+
+
+def damage(path, random):
+    """Spoil one file of a store in one of the ways in which disks and people do."""
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != "lock"]
+    file = files[random.integers(len(files))]
+    how = random.choice(["flip", "remove", "empty", "cut", "longer"])
+    content = bytearray(file.read_bytes())
+    if how == "flip":
+        at = int(random.integers(len(content)))
+        content[at] ^= 1 << int(random.integers(8))
+    elif how == "cut":
+        content = content[: int(random.integers(len(content)))]
+    elif how == "longer":
+        content += random.bytes(5)
+    elif how == "empty":
+        content = b""
+    if how == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    return file, how
+
+
+def contents(path):
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_damage_is_found_by_name_and_nothing_is_overwritten(tmp_path):
+    random = np.random.default_rng(0)
+    good = tmp_path / "good"
+    rows = items(range(150))
+    # A chunk of zeros only is on disk like any other, or its loss would not be noticed.
+    rows["obs"][:64] = 0
+    with jaxbuf.Store(good, ITEM, chunk=64) as store:
+        store.append(rows)
+    for i in range(100):
+        path = tmp_path / str(i)
+        shutil.copytree(good, path)
+        file, how = damage(path, random)
+        before = contents(path)
+        # The file's name is enough to know what was done to it.
+        with (
+            pytest.raises(ValueError, match=f"is damaged: .*{file.name}"),
+            jaxbuf.Store(path, ITEM) as store,
+        ):
+            store.read(slice(None))
+        assert contents(path) == before, (file, how)
+
+
+@pytest.mark.parametrize("gone", ["rows.json", "store.json", "leaves/0/zarr.json"])
+def test_a_store_without_one_of_its_files_is_not_begun_anew(tmp_path, gone):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=64) as store:
+        store.append(items(range(150)))
+    (tmp_path / gone).unlink()
+    before = contents(tmp_path)
+    for mode in ("a", "r"):
+        with pytest.raises(ValueError, match=rf"is damaged: .*{gone.split('/')[-1]}"):
+            jaxbuf.Store(tmp_path, ITEM, mode=mode)
+    assert contents(tmp_path) == before
+
+
+def test_nothing_is_appended_to_a_chunk_that_is_gone(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=64) as store:
+        store.append(items(range(100)))
+    (tmp_path / "leaves" / "0" / "1").unlink()
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        with pytest.raises(ValueError, match=r"is damaged: .*\['id'\].*leaves/0/1.*is missing"):
+            store.append(items(range(100, 110)))
+        check(store.read(np.arange(64)), range(64))
+        assert len(store) == 100
+
+
+def test_a_reader_is_told_of_rows_that_were_deleted_since(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(12)))
+        with jaxbuf.Store(tmp_path, ITEM, mode="r") as reader:
+            store.delete(range(8))
+            with pytest.raises(IndexError, match="row 5 was deleted"):
+                reader.read([5, 9])
+            check(reader.read([9]), [9])
+
+
+def test_an_older_format_is_refused_by_its_number(tmp_path):
+    (tmp_path / "store.json").write_text(json.dumps({"format": 1, "chunk": 4, "leaves": {}}))
+    with pytest.raises(ValueError, match="has format 1; this version of jaxbuf reads format 2"):
+        jaxbuf.Store(tmp_path, ITEM)
+
+
+@pytest.mark.parametrize("there", ["leaves/0/notes.txt", "leaves/oak.png", "rows.json"])
+def test_files_of_others_are_not_taken_for_a_store_that_was_killed(tmp_path, there):
+    file = tmp_path / there
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("mine")
+    with pytest.raises(ValueError, match=file.name):
+        jaxbuf.Store(tmp_path, ITEM)
+    assert file.read_text() == "mine"
+
+
+def test_a_killed_writer_loses_and_repeats_nothing(tmp_path):
+    appends = 0
+    # Several, as their creation is killed, too.
+    for i in range(4):
+        kill.kill_repeatedly(kill.store_writer, tmp_path / str(i), 0.1, kill.KILLS // 4)
+        with jaxbuf.Store(tmp_path / str(i), kill.STORE_ITEM) as store:
+            appends += kill.check_store(store)
+    assert appends > 0

@@ -1,0 +1,55 @@
+"""Naive models of sampling by age and from mixtures, written from the contract."""
+
+from __future__ import annotations
+
+import math
+
+from tests.models import items as reference
+
+
+def age_range(items, start, stop):
+    """A slice of a list of items from the earliest to the newest."""
+    return items[slice(start, stop)]
+
+
+def recent_probabilities(rings, base, ratio, steps):
+    """The probability of every item when a part of the rows is recent.
+
+    Args:
+        rings: lists of items, each from the earliest to the newest.
+        base: the probability of each item for the other rows.
+        ratio: the part of the rows that is recent.
+        steps: how many items of each list are recent.
+    """
+    recent = [item for ring in rings for item in ring[-steps:]]
+    return {
+        item: (ratio / len(recent) if item in recent else 0.0) + (1 - ratio) * base[item]
+        for ring in rings
+        for item in ring
+    }
+
+
+def shares(ratios, rows):
+    """Returns the rows of each part by largest remainders, of equal ones the first."""
+    exact = [rows * ratio / sum(ratios) for ratio in ratios]
+    counts = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(ratios)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: rows - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+class RecentItemBuffer(reference.ItemBuffer):
+    """The twin of an ``ItemBuffer`` of which a part of every batch is recent."""
+
+    def __init__(self, capacity, ratio, steps, **options):
+        super().__init__(capacity, **options)
+        self.ratio = ratio
+        self.steps = steps
+
+    def probabilities(self):
+        by_age = sorted(
+            self.live, key=lambda item: (self.position - 1 - item.index) % self.capacity
+        )[::-1]
+        base = super().probabilities()
+        return recent_probabilities([by_age], base, self.ratio, self.steps) if by_age else base

@@ -1,0 +1,56 @@
+"""Modules import along one direction: a room knows those below it, never those above."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "jaxbuf"
+# From the ground up. Rooms of one floor may know each other in the order in which they stand.
+ROOMS = (
+    "core",
+    "occupancy",
+    "strategies",
+    "buffers",
+    "views",
+    "io",
+    "monitoring",
+    "interop",
+    "testing",
+    "mpi",
+    "examples",
+)
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of the package that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.startswith("jaxbuf.")}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_nothing_from_above(room):
+    floor = ROOMS.index(room)
+    paths = [*(PACKAGE / room).rglob("*.py")]
+    assert paths
+    for path in paths:
+        above = {name for name in imported(path) if name.split(".")[1] in ROOMS[floor + 1 :]}
+        assert not above, f"{path.relative_to(PACKAGE)} imports {above}"
+
+
+def test_every_module_has_a_room():
+    inside = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert inside == {*ROOMS}
+
+
+def test_mpi_is_imported_in_its_own_room_alone():
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        if path.relative_to(PACKAGE).parts[0] not in ("mpi", "examples"):
+            assert not re.search("^ *(import|from) mpi4", text, re.MULTILINE), path

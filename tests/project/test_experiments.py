@@ -1,0 +1,130 @@
+"""Experiments measure what they say, and the pages of results quote the numbers in their files."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import bit_flipping, cliffwalk, common, hypergrid, minatar
+from tests.lenient import lenient
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = {
+    path.stem: program
+    for program in (cliffwalk, bit_flipping, hypergrid, minatar)
+    if (path := ROOT / "docs" / "results" / f"{program.__name__.split('.')[-1]}.csv").exists()
+}
+
+
+@pytest.fixture
+def promotion():
+    """Optax mixes dtypes and ranks."""
+    with lenient():
+        yield
+
+
+def test_the_memory_holds_the_transitions_of_all_sequences():
+    n, expected = 4, []
+    for sequence in range(2**n):
+        for state in range(n):
+            right = bool(sequence >> state & 1)
+            expected.append((state, right))
+            if not right:
+                break
+    state, right = cliffwalk.memory(n)
+    assert sorted(zip(state.tolist(), right.tolist(), strict=True)) == sorted(expected)
+    assert len(expected) == 2 ** (n + 1) - 2
+
+
+@pytest.mark.parametrize("n", [2, 6])
+def test_true_values_are_those_of_value_iteration(n):
+    values = np.zeros((n, 2))
+    for _ in range(n):
+        following = [values[state + 1].max() if state + 1 < n else 0.0 for state in range(n)]
+        rewards = np.eye(n)[-1]
+        values = np.stack([np.zeros(n), rewards + (1 - 1 / n) * np.asarray(following)], axis=1)
+    np.testing.assert_allclose(cliffwalk.true_values(n), values, rtol=1e-12)
+
+
+def test_every_agent_learns_the_values_and_the_oracle_needs_no_more_updates_than_others():
+    n, updates = 6, {}
+    for agent in cliffwalk.AGENTS:
+        values, updates[agent] = cliffwalk.run(n, agent, 3, 100_000)
+        assert values.shape == (3, n, 2)
+        error = np.mean((values - cliffwalk.true_values(n)) ** 2, axis=(1, 2))
+        assert np.all(error < cliffwalk.THRESHOLD)
+        assert np.all(
+            updates[agent] >= updates["oracle"] if agent == "oracle" else updates[agent] > 0
+        )
+    for agent in cliffwalk.SAMPLERS:
+        assert np.all(updates["oracle"] <= updates[agent]), agent
+
+
+def test_td_errors_are_zero_at_the_true_values():
+    values = jnp.asarray(cliffwalk.true_values(5), jnp.float32)
+    state, right = cliffwalk.memory(5)
+    np.testing.assert_allclose(cliffwalk.td_error(values, state, right), 0.0, atol=1e-6)
+
+
+def test_an_interval_covers_the_mean_of_its_population():
+    rng = np.random.default_rng(1)
+    covered = 0
+    for _ in range(200):
+        low, high = common.interval(rng.normal(3.0, 1.0, 30), draws=400)
+        covered += low <= 3.0 <= high
+    # 95 % in the limit, somewhat less with 30 values: binomial, 0.93 of 200 ± 5 sigma.
+    assert 0.84 * 200 <= covered < 200
+
+
+def test_bit_flipping_with_few_bits(tmp_path, promotion):
+    options = bit_flipping.Options(
+        bits=(2,), seeds=2, episodes=800, runs=tmp_path / "runs", out=tmp_path
+    )
+    bit_flipping.main(options)
+    table = common.read(tmp_path / "bit_flipping.csv")
+    assert [row["seed"] for row in table] == ["0", "1"] * 2
+    assert all(0.9 < float(row["success"]) <= 1 for row in table)
+    before = (tmp_path / "bit_flipping.svg").read_bytes()
+    bit_flipping.main(options)
+    assert (tmp_path / "bit_flipping.svg").read_bytes() == before
+
+
+def test_hypergrid_on_a_small_grid(tmp_path, promotion):
+    options = hypergrid.Options(
+        steps=100, seeds=2, dims=1, height=8, runs=tmp_path / "runs", out=tmp_path
+    )
+    hypergrid.main(options)
+    table = common.read(tmp_path / "hypergrid.csv")
+    assert {row["buffer"] for row in table} == set(hypergrid.KINDS)
+    assert all(0 <= float(row["l1"]) <= 2 for row in table)
+    # A line has a mode at each end, and a hundred updates find both.
+    assert {row["modes"] for row in table if row["updates"] == "100"} == {"2"}
+
+
+def test_rows_of_minatar_are_means_of_tenths_of_a_run():
+    steps = np.arange(1, 21) * 10
+    returns = np.stack([steps / 10, np.full(20, np.nan)], axis=1)
+    rows = minatar.rows("Breakout", "uniform", steps, returns)
+    first = [row for row in rows if row["seed"] == 0]
+    assert [row["step"] for row in first] == [20 * i for i in range(1, 11)]
+    assert [float(row["return"]) for row in first] == [2 * i + 1.5 for i in range(10)]
+    assert all(row["return"] == "nan" for row in rows if row["seed"] == 1)
+
+
+def test_an_interrupted_run_ends_the_experiment(tmp_path):
+    with pytest.raises(SystemExit, match="130"):
+        common.train(lambda words: 130, ["--steps", 3], tmp_path)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_page_of_results_agrees_with_its_files(name, tmp_path):
+    folder = ROOT / "docs" / "results"
+    page = (folder / f"{name}.md").read_text()
+    assert PROGRAMS[name].table(folder / f"{name}.csv") in page
+    assert f"({name}.svg)" in page
+    assert f"python -m experiments.{name}" in page
+    copy = tmp_path / f"{name}.csv"
+    copy.write_bytes((folder / f"{name}.csv").read_bytes())
+    PROGRAMS[name].draw(copy)
+    assert (folder / f"{name}.svg").read_bytes() == copy.with_suffix(".svg").read_bytes()

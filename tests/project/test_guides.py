@@ -1,0 +1,98 @@
+"""All names and links in the guides exist. Their snippets run as doctests."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import jaxbuf
+from jaxbuf.interop import flashbax
+
+ROOT = Path(__file__).parents[2]
+GUIDES = sorted((ROOT / "docs").rglob("*.md"))
+OWNERS = [
+    jaxbuf,
+    jaxbuf.ItemBuffer,
+    jaxbuf.TrajectoryBuffer,
+    jaxbuf.Queue,
+    jaxbuf.Mixture,
+    jaxbuf.ChunkAccumulator,
+    jaxbuf.EpisodeAccumulator,
+    jaxbuf.Holder,
+    jaxbuf.Statistics,
+    jaxbuf.Slots,
+    jaxbuf.Sample,
+]
+
+
+ARGUMENTS = {"base", "fallback", "period", "sequence_length", "valid"}
+STORIES = ["torchgfn", "di_engine", "minestudio", "alf"]
+
+
+def guide(name):
+    return next(path for path in GUIDES if path.name == name).read_text()
+
+
+def last_cells():
+    """Code in the last column of every table of the guide on moving."""
+    text = guide("moving.md")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    return [code for row in rows for code in re.findall(r"`([^`]+)`", row.split(" | ")[-1])]
+
+
+def test_every_call_that_replaces_another_exists():
+    cells = last_cells()
+    assert len(cells) > 80
+    for cell in cells:
+        for name in re.findall(r"(?<![\w.])([A-Za-z_]\w*(?:\.\w+)*)\(", cell):
+            found = jaxbuf
+            parts = name.split(".")
+            if parts[0] == "jnp":
+                continue
+            if parts[0] in ("buffer", "jaxbuf", "accumulator"):
+                parts = parts[1:]
+            if not hasattr(jaxbuf, parts[0]):
+                found = next((owner for owner in OWNERS if hasattr(owner, parts[0])), None)
+            assert found is not None, f"{cell}: there is no {name}"
+            for part in parts:
+                assert hasattr(found, part), f"{cell}: there is no {name}"
+                found = getattr(found, part)
+
+
+def test_the_names_of_flashbax_are_those_of_the_facade():
+    names = set(re.findall(r"`(make_\w+)\(", guide("moving.md")))
+    assert len(names) >= 7
+    assert all(hasattr(flashbax, name) for name in names)
+
+
+def test_every_choice_exists():
+    rows = [line for line in guide("choosing.md").splitlines() if line.startswith("| ")]
+    rows = [row.split(" | ") for row in rows if "---" not in row]
+    assert len(rows) > 40
+    notebooks = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+    for row in rows:
+        for code in re.findall(r"(?<!notebook )`([^`]+)`", " ".join(row[1:])):
+            name = re.match(r"(jaxbuf\.)?(\w+)", code)[2]
+            known = name in ARGUMENTS or any(hasattr(owner, name) for owner in OWNERS)
+            assert known or importlib.util.find_spec(code), f"{row[0]}: there is no {code}"
+        named = set(re.findall(r"notebook `(\w+)`", row[-1]))
+        assert named <= notebooks, row
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_stories_and_tables_link_to_each_other(name):
+    story, table = guide(f"from_{name}.md"), guide("moving.md")
+    assert "\n## Before\n" in story
+    assert "\n## After\n" in story
+    assert "\n## Left out on purpose\n" in story
+    anchor = re.search(r"\]\(moving\.md#([\w-]+)\)", story)[1]
+    section = next(part for part in table.split("\n## ") if part.lower().startswith(f"{anchor}\n"))
+    assert f"(from_{name}.md)" in section
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for link in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        if "://" not in link:
+            assert (path.parent / link).exists(), f"{path.name} links to {link}"

@@ -1,0 +1,117 @@
+"""The README agrees with what it refers to: the benchmark's results, the citation and the links."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jaxbuf
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+MEASURED = {
+    "a whole DQN agent on CartPole, one training iteration": ("agent", "scan iteration"),
+    "256 of 2^20 MuJoCo transitions, in a `lax.scan` (without weights)": (
+        "per-mujoco",
+        "scan cycle",
+    ),
+    "256 of 2^20 MuJoCo transitions, from Python": ("per-mujoco", "python cycle+weights"),
+    "16,384 of 2^20 MuJoCo transitions, from Python": ("per-mujoco-large", "python cycle+weights"),
+    "32 Atari transitions, from Python": ("per-atari-32", "python cycle+weights"),
+    "add 256 states to the 100,000 of highest reward": ("gflownet-100000", "python add"),
+    "add 256 states to 10,000 that differ from each other": (
+        "gflownet-diverse-10000",
+        "python add",
+    ),
+    "sample 256 different states of 100,000 by the softmax of rewards": (
+        "gflownet-100000",
+        "python sample",
+    ),
+    "add to a manager in another process and get its score back": ("exchange", "add with score"),
+}
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def tables(text):
+    """The tables of a markdown text, each a dictionary of its columns for every row's name."""
+    blocks = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    for block in blocks:
+        header, _, *rows = (cells(line) for line in block.splitlines())
+        yield {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+
+
+def speed_tables():
+    section = README.split("\n## How fast\n")[1].split("\n## ")[0]
+    return list(tables(section))
+
+
+def measured(row, operation, library):
+    """The median ratio in the results, of a library to jaxbuf."""
+    section = RESULTS.split(f"\n### {row}\n")[1].split("\n### ")[0]
+    found = next(table for table in tables(section) if operation in table)
+    return float(re.search(r"\*\*([\d.]+)\*\*", found[operation][f"{library} / jaxbuf"])[1])
+
+
+def test_every_row_has_its_measurement():
+    assert {name for table in speed_tables() for name in table} == set(MEASURED)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_speeds_are_those_of_the_results(name):
+    columns = next(table[name] for table in speed_tables() if name in table)
+    told = {library: value for library, value in list(columns.items())[1:] if value != "–"}
+    assert told
+    for library, value in told.items():
+        digits = len(value.partition(".")[2])
+        assert abs(float(value) - measured(*MEASURED[name], library)) <= 0.5001 * 10**-digits
+
+
+def test_what_devices_send_is_that_of_the_results():
+    section = RESULTS.split("\n## Over several devices\n")[1].split("\n## ")[0]
+    (row,) = re.findall(r"^\| Sharded \| 8 \| yes \| ([^|]+) \| ([\d,]+) \|", section, re.MULTILINE)
+    count = sum(int(number) for number in re.findall(r"\d+", row[0]))
+    size = round(int(row[1].replace(",", "")) / 1000)
+    names = {3: "three", 4: "four", 5: "five", 6: "six"}
+    guide = (ROOT / "docs" / "guides" / "devices.md").read_text()
+    assert f"has {names[count]} collectives, which\ntogether return {size} KB" in guide
+
+
+def test_the_command_is_that_of_the_results():
+    command = re.search(r"Repeat with `(.+?)`", RESULTS)[1]
+    assert f"`{command}`" in README
+
+
+def test_all_marks_of_the_comparison_are_known():
+    section = README.split("\n## How it compares\n")[1].split("\n## ")[0]
+    (table,) = tables(section)
+    assert len(table) > 10
+    for row, columns in table.items():
+        marks = list(columns.values())[1:]
+        assert len(marks) == 5, row
+        assert marks[0] == "✓", row
+        assert set(marks) <= {"✓", "–", "option"}, row
+
+
+def test_the_citation_is_of_this_version():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {jaxbuf.__version__}\n" in citation
+    assert f"\nlicense: {PROJECT['license']}\n" in citation
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert jaxbuf.__version__ == next(version for version in versions if version != "Unreleased")
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(name):
+    for link in re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text()):
+        if "://" not in link:
+            assert (ROOT / link).exists(), link

@@ -1,0 +1,158 @@
+"""The site builds strictly, its links lead somewhere, and a browser has nothing to complain of."""
+
+import functools
+import html.parser
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+import jaxbuf
+from jaxbuf import interop, testing
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("mkdocstrings")
+pytest.importorskip("mkdocs_jupyter")
+
+ROOT = Path(__file__).parents[2]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site: one that was just built (SITE), or a new one."""
+    if "SITE" in os.environ:
+        return ROOT / os.environ["SITE"]
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "default"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+class Page(html.parser.HTMLParser):
+    """The anchors of a page, and what it refers to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links = set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name == "id":
+                self.ids.add(value)
+            elif name in ("href", "src") and value:
+                self.links.add(value)
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path.resolve(): Page(path.read_text()) for path in site.rglob("*.html")}
+
+
+def test_every_public_name_is_in_the_reference(pages):
+    ids = set().union(*(page.ids for page in pages.values()))
+    missing = sorted(name for name in jaxbuf.__all__ if f"jaxbuf.{name}" not in ids)
+    assert not missing, f"add ::: jaxbuf.NAME to a page in docs/reference for {missing}"
+    for name in interop.__all__:
+        found = getattr(interop, name)
+        assert {f"jaxbuf.interop.{name}", f"{found.__module__}.{name}"} & ids, name
+    for name in testing.__all__:
+        assert f"jaxbuf.testing.{name}" in ids, name
+
+
+def test_every_notebook_is_rendered(site):
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert (site / "notebooks" / f"{path.stem}.html").exists(), path.stem
+
+
+def test_links_and_anchors_lead_somewhere(pages):
+    broken = []
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue
+        for link in page.links:
+            url = urllib.parse.urlsplit(link)
+            if url.scheme or url.netloc:
+                continue
+            target = (path.parent / urllib.parse.unquote(url.path)).resolve() if url.path else path
+            if not target.exists():
+                broken.append((path.name, link))
+            anchor = urllib.parse.unquote(url.fragment)
+            if anchor and target in pages and anchor not in pages[target].ids:
+                broken.append((path.name, link))
+    assert not broken
+
+
+def test_prompts_are_marked_so_that_they_are_not_copied(site):
+    guides = (ROOT / "docs" / "guides").glob("*.md")
+    examples = [path.stem for path in guides if ">>> " in path.read_text()]
+    assert len(examples) > 8
+    for name in examples:
+        path = site / "guides" / f"{name}.html"
+        text = path.read_text()
+        assert '<span class="gp">&gt;&gt;&gt; </span>' in text, path.name
+        # Where the language was not recognized a prompt is an operator.
+        assert '<span class="o">&gt;&gt;&gt;</span>' not in text, path.name
+        assert "stylesheets/prompts.css" in text
+    assert "[data-md-copying] .gp" in (site / "stylesheets/prompts.css").read_text()
+    for path in (site / "reference").glob("*.html"):
+        # Prompts that were taken for prose are quotations.
+        assert "<blockquote>" not in path.read_text(), path.name
+
+
+def test_a_browser_has_nothing_to_complain_of(site, tmp_path):
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip(f"there is no headless browser on PATH, such as {BROWSERS[0]}")
+    missing = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def send_error(self, code, *args, **options):
+            missing.append((code, self.path))
+            super().send_error(code, *args, **options)
+
+    shown = ["index.html", "guides/moving.html", "reference/buffers.html", "reference/mpi.html"]
+    shown += [f"notebooks/{path.name}" for path in sorted((site / "notebooks").glob("*.html"))]
+    handler = functools.partial(Handler, directory=site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for page in shown:
+            done = subprocess.run(
+                [
+                    browser,
+                    "--headless=new",
+                    "--no-sandbox",
+                    "--disable-gpu",
+                    "--enable-logging=stderr",
+                    f"--user-data-dir={tmp_path}",
+                    "--virtual-time-budget=4000",
+                    "--dump-dom",
+                    f"http://127.0.0.1:{server.server_port}/{page}",
+                ],
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert "md-content" in done.stdout, done.stderr
+            said = re.findall(r"CONSOLE.*", done.stderr)
+            assert not said, f"{page}: {said}"
+        server.shutdown()
+    assert not missing

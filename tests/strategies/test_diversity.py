@@ -1,0 +1,554 @@
+"""The diversity filter: which rows enter, against a model that measures one pair at a time."""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf import testing
+from jaxbuf.strategies.points import Ball, Points
+from tests.models import diversity as reference_diversity
+
+INF = math.inf
+
+
+LOWEST = jaxbuf.Lowest()
+
+
+def create(diversity, capacity, width=1, evictor=LOWEST):
+    """A buffer of points, each with its number."""
+    example = {"point": jnp.zeros(width), "number": jnp.int32(0)}
+    diversity = dataclasses.replace(diversity, field=diversity.field or "point")
+    return jaxbuf.ItemBuffer.create(example, capacity, evictor=evictor, diversity=diversity)
+
+
+def rows(points, first=0):
+    points = jnp.asarray(points, jnp.float32)
+    points = points[:, None] if points.ndim == 1 else points
+    return {"point": points, "number": first + jnp.arange(points.shape[0], dtype=jnp.int32)}
+
+
+def scores(*values):
+    return jnp.array(values, jnp.float32)
+
+
+def occupied(buffer):
+    return buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
+
+
+def numbers(buffer):
+    """The items that are held, sorted."""
+    return sorted(np.asarray(buffer.data["number"])[np.asarray(occupied(buffer))].tolist())
+
+
+REASONS = ("low_score", "within_batch", "near_buffer")
+
+
+def refused(buffer):
+    metrics = buffer.metrics()
+    return {name: int(metrics[f"refused_{name}"]) for name in REASONS}
+
+
+@pytest.mark.parametrize("score", [(3.0, 2.0, 1.0), (1.0, 1.0, 1.0)])
+@pytest.mark.parametrize(("within_batch", "expected"), [("suppress", [0]), ("greedy", [0, 2])])
+def test_a_row_is_compared_with_all_higher_ones_or_with_those_that_enter(
+    within_batch, expected, score
+):
+    diversity = jaxbuf.Diversity(1.0, within_batch=within_batch, active="full")
+    buffer = jaxbuf.add(create(diversity, 3), rows([50, 60, 70], 10), score=scores(-1, -1, -1))
+    buffer = jaxbuf.add(buffer, rows([0, 1, 2]), score=scores(*score))
+    assert [number for number in numbers(buffer) if number < 10] == expected
+    assert refused(buffer)["within_batch"] == 3 - len(expected)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def near(one, others, ball):
+    """Returns whether one point is near any of the others."""
+    point = Points.of(one[None])
+    return Points.of(others).near(point, jnp.int32(1), ball, lambda _, slot: slot >= 0)[0]
+
+
+def test_a_distance_of_exactly_the_cutoff_is_refused():
+    for cutoff, size in ((1.0, 1), (0.99, 2)):
+        buffer = create(jaxbuf.Diversity(cutoff), 4)
+        for position in (0, 1):
+            buffer = jaxbuf.add(buffer, rows([position]), score=scores(1))
+        assert buffer.size == size
+
+
+@pytest.mark.parametrize("p", [0.5, 0.9, 1.0, 1.5, 2.0, 3.0, 100.0, INF])
+def test_the_boundary_belongs_to_the_ball(p):
+    point = jnp.array([0.0, 5.0, 0.0])
+    for cutoff, size, expected in ((1.0, 1.0, True), (0.99, 1.0, False), (1.1, 1.1, True)):
+        other = point.at[2].set(size)[None]
+        assert near(point, other, Ball(cutoff, p)) == expected
+
+
+def test_the_published_example_of_duplicates():
+    diversity = jaxbuf.Diversity(1.0, 2.0, active="full")
+    buffer = create(diversity, 10, width=2)
+    distinct = [[3.0, 3.0], [5.0, 0.0], [0.0, 5.0], [5.0, 5.0], [-4.0, -4.0]]
+    buffer = jaxbuf.add(buffer, rows([[1.0, 1.0]] * 5 + distinct), score=jnp.full(10, 10.0))
+    assert buffer.size == 10
+    buffer = jaxbuf.add(buffer, rows([[1.0, 1.0]] * 3, 10), score=jnp.full(3, 20.0))
+    assert np.sum(np.all(np.asarray(buffer.data["point"]) == 1, axis=1)) <= 5
+    buffer = jaxbuf.add(buffer, rows([[0.0, 0.0]], 13), score=scores(20))
+    assert 13 in numbers(buffer)
+
+
+def test_conditions_are_part_of_the_distance():
+    example = {"state": jnp.zeros(2), "condition": jnp.float32(0)}
+    for key, size in ((("state", "condition"), 2), ("state", 1)):
+        diversity = jaxbuf.Diversity(0.5, 2.0, field=key)
+        buffer = jaxbuf.ItemBuffer.create(example, 4, diversity=diversity)
+        for condition in (0.0, 1.0, 1.0):
+            item = {"state": jnp.ones((1, 2)), "condition": scores(condition)}
+            buffer = jaxbuf.add(buffer, item, score=scores(0))
+        assert buffer.size == size
+
+
+def test_nothing_is_filtered_until_the_buffer_is_full_not_even_what_makes_it_so():
+    buffer = create(jaxbuf.Diversity(1.0, active="full"), 4)
+    buffer = jaxbuf.add(buffer, rows([0, 0, 0]), score=scores(1, 1, 1))
+    buffer = jaxbuf.add(buffer, rows([0, 0, 0, 0], 3), score=scores(2, 2, 2, 0))
+    assert numbers(buffer) == [2, 3, 4, 5]
+    assert sum(refused(buffer).values()) == 0
+    buffer = jaxbuf.add(buffer, rows([0, 9, 8, 20], 7), score=scores(5, 4, 3, 0))
+    assert numbers(buffer) == [3, 4, 5, 8]
+    assert refused(buffer) == {"low_score": 1, "within_batch": 1, "near_buffer": 1}
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, INF])
+def test_no_norm_loses_a_distance(p):
+    # |x|² - 2xy + |y|² has no digit left of this difference.
+    point = jnp.full((9,), 4096.0)
+    zero = Ball(0.0, p)
+    assert near(point, point[None], zero)
+    assert not near(point, point[None] + jnp.float32(2**-11), zero)
+    assert not near(jnp.zeros(9), jnp.full((1, 9), 1e-30), zero)
+    for scale in (1e-12, 1e12):
+        axis = jnp.float32(scale) * jnp.eye(9, dtype=jnp.float32)[0]
+        ball = Ball(scale, p)
+        assert near(axis, jnp.zeros((1, 9)), ball)
+        assert not near(axis * jnp.float32(1.01), jnp.zeros((1, 9)), ball)
+
+
+def test_infinities_are_near_their_like_and_far_from_the_rest():
+    buffer = create(jaxbuf.Diversity(1e12), 9)
+    buffer = jaxbuf.add(buffer, rows([0, INF, INF, -INF, -INF, 1e38]), score=jnp.zeros(6))
+    assert numbers(buffer) == [0, 1, 3, 5]
+
+
+@pytest.mark.parametrize("active", ["always", "full"])
+def test_a_point_with_nan_is_refused_alone(active):
+    buffer = create(jaxbuf.Diversity(1.0, active=active), 3)
+    buffer = jaxbuf.add(buffer, rows([0, np.nan, 5, 9, 20]), score=scores(1, 9, 1, np.nan, 2))
+    assert numbers(buffer) == [0, 2, 4]
+    assert buffer.metrics()["rejected"] == 2
+    buffer = jaxbuf.add(buffer, rows([np.nan, 30], 5), score=scores(5, 5))
+    assert 6 in numbers(buffer)
+
+
+def test_below_zero_no_distance_counts():
+    buffer = create(jaxbuf.Diversity(-1.0, active="full"), 2)
+    buffer = jaxbuf.add(buffer, rows([0, 0]), score=scores(1, 2))
+    buffer = jaxbuf.add(buffer, rows([0, 0, 0], 2), score=scores(0, 3, 3))
+    assert numbers(buffer) == [3, 4]
+    assert refused(buffer) == {"low_score": 1, "within_batch": 0, "near_buffer": 0}
+
+
+def test_oldest_is_no_judge_of_scores():
+    buffer = create(jaxbuf.Diversity(0.5), 2, evictor=jaxbuf.Oldest())
+    for i, score in enumerate((5, 4, 3)):
+        buffer = jaxbuf.add(buffer, rows([i, i], 2 * i), score=scores(score, score))
+    assert numbers(buffer) == [2, 4]
+    assert refused(buffer) == {"low_score": 0, "within_batch": 3, "near_buffer": 0}
+
+
+# Capacity, rows and width; norm and cutoff; and the choices.
+CASES = [
+    ((1, 1, 3), (1.0, 0.5), ("suppress", "always", "lowest")),
+    ((7, 5, 1), (2.0, 0.7), ("suppress", "full", "lowest")),
+    ((7, 5, 1), (1.0, 0.75), ("greedy", "always", "oldest")),
+    ((20, 30, 2), (INF, 0.25), ("greedy", "full", "lowest")),
+    ((300, 150, 9), (3.0, 0.6), ("suppress", "full", "lowest")),
+    ((300, 150, 9), (2.0, 0.5), ("greedy", "always", "lowest")),
+    ((20, 30, 2), (0.5, 1.1), ("suppress", "full", "lowest")),
+    ((300, 150, 9), (0.0, 2.0), ("greedy", "always", "lowest")),
+]
+
+
+def random_batches(count, width, steps, seed):
+    """Points on a coarse grid, so that many pairs are near, equal, or exactly at a cutoff."""
+    rng = np.random.default_rng(seed)
+    span = {1: 40, 2: 6, 9: 1}.get(width, 2)
+    for i in range(steps):
+        points = rng.integers(0, span * 4, (count, width)) / 4
+        score = rng.integers(0, 30, count) + i / 2
+        bad = rng.random((2, count)) < 0.02
+        points[bad[0], 0] = np.nan
+        score[bad[1]] = rng.choice([np.nan, -INF], bad[1].sum())
+        if i in (100, 200):
+            # Few, for they stay.
+            score[0] = INF
+        yield points.astype(np.float32), score.astype(np.float32), rng.random(count) < 0.8
+
+
+@pytest.mark.parametrize(("shape", "norm", "choices"), CASES)
+def test_random_adds_against_the_model(shape, norm, choices):
+    capacity, count, width = shape
+    p, cutoff = norm
+    within_batch, active, evictor = choices
+    diversity = jaxbuf.Diversity(cutoff, p, within_batch=within_batch, active=active)
+    chosen = jaxbuf.Oldest() if evictor == "oldest" else jaxbuf.Lowest()
+    buffer = create(diversity, capacity, width, chosen)
+    twin = reference_diversity.Diverse(
+        capacity, cutoff, p, within_batch=within_batch, active=active, evictor=evictor
+    )
+    observe = jax.jit(lambda buffer: (occupied(buffer), buffer.data["number"], buffer.metrics()))
+    steps = {7: 500, 300: 6}.get(capacity, 100)
+    for i, (points, score, mask) in enumerate(random_batches(count, width, steps, capacity)):
+        buffer = jaxbuf.add(buffer, rows(points, i * count), score=score, mask=mask)
+        twin.add(points, score, mask)
+        live, number, metrics = jax.device_get(observe(buffer))
+        assert sorted(number[live].tolist()) == twin.numbers
+        assert {name: metrics[f"refused_{name}"] for name in REASONS} == twin.refused
+        assert metrics["rejected"] == twin.rejected
+    testing.assert_valid(buffer)
+    assert bool(twin.refused["within_batch"] and twin.refused["near_buffer"]) == (count > 1)
+
+
+@pytest.mark.parametrize(
+    ("p", "radius"), [(1.0, 9.0), (2.0, 2.5), (INF, 0.9), (2.5, 2.0), (0.5, 62.0)]
+)
+def test_near_is_what_all_distances_say(p, radius):
+    rng = np.random.default_rng(0)
+    stored = rng.normal(size=(1100, 13)).astype(np.float32)
+    points = rng.normal(size=(150, 13)).astype(np.float32)
+    size = np.abs(points[:, None].astype(np.float64) - stored)
+    all_pairs = size.max(-1) if math.isinf(p) else (size**p).sum(-1) ** (1 / p)
+    all_pairs[:, 1000:] = INF
+    found = Points.of(jnp.asarray(stored)).near(
+        Points.of(jnp.asarray(points)), jnp.int32(140), Ball(radius, p), lambda _, slot: slot < 1000
+    )
+    expected = (all_pairs.min(1) <= radius) & (np.arange(150) < 140)
+    assert 0 < expected.sum() < 140
+    np.testing.assert_array_equal(found, expected)
+
+
+def near_any(stored, points):
+    """Returns a mask of the points within 0.1 of a stored one."""
+    height = jnp.int32(points.shape[0])
+    ball = Ball(0.1, 1.0)
+    return Points.of(stored).near(Points.of(points), height, ball, lambda _, slot: slot >= 0)
+
+
+near_any_of_one = jax.jit(near_any)
+near_any_of_two = jax.jit(jax.vmap(near_any, in_axes=(None, 0)))
+
+
+@pytest.mark.parametrize("equal", [0, 1, 16, 17, 100])
+@pytest.mark.parametrize(("height", "width"), [(4, 40), (100, 40), (100, 48), (300, 100)])
+def test_near_is_the_same_however_many_rows_of_a_tile_are_near(equal, height, width):
+    rng = np.random.default_rng(equal)
+    stored = rng.random((700, width)).astype(np.float32)
+    points = rng.random((height, width)).astype(np.float32)
+    expected = np.zeros(height, bool)
+    expected[rng.permutation(height)[:equal]] = True
+    points[expected] = stored[rng.integers(0, 700, expected.sum())]
+    # Others are as near by half of their coordinates, or by the first only, and far by the rest.
+    for rows, near_by in ((slice(0, None, 2), width // 2), (slice(1, None, 2), 8)):
+        others = np.flatnonzero(~expected)[rows]
+        points[others, :near_by] = stored[rng.integers(0, 700, len(others)), :near_by]
+
+    chex.assert_trees_all_equal(near_any_of_one(stored, points), expected)
+    both = near_any_of_two(stored, np.stack([points, points[::-1]]))
+    chex.assert_trees_all_equal(both, np.stack([expected, expected[::-1]]))
+
+
+def test_jit_vmap_scan_and_donation_agree():
+    diversity = jaxbuf.Diversity(0.5, 2.0, within_batch="greedy", active="full")
+    empty = create(diversity, 6, 2)
+    steps = [
+        (rows(points, 5 * i), jnp.asarray(score), jnp.asarray(mask))
+        for i, (points, score, mask) in enumerate(random_batches(5, 2, 8, 1))
+    ]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *steps)
+
+    def step(buffer, inputs):
+        items, score, mask = inputs
+        return buffer.add(items, score=score, mask=mask), None
+
+    scan = jax.jit(lambda buffer, inputs: jax.lax.scan(step, buffer, inputs)[0])
+    jitted, donated = empty, jax.tree.map(jnp.copy, empty)
+    for items, score, mask in steps:
+        jitted = jaxbuf.add(jitted, items, score=score, mask=mask, donate=False)
+        donated = jaxbuf.add(donated, items, score=score, mask=mask)
+    # Two buffers that fill at different times, side by side.
+    later = jax.tree.map(lambda leaf: leaf.at[:2].set(leaf[2:4]), stacked)
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), stacked, later)
+    mapped = jax.jit(jax.vmap(scan, in_axes=(None, 0)))(empty, both)
+    for other in (donated, scan(empty, stacked), jax.tree.map(lambda leaf: leaf[0], mapped)):
+        chex.assert_trees_all_equal(jitted, other)
+    other = jax.tree.map(lambda leaf: leaf[1], mapped)
+    chex.assert_trees_all_equal(scan(empty, later), other)
+
+
+def test_eager_is_the_same():
+    empty = create(jaxbuf.Diversity(0.5, within_batch="greedy"), 3)
+    items, score = rows([0, 1, 1]), scores(1, 2, 3)
+    eager = empty.add(items, score=score)
+    assert numbers(eager) == [0, 2]
+    chex.assert_trees_all_equal(eager, jaxbuf.add(empty, items, score=score))
+
+
+def test_a_cleared_buffer_remembers_no_point():
+    buffer = create(jaxbuf.Diversity(1.0), 4)
+    buffer = jaxbuf.add(buffer, rows([0, 9]), score=scores(1, 1))
+    cleared = buffer.clear()
+    jaxbuf.add(buffer, rows([0, 1]), score=scores(1, 1))
+    cleared = jaxbuf.add(cleared, rows([0, 20], 2), score=scores(1, 1))
+    assert numbers(cleared) == [2, 3]
+
+
+def test_without_a_filter_a_buffer_has_no_more_leaves():
+    plain = jaxbuf.ItemBuffer.create(jnp.zeros(3), 4)
+    assert len(jax.tree.leaves(plain)) == 5
+    assert "refused_near_buffer" not in plain.metrics()
+
+
+class Pair(NamedTuple):
+    left: jax.Array
+    right: dict[str, jax.Array]
+
+
+def test_keys_name_fields_of_any_container_and_functions_take_one_item():
+    example = {
+        "pair": Pair(jnp.zeros(2), {"n": jnp.int32(0), "m": jnp.uint8(0)}),
+        "a": jnp.zeros(3),
+    }
+    items = jax.tree.map(lambda leaf: jnp.ones((4, *leaf.shape), leaf.dtype), example)
+    for key, width in (
+        (None, 7),
+        ("pair", 4),
+        ("pair.right.n", 1),
+        (["a", "pair.left"], 5),
+        (lambda item: item["a"][:2] * item["pair"].left, 2),
+        ((lambda item: {"sum": jnp.sum(item["a"])}, "pair.right"), 3),
+    ):
+        diversity = jaxbuf.Diversity(0.0, field=key)
+        assert hash(diversity) == hash(dataclasses.replace(diversity))
+        chex.assert_shape(diversity.points(items), (4, width))
+        buffer = jaxbuf.ItemBuffer.create(example, 3, diversity=diversity)
+        assert buffer.diversity_state.points.blocks.size == 8 * 3
+
+
+def test_bad_keys_name_what_there_is():
+    example = {"obs": {"x": jnp.zeros(2)}, "wave": jnp.zeros(1, jnp.complex64)}
+    for key, message in (
+        ("obs.y", "field is 'obs.y', but items have no such field; there are obs.x, wave"),
+        ("obs.x.0", "field is 'obs.x.0', but items have no such field"),
+        (lambda item: item["nothing"], "KeyError: 'nothing'; it gets one item"),
+        ("wave", "real numbers"),
+        (lambda item: item["obs"]["x"][:0], "nothing to compare"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jaxbuf.ItemBuffer.create(example, 3, diversity=jaxbuf.Diversity(1.0, field=key))
+    with pytest.raises(ValueError, match="an array has no fields"):
+        jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity(1.0, field="state"))
+    with pytest.raises(ValueError, match=r"a field such as 'obs.position'"):
+        jaxbuf.Diversity(1.0, field=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cutoff": np.nan}, "cutoff is nan; expected a distance"),
+        ({"cutoff": INF}, "cutoff is inf"),
+        ({"cutoff": 1e-30}, "cutoff is 1e-30; expected a distance: 0, or from"),
+        ({"p": -1}, "p is -1; expected a norm"),
+        ({"p": 1e-3}, "p is 0.001; expected a norm"),
+        ({"p": np.nan}, "p is nan"),
+        ({"within_batch": "none"}, "within_batch is 'none'; choose from"),
+        ({"active": "never"}, "active is 'never'; choose from"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.Diversity(**{"cutoff": 1.0, **options})
+
+
+def test_bad_use():
+    with pytest.raises(ValueError, match=r"expected None or jaxbuf.Diversity\(cutoff"):
+        jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity)
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, diversity=jaxbuf.Diversity(1.0))
+    with pytest.raises(ValueError, match=r"Diversity.* uses the score of items; pass score"):
+        buffer.add(jnp.zeros((1, 2)))
+    assert jaxbuf.Diversity(np.float32(1), np.int32(2)) == jaxbuf.Diversity(1.0, 2.0)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_an_add_copies_neither_points_nor_storage(count):
+    buffer = create(jaxbuf.Diversity(1.0, within_batch="greedy"), 5000, 11)
+
+    def many(buffer, points, score):
+        def step(buffer, inputs):
+            return buffer.add(rows(inputs[0]), score=inputs[1]), None
+
+        return jax.lax.scan(step, buffer, (points, score))[0]
+
+    inputs = jnp.zeros((3, count, 11)), jnp.zeros((3, count))
+    text = jax.jit(many, donate_argnums=0).lower(buffer, *inputs).compile().as_text()
+    big = [leaf.shape for leaf in jax.tree.leaves(buffer) if leaf.size >= 5000]
+    shapes = ["[" + ",".join(map(str, shape)) + "]" for shape in big]
+    assert len(shapes) == 4
+    lines = [line for line in text.splitlines() if " copy(" in line]
+    assert [line for line in lines if any(shape in line for shape in shapes)] == []
+
+
+def test_the_preset_is_the_filter_of_a_full_buffer():
+    buffer = jaxbuf.diverse_reward_prioritized(jnp.zeros(1), 3, cutoff=1.0)
+    buffer = jaxbuf.add(buffer, jnp.zeros((3, 1)), score=scores(1, 2, 3))
+    assert buffer.size == 3
+    buffer = jaxbuf.add(buffer, jnp.array([[5.0], [6.0], [9.0], [1.0]]), score=scores(9, 8, 0, 7))
+    assert sorted(buffer.data[:, 0].tolist()) == [0, 0, 5]
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 3)
+    assert sorted(sample.data[:, 0].tolist()) == [0, 0, 5]
+    drawn = jaxbuf.diverse_reward_prioritized(jnp.zeros(1), 3, temperature=1.0)
+    assert drawn.sampler == jaxbuf.Softmax(1.0, replacement=False)
+
+
+def test_norms_below_one_are_those_of_torch_cdist():
+    """Of (3, 4, 0): 2 coordinates differ, and (√3 + √4)² is 7 + 4√3, or 13.93."""
+    origin, other = jnp.zeros(3), jnp.array([[3.0, 4.0, 0.0]])
+    for p, distance in ((0.0, 2.0), (0.5, 7 + 4 * math.sqrt(3))):
+        assert near(origin, other, Ball(distance * 1.001, p))
+        assert not near(origin, other, Ball(distance * 0.999, p))
+    assert near(origin, other, Ball(2.0, 0.0))
+    assert near(origin, jnp.array([[0.0, 1e-30, 0.0]]), Ball(1.0, 0.0))
+
+
+def test_beside_limits_on_use():
+    """With few slots, a filter of distance looks them up in the set of used slots."""
+    freshness = jaxbuf.Freshness(max_use=1)
+    diversity = jaxbuf.Diversity(0.5)
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(2), 4, freshness=freshness, diversity=diversity)
+    points = jnp.arange(6.0).reshape(3, 2)
+    buffer = buffer.add(points, score=jnp.arange(3.0))
+    buffer = buffer.mark_used(jax.tree.map(lambda leaf: leaf[:1], buffer.latest(3).slots))
+    # Only the point that retired is far from all others, and comes again.
+    buffer = buffer.add(points, score=jnp.arange(3.0))
+    assert int(buffer.size) == 3
+    assert int(buffer.metrics()["refused_near_buffer"]) == 2
+
+
+def kept(rows, example=None, cutoff=0.0, **options):
+    """The number of rows that pass the filter, one of each of these."""
+    rows = jax.tree.map(jnp.asarray, rows)
+    example = jax.tree.map(lambda x: x[0], rows) if example is None else example
+    count = len(jax.tree.leaves(rows)[0])
+    buffer = jaxbuf.ItemBuffer.create(
+        example,
+        2 * count,
+        evictor=jaxbuf.Lowest(),
+        diversity=jaxbuf.Diversity(cutoff, **options),
+    )
+    # In two batches, so that rows meet those of their batch and those in the buffer.
+    half = count // 2
+    for part in (slice(None, half), slice(half, None)):
+        items = jax.tree.map(lambda x, part=part: x[part], rows)
+        buffer = jaxbuf.add(buffer, items, score=jnp.arange(count, dtype=jnp.float32)[part])
+    testing.assert_valid(buffer)
+    return int(buffer.size)
+
+
+NARROW = {
+    "int32": np.arange(1_700_000_000, 1_700_000_100, dtype=np.int32),
+    "hash": np.arange(2**32 - 100, 2**32, dtype=np.uint32),
+    "negative": np.arange(-(2**31), -(2**31) + 100, dtype=np.int32),
+    "int8": np.arange(-50, 50, dtype=np.int8),
+    "uint8": np.arange(100, dtype=np.uint8),
+    "float32": (2.0**100 * (1 + np.arange(100) * 2.0**-23)).astype(np.float32),
+    "subnormal": np.arange(100).astype(np.uint32).view(np.float32),
+    "bfloat16": np.arange(100, dtype=np.uint16).view(jnp.bfloat16),
+    "float16": np.arange(100, dtype=np.uint16).view(np.float16),
+    "bool": np.array([[i >> k & 1 for k in range(7)] for i in range(100)], bool),
+}
+WIDE = {
+    "int64": np.arange(2**62, 2**62 + 100),
+    "low": np.arange(100) << 32,
+    "uint64": np.arange(2**64 - 100, 2**64 - 1, dtype=np.uint64),
+    "float64": 1 + np.arange(100) * 2.0**-52,
+    "tiny": np.arange(100, dtype=np.uint64).view(np.float64),
+}
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0, INF])
+@pytest.mark.parametrize("rows", [*NARROW.values(), *WIDE.values()], ids=[*NARROW, *WIDE])
+def test_without_a_cutoff_different_bits_are_different_and_equal_ones_equal(rows, p):
+    if p != 1.0 and rows.dtype not in (np.int32, np.int64):
+        return
+    with jax.enable_x64(rows.dtype.itemsize == 8):
+        assert kept(rows, p=p) == len(rows)
+        assert kept(np.concatenate([rows, rows]), p=p) == len(rows)
+
+
+def test_numbers_of_several_widths_are_compared_together():
+    with jax.enable_x64(True):
+        t = np.arange(100)
+        rows = {"a": 2**60 + t // 10, "b": (t % 10).astype(np.int8), "c": np.zeros((100, 3))}
+        assert kept(rows) == 100
+        assert kept(jax.tree.map(lambda x: np.concatenate([x, x]), rows)) == 100
+
+
+def test_zeros_of_both_signs_are_equal_and_nan_is_refused():
+    zeros = np.array([0.0, -0.0, 1e-45], np.float32)
+    assert kept(zeros) == 2
+    with jax.enable_x64(True):
+        assert kept(zeros.astype(np.float64)) == 2
+        assert kept(np.array([np.nan, 1.0, np.inf, np.inf])) == 2
+
+
+def test_coordinates_that_differ_are_counted_by_their_bits():
+    """A norm of 0 counts coordinates, also where each takes two words."""
+    rows = 1_700_000_000 + np.array([[0, 0, 0], [1, 0, 0], [1, 2, 0], [5, 6, 7]], np.int32)
+    assert kept(rows, p=0.0, cutoff=1.0) == 2
+    assert kept(rows, p=0.0, cutoff=2.0) == 2
+    assert kept(rows[:3], p=0.0, cutoff=2.0) == 1
+    with jax.enable_x64(True):
+        wide = rows.astype(np.int64) * 2**32 + rows
+        assert kept(wide, p=0.0, cutoff=1.0) == 2
+        assert kept(wide[:3], p=0.0, cutoff=2.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cutoff", "rejected"),
+    [
+        (np.array([2**24, -(2**24), 2**24 + 1, -(2**24) - 1], np.int32), 1.0, 2),
+        (np.array([2**26, 2**27 + 1, 5, 6], np.int32), 16.0, 1),
+        (np.array([2**31, 2**32 - 1, 7], np.uint32), 0.5, 2),
+        (np.array([1e30, 3e38, np.inf, -np.inf], np.float32), 0.5, 0),
+        (np.array([100, 200], np.uint8), 0.5, 0),
+        (np.array([2**40, 2**63 - 1, -(2**63), 3]), 2.0**40, 0),
+        (np.array([2**40, 2**63 - 1, -(2**63), 3]), 2.0**39, 2),
+        (np.array([1e300, -1e9, 1.0, np.inf]), 1.0, 2),
+    ],
+)
+def test_numbers_that_float32_cannot_tell_apart_are_refused(numbers, cutoff, rejected):
+    with jax.enable_x64(numbers.dtype.itemsize == 8):
+        found = {}
+        for limit in (cutoff, -1.0):
+            buffer = jaxbuf.ItemBuffer.create(
+                jnp.asarray(numbers[0]), 8, diversity=jaxbuf.Diversity(limit)
+            )
+            score = jnp.zeros(len(numbers))
+            buffer = jaxbuf.add(buffer, jnp.asarray(numbers), score=jnp.float32(score))
+            found[limit] = int(buffer.metrics()["rejected"])
+        assert found == {cutoff: rejected, -1.0: 0}

@@ -1,0 +1,770 @@
+"""`Episodes`: where they begin and end, what they returned, and windows that stay within one."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import jaxbuf
+from jaxbuf import testing
+from jaxbuf.strategies import returns as module
+from tests.models import episodes as reference
+
+DISTINCT = jaxbuf.Uniform(replacement=False)
+DISTINCT_PRIORITIES = jaxbuf.Prioritized(alpha=1.0, replacement=False)
+EXAMPLE = {
+    "t": jax.ShapeDtypeStruct((), jnp.int32),
+    "reward": jax.ShapeDtypeStruct((), jnp.float32),
+    "end": {
+        "terminated": jax.ShapeDtypeStruct((), jnp.bool_),
+        "truncated": jax.ShapeDtypeStruct((), jnp.bool_),
+        "last": jax.ShapeDtypeStruct((), jnp.bool_),
+    },
+}
+PATHS = {"terminated": "end.terminated", "truncated": "end.truncated"}
+RETURNS = {"record_return": True, "discount": 0.9, "default_return": -50.0}
+
+
+def create(num_envs, length, sequence_length=1, period=1, sampler=DISTINCT, every=1, **options):
+    episodes = jaxbuf.Episodes(period=every, **{**PATHS, **options})
+    return jaxbuf.TrajectoryBuffer.create(
+        EXAMPLE,
+        num_envs,
+        length,
+        sequence_length=sequence_length,
+        period=period,
+        sampler=sampler,
+        episodes=episodes,
+    )
+
+
+def steps(t, terminated=False, truncated=False, reward=0.0, last=None):
+    t = np.asarray(t, np.int32)
+    terminated, truncated = (np.broadcast_to(flag, t.shape) for flag in (terminated, truncated))
+    return {
+        "t": jnp.asarray(t),
+        "reward": jnp.broadcast_to(jnp.asarray(reward, jnp.float32), t.shape),
+        "end": {
+            "terminated": jnp.asarray(terminated),
+            "truncated": jnp.asarray(truncated),
+            "last": jnp.asarray(terminated | truncated if last is None else last),
+        },
+    }
+
+
+def rows_of(*flags):
+    """One step per letter: ``.`` within an episode, ``T`` terminated, ``C`` cut off."""
+    letters = np.array([list(row) for row in flags])
+    t = np.arange(letters.size).reshape(letters.shape)
+    return steps(t, letters == "T", letters == "C", reward=1.0)
+
+
+@jax.jit
+def look(buffer, env, position):
+    """All that single steps can be asked."""
+    found = buffer.episode(env, position)
+    return {
+        "begin": found.begin,
+        "held": found.held_begin,
+        "terminated": found.last_terminated,
+        "remaining": found.to_end,
+        "first": found.is_first,
+        "last": found.is_last,
+        "return": found.value,
+    }
+
+
+@jax.jit
+def mask_of(buffer, slots):
+    return buffer.episode_mask(slots)
+
+
+def windows(buffer):
+    """``{slot: (steps, probability)}`` of a buffer without replacement."""
+    slots = buffer.capacity // buffer.period
+    sample = jax.device_get(jaxbuf.sample(buffer, jax.random.key(0), slots))
+    rows = zip(sample.slots.index, sample.data["t"], sample.probability, sample.valid, strict=True)
+    return {int(i): (t.tolist(), float(p)) for i, t, p, valid in rows if valid}
+
+
+CONFIGURATIONS = {
+    "avoid-prioritized": (
+        (3, 9, 3, 1, DISTINCT_PRIORITIES),
+        {"boundary": "avoid", **RETURNS},
+    ),
+    "avoid-mixed-alf": (
+        (2, 12, 4, 2, jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.2, replacement=False)),
+        {"boundary": "avoid", "last": "end.last", "recurrence": "alf", **RETURNS},
+    ),
+    "avoid-uniform-lives": (
+        (2, 8, 3, 1, DISTINCT),
+        {"boundary": "avoid", "last": "end.last", "reward_clip": (-0.5, 0.5), **RETURNS},
+    ),
+    "mask": ((2, 7, 4, 1, DISTINCT), {"boundary": "mask", **RETURNS}),
+    "whole-windows": (
+        (2, 9, 3, 1, DISTINCT_PRIORITIES),
+        {"boundary": "avoid", "short_windows": "never", **RETURNS},
+    ),
+    "all-ends": (
+        (2, 9, 3, 1, DISTINCT_PRIORITIES),
+        {"boundary": "avoid", "short_windows": "ended", **RETURNS},
+    ),
+    "from-the-start": (
+        (2, 12, 4, 1, DISTINCT_PRIORITIES),
+        {"boundary": "avoid", "short_windows": "ended", "every": 3, **RETURNS},
+    ),
+    "masked-from-the-start": ((2, 12, 4, 1, DISTINCT), {"boundary": "mask", "every": 2, **RETURNS}),
+}
+
+
+def twin_of(shape, options):
+    *sizes, sampler = shape
+    prioritized = isinstance(sampler, jaxbuf.Prioritized)
+    return reference.Episodes(
+        *sizes,
+        avoid=options["boundary"] == "avoid",
+        alf=options.get("recurrence") == "alf",
+        discount=options["discount"],
+        default=options["default_return"],
+        clip=options.get("reward_clip"),
+        short=options.get("short_windows", "terminated"),
+        every=options.get("every", 1),
+        alpha=1.0 if prioritized else None,
+        uniform_mix=sampler.uniform_mix if prioritized else 0.0,
+    )
+
+
+def assert_same(buffer, twin):
+    length = twin.length
+    for env, history in enumerate(twin.history):
+        # The same number of steps every time, some of them gone or not yet added.
+        t = len(history) + 2 - np.arange(length + 5)
+        # Positions grow by a lap where steps are taken back.
+        lap = int(buffer.end_position[env]) - len(history)
+        position = jnp.asarray(t + lap, jnp.int32)
+        said = jax.device_get(look(buffer, jnp.full(t.shape, env), position))
+        for name in ("begin", "held", "terminated"):
+            said[name] = said[name] - np.uint32(lap)
+        for i, step in enumerate(t.tolist()):
+            row = {name: value[i] for name, value in said.items()}
+            if not twin.is_held(env, step):
+                assert row["remaining"] == -1
+                assert (bool(row["first"]), bool(row["last"])) == (False, False)
+                assert row["begin"] == row["held"] == np.uint32(step % 2**32)
+                assert row["return"] == twin.default
+                continue
+            assert row["begin"] == twin.begin(env, step)
+            assert row["terminated"] == twin.last_terminated(env, step)
+            assert row["held"] == next(
+                t for t in range(twin.begin(env, step), step + 1) if twin.is_held(env, t)
+            )
+            assert row["remaining"] == twin.end(env, step) - step
+            assert row["first"] == (twin.begin(env, step) == step)
+            assert row["last"] == history[step].last
+            assert row["return"] == pytest.approx(
+                twin.episode_return(env, step), rel=1e-5, abs=1e-5
+            )
+
+    live = twin.windows
+    expected = {
+        twin.slot(window[0]): (
+            [window[min(i, len(window) - 1)].data.t for i in range(twin.sequence_length)],
+            probability,
+        )
+        for window, probability in zip(live, twin.probabilities(), strict=True)
+        if probability > 0
+    }
+    found = windows(buffer)
+    assert {i: row[0] for i, row in found.items()} == {i: row[0] for i, row in expected.items()}
+    for slot, (_, probability) in expected.items():
+        assert found[slot][1] == pytest.approx(probability, rel=1e-5)
+    count = len(live)
+    assert (buffer.can_sample(), buffer.can_sample(count), buffer.can_sample(count + 1)) == (
+        count > 0, True, False,
+    )  # fmt: skip
+    slots = jaxbuf.sample(buffer, jax.random.key(0), buffer.capacity // buffer.period).slots
+    together = np.asarray(mask_of(buffer, slots))
+    by_slot = {
+        twin.slot(window[0]): twin.mask(window) + [False] * (twin.sequence_length - len(window))
+        for window in live
+    }
+    for slot, mask in zip(slots.index.tolist(), together.tolist(), strict=True):
+        assert mask == by_slot.get(slot, [False] * twin.sequence_length)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_random_adds_agree_with_the_twin_after_every_step(configuration):
+    shape, options = configuration
+    num_envs, length, *_, sampler = shape
+    random = np.random.default_rng(3)
+    buffer, twin = create(*shape, **options), twin_of(shape, options)
+    handles, clock = [], 0
+    for turn in range(25):
+        rows = random.choice([0, 3, 2 * length + 1], p=[0.5, 0.4, 0.1])
+        t = clock + np.arange(num_envs * max(rows, 1)).reshape(num_envs, -1)
+        clock = int(t.max()) + 1
+        terminated, truncated = random.random((2, *t.shape)) < 0.12
+        last = terminated | truncated
+        if "last" in options:
+            last = truncated | (terminated & (random.random(t.shape) < 0.5))
+        reward = random.normal(size=t.shape).astype(np.float32)
+        mask = random.random(t.shape) < 0.7
+        data = [
+            [reference.Row(*cell) for cell in zip(*row, strict=True)]
+            for row in zip(*(a.tolist() for a in (t, reward, terminated, last)), strict=True)
+        ]
+        twin.add(data, None, mask)
+        lead = (lambda a: a) if rows else (lambda a: a[:, 0])
+        given = steps(*map(lead, (t, terminated, truncated, reward, last)))
+        buffer = jaxbuf.add(buffer, given, mask=lead(mask))
+        assert_same(buffer, twin)
+        testing.assert_valid(buffer)
+        if turn % 3 == 2:
+            change = ("end_episodes", "drop_newest_episode")[turn % 2]
+            envs = random.random(num_envs) < 0.7
+            buffer = getattr(buffer, change)(jnp.asarray(envs))
+            getattr(twin, change)(np.flatnonzero(envs))
+            # Steps that are taken back make all slots of their environment stale.
+            handles = handles if change == "end_episodes" else []
+            assert buffer.rings.held.tolist() == [len(ring) for ring in twin.rings]
+            assert_same(buffer, twin)
+            testing.assert_valid(buffer)
+        if sampler.uses_priority:
+            sample = jaxbuf.sample(buffer, jax.random.key(clock), 6)
+            by_slot = {twin.slot(w[0]): w[0] for w in twin.windows}
+            names = sample.slots.index.tolist(), sample.slots.generation.tolist()
+            handles += [(i, g, by_slot.get(i)) for i, g in zip(*names, strict=True)]
+            handles = handles[-40:]
+            chosen = [handles[i] for i in random.integers(len(handles), size=5)]
+            value = random.choice([0.0, 0.5, 3.0], size=5).astype(np.float32)
+            index, generation, starts = zip(*chosen, strict=True)
+            slots = jaxbuf.Slots(
+                index=jnp.array(index, jnp.int32), generation=jnp.array(generation, jnp.uint32)
+            )
+            buffer = jaxbuf.update_priority(buffer, slots, value)
+            twin.update_priority(starts, value)
+            assert_same(buffer, twin)
+
+
+def ask(buffer, num_envs, t):
+    """Everything about steps ``t`` of every ring, ``[num_envs, len(t)]``."""
+    env = jnp.arange(num_envs, dtype=jnp.int32)[:, None]
+    return jax.device_get(look(buffer, env, jnp.asarray(t, jnp.int32)[None]))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_alfs_own_returns(rows):
+    """Two rows terminate in the middle of an episode, as they do where a life is lost."""
+    kinds = np.array([list("FMLFMMLF"), list("FLFMMLFM")])
+    reward = np.array([[0, -1, -1, -1, -1, 0, -1, -1], [-1, -1, -1, 0, -1, -1, -1, -1]])
+    last = kinds == "L"
+    terminated = last.copy()
+    terminated[0, 5] = terminated[1, 3] = True
+    buffer = create(2, 8, last="end.last", record_return=True, discount=0.99, recurrence="alf")
+    for start in range(0, 8, rows):
+        now = np.s_[:, start : start + rows]
+        buffer = jaxbuf.add(
+            buffer,
+            steps(reward[now], terminated[now], reward=reward[now], last=last[now]),
+        )
+    expected = [
+        [-1.99, -1, -1000, -1, 0, 0, -1000, -1000],
+        [-1, -1000, 0, -0.99, -1, -1000, -1000, -1000],
+    ]
+    said = ask(buffer, 2, range(8))
+    np.testing.assert_allclose(said["return"], expected, rtol=1e-6)
+    # The result of ALF's get_disc_0_begin_position.
+    assert said["terminated"].tolist() == [[0, 0, 2, 3, 3, 5, 6, 7], [0, 1, 2, 3, 3, 5, 6, 6]]
+
+
+def test_masks_of_windows_of_another_length():
+    buffer = create(1, 8, 2, boundary="mask")
+    buffer = jaxbuf.add(buffer, rows_of("..T..."))
+    for size, together in ((1, {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}), (4, {0: 3, 1: 2, 2: 1})):
+        batch = jaxbuf.sample(buffer, jax.random.key(0), 8, sequence_length=size)
+        mask = np.asarray(buffer.episode_mask(batch.slots, sequence_length=size))
+        chex.assert_shape(mask, (8, size))
+        first = batch.data["t"][:, 0].tolist()
+        counts = {t: row for t, row, ok in zip(first, mask.sum(1), batch.valid, strict=True) if ok}
+        assert counts == together
+    avoids = create(1, 8, 2, boundary="avoid")
+    with pytest.raises(ValueError, match="sequence_length is 3, but this buffer takes out some"):
+        avoids.sample(jax.random.key(0), 1, sequence_length=3)
+
+
+def test_the_last_step_that_terminated_may_be_gone():
+    buffer = create(1, 4, last="end.last", record_return=False)
+    for letters in ("..T", "....."):
+        rows = rows_of(letters)
+        rows["end"]["last"] = jnp.zeros_like(rows["end"]["last"])
+        buffer = jaxbuf.add(buffer, rows)
+    env, position = jnp.zeros(4, jnp.int32), jnp.arange(4, 8)
+    found = buffer.episode(env, position)
+    assert found.last_terminated.tolist() == [2] * 4
+    assert found.begin.tolist() == [0] * 4
+    assert buffer.episode(buffer.latest(4).slots).last_terminated.tolist() == [2] * 4
+
+
+def test_returns_by_the_plain_recurrence():
+    buffer = create(2, 8, discount=0.5, record_return=True, default_return=-9, reward_clip=(0, 0.5))
+    for letters in (("...", "T.."), (".T.", "C.."), ("..", ".T")):
+        buffer = jaxbuf.add(buffer, rows_of(*letters))
+    np.testing.assert_allclose(
+        ask(buffer, 2, range(8))["return"],
+        [
+            [0.96875, 0.9375, 0.875, 0.75, 0.5, -9, -9, -9],
+            [0.5, -9, -9, -9, 0.9375, 0.875, 0.75, 0.5],
+        ],
+    )
+
+
+@pytest.mark.parametrize("recurrence", ["plain", "alf"])
+def test_many_steps_at_once_are_filled_in_as_one_after_the_other(recurrence):
+    random = np.random.default_rng(1)
+    rings, length = 5, 150
+    returns = jnp.asarray(random.normal(size=(rings, length)), jnp.float32)
+    arguments = (
+        returns,
+        jnp.array([0, 149, 7, 80, 3], jnp.int32),
+        jnp.array([150, 0, 64, 65, 12], jnp.int32),
+        jnp.array([149, -1, 63, -1, -1] if recurrence == "alf" else [-1] * 5, jnp.int32),
+        jnp.array([1, 0, 1, 1, 2], jnp.int32),
+        *jnp.asarray(random.normal(size=(2, rings)), jnp.float32),
+    )
+    recurrence = module.RECURRENCES[recurrence](discount=0.95, default_return=-3.0)
+    expected = np.asarray(returns).copy()
+    position, steps, first, *tails = (np.asarray(argument) for argument in arguments[1:])
+    for ring in range(rings):
+        tail = module.Tail(*(part[ring] for part in tails))
+        for count in range(steps[ring]):
+            place = (position[ring] - 1 - count) % length
+            terminated, last = jnp.bool_(count == first[ring]), jnp.bool_(False)
+            reward = jnp.float32(expected[ring, place])
+            value, tail = recurrence.back(tail, reward, terminated, last)
+            expected[ring, place] = value
+    filled = jax.jit(functools.partial(module._fill, recurrence))(*arguments)
+    np.testing.assert_allclose(filled, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_long_episode_loses_its_head():
+    buffer = create(1, 4, **RETURNS)
+    buffer = jaxbuf.add(buffer, rows_of("T....."))
+    said = ask(buffer, 1, range(6))
+    assert said["begin"].tolist() == [[0, 1, 1, 1, 1, 1]]
+    assert said["remaining"].tolist() == [[-1, -1, 3, 2, 1, 0]]
+    buffer = jaxbuf.add(buffer, rows_of("T."))
+    said = ask(buffer, 1, range(8))
+    assert said["begin"].tolist()[0][4:] == [1, 1, 1, 7]
+    assert said["remaining"].tolist()[0][4:] == [2, 1, 0, 0]
+    assert said["last"].tolist()[0][4:] == [False, False, True, False]
+    np.testing.assert_allclose(said["return"][0, 3:], [-50, 2.71, 1.9, 1, -50], rtol=1e-6)
+
+
+def test_clearing_and_dequeuing():
+    buffer = create(2, 6, 2, boundary="avoid", sampler=DISTINCT_PRIORITIES, **RETURNS)
+    buffer = jaxbuf.add(buffer, rows_of("..T...", ".T...."))
+    assert sorted(windows(buffer)) == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]
+    buffer, _ = jax.jit(lambda b: b.dequeue(2))(buffer)
+    assert sorted(windows(buffer)) == [2, 3, 4, 8, 9, 10]
+    assert buffer.metrics()["windows"] == 6
+    assert ask(buffer, 2, range(6))["remaining"].tolist() == [
+        [-1, -1, 0, 2, 1, 0],
+        [-1, -1, 3, 2, 1, 0],
+    ]
+    buffer = jax.jit(lambda b: b.clear(jnp.array([0])))(buffer)
+    assert sorted(windows(buffer)) == [8, 9, 10]
+    buffer = jaxbuf.add(buffer, rows_of("T.", "T."))
+    # The first of these steps begins an episode in the one ring and ends one in the other.
+    end = buffer.end_position
+    env = jnp.arange(2, dtype=jnp.int32)
+    found = buffer.episode(env, end - jnp.uint32(2))
+    assert (end - found.begin).tolist() == [2, 6]
+    np.testing.assert_allclose(found.value, [1.0, 1.0])
+    assert [row[0] for row in windows(buffer).values()] != []
+    cleared = buffer.clear()
+    assert not cleared.can_sample()
+    cleared = jaxbuf.add(cleared, rows_of("..", ".."))
+    assert sorted(windows(cleared)) == [0, 6]
+    assert (
+        cleared.episode(env, cleared.end_position - jnp.uint32(1)).begin.tolist()
+        == (cleared.end_position - jnp.uint32(2)).tolist()
+    )
+
+
+def test_past_2_to_the_32_steps():
+    length = 2**10
+    buffer = create(1, length, 2, boundary="avoid", **RETURNS)
+    rings = buffer.rings.replace(
+        cursor=jnp.array([length - 2], jnp.uint32), lap=jnp.array([2**32 // length], jnp.uint32)
+    )
+    buffer = buffer.replace(occupancy=buffer.occupancy.replace(inner=rings))
+    first = int(buffer.end_position[0])
+    assert first == 2**32 - 2
+    buffer = jaxbuf.add(buffer, rows_of("...T."))
+    position = (first + np.arange(5)) % 2**32
+    said = jax.device_get(look(buffer, jnp.zeros(5, jnp.int32), jnp.asarray(position, jnp.uint32)))
+    assert said["begin"].tolist() == [*[first] * 4, 2]
+    assert said["remaining"].tolist() == [3, 2, 1, 0, 0]
+    np.testing.assert_allclose(said["return"], [3.439, 2.71, 1.9, 1.0, -50.0], rtol=1e-6)
+    assert sorted(windows(buffer)) == [0, 1, length - 2, length - 1]
+
+
+def test_an_episode_that_never_ends():
+    """Distances stop growing before they would overflow, and the steps stay together."""
+    buffer = create(1, 4, **RETURNS)
+    buffer = jaxbuf.add(buffer, rows_of("...."))
+    index = buffer.episode_index
+    far = index.replace(
+        behind=jnp.full_like(index.behind, 2**30),
+        run=jnp.array([2**30]),
+        pending=jnp.array([2**30]),
+    )
+    buffer = jaxbuf.add(buffer.replace(extra_states=(far,)), rows_of(".."))
+    assert ask(buffer, 1, range(2, 6))["remaining"].tolist() == [[3, 2, 1, 0]]
+    buffer = jaxbuf.add(buffer, rows_of("T."))
+    said = ask(buffer, 1, range(4, 8))
+    assert said["remaining"].tolist() == [[2, 1, 0, 0]]
+    np.testing.assert_allclose(said["return"], [[2.71, 1.9, 1.0, -50.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [jaxbuf.Uniform(), jaxbuf.Prioritized(alpha=1.0), jaxbuf.Prioritized(uniform_mix=1.0)],
+    ids=["uniform", "prioritized", "mixed"],
+)
+def test_frequencies_of_the_windows_that_are_left(sampler):
+    """Chi-square at the 0.1 % level; a window that crosses is given no mass by an update."""
+    buffer = create(2, 8, 3, boundary="avoid", sampler=sampler)
+    buffer = jaxbuf.add(buffer, rows_of("...T....", "..T.T..."))
+    starts = np.array([*range(6), *range(8, 14)])
+    if sampler.uses_priority:
+        every = jaxbuf.Slots(
+            index=jnp.arange(16), generation=buffer.occupancy.generation(jnp.arange(16))
+        )
+        buffer = jaxbuf.update_priority(buffer, every, jnp.full(16, 2.0))
+    keys = jax.random.split(jax.random.key(5), 100)
+    sample = jax.jit(jax.vmap(lambda key: buffer.sample(key, 60)))(keys)
+    drawn = np.asarray(sample.slots.index).ravel()
+    counts = np.bincount(drawn, minlength=16)
+    assert counts[starts].sum() == drawn.size
+    assert stats.chisquare(counts[starts]).pvalue > 1e-3
+    np.testing.assert_allclose(sample.probability, 1 / 12, rtol=1e-6)
+    assert (bool(buffer.can_sample(12)), bool(buffer.can_sample(13))) == (True, False)
+    weights = jaxbuf.importance_weights(buffer, jaxbuf.sample(buffer, keys[0], 4), 1.0, None)
+    np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
+
+
+def train(buffer, key):
+    flags = jax.random.bernoulli(key, 0.2, (2, 3, 2))
+    take = jax.random.bernoulli(key, 0.7, (3, 2))
+    given = {
+        "t": jax.random.randint(key, (3, 2), 0, 1000, jnp.int32),
+        "reward": jax.random.normal(key, (3, 2)),
+        "end": {"terminated": flags[0], "truncated": flags[1], "last": flags[0]},
+    }
+    buffer = buffer.add(given, mask=take)
+    sample = buffer.sample(key, 8)
+    buffer = buffer.update_priority(sample.slots, jnp.abs(sample.data["reward"][:, 0]))
+    told = buffer.episode(sample.slots)
+    return buffer, (sample, told)
+
+
+def test_eager_jit_scan_vmap_and_donated_agree():
+    keys = jax.random.split(jax.random.key(3), (2, 4))
+    start = create(3, 5, 2, boundary="avoid", sampler=jaxbuf.Prioritized(), **RETURNS)
+
+    def run(one, keys):
+        buffer, told = start, []
+        for key in keys:
+            buffer, result = one(jax.tree.map(jnp.copy, buffer), key)
+            told.append(result)
+        return buffer, jax.tree.map(lambda *leaves: jnp.stack(leaves), *told)
+
+    def agree(one, other):
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            if jnp.issubdtype(a.dtype, jnp.floating):
+                np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+            else:
+                np.testing.assert_array_equal(a, b)
+
+    # It is given copies.
+    donating = jax.jit(train, donate_argnums=0)
+    compiled = run(donating, keys[0])
+    # Without jit, some of what a step does is compiled again in each of them.
+    agree(run(donating, keys[0, :2]), run(train, keys[0, :2]))
+    scan = jax.jit(lambda buffer, keys: jax.lax.scan(train, buffer, keys))
+    agree(compiled, scan(start, keys[0]))
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
+    both = jax.jit(jax.vmap(lambda buffer, keys: jax.lax.scan(train, buffer, keys)))(stacked, keys)
+    agree(compiled, jax.tree.map(lambda leaf: leaf[0], both))
+    agree(scan(start, keys[1]), jax.tree.map(lambda leaf: leaf[1], both))
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_a_scanned_cycle_copies_nothing(rows):
+    """Not the index, nor the returns that are filled in, nor the tree of the windows left."""
+    num_envs, length = 8, 4096
+    buffer = create(num_envs, length, 4, boundary="avoid", sampler=jaxbuf.Prioritized(), **RETURNS)
+
+    def cycle(buffer, key):
+        t = jnp.zeros((num_envs, rows), jnp.int32)
+        ends = jax.random.bernoulli(key, 0.1, t.shape)
+        given = {
+            "t": t,
+            "reward": jnp.ones(t.shape),
+            "end": {"terminated": ends, "truncated": ends, "last": ends},
+        }
+        buffer = buffer.add(given, mask=jax.random.bernoulli(key, 0.5, t.shape))
+        sample = buffer.sample(key, 16)
+        told = look(buffer, *buffer.locate(sample.slots))
+        return buffer.update_priority(sample.slots, told["return"]), told
+
+    run = jax.jit(lambda buffer, keys: jax.lax.scan(cycle, buffer, keys), donate_argnums=0)
+    program = run.lower(buffer, jax.random.split(jax.random.key(0), 3)).compile()
+    found = re.findall(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(.*", program.as_text())
+    sizes = [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in found]
+    assert [size for size in sizes if size >= length] == []
+
+
+def test_without_episodes_nothing_is_kept():
+    buffer = jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 4)
+    assert buffer.episode_index is None
+    slots = jaxbuf.Slots(index=jnp.zeros(2, jnp.int32), generation=jnp.zeros(2, jnp.uint32))
+    with pytest.raises(ValueError, match=re.escape("episodes is None; create the buffer with")):
+        buffer.episode(slots)
+    assert create(2, 4, record_return=False).episode(slots).value is None
+    with pytest.raises(ValueError, match='boundary is "cross", whose windows'):
+        create(2, 4).episode_mask(slots)
+    with pytest.raises(ValueError, match="positions is None; give env_ids and positions"):
+        create(2, 4).episode(jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="positions were given with slots"):
+        create(2, 4).episode(slots, jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="positions has dtype float32; expected integers"):
+        create(2, 4).episode(jnp.zeros(2, jnp.int32), jnp.zeros(2))
+
+
+def test_what_locate_returns_is_a_place_of_an_episode():
+    buffer = jaxbuf.add(create(2, 8, 2, **RETURNS), rows_of("..T..", ".T..."))
+    slots = buffer.sample(jax.random.key(0), 16).slots
+    env, position = buffer.locate(slots)
+    expected = buffer.episode(slots)
+    for found in (
+        buffer.episode(env, position),
+        buffer.episode(buffer.locate(slots)),
+        jax.jit(lambda b, where: b.episode(where))(buffer, (env, position)),
+        buffer.episode((np.asarray(env), np.asarray(position))),
+    ):
+        chex.assert_trees_all_equal(found, expected)
+    assert buffer.episode(0, 3).begin == 3
+    assert buffer.episode(env.reshape(4, 4), position.reshape(4, 4)).to_end.shape == (4, 4)
+
+
+def test_fields_of_an_episode_that_are_not_used_cost_nothing():
+    buffer = create(2, 64, boundary="cross", **RETURNS)
+    slots = jaxbuf.Slots(index=jnp.zeros(2, jnp.int32), generation=jnp.zeros(2, jnp.uint32))
+
+    def loops(field):
+        one = jax.jit(lambda b: getattr(b.episode(slots), field)).lower(buffer).compile()
+        return " while(" in one.as_text()
+
+    assert loops("to_end")
+    assert not any(loops(name) for name in jaxbuf.Episode._fields if name != "to_end")
+
+
+OLD_LOOKUPS = {
+    "episode_begin_position": "begin",
+    "last_terminated_position": "last_terminated",
+    "steps_to_episode_end": "to_end",
+    "is_episode_first": "is_first",
+    "is_episode_last": "is_last",
+    "episode_return": "value",
+}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_LOOKUPS.items())
+def test_old_names_of_lookups_still_work_and_warn(old, new):
+    buffer = jaxbuf.add(create(2, 6, 2, **RETURNS), rows_of("..T....", ".T....."))
+    for one in (buffer, jaxbuf.Mixture.create([buffer], [1])):
+        slots = one.sample(jax.random.key(0), 16).slots
+        for where in ((slots,), one.locate(slots)):
+            with pytest.warns(DeprecationWarning, match=rf"{old} is now episode\(.*\)\.{new}"):
+                told = getattr(one, old)(*where)
+            np.testing.assert_array_equal(told, getattr(one.episode(*where), new))
+    with pytest.warns(DeprecationWarning, match=r"is now episode\(where, positions\)\.held_begin"):
+        held = buffer.episode_begin_position(slots, held=True)
+    np.testing.assert_array_equal(held, buffer.episode(slots).held_begin)
+    # The warning is the caller's.
+    with pytest.warns(DeprecationWarning, match=old) as warned:
+        getattr(buffer, old)(slots)
+    assert warned[0].filename == __file__
+
+
+def test_the_old_name_of_returns_needs_returns():
+    buffer = create(2, 4, record_return=False)
+    with (
+        pytest.warns(DeprecationWarning, match="episode_return is now"),
+        pytest.raises(ValueError, match="record_return is False; create the buffer with"),
+    ):
+        buffer.episode_return(jnp.int32(0), jnp.int32(0))
+
+
+BAD = [
+    ({"terminated": "done"}, "episodes.terminated is 'done', but the example has no such field"),
+    ({"terminated": "reward"}, "episodes.terminated is 'reward', of dtype float32; expected bool"),
+    ({"terminated": "end"}, "episodes.terminated is 'end', which is not a single array"),
+    ({"truncated": "end.cut"}, "episodes.truncated is 'end.cut', but the example has no such"),
+    ({"last": "t"}, "episodes.last is 't', of dtype int32; expected bool"),
+    (
+        {"record_return": True, "reward": "t"},
+        "episodes.reward is 't', of dtype int32; expected a floating dtype",
+    ),
+    ({"boundary": "stop"}, "boundary is 'stop'; choose from ('cross', 'mask', 'avoid')"),
+    ({"recurrence": "td"}, "recurrence is 'td'; choose from ('plain', 'alf')"),
+    ({"discount": 1.5}, "discount is 1.5; expected a factor in [0, 1]"),
+    ({"default_return": np.nan}, "default_return is nan"),
+    ({"reward_clip": (1, -1)}, "reward_clip is (1, -1); expected two numbers, (low, high)"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_configuration(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        create(2, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [
+        ({"done": {"terminated": "T...", "truncated": ".T.."}}, [0, 1]),
+        # The field next to the flags of termination is used, not another of the same name.
+        ({"done": {"terminated": "T...", "truncated": ".T.."}, "truncated": "..T."}, [0, 1]),
+        ({"done": {"terminated": "T..."}, "truncated": "..T."}, [0, 2]),
+        ({"done": {"terminated": "T..."}}, [0]),
+    ],
+)
+def test_truncated_is_found_beside_terminated(fields, ends):
+    steps = jax.tree.map(lambda text: jnp.array([[flag == "T" for flag in text]]), fields)
+    step = jax.tree.map(lambda leaf: leaf[0, 0], steps)
+    path = "done.terminated"
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        step, 1, 4, episodes=jaxbuf.Episodes(terminated=path)
+    ).add(steps)
+    last = buffer.episode(jnp.zeros(4, jnp.int32), jnp.arange(4)).is_last
+    assert np.flatnonzero(last).tolist() == ends
+    # The same in everything that uses such flags.
+    accumulator = jaxbuf.EpisodeAccumulator.create(step, 1, 4, per_add=4, terminated=path)
+    _, episodes, done = accumulator.add(steps)
+    assert episodes.length[done].tolist() == np.diff([-1, *ends]).tolist()
+    window = {**steps, "reward": jnp.ones((1, 4)), "obs": jnp.arange(4)[None]}
+    stacks = jaxbuf.stack_frames(window, 2, terminated=path).frames[0]
+    assert [t - 1 for t in (1, 2, 3) if stacks[t, 0] == t] == ends
+    rewards = jaxbuf.n_step(window, 2, 1.0, terminated=path).reward[0]
+    assert rewards.tolist() == [1.0, 1.0 if 1 in ends else 2.0]
+
+
+def test_a_flag_must_be_one_number_a_step():
+    step = {"terminated": jnp.zeros(3, bool)}
+    message = "episodes.terminated is 'terminated', of shape (3,); expected one number per step"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.TrajectoryBuffer.create(step, 2, 4, episodes=jaxbuf.Episodes())
+
+
+def test_numpy_numbers_do_not_retrace():
+    plain = jaxbuf.Episodes(discount=0.5, default_return=-1, reward_clip=(-1, 1))
+    numpy = jaxbuf.Episodes(
+        discount=np.float32(0.5), default_return=np.int64(-1), reward_clip=[np.int8(-1), 1]
+    )
+    assert plain == numpy
+    assert hash(plain) == hash(numpy)
+
+
+CHAIN = {"obs": jnp.int32(0), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+
+
+@pytest.mark.parametrize("boundary", ["cross", "mask", "avoid"])
+@pytest.mark.parametrize(("n", "every"), [(1, 1), (3, 1), (8, 1), (1, 4), (3, 4)])
+def test_a_learner_sees_the_reward_at_the_end(boundary, n, every):
+    """Q-learning on a chain of six states, of which the last one is rewarded."""
+    size, episodes = 6, jaxbuf.Episodes(boundary=boundary, period=every)
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        CHAIN, 1, 120, sequence_length=n + every, episodes=episodes
+    )
+    t = np.arange(120) % size
+    ends = jnp.asarray(t == size - 1)[None]
+    steps = {"obs": jnp.asarray(t, jnp.int32)[None], "terminated": ends}
+    buffer = buffer.add({**steps, "reward": ends.astype(jnp.float32)})
+    q = np.zeros(size)
+    for i in range(80):
+        batch = jaxbuf.sample(buffer, jax.random.key(i), 32)
+        targets, obs = jax.device_get((jaxbuf.n_step(batch.data, n, 0.9), batch.data["obs"]))
+        after = np.take_along_axis(obs, targets.bootstrap_index, axis=1)
+        for where in np.ndindex(targets.reward.shape):
+            target = targets.reward[where] + targets.discount[where] * q[after[where]]
+            q[obs[where]] += 0.5 * (target - q[obs[where]])
+    np.testing.assert_allclose(q, 0.9 ** np.arange(size - 1, -1, -1), atol=0.02)
+
+
+def test_an_episode_shorter_than_a_window_is_drawn_when_it_terminates():
+    buffer = create(3, 8, 4, boundary="avoid", sampler=jaxbuf.Uniform())
+    assert not buffer.can_sample()
+    buffer = jaxbuf.add(buffer, rows_of(".T", ".C", ".."))
+    assert windows(create(3, 8, 4, boundary="avoid").add(rows_of(".T", ".C", ".."))) == {
+        0: ([0, 1, 1, 1], pytest.approx(0.5)),
+        1: ([1, 1, 1, 1], pytest.approx(0.5)),
+    }
+    batch = buffer.sample(jax.random.key(0), 16)
+    mask = np.asarray(buffer.episode_mask(batch.slots))
+    assert mask.sum(axis=1).tolist() == [2 - i for i in batch.slots.index.tolist()]
+    both = create(3, 8, 4, boundary="avoid", short_windows="ended")
+    both = jaxbuf.add(both, rows_of(".T", ".C", ".."))
+    assert sorted(windows(both)) == [0, 1, 8, 9]
+    ended = both.end_episodes()
+    assert sorted(windows(ended)) == [0, 1, 8, 9, 16, 17]
+    assert ended.data["end"]["truncated"][:, 1].tolist() == [False, True, True]
+    testing.assert_valid(ended)
+
+
+@pytest.mark.parametrize("recurrence", ["plain", "alf"])
+def test_ending_open_episodes_in_jit_scan_and_vmap(recurrence):
+    buffer = create(2, 8, 2, last="end.last", recurrence=recurrence, **RETURNS)
+    buffer = jaxbuf.add(buffer, rows_of(".T..", "...."))
+    eager = buffer.end_episodes(jnp.array([1]))
+    assert ask(eager, 2, range(4))["last"].tolist() == [
+        [False, True, False, False],
+        [False, False, False, True],
+    ]
+    assert ask(eager, 2, range(4))["return"][1].tolist() == [-50.0] * 4
+    assert eager.data["end"]["last"][1].tolist() == [*[False] * 3, True, *[False] * 4]
+    assert np.flatnonzero(eager.data["end"]["truncated"]).tolist() == [11]
+    envs = jnp.array([False, True])
+    scan = jax.lax.scan(lambda b, _: (b.end_episodes(envs), None), buffer, None, length=2)[0]
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), buffer)
+    mapped = jax.vmap(lambda b: b.end_episodes(envs))(stacked)
+    for other in (
+        jax.jit(lambda b: b.end_episodes(envs))(buffer),
+        scan,
+        jax.tree.map(lambda leaf: leaf[1], mapped),
+    ):
+        chex.assert_trees_all_equal(eager, other)
+    more = jaxbuf.add(eager, rows_of(".T", ".T"))
+    env, position = jnp.arange(2), jnp.array([5, 5])
+    assert more.episode(env, position).begin.tolist() == [2, 4]
+    with pytest.raises(ValueError, match="end_episodes was called, but episodes is None"):
+        jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 4).end_episodes()
+
+
+def test_slots_of_a_dropped_episode_stay_stale():
+    buffer = create(1, 6, 2, sampler=DISTINCT_PRIORITIES)
+    buffer = jaxbuf.add(buffer, rows_of(".T.."))
+    before = buffer.sample(jax.random.key(0), 3).slots
+    buffer = jax.jit(lambda b: b.drop_newest_episode())(buffer)
+    assert (int(buffer.size), sorted(windows(buffer))) == (2, [0])
+    for _ in range(3):
+        buffer = jaxbuf.add(buffer, rows_of("..."))
+        assert not buffer.occupancy.holds(before).any()
+    assert buffer.episode(jnp.array([0]), buffer.end_position - 1).begin.tolist() == [8]

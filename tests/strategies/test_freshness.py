@@ -1,0 +1,498 @@
+"""Items that retire: by use, by staleness, by session, wherever they lie."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf import testing
+from jaxbuf.core.slots import Slots
+from tests.models import freshness as reference_freshness
+
+KEY = jax.random.key(0)
+UNIFORM = jaxbuf.Uniform()
+
+
+def create(freshness, capacity=8, sampler=UNIFORM, **options):
+    return jaxbuf.ItemBuffer.create(
+        jnp.int32(0), capacity, sampler=sampler, freshness=freshness, **options
+    )
+
+
+def integers(*values):
+    return jnp.array(values, jnp.int32)
+
+
+@jax.jit
+def live_slots(buffer):
+    return buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
+
+
+def held(buffer):
+    """The live items, sorted."""
+    return sorted(np.asarray(buffer.data)[np.asarray(live_slots(buffer))].tolist())
+
+
+def names(buffer, items):
+    """Names of the slots in which these items lie, live or not; they must be different."""
+    where = [int(np.flatnonzero(np.asarray(buffer.data) == item)[0]) for item in items]
+    index = integers(*where)
+    return Slots(index=index, generation=buffer.occupancy.generation(index))
+
+
+mark = jax.jit(lambda buffer, slots: buffer.mark_used(slots))
+advance = jax.jit(lambda buffer, version: buffer.set_version(version))
+report = jax.jit(lambda buffer: buffer.metrics())
+told = jax.jit(lambda buffer, slots: (buffer.use_count(slots), buffer.staleness(slots)))
+in_session = jax.jit(lambda buffer, version, session: buffer.set_version(version, session=session))
+
+
+def test_the_published_counts_with_an_inclusive_limit():
+    buffer = create(jaxbuf.Freshness(max_staleness=10))
+    buffer = jaxbuf.add(buffer, integers(0, 1, 2), version=integers(0, 0, 5))
+    assert [int(advance(buffer, version).size) for version in (9, 10, 14, 15)] == [3, 1, 1, 0]
+
+
+def test_the_published_counts_with_an_exclusive_limit():
+    buffer = create(jaxbuf.Freshness(max_staleness=10, comparison=">"))
+    buffer = jaxbuf.add(buffer, integers(0), version=integers(0))
+    assert [int(advance(buffer, version).size) for version in (9, 10, 11)] == [1, 1, 0]
+
+
+def test_the_published_counts_of_a_buffer_that_overflows():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=9), 4), jnp.arange(10, dtype=jnp.int32))
+    assert buffer.data.tolist() == [8, 9, 6, 7]
+    buffer = create(jaxbuf.Freshness(max_use=9), 64)
+    buffer = jaxbuf.add(buffer, jnp.arange(100, dtype=jnp.int32))
+    assert (int(buffer.size), int(buffer.occupancy.inner.position)) == (64, 36)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_batches_until_refused_use_up_what_is_missing_and_weigh_one(replacement):
+    sampler = jaxbuf.Prioritized(replacement=replacement)
+    buffer = create(jaxbuf.Freshness(max_use=2), 64, sampler)
+    buffer = jaxbuf.add(buffer, jnp.arange(64, dtype=jnp.int32))
+    uses, batches = np.zeros(64, int), 0
+    while buffer.can_sample(32):
+        batch = jaxbuf.sample(buffer, jax.random.key(batches), 32)
+        weights = jaxbuf.importance_weights(buffer, batch, 0.4)
+        np.testing.assert_allclose(weights, np.ones(32), rtol=1e-6)
+        assert bool(jnp.all(batch.valid))
+        np.add.at(uses, np.asarray(batch.data), 1)
+        buffer = mark(buffer, batch.slots)
+        assert held(buffer) == np.flatnonzero(uses < 2).tolist()
+        batches += 1
+    assert buffer.metrics()["retired_used"] == 64 - int(buffer.size) == (uses >= 2).sum()
+    assert batches >= 3
+
+
+def test_beta_anneals_as_published_without_a_new_trace():
+    optax = pytest.importorskip("optax")
+    beta = optax.linear_schedule(0.4, 1.0, 100_000)
+    np.testing.assert_allclose([beta(1), beta(2)], [0.400006, 0.400012], rtol=1e-6)
+    buffer = create(jaxbuf.Freshness(max_use=9), 4, jaxbuf.Prioritized(alpha=1.0))
+    buffer = jaxbuf.add(buffer, integers(0, 1), priority=jnp.array([1.0, 4.0]))
+    batch = jaxbuf.sample(buffer, KEY, 32)
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def least_weight(beta):
+        return jaxbuf.importance_weights(buffer, batch, beta).min()
+
+    weights = [least_weight(jnp.float32(beta(step))) for step in (1, 2)]
+    np.testing.assert_allclose(weights, [4**-0.400006, 4**-0.400012], rtol=1e-6)
+
+
+def test_uses_of_duplicates_count_each():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=3)), integers(5, 6))
+    slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, 2), names(buffer, [5]))
+    buffer = mark(buffer, slots)
+    assert buffer.use_count(names(buffer, [5, 6])).tolist() == [2, 0]
+    buffer = mark(buffer, slots)
+    assert held(buffer) == [6]
+    assert buffer.metrics()["retired_used"] == 1
+    # A retired item counts no more uses, and the item in its place starts at 0.
+    buffer = mark(buffer, slots)
+    buffer = jaxbuf.add(buffer, jnp.arange(10, 18, dtype=jnp.int32))
+    assert buffer.use_count(names(buffer, [10, 17])).tolist() == [0, 0]
+    assert buffer.use_count(slots).tolist() == [0, 0]
+
+
+def test_a_refused_stale_item_evicts_nothing():
+    buffer = create(jaxbuf.Freshness(max_staleness=3), 2)
+    buffer = jaxbuf.add(advance(buffer, 5), integers(1, 2), version=integers(5, 5))
+    buffer = jaxbuf.add(buffer, integers(3, 4), version=integers(2, 0))
+    assert held(buffer) == [1, 2]
+    assert buffer.metrics()["refused_stale"] == 2
+    buffer = jaxbuf.add(buffer, integers(5, 6, 7), version=integers(3, 2, 9))
+    assert held(buffer) == [5, 7]
+    assert buffer.staleness(names(buffer, [5, 7])).tolist() == [2, -4]
+
+
+def test_stale_items_expire_wherever_they_lie():
+    buffer = create(jaxbuf.Freshness(max_staleness=3), 5)
+    buffer = jaxbuf.add(buffer, integers(0, 1, 2, 3), version=integers(9, 0, 7, 1))
+    assert held(advance(buffer, 4)) == [0, 2]
+    assert held(advance(buffer, 10)) == [0]
+
+
+def test_another_session_retires_everything():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_staleness=5)), integers(0, 1))
+    buffer = in_session(buffer, 2, 0)
+    assert int(buffer.size) == 2
+    buffer = in_session(buffer, 0, 1)
+    assert int(buffer.size) == 0
+    buffer = jaxbuf.add(buffer, integers(2), version=integers(0))
+    assert held(in_session(buffer, 1, 1)) == [2]
+    assert not bool(jnp.any(jaxbuf.sample(in_session(buffer, 1, 2), KEY, 3).valid))
+
+
+@pytest.mark.parametrize("max_staleness", [None, 5])
+def test_a_late_item_of_another_session_is_refused(max_staleness):
+    """Or its version, which counts from elsewhere, would make it fresher than all others."""
+    buffer = create(jaxbuf.Freshness(max_use=9, max_staleness=max_staleness), 4)
+    buffer = in_session(in_session(buffer, 10, 0), 0, 1)
+    late = jaxbuf.add(buffer, integers(1), version=integers(10), session=integers(0), donate=False)
+    assert held(late) == []
+    metrics = late.metrics()
+    assert (metrics["refused_stale"], metrics["staleness_max"], metrics["adds"]) == (1, 0, 0)
+    # Without sessions all are taken for the learner's, which may be behind.
+    unknown = jaxbuf.add(buffer, integers(1), version=integers(10), donate=False)
+    assert unknown.metrics()["staleness_max"] == -10
+    buffer = jaxbuf.add(
+        buffer,
+        integers(2, 3, 4, 5),
+        version=integers(0, 0, 2, 0),
+        session=integers(1, 0, 1, 2),
+        mask=jnp.array([True, True, True, False]),
+    )
+    assert held(buffer) == [2, 4]
+    assert buffer.metrics()["refused_stale"] == 1
+    # A session without versions: they are the learner's own.
+    buffer = jaxbuf.add(buffer, integers(6, 7), session=integers(0, 1))
+    assert held(buffer) == [2, 4, 7]
+    assert buffer.staleness(names(buffer, [2, 4, 7])).tolist() == [0, -2, 0]
+
+
+def test_what_is_live_tells_what_has_left():
+    """Items name rows of a store; rows that no item names any more can be deleted."""
+    buffer = create(jaxbuf.Freshness(max_use=1, max_staleness=3), 4)
+    buffer = buffer.add(integers(1, 2, 3, 4), version=integers(1, 1, 0, 1))
+    find_live = jax.jit(lambda buffer: buffer.live)
+    named = {1, 2, 3, 4}
+    for change, left in (
+        (lambda buffer: buffer.add(integers(5)), {1}),
+        (lambda buffer: buffer.mark_used(names(buffer, [3])), {3}),
+        (lambda buffer: buffer.set_version(3), {5}),
+        (lambda buffer: buffer.add(integers(6), version=integers(0)), {6}),
+        (lambda buffer: buffer.set_version(0, session=1), {2, 4}),
+    ):
+        buffer = change(buffer)
+        live = find_live(buffer)
+        chex.assert_shape(live, (4,))
+        now = set(np.asarray(buffer.data)[np.asarray(live)].tolist())
+        assert (named | left) - now == left
+        named = now
+    assert named == set()
+
+
+def test_a_chunk_is_reused_as_often_as_published():
+    """Two chunks of two fragments, each used twice: the third chunk evicts the first."""
+    buffer = create(jaxbuf.Freshness(max_use=2), 2, jaxbuf.Uniform(replacement=False))
+    for chunk in (0, 2, 10):
+        buffer = jaxbuf.add(buffer, integers(chunk))
+    assert held(buffer) == [2, 10]
+    buffer = mark(buffer, names(buffer, [2]))
+    buffer = mark(buffer, names(buffer, [2, 10]))
+    assert held(buffer) == [10]
+    assert buffer.use_count(names(buffer, [10])).tolist() == [1]
+
+
+def chunks_of(accumulator, fragments, number, version):
+    """The next fragments of the only worker."""
+    worker = jnp.zeros(len(fragments), jnp.int32)
+    return accumulator.add(
+        integers(*fragments), worker, integers(*number), version=integers(*version)
+    )
+
+
+def collected(buffer, accumulator, *pairs):
+    """Two fragments at a time, each chunk added as soon as it is complete."""
+    for pair in pairs:
+        accumulator, chunks, done = chunks_of(accumulator, *pair)
+        buffer = jaxbuf.add(buffer, chunks, version=chunks.version, mask=done)
+    return buffer, accumulator
+
+
+def chunk_buffer(freshness):
+    accumulator = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 1, 2)
+    buffer = jaxbuf.ItemBuffer.create(
+        accumulator.example, 2, freshness=freshness, sampler=jaxbuf.Uniform(replacement=False)
+    )
+    return buffer, accumulator
+
+
+def chunks_held(buffer):
+    live = np.asarray(buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32)))
+    return sorted(np.asarray(buffer.data.fragments)[live].tolist())
+
+
+def test_fetched_chunks_retire_as_published():
+    """At most two chunks of two fragments, each used twice; fetch two fragments, then four."""
+    pairs = [((0, 1), (0, 1), (0, 0)), ((2, 3), (2, 3), (0, 0)), ((10, 11), (0, 1), (0, 0))]
+    buffer, _ = collected(*chunk_buffer(jaxbuf.Freshness(max_use=2)), *pairs)
+    assert chunks_held(buffer) == [[2, 3], [10, 11]]
+    for seed in range(16):
+        first = jaxbuf.sample(buffer, jax.random.key(seed), 1)
+        if first.data.fragments.tolist() == [[2, 3]]:
+            break
+    buffer = mark(buffer, first.slots)
+    second = jaxbuf.sample(buffer, KEY, 2)
+    assert sorted(second.data.fragments.tolist()) == [[2, 3], [10, 11]]
+    buffer = mark(buffer, second.slots)
+    assert chunks_held(buffer) == [[10, 11]]
+    left = jaxbuf.sample(buffer, KEY, 2)
+    assert left.valid.tolist() == [True, False]
+    assert buffer.use_count(left.slots).tolist() == [1, 0]
+    assert not bool(buffer.can_sample(2))
+
+
+def test_a_chunk_is_as_stale_as_its_first_fragment_and_refused_it_evicts_nothing():
+    buffer, accumulator = chunk_buffer(jaxbuf.Freshness(max_staleness=3))
+    pairs = [((0, 1), (0, 1), (4, 5)), ((2, 3), (2, 3), (5, 5)), ((4, 5), (4, 5), (2, 5))]
+    buffer, _ = collected(advance(buffer, 5), accumulator, *pairs)
+    assert chunks_held(buffer) == [[0, 1], [2, 3]]
+    assert buffer.metrics()["refused_stale"] == 1
+    assert chunks_held(advance(buffer, 7)) == [[2, 3]]
+
+
+def test_holes_close_as_the_ring_comes_round():
+    """Draws look for members only while there are holes, and go on being even."""
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=1), 4), integers(0, 1, 2, 3))
+    buffer = mark(buffer, names(buffer, [1]))
+    drawn = np.bincount(jaxbuf.sample(buffer, KEY, 3000).data, minlength=4)
+    assert drawn[1] == 0
+    assert abs(drawn[[0, 2, 3]] - 1000).max() < 120
+    buffer = jaxbuf.add(buffer, integers(4, 5), mask=jnp.array([False, True]))
+    assert held(buffer) == [2, 3, 5]
+    buffer = jaxbuf.add(buffer, integers(6, 7))
+    assert held(buffer) == [3, 5, 6, 7]
+    drawn = np.bincount(jaxbuf.sample(buffer, KEY, 4000).data, minlength=8)
+    assert np.flatnonzero(drawn).tolist() == held(buffer)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        jaxbuf.Prioritized(epsilon=0.5, uniform_mix=0.3),
+        jaxbuf.Softmax(),
+        jaxbuf.Softmax(replacement=False),
+        jaxbuf.RankBased(sort_every=3),
+        jaxbuf.RankBased(by="score", replacement=False),
+    ],
+)
+def test_no_sampler_draws_what_has_retired(sampler):
+    buffer = create(jaxbuf.Freshness(max_use=1, max_staleness=5), 8, sampler)
+    items = jnp.arange(8, dtype=jnp.int32)
+    by_score = {"score": items.astype(jnp.float32)} if sampler.uses_score else {}
+    buffer = jaxbuf.add(buffer, items, version=items, **by_score)
+    buffer = advance(mark(buffer, names(buffer, [7, 4])), 7)
+    assert held(buffer) == [3, 5, 6]
+    batch = jaxbuf.sample(buffer, KEY, 200)
+    drawn = np.asarray(batch.data)[np.asarray(batch.valid)]
+    assert set(drawn.tolist()) == {3, 5, 6}
+    if sampler.uses_priority:
+        # Nor what is given a priority afterwards.
+        slots = names(buffer, [7, 3])
+        buffer = jaxbuf.update_priority(buffer, slots, jnp.array([100.0, 0.0]))
+        drawn = np.asarray(jaxbuf.sample(buffer, KEY, 200).data)
+        assert 7 not in drawn.tolist()
+
+
+def test_under_lowest_retired_items_go_first():
+    buffer = create(jaxbuf.Freshness(max_use=1), 3, evictor=jaxbuf.Lowest())
+    buffer = jaxbuf.add(buffer, integers(1, 2, 3), score=jnp.array([1.0, 2.0, 3.0]))
+    buffer = mark(buffer, names(buffer, [3, 2]))
+    assert held(buffer) == [1]
+    assert buffer.metrics()["score_max"] == 1
+    buffer = jaxbuf.add(buffer, integers(4, 5, 6), score=jnp.array([-jnp.inf, 0.0, -3.0]))
+    assert held(buffer) == [1, 5, 6]
+
+
+CASES = [(7, 2, 3, ">="), (13, None, 4, ">"), (200, 3, 6, ">="), (5, 1, None, ">=")]
+
+
+@pytest.mark.parametrize(("capacity", "max_use", "max_staleness", "comparison"), CASES)
+def test_random_operations_against_the_model(capacity, max_use, max_staleness, comparison):
+    rng = np.random.default_rng(capacity)
+    freshness = jaxbuf.Freshness(max_use, max_staleness, comparison)
+    buffer = create(freshness, capacity, jaxbuf.Prioritized())
+    twin = reference_freshness.Fresh(capacity, max_use, max_staleness, comparison)
+    count, version, session = max(capacity // 4, 2), 0, 0
+    for step in range(60):
+        numbers = twin.offered + np.arange(count, dtype=np.int32)
+        versions = (version - rng.integers(-1, 6, count)).astype(np.int32)
+        mask = rng.random(count) < 0.8
+        sessions = (session - (rng.random(versions.shape) < 0.1)).astype(np.int32)
+        buffer = jaxbuf.add(
+            buffer, jnp.asarray(numbers), version=versions, session=sessions, mask=mask
+        )
+        twin.add(versions, sessions, mask)
+        batch = jaxbuf.sample(buffer, jax.random.key(step), 16)
+        drawn = np.asarray(batch.data)[np.asarray(batch.valid)].tolist()
+        assert all(twin.holds(number) for number in drawn)
+        found = [twin.holds(number) for number in drawn]
+        uses, behind = (np.asarray(row)[batch.valid] for row in told(buffer, batch.slots))
+        assert uses.tolist() == [item.uses for item in found]
+        assert behind.tolist() == [version - item.version for item in found]
+        buffer = mark(buffer, batch.slots)
+        twin.mark_used(drawn)
+        assert held(buffer) == sorted(item.number for item in twin.live)
+        session += rng.random() < 0.05
+        version += int(rng.integers(0, 2))
+        buffer = in_session(buffer, version, session)
+        twin.set_version(version, session)
+        assert held(buffer) == sorted(item.number for item in twin.live)
+        testing.assert_valid(buffer)
+        metrics = jax.device_get(report(buffer))
+        for name in ("refused_stale", "retired_used", "retired_stale"):
+            assert metrics[name] == getattr(twin, name)
+        assert metrics["use_max"] == max([item.uses for item in twin.live], default=0)
+        assert metrics["size"] == len(twin.live)
+
+
+def test_eager_jit_vmap_scan_and_donation_agree():
+    empty = create(jaxbuf.Freshness(max_use=2, max_staleness=3), 6, jaxbuf.Prioritized())
+
+    def step(buffer, inputs):
+        key, version = inputs
+        buffer = buffer.set_version(version)
+        buffer = buffer.add(10 * version + jnp.arange(2, dtype=jnp.int32))
+        batch = buffer.sample(key, 3)
+        return buffer.mark_used(batch.slots), batch.data
+
+    keys = jax.random.split(KEY, 2 * 6).reshape(2, 6)
+    versions = jnp.stack([jnp.arange(6), jnp.arange(0, 12, 2)]).astype(jnp.int32)
+    scan = jax.jit(lambda buffer, inputs: jax.lax.scan(step, buffer, inputs))
+    once = jax.jit(step, donate_argnums=0)
+    first = jax.tree.map(lambda leaf: leaf[0], (keys, versions))
+    jitted, data = jax.tree.map(jnp.copy, empty), []
+    for inputs in zip(*first, strict=True):
+        jitted, drawn = once(jitted, inputs)
+        data.append(drawn)
+    mapped = jax.jit(jax.vmap(scan, in_axes=(None, 0)))(empty, (keys, versions))
+    scanned = scan(empty, first)
+    chex.assert_trees_all_equal(scanned, (jitted, jnp.stack(data)))
+    chex.assert_trees_all_equal(scanned, jax.tree.map(lambda x: x[0], mapped))
+    second = scan(empty, jax.tree.map(lambda leaf: leaf[1], (keys, versions)))
+    chex.assert_trees_all_equal(second, jax.tree.map(lambda x: x[1], mapped))
+    eager = empty.add(integers(1, 2)).set_version(1)
+    eager = eager.mark_used(names(eager, [2])).mark_used(names(eager, [2])).set_version(3)
+    assert (held(eager), int(eager.metrics()["retired_used"])) == ([], 1)
+
+
+def test_a_cleared_buffer_keeps_the_version_and_forgets_the_uses():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=2, max_staleness=4)), integers(1, 2))
+    slots = names(buffer, [1, 2])
+    buffer = mark(advance(buffer, 3), slots)
+    cleared = buffer.clear()
+    assert (int(cleared.size), int(cleared.metrics()["version"])) == (0, 3)
+    cleared = mark(jaxbuf.add(cleared, integers(3, 4)), slots)
+    assert held(cleared) == [3, 4]
+    assert held(advance(cleared, 6)) == [3, 4]
+
+
+def test_without_limits_a_buffer_has_no_more_leaves():
+    plain = jaxbuf.ItemBuffer.create(jnp.zeros(3), 4)
+    assert len(jax.tree.leaves(plain)) == 5
+    assert "version" not in plain.metrics()
+
+
+def test_a_scanned_cycle_copies_nothing():
+    capacity = 2**14
+    buffer = create(jaxbuf.Freshness(4, 100), capacity, jaxbuf.Prioritized())
+
+    def step(buffer, inputs):
+        key, version = inputs
+        buffer = buffer.set_version(version).add(jnp.zeros(64, jnp.int32))
+        batch = buffer.sample(key, 256)
+        buffer = buffer.mark_used(batch.slots)
+        return buffer.update_priority(batch.slots, 1 + batch.probability), None
+
+    inputs = jax.random.split(KEY, 3), jnp.arange(3, dtype=jnp.int32)
+    scan = jax.jit(lambda buffer, inputs: jax.lax.scan(step, buffer, inputs), donate_argnums=0)
+    text = scan.lower(buffer, inputs).compile().as_text()
+    copies = [line for line in text.splitlines() if " copy(" in line]
+    sizes = {str(leaf.shape[0]) for leaf in jax.tree.leaves(buffer) if leaf.size >= capacity}
+    assert [line for line in copies if any(f"[{size}]" in line for size in sizes)] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_use": 0}, "max_use is 0; expected an integer of at least 1"),
+        ({"max_use": 1.5}, "max_use is 1.5; expected"),
+        ({"max_staleness": 0}, "max_staleness is 0; expected an integer of at least 1"),
+        (
+            {"max_staleness": -1, "comparison": ">"},
+            "max_staleness is -1; expected an integer of at least 0",
+        ),
+        ({"max_staleness": 3, "comparison": "<"}, "comparison is '<'; choose from"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.Freshness(**options)
+
+
+def test_bad_use():
+    plain = jaxbuf.ItemBuffer.create(jnp.int32(0), 3)
+    batch = plain.sample(KEY, 2)
+    for call in (
+        lambda: plain.add(integers(1), version=integers(1)),
+        lambda: plain.add(integers(1), session=integers(1)),
+        lambda: plain.mark_used(batch.slots),
+        lambda: plain.set_version(1),
+        lambda: plain.use_count(batch.slots),
+        lambda: plain.staleness(batch.slots),
+    ):
+        with pytest.raises(ValueError, match=r"freshness=jaxbuf.Freshness\(...\)"):
+            call()
+    buffer = create(jaxbuf.Freshness(max_use=1), 3)
+    with pytest.raises(ValueError, match=r"version has shape \(1,\); expected \(2,\)"):
+        buffer.add(integers(1, 2), version=integers(1))
+    with pytest.raises(ValueError, match="version has dtype float32; expected int32"):
+        buffer.set_version(jnp.float32(1))
+    with pytest.raises(ValueError, match=r"expected None or jaxbuf.Freshness\(max_use"):
+        jaxbuf.ItemBuffer.create(jnp.int32(0), 3, freshness=3)
+    assert jaxbuf.Freshness(np.int32(3)) == jaxbuf.Freshness(3)
+
+
+def test_a_sampler_that_cannot_let_go_is_refused():
+    class Stubborn(jaxbuf.Prioritized):
+        on_change = jaxbuf.strategies.Sampler.on_change
+
+    with pytest.raises(ValueError, match="cannot be told that an item retires; give it a method"):
+        create(jaxbuf.Freshness(max_use=1), 3, Stubborn())
+    with pytest.raises(ValueError, match="cannot be told that a window is gone"):
+        jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 8, sampler=Stubborn())
+
+
+@pytest.mark.parametrize("comparison", [">", ">="])
+@pytest.mark.parametrize("learner", [-(2**31), -(2**31) + 1, -(2**31) + 5])
+@pytest.mark.parametrize("session", [None, 3])
+def test_the_least_versions_are_not_stale(learner, comparison, session):
+    freshness = jaxbuf.Freshness(max_staleness=10, comparison=comparison)
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 8, freshness=freshness)
+    buffer = buffer.set_version(learner, session)
+    given = {} if session is None else {"session": jnp.full(2, session)}
+    buffer = buffer.add(jnp.ones(2), version=jnp.full(2, learner, jnp.int32), **given)
+    assert int(buffer.size) == 2
+    assert int(buffer.metrics()["refused_stale"]) == 0
+    assert int(buffer.set_version(learner + 5, session).size) == 2
+    assert int(buffer.set_version(learner + 20, session).size) == 0
+    if session is not None:
+        assert int(buffer.set_version(learner, session + 1).size) == 0

@@ -1,0 +1,401 @@
+"""The sampler `RankBased`: ranks, ties, outliers, seldom sorts, scores, and draws from the law."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf import testing
+from tests.models import items as reference
+from tests.models.ranks import RankedItemBuffer, by_rank
+
+INF = float("inf")
+KEY = jax.random.key(0)
+PRIORITIES = (0.5, 0.0, 3.0, 1.0, 8.0, 1.0, 2.0)
+
+
+def filled(values, capacity=None, by="priority", **options):
+    """A buffer that holds the row numbers of the values as its items."""
+    values = jnp.asarray(values, jnp.float32)
+    buffer = jaxbuf.ItemBuffer.create(
+        jnp.int32(0), capacity or len(values), sampler=jaxbuf.RankBased(by=by, **options)
+    )
+    return buffer.add(jnp.arange(len(values), dtype=jnp.int32), **{by: values})
+
+
+def law_of(buffer):
+    """The probability of every slot."""
+    slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    known = buffer.sampler.probability(buffer.sampler_state, slot, buffer.occupancy)
+    return np.where(buffer.occupancy.live(slot), known, 0.0)
+
+
+def shares(masses):
+    return np.asarray(masses) / np.sum(masses)
+
+
+@pytest.mark.parametrize("by", ["priority", "score"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.7, 1.0, 3.0])
+def test_probabilities_are_powers_of_the_ranks(alpha, by):
+    ranks = np.array([6, 7, 2, 4, 1, 5, 3])
+    buffer = filled(PRIORITIES, 9, by, alpha=alpha)
+    testing.assert_valid(buffer)
+    expected = shares(1.0 / ranks**alpha)
+    np.testing.assert_allclose(law_of(buffer), [*expected, 0, 0], rtol=1e-5)
+    np.testing.assert_allclose(shares(by_rank(PRIORITIES, alpha)), expected, rtol=1e-12)
+    batch = buffer.sample(KEY, 64)
+    np.testing.assert_allclose(batch.probability, expected[batch.data], rtol=1e-5)
+    support = buffer.support()
+    assert support.count == 7
+    np.testing.assert_allclose(support.least_probability, expected.min(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_an_outlier_is_drawn_no_more_often_than_any_first_rank(replacement):
+    values = np.ones(64)
+    values[40] = 500.0
+    buffer = filled(values, alpha=0.7, replacement=replacement)
+    first = 1.0 / np.sum(np.arange(1, 65.0) ** -0.7)
+    np.testing.assert_allclose(law_of(buffer)[40], first, rtol=1e-5)
+    law = shares(by_rank(values, 0.7))
+    testing.assert_distribution(buffer, KEY, law, draws=20_000, batch_size=1, significance=1e-4)
+    proportional = jaxbuf.ItemBuffer.create(
+        jnp.int32(0), 64, sampler=jaxbuf.Prioritized(alpha=1.0)
+    ).add(jnp.arange(64), priority=jnp.asarray(values, jnp.float32))
+    assert law_of(proportional)[40] > 0.88 > 5 * first
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+@pytest.mark.parametrize("by", ["priority", "score"])
+def test_draws_have_the_law(by, stratified):
+    buffer = filled(PRIORITIES, 9, by, stratified=stratified)
+    law = np.pad(shares(by_rank(PRIORITIES, 0.7)), (0, 2))
+    for batch_size in (1, 13):
+        testing.assert_distribution(
+            buffer, KEY, law, draws=20_000 // batch_size, batch_size=batch_size, significance=1e-4
+        )
+
+
+def test_draws_without_replacement_have_the_law_of_successive_draws():
+    values = (0.5, 2.0, 9.0, 1.0)
+    buffer = filled(values, alpha=1.0, replacement=False)
+    keys = jax.random.split(KEY, 20_000)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: buffer.sample(key, 3)))(keys).data)
+    law = reference.successive_law(by_rank(values, 1.0), 3)
+    found = np.array([np.sum((drawn == order).all(1)) for order in law])
+    expected = np.array([*law.values()]) * len(drawn)
+    assert found.sum() == len(drawn)
+    # The 1 - 1e-4 quantile of chi-square with 23 degrees of freedom is 58.6.
+    assert np.sum((found - expected) ** 2 / expected) < 58.6
+
+
+def test_without_replacement_every_item_comes_once_whatever_its_rank():
+    buffer = filled(np.arange(200.0), 256, alpha=3.0, replacement=False)
+    batch = buffer.sample(KEY, 210)
+    assert sorted(batch.data[batch.valid].tolist()) == [*range(200)]
+    assert batch.valid.tolist() == [True] * 200 + [False] * 10
+    assert (batch.probability[:200] > 0).all()
+
+
+def test_ranks_far_down_are_never_lost():
+    buffer = filled(np.arange(1000.0), alpha=200.0)
+    assert (buffer.sample(KEY, 64).data == 999).all()
+    assert buffer.support().count == 1000
+    testing.assert_valid(buffer)
+    testing.assert_valid(filled(np.arange(40.0), alpha=1e300))
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 2**10, 2**10 + 1, 2**17 + 3])
+def test_ranks_are_exact_for_every_capacity(capacity):
+    rng = np.random.default_rng(capacity)
+    magnitudes = np.exp(rng.normal(0, 20, capacity)) * rng.choice([-1, 1], capacity)
+    values = np.where(rng.random(capacity) < 0.5, magnitudes, rng.integers(-3, 3, capacity))
+    values = values.astype(np.float32)
+    buffer = filled(values, by="score", alpha=1.0)
+    rank = np.empty(capacity)
+    rank[np.argsort(-values, kind="stable")] = np.arange(1, capacity + 1)
+    assert (np.rint(1 / np.asarray(buffer.sampler_state.masses.leaves)) == rank).all()
+
+
+@pytest.mark.parametrize("by", ["priority", "score"])
+def test_equal_values_and_zeros_of_both_signs_go_by_slot(by):
+    buffer = filled([0.0, -0.0, 1.0, 0.0, 1.0], by=by, alpha=1.0)
+    ranks = np.array([3, 4, 1, 5, 2])
+    np.testing.assert_allclose(law_of(buffer), shares(1 / ranks), rtol=1e-6)
+    testing.assert_valid(buffer)
+
+
+def test_infinite_scores_have_ranks():
+    buffer = filled([-INF, 3.0, INF, -3e38, INF, -5.0], 8, "score", alpha=1.0)
+    ranks = np.array([6, 3, 1, 5, 2, 4])
+    np.testing.assert_allclose(law_of(buffer), [*shares(1 / ranks), 0, 0], rtol=1e-6)
+    testing.assert_valid(buffer)
+
+
+def test_new_items_have_the_largest_priority():
+    buffer = filled([0.5, 7.0, 2.0], 5, alpha=1.0).add(jnp.array([3]))
+    # As large as the 7, in a later slot.
+    np.testing.assert_allclose(law_of(buffer), [*shares([1 / 4, 1, 1 / 3, 1 / 2]), 0], rtol=1e-6)
+    small = filled([0.1, 0.2], 3, alpha=1.0).add(jnp.array([2]))
+    np.testing.assert_allclose(law_of(small), shares([1 / 3, 1 / 2, 1]), rtol=1e-6)
+    # A priority that is refused is the default; the row of an ItemBuffer is left out.
+    buffer = filled([1.0, INF, np.nan, -1.0, 2.0], 5, alpha=1.0)
+    assert buffer.size == 2
+    assert buffer.metrics()["rejected"] == 3
+
+
+def test_seldom_sorts_use_the_ranks_of_the_last_one():
+    buffer = filled([1.0, 2.0, 3.0], 4, alpha=1.0, sort_every=3)
+    np.testing.assert_allclose(law_of(buffer), [1 / 3, 1 / 3, 1 / 3, 0], rtol=1e-6)
+    assert buffer.metrics()["changes_since_sort"] == 1
+    slots = jaxbuf.Slots(jnp.arange(3, dtype=jnp.int32), jnp.zeros(3, jnp.uint32))
+    slots = dataclasses.replace(buffer.sample(KEY, 3).slots, index=slots.index)
+    buffer = buffer.update_priority(slots, jnp.array([9.0, 2.0, 3.0]))
+    np.testing.assert_allclose(law_of(buffer), [1 / 3, 1 / 3, 1 / 3, 0], rtol=1e-6)
+    # Nothing is changed by rows that are masked out, and nothing is counted.
+    buffer = buffer.update_priority(slots, jnp.ones(3), mask=jnp.zeros(3, bool))
+    buffer = buffer.add(jnp.array([7]), mask=jnp.array([False]))
+    assert buffer.metrics()["changes_since_sort"] == 2
+    buffer = buffer.update_priority(slots, jnp.array([9.0, 2.0, 4.0]))
+    np.testing.assert_allclose(law_of(buffer), [*shares([1, 1 / 3, 1 / 2]), 0], rtol=1e-6)
+    assert buffer.metrics()["changes_since_sort"] == 0
+    testing.assert_valid(buffer)
+    # An item that arrives counts as one of rank 1 until the next sort.
+    buffer = buffer.add(jnp.array([3]), priority=jnp.array([0.0]))
+    np.testing.assert_allclose(law_of(buffer), shares([1, 1 / 3, 1 / 2, 1]), rtol=1e-6)
+    testing.assert_valid(buffer)
+
+
+@pytest.mark.parametrize("sort_every", [1, 4])
+def test_the_twin_agrees_while_items_come_and_go(sort_every):
+    rng = np.random.default_rng(sort_every)
+    sampler = jaxbuf.RankBased(alpha=0.8, sort_every=sort_every)
+    buffer = jaxbuf.ItemBuffer.create(
+        jnp.int32(0), 37, sampler=sampler, parts=(jaxbuf.Removable(),)
+    )
+    twin, items = RankedItemBuffer(37, alpha=0.8, sort_every=sort_every), {}
+    for number in range(60):
+        data = np.arange(5) + 5 * number
+        mask = rng.random(5) < rng.choice([0.0, 0.5, 1.0])
+        priority = rng.choice([0.0, 0.5, 1.0, 2.0, 500.0], 5).astype(np.float32)
+        given = None if number % 3 == 0 else priority
+        buffer = jaxbuf.add(buffer, jnp.asarray(data, jnp.int32), mask=mask, priority=given)
+        added = twin.add(data.tolist(), given, mask)
+        items |= dict(zip(data.tolist(), added, strict=True))
+        batch = jaxbuf.sample(buffer, jax.random.key(number), 8)
+        drawn = [
+            items[uid] if ok else None
+            for uid, ok in zip(batch.data.tolist(), batch.valid.tolist(), strict=True)
+        ]
+        if number % 5 == 4:
+            keep = rng.random(8) < 0.3
+            buffer = jaxbuf.remove(buffer, batch.slots, mask=keep)
+            twin.remove(drawn, keep)
+        else:
+            new = rng.exponential(3.0, 8).astype(np.float32)
+            buffer = jaxbuf.update_priority(buffer, batch.slots, new)
+            twin.update_priority(drawn, new)
+        expected = np.zeros(37)
+        for item, share in twin.probabilities().items():
+            expected[item.index] = share
+        np.testing.assert_allclose(law_of(buffer), expected, rtol=1e-5)
+        assert buffer.metrics()["changes_since_sort"] == twin.changes
+    testing.assert_valid(buffer)
+    assert twin.adds > 100
+
+
+def test_importance_weights_correct_for_the_ranks():
+    buffer = filled(PRIORITIES, 9)
+    law = shares(by_rank(PRIORITIES, 0.7))
+    batch = buffer.sample(KEY, 16)
+    for normalize in ("batch", "buffer", "mean", None):
+        weights = jaxbuf.importance_weights(buffer, batch, 0.6, normalize=normalize)
+        expected = reference.importance_weights(law[batch.data], law, 0.6, normalize)
+        np.testing.assert_allclose(weights, expected, rtol=2e-5)
+
+
+def test_scores_change_and_the_lowest_leave():
+    sampler = jaxbuf.RankBased(alpha=1.0, by="score")
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, sampler=sampler, evictor=jaxbuf.Lowest())
+    buffer, slots = buffer.insert(jnp.arange(5), score=jnp.array([1.0, 5.0, 2.0, 9.0, 0.0]))
+    held = {int(uid): p for uid, p in zip(buffer.data, law_of(buffer), strict=True)}
+    assert held == pytest.approx({1: 3 / 11, 2: 2 / 11, 3: 6 / 11}, rel=1e-5)
+    buffer = buffer.update_score(slots, jnp.array([0.0, 5.0, 20.0, 9.0, 0.0]))
+    held = {int(uid): p for uid, p in zip(buffer.data, law_of(buffer), strict=True)}
+    assert held == pytest.approx({1: 2 / 11, 2: 6 / 11, 3: 3 / 11}, rel=1e-5)
+    testing.assert_valid(buffer)
+
+
+def test_windows_have_ranks():
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        jnp.int32(0), 2, 6, sequence_length=2, sampler=jaxbuf.RankBased(alpha=1.0)
+    )
+    priority = jnp.array([[9.0, 1.0, 2.0, 3.0], [9.0, 6.0, 5.0, 4.0]])
+    buffer = buffer.add(jnp.arange(8).reshape(2, 4), priority=priority)
+    testing.assert_valid(buffer)
+    expected = shares([1 / 6, 1 / 5, 1 / 4, 1, 1 / 2, 1 / 3])
+    np.testing.assert_allclose(law_of(buffer)[law_of(buffer) > 0], expected, rtol=1e-6)
+    buffer = buffer.add(jnp.arange(16).reshape(2, 8))
+    testing.assert_valid(buffer)
+    assert buffer.sample(KEY, 4).valid.all()
+
+
+def test_it_is_the_base_of_recent_and_a_part_of_mixtures():
+    sampler = jaxbuf.Recent(0.5, 1, jaxbuf.RankBased(alpha=1.0))
+    recent = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler)
+    recent = recent.add(jnp.arange(3), priority=jnp.array([1.0, 3.0, 2.0]))
+    testing.assert_valid(recent)
+    expected = shares([1 / 3, 1, 1 / 2]) / 2 + np.array([0, 0, 0.5])
+    np.testing.assert_allclose(law_of(recent)[:3], expected, rtol=1e-6)
+    mixture = jaxbuf.Mixture.create([filled(PRIORITIES), recent], [1, 1])
+    batch = jaxbuf.sample(mixture, KEY, 8)
+    law = np.concatenate([shares(by_rank(PRIORITIES, 0.7)), expected, [0]]) / 2
+    np.testing.assert_allclose(batch.probability, law[batch.slots.index], rtol=1e-5)
+    assert jaxbuf.update_priority(mixture, batch.slots, jnp.ones(8)).size == 10
+
+
+def test_a_hosted_buffer_draws_by_rank():
+    buffer = jaxbuf.Hosted.create(lambda: filled(PRIORITIES), to=jax.devices()[0])
+    batch = jaxbuf.sample(buffer, KEY, 8)
+    law = shares(by_rank(PRIORITIES, 0.7))
+    np.testing.assert_allclose(batch.probability, law[batch.data], rtol=1e-5)
+    buffer = jaxbuf.update_priority(buffer, batch.slots, jnp.full(8, 9.0))
+    assert buffer.metrics()["priority_max"] == 9
+
+
+def test_a_sharded_buffer_refuses_it():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def make():
+        return jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=jaxbuf.RankBased())
+
+    with pytest.raises(ValueError, match=r"RankBased\(.*does not draw from shards"):
+        jaxbuf.Sharded.create(make, mesh, "data")
+
+
+@pytest.mark.parametrize("sort_every", [1, 3])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_eager_jit_scan_and_vmap_agree(replacement, sort_every):
+    rng = np.random.default_rng(0)
+    priority = jnp.asarray(rng.exponential(size=(6, 4)), jnp.float32)
+    items = jnp.arange(24, dtype=jnp.int32).reshape(6, 4)
+    sampler = jaxbuf.RankBased(replacement=replacement, sort_every=sort_every)
+    empty = jaxbuf.ItemBuffer.create(jnp.int32(0), 10, sampler=sampler)
+
+    def step(buffer, inputs):
+        buffer = buffer.add(inputs[0], priority=inputs[1])
+        batch = buffer.sample(KEY, 3)
+        return buffer.update_priority(batch.slots, inputs[1][:3]), batch
+
+    def run(buffer, loop):
+        buffer, _ = loop(step, buffer, (items, priority))
+        return buffer, buffer.sample(KEY, 8)
+
+    def in_python(function, carry, inputs):
+        for row in zip(*inputs, strict=True):
+            carry, _ = function(carry, row)
+        return carry, None
+
+    buffer, expected = run(empty, in_python)
+    testing.assert_valid(buffer)
+    scan = functools.partial(run, loop=jax.lax.scan)
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), empty)
+    lanes, batches = jax.jit(jax.vmap(scan))(many)
+    testing.assert_valid(lanes)
+    with jax.disable_jit():
+        plainly = run(empty, in_python)[1]
+    others = [
+        jax.jit(scan)(empty)[1],
+        jax.tree.map(lambda leaf: leaf[1], batches),
+        plainly,
+    ]
+    for other in others:
+        np.testing.assert_array_equal(expected.data, other.data)
+        np.testing.assert_allclose(expected.probability, other.probability, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sort_every", [1, 1000])
+def test_neither_a_sort_nor_a_change_copies(sort_every):
+    sampler = jaxbuf.RankBased(sort_every=sort_every)
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(8), 2**12, sampler=sampler)
+
+    def step(buffer, key):
+        buffer = buffer.add(jnp.ones((64, 8)))
+        batch = buffer.sample(key, 32)
+        return buffer.update_priority(batch.slots, batch.data[:, 0]), batch.probability
+
+    keys = jax.random.split(KEY, 3)
+    testing.assert_no_copy(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)
+
+
+def test_an_empty_buffer_and_clear():
+    buffer = filled(PRIORITIES, 9)
+    for empty in (buffer.anew(), buffer.clear()):
+        testing.assert_valid(empty)
+        batch = empty.sample(KEY, 4)
+        assert not batch.valid.any()
+        np.testing.assert_array_equal(batch.probability, 0)
+        assert empty.support().count == 0
+        assert empty.metrics()["effective_sample_size"] == 0
+
+
+@pytest.mark.parametrize("by", ["priority", "score"])
+def test_metrics(by):
+    metrics = filled([4.0, 1.0, 1.0], 5, by, alpha=1.0).metrics()
+    assert metrics[f"{by}_min"] == 1
+    assert metrics[f"{by}_max"] == 4
+    assert metrics[f"{by}_mean"] == 2
+    expected = reference.effective_sample_size([1, 1 / 2, 1 / 3])
+    assert metrics["effective_sample_size"] == pytest.approx(expected, rel=1e-5)
+
+
+BROKEN = {
+    "mass of an empty slot": ("masses", 4, 0.1, "expected 0, for there is no item"),
+    "no mass of an item": ("masses", 1, 0.0, "expected above 0, for there is an item"),
+    "another rank": ("masses", 1, 0.9, "expected 0.6155722, the mass of its rank"),
+    "value of an empty slot": ("values", 4, 1.0, "expected -inf, for there is no item"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_state_that_was_changed_by_hand_is_reported(name):
+    field, slot, value, message = BROKEN[name]
+    buffer = filled([1.0, 2.0, 3.0], 5)
+    state = buffer.sampler_state
+    tree = getattr(state, field).set(jnp.array([slot]), jnp.array([value], jnp.float32))
+    broken = buffer.replace(sampler_state=state.replace(**{field: tree}))
+    with pytest.raises(AssertionError, match=message):
+        testing.assert_valid(broken)
+
+
+def test_bad_configuration():
+    for alpha in (-1, INF, float("nan"), "0.7"):
+        with pytest.raises(ValueError, match="alpha is"):
+            jaxbuf.RankBased(alpha=alpha)
+    for by in ("rank", None, 1):
+        with pytest.raises(ValueError, match=r"by is .*choose from \('priority', 'score'\)"):
+            jaxbuf.RankBased(by=by)
+    for sort_every in (0, -1, 1.5, None, 2**31):
+        with pytest.raises(ValueError, match="sort_every is"):
+            jaxbuf.RankBased(sort_every=sort_every)
+    for flag in ("stratified", "replacement"):
+        with pytest.raises(ValueError, match=f"{flag} is"):
+            jaxbuf.RankBased(**{flag: 1})
+    assert jaxbuf.RankBased(np.float32(0.5), sort_every=np.int64(2)) == jaxbuf.RankBased(
+        0.5, sort_every=2
+    )
+
+
+def test_values_of_the_other_kind_are_refused():
+    with pytest.raises(ValueError, match="pass score="):
+        filled([1.0, 2.0], 4, "score").add(jnp.array([1]))
+    with pytest.raises(ValueError, match="by the scores that add takes"):
+        filled([1.0, 2.0], 4, "score").add(jnp.array([1]), score=jnp.ones(1), priority=jnp.ones(1))
+    with pytest.raises(ValueError, match="score"):
+        filled([1.0, 2.0], 4).add(jnp.array([1]), score=jnp.ones(1))
+    with pytest.raises(ValueError, match="needs scores, which steps do not have"):
+        jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sampler=jaxbuf.RankBased(by="score"))

@@ -1,0 +1,534 @@
+"""Draws by age: a recent part of every batch, ranges of ages, the newest items in order."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import jaxbuf
+from jaxbuf.core.random import random_words
+from jaxbuf.occupancy.ages import spread
+from tests.models import sampling as reference
+
+ITEM = jax.ShapeDtypeStruct((), jnp.int32)
+PROPORTIONAL = jaxbuf.Prioritized(alpha=1.0)
+
+
+def ints(*values):
+    return jnp.array(values, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def ranks(rows, draws, total):
+    def one(key):
+        words = random_words(key, (rows + 1,))
+        return spread(words[1:], words[0], total)
+
+    return jax.vmap(one)(jax.random.split(jax.random.key(0), draws))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7])
+def test_spread_gives_every_rank_as_evenly_as_can_be(rows):
+    for total in (1, 2, 3, 4, 7, 8, 20):
+        drawn = np.asarray(ranks(rows, 2000, jnp.int32(total)))
+        counts = np.stack([(drawn == rank).sum(1) for rank in range(total)], axis=1)
+        assert counts.sum() == drawn.size
+        assert counts.min() >= rows // total
+        assert counts.max() <= -(-rows // total)
+        if rows % total:
+            # Draws of different batches are independent; within one they only are more even.
+            assert stats.chisquare(counts.sum(0)).pvalue > 1e-3
+    assert np.asarray(ranks(rows, 2, jnp.int32(2**30))).min() >= 0
+
+
+def test_the_recent_half_as_in_alf():
+    """ALF's example: the recent positions of four environments, each once, the earliest first."""
+    sampler = jaxbuf.Recent(ratio=0.5, steps=4)
+    buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 4, 100, sampler=sampler)
+    buffer = jaxbuf.add(buffer, jnp.tile(jnp.arange(32, dtype=jnp.int32), (4, 1)))
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 32)
+    env, position = buffer.locate(sample.slots)
+    assert position[:16].tolist() == [28] * 4 + [29] * 4 + [30] * 4 + [31] * 4
+    assert env[:16].tolist() == [0, 1, 2, 3] * 4
+    assert sample.valid.all()
+    np.testing.assert_array_equal(sample.data[:, 0], position)
+
+
+def frequencies(buffer, rows, draws, count):
+    sample = jax.jit(jax.vmap(lambda key: buffer.sample(key, rows)))(
+        jax.random.split(jax.random.key(3), draws)
+    )
+    drawn = np.asarray(sample.data).reshape(draws * rows, -1)[:, 0]
+    told = np.full(count, np.nan)
+    told[drawn] = np.asarray(sample.probability).ravel()
+    return np.bincount(drawn, minlength=count), told
+
+
+@pytest.mark.parametrize("base", [jaxbuf.Uniform(), PROPORTIONAL], ids=["uniform", "prioritized"])
+@pytest.mark.parametrize("kind", ["items", "windows"])
+def test_probabilities_are_those_of_the_mixture(kind, base):
+    """Chi-square at the 0.1 % level, after wrapping, rings of different fill."""
+    sampler = jaxbuf.Recent(ratio=0.4, steps=3, base=base)
+    priority = np.array([1.0, 0.0, 4.0, 2.0, 3.0, 1.0, 0.0, 5.0, 1.0, 3.0, 2.0, 1.0], np.float32)
+    if kind == "items":
+        buffer = jaxbuf.ItemBuffer.create(ITEM, 7, sampler=sampler)
+        options = {"priority": priority[:10]} if base.uses_priority else {}
+        buffer = buffer.add(jnp.arange(10, dtype=jnp.int32), **options)
+        rings, count = [list(range(3, 10))], 10
+    else:
+        buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 5, sampler=sampler)
+        mask = np.array([[True] * 6, [True] * 2 + [False] * 4])
+        options = {"priority": priority.reshape(2, 6)} if base.uses_priority else {}
+        steps = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+        buffer = buffer.add(steps, mask=mask, **options)
+        rings, count = [[1, 2, 3, 4, 5], [6, 7]], 12
+    items = [item for ring in rings for item in ring]
+    mass = {i: float(priority[i]) if base.uses_priority else 1.0 for i in items}
+    known = {i: mass[i] / sum(mass.values()) for i in items}
+    expected = reference.recent_probabilities(rings, known, 0.4, 3)
+    counts, told = frequencies(buffer, 10, 800, count)
+    drawable = [i for i in items if expected[i] > 0]
+    share = np.array([expected[i] for i in drawable])
+    assert share.sum() == pytest.approx(1.0)
+    np.testing.assert_allclose(told[drawable], share, rtol=1e-5)
+    # Stratified draws scatter less than independent ones, so only the upper tail can fail.
+    assert counts[drawable].sum() == counts.sum()
+    assert stats.chisquare(counts[drawable], share * counts.sum()).pvalue > 1e-3
+    support = buffer.support()
+    assert support.count == len(drawable)
+    assert float(support.least_probability) == pytest.approx(share.min(), rel=1e-5)
+    ess = buffer.metrics()["effective_sample_size"]
+    assert float(ess) == pytest.approx(1 / (share**2).sum(), rel=1e-5)
+
+
+def test_weights_undo_the_recent_part():
+    sampler = jaxbuf.Recent(ratio=0.5, steps=2)
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 8, sampler=sampler)
+    buffer = buffer.add(jnp.arange(8, dtype=jnp.int32))
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 16)
+    recent = np.asarray(sample.data) >= 6
+    probability = np.where(recent, 0.25 + 0.5 / 8, 0.5 / 8)
+    np.testing.assert_allclose(sample.probability, probability, rtol=1e-6)
+    weights = jaxbuf.importance_weights(buffer, sample, 1.0, None)
+    np.testing.assert_allclose(weights, 1 / (8 * probability), rtol=1e-5)
+    weights = jaxbuf.importance_weights(buffer, sample, 1.0, "buffer")
+    np.testing.assert_allclose(weights, 0.5 / 8 / probability, rtol=1e-5)
+
+
+def test_a_share_that_is_no_whole_number_of_rows_is_rounded():
+    for ratio, recent in ((0.124, 0), (0.125, 1), (1.0, 4)):
+        buffer = jaxbuf.ItemBuffer.create(ITEM, 100, sampler=jaxbuf.Recent(ratio, 1))
+        buffer = buffer.add(jnp.arange(100, dtype=jnp.int32))
+        sample = buffer.sample(jax.random.key(0), 4)
+        assert (sample.data == 99).sum() == recent
+        told = sample.probability[sample.data == 99]
+        np.testing.assert_allclose(told, recent / 4 + (1 - recent / 4) / 100, rtol=1e-6)
+
+
+def test_priorities_reach_the_base():
+    sampler = jaxbuf.Recent(ratio=0.25, steps=1, base=PROPORTIONAL)
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 4, sampler=sampler)
+    buffer = jaxbuf.add(buffer, jnp.arange(4, dtype=jnp.int32))
+    slots = jaxbuf.sample(buffer, jax.random.key(0), 64).slots
+    buffer = jaxbuf.update_priority(buffer, slots, jnp.where(slots.index == 2, 1.0, 0.0))
+    data = jaxbuf.sample(buffer, jax.random.key(0), 8).data
+    assert data.tolist() == [3, 3] + [2] * 6
+    assert buffer.clear().sampler_state.nnz == 0
+
+
+@pytest.mark.parametrize(
+    "base", [jaxbuf.Uniform(), PROPORTIONAL, jaxbuf.Uniform(replacement=False)]
+)
+def test_an_empty_buffer_gives_an_invalid_sample(base):
+    sampler = jaxbuf.Recent(ratio=0.5, steps=3, base=base)
+    buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 6, sequence_length=2, sampler=sampler)
+    buffer = buffer.add(ints(1, 2))
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 4)
+    assert not sample.valid.any()
+    np.testing.assert_array_equal(sample.probability, 0.0)
+    np.testing.assert_array_equal(sample.slots.index, buffer.capacity)
+    assert buffer.support().count == 0
+
+
+@pytest.mark.parametrize("base", [jaxbuf.Uniform(), PROPORTIONAL], ids=["uniform", "prioritized"])
+def test_eager_jit_scan_and_vmap_agree(base):
+    sampler = jaxbuf.Recent(ratio=0.5, steps=2, base=base)
+    start = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 5, sequence_length=2, sampler=sampler)
+
+    def step(buffer, key):
+        steps = jax.random.randint(key, (2, 2), 0, 100, jnp.int32)
+        buffer = buffer.add(steps, mask=jax.random.bernoulli(key, 0.8, (2, 2)))
+        sample = buffer.sample(key, 6)
+        if base.uses_priority:
+            buffer = buffer.update_priority(sample.slots, sample.data[:, 0].astype(jnp.float32))
+        return buffer, (sample, buffer.sample_range(key, 3, -2))
+
+    keys = jax.random.split(jax.random.key(1), 5)
+    _, expected = jax.jit(lambda b, k: jax.lax.scan(step, b, k))(start, keys)
+    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), start)
+    _, both = jax.jit(jax.vmap(lambda b: jax.lax.scan(step, b, keys)))(lanes)
+    np.testing.assert_array_equal(both[0].slots.index[1], expected[0].slots.index)
+    np.testing.assert_array_equal(both[1].data[0], expected[1].data)
+    buffer, jitted = start, jax.jit(step)
+    for t in range(5):
+        again, seen = (step if t == 0 else jitted)(buffer, keys[t])
+        for now, whole in zip(seen, expected, strict=True):
+            whole = jax.tree.map(lambda leaf, t=t: leaf[t], whole)
+            np.testing.assert_array_equal(now.slots.index, whole.slots.index)
+            np.testing.assert_array_equal(now.data, whole.data)
+            np.testing.assert_allclose(now.probability, whole.probability, rtol=1e-6)
+        buffer = again
+
+
+@pytest.mark.parametrize("freshness", [None, jaxbuf.Freshness(max_use=3)], ids=["plain", "fresh"])
+@pytest.mark.parametrize("kind", ["items", "windows"])
+def test_a_scanned_cycle_copies_nothing(kind, freshness):
+    sampler = jaxbuf.Recent(ratio=0.25, steps=100, base=jaxbuf.Prioritized())
+    example, how = jnp.zeros(17), {"sampler": sampler, "freshness": freshness}
+    if kind == "items":
+        buffer = jaxbuf.ItemBuffer.create(example, 2**14, **how)
+    else:
+        buffer = jaxbuf.TrajectoryBuffer.create(example, 8, 2**11, **how)
+
+    def step(buffer, key):
+        buffer = buffer.add(jnp.ones((8, 17)))
+        sample = buffer.sample(key, 32)
+        error = sample.data.reshape(32, -1).sum(1)
+        weights = jaxbuf.importance_weights(buffer, sample, 0.4)
+        if freshness is not None:
+            buffer = buffer.mark_used(sample.slots)
+        return buffer.update_priority(sample.slots, error), jnp.sum(weights * error)
+
+    run = jax.jit(lambda b, keys: jax.lax.scan(step, b, keys), donate_argnums=0)
+    text = run.lower(buffer, jax.random.split(jax.random.key(0), 3)).compile().as_text()
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", text)
+    assert all(np.prod([int(n) for n in shape.split(",")]) < 2**14 for shape in found)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def drawn_from(buffer, key, rows, start, stop):
+    return buffer.sample_range(key, rows, start, stop)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def latest(buffer, n):
+    return buffer.latest(n)
+
+
+def test_ranges_of_ages_agree_with_slices_of_a_list():
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 6)
+    add = jax.jit(lambda buffer, item, mask: buffer.add(item, mask=mask))
+    random, held, clock = np.random.default_rng(0), [], 0
+    for _ in range(25):
+        mask = random.random(4) < 0.5
+        rows = clock + np.arange(4)
+        clock += 4
+        buffer = add(buffer, rows.astype(np.int32), mask)
+        held = (held + rows[mask].tolist())[-6:]
+        start, stop = random.integers(-8, 9, 2).tolist()
+        expected = reference.age_range(held, start, stop)
+        key = jax.random.key(clock)
+        sample = drawn_from(buffer, key, 3, jnp.int32(start), jnp.int32(stop))
+        data = np.asarray(sample.data)[np.asarray(sample.valid)].tolist()
+        assert len(data) == min(3, len(expected))
+        assert set(data) <= set(expected)
+        assert data == sorted(set(data))
+        np.testing.assert_allclose(sample.probability[: len(data)], 1 / max(len(expected), 1))
+        whole = drawn_from(buffer, key, 8, jnp.int32(start), jnp.int32(stop))
+        assert np.asarray(whole.data)[np.asarray(whole.valid)].tolist() == expected
+        assert np.asarray(whole.probability)[~np.asarray(whole.valid)].sum() == 0
+
+
+def test_ranges_of_ages_where_items_retire_in_between():
+    freshness = jaxbuf.Freshness(max_staleness=3, comparison=">")
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 6, freshness=freshness)
+
+    @jax.jit
+    def step(buffer, items, made_by, mask, version):
+        return buffer.add(items, version=made_by, mask=mask).set_version(version)
+
+    random, slots, version, holes = np.random.default_rng(1), [], 0, 0
+    for clock in range(0, 160, 4):
+        mask = random.random(4) < 0.4
+        made_by = (version - random.integers(0, 4, 4)).astype(np.int32)
+        version += int(random.random() < 0.4)
+        rows = clock + np.arange(4, dtype=np.int32)
+        buffer = step(buffer, rows, made_by, mask, jnp.int32(version))
+        slots = (slots + list(zip(rows[mask].tolist(), made_by[mask], strict=True)))[-6:]
+        held = [row for row, made in slots if version - made <= 3]
+        holes += 0 < len(held) < len(slots)
+        start, stop = random.integers(-8, 9, 2).tolist()
+        expected = reference.age_range(held, start, stop)
+        key = jax.random.key(clock)
+        whole = drawn_from(buffer, key, 8, jnp.int32(start), jnp.int32(stop))
+        assert np.asarray(whole.data)[np.asarray(whole.valid)].tolist() == expected
+        newest = latest(buffer, 3)
+        assert np.asarray(newest.data)[np.asarray(newest.valid)].tolist() == held[-3:]
+    assert holes > 10
+
+
+def test_the_recent_half_skips_what_has_retired():
+    sampler = jaxbuf.Recent(ratio=0.5, steps=4)
+    freshness = jaxbuf.Freshness(max_use=1)
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 16, sampler=sampler, freshness=freshness)
+    buffer = buffer.add(jnp.arange(21, dtype=jnp.int32))
+    used = buffer.latest(6)
+    buffer = buffer.mark_used(used.slots, mask=jnp.array([1, 0, 1, 1, 0, 1], bool))
+    recent, others = [13, 14, 16, 19], [5, 6, 7, 8, 9, 10, 11, 12]
+    sample = buffer.sample(jax.random.key(0), 8)
+    assert sample.data[:4].tolist() == recent
+    counts, told = frequencies(buffer, 8, 1000, 21)
+    np.testing.assert_allclose(told[others], 0.5 / 12, rtol=1e-6)
+    np.testing.assert_allclose(told[recent], 0.5 / 12 + 0.5 / 4, rtol=1e-6)
+    assert counts.sum() == counts[recent + others].sum()
+    assert stats.chisquare(counts[others]).pvalue > 1e-3
+
+
+def joined(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+def test_windows_that_avoid_episode_ends_by_age():
+    example = {"step": ITEM, "terminated": jax.ShapeDtypeStruct((), jnp.bool_)}
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        example,
+        3,
+        11,
+        sequence_length=3,
+        sampler=jaxbuf.Recent(ratio=1.0, steps=2),
+        episodes=jaxbuf.Episodes(boundary="avoid", short_windows="never"),
+    )
+    step = jnp.arange(48, dtype=jnp.int32).reshape(3, 16)
+    ends = jnp.zeros((3, 16), bool).at[0, ints(7, 12)].set(True).at[2, ints(9, 10, 14)].set(True)
+    buffer = buffer.add({"step": step, "terminated": ends})
+    expected = [
+        [
+            first
+            for first in range(16 * env + 5, 16 * env + 14)
+            if not any(ends[env, t - 16 * env] for t in (first, first + 1))
+        ]
+        for env in range(3)
+    ]
+    every = buffer.sample_range(jax.random.key(0), 30)
+    assert every.data["step"][every.valid][:, 0].tolist() == joined(expected)
+    newest = buffer.latest(4)
+    assert newest.data["step"][newest.valid][:, 0].tolist() == joined(e[-4:] for e in expected)
+    recent = joined(e[-2:] for e in expected)
+    drawn = buffer.sample(jax.random.key(0), 6)
+    assert sorted(drawn.data["step"][:, 0].tolist()) == recent
+    np.testing.assert_allclose(drawn.probability, 1 / 6, rtol=1e-6)
+
+
+def test_the_last_ten_in_order_after_wrapping():
+    """DI-engine's ``sample(10, sample_range=slice(-10, None))``, in order of age."""
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 16).add(jnp.arange(21, dtype=jnp.int32))
+    assert buffer.latest(10).data.tolist() == list(range(11, 21))
+    ranged = buffer.sample_range(jax.random.key(0), 10, -10)
+    assert ranged.data.tolist() == list(range(11, 21))
+    short = jaxbuf.ItemBuffer.create(ITEM, 16).add(ints(7, 8)).latest(3)
+    assert (short.data[:2].tolist(), short.valid.tolist()) == ([7, 8], [True, True, False])
+
+
+def test_ranges_of_windows():
+    buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 3, 5, sequence_length=2, num_earliest_ignored=1)
+    mask = np.array([[True] * 7, [True] * 3 + [False] * 4, [False] * 7])
+    buffer = buffer.add(jnp.arange(21, dtype=jnp.int32).reshape(3, 7), mask=mask)
+    every = buffer.sample_range(jax.random.key(0), 6)
+    assert every.data[every.valid].tolist() == [[3, 4], [4, 5], [5, 6], [8, 9]]
+    early = buffer.sample_range(jax.random.key(0), 2, 0, 1)
+    assert early.data.tolist() == [[3, 4], [8, 9]]
+    late = buffer.latest(2)
+    assert late.valid.tolist() == [True, True, True, False, False, False]
+    assert late.data[late.valid].tolist() == [[4, 5], [5, 6], [8, 9]]
+    drawn = jax.vmap(lambda key: buffer.sample_range(key, 2).data)(
+        jax.random.split(jax.random.key(2), 1000)
+    )
+    counts = np.unique(np.asarray(drawn)[..., 0], return_counts=True)[1]
+    assert len(counts) == 4
+    assert stats.chisquare(counts).pvalue > 1e-3
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def batches_of_newest(buffer, rows, draws, options):
+    """``draws`` batches of the four newest items or windows, ``[draws, rows]``."""
+    keys = jax.random.split(jax.random.key(5), draws)
+    return jax.vmap(lambda key: buffer.sample_range(key, rows, -4, **dict(options)))(keys)
+
+
+def options(**given):
+    return tuple(given.items())
+
+
+def newest_with_priorities(kind):
+    """Items 17 to 20 with priorities 0, 1, 3 and 12, and older ones that are much heavier."""
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    priority = jnp.concatenate([jnp.full(17, 50.0), jnp.array([0.0, 1.0, 3.0, 12.0])])
+    items = jnp.arange(21, dtype=jnp.int32)
+    if kind == "windows":
+        buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 1, 16, sampler=sampler)
+        return buffer.add(items[None], priority=priority[None])
+    freshness = jaxbuf.Freshness(max_use=1) if kind == "fresh" else None
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 16, sampler=sampler, freshness=freshness)
+    buffer = buffer.add(items, priority=priority)
+    if kind == "fresh":
+        # Item 21 is the newest and the heaviest, but has been used.
+        buffer = buffer.add(ints(21), priority=jnp.array([99.0]))
+        buffer = buffer.mark_used(buffer.latest(1).slots)
+    return buffer
+
+
+@pytest.mark.parametrize("kind", ["items", "windows", "fresh"])
+def test_ranges_by_priority_as_in_di_engine(kind):
+    """Its ``sample(B, sample_range=slice(-4, None))``: 0, 1/16, 3/16 and 12/16."""
+    buffer = newest_with_priorities(kind)
+    due = np.array([0, 1, 3, 12]) / 16
+    for replacement in (True, False):
+        given = options(by_priority=True, replacement=replacement)
+        sample = batches_of_newest(buffer, 1, 3000, given)
+        assert sample.valid.all()
+        counts = np.bincount(np.asarray(sample.data).reshape(-1), minlength=21)
+        assert counts[:18].sum() == 0
+        assert stats.chisquare(counts[18:], 3000 * due[1:]).pvalue > 1e-3
+        np.testing.assert_allclose(sample.probability, due[sample.data.reshape(3000, 1) - 17])
+    exact = batches_of_newest(buffer, 16, 9, options(by_priority=True, replacement=True))
+    # One from each of 16 equal parts of the mass, in order of age.
+    assert exact.data.reshape(9, 16).tolist() == [[18] + [19] * 3 + [20] * 12] * 9
+
+
+def test_ranges_by_priority_without_replacement_draw_one_after_the_other():
+    buffer = newest_with_priorities("items")
+    given = options(by_priority=True)
+    pairs = np.asarray(batches_of_newest(buffer, 2, 4000, given).data) - 17
+    p = np.array([0, 1, 3, 12]) / 16
+    due = {
+        (i, j): p[i] * p[j] / (1 - p[i]) + p[j] * p[i] / (1 - p[j])
+        for i, j in [(1, 2), (1, 3), (2, 3)]
+    }
+    counts = [int(np.sum(np.all(pairs == pair, axis=1))) for pair in due]
+    assert sum(counts) == 4000
+    assert stats.chisquare(counts, 4000 * np.array(list(due.values()))).pvalue > 1e-3
+    few = buffer.sample_range(jax.random.key(0), 6, -4, by_priority=True)
+    assert few.data[:3].tolist() == [18, 19, 20]
+    assert few.valid.tolist() == [True] * 3 + [False] * 3
+    assert few.slots.index[3:].tolist() == [16] * 3
+
+
+def test_ranges_without_priority_above_zero_are_uniform():
+    buffer = newest_with_priorities("items")
+    none = buffer.update_priority(buffer.latest(4).slots, jnp.zeros(4))
+    sample = batches_of_newest(none, 1, 2000, options(by_priority=True, replacement=True))
+    counts = np.bincount(np.asarray(sample.data)[:, 0], minlength=21)[17:]
+    assert counts.sum() == 2000
+    assert stats.chisquare(counts).pvalue > 1e-3
+    np.testing.assert_allclose(sample.probability, 0.25)
+
+
+def test_ranges_with_replacement_draw_independently():
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 16).add(jnp.arange(21, dtype=jnp.int32))
+    sample = batches_of_newest(buffer, 2, 4000, options(replacement=True))
+    np.testing.assert_allclose(sample.probability, 0.25)
+    pairs = np.asarray(sample.data) - 17
+    counts = np.zeros((4, 4))
+    np.add.at(counts, tuple(pairs.T), 1)
+    # In order of age, so that a pair of two has come from two.
+    due = np.triu(2 * np.ones((4, 4)), 1) + np.eye(4)
+    assert counts[due == 0].sum() == 0
+    assert stats.chisquare(counts[due > 0], due[due > 0] * 4000 / 16).pvalue > 1e-3
+    many = buffer.sample_range(jax.random.key(0), 9, -2, replacement=True)
+    assert many.valid.all()
+    assert set(many.data.tolist()) == {19, 20}
+    for by_priority in (False, True):
+        empty = jaxbuf.ItemBuffer.create(ITEM, 16, sampler=PROPORTIONAL)
+        nothing = empty.sample_range(
+            jax.random.key(0), 3, by_priority=by_priority, replacement=True
+        )
+        assert not nothing.valid.any()
+        np.testing.assert_array_equal(nothing.probability, 0.0)
+
+
+def test_ranges_by_priority_of_windows_of_several_rings():
+    sampler = jaxbuf.Recent(ratio=0.5, steps=2, base=jaxbuf.Prioritized(alpha=1.0))
+    buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 6, sequence_length=2, sampler=sampler)
+    steps = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    buffer = buffer.add(steps, priority=steps.astype(jnp.float32), mask=steps < 15)
+    # The masses of the earliest windows, outside of the range, are 3 and 10.
+    first = np.array([3, 4, 5, 6, 10, 11, 12, 13])
+    ends = first + 1.0
+    recent = np.isin(first, [5, 6, 12, 13])
+    due = 0.5 * ends / (13 + ends.sum()) + 0.5 * recent / 4
+    due /= due.sum()
+    keys = jax.random.split(jax.random.key(1), 4000)
+    draw = jax.jit(
+        jax.vmap(lambda key: buffer.sample_range(key, 1, 1, by_priority=True, replacement=True))
+    )
+    drawn = draw(keys)
+    windows, at, counts = np.unique(
+        np.asarray(drawn.data)[:, 0, 0], return_index=True, return_counts=True
+    )
+    np.testing.assert_array_equal(windows, first)
+    np.testing.assert_allclose(drawn.probability[at, 0], due, rtol=1e-5)
+    assert stats.chisquare(counts, 4000 * due).pvalue > 1e-3
+
+
+def plain():
+    return jaxbuf.ItemBuffer.create(ITEM, 4)
+
+
+def lowest():
+    return jaxbuf.ItemBuffer.create(ITEM, 4, evictor=jaxbuf.Lowest())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: jaxbuf.Recent(1.5, 3), "ratio is 1.5; expected a fraction in [0, 1]"),
+        (lambda: jaxbuf.Recent(float("nan"), 3), "ratio is nan"),
+        (lambda: jaxbuf.Recent(0.5, 0), "steps is 0; expected an integer of at least 1"),
+        (lambda: jaxbuf.Recent(0.5, 1.5), "steps is 1.5"),
+        (lambda: jaxbuf.Recent(0.5, 3, jaxbuf.Prioritized), "choose jaxbuf.Uniform(...)"),
+        (
+            lambda: jaxbuf.ItemBuffer.create(
+                ITEM, 4, sampler=jaxbuf.Recent(0.5, 3), evictor=jaxbuf.Lowest()
+            ),
+            "uses the age of items, but this buffer's Ranking does not keep their order",
+        ),
+        (
+            lambda: jaxbuf.ItemBuffer.create(
+                ITEM,
+                4,
+                sampler=jaxbuf.Recent(0.5, 3),
+                evictor=jaxbuf.Lowest(),
+                freshness=jaxbuf.Freshness(max_use=2),
+            ),
+            "uses the age of items, but this buffer's Subset does not keep their order",
+        ),
+        (lambda: lowest().latest(2), "latest uses the age of items"),
+        (lambda: lowest().sample_range(jax.random.key(0), 2), "sample_range uses the age"),
+        (
+            lambda: plain().sample_range(jax.random.key(0), 2, by_priority=True),
+            "by_priority is True, but Uniform(replacement=True) has no priorities",
+        ),
+        (
+            lambda: plain().sample_range(jax.random.key(0), 2, replacement="no"),
+            "replacement is 'no'; expected True or False",
+        ),
+        (lambda: jaxbuf.ItemBuffer.create(ITEM, 4).latest(5), "n is 5, but there is room for 4"),
+        (
+            lambda: jaxbuf.ItemBuffer.create(ITEM, 4).latest(0),
+            "n is 0; expected an integer",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_samplers_built_alike_are_equal():
+    assert jaxbuf.Recent(np.float32(0.5), np.int64(3)) == jaxbuf.Recent(0.5, 3, jaxbuf.Uniform())
+    assert hash(jaxbuf.Recent(0.5, 3)) == hash(jaxbuf.Recent(0.5, np.int32(3)))

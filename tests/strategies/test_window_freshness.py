@@ -1,0 +1,257 @@
+"""Windows of steps that retire: by use, by staleness, by session."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf import testing
+from tests.models import freshness as reference_freshness
+
+KEY = jax.random.key(0)
+
+
+def create(freshness, length=8, num_envs=2, sequence_length=2, example=None, **options):
+    return jaxbuf.TrajectoryBuffer.create(
+        jnp.int32(0) if example is None else example,
+        num_envs,
+        length,
+        sequence_length=sequence_length,
+        freshness=freshness,
+        **options,
+    )
+
+
+def firsts(buffer):
+    """The first steps of all windows that can be drawn, sorted; steps are numbers."""
+    slot = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
+    live = np.asarray(buffer.occupancy.live(slot))
+    data = np.asarray(jax.tree.leaves(buffer.data)[0]).reshape(-1)
+    return sorted(data[:: buffer.period][live].tolist())
+
+
+def steps(start, rows, num_envs=2):
+    """Numbered steps, those of environment ``e`` from ``100 * e + start`` on."""
+    env = 100 * jnp.arange(num_envs, dtype=jnp.int32)[:, None]
+    return env + start + jnp.arange(rows, dtype=jnp.int32)[None]
+
+
+advance = jax.jit(lambda buffer, version: buffer.set_version(version))
+mark = jax.jit(lambda buffer, slots: buffer.mark_used(slots))
+in_session = jax.jit(lambda buffer, version, session: buffer.set_version(version, session=session))
+
+
+@pytest.mark.parametrize(
+    ("comparison", "counts"), [(">=", [6, 2, 2, 0, 0]), (">", [6, 6, 2, 2, 0])]
+)
+def test_a_window_is_as_stale_as_its_first_step(comparison, counts):
+    buffer = create(jaxbuf.Freshness(max_staleness=10, comparison=comparison))
+    versions = jnp.tile(jnp.array([0, 0, 5, 5], jnp.int32), (2, 1))
+    buffer = jaxbuf.add(buffer, steps(0, 4), version=versions)
+    sizes = [int(advance(buffer, version).occupancy.size) for version in (9, 10, 11, 15, 16)]
+    assert sizes == counts
+    assert int(advance(buffer, 15).size) == 8
+
+
+def test_a_window_is_used_up_and_its_steps_stay():
+    buffer = create(jaxbuf.Freshness(max_use=2), sampler=jaxbuf.Prioritized())
+    buffer = jaxbuf.add(buffer, steps(0, 4))
+    batch = jaxbuf.sample(buffer, KEY, 1)
+    slots, first = batch.slots, int(batch.data[0, 0])
+    buffer = mark(buffer, slots)
+    assert buffer.use_count(slots).tolist() == [1]
+    buffer = mark(buffer, slots)
+    assert first not in firsts(buffer)
+    assert (int(buffer.size), int(buffer.occupancy.size)) == (8, 5)
+    batch = jaxbuf.sample(buffer, KEY, 64)
+    assert set(batch.data[:, 0].tolist()) <= set(firsts(buffer))
+    assert bool(jnp.any(batch.data[:, 1] == first)) or first in (0, 100)
+
+
+def test_stale_steps_stay_in_place_but_start_no_window():
+    buffer = advance(create(jaxbuf.Freshness(max_staleness=3)), 10)
+    versions = jnp.array([[10, 2, 2, 10], [8, 8, 8, 8]], jnp.int32)
+    buffer = jaxbuf.add(buffer, steps(0, 4), version=versions)
+    buffer = jaxbuf.add(buffer, steps(4, 1), version=jnp.array([10, 2], jnp.int32))
+    assert firsts(buffer) == [0, 3, 100, 101, 102, 103]
+    assert (int(buffer.size), int(buffer.metrics()["refused_stale"])) == (10, 2)
+    buffer = jaxbuf.add(buffer, steps(5, 1), version=jnp.array([10, 10], jnp.int32))
+    assert firsts(buffer) == [0, 3, 4, 100, 101, 102, 103]
+
+
+def test_a_learner_that_goes_back_tolerates_what_it_did_not():
+    buffer = create(jaxbuf.Freshness(max_staleness=10), sequence_length=3)
+    buffer = jaxbuf.add(buffer, steps(0, 2), version=jnp.zeros((2, 2), jnp.int32))
+    # Too stale a while before they are complete.
+    buffer = advance(advance(buffer, 10), 5)
+    buffer = jaxbuf.add(buffer, steps(2, 2))
+    assert firsts(buffer) == [0, 1, 100, 101]
+    assert firsts(advance(buffer, 9)) == [0, 1, 100, 101]
+    assert firsts(advance(buffer, 10)) == []
+
+
+def test_what_an_earlier_session_began_is_never_drawn():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(), sequence_length=3), steps(0, 4))
+    assert firsts(buffer) == [0, 1, 100, 101]
+    buffer = in_session(buffer, 0, 1)
+    assert firsts(buffer) == []
+    buffer = jaxbuf.add(buffer, steps(4, 3))
+    assert firsts(buffer) == [4, 104]
+
+
+@pytest.mark.parametrize("max_staleness", [None, 5])
+def test_late_steps_of_another_session_start_no_window(max_staleness):
+    buffer = in_session(create(jaxbuf.Freshness(max_staleness=max_staleness)), 0, 1)
+    buffer = jaxbuf.add(
+        buffer,
+        steps(0, 4),
+        version=jnp.full((2, 4), 10, jnp.int32),
+        session=jnp.array([[0, 0, 1, 1], [1, 1, 1, 1]], jnp.int32),
+    )
+    assert firsts(buffer) == [2, 100, 101, 102]
+    assert int(buffer.metrics()["refused_stale"]) == 2
+    # Steps of each environment, with the learner's version.
+    buffer = jaxbuf.add(buffer, steps(4, 2), session=jnp.array([1, 0], jnp.int32))
+    assert firsts(buffer) == [2, 3, 4, 100, 101, 102, 103]
+    # Steps of some environments.
+    ids, sessions = jnp.array([1]), jnp.array([[0, 1, 1]], jnp.int32)
+    buffer = jaxbuf.add(buffer, steps(6, 3)[1:], session=sessions, env_ids=ids)
+    assert firsts(buffer) == [2, 3, 4, 101, 102, 103, 107]
+
+
+def test_windows_across_episodes_are_avoided_too():
+    example = {"step": jnp.int32(0), "terminated": jnp.bool_(False)}
+    episodes = jaxbuf.Episodes(boundary="avoid")
+    buffer = create(jaxbuf.Freshness(max_staleness=5), example=example, episodes=episodes)
+    terminated = jnp.tile(jnp.array([False, True, False, False]), (2, 1))
+    versions = jnp.array([[0, 0, 4, 4], [4, 4, 4, 4]], jnp.int32)
+    buffer = jaxbuf.add(buffer, {"step": steps(0, 4), "terminated": terminated}, version=versions)
+    assert firsts(buffer) == [0, 1, 2, 100, 101, 102]
+    assert firsts(advance(buffer, 5)) == [2, 100, 101, 102]
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "length", "sequence_length", "limits"),
+    [(2, 7, 3, (2, 3, ">=")), (3, 70, 2, (None, 4, ">")), (1, 5, 1, (1, None, ">="))],
+)
+def test_random_operations_against_the_model(num_envs, length, sequence_length, limits):
+    rng = np.random.default_rng(length)
+    buffer = create(
+        jaxbuf.Freshness(*limits),
+        length,
+        num_envs,
+        sequence_length,
+        sampler=jaxbuf.Prioritized(),
+    )
+    twin = reference_freshness.FreshWindows(num_envs, length, sequence_length, *limits)
+    version = session = 0
+    for turn in range(40):
+        numbers = 3 * turn + 1000 * np.arange(num_envs)[:, None] + np.arange(3)[None]
+        versions = (version - rng.integers(-1, 5, numbers.shape)).astype(np.int32)
+        mask = rng.random(numbers.shape) < 0.8
+        sessions = (session - (rng.random(numbers.shape) < 0.1)).astype(np.int32)
+        buffer = jaxbuf.add(
+            buffer, numbers.astype(np.int32), version=versions, session=sessions, mask=mask
+        )
+        twin.add(numbers, versions, sessions, mask)
+        assert firsts(buffer) == sorted(twin.live)
+        batch = jaxbuf.sample(buffer, jax.random.key(turn), 8)
+        drawn = np.asarray(batch.data[:, 0])[np.asarray(batch.valid)].tolist()
+        live = twin.live
+        assert set(drawn) <= set(live)
+        valid = np.asarray(batch.valid)
+        uses = np.asarray(buffer.use_count(batch.slots))[valid].tolist()
+        behind = np.asarray(buffer.staleness(batch.slots))[valid].tolist()
+        assert uses == [live[number].uses for number in drawn]
+        assert behind == [version - live[number].version for number in drawn]
+        buffer = mark(buffer, batch.slots)
+        twin.mark_used(drawn)
+        assert firsts(buffer) == sorted(twin.live)
+        session += rng.random() < 0.1
+        version += int(rng.integers(0, 2))
+        buffer = in_session(buffer, version, session)
+        twin.set_version(version, session)
+        assert firsts(buffer) == sorted(twin.live)
+        testing.assert_valid(buffer)
+        metrics = buffer.metrics()
+        assert metrics["windows"] == len(twin.live)
+        for name in ("refused_stale", "retired_used", "retired_stale"):
+            assert metrics[name] == getattr(twin, name)
+
+
+def cycle(buffer, inputs):
+    key, version = inputs
+    buffer = buffer.set_version(version).add(jnp.zeros((2, 3), jnp.int32) + version)
+    batch = buffer.sample(key, 4)
+    return buffer.mark_used(batch.slots), batch.data
+
+
+def test_scan_vmap_and_eager_agree_and_nothing_is_copied():
+    limits = jaxbuf.Freshness(max_use=2, max_staleness=3)
+    buffer = create(limits, 2**13, sampler=jaxbuf.Prioritized())
+    keys, versions = jax.random.split(KEY, (2, 4)), jnp.arange(4, dtype=jnp.int32)
+    scan = jax.jit(
+        lambda buffer, keys: jax.lax.scan(cycle, buffer, (keys, versions)), donate_argnums=0
+    )
+    text = scan.lower(buffer, keys[0]).compile().as_text()
+    copies = [line for line in text.splitlines() if " copy(" in line]
+    large = [leaf.shape for leaf in jax.tree.leaves(buffer) if leaf.size >= 2**13]
+    sizes = {f"[{','.join(map(str, shape))}]" for shape in large}
+    assert [line for line in copies if any(size in line for size in sizes)] == []
+    mapped = jax.jit(jax.vmap(lambda keys: jax.lax.scan(cycle, buffer, (keys, versions))))(keys)
+    eager = cycle(buffer, (keys[1, 0], versions[0]))[1]
+    scanned = scan(buffer, keys[1])
+    chex.assert_trees_all_equal(scanned, jax.tree.map(lambda x: x[1], mapped))
+    np.testing.assert_array_equal(scanned[1][0], eager)
+
+
+def test_cleared_windows_are_gone_and_the_version_stays():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=2, max_staleness=4)), steps(0, 4))
+    buffer = advance(buffer, 3)
+    assert firsts(buffer.clear(jnp.array([0]))) == [100, 101, 102]
+    cleared = buffer.clear()
+    assert (int(cleared.occupancy.size), int(cleared.metrics()["version"])) == (0, 3)
+    again = jaxbuf.add(cleared, steps(10, 2))
+    assert firsts(again) == [10, 110]
+
+
+@pytest.mark.parametrize("length", [4, 200])
+def test_a_saved_buffer_fits_rings_of_another_length(tmp_path, length):
+    freshness = jaxbuf.Freshness(max_use=4, max_staleness=5)
+    buffer = create(freshness, sequence_length=3)
+    for version in range(4):
+        buffer = jaxbuf.add(advance(buffer, version), steps(3 * version, 3))
+    slots = jaxbuf.sample(buffer, KEY, 3).slots
+    jaxbuf.save(tmp_path / "buffer", mark(buffer, slots))
+    like = create(freshness, length, sequence_length=3)
+    loaded = jaxbuf.load(tmp_path / "buffer", like=like, resize=True)
+    kept = range(12 - min(length, 8), 12)
+    assert firsts(loaded) == [env + step for env in (0, 100) for step in kept[:-2]]
+    # A window that was not complete yet has the version of its first step.
+    loaded = jaxbuf.add(advance(loaded, 7), steps(12, 1))
+    assert firsts(loaded) == [env + step for env in (0, 100) for step in (9, 10) if step in kept]
+    assert int(loaded.metrics()["refused_stale"]) == 0
+    assert firsts(advance(loaded, 8)) == []
+
+
+def test_bad_use():
+    plain = create(None)
+    slots = plain.sample(KEY, 2).slots
+    for call in (
+        lambda: plain.add(steps(0, 1), version=jnp.zeros((2, 1), jnp.int32)),
+        lambda: plain.add(steps(0, 1), session=jnp.zeros(2, jnp.int32)),
+        lambda: plain.mark_used(slots),
+        lambda: plain.set_version(1),
+    ):
+        with pytest.raises(ValueError, match=r"freshness=jaxbuf.Freshness\(...\)"):
+            call()
+    with pytest.raises(ValueError, match=r"expected None or jaxbuf.Freshness\(max_use"):
+        create(3)
+    buffer = create(jaxbuf.Freshness(max_use=1))
+    with pytest.raises(ValueError, match=r"version has shape \(3,\); expected \(2,\)"):
+        buffer.add(steps(0, 2), version=jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match="session has dtype float32; expected int32"):
+        buffer.add(steps(0, 2), session=jnp.zeros(2))
+    assert plain.extra_states == ()

@@ -1,0 +1,435 @@
+"""`hindsight` against a list of all goals it may give, and at its edges."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import jaxbuf
+from tests.models import hindsight as reference
+
+STRATEGIES = ["final", "future", "episode", "random"]
+ROWS, STEPS = 5, 7
+LENGTH = np.array([7, 4, 1, 0, 5], np.int32)
+T = np.array([2, 3, 0, 0, 0], np.int32)
+# Every step of every episode achieves a goal of its own.
+ACHIEVED = np.arange(ROWS * STEPS, dtype=np.int32).reshape(ROWS, STEPS)
+SIGNIFICANCE = 1e-4
+
+
+def reward_fn(achieved, goal):
+    return jnp.where(achieved == goal, jnp.float32(0), jnp.float32(-1))
+
+
+def transitions(t=T):
+    return {
+        "achieved_goal": jnp.asarray(ACHIEVED[np.arange(ROWS), t]),
+        "goal": jnp.full(ROWS, -7, jnp.int32),
+        "reward": jnp.arange(ROWS, dtype=jnp.float32) + 10,
+        "action": jnp.arange(ROWS, dtype=jnp.int8),
+    }
+
+
+@functools.partial(jax.jit, static_argnames="strategy")
+def many(keys, fraction, strategy):
+    """The same batch under each of many keys."""
+    return jax.vmap(
+        lambda key: jaxbuf.hindsight(
+            key,
+            transitions(),
+            jnp.asarray(ACHIEVED),
+            jnp.asarray(T),
+            jnp.asarray(LENGTH),
+            strategy=strategy,
+            fraction=fraction,
+            reward_fn=reward_fn,
+        )
+    )(keys)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_agrees_with_the_naive_twin(strategy):
+    keys = jax.random.split(jax.random.key(STRATEGIES.index(strategy)), 4000)
+    batch, relabeled = jax.tree.map(np.asarray, many(keys, 1.0, strategy))
+    before = jax.tree.map(np.asarray, transitions())
+    for name in ("achieved_goal", "action"):
+        assert (batch[name] == before[name]).all()
+    assert (relabeled == (LENGTH > 0)).all()
+    for row in range(ROWS):
+        goals, rewards = batch["goal"][:, row], batch["reward"][:, row]
+        if LENGTH[row] == 0:
+            assert (goals == -7).all()
+            assert (rewards == before["reward"][row]).all()
+            continue
+        np.testing.assert_array_equal(rewards, -(goals != before["achieved_goal"][row]).astype(int))
+        expected = reference.goal_distribution(strategy, ACHIEVED.tolist(), LENGTH, row, T[row])
+        counts = {goal: int((goals == goal).sum()) for goal in expected}
+        assert sum(counts.values()) == len(keys)
+        if len(expected) > 1:
+            frequencies = np.array(list(expected.values())) * len(keys)
+            test = stats.chisquare(list(counts.values()), frequencies)
+            assert test.pvalue > SIGNIFICANCE
+
+
+def test_a_fraction_is_relabeled_and_the_rest_stays_bit_for_bit():
+    keys = jax.random.split(jax.random.key(9), 4000)
+    batch, relabeled = jax.tree.map(np.asarray, many(keys, 0.3, "future"))
+    before = jax.tree.map(np.asarray, transitions())
+    assert not relabeled[:, LENGTH == 0].any()
+    coins = relabeled[:, LENGTH > 0]
+    assert stats.binomtest(int(coins.sum()), coins.size, 0.3).pvalue > SIGNIFICANCE
+    # Each row has its own coin.
+    pairs = coins[:, 0].astype(int) * 2 + coins[:, 1]
+    test = stats.chisquare(np.bincount(pairs), np.array([0.49, 0.21, 0.21, 0.09]) * len(keys))
+    assert test.pvalue > SIGNIFICANCE
+    for name in ("goal", "reward"):
+        kept = np.broadcast_to(before[name], relabeled.shape)[~relabeled]
+        np.testing.assert_array_equal(batch[name][~relabeled], kept)
+    assert (batch["goal"][relabeled] >= 0).all()
+
+
+def test_the_goal_does_not_depend_on_the_coin():
+    keys = jax.random.split(jax.random.key(3), 50)
+    all_, some = many(keys, 1.0, "episode"), many(keys, 0.5, "episode")
+    mask = np.asarray(some[1])
+    assert mask.any()
+    np.testing.assert_array_equal(some[0]["goal"][mask], all_[0]["goal"][mask])
+
+
+def test_no_fraction_is_everything_or_nothing():
+    keys = jax.random.split(jax.random.key(1), 200)
+    assert not many(keys, 0.0, "future")[1].any()
+    assert many(keys, 1.0, "future")[1][:, LENGTH > 0].all()
+
+
+def test_the_last_step_has_the_goal_it_reached_itself():
+    t = LENGTH - 1
+    for strategy in ("final", "future"):
+        batch, relabeled = jaxbuf.hindsight(
+            jax.random.key(0),
+            transitions(t),
+            jnp.asarray(ACHIEVED),
+            jnp.asarray(t),
+            jnp.asarray(LENGTH),
+            strategy=strategy,
+            fraction=1.0,
+            reward_fn=reward_fn,
+        )
+        mask = np.asarray(relabeled)
+        np.testing.assert_array_equal(mask, LENGTH > 0)
+        np.testing.assert_array_equal(batch["goal"][mask], batch["achieved_goal"][mask])
+        assert (batch["reward"][mask] == 0).all()
+
+
+def test_steps_that_an_episode_does_not_have_are_not_relabeled():
+    t = jnp.array([7, 4, -1, 0, 4], jnp.int32)
+    for strategy in STRATEGIES:
+        batch, relabeled = jaxbuf.hindsight(
+            jax.random.key(0),
+            transitions(),
+            jnp.asarray(ACHIEVED),
+            t,
+            jnp.asarray(LENGTH + 100 * (np.arange(ROWS) == 0)).astype(jnp.int32),
+            strategy=strategy,
+            fraction=1.0,
+            reward_fn=reward_fn,
+        )
+        assert relabeled.tolist() == [False, False, False, False, True]
+        assert batch["goal"][:4].tolist() == [-7] * 4
+
+
+def test_eager_jit_vmap_and_scan_agree():
+    def view(key):
+        return jaxbuf.hindsight(
+            key, transitions(), jnp.asarray(ACHIEVED), jnp.asarray(T), reward_fn=reward_fn
+        )
+
+    keys = jax.random.split(jax.random.key(5), 3)
+    mapped = jax.vmap(view)(keys)
+    scanned = jax.lax.scan(lambda carry, key: (carry, view(key)), None, keys)[1]
+    chex.assert_trees_all_equal(mapped, scanned)
+    jitted = jax.jit(view)
+    for i, key in enumerate(keys):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], mapped)
+        chex.assert_trees_all_equal(view(key), one)
+        chex.assert_trees_all_equal(jitted(key), one)
+
+
+class Obs(NamedTuple):
+    reached: dict
+    wanted: dict
+
+
+def test_goals_by_path_and_of_any_structure():
+    def goals(seed):
+        return {
+            "xy": jax.random.normal(jax.random.key(seed), (3, 4, 2)),
+            "on": jnp.ones((3, 4)) > 0,
+        }
+
+    def both(achieved, goal):
+        return (achieved["on"] == goal["on"]).astype(jnp.float32) + jnp.sum(goal["xy"], axis=-1)
+
+    achieved, t = goals(0), jnp.array([0, 1, 3])
+    now = jax.tree.map(lambda leaf: leaf[jnp.arange(3), t], achieved)
+    asked = jax.tree.map(lambda leaf: leaf[:, 0], goals(1))
+    batch = {"obs": Obs(now, asked), "next": {"wanted": asked}, "gain": jnp.zeros(3)}
+    result, relabeled = jaxbuf.hindsight(
+        jax.random.key(0),
+        batch,
+        achieved,
+        t,
+        strategy="final",
+        fraction=1.0,
+        achieved="obs.reached",
+        goal=("obs.wanted", "next.wanted"),
+        reward="gain",
+        reward_fn=both,
+    )
+    assert relabeled.all()
+    last = jax.tree.map(lambda leaf: leaf[:, 3], achieved)
+    chex.assert_trees_all_equal(result["obs"], Obs(now, last))
+    chex.assert_trees_all_equal(result["next"]["wanted"], last)
+    np.testing.assert_allclose(result["gain"], 1 + last["xy"].sum(-1), rtol=1e-6)
+    assert batch["obs"].wanted is asked
+
+
+def ring_of_episodes():
+    """Rings whose steps achieve the number of the step; episodes last 5 steps."""
+    example = {
+        "achieved_goal": jnp.int32(0),
+        "goal": jnp.int32(0),
+        "reward": jnp.float32(0),
+        "terminated": jnp.bool_(False),
+    }
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        example, 2, 20, sequence_length=3, sampler=jaxbuf.Prioritized()
+    )
+    step = jnp.broadcast_to(jnp.arange(20, dtype=jnp.int32), (2, 20))
+    return buffer.add(
+        {
+            "achieved_goal": step,
+            "goal": jnp.full((2, 20), -7, jnp.int32),
+            "reward": jnp.full((2, 20), -1, jnp.float32),
+            "terminated": step % 5 == 4,
+        }
+    )
+
+
+def test_a_window_has_one_goal_and_goals_can_be_looked_up_elsewhere():
+    buffer = ring_of_episodes()
+    sample = buffer.sample(jax.random.key(0), 64)
+    first = sample.data["achieved_goal"][:, 0]
+    begin = first - first % 5
+    batch, relabeled = jaxbuf.hindsight(
+        jax.random.key(1),
+        sample.data,
+        lambda row, step: begin[row] + step,
+        first - begin,
+        jnp.full(64, 5),
+        reward_fn=reward_fn,
+    )
+    goal, mask = np.asarray(batch["goal"]), np.asarray(relabeled)
+    assert 0 < mask.sum() < 64
+    assert (goal == goal[:, :1]).all()
+    np.testing.assert_array_equal(mask, goal[:, 0] >= 0)
+    assert (goal[mask, 0] >= first[mask]).all()
+    assert (goal[mask, 0] < begin[mask] + 5).all()
+    reached = np.asarray(batch["achieved_goal"]) == goal
+    np.testing.assert_array_equal(batch["reward"], np.where(reached, 0.0, -1.0))
+    chex.assert_shape(jaxbuf.n_step(batch, 2, 0.9).reward, (64, 1))
+
+
+@pytest.mark.parametrize("strategy", ["future", "episode"])
+def test_goals_of_a_ring_that_has_wrapped(strategy):
+    """Episodes of 5 steps whose oldest has lost its beginning, and whose newest goes on."""
+    example = {
+        "achieved_goal": jnp.int32(0),
+        "goal": jnp.int32(0),
+        "reward": jnp.float32(0),
+        "terminated": jnp.bool_(False),
+    }
+    buffer = jaxbuf.TrajectoryBuffer.create(example, 2, 20, episodes=jaxbuf.Episodes())
+    step = jnp.broadcast_to(jnp.arange(28, dtype=jnp.int32), (2, 28))
+    steps = {"achieved_goal": step, "goal": -step, "reward": step.astype(jnp.float32)}
+    buffer = buffer.add({**steps, "terminated": step % 5 == 4})
+
+    @jax.jit
+    def relabel(key):
+        sample = buffer.sample(key, 2048)
+        env, position = buffer.locate(sample.slots)
+        # As far back as the episode goes, or the ring.
+        episode = buffer.episode(sample.slots)
+        begin = episode.held_begin
+        t = (position - begin).astype(jnp.int32)
+        batch, relabeled = jaxbuf.hindsight(
+            key,
+            jax.tree.map(lambda leaf: leaf[:, 0], sample.data),
+            lambda row, step: buffer.get_field(
+                "achieved_goal", env[row], begin[row] + step.astype(jnp.uint32)
+            ),
+            t,
+            t + episode.to_end + 1,
+            strategy=strategy,
+            fraction=1.0,
+            reward_fn=reward_fn,
+        )
+        return batch, relabeled
+
+    batch, relabeled = relabel(jax.random.key(0))
+    assert relabeled.all()
+    found = {}
+    for now, goal in zip(batch["achieved_goal"].tolist(), batch["goal"].tolist(), strict=True):
+        found.setdefault(now, set()).add(goal)
+    assert sorted(found) == list(range(8, 28))
+    for now, goals in found.items():
+        first = now if strategy == "future" else max(now - now % 5, 8)
+        assert goals == set(range(first, min(now - now % 5 + 5, 28)))
+
+
+def test_a_window_can_be_all_that_is_known_of_its_episode():
+    sample = ring_of_episodes().sample(jax.random.key(0), 64)
+    ends = sample.data["terminated"]
+    length = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1) + 1, 3)
+    batch, relabeled = jaxbuf.hindsight(
+        jax.random.key(1),
+        sample.data,
+        sample.data["achieved_goal"],
+        jnp.zeros(64, jnp.int32),
+        length,
+        fraction=1.0,
+        reward_fn=reward_fn,
+    )
+    assert relabeled.all()
+    first = sample.data["achieved_goal"][:, 0]
+    ahead = np.asarray(batch["goal"][:, 0] - first)
+    assert (ahead >= 0).all()
+    assert (ahead < np.asarray(length)).all()
+    assert set(ahead.tolist()) == {0, 1, 2}
+
+
+def test_priorities_go_on_as_before():
+    """Whole episodes as prioritized items, one transition of each relabeled."""
+    example = {
+        "steps": jax.tree.map(lambda leaf: jnp.zeros((STEPS,), leaf.dtype), transitions()),
+        "length": jnp.int32(0),
+    }
+    buffer = jaxbuf.ItemBuffer.create(example, 8, sampler=jaxbuf.Prioritized(alpha=1.0))
+    steps = {
+        "achieved_goal": jnp.asarray(ACHIEVED),
+        "goal": jnp.full((ROWS, STEPS), -7, jnp.int32),
+        "reward": jnp.full((ROWS, STEPS), -1, jnp.float32),
+        "action": jnp.zeros((ROWS, STEPS), jnp.int8),
+    }
+    buffer = buffer.add(
+        {"steps": steps, "length": jnp.asarray(LENGTH)},
+        priority=jnp.array([1.0, 2.0, 3.0, 0.0, 4.0]),
+    )
+
+    @jax.jit
+    def learn(buffer, key):
+        sample_key, step_key, goal_key = jax.random.split(key, 3)
+        sample = buffer.sample(sample_key, 16)
+        episodes = sample.data
+        t = jax.random.randint(step_key, (16,), 0, episodes["length"])
+        batch = jax.tree.map(lambda leaf: leaf[jnp.arange(16), t], episodes["steps"])
+        batch, _ = jaxbuf.hindsight(
+            goal_key,
+            batch,
+            episodes["steps"]["achieved_goal"],
+            t,
+            episodes["length"],
+            reward_fn=reward_fn,
+        )
+        weights = jaxbuf.importance_weights(buffer, sample, 0.4)
+        return buffer.update_priority(sample.slots, 1 - batch["reward"]), sample, batch, weights
+
+    learned, sample, batch, weights = learn(buffer, jax.random.key(0))
+    plain = buffer.sample(jax.random.split(jax.random.key(0), 3)[0], 16)
+    chex.assert_trees_all_equal(sample, plain)
+    expected = jaxbuf.importance_weights(buffer, plain, 0.4)
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    drawn = dict(zip(sample.slots.index.tolist(), batch["reward"].tolist(), strict=True))
+    after = learned.sampler_state.leaves
+    assert all(float(after[slot]) == 1 - reward for slot, reward in drawn.items())
+
+
+def test_another_fraction_does_not_retrace():
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def view(fraction):
+        return jaxbuf.hindsight(
+            jax.random.key(0),
+            transitions(),
+            jnp.asarray(ACHIEVED),
+            jnp.asarray(T),
+            fraction=fraction,
+            reward_fn=reward_fn,
+        )[1]
+
+    assert view(1.0).all()
+    assert not view(0.0).any()
+
+
+WIDE = jnp.zeros((ROWS, STEPS, 2), jnp.int32)
+BAD = [
+    (
+        {},
+        {"strategy": "next"},
+        "strategy is 'next'; choose from ('final', 'future', 'episode', 'random')",
+    ),
+    ({}, {"fraction": 1.5}, "fraction is 1.5; expected a fraction in [0, 1]"),
+    ({}, {"fraction": float("nan")}, "fraction is nan; expected a fraction in [0, 1]"),
+    ({}, {"goal": "target"}, "goal is 'target', but the batch has no such field"),
+    ({}, {"goal": ("goal", "obs.goal")}, "goal is 'obs.goal', but the batch has no such field"),
+    ({}, {"achieved": "got"}, "achieved is 'got', but the batch has no such field"),
+    ({}, {"reward": "gain"}, "reward is 'gain', but the batch has no such field"),
+    ({"reward": jnp.float32(0)}, {}, "reward has shape (); expected (B,) or (B, L)"),
+    (
+        {},
+        {"t": jnp.zeros(4, jnp.int32)},
+        "t is int32 of shape (4,); expected integers of shape (5,",
+    ),
+    ({}, {"t": jnp.zeros(5)}, "t is float32 of shape (5,); expected integers of shape (5,)"),
+    ({}, {"length": jnp.zeros(5)}, "length is float32 of shape (5,); expected integers"),
+    ({}, {"achieved_goals": jnp.zeros(5)}, "leading axes [(5,)]; expected (5, T)"),
+    ({}, {"achieved_goals": jnp.zeros((4, 7))}, "leading axes [(4, 7)]; expected (5, T)"),
+    ({}, {"achieved_goals": lambda row, step: row}, "is a function; pass length=[B] as well"),
+    (
+        {},
+        {"achieved_goals": lambda row, step: row[:2], "length": jnp.asarray(LENGTH)},
+        "achieved_goals gives leaves with leading axes {(2,)}; expected (5,)",
+    ),
+    ({}, {"achieved_goals": WIDE}, "goal 'goal' is int32 (5,); expected int32 (5, 2)"),
+    ({"goal": jnp.zeros(5)}, {}, "goal 'goal' is float32 (5,); expected int32 (5,)"),
+    (
+        {"achieved_goal": jnp.zeros((5, 1), jnp.int32)},
+        {},
+        "achieved 'achieved_goal' is int32 (5, 1); expected int32 (5,)",
+    ),
+    (
+        {},
+        {"reward_fn": lambda achieved, goal: achieved},
+        "reward_fn gives int32 of shape (5,); expected float32 of shape (5,)",
+    ),
+    (
+        {},
+        {"reward_fn": lambda achieved, goal: -1.0},
+        "reward_fn gives float32 of shape (); expected float32 of shape (5,)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "options", "message"), BAD)
+def test_bad_input(changed, options, message):
+    given = {"achieved_goals": jnp.asarray(ACHIEVED), "t": jnp.asarray(T), "reward_fn": reward_fn}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.hindsight(jax.random.key(0), {**transitions(), **changed}, **{**given, **options})

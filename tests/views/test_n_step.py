@@ -1,0 +1,173 @@
+"""`n_step` against one loop per start, and at its edges."""
+
+import re
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from tests.models import trajectory as reference
+
+
+def window(reward, terminated, truncated=None):
+    fields = {
+        "reward": jnp.asarray(reward, jnp.float32),
+        "terminated": jnp.asarray(terminated, bool),
+    }
+    return fields if truncated is None else {**fields, "truncated": jnp.asarray(truncated, bool)}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+@pytest.mark.parametrize("cut", [True, False])
+def test_agrees_with_one_loop_per_start(n, cut):
+    random = np.random.default_rng(n)
+    reward = random.normal(size=(20, 8)).astype(np.float32)
+    terminated = random.random((20, 8)) < 0.15
+    truncated = random.random((20, 8)) < 0.15 if cut else np.zeros((20, 8), bool)
+    actual = jax.jit(lambda w, g: jaxbuf.n_step(w, n, g))(
+        window(reward, terminated, truncated if cut else None), 0.9
+    )
+    chex.assert_shape(actual.reward, (20, 8 - n))
+    assert actual.bootstrap_index.dtype == jnp.int32
+    for row in range(20):
+        for start in range(8 - n):
+            total, left, index = reference.n_step(
+                reward[row], terminated[row], truncated[row], start, n, 0.9
+            )
+            assert actual.reward[row, start] == pytest.approx(total, rel=1e-5, abs=1e-6)
+            assert actual.discount[row, start] == pytest.approx(left, rel=1e-5)
+            assert actual.bootstrap_index[row, start] == index
+
+
+def test_termination_bootstraps_from_nothing_and_truncation_from_the_next_observation():
+    reward = [[1.0, 2.0, 4.0, 8.0, 16.0]]
+    at_1 = [[False, True, False, False, False]]
+    never = [[False] * 5]
+    ended = jaxbuf.n_step(window(reward, at_1, never), 3, 0.5)
+    np.testing.assert_array_equal(ended.reward, [[2.0, 2.0]])
+    np.testing.assert_array_equal(ended.discount, [[0.0, 0.0]])
+    cut = jaxbuf.n_step(window(reward, never, at_1), 3, 0.5)
+    np.testing.assert_array_equal(cut.reward, [[2.0, 2.0]])
+    np.testing.assert_array_equal(cut.discount, [[0.25, 0.5]])
+    np.testing.assert_array_equal(cut.bootstrap_index, [[2, 2]])
+    both = jaxbuf.n_step(window(reward, at_1, at_1), 3, 0.5)
+    chex.assert_trees_all_equal(both, ended)
+    running = jaxbuf.n_step(window(reward, never, never), 3, 0.5)
+    np.testing.assert_array_equal(running.reward, [[3.0, 6.0]])
+    np.testing.assert_array_equal(running.discount, [[0.125, 0.125]])
+    np.testing.assert_array_equal(running.bootstrap_index, [[3, 4]])
+
+
+def test_done_flags_of_cpprb():
+    """Four steps ahead, an episode that ends at its fifth step."""
+    ends = [[False, False, False, False, True, False, False, False]]
+    result = jaxbuf.n_step(window(jnp.ones((1, 8)), ends), 4, 0.5)
+    np.testing.assert_array_equal(result.discount == 0, [[False, True, True, True]])
+    np.testing.assert_array_equal(result.reward, [[1.875, 1.875, 1.75, 1.5]])
+
+
+def test_rewards_past_the_end_do_not_matter():
+    reward = jnp.array([[1.0, jnp.nan, jnp.inf, 1.0]])
+    result = jaxbuf.n_step(window(reward, [[True, False, False, False]]), 3, 0.9)
+    np.testing.assert_array_equal(result.reward, [[1.0]])
+    np.testing.assert_array_equal(result.discount, [[0.0]])
+
+
+def test_fields_by_name_and_path():
+    class Step(NamedTuple):
+        env: dict
+        terminated: jax.Array
+
+    plain = window([[1.0, 2.0, 3.0]], [[False, True, False]], [[True, False, False]])
+    nested = Step({"gain": plain["reward"], "late": plain["truncated"]}, plain["terminated"])
+    expected = jaxbuf.n_step(plain, 2, 0.9)
+    actual = jaxbuf.n_step(nested, 2, 0.9, reward="env.gain", truncated="env.late")
+    chex.assert_trees_all_equal(actual, expected)
+
+
+def test_windows_of_a_trajectory_buffer():
+    example = {
+        "reward": jnp.float32(0),
+        "terminated": jnp.bool_(False),
+        "truncated": jnp.bool_(False),
+        "t": jnp.int32(0),
+    }
+    buffer = jaxbuf.TrajectoryBuffer.create(example, 2, 16, sequence_length=4)
+    t = jnp.broadcast_to(jnp.arange(20, dtype=jnp.int32), (2, 20))
+    flags = {"terminated": t % 5 == 4, "truncated": t % 7 == 6}
+    buffer = buffer.add({"reward": t.astype(jnp.float32), "t": t, **flags})
+    sample = buffer.sample(jax.random.key(0), 32)
+    result = jaxbuf.n_step(sample.data, 3, 1.0)
+    for row, start in enumerate(np.asarray(sample.data["t"])[:, 0].tolist()):
+        stops = [s for s in range(start, start + 3) if s % 5 == 4 or s % 7 == 6]
+        last = stops[0] if stops else start + 2
+        assert result.reward[row, 0] == sum(range(start, last + 1))
+        assert result.discount[row, 0] == float(last % 5 != 4)
+        assert result.bootstrap_index[row, 0] == last + 1 - start
+
+
+def test_another_discount_does_not_retrace():
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def view(fields, discount):
+        return jaxbuf.n_step(fields, 2, discount)
+
+    fields = window(jnp.ones((1, 4)), jnp.zeros((1, 4)))
+    for discount in (0.9, 0.99):
+        assert view(fields, discount).discount[0, 0] == pytest.approx(discount**2)
+
+
+BAD = [
+    ({}, {"n": 0}, "n is 0; expected an integer of at least 1"),
+    ({}, {"n": 5}, "n is 5 and windows have 4 steps"),
+    ({}, {"discount": jnp.ones((2, 3))}, "discount has shape (2, 3)"),
+    ({}, {"n": 1.0}, "n is 1.0; expected an integer of at least 1"),
+    ({}, {"reward": "gain"}, "reward is 'gain', but the window has no such field"),
+    ({}, {"truncated": "late"}, "truncated is 'late', but the window has no such field"),
+    ({"reward": jnp.ones(4)}, {}, "reward has shape (4,); expected (B, L)"),
+    ({"reward": jnp.ones((2, 4), jnp.int32)}, {}, "reward has dtype int32"),
+    ({"terminated": jnp.ones((2, 4))}, {}, "terminated has dtype float32; expected bool"),
+    ({"terminated": jnp.ones((2, 3), bool)}, {}, "terminated has shape (2, 3); expected (2, 4)"),
+    ({"truncated": jnp.ones((2, 1), bool)}, {}, "truncated has shape (2, 1); expected (2, 4)"),
+]
+
+
+@pytest.mark.parametrize(("fields", "options", "message"), BAD)
+def test_bad_input(fields, options, message):
+    fields = {**window(jnp.ones((2, 4)), jnp.zeros((2, 4))), **fields}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.n_step(fields, **{"n": 2, "discount": 0.9, **options})
+
+
+@pytest.mark.parametrize("n", [1, 3, 6])
+@pytest.mark.parametrize("agents", [(), (2,)])
+def test_a_discount_for_each_step(n, agents):
+    """As in the recurrence of ``reference.n_step``, with a product instead of a power."""
+    random = np.random.default_rng(n)
+    reward = random.normal(size=(4, 6, *agents)).astype(np.float32)
+    discount = random.random((4, 6)).astype(np.float32)
+    terminated, truncated = random.random((2, 4, 6)) < 0.2
+    actual = jaxbuf.n_step(window(reward, terminated, truncated), n, discount)
+    starts = max(6 - n, 1)
+    chex.assert_shape(jax.tree.leaves(actual), (4, starts, *agents))
+    for row, start in np.ndindex(4, starts):
+        total, factor, t = np.zeros(agents), 1.0, start
+        for t in range(start, start + n):
+            total = total + factor * reward[row, t]
+            factor *= 0.0 if terminated[row, t] else discount[row, t]
+            if terminated[row, t] or truncated[row, t]:
+                break
+        np.testing.assert_allclose(actual.reward[row, start], total, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual.discount[row, start], factor, rtol=1e-5)
+        np.testing.assert_array_equal(actual.bootstrap_index[row, start], t + 1)
+    flags = window(
+        reward, np.broadcast_to(terminated.reshape(4, 6, *(1,) * len(agents)), reward.shape)
+    )
+    plain = window(reward, terminated)
+    chex.assert_trees_all_equal(jaxbuf.n_step(flags, n, 0.9), jaxbuf.n_step(plain, n, 0.9))

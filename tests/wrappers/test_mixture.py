@@ -1,0 +1,351 @@
+"""`Mixture`: exact shares, honest probabilities, and priorities that reach the right buffer."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+from scipy import stats
+
+import jaxbuf
+from tests.models import sampling as reference
+
+ITEM = jax.ShapeDtypeStruct((), jnp.int32)
+PROPORTIONAL = jaxbuf.Prioritized(alpha=1.0)
+
+
+def part(first, count, capacity, sampler=PROPORTIONAL, **options):
+    """A buffer with the numbers from ``first`` on."""
+    buffer = jaxbuf.ItemBuffer.create(ITEM, capacity, sampler=sampler)
+    return buffer.add(jnp.arange(first, first + count, dtype=jnp.int32), **options)
+
+
+def two_parts(ratios=(0.75, 0.25)):
+    return jaxbuf.Mixture.create([part(0, 5, 6), part(100, 3, 4)], ratios)
+
+
+def masses(mixture):
+    return [part.sampler_state.leaves.tolist() for part in mixture.parts]
+
+
+@pytest.mark.parametrize("ratios", [(1,), (0.7, 0.3), (1, 1, 1), (0, 2, 1), (0.1, 0.2, 0.7)])
+def test_counts_are_largest_remainders(ratios):
+    parts = [part(0, 1, 2) for _ in ratios]
+    mixture = jaxbuf.Mixture.create(parts, ratios)
+    for rows in range(1, 40):
+        # The twin divides in another order, so equal remainders may be told apart by rounding.
+        exact = [rows * ratio / sum(ratios) for ratio in ratios]
+        counts = mixture.counts(rows)
+        assert sum(counts) == rows
+        assert all(abs(count - share) < 1 for count, share in zip(counts, exact, strict=True))
+        if all(isinstance(ratio, int) for ratio in ratios):
+            assert list(counts) == reference.shares(ratios, rows)
+    assert mixture.counts(10) == tuple(reference.shares([round(r * 10) for r in ratios], 10))
+
+
+def test_a_batch_has_exact_shares_in_the_order_of_the_parts():
+    mixture = two_parts()
+    for key in range(3):
+        sample = jaxbuf.sample(mixture, jax.random.key(key), 16)
+        assert ((sample.data >= 100) == (jnp.arange(16) >= 12)).all()
+        assert mixture.part_of(sample.slots).tolist() == [0] * 12 + [1] * 4
+    assert (mixture.capacity, int(mixture.size)) == (10, 8)
+    # The first part gives 3 of 4 rows; it would give 6 of 8, but has only 5.
+    assert (bool(mixture.can_sample(4)), bool(mixture.can_sample(8))) == (True, False)
+
+
+def test_updates_reach_every_row_of_every_part():
+    """Flashbax's mixture of prioritised buffers only updates the first rows."""
+    mixture = two_parts((1, 1))
+    sample = jaxbuf.sample(mixture, jax.random.key(0), 64)
+    assert set(sample.data.tolist()) == {0, 1, 2, 3, 4, 100, 101, 102}
+    mixture = jaxbuf.update_priority(mixture, sample.slots, sample.data.astype(jnp.float32) + 1.0)
+    assert masses(mixture) == [[1, 2, 3, 4, 5, 0], [101, 102, 103, 0]]
+
+
+def test_stale_refused_and_masked_rows_are_left_to_the_parts():
+    mixture = two_parts((1, 1))
+    sample = jaxbuf.sample(mixture, jax.random.key(0), 64)
+    mixture = mixture.add(jnp.arange(200, 202, dtype=jnp.int32), part=1)
+    priority = jnp.where(sample.data == 101, jnp.nan, 5.0)
+    mask = sample.data != 4
+    later = jaxbuf.update_priority(mixture, sample.slots, priority, mask=mask)
+    # 100 was overwritten by 201, 101 refused, 4 masked out.
+    assert masses(later) == [[5, 5, 5, 5, 1, 0], [1, 1, 5, 1]]
+    metrics = later.metrics()
+    assert int(metrics["1/rejected"]) == int((sample.data == 101).sum())
+    assert (metrics["size"], metrics["0/size"], metrics["1/size"]) == (9, 5, 4)
+
+
+def test_probabilities_weights_and_frequencies():
+    """Chi-square at the 0.1 % level; windows, priorities and uniform draws in one batch."""
+    rings = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 4, sequence_length=1)
+    rings = rings.add(jnp.arange(200, 206, dtype=jnp.int32).reshape(2, 3))
+    both = [
+        part(0, 3, 3, jaxbuf.Uniform()),
+        part(100, 4, 5, priority=jnp.array([1.0, 2.0, 0.0, 5.0])),
+    ]
+    # Windows have a time axis, so items need one as well.
+    wide = [buffer.replace(data=buffer.data[:, None]) for buffer in both]
+    mixture = jaxbuf.Mixture.create([*wide, rings], [2, 1, 1])
+    sample = jax.jit(jax.vmap(lambda key: mixture.sample(key, 8)))(
+        jax.random.split(jax.random.key(1), 1000)
+    )
+    drawn = np.asarray(sample.data).ravel()
+    share = {
+        **dict.fromkeys(range(3), 0.5 / 3),
+        100: 0.25 / 8,
+        101: 0.5 / 8,
+        103: 1.25 / 8,
+        **dict.fromkeys(range(200, 206), 0.25 / 6),
+    }
+    names, counts = np.unique(drawn, return_counts=True)
+    assert names.tolist() == sorted(share)
+    expected = np.array([share[name] for name in names])
+    assert expected.sum() == pytest.approx(1.0)
+    assert stats.chisquare(counts, expected * counts.sum()).pvalue > 1e-3
+    told = np.asarray(sample.probability).ravel()
+    np.testing.assert_allclose(told, [share[name] for name in drawn], rtol=1e-6)
+
+    one = jax.tree.map(lambda leaf: leaf[0], sample)
+    weights = jaxbuf.importance_weights(mixture, one, 1.0, None)
+    np.testing.assert_allclose(weights, 1 / (13 * one.probability), rtol=1e-5)
+    weights = jaxbuf.importance_weights(mixture, one, 1.0, "buffer")
+    np.testing.assert_allclose(weights, 0.25 / 8 / one.probability, rtol=1e-5)
+    weights = jaxbuf.importance_weights(mixture, one, 1.0, "mean")
+    np.testing.assert_allclose(weights, 1 / (12 * one.probability), rtol=1e-5)
+    # Weighted draws are right for the mean over all items that can be drawn.
+    value = {name: float(i * i) for i, name in enumerate(sorted(share))}
+    estimate = np.mean([value[name] / (12 * share[name]) for name in drawn])
+    assert estimate == pytest.approx(np.mean(list(value.values())), rel=0.02)
+
+
+def test_an_empty_part_gives_invalid_rows():
+    empty = jaxbuf.ItemBuffer.create(ITEM, 4, sampler=PROPORTIONAL)
+    mixture = jaxbuf.Mixture.create([part(0, 5, 6), empty], [1, 1])
+    assert not mixture.can_sample()
+    sample = jaxbuf.sample(mixture, jax.random.key(0), 4)
+    assert sample.valid.tolist() == [True, True, False, False]
+    assert sample.slots.index[2:].tolist() == [10, 10]
+    np.testing.assert_allclose(sample.probability, [0.1, 0.1, 0.0, 0.0])
+    assert mixture.part_of(sample.slots).tolist() == [0, 0, 2, 2]
+    before = masses(mixture)
+    after = jaxbuf.update_priority(mixture, sample.slots, jnp.array([1.0, 1.0, 7.0, 7.0]))
+    assert masses(after) == before
+    np.testing.assert_array_equal(jaxbuf.importance_weights(after, sample, 1.0)[2:], 0.0)
+    assert after.clear().support().count == 0
+
+
+def test_a_mixture_may_be_a_part_and_parts_may_lack_priorities():
+    inner = jaxbuf.Mixture.create([part(0, 3, 4, jaxbuf.Uniform()), part(100, 3, 4)], [1, 1])
+    outer = jaxbuf.Mixture.create([inner, part(200, 3, 4)], [2, 2])
+    sample = jaxbuf.sample(outer, jax.random.key(0), 64)
+    assert (sample.data // 100).tolist() == [0] * 16 + [1] * 16 + [2] * 32
+    np.testing.assert_allclose(sample.probability, [0.25 / 3] * 32 + [0.5 / 3] * 32, rtol=1e-6)
+    outer = jaxbuf.update_priority(outer, sample.slots, sample.data.astype(jnp.float32))
+    assert masses(outer.parts[0].replace(parts=outer.parts[0].parts[1:])) == [[100, 101, 102, 0]]
+    assert masses(outer.replace(parts=outer.parts[1:])) == [[200, 201, 202, 0]]
+
+
+def step_of_training(mixture, key):
+    mixture = mixture.add(jax.random.randint(key, (2,), 0, 50, jnp.int32), part=1)
+    sample = mixture.sample(key, 6)
+    mixture = mixture.update_priority(sample.slots, sample.data.astype(jnp.float32))
+    return mixture, sample
+
+
+def test_eager_jit_scan_and_vmap_agree():
+    keys = jax.random.split(jax.random.key(4), 4)
+    start = two_parts()
+    scan = jax.jit(lambda mixture: jax.lax.scan(step_of_training, mixture, keys))
+    _, expected = scan(start)
+    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), start)
+    _, both = jax.jit(jax.vmap(lambda m: jax.lax.scan(step_of_training, m, keys)))(lanes)
+    np.testing.assert_array_equal(both.slots.index[1], expected.slots.index)
+    jitted = jax.jit(step_of_training, donate_argnums=0)
+    mixture, _ = step_of_training(start, keys[0])
+    for t in range(1, 4):
+        mixture, sample = jitted(mixture, keys[t])
+        np.testing.assert_array_equal(sample.slots.index, expected.slots.index[t])
+        np.testing.assert_array_equal(sample.data, expected.data[t])
+
+
+def test_a_scanned_cycle_copies_nothing():
+    sampler = jaxbuf.Prioritized()
+    buffers = [jaxbuf.ItemBuffer.create(jnp.zeros(7), 2**14, sampler=sampler) for _ in range(2)]
+    mixture = jaxbuf.Mixture.create(buffers, [1, 1])
+
+    def step(mixture, key):
+        mixture = mixture.add(jnp.ones((8, 7)), part=1)
+        sample = mixture.sample(key, 32)
+        weights = jaxbuf.importance_weights(mixture, sample, 0.4)
+        return mixture.update_priority(sample.slots, sample.data.sum(-1)), jnp.sum(weights)
+
+    run = jax.jit(lambda m, keys: jax.lax.scan(step, m, keys), donate_argnums=0)
+    text = run.lower(mixture, jax.random.split(jax.random.key(0), 3)).compile().as_text()
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", text)
+    assert all(np.prod([int(n) for n in shape.split(",")]) < 2**14 for shape in found)
+
+
+def other(example):
+    return jaxbuf.ItemBuffer.create(example, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: jaxbuf.Mixture.create([], []), "there are 0 buffers and 0 ratios"),
+        (lambda m: jaxbuf.Mixture.create(m.parts, [1]), "there are 2 buffers and 1 ratios"),
+        (lambda m: jaxbuf.Mixture.create(m.parts, [1, -1]), "ratios[1] is -1; expected"),
+        (lambda m: jaxbuf.Mixture.create(m.parts, [0, 0]), "ratios is (0.0, 0.0); expected"),
+        (lambda m: jaxbuf.Mixture.create([1], [1]), "buffers[0] is an int; expected a buffer"),
+        (lambda m: jaxbuf.Mixture.create([m.parts[0]] * 2, [1, 1]), "buffers share memory"),
+        (
+            lambda m: jaxbuf.Mixture.create([m.parts[0], other(jnp.float32(0))], [1, 1]),
+            "data of samples of buffers[1] is float32[], but int32[] of those of buffers[0]",
+        ),
+        (
+            lambda m: jaxbuf.Mixture.create([m.parts[0], other({"x": ITEM})], [1, 1]),
+            "samples of buffers[1] have another structure than those of buffers[0]",
+        ),
+        (lambda m: m.add(jnp.zeros(2, jnp.int32)), "part is None; expected the number of one of"),
+        (lambda m: m.add(jnp.zeros(2, jnp.int32), part=2), "part is 2; expected"),
+        (lambda m: m.replace_part(0, other(ITEM)), "buffer is not built like parts[0]"),
+        (lambda m: m.sample(jax.random.key(0), 0), "batch_size is 0"),
+        (
+            lambda m: jaxbuf.Mixture.create([other(ITEM)], [1]).update_priority(
+                m.sample(jax.random.key(0), 1).slots, jnp.ones(1)
+            ),
+            "update_priority was called, but no part has priorities",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(two_parts())
+
+
+def test_replace_part():
+    mixture = two_parts()
+    mixture = mixture.replace_part(1, mixture.parts[1].add(jnp.arange(1, dtype=jnp.int32)))
+    assert mixture.parts[1].size == 4
+
+
+RATIOS = [(1,), (3, 1), (0.7, 0.3), (1, 1, 1), (0, 2, 1), (0.1, 0.2, 0.7), (math.pi, math.e, 1e-3)]
+
+
+@pytest.mark.parametrize("ratios", RATIOS)
+def test_can_sample_takes_a_traced_size(ratios):
+    """Values follow from the numbers of rows, also inside of another mixture."""
+    sizes = [7, 3, 5][: len(ratios)]
+    mixture = jaxbuf.Mixture.create([part(0, size, 8) for size in sizes], ratios)
+    outer = jaxbuf.Mixture.create([mixture.clear(), part(0, 6, 8)], [2, 1]).replace_part(0, mixture)
+
+    @jax.jit
+    def traced(mixture, outer, rows):
+        return mixture.can_sample(rows), outer.can_sample(rows)
+
+    for rows in range(1, 20):
+        needed = [max(count, 1) for count in mixture.counts(rows)]
+        able = all(
+            size >= need for size, need, r in zip(sizes, needed, ratios, strict=True) if r > 0
+        )
+        answers = traced(mixture, outer, rows)
+        assert bool(answers[0]) == bool(mixture.can_sample(rows)) == able
+        assert bool(answers[1]) == bool(outer.can_sample(rows))
+
+
+@pytest.mark.parametrize("ratios", RATIOS)
+def test_traced_shares_are_exact_for_any_size(ratios):
+    """Parts that hold exactly their rows; a row more from any of them is too much."""
+
+    class Held(struct.PyTreeNode):
+        size: jax.Array
+        capacity: int = struct.field(pytree_node=False, default=2)
+
+        def can_sample(self, rows):
+            return self.size == rows
+
+    parts = tuple(Held(jnp.int32(0)) for _ in ratios)
+    mixture = jaxbuf.Mixture(parts=parts, ratios=tuple(r / sum(ratios) for r in ratios))
+    ask = jax.jit(lambda mixture, rows: mixture.can_sample(rows))
+    random = np.random.default_rng(0)
+    for rows in [1, 2, 3, 10, 1000, 2**20, 2**31 - 1, *random.integers(1, 2**31, 20).tolist()]:
+        counts = mixture.counts(rows)
+        assert sum(counts) == rows
+        held = tuple(Held(jnp.int32(max(count, 1))) for count in counts)
+        assert ask(mixture.replace(parts=held), rows)
+
+
+def test_a_size_that_is_not_a_number():
+    with pytest.raises(ValueError, match="batch_size has dtype float32; expected int32"):
+        two_parts().can_sample(jnp.float32(2))
+
+
+def queue_and_rest(rows=2):
+    """A queue with the first few numbers, beside a buffer with the numbers 100 to 107."""
+    queue = jaxbuf.Queue.create(ITEM, 6).add(jnp.arange(rows, dtype=jnp.int32))
+    return jaxbuf.Mixture.create([queue, part(100, 8, 8, jaxbuf.Uniform())], [1, 3])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_of_a_queue_are_taken_and_the_others_drawn(nested):
+    mixture = queue_and_rest(4)
+    if nested:
+        mixture = jaxbuf.Mixture.create([part(900, 2, 2), mixture], [1, 4])
+    rows, taken = (10, []) if nested else (8, [])
+    assert bool(mixture.can_sample(rows))
+    for key in jax.random.split(jax.random.key(0), 3):
+        mixture, batch = jaxbuf.next_batch(mixture, key, rows)
+        numbers = np.asarray(batch.data)[rows - 8 :]
+        valid = np.asarray(batch.valid)[rows - 8 :]
+        taken += numbers[:2][valid[:2]].tolist()
+        assert ((numbers[2:] >= 100) & valid[2:]).all()
+        of_queue = mixture.part_of(batch.slots)[rows - 8 :]
+        if not nested:
+            assert of_queue.tolist() == [0 if v else 2 for v in valid[:2]] + [1] * 6
+            share = np.where(valid[:2], 0.25, 0)
+            np.testing.assert_allclose(batch.probability, [*share, *[0.75 / 8] * 6])
+    assert taken == [0, 1, 2, 3]
+    assert not mixture.can_sample(rows)
+    assert int(mixture.size) == (10 if nested else 8)
+    with pytest.raises(
+        ValueError, match=r"parts\[0\] is a Queue, whose rows are taken.*next_batch"
+    ):
+        jaxbuf.sample(mixture, jax.random.key(0), rows)
+
+
+def test_each_new_row_of_a_queue_is_seen_once_in_a_scan():
+    def step(mixture, inputs):
+        key, number = inputs
+        rows = number + jnp.arange(2, dtype=jnp.int32)
+        mixture = mixture.add(rows, part=0).add(rows + 100, part=1)
+        mixture, batch = mixture.next_batch(key, 8)
+        return mixture, batch
+
+    keys = jax.random.split(jax.random.key(0), 10)
+    mixture, batches = jax.jit(
+        lambda mixture: jax.lax.scan(step, mixture, (keys, jnp.arange(0, 20, 2, dtype=jnp.int32)))
+    )(queue_and_rest(0))
+    assert batches.valid.all()
+    assert batches.data[:, :2].reshape(-1).tolist() == list(range(20))
+    assert (batches.data[:, 2:] >= 100).all()
+    metrics = mixture.metrics()
+    assert (int(metrics["0/taken"]), int(metrics["0/size"]), int(metrics["1/size"])) == (20, 0, 8)
+
+
+def test_weights_beside_a_queue_are_those_of_the_probabilities_that_are_told():
+    mixture = queue_and_rest(2)
+    _, batch = mixture.next_batch(jax.random.key(0), 8)
+    for normalize, divisor in ((None, 1.0), ("mean", 1.0), ("buffer", 1 / (10 * 0.75 / 8))):
+        weights = jaxbuf.importance_weights(mixture, batch, 1.0, normalize)
+        np.testing.assert_allclose(weights, 1 / (10 * batch.probability) / divisor, rtol=1e-5)
+    empty = queue_and_rest(0)
+    assert int(empty.support().count) == 8
+    assert float(empty.support().least_probability) == pytest.approx(0.75 / 8)
+    assert int(mixture.clear().size) == 0
+    with pytest.raises(ValueError, match=r"data of samples of buffers\[1\] is int32"):
+        jaxbuf.Mixture.create([jaxbuf.Queue.create(jnp.float32(0), 4), part(0, 1, 2)], [1, 1])

@@ -1,0 +1,248 @@
+"""`jaxbuf.Sharded`: what needs no devices here, and a process that has eight for the rest."""
+
+import os
+import subprocess
+import sys
+import time
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxbuf
+from jaxbuf.buffers.exchange import places
+from jaxbuf.strategies import mass
+from jaxbuf.strategies.prioritized import MassSummary
+
+S, N = 4, 16
+# Collectives of eight devices on few cores may wait for each other for long.
+PATIENT = (
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300 "
+    "--xla_cpu_collective_timeout_seconds=300"
+)
+
+
+def mesh():
+    return jax.make_mesh((1,), ("data",))
+
+
+def make(sampler=None, **options):
+    sampler = sampler or jaxbuf.Prioritized(alpha=1.0)
+    return lambda: jaxbuf.ItemBuffer.create({"at": jnp.int32(0)}, N, sampler=sampler, **options)
+
+
+@pytest.fixture(scope="module")
+def buffer():
+    buffer = jaxbuf.Sharded.create(make(), mesh(), "data", shards=S)
+    priority = np.arange(S * N, dtype=np.float32) % 7
+    return jaxbuf.add(buffer, {"at": np.arange(S * N, dtype=np.int32)}, priority=priority)
+
+
+def test_on_eight_devices():
+    """Runs `sharded_on_devices.py`, since the number of devices is fixed when jax begins."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {PATIENT}"
+    given = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "XLA_FLAGS": flags}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/programs/sharded_on_devices.py",
+        ],
+        env=given,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    print(f"{time.monotonic() - begin:.0f} s")
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_rows_stay_with_their_shard_as_far_as_they_can(count):
+    rng = np.random.default_rng(count)
+    for odds in (None, [1.0] + [0.0] * (count - 1)):
+        shard = rng.choice(count, 6 * count, p=odds).astype(np.int32)
+        source = np.asarray(places(shard, count))
+        assert sorted(source) == list(range(len(shard)))
+        want = np.full((count, 6), -1)
+        own = [list(np.flatnonzero(shard == k)) for k in range(count)]
+        for k in range(count):
+            want[k, : len(own[k][:6])] = own[k][:6]
+        want = want.reshape(-1)
+        want[want < 0] = [row for rows in own for row in rows[6:]]
+        np.testing.assert_array_equal(source, want)
+
+
+def test_no_shard_without_mass_is_drawn_from_however_sums_are_rounded(monkeypatch):
+    monkeypatch.setattr(
+        mass.jnp, "cumsum", lambda x, axis=0, dtype=None: lax.associative_scan(jnp.add, x)
+    )
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+
+    @jax.jit
+    def drawn_from(total, key):
+        nothing = jnp.zeros(total.shape, jnp.int32)
+        summaries = MassSummary(total, total, total, nothing, nothing)
+        return sampler.targets(summaries, key, 256, 1000).shard
+
+    @jax.jit
+    def wrong(total):
+        """Returns True if the sums themselves would give a shard without mass a place."""
+        sums = lax.associative_scan(jnp.add, total)
+        return jnp.any((jnp.diff(sums, prepend=0.0) > 0) & (total == 0))
+
+    rng = np.random.default_rng(0)
+    unguarded = 0
+    for case in range(300):
+        total = np.where(rng.random(37) < 0.5, 0, rng.lognormal(0, 3, 37)).astype(np.float32)
+        unguarded += bool(wrong(total))
+        assert (total[drawn_from(total, jax.random.key(case))] > 0).all()
+    assert unguarded
+
+
+def test_a_single_shard_draws_what_the_buffer_draws():
+    alone = make()()
+    one = jaxbuf.Sharded.create(make(), mesh(), "data")
+    items, priority = {"at": jnp.arange(N)}, jnp.arange(float(N))
+    alone, one = (b.add(items, priority=priority) for b in (alone, one))
+    chex.assert_trees_all_equal(
+        jaxbuf.sample(alone, jax.random.key(3), 8), jaxbuf.sample(one, jax.random.key(3), 8)
+    )
+
+
+def test_metrics_are_those_of_all_shards(buffer):
+    got = jax.device_get(buffer.metrics())
+    priority = np.arange(S * N) % 7
+    assert got["size"] == S * N
+    assert got["adds"] == S * N
+    assert got["rejected"] == 0
+    assert got["priority_min"] == 0
+    assert got["priority_max"] == 6
+    np.testing.assert_allclose(got["priority_mean"], priority.mean(), rtol=1e-6)
+    cleared = buffer.clear()
+    assert int(cleared.size) == 0
+    assert not cleared.can_sample()
+    assert int(cleared.metrics()["adds"]) == S * N
+
+
+@pytest.mark.parametrize("normalize", ["batch", "buffer", "mean", None])
+def test_importance_weights_by_their_definition(buffer, normalize):
+    batch = jaxbuf.sample(buffer, jax.random.key(0), 16)
+    got = jaxbuf.importance_weights(buffer, batch, 0.4, normalize)
+    mass = np.arange(S * N) % 7
+    p = mass[np.asarray(batch.data["at"])] / mass.sum()
+    weight = (S * N * p) ** -0.4
+    if normalize == "batch":
+        weight /= weight.max()
+    elif normalize == "buffer":
+        weight /= (S * N / mass.sum()) ** -0.4
+    elif normalize == "mean":
+        weight = ((mass > 0).sum() * p) ** -0.4
+    np.testing.assert_allclose(got, weight, rtol=2e-6)
+
+
+class Foreign(jaxbuf.strategies.Sampler):
+    """A sampler of one's own that draws from single buffers only."""
+
+    def draw(self, state, key, batch_size, occupancy):
+        raise NotImplementedError
+
+
+def with_(**options):
+    given = {"make": make(), "mesh": mesh(), "axis": "data"} | options
+    return lambda: jaxbuf.Sharded.create(
+        given.pop("make"), given.pop("mesh"), given.pop("axis"), **given
+    )
+
+
+REFUSED = {
+    "axis": (with_(axis="model"), "axis is 'model', but the mesh has"),
+    "mesh": (with_(mesh=jax.devices()), "mesh is a list"),
+    "exchange": (with_(exchange=1), "exchange is 1"),
+    "shards": (with_(shards=0), "shards is 0"),
+    "make": (with_(make=make()()), "make is .*ItemBuffer; expected a function that creates one"),
+    "queue": (with_(make=lambda: jaxbuf.Queue.create(jnp.int32(0), 4)), "make gives a Queue"),
+    "recent": (with_(make=make(jaxbuf.Recent(0.5, 4))), "data alone is sharded"),
+    "distinct": (with_(make=make(jaxbuf.Uniform(replacement=False))), "data alone is sharded"),
+    "distinct-2": (with_(make=make(jaxbuf.Prioritized(replacement=False))), "with replacement"),
+    "softmax": (with_(make=make(jaxbuf.Softmax(replacement=False))), "with replacement"),
+    "ranked": (with_(make=make(jaxbuf.RankBased())), "data alone is sharded"),
+    "lowest": (with_(make=make(evictor=jaxbuf.Lowest())), r"Lowest\(\) compares each"),
+    "diversity": (
+        with_(make=make(jaxbuf.Softmax(), diversity=jaxbuf.Diversity(0.5, field="at"))),
+        "looks at all items.*data alone is sharded",
+    ),
+    "part": (with_(make=make(parts=(jaxbuf.strategies.Part(),))), "looks at all items"),
+    "foreign": (with_(make=make(Foreign())), "must derive from jaxbuf.strategies.ShardableSampler"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sharded_is_refused_with_what_to_do(name):
+    create, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        create()
+
+
+def test_rows_that_do_not_divide_are_refused(buffer):
+    for call in (
+        lambda: buffer.sample(jax.random.key(0), 6),
+        lambda: buffer.add({"at": jnp.arange(6)}),
+        lambda: buffer.add({"at": jnp.arange(8)}, priority=jnp.ones(6)),
+        lambda: buffer.update_priority(
+            jaxbuf.Slots(jnp.zeros(6, jnp.int32), jnp.zeros(6, jnp.uint32)), jnp.ones(6)
+        ),
+    ):
+        with pytest.raises(ValueError, match="multiple of 4, such as 4"):
+            call()
+    with pytest.raises(ValueError, match=r"batch_size is 6, but there are 4 shards; .* as 4$"):
+        buffer.sample(jax.random.key(0), 6)
+    for call in (buffer.mark_used, buffer.use_count, buffer.staleness):
+        with pytest.raises(ValueError, match=r"freshness=jaxbuf\.Freshness"):
+            call(jaxbuf.Slots(jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.uint32)))
+    with pytest.raises(ValueError, match=r"freshness=jaxbuf\.Freshness"):
+        buffer.set_version(1)
+    with pytest.raises(ValueError, match="expected a row for each"):
+        buffer.add({"at": jnp.int32(0)})
+    with pytest.raises(ValueError, match="env_ids was given"):
+        buffer.add({"at": jnp.arange(8)}, env_ids=jnp.arange(8))
+
+
+def test_a_checkpoint_of_another_number_of_shards_says_what_to_do(buffer, tmp_path):
+    jaxbuf.save(tmp_path, buffer)
+    like = jaxbuf.Sharded.create(make(), mesh(), "data", shards=2)
+    with pytest.raises(ValueError, match=r"like\.num_shards is 2, .* 4; create it with as many"):
+        jaxbuf.load(tmp_path, like)
+
+
+def test_items_without_arrays_are_refused(buffer):
+    with pytest.raises(ValueError, match="items has no arrays"):
+        buffer.add({})
+
+
+def test_shards_without_a_chance_are_not_counted():
+    def one():
+        return jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=jaxbuf.Softmax())
+
+    score = jnp.array([0.0, 0.0, 500.0, 500.0])
+    many = jaxbuf.Sharded.create(one, mesh(), "data", shards=2).add(jnp.zeros(4), score=score)
+    alone = one().add(jnp.zeros(4), score=score)
+    assert int(many.support().count) == int(alone.support().count) == 2
+    assert many.can_sample(2)
+    assert not many.can_sample(3)
+
+
+def test_a_point_at_the_end_of_all_shards_lies_in_the_last_one_with_mass():
+    end = mass.ends(jnp.array([1.0, 2.0, 0.0, 0.0]))
+    shard, _ = mass.shard_of(end, jnp.array([0.0, 1.0, 3.0, 4.0]))
+    assert shard.tolist() == [0, 1, 1, 1]
