@@ -3,12 +3,8 @@
 import importlib
 from typing import Any
 
-from jaxbuf.buffers.accumulator import (
-    Chunk,
-    ChunkAccumulator,
-    EpisodeAccumulator,
-    PaddedEpisode,
-)
+from jaxbuf.accumulators.chunks import Chunk, ChunkAccumulator
+from jaxbuf.accumulators.episodes import EpisodeAccumulator, PaddedEpisode
 from jaxbuf.buffers.doors import (
     add,
     clear,
@@ -29,9 +25,8 @@ from jaxbuf.buffers.doors import (
     update_priority,
     update_score,
 )
-from jaxbuf.buffers.hosted import Hosted
+from jaxbuf.buffers.groups import Groups, sample_groups
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.presets import (
     diverse_reward_prioritized,
     reward_prioritized,
@@ -39,13 +34,11 @@ from jaxbuf.buffers.presets import (
 )
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
-from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
 from jaxbuf.core.native import native_available
 from jaxbuf.core.program import compiler_options
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
-from jaxbuf.io.holder import Holder, Stopped
 from jaxbuf.io.minari_dataset import from_minari, to_minari
 from jaxbuf.io.store import Store, StoreBatch
 from jaxbuf.monitoring.memory import MemoryReport, explain_memory
@@ -59,6 +52,7 @@ from jaxbuf.monitoring.monitor import (
 )
 from jaxbuf.monitoring.plot import plot
 from jaxbuf.monitoring.statistics import Statistics
+from jaxbuf.pacing.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.balanced import Balanced
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episode, Episodes
@@ -66,17 +60,19 @@ from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.prioritized import Prioritized
 from jaxbuf.strategies.rank_based import RankBased
-from jaxbuf.strategies.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.removable import Removable
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax
 from jaxbuf.strategies.uniform import Uniform
 from jaxbuf.views.frames import FrameStack, stack_frames
-from jaxbuf.views.groups import Groups, sample_groups
 from jaxbuf.views.hindsight import hindsight
 from jaxbuf.views.n_step import NStep, n_step
 from jaxbuf.views.terminal import terminal_states
+from jaxbuf.wrappers.holder import Holder, Stopped
+from jaxbuf.wrappers.hosted import Hosted
+from jaxbuf.wrappers.mixture import Mixture
+from jaxbuf.wrappers.sharded.sharded import Sharded
 
 __version__ = "0.2.0"
 

@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxbuf.buffers import doors
-from jaxbuf.buffers.kinds import item_of, num_blocks, num_rings
 from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.checks import kind_of, name_of
 from jaxbuf.core.sizes import check_count
 from jaxbuf.io.order import items_in_order, rings_in_order
+from jaxbuf.wrappers.inside import item_of, num_blocks, num_rings
 
 Buffer = TypeVar("Buffer", bound=Any)
 

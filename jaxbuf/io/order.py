@@ -6,11 +6,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.buffers.kinds import inside
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_single
 from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.wrappers.inside import inside
 
 
 def in_order(occupancy: Occupancy) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.io.order import in_order
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.strategies.moves import Moves
+from jaxbuf.wrappers.sharded.sharded import Sharded
 
 
 def abstract(like: Sharded, count: int, name: str) -> Sharded:

@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 
 from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.queue import COUNTS, Queue
-from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import counters
 from jaxbuf.io import resharding
@@ -18,6 +17,7 @@ from jaxbuf.io.order import in_order
 from jaxbuf.io.structure import Leaf
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.moves import Moves
+from jaxbuf.wrappers.sharded.sharded import Sharded
 
 Tree = TypeVar("Tree")
 _SHARDS = jax.tree_util.GetAttrKey("shards")

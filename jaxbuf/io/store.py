@@ -25,8 +25,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.buffers import doors
-from jaxbuf.buffers.kinds import inside, num_blocks, num_rings
-from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
@@ -35,6 +33,8 @@ from jaxbuf.io.order import items_in_order, rings_in_order
 from jaxbuf.io.passes import Passes
 from jaxbuf.io.places import Listed, Places, chunk_name
 from jaxbuf.io.ranges import Ranges
+from jaxbuf.wrappers.inside import inside, num_blocks, num_rings
+from jaxbuf.wrappers.mixture import Mixture
 
 Buffer = TypeVar("Buffer", bound=Any)
 

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxbuf.buffers.body import Body
-from jaxbuf.buffers.hosted import Hosted
-from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.queue import Queue
-from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
 from jaxbuf.occupancy.ring import Ring
+from jaxbuf.wrappers.hosted import Hosted
+from jaxbuf.wrappers.mixture import Mixture
+from jaxbuf.wrappers.sharded.sharded import Sharded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

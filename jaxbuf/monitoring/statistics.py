@@ -15,11 +15,11 @@ from jaxtyping import Array, Bool, Float, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.buffers.parts import PRIORITIES
 from jaxbuf.buffers.retire import known
 from jaxbuf.buffers.sample import Sample, check_sample
 from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.division import remainder
+from jaxbuf.wrappers.abilities import PRIORITIES
 
 _COLUMNS = (
     "use_mean",

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from jaxbuf.buffers.hosted import Hosted
-from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
-from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import storage, trees
 from jaxbuf.core.donation import check_single
 from jaxbuf.testing.structures import check_concrete, fetched, report
+from jaxbuf.wrappers.hosted import Hosted
+from jaxbuf.wrappers.mixture import Mixture
+from jaxbuf.wrappers.sharded.sharded import Sharded
 
 # The number of missing and of unexpected items that a message shows.
 _SHOWN = 4

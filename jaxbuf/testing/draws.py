@@ -11,10 +11,10 @@ from jax.scipy.special import gammaincc
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.hosted import Hosted
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks
 from jaxbuf.testing.structures import check_concrete, report
+from jaxbuf.wrappers.hosted import Hosted
 
 # The number of samples drawn at a time: each may need as much memory as the buffer.
 _AT_ONCE = 500

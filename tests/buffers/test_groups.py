@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 import jaxbuf
-from jaxbuf.views import groups
+from jaxbuf.buffers import groups
 
 ITEM = {"group": jnp.int32(0), "info": {"time": jnp.int32(0)}}
 

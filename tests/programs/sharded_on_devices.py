@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from scipy import stats
 
 import jaxbuf
-from jaxbuf.buffers import exchange
+from jaxbuf.wrappers.sharded import exchange
 
 S, N = 8, 32
 PLAIN = jaxbuf.Prioritized(alpha=1.0)

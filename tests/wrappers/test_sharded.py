@@ -13,9 +13,9 @@ import pytest
 from jax import lax
 
 import jaxbuf
-from jaxbuf.buffers.exchange import places
 from jaxbuf.strategies import mass
 from jaxbuf.strategies.prioritized import MassSummary
+from jaxbuf.wrappers.sharded.exchange import places
 
 S, N = 4, 16
 # Collectives of eight devices on few cores may wait for each other for long.

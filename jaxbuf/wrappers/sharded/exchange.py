@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.buffers.per_device import numbers_of
 from jaxbuf.core import collectives
+from jaxbuf.wrappers.sharded.per_device import numbers_of
 
 # A batch of at most this many bytes is exchanged in a single step, with room for every row from
 # every device.

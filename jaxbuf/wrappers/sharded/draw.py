@@ -10,13 +10,13 @@ from jax import lax
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.body import Body
-from jaxbuf.buffers.exchange import exchange, places
-from jaxbuf.buffers.per_device import Shards, here_of, numbers_of, run
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.buffers.shards import numbered, own_slots, summaries
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.protocols import ShardableSampler
+from jaxbuf.wrappers.sharded.exchange import exchange, places
+from jaxbuf.wrappers.sharded.operations import numbered, own_slots, summaries
+from jaxbuf.wrappers.sharded.per_device import Shards, here_of, numbers_of, run
 
 
 def sample(buffer: Shards, key: PRNGKeyArray, rows: int) -> Sample:

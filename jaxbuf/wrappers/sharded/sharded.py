@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common, global_draw, retire, write_back
-from jaxbuf.buffers import shards as on_shards
+from jaxbuf.buffers import common, retire, write_back
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.lookups import broadcast_steps, mask_of
 from jaxbuf.buffers.options import absent, check_options
-from jaxbuf.buffers.per_device import Shards, here_of
 from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, fields, sizes, storage, trees
@@ -21,6 +19,9 @@ from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
+from jaxbuf.wrappers.sharded import draw
+from jaxbuf.wrappers.sharded import operations as on_shards
+from jaxbuf.wrappers.sharded.per_device import Shards, here_of
 
 
 class Sharded(Shards):
@@ -208,7 +209,7 @@ class Sharded(Shards):
         rows = common.check_batch_size(batch_size)
         key = common.check_key(key)
         _check_multiple(f"batch_size is {rows}", rows, self.num_shards)
-        return global_draw.sample(self, key, rows)
+        return draw.sample(self, key, rows)
 
     @program()
     def update_priority(
@@ -320,7 +321,7 @@ class Sharded(Shards):
             ValueError: If ``B`` is not a multiple of ``S``.
         """
         slots, _ = self._check_slots(write_back.check_slots(slots))
-        return global_draw.get(self, slots)
+        return draw.get(self, slots)
 
     @program()
     def slots_at(self, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]) -> Slots:

@@ -3,10 +3,10 @@
 from typing import Any
 
 from jaxbuf.buffers.created import Created
-from jaxbuf.buffers.hosted import Hosted
-from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks
+from jaxbuf.wrappers.hosted import Hosted
+from jaxbuf.wrappers.sharded.sharded import Sharded
 
 
 def inside(buffer: Any) -> tuple[Any, int]:

@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.buffers.per_device import Shards, here_of, numbers_of, run
 from jaxbuf.core import checks
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.mass import least_positive
 from jaxbuf.strategies.protocols import ShardableSampler
+from jaxbuf.wrappers.sharded.per_device import Shards, here_of, numbers_of, run
 
 AnyShards = TypeVar("AnyShards", bound=Shards)
 

@@ -14,18 +14,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, doors
-from jaxbuf.buffers.hosted import Hosted
-from jaxbuf.buffers.kinds import inside, item_of
-from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.buffers.sharded import Sharded
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, trees
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
-from jaxbuf.strategies.rate_limiter import RateLimiter
+from jaxbuf.pacing.rate_limiter import RateLimiter
 from jaxbuf.strategies.recent import Recent
+from jaxbuf.wrappers.hosted import Hosted
+from jaxbuf.wrappers.inside import inside, item_of
+from jaxbuf.wrappers.mixture import Mixture
+from jaxbuf.wrappers.sharded.sharded import Sharded
 
 State = TypeVar("State")
 Result = TypeVar("Result")

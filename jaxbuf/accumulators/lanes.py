@@ -2,12 +2,13 @@
 
 from typing import Self
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Int, UInt
+from jaxtyping import Array, Bool, Int, PyTree, UInt
 
-from jaxbuf.core import counters
+from jaxbuf.core import counters, sizes, storage
 from jaxbuf.core.division import remainder
 
 # The names of the counters of lanes.
@@ -209,3 +210,37 @@ def _stays(
     )
     upcoming = lax.cummin(jnp.minimum(completion, dropping), axis=1, reverse=True)
     return upcoming % 2 == 0
+
+
+def check_line(
+    owners: int, length: int, per_add: int | None, waiting: int | None
+) -> tuple[int, int]:
+    """Returns the checked numbers of items to return at a time, and of items that may wait."""
+    hands_out = sizes.check_count("per_add", owners if per_add is None else per_add)
+    line = sizes.check_count("waiting", max(owners, hands_out) if waiting is None else waiting)
+    if hands_out > line:
+        raise ValueError(
+            f"per_add is {hands_out}, but only {line} items may be waiting; make per_add smaller "
+            "or waiting larger"
+        )
+    if (owners + line) * length > 2**30:
+        raise ValueError(
+            f"{owners + line} items of {length} rows are more than 2**30 rows; make them shorter "
+            "or waiting smaller"
+        )
+    return hands_out, line
+
+
+def shapes_of(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of one lane of the storage."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
+
+
+def write(data: PyTree[Array], rows: PyTree[Array], target: Int[Array, "..."]) -> PyTree[Array]:
+    """Writes rows, leaves ``[*target.shape, ...]``, to their places in the storage."""
+    written = storage.write(
+        jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), data),
+        jax.tree.map(lambda leaf: lax.collapse(leaf, 0, target.ndim), rows),
+        target.reshape(-1),
+    )
+    return jax.tree.map(lambda new, leaf: new.reshape(leaf.shape), written, data)

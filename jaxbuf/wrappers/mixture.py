@@ -15,7 +15,17 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UI
 from jaxbuf.buffers import common
 from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.options import absent, check_options
-from jaxbuf.buffers.parts import (
+from jaxbuf.buffers.queue import Queue
+from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample, SplitBatches
+from jaxbuf.buffers.trajectory import TrajectoryBuffer, known_envs
+from jaxbuf.core import checks, describe, storage, trees
+from jaxbuf.core.program import OwnPrograms, program
+from jaxbuf.core.random import scale_word
+from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Function
+from jaxbuf.strategies.episodes import Episode
+from jaxbuf.strategies.protocols import Support
+from jaxbuf.wrappers.abilities import (
     CONTENTS,
     ENVIRONMENTS,
     EPISODES,
@@ -27,16 +37,6 @@ from jaxbuf.buffers.parts import (
     Composite,
     num_envs,
 )
-from jaxbuf.buffers.queue import Queue
-from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample, SplitBatches
-from jaxbuf.buffers.trajectory import TrajectoryBuffer, known_envs
-from jaxbuf.core import checks, describe, storage, trees
-from jaxbuf.core.program import OwnPrograms, program
-from jaxbuf.core.random import scale_word
-from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Function
-from jaxbuf.strategies.episodes import Episode
-from jaxbuf.strategies.protocols import Support
 
 
 def _known_envs(mixture: "Mixture", given: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Accumulators, which assemble whole items row by row."""

@@ -1,0 +1,1 @@
+"""Rate limiters, which keep collecting and learning in proportion."""

@@ -1,0 +1,1 @@
+"""Buffers that hold other buffers, and threads that share one."""

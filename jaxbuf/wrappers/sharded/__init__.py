@@ -1,0 +1,1 @@
+"""One buffer over the devices along an axis of a mesh."""
