@@ -196,19 +196,17 @@ class Mailbox:
             self._take_reply(message)
         elif kind == Kind.METADATA:
             self._metadata[number] = jax.tree.map(np.copy, message.tree)
-        elif kind == Kind.GOODBYE:
-            self._released = True
-        elif kind == Kind.HOLD:
-            self._held = True
+        elif kind == Kind.LEAVE:
+            self._released, self._held = number == 0, True
         elif kind == Kind.REFUSAL:
             # Batches keep their order, so a message without a number was the oldest one.
             if number in self.waiting:
                 self.waiting.remove(number)
-            elif self.waiting:
+            elif number == 0 and self.waiting:
                 number = self.waiting.popleft()
             self.counts["refused"] += 1
             self.refused.append((number, wire.read_note(message.tree)))
-        elif kind == Kind.FAILURE:
+        elif kind == Kind.ABORT:
             self._fail(wire.read_note(message.tree))
         else:
             self._fail(f"{self.channel.manager_name} sent a message that only workers send")

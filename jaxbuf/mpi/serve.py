@@ -219,10 +219,10 @@ class _Server:
             self._fail(error)
             raise
         for worker in self._waiting:
-            self._send(worker, Kind.GOODBYE)
+            self._send(worker, Kind.LEAVE)
         for worker in self._lost:
             text = f"{self._name}, the manager, counted this rank as lost and has left"
-            self._send(worker, Kind.FAILURE, wire.note(text))
+            self._send(worker, Kind.ABORT, wire.note(text))
         self._finish_sending()
         if self._report is not None:
             self._report(f"{self._name}, manager:\n{self._traffic.table()}")
@@ -261,10 +261,11 @@ class _Server:
         now = time.monotonic()
         if self._save_every is not None and now - self._saved > self._save_every:
             self._save()
-        if self._waiting and now - self._held > _HOLD_SECONDS:
+        there = self._channel.manager - len(self._left | self._lost)
+        if there and self._waiting and now - self._held > _HOLD_SECONDS:
             self._held = now
             for worker in self._waiting:
-                self._send(worker, Kind.HOLD)
+                self._send(worker, Kind.LEAVE, number=there)
 
     def _look_for_silence(self) -> None:
         """Count workers that have been silent for too long as lost."""
@@ -359,7 +360,7 @@ class _Server:
             self._channel.collect()
         for sending in self._channel.sending:
             if sending.to not in self._lost:
-                self._note(sending.to, f"did not take a {sending.kind.name.lower()}")
+                self._note(sending.to, f"did not take a message of kind {sending.kind.name}")
         self._channel.abandon()
 
     def _save(self) -> None:
@@ -373,7 +374,7 @@ class _Server:
         if self._report is not None:
             self._report(text)
         for worker in set(range(self._channel.manager)) - (self._left - self._waiting):
-            self._send(worker, Kind.FAILURE, wire.note(text))
+            self._send(worker, Kind.ABORT, wire.note(text))
         if self._save_to is not None and is_gone(self._manager):
             error.add_note("the manager could not be saved: the program that failed used it up")
         elif self._save_to is not None:
