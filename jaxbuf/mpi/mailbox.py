@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxbuf.core.slots import Slots
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.wire import ExchangeError, Kind, Message
 
@@ -18,11 +19,15 @@ class Answer(NamedTuple):
         scores: The scores of the batch, NumPy arrays.
         baseline: The lowest score that is worth sending; −inf before it is known.
         sequence: The number of the batch among the batches of this worker, counted from 1.
+        slots: The slots of the rows of the batch in the manager's buffer, NumPy arrays ``[B]``, for
+            a worker that asks for them; None for others. The rows are those of all adds of the
+            message, in order; a row that was not sent or not stored has index ``capacity``.
     """
 
     scores: dict[str, np.ndarray]
     baseline: float
     sequence: int
+    slots: Slots | None = None
 
 
 class Mailbox:
@@ -35,7 +40,7 @@ class Mailbox:
 
     Attributes:
         channel: The channel to the manager.
-        waiting: The numbers of batches that are unanswered, in rising order.
+        waiting: The rows of each batch that is unanswered by its number, in rising order.
         answers: Answers that were not returned yet, in order.
         refused: The number of each batch that was refused, and the reason.
         baseline: The last baseline that the worker has heard of.
@@ -45,7 +50,7 @@ class Mailbox:
 
     def __init__(self, channel: wire.Channel, batches: int, baseline: np.float32) -> None:
         self.channel = channel
-        self.waiting: collections.deque[int] = collections.deque()
+        self.waiting: dict[int, int] = {}
         self.answers: collections.deque[Answer] = collections.deque()
         self.refused: list[tuple[int, str]] = []
         self.baseline = baseline
@@ -57,11 +62,17 @@ class Mailbox:
         # True once the manager has said goodbye, and once it has said that it is still there.
         self._released = self._held = False
 
-    def send_batch(self, tree: Any, rows: int) -> None:
+    def send_batch(self, tree: Any, rows: int, *, slots: bool) -> None:
         """Begin to send a batch; its arrays must not change any more."""
         self._batches += 1
-        self.waiting.append(self._batches)
-        self._send(Kind.BATCH, tree, number=self._batches, rows=rows)
+        self.waiting[self._batches] = rows
+        kind = Kind.INSERT if slots else Kind.BATCH
+        self._send(kind, tree, number=self._batches, rows=rows)
+
+    def send_update(self, kind: Kind, tree: Any, rows: int, most: int) -> None:
+        """Begin to send new values, and wait while more than ``most`` messages are on their way."""
+        self._send(kind, tree, number=wire.NO_BATCH, rows=rows)
+        self._wait(lambda: len(self.channel.sending) <= most, "an update")
 
     def request_metadata(self) -> dict[str, Any]:
         """Ask for the manager's metrics, and wait for them.
@@ -146,7 +157,8 @@ class Mailbox:
     def take_all(self) -> tuple[tuple[Answer, ...], tuple[int, ...]]:
         """Return all answers, and the numbers of batches without one, which are given up."""
         answers = tuple(self.answers)
-        missing = sorted([*self.waiting, *(number for number, _ in self.refused)])
+        refused = (number for number, _ in self.refused if 0 < number <= self._batches)
+        missing = sorted([*self.waiting, *refused])
         self.answers.clear()
         self.refused.clear()
         self.give_up()
@@ -192,7 +204,7 @@ class Mailbox:
             self._fail(
                 f"{self.channel.manager_name} sent a message that cannot be read: {message.fault}"
             )
-        elif kind == Kind.REPLY:
+        elif kind in (Kind.REPLY, Kind.PLACED):
             self._take_reply(message)
         elif kind == Kind.METADATA:
             self._metadata[number] = jax.tree.map(np.copy, message.tree)
@@ -200,10 +212,9 @@ class Mailbox:
             self._released, self._held = number == 0, True
         elif kind == Kind.REFUSAL:
             # Batches keep their order, so a message without a number was the oldest one.
-            if number in self.waiting:
-                self.waiting.remove(number)
-            elif number == 0 and self.waiting:
-                number = self.waiting.popleft()
+            if number == 0 and self.waiting:
+                number = next(iter(self.waiting))
+            self.waiting.pop(number, None)
             self.counts["refused"] += 1
             self.refused.append((number, wire.read_note(message.tree)))
         elif kind == Kind.ABORT:
@@ -217,10 +228,11 @@ class Mailbox:
         if number not in self.waiting:
             self.counts["late"] += 1
             return
-        self.waiting.remove(number)
+        rows = self.waiting.pop(number)
         self.counts["answered"] += 1
         scores = jax.tree.map(np.copy, message.tree.scores)
-        self.answers.append(Answer(scores, float(self.baseline), number))
+        slots = jax.tree.map(lambda x: x[:rows].copy(), message.tree.slots)
+        self.answers.append(Answer(scores, float(self.baseline), number, slots))
 
     def _fail(self, text: str) -> None:
         # The first failure is the cause of later ones.

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxbuf.buffers import common
 from jaxbuf.core import checks
 from jaxbuf.core.donation import is_gone
 from jaxbuf.core.program import compiler_options
+from jaxbuf.core.slots import Slots
 from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.batch import Batch, Reply
@@ -127,6 +128,9 @@ def serve(
     return _Server(channel, manager, rows, save_to, save_every, report).run()
 
 
+UPDATES = {Kind.SCORES: Manager.update_score, Kind.PRIORITIES: Manager.update_priority}
+
+
 def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
     """Return the schemas of the messages that depend on the manager.
 
@@ -140,12 +144,24 @@ def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
 
     items = jax.tree.map(lambda x: batched(x.dtype, *x.shape[1:]), manager.buffer.data)
     batch, mask = Batch(items, batched(jnp.float32)), batched(jnp.bool_)
-    _, reply = jax.eval_shape(_take, manager, batch, mask, jnp.int32(0))
-    return {
-        Kind.BATCH: Schema((batch, mask), rows),
+    sent = Schema((batch, mask), rows)
+    reply, placed = (
+        jax.eval_shape(take, manager, batch, mask, jnp.int32(0))[1] for take in (_take, _insert)
+    )
+    found = {
+        Kind.BATCH: sent,
         Kind.REPLY: Schema(reply),
+        Kind.INSERT: sent,
+        Kind.PLACED: Schema(placed),
         Kind.METADATA: Schema(jax.eval_shape(Manager.metrics, manager)),
     }
+    values = Slots(batched(jnp.int32), batched(jnp.uint32)), batched(jnp.float32)
+    for kind, update in UPDATES.items():
+        # What the buffer has no use for has no schema, so that such a message is refused.
+        with contextlib.suppress(ValueError):
+            jax.eval_shape(update, manager, *values)
+            found[kind] = Schema(values, rows)
+    return found
 
 
 @functools.cache
@@ -162,9 +178,33 @@ def _take(
     manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
 ) -> tuple[Manager, Reply]:
     """Store and score a batch; returns the new manager and the reply."""
-    manager, scores = receive_batch(manager, batch, mask, sender)
+    manager, reply = _insert(manager, batch, mask, sender)
+    return manager, reply.replace(slots=None)
+
+
+def _insert(
+    manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
+) -> tuple[Manager, Reply]:
+    """Store and score a batch as ``_take`` does; the reply has the slots of the rows."""
+    manager, (scores, slots) = receive_batch(manager, batch, mask, sender, slots=True)
     # Workers send no empty batches. A constant needs no kernel of its own in this program.
-    return manager, Reply(scores, manager.baseline_value(), jnp.bool_(True))
+    return manager, Reply(scores, manager.baseline_value(), jnp.bool_(True), slots)
+
+
+def _update(
+    update: Callable[..., Manager],
+    manager: Manager,
+    slots: Slots,
+    value: Float[Array, " R"],
+    rows: Int[Array, ""],
+) -> tuple[Manager, Int[Array, ""]]:
+    """Set values of the first ``rows`` slots; returns the manager, and how many were stale."""
+    mask = jnp.arange(len(value), dtype=jnp.int32) < rows
+    stale = jnp.sum(mask & ~manager.buffer.holds(slots), dtype=jnp.int32)
+    return update(manager, slots, value, mask=mask), stale
+
+
+_updates = {kind: functools.partial(_update, update) for kind, update in UPDATES.items()}
 
 
 @contextlib.contextmanager
@@ -295,8 +335,10 @@ class _Server:
         fault = message.fault or self._fault(worker, kind)
         if fault:
             self._refuse(message, fault)
-        elif kind == Kind.BATCH:
-            self._answer(message)
+        elif kind in (Kind.BATCH, Kind.INSERT):
+            self._answer(message, slots=kind == Kind.INSERT)
+        elif kind in UPDATES:
+            self._update(message)
         elif kind == Kind.METADATA_REQUEST:
             self._traffic.count(worker, requests=1)
             metrics = self._metrics(self._manager)
@@ -311,9 +353,10 @@ class _Server:
 
     def _fault(self, worker: int, kind: int) -> str:
         """Return the reason to refuse a message that can be read; empty to accept it."""
-        if kind not in (Kind.BATCH, Kind.METADATA_REQUEST, Kind.LEAVE, Kind.ABORT):
+        changes = (Kind.BATCH, Kind.INSERT, *UPDATES)
+        if kind not in (*changes, Kind.METADATA_REQUEST, Kind.LEAVE, Kind.ABORT):
             return f"its kind is {kind}, which only a manager sends"
-        if kind == Kind.BATCH and worker in self._left:
+        if kind in changes and worker in self._left:
             return "its sender had left"
         return ""
 
@@ -324,18 +367,14 @@ class _Server:
         tag, number = max(message.tag, self._channel.tag), max(message.header.number, 0)
         self._send(message.source, Kind.REFUSAL, wire.note(text), number, tag)
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: Message, slots: bool = False) -> None:
         worker, number = message.source, message.header.number
         batch, mask = message.tree
         began = time.perf_counter()
-        # The program consumes the manager: a signal must not come between it and its replacement.
-        with _signals_later() if self._donates else contextlib.nullcontext():
-            manager, reply = self._take(self._manager, batch, mask, self._senders[worker])
-            # Raises errors of the program before the manager is replaced, and frees the batch.
-            jax.block_until_ready(reply)
-            self._manager = manager
+        take = self._program(_insert) if slots else self._take
+        reply = self._change(take, batch, mask, self._senders[worker])
         handled = time.perf_counter()
-        self._send(worker, Kind.REPLY, reply, number)
+        self._send(worker, Kind.PLACED if slots else Kind.REPLY, reply, number)
         self._traffic.count(
             worker,
             requests=1,
@@ -344,6 +383,26 @@ class _Server:
             handle=handled - began,
             send=time.perf_counter() - handled,
         )
+
+    def _update(self, message: Message) -> None:
+        rows, kind = message.header.rows, Kind(message.header.kind)
+        began = time.perf_counter()
+        stale = self._change(self._program(_updates[kind]), *message.tree, np.int32(rows))
+        handle = time.perf_counter() - began
+        self._traffic.count(message.source, updates=rows, stale=int(stale), handle=handle)
+
+    def _change(self, program: Callable[..., Any], *args: Any) -> Any:
+        """Replace the manager by the first result of a program; returns the second one."""
+        # The program consumes the manager: a signal must not come between it and its replacement.
+        with _signals_later() if self._donates else contextlib.nullcontext():
+            manager, result = program(self._manager, *args)
+            # Raises errors of the program before the manager is replaced, and frees the arguments.
+            jax.block_until_ready(result)
+            self._manager = manager
+        return result
+
+    def _program(self, function: Callable[..., Any]) -> Any:
+        return _compiled(function, self._donates)
 
     def _send(
         self, worker: int, kind: Kind, tree: Any = (), number: int = 0, tag: int | None = None

@@ -31,6 +31,8 @@ MAGIC = 0x6A786266_04
 HEADER = np.dtype([(name, np.int64) for name in ("magic", "kind", "number", "rows", "checksum")])
 # The application may send messages of its own through the communicator, usually with small tags.
 FIRST_TAG = 7100
+# The number of a message from a worker that is not a batch, above those of batches.
+NO_BATCH = 2**62
 # Arrays of at least this many bytes are sent on their own.
 _LARGE = 2**18
 _NOTE_BYTES = 512
@@ -60,6 +62,12 @@ class Kind(enum.IntEnum):
     ABORT = 6
     # The manager could not use a message; the note says why.
     REFUSAL = 7
+    # A batch whose answer has the slots of its rows, and that answer.
+    INSERT = 8
+    PLACED = 9
+    # New values for items of the manager's buffer, by their slots; they are not answered.
+    SCORES = 10
+    PRIORITIES = 11
 
 
 class ExchangeError(RuntimeError):
@@ -74,7 +82,7 @@ class Header(NamedTuple):
         kind: A ``Kind``.
         number: The number of the batch or request that the message is or answers. In an answer to
             a worker that leaves, the number of workers that the manager waits for; 0 for others.
-        rows: The number of rows in the arrays of a batch; 0 for other kinds.
+        rows: The number of rows in the arrays of a batch or of new values; 0 for other kinds.
         checksum: The checksum of the schema of the arrays.
     """
 

@@ -14,14 +14,15 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxbuf.buffers import common
 from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.donation import check_there
+from jaxbuf.core.slots import Slots
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
 from jaxbuf.mpi.batch import Batch, check_batch, uses_score
 from jaxbuf.mpi.layout import Communicators
 from jaxbuf.mpi.mailbox import Answer, Mailbox
 from jaxbuf.mpi.manager import Manager, outline
-from jaxbuf.mpi.serve import schemas
-from jaxbuf.mpi.wire import ExchangeError
+from jaxbuf.mpi.serve import UPDATES, schemas
+from jaxbuf.mpi.wire import ExchangeError, Kind
 from jaxbuf.mpi.worker_state import WorkerState
 from jaxbuf.views.terminal import terminal_states
 
@@ -71,6 +72,9 @@ class Worker:
         scoring_only: If True, items are padded trajectories ``[B, T, ...]`` with a ``mask``
             ``[B, T]``, and their last states are sent; the buffer's example is a single state.
         in_flight: The largest number of unanswered batches in ``"pipelined"`` mode.
+        slots: If True, answers have the slots of the rows, by which ``update_score`` and
+            ``update_priority`` change the manager's items. An answer has 8 more bytes for each row
+            of the largest message.
         timeout: The longest time to wait for the manager, in seconds; None waits forever.
         state: A state to continue from, such as one from a checkpoint.
 
@@ -92,6 +96,7 @@ class Worker:
         filter: BaselineFilter | None = None,  # noqa: A002
         scoring_only: bool = False,
         in_flight: int = 2,
+        slots: bool = False,
         timeout: float | None = 600.0,
         state: WorkerState | None = None,
     ) -> None:
@@ -107,8 +112,9 @@ class Worker:
         self._mode: Mode = mode
         timeout = checks.check_seconds("timeout", timeout)
         scoring_only = checks.check_flag("scoring_only", scoring_only)
+        self._slots = checks.check_flag("slots", slots)
 
-        shapes = outline(manager, group.Get_size() - 1)
+        self._outline = shapes = outline(manager, group.Get_size() - 1)
         self._state = _first_state(shapes.buffer.data, self._rows, filter, state)
         self._step = functools.partial(
             _step, scoring_only=scoring_only, needs_score=uses_score(shapes.buffer)
@@ -194,6 +200,41 @@ class Worker:
         self._mail.poll()
         return None
 
+    def update_score(
+        self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
+    ) -> None:
+        """Set the scores of items of the manager's buffer. It does not wait for an answer.
+
+        The manager takes batches and new scores in the order in which this worker sends them. It
+        drops rows whose item has left since, exactly as the buffer's own ``update_score`` does, and
+        counts them as ``stale`` in its traffic.
+
+        Args:
+            slots: The slots of the items, from answers to this worker, ``[B]``. They name nothing,
+                or other items, if the manager has gone on from an earlier checkpoint since.
+            score: Their new scores, ``[B]``. A NaN is refused, and counted by the buffer.
+            mask: Which rows to use, ``[B]``.
+
+        Raises:
+            ValueError: If no part of the manager's buffer uses scores, or a shape differs.
+            TimeoutError: If the manager did not take the message in time.
+            ExchangeError: If the manager has failed.
+        """
+        self._update(Kind.SCORES, "score", slots, score, mask)
+
+    def update_priority(
+        self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
+    ) -> None:
+        """Set the priorities of items of the manager's buffer, as ``update_score`` sets scores.
+
+        Raises:
+            ValueError: If the sampler of the manager's buffer has no priorities, or a shape
+                differs.
+            TimeoutError: If the manager did not take the message in time.
+            ExchangeError: If the manager has failed.
+        """
+        self._update(Kind.PRIORITIES, "priority", slots, priority, mask)
+
     def request_metadata(self) -> dict[str, Any]:
         """Return the manager's current ``metrics()``: NumPy scalars by name.
 
@@ -273,6 +314,29 @@ class Worker:
         if drained.reason:
             raise ExchangeError(drained.reason)
 
+    def _update(self, kind: Kind, name: str, slots: Slots, value: Any, mask: Any) -> None:
+        """Send new values in as many messages as they need."""
+        self._check_open()
+        value = numbers.convert(value, name, np.dtype("float32"), infinite=name == "priority")
+        leaves, structure = jax.tree.flatten((slots, value, mask))
+        given = (kind, structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves))
+        if given not in self._checked:
+            update = functools.partial(UPDATES[kind], slots=slots, mask=mask, **{name: value})
+            jax.eval_shape(update, self._outline)
+            self._checked.add(given)
+        index, generation = (np.asarray(x) for x in (slots.index, slots.generation))
+        taken = (index >= 0) & (index < self._outline.buffer.capacity)
+        if mask is not None:
+            taken &= np.asarray(mask)
+        # Picking rows copies them, so that the caller may change its own.
+        rows = [
+            x[taken].astype(dtype)
+            for x, dtype in ((index, "i4"), (generation, "u4"), (np.asarray(value), "f4"))
+        ]
+        for start in range(0, len(rows[0]), self._rows):
+            part = [x[start : start + self._rows] for x in rows]
+            self._mail.send_update(kind, part, len(part[0]), most=self._in_flight)
+
     def _check_open(self) -> None:
         if self._mail.has_left:
             raise ExchangeError("this worker has left its manager; create another one")
@@ -330,7 +394,7 @@ class Worker:
             mask = mask[:kept]
         elif batch.items is None:
             batch = batch._replace(items=jax.tree.map(_alike, self._state.items, items))
-        self._mail.send_batch((batch, mask), len(mask))
+        self._mail.send_batch((batch, mask), len(mask), slots=self._slots)
 
     def _wait_as_the_mode_says(self) -> None:
         if self._mode == "sync":
