@@ -23,7 +23,6 @@ from jaxbuf.mpi.baseline import (  # noqa: E402
     update_average,
 )
 from jaxbuf.mpi.batch import Batch, Reply  # noqa: E402
-from jaxbuf.mpi.exchange import LockStep  # noqa: E402
 from jaxbuf.mpi.layout import (  # noqa: E402
     Communicators,
     Group,
@@ -32,6 +31,7 @@ from jaxbuf.mpi.layout import (  # noqa: E402
     make_communicators,
     node_names,
 )
+from jaxbuf.mpi.lock_step import LockStep  # noqa: E402
 from jaxbuf.mpi.mailbox import Answer  # noqa: E402
 from jaxbuf.mpi.manager import Manager  # noqa: E402
 from jaxbuf.mpi.replacement import Choice, Population, ReplaceWorst  # noqa: E402

@@ -1,6 +1,7 @@
 """The manager's end of the free-running exchange: it answers its workers until all have left."""
 
 import contextlib
+import enum
 import functools
 import os
 import signal
@@ -227,6 +228,18 @@ def _signals_later() -> Generator[None]:
             handlers[number](number, frame)
 
 
+class _Status(enum.Enum):
+    """What a manager knows of a worker."""
+
+    ACTIVE = enum.auto()
+    # It has sent nothing for too long.
+    LOST = enum.auto()
+    # It has left, and waits for a goodbye.
+    WAITING = enum.auto()
+    # It has left after an error.
+    GONE = enum.auto()
+
+
 class _Server:
     def __init__(
         self,
@@ -242,10 +255,7 @@ class _Server:
         self._name = channel.names[channel.rank]
         self._traffic = Traffic(channel.names[: channel.manager])
         self._faults: list[str] = []
-        # Workers by their state. Workers that wait for a goodbye have left as well.
-        self._left: set[int] = set()
-        self._waiting: set[int] = set()
-        self._lost: set[int] = set()
+        self._status = [_Status.ACTIVE] * channel.manager
         self._heard = [time.monotonic()] * channel.manager
         self._saved = self._held = time.monotonic()
 
@@ -258,9 +268,9 @@ class _Server:
         except BaseException as error:
             self._fail(error)
             raise
-        for worker in self._waiting:
+        for worker in self._workers(_Status.WAITING):
             self._send(worker, Kind.LEAVE)
-        for worker in self._lost:
+        for worker in self._workers(_Status.LOST):
             text = f"{self._name}, the manager, counted this rank as lost and has left"
             self._send(worker, Kind.ABORT, wire.note(text))
         self._finish_sending()
@@ -285,7 +295,7 @@ class _Server:
 
     def _serve(self) -> None:
         wait = wire.Wait()
-        while len(self._left | self._lost) < self._channel.manager:
+        while self._workers(_Status.ACTIVE):
             began = time.perf_counter()
             message = self._channel.receive()
             if message is not None:
@@ -301,10 +311,10 @@ class _Server:
         now = time.monotonic()
         if self._save_every is not None and now - self._saved > self._save_every:
             self._save()
-        there = self._channel.manager - len(self._left | self._lost)
-        if there and self._waiting and now - self._held > _HOLD_SECONDS:
+        there = len(self._workers(_Status.ACTIVE))
+        if there and now - self._held > _HOLD_SECONDS:
             self._held = now
-            for worker in self._waiting:
+            for worker in self._workers(_Status.WAITING):
                 self._send(worker, Kind.LEAVE, number=there)
 
     def _look_for_silence(self) -> None:
@@ -312,10 +322,10 @@ class _Server:
         if self._channel.timeout is None:
             return
         now = time.monotonic()
-        for worker, heard in enumerate(self._heard):
-            silent = now - heard
-            if silent > self._channel.timeout and worker not in self._left | self._lost:
-                self._lost.add(worker)
+        for worker in self._workers(_Status.ACTIVE):
+            silent = now - self._heard[worker]
+            if silent > self._channel.timeout:
+                self._status[worker] = _Status.LOST
                 batches = self._traffic.metrics()[f"{self._traffic.names[worker]}/batches"]
                 self._note(
                     worker,
@@ -328,8 +338,8 @@ class _Server:
         worker, kind = message.source, message.header.kind
         if worker == self._channel.rank:
             return
-        if worker in self._lost:
-            self._lost.remove(worker)
+        if self._status[worker] is _Status.LOST:
+            self._status[worker] = _Status.ACTIVE
             self._note(worker, "is back")
         self._traffic.count(worker, bytes=message.size, receive=seconds)
         fault = message.fault or self._fault(worker, kind)
@@ -343,11 +353,9 @@ class _Server:
             self._traffic.count(worker, requests=1)
             metrics = self._metrics(self._manager)
             self._send(worker, Kind.METADATA, metrics, message.header.number)
-        elif worker not in self._left:
-            self._left.add(worker)
-            if kind == Kind.LEAVE:
-                self._waiting.add(worker)
-            else:
+        elif self._status[worker] is _Status.ACTIVE:
+            self._status[worker] = _Status.WAITING if kind == Kind.LEAVE else _Status.GONE
+            if kind == Kind.ABORT:
                 self._note(worker, f"left early: {wire.read_note(message.tree)}")
         self._heard[worker] = time.monotonic()
 
@@ -356,7 +364,7 @@ class _Server:
         changes = (Kind.BATCH, Kind.INSERT, *UPDATES)
         if kind not in (*changes, Kind.METADATA_REQUEST, Kind.LEAVE, Kind.ABORT):
             return f"its kind is {kind}, which only a manager sends"
-        if kind in changes and worker in self._left:
+        if kind in changes and self._status[worker] is not _Status.ACTIVE:
             return "its sender had left"
         return ""
 
@@ -415,10 +423,11 @@ class _Server:
         """Wait until all messages have left, except those to lost workers."""
         wait = wire.Wait(self._channel.timeout)
         self._channel.collect()
-        while {x.to for x in self._channel.sending} - self._lost and wait.pause():
+        lost = self._workers(_Status.LOST)
+        while {x.to for x in self._channel.sending}.difference(lost) and wait.pause():
             self._channel.collect()
         for sending in self._channel.sending:
-            if sending.to not in self._lost:
+            if sending.to not in lost:
                 self._note(sending.to, f"did not take a message of kind {sending.kind.name}")
         self._channel.abandon()
 
@@ -432,7 +441,7 @@ class _Server:
         text = f"{self._name}, the manager, failed: {type(error).__name__}: {error}"
         if self._report is not None:
             self._report(text)
-        for worker in set(range(self._channel.manager)) - (self._left - self._waiting):
+        for worker in self._workers(_Status.ACTIVE, _Status.WAITING, _Status.LOST):
             self._send(worker, Kind.ABORT, wire.note(text))
         if self._save_to is not None and is_gone(self._manager):
             error.add_note("the manager could not be saved: the program that failed used it up")
@@ -444,6 +453,9 @@ class _Server:
                 error.add_note(f"the manager could not be saved: {second}")
         error.add_note(f"in {self._name}, the manager of {self._channel.manager} workers")
         self._finish_sending()
+
+    def _workers(self, *statuses: _Status) -> list[int]:
+        return [worker for worker, status in enumerate(self._status) if status in statuses]
 
     def _note(self, worker: int, text: str) -> None:
         fault = f"{self._channel.names[worker]} {text}"
