@@ -278,7 +278,7 @@ def _run_alive(communicators, rank, folder):
             raise ValueError("enough")
         Path(folder, "early").touch()
         # It leaves once more, and then sends a batch for which nobody waits.
-        channel = end._mail.channel
+        channel = end._channel
         channel.send(Kind.LEAVE, channel.manager)
         channel.send(Kind.BATCH, channel.manager, _raw(), number=9, rows=_ROWS)
         while channel.sending:
@@ -348,7 +348,7 @@ def _send_malformed(end, group):
     from mpi4py import MPI
 
     manager = group.Get_size() - 1
-    tag = end._mail.channel.tag
+    tag = end._channel.tag
     kept = []
 
     def send(data, tag=tag):
@@ -363,13 +363,13 @@ def _send_malformed(end, group):
         first[64 : 64 + len(mask)] = mask
         send(first)
 
-    checksum = end._mail.channel.schemas[Kind.BATCH].checksum
+    checksum = end._channel.schemas[Kind.BATCH].checksum
     mask = np.ones(_ROWS, bool)
     send(np.zeros(40, np.uint8), 7099)
     send(np.zeros(8, np.uint8))
     send_first(magic=0)
     send_first(magic=wire.MAGIC + 1)
-    metadata = end._mail.channel.schemas[Kind.METADATA]
+    metadata = end._channel.schemas[Kind.METADATA]
     of_manager = {"kind": int(Kind.METADATA), "rows": 0, "checksum": metadata.checksum}
     send_first(size=metadata.size, **of_manager)
     send_first(kind=77)

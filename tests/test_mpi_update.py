@@ -290,7 +290,7 @@ def test_a_worker_that_left_changes_nothing():
             other = Communicators(second, None, None, object())
             end = Worker(other, make, rows=_ROWS, slots=True, timeout=30)
             slots = end.add(np.arange(4, dtype=np.int32), score=np.ones(4, np.float32)).slots
-            channel = end._mail.channel
+            channel = end._channel
             channel.send(Kind.LEAVE, channel.manager)
             tree = slots, np.zeros(4, np.float32)
             channel.send(Kind.SCORES, channel.manager, tree, number=wire.NO_BATCH, rows=4)

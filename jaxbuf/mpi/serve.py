@@ -229,7 +229,7 @@ def _signals_later() -> Generator[None]:
 
 
 class _Status(enum.Enum):
-    """What a manager knows of a worker."""
+    """The state of a worker, as its manager knows it."""
 
     ACTIVE = enum.auto()
     # It has sent nothing for too long.
