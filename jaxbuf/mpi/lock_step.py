@@ -6,9 +6,8 @@ message that another one does not send.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxbuf.core import checks, describe
 from jaxbuf.core.slots import Slots
 from jaxbuf.mpi.baseline import Agreement, BaselineFilter, check_filter, combine
-from jaxbuf.mpi.batch import Reply, check_batch, uses_score
+from jaxbuf.mpi.batch import Batch, Reply, check_batch, uses_score
 from jaxbuf.mpi.layout import Communicators, Ranks
-from jaxbuf.mpi.manager import Manager, outline, receive_batch
+from jaxbuf.mpi.manager import Manager, outline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +161,6 @@ class LockStep(struct.PyTreeNode):
             ValueError: When traced, if a structure, shape or dtype differs from the example of the
                 manager's buffer, or a required score is missing.
         """
-        import mpi4jax
-        from mpi4py import MPI
-
         abstract: Manager = self.outline.tree
         buffer = abstract.buffer
         if self.filter is not None and score is None:
@@ -177,27 +173,25 @@ class LockStep(struct.PyTreeNode):
             chosen, mask = self.filter.select(batch.score, self.baseline, mask)
             end = end.replace(filter=chosen)
         sends = jnp.any(mask)
-        senders = mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.group.comm)
-        travels = senders > 0
+        travels = self._any_sends(sends)
 
-        receive = functools.partial(receive_batch, slots=self.slots)
-        shapes = jax.eval_shape(lambda m: receive(m, batch, mask, 0)[1], abstract)
+        shapes = jax.eval_shape(lambda m: _receive(m, batch, mask, 0, self.slots)[1], abstract)
         answers = self._zeros(shapes)
-        gathered = lax.cond(travels, self._gather, self._zeros, (batch, mask))
+        gathered = lax.cond(travels, self._exchange("gather"), self._zeros, (batch, mask))
         baseline = self.baseline
         if end.manager is not None:
             count = jnp.where(travels, self.group.last, 0)
-            manager, answers = _take_all(receive, end.manager, gathered, count, answers)
+            manager, answers = _take_all(end.manager, gathered, count, answers, self.slots)
             baseline = manager.baseline_value()
             end = end.replace(manager=manager)
-        scores, slots = lax.cond(travels, self._scatter, self._own, answers)
+        scores, slots = lax.cond(travels, self._exchange("scatter"), self._own, answers)
         if self.agreement is None:
-            baseline = lax.cond(travels, self._broadcast, jnp.copy, baseline)
+            baseline = lax.cond(travels, self._exchange("bcast"), jnp.copy, baseline)
         else:
             # All groups take part, also those in which no worker sends anything.
             if self.managers is not None:
                 baseline = combine(baseline, self.managers.comm, self.agreement)
-            baseline = self._broadcast(baseline)
+            baseline = self._exchange("bcast")(baseline)
         if slots is not None:
             nowhere = jnp.int32(buffer.capacity)
             slots = slots.replace(index=jnp.where(sends, slots.index, nowhere))
@@ -243,17 +237,13 @@ class LockStep(struct.PyTreeNode):
         return self._update(Manager.update_priority, slots, priority, mask)
 
     def _update(self, update: Callable[..., Manager], slots: Slots, value: Any, mask: Any) -> Self:
-        import mpi4jax
-        from mpi4py import MPI
-
         abstract: Manager = self.outline.tree
         jax.eval_shape(lambda manager: update(manager, slots, value, mask=mask), abstract)
         value = jnp.asarray(value, jnp.float32)
         mask = jnp.ones(value.shape, bool) if mask is None else jnp.asarray(mask)
         mask &= (slots.index < abstract.buffer.capacity) & (not self.is_manager)
-        sends = jnp.any(mask).astype(jnp.int32)
-        travels = mpi4jax.allreduce(sends, op=MPI.SUM, comm=self.group.comm) > 0
-        gathered = lax.cond(travels, self._gather, self._zeros, (slots, value, mask))
+        travels = self._any_sends(jnp.any(mask))
+        gathered = lax.cond(travels, self._exchange("gather"), self._zeros, (slots, value, mask))
         if self.manager is None:
             return self
         slots, value, mask = jax.tree.map(lambda x: x.reshape(-1), gathered)
@@ -268,31 +258,24 @@ class LockStep(struct.PyTreeNode):
         """Return this rank's row of a tree that ``_zeros`` has made."""
         return jax.tree.map(lambda x: x[self.group.last], tree) if self.is_manager else tree
 
-    def _gather(self, tree: Any) -> Any:
+    def _any_sends(self, sends: Bool[Array, ""]) -> Bool[Array, ""]:
+        """Return on every rank whether one of them sends anything."""
+        import mpi4jax
+        from mpi4py import MPI
+
+        return mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.group.comm) > 0
+
+    def _exchange(self, how: Literal["gather", "scatter", "bcast"]) -> Callable[[Any], Any]:
+        """Return a collective of mpi4jax between the manager and its workers, for pytrees."""
         import mpi4jax
 
+        send = getattr(mpi4jax, how)
         group = self.group
-        return _in_words(lambda x: mpi4jax.gather(x, root=group.last, comm=group.comm), tree)
-
-    def _scatter(self, tree: Any) -> Any:
-        import mpi4jax
-
-        group = self.group
-        return _in_words(lambda x: mpi4jax.scatter(x, root=group.last, comm=group.comm), tree)
-
-    def _broadcast(self, tree: Any) -> Any:
-        import mpi4jax
-
-        group = self.group
-        return _in_words(lambda x: mpi4jax.bcast(x, root=group.last, comm=group.comm), tree)
+        return lambda tree: _in_words(lambda x: send(x, root=group.last, comm=group.comm), tree)
 
 
 def _take_all(
-    receive: Callable[..., tuple[Manager, Any]],
-    manager: Manager,
-    gathered: Any,
-    count: Int[Array, ""],
-    answers: Any,
+    manager: Manager, gathered: Any, count: Int[Array, ""], answers: Any, slots: bool
 ) -> tuple[Manager, Any]:
     """Receive the batches of the first ``count`` ranks; returns a row of answers for each."""
 
@@ -301,11 +284,21 @@ def _take_all(
         batch, mask = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, sender, keepdims=False), gathered
         )
-        manager, row = receive(manager, batch, mask, sender)
+        manager, row = _receive(manager, batch, mask, sender, slots)
         answers = jax.tree.map(lambda all_, x: all_.at[sender].set(x), answers, row)
         return manager, answers
 
     return lax.fori_loop(jnp.int32(0), count, take, (manager, answers))
+
+
+def _receive(
+    manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Any, slots: bool
+) -> tuple[Manager, Any]:
+    """Receive a batch; returns the manager, and the scores and, if asked for, the slots."""
+    manager, scores, placed = manager.insert(
+        batch.items, score=batch.score, mask=mask, sender=sender
+    )
+    return manager, (scores, placed if slots else None)
 
 
 def _in_words(send: Callable[[Array], Array], tree: Any) -> Any:

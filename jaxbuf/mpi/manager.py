@@ -14,7 +14,7 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, describe, trees
 from jaxbuf.core.slots import Slots
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
-from jaxbuf.mpi.batch import Batch, check_batch, uses_score
+from jaxbuf.mpi.batch import check_batch, uses_score
 from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore
 from jaxbuf.strategies.rank_based import RankBased
 from jaxbuf.strategies.softmax import Softmax
@@ -234,21 +234,6 @@ class Manager(struct.PyTreeNode):
             "batches": jnp.sum(self.counters[..., 0], axis=-1, dtype=jnp.uint32),
             "rows": jnp.sum(self.counters[..., 1], axis=-1, dtype=jnp.uint32),
         }
-
-
-def receive_batch(
-    manager: Manager,
-    batch: Batch,
-    mask: Bool[Array, " B"],
-    sender: int | Int[Array, ""],
-    *,
-    slots: bool,
-) -> tuple[Manager, tuple[dict[str, Array], Slots | None]]:
-    """Receive a batch; returns the new manager, and scores and, if asked for, slots."""
-    manager, scores, placed = manager.insert(
-        batch.items, score=batch.score, mask=mask, sender=sender
-    )
-    return manager, (scores, placed if slots else None)
 
 
 def outline(make: Callable[[int], Manager], num_workers: int) -> Manager:

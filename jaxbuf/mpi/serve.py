@@ -24,7 +24,7 @@ from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.batch import Batch, Reply
 from jaxbuf.mpi.layout import Communicators
-from jaxbuf.mpi.manager import Manager, receive_batch
+from jaxbuf.mpi.manager import Manager
 from jaxbuf.mpi.traffic import Traffic
 from jaxbuf.mpi.wire import Kind, Message, Schema
 
@@ -129,6 +129,7 @@ def serve(
     return _Server(channel, manager, rows, save_to, save_every, report).run()
 
 
+# The kinds of messages that change stored items, and the methods that do it.
 UPDATES = {Kind.SCORES: Manager.update_score, Kind.PRIORITIES: Manager.update_priority}
 
 
@@ -146,12 +147,10 @@ def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
     items = jax.tree.map(lambda x: batched(x.dtype, *x.shape[1:]), manager.buffer.data)
     batch, mask = Batch(items, batched(jnp.float32)), batched(jnp.bool_)
     sent = Schema((batch, mask), rows)
-    reply, placed = (
-        jax.eval_shape(take, manager, batch, mask, jnp.int32(0))[1] for take in (_take, _insert)
-    )
+    _, placed = jax.eval_shape(_insert, manager, batch, mask, jnp.int32(0))
     found = {
         Kind.BATCH: sent,
-        Kind.REPLY: Schema(reply),
+        Kind.REPLY: Schema(placed.replace(slots=None)),
         Kind.INSERT: sent,
         Kind.PLACED: Schema(placed),
         Kind.METADATA: Schema(jax.eval_shape(Manager.metrics, manager)),
@@ -168,11 +167,8 @@ def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
 @functools.cache
 def _compiled(function: Callable[..., Any], donates: bool) -> Any:
     """Return the jitted function, compiled with options that depend on the backend."""
-    return jax.jit(
-        function,
-        donate_argnums=0 if donates else None,
-        compiler_options=compiler_options(),
-    )
+    options = compiler_options()
+    return jax.jit(function, donate_argnums=0 if donates else None, compiler_options=options)
 
 
 def _take(
@@ -187,7 +183,9 @@ def _insert(
     manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
 ) -> tuple[Manager, Reply]:
     """Store and score a batch as ``_take`` does; the reply has the slots of the rows."""
-    manager, (scores, slots) = receive_batch(manager, batch, mask, sender, slots=True)
+    manager, scores, slots = manager.insert(
+        batch.items, score=batch.score, mask=mask, sender=sender
+    )
     # Workers send no empty batches. A constant needs no kernel of its own in this program.
     return manager, Reply(scores, manager.baseline_value(), jnp.bool_(True), slots)
 
