@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxbuf.mpi import Communicators, Manager, Served, serve
+from jaxbuf.mpi import Communicators, Manager, Served, serve, wire
 
 
 class _Sent(NamedTuple):
@@ -72,6 +72,8 @@ def lines(ranks: int) -> list[Line]:
     """Returns the communicators of a group, of which the last one is the manager's."""
     sent: list[list[_Sent]] = [[] for _ in range(ranks)]
     lock = threading.Lock()
+    # The process makes the key of runs at the first one, which two threads must not do at once.
+    wire._count_run(Line(0, sent, lock))
     return [Line(rank, sent, lock) for rank in range(ranks)]
 
 
