@@ -215,7 +215,6 @@ def test_a_worker_refuses_bad_updates():
             answer = end.add(np.arange(4, dtype=np.int32), score=np.zeros(4, np.float32))
             slots = answer.slots
             for args, message in [
-                ((None, np.zeros(4)), "slots is None; expected the slots of a sample"),
                 ((answer, np.zeros(4)), "slots is .*Answer.*; expected the slots of a sample"),
                 ((slots, np.zeros(3)), r"score has shape \(3,\); expected \(4,\)"),
                 ((slots, np.full(4, 1e300)), r"score\[0\] is 1e\+300"),
@@ -234,6 +233,16 @@ def test_a_worker_refuses_bad_updates():
     assert served.traffic.metrics()["updates"] == 0
     with pytest.raises(ValueError, match="slots is 1; expected True or False"):
         Worker(Communicators(lines(2)[0], None, None, object()), _lowest, rows=4, slots=1)
+
+
+def test_a_worker_that_did_not_ask_for_slots_is_told_how():
+    def work(communicators):
+        with Worker(communicators, _lowest, rows=_ROWS, timeout=30) as end:
+            answer = end.add(np.arange(4, dtype=np.int32), score=np.zeros(4, np.float32))
+            with pytest.raises(ValueError, match=r"slots is None; .* Worker\(\.\.\., slots=True\)"):
+                end.update_score(answer.slots, np.zeros(4))
+
+    run(_lowest(), work, rows=_ROWS)
 
 
 def test_updates_that_cannot_be_used_are_refused():

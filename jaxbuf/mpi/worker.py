@@ -243,7 +243,11 @@ class Worker:
         return self._answers.popleft() if self._answers else None
 
     def update_score(
-        self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
+        self,
+        slots: Slots | None,
+        score: Float[Array, " B"],
+        *,
+        mask: Bool[Array, " B"] | None = None,
     ) -> None:
         """Set the scores of items of the manager's buffer. It does not wait for an answer.
 
@@ -258,14 +262,19 @@ class Worker:
             mask: Which rows to use, ``[B]``.
 
         Raises:
-            ValueError: If no part of the manager's buffer uses scores, or a shape differs.
+            ValueError: If no part of the manager's buffer uses scores, a shape differs, or this
+                worker does not ask for slots.
             TimeoutError: If the manager did not take the message in time.
             ExchangeError: If the manager has failed.
         """
         self._update(Kind.SCORES, "score", slots, score, mask)
 
     def update_priority(
-        self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
+        self,
+        slots: Slots | None,
+        priority: Float[Array, " B"],
+        *,
+        mask: Bool[Array, " B"] | None = None,
     ) -> None:
         """Set the priorities of items of the manager's buffer, as ``update_score`` sets scores.
 
@@ -375,9 +384,14 @@ class Worker:
         if drained.reason:
             raise ExchangeError(drained.reason)
 
-    def _update(self, kind: Kind, name: str, slots: Slots, value: Any, mask: Any) -> None:
+    def _update(self, kind: Kind, name: str, slots: Slots | None, value: Any, mask: Any) -> None:
         """Send new values in as many messages as they need."""
         self._check_open()
+        if slots is None:
+            raise ValueError(
+                "slots is None; expected those of an answer, which has them if the worker asks for "
+                "them: Worker(..., slots=True)"
+            )
         value = numbers.convert(value, name, np.dtype("float32"), infinite=name == "priority")
         leaves, structure = jax.tree.flatten((slots, value, mask))
         given = (kind, structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves))
