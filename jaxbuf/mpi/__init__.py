@@ -23,7 +23,6 @@ from jaxbuf.mpi.baseline import (  # noqa: E402
     update_average,
 )
 from jaxbuf.mpi.batch import Batch, Reply  # noqa: E402
-from jaxbuf.mpi.exchange import LockStep  # noqa: E402
 from jaxbuf.mpi.layout import (  # noqa: E402
     Communicators,
     Group,
@@ -32,7 +31,7 @@ from jaxbuf.mpi.layout import (  # noqa: E402
     make_communicators,
     node_names,
 )
-from jaxbuf.mpi.mailbox import Answer  # noqa: E402
+from jaxbuf.mpi.lock_step import LockStep  # noqa: E402
 from jaxbuf.mpi.manager import Manager  # noqa: E402
 from jaxbuf.mpi.replacement import Choice, Population, ReplaceWorst  # noqa: E402
 from jaxbuf.mpi.scores import (  # noqa: E402
@@ -48,7 +47,7 @@ from jaxbuf.mpi.scores import (  # noqa: E402
 from jaxbuf.mpi.serve import Served, serve  # noqa: E402
 from jaxbuf.mpi.traffic import Traffic  # noqa: E402
 from jaxbuf.mpi.wire import ExchangeError  # noqa: E402
-from jaxbuf.mpi.worker import Drained, Worker  # noqa: E402
+from jaxbuf.mpi.worker import Answer, Drained, Worker  # noqa: E402
 from jaxbuf.mpi.worker_state import WorkerState  # noqa: E402
 
 __all__ = [

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import describe, storage
+from jaxbuf.core.slots import Slots
 
 
 class Batch(NamedTuple):
@@ -30,11 +31,14 @@ class Reply(struct.PyTreeNode):
         scores: The scores of the worker's batch; zeros if it sent none.
         baseline: The lowest score that is worth sending, ``[]``.
         answered: Whether the worker sent a batch, ``[]`` bool; always False on the manager.
+        slots: The slot of each row of the batch, ``[B]``, where the worker asks for slots; None
+            elsewhere.
     """
 
     scores: dict[str, Array]
     baseline: Float[Array, ""]
     answered: Bool[Array, ""]
+    slots: Slots | None = None
 
     __repr__ = describe.text
     _repr_html_ = describe.rich

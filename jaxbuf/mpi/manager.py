@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, describe, trees
+from jaxbuf.core.slots import Slots
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
-from jaxbuf.mpi.batch import Batch, check_batch, uses_score
+from jaxbuf.mpi.batch import check_batch, uses_score
 from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore
 from jaxbuf.strategies.rank_based import RankBased
 from jaxbuf.strategies.softmax import Softmax
@@ -131,6 +132,32 @@ class Manager(struct.PyTreeNode):
             ValueError: When traced, if a structure, shape or dtype differs, a required score is
                 missing, or the score function does not return a dict of arrays.
         """
+        return self.insert(items, score=score, mask=mask, sender=sender)[:2]
+
+    def insert(
+        self,
+        items: PyTree[Array],
+        *,
+        score: Float[Array, " B"] | None = None,
+        mask: Bool[Array, " B"] | None = None,
+        sender: int | Int[Array, ""] = 0,
+    ) -> tuple[Self, dict[str, Array], Slots]:
+        """Receive a batch, and return the slots of its rows as well.
+
+        Args:
+            items: The items and all other arguments are those of ``receive``.
+            score: Scores, ``[B]``.
+            mask: Which rows are part of the batch, ``[B]``.
+            sender: The number of the worker.
+
+        Returns:
+            The new manager, the scores of the batch, and the slot of each row, ``[B]``. A row that
+            is not stored, or that a later row of the same batch has evicted, has index
+            ``capacity``.
+
+        Raises:
+            ValueError: As raised by ``receive``.
+        """
         batch, present = check_batch(
             self.buffer.data, items, score, mask, needs_score=uses_score(self.buffer)
         )
@@ -151,9 +178,11 @@ class Manager(struct.PyTreeNode):
                 "{'score': ...}"
             )
         buffer = self.buffer
+        nowhere = jnp.full(present.shape, buffer.capacity, jnp.int32)
+        slots = Slots(nowhere, jnp.zeros(present.shape, jnp.uint32))
         if self.store:
             given = batch.score if uses_score(buffer) else None
-            buffer = buffer.add(batch.items, score=given, mask=present)
+            buffer, slots = buffer.insert(batch.items, score=given, mask=present)
         count = jnp.sum(present, dtype=jnp.uint32)
         received = jnp.stack([(count > 0).astype(jnp.uint32), count])
         manager = self.replace(
@@ -162,7 +191,34 @@ class Manager(struct.PyTreeNode):
             counters=self.counters.at[sender].add(received),
             score_state=state,
         )
-        return manager, jax.tree.map(jnp.asarray, scores)
+        return manager, jax.tree.map(jnp.asarray, scores), slots
+
+    def update_score(
+        self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
+    ) -> Self:
+        """Set the scores of stored items, as ``update_score`` of the buffer does.
+
+        A baseline of the scores in the buffer follows; the moving average does not.
+
+        Args:
+            slots: The slots of the items, from ``insert`` or from a sample of the buffer, ``[B]``.
+            score: Their new scores, ``[B]``.
+            mask: Which rows to use, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if no part of the buffer uses scores, or a shape differs.
+        """
+        return self.replace(buffer=self.buffer.update_score(slots, score, mask=mask))
+
+    def update_priority(
+        self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
+    ) -> Self:
+        """Set the priorities of stored items, as ``update_priority`` of the buffer does.
+
+        Raises:
+            ValueError: When traced, if the sampler has no priorities, or a shape differs.
+        """
+        return self.replace(buffer=self.buffer.update_priority(slots, priority, mask=mask))
 
     def baseline_value(self) -> Float[Array, ""]:
         """Return the baseline after all batches so far; −inf before it is known."""
@@ -178,13 +234,6 @@ class Manager(struct.PyTreeNode):
             "batches": jnp.sum(self.counters[..., 0], axis=-1, dtype=jnp.uint32),
             "rows": jnp.sum(self.counters[..., 1], axis=-1, dtype=jnp.uint32),
         }
-
-
-def receive_batch(
-    manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: int | Int[Array, ""]
-) -> tuple[Manager, dict[str, Array]]:
-    """Call ``Manager.receive`` with a batch and its mask."""
-    return manager.receive(batch.items, score=batch.score, mask=mask, sender=sender)
 
 
 def outline(make: Callable[[int], Manager], num_workers: int) -> Manager:

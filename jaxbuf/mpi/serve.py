@@ -1,6 +1,7 @@
 """The manager's end of the free-running exchange: it answers its workers until all have left."""
 
 import contextlib
+import enum
 import functools
 import os
 import signal
@@ -12,17 +13,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxbuf.buffers import common
 from jaxbuf.core import checks
 from jaxbuf.core.donation import is_gone
 from jaxbuf.core.program import compiler_options
+from jaxbuf.core.slots import Slots
 from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.batch import Batch, Reply
 from jaxbuf.mpi.layout import Communicators
-from jaxbuf.mpi.manager import Manager, receive_batch
+from jaxbuf.mpi.manager import Manager
 from jaxbuf.mpi.traffic import Traffic
 from jaxbuf.mpi.wire import Kind, Message, Schema
 
@@ -127,6 +129,10 @@ def serve(
     return _Server(channel, manager, rows, save_to, save_every, report).run()
 
 
+# The kinds of messages that change stored items, and the methods that do it.
+UPDATES = {Kind.SCORES: Manager.update_score, Kind.PRIORITIES: Manager.update_priority}
+
+
 def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
     """Return the schemas of the messages that depend on the manager.
 
@@ -140,31 +146,64 @@ def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
 
     items = jax.tree.map(lambda x: batched(x.dtype, *x.shape[1:]), manager.buffer.data)
     batch, mask = Batch(items, batched(jnp.float32)), batched(jnp.bool_)
-    _, reply = jax.eval_shape(_take, manager, batch, mask, jnp.int32(0))
-    return {
-        Kind.BATCH: Schema((batch, mask), rows),
-        Kind.REPLY: Schema(reply),
+    sent = Schema((batch, mask), rows)
+    _, placed = jax.eval_shape(_insert, manager, batch, mask, jnp.int32(0))
+    found = {
+        Kind.BATCH: sent,
+        Kind.REPLY: Schema(placed.replace(slots=None)),
+        Kind.INSERT: sent,
+        Kind.PLACED: Schema(placed),
         Kind.METADATA: Schema(jax.eval_shape(Manager.metrics, manager)),
     }
+    values = Slots(batched(jnp.int32), batched(jnp.uint32)), batched(jnp.float32)
+    for kind, update in UPDATES.items():
+        # What the buffer has no use for has no schema, so that such a message is refused.
+        with contextlib.suppress(ValueError):
+            jax.eval_shape(update, manager, *values)
+            found[kind] = Schema(values, rows)
+    return found
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any], donates: bool) -> Any:
     """Return the jitted function, compiled with options that depend on the backend."""
-    return jax.jit(
-        function,
-        donate_argnums=0 if donates else None,
-        compiler_options=compiler_options(),
-    )
+    options = compiler_options()
+    return jax.jit(function, donate_argnums=0 if donates else None, compiler_options=options)
 
 
 def _take(
     manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
 ) -> tuple[Manager, Reply]:
     """Store and score a batch; returns the new manager and the reply."""
-    manager, scores = receive_batch(manager, batch, mask, sender)
+    manager, reply = _insert(manager, batch, mask, sender)
+    return manager, reply.replace(slots=None)
+
+
+def _insert(
+    manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
+) -> tuple[Manager, Reply]:
+    """Store and score a batch as ``_take`` does; the reply has the slots of the rows."""
+    manager, scores, slots = manager.insert(
+        batch.items, score=batch.score, mask=mask, sender=sender
+    )
     # Workers send no empty batches. A constant needs no kernel of its own in this program.
-    return manager, Reply(scores, manager.baseline_value(), jnp.bool_(True))
+    return manager, Reply(scores, manager.baseline_value(), jnp.bool_(True), slots)
+
+
+def _update(
+    update: Callable[..., Manager],
+    manager: Manager,
+    slots: Slots,
+    value: Float[Array, " R"],
+    rows: Int[Array, ""],
+) -> tuple[Manager, Int[Array, ""]]:
+    """Set values of the first ``rows`` slots; returns the manager, and how many were stale."""
+    mask = jnp.arange(len(value), dtype=jnp.int32) < rows
+    stale = jnp.sum(mask & ~manager.buffer.holds(slots), dtype=jnp.int32)
+    return update(manager, slots, value, mask=mask), stale
+
+
+_updates = {kind: functools.partial(_update, update) for kind, update in UPDATES.items()}
 
 
 @contextlib.contextmanager
@@ -187,6 +226,18 @@ def _signals_later() -> Generator[None]:
             handlers[number](number, frame)
 
 
+class _Status(enum.Enum):
+    """The state of a worker, as its manager knows it."""
+
+    ACTIVE = enum.auto()
+    # It has sent nothing for too long.
+    LOST = enum.auto()
+    # It has left, and waits for a goodbye.
+    WAITING = enum.auto()
+    # It has left after an error.
+    GONE = enum.auto()
+
+
 class _Server:
     def __init__(
         self,
@@ -202,10 +253,7 @@ class _Server:
         self._name = channel.names[channel.rank]
         self._traffic = Traffic(channel.names[: channel.manager])
         self._faults: list[str] = []
-        # Workers by their state. Workers that wait for a goodbye have left as well.
-        self._left: set[int] = set()
-        self._waiting: set[int] = set()
-        self._lost: set[int] = set()
+        self._status = [_Status.ACTIVE] * channel.manager
         self._heard = [time.monotonic()] * channel.manager
         self._saved = self._held = time.monotonic()
 
@@ -218,11 +266,11 @@ class _Server:
         except BaseException as error:
             self._fail(error)
             raise
-        for worker in self._waiting:
-            self._send(worker, Kind.GOODBYE)
-        for worker in self._lost:
+        for worker in self._workers(_Status.WAITING):
+            self._send(worker, Kind.LEAVE)
+        for worker in self._workers(_Status.LOST):
             text = f"{self._name}, the manager, counted this rank as lost and has left"
-            self._send(worker, Kind.FAILURE, wire.note(text))
+            self._send(worker, Kind.ABORT, wire.note(text))
         self._finish_sending()
         if self._report is not None:
             self._report(f"{self._name}, manager:\n{self._traffic.table()}")
@@ -245,7 +293,7 @@ class _Server:
 
     def _serve(self) -> None:
         wait = wire.Wait()
-        while len(self._left | self._lost) < self._channel.manager:
+        while self._workers(_Status.ACTIVE):
             began = time.perf_counter()
             message = self._channel.receive()
             if message is not None:
@@ -261,20 +309,21 @@ class _Server:
         now = time.monotonic()
         if self._save_every is not None and now - self._saved > self._save_every:
             self._save()
-        if self._waiting and now - self._held > _HOLD_SECONDS:
+        there = len(self._workers(_Status.ACTIVE))
+        if there and now - self._held > _HOLD_SECONDS:
             self._held = now
-            for worker in self._waiting:
-                self._send(worker, Kind.HOLD)
+            for worker in self._workers(_Status.WAITING):
+                self._send(worker, Kind.LEAVE, number=there)
 
     def _look_for_silence(self) -> None:
         """Count workers that have been silent for too long as lost."""
         if self._channel.timeout is None:
             return
         now = time.monotonic()
-        for worker, heard in enumerate(self._heard):
-            silent = now - heard
-            if silent > self._channel.timeout and worker not in self._left | self._lost:
-                self._lost.add(worker)
+        for worker in self._workers(_Status.ACTIVE):
+            silent = now - self._heard[worker]
+            if silent > self._channel.timeout:
+                self._status[worker] = _Status.LOST
                 batches = self._traffic.metrics()[f"{self._traffic.names[worker]}/batches"]
                 self._note(
                     worker,
@@ -287,32 +336,33 @@ class _Server:
         worker, kind = message.source, message.header.kind
         if worker == self._channel.rank:
             return
-        if worker in self._lost:
-            self._lost.remove(worker)
+        if self._status[worker] is _Status.LOST:
+            self._status[worker] = _Status.ACTIVE
             self._note(worker, "is back")
         self._traffic.count(worker, bytes=message.size, receive=seconds)
         fault = message.fault or self._fault(worker, kind)
         if fault:
             self._refuse(message, fault)
-        elif kind == Kind.BATCH:
-            self._answer(message)
+        elif kind in (Kind.BATCH, Kind.INSERT):
+            self._answer(message, slots=kind == Kind.INSERT)
+        elif kind in UPDATES:
+            self._update(message)
         elif kind == Kind.METADATA_REQUEST:
             self._traffic.count(worker, requests=1)
             metrics = self._metrics(self._manager)
             self._send(worker, Kind.METADATA, metrics, message.header.number)
-        elif worker not in self._left:
-            self._left.add(worker)
-            if kind == Kind.LEAVE:
-                self._waiting.add(worker)
-            else:
+        elif self._status[worker] is _Status.ACTIVE:
+            self._status[worker] = _Status.WAITING if kind == Kind.LEAVE else _Status.GONE
+            if kind == Kind.ABORT:
                 self._note(worker, f"left early: {wire.read_note(message.tree)}")
         self._heard[worker] = time.monotonic()
 
     def _fault(self, worker: int, kind: int) -> str:
         """Return the reason to refuse a message that can be read; empty to accept it."""
-        if kind not in (Kind.BATCH, Kind.METADATA_REQUEST, Kind.LEAVE, Kind.ABORT):
+        changes = (Kind.BATCH, Kind.INSERT, *UPDATES)
+        if kind not in (*changes, Kind.METADATA_REQUEST, Kind.LEAVE, Kind.ABORT):
             return f"its kind is {kind}, which only a manager sends"
-        if kind == Kind.BATCH and worker in self._left:
+        if kind in changes and self._status[worker] is not _Status.ACTIVE:
             return "its sender had left"
         return ""
 
@@ -323,18 +373,14 @@ class _Server:
         tag, number = max(message.tag, self._channel.tag), max(message.header.number, 0)
         self._send(message.source, Kind.REFUSAL, wire.note(text), number, tag)
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: Message, slots: bool = False) -> None:
         worker, number = message.source, message.header.number
         batch, mask = message.tree
         began = time.perf_counter()
-        # The program consumes the manager: a signal must not come between it and its replacement.
-        with _signals_later() if self._donates else contextlib.nullcontext():
-            manager, reply = self._take(self._manager, batch, mask, self._senders[worker])
-            # Raises errors of the program before the manager is replaced, and frees the batch.
-            jax.block_until_ready(reply)
-            self._manager = manager
+        take = self._program(_insert) if slots else self._take
+        reply = self._change(take, batch, mask, self._senders[worker])
         handled = time.perf_counter()
-        self._send(worker, Kind.REPLY, reply, number)
+        self._send(worker, Kind.PLACED if slots else Kind.REPLY, reply, number)
         self._traffic.count(
             worker,
             requests=1,
@@ -343,6 +389,26 @@ class _Server:
             handle=handled - began,
             send=time.perf_counter() - handled,
         )
+
+    def _update(self, message: Message) -> None:
+        rows, kind = message.header.rows, Kind(message.header.kind)
+        began = time.perf_counter()
+        stale = self._change(self._program(_updates[kind]), *message.tree, np.int32(rows))
+        handle = time.perf_counter() - began
+        self._traffic.count(message.source, updates=rows, stale=int(stale), handle=handle)
+
+    def _change(self, program: Callable[..., Any], *args: Any) -> Any:
+        """Replace the manager by the first result of a program; returns the second one."""
+        # The program consumes the manager: a signal must not come between it and its replacement.
+        with _signals_later() if self._donates else contextlib.nullcontext():
+            manager, result = program(self._manager, *args)
+            # Raises errors of the program before the manager is replaced, and frees the arguments.
+            jax.block_until_ready(result)
+            self._manager = manager
+        return result
+
+    def _program(self, function: Callable[..., Any]) -> Any:
+        return _compiled(function, self._donates)
 
     def _send(
         self, worker: int, kind: Kind, tree: Any = (), number: int = 0, tag: int | None = None
@@ -355,11 +421,12 @@ class _Server:
         """Wait until all messages have left, except those to lost workers."""
         wait = wire.Wait(self._channel.timeout)
         self._channel.collect()
-        while {x.to for x in self._channel.sending} - self._lost and wait.pause():
+        lost = self._workers(_Status.LOST)
+        while {x.to for x in self._channel.sending}.difference(lost) and wait.pause():
             self._channel.collect()
         for sending in self._channel.sending:
-            if sending.to not in self._lost:
-                self._note(sending.to, f"did not take a {sending.kind.name.lower()}")
+            if sending.to not in lost:
+                self._note(sending.to, f"did not take a message of kind {sending.kind.name}")
         self._channel.abandon()
 
     def _save(self) -> None:
@@ -372,8 +439,8 @@ class _Server:
         text = f"{self._name}, the manager, failed: {type(error).__name__}: {error}"
         if self._report is not None:
             self._report(text)
-        for worker in set(range(self._channel.manager)) - (self._left - self._waiting):
-            self._send(worker, Kind.FAILURE, wire.note(text))
+        for worker in self._workers(_Status.ACTIVE, _Status.WAITING, _Status.LOST):
+            self._send(worker, Kind.ABORT, wire.note(text))
         if self._save_to is not None and is_gone(self._manager):
             error.add_note("the manager could not be saved: the program that failed used it up")
         elif self._save_to is not None:
@@ -384,6 +451,9 @@ class _Server:
                 error.add_note(f"the manager could not be saved: {second}")
         error.add_note(f"in {self._name}, the manager of {self._channel.manager} workers")
         self._finish_sending()
+
+    def _workers(self, *statuses: _Status) -> list[int]:
+        return [worker for worker, status in enumerate(self._status) if status in statuses]
 
     def _note(self, worker: int, text: str) -> None:
         fault = f"{self._channel.names[worker]} {text}"

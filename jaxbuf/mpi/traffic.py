@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-_COUNTS = ("requests", "batches", "rows", "bytes")
+_COUNTS = ("requests", "batches", "rows", "bytes", "updates", "stale")
 _PHASES = ("receive", "handle", "send")
 
 
@@ -13,7 +13,8 @@ class Traffic:
     """Counts requests, bytes and time by phase for each worker of a manager.
 
     A batch is received, handled (stored and scored, in one program) and answered. A request is a
-    batch or a request for metadata. Bytes count whole messages in both directions.
+    batch or a request for metadata. Bytes count whole messages in both directions. Updates are rows
+    of new scores or priorities, of which the stale ones name items that have left.
 
     Args:
         names: The names of the workers.
@@ -37,8 +38,9 @@ class Traffic:
 
         Args:
             worker: The number of the worker.
-            **amounts: ``requests``, ``batches``, ``rows``, ``bytes`` (received) and ``answered``
-                (bytes sent); and the seconds of ``receive``, ``handle`` and ``send``.
+            **amounts: ``requests``, ``batches``, ``rows``, ``bytes`` (received), ``answered``
+                (bytes sent), ``updates`` and ``stale``; and the seconds of ``receive``, ``handle``
+                and ``send``.
         """
         for name, amount in amounts.items():
             if name in _PHASES:
@@ -54,10 +56,10 @@ class Traffic:
         """Return all counts and times as Python numbers.
 
         Returns:
-            ``requests``, ``batches``, ``rows``, ``bytes``, ``receive_seconds``, ``handle_seconds``,
-            ``send_seconds`` and ``bandwidth``, the bytes received per second of receiving (0 if
-            nothing was received); and the same for each worker, with its name in front, such as
-            ``rank 1/requests``.
+            ``requests``, ``batches``, ``rows``, ``bytes``, ``updates``, ``stale``,
+            ``receive_seconds``, ``handle_seconds``, ``send_seconds``, and ``bandwidth``, the bytes
+            received per second of receiving (0 if nothing was received); and the same for each
+            worker, with its name in front, such as ``rank 1/requests``.
         """
         out = _row(self._counts.sum(0), self._seconds.sum(0), self._received.sum())
         for worker, name in enumerate(self.names):
@@ -67,11 +69,12 @@ class Traffic:
 
     def table(self) -> str:
         """Return all counts and times as text: a line for each worker and one for the total."""
-        header = ["", *_COUNTS, *(f"{phase} ms" for phase in _PHASES), "MB/s"]
         metrics = self.metrics()
+        shown = [name for name in _COUNTS if metrics[name] or name not in ("updates", "stale")]
+        header = ["", *shown, *(f"{phase} ms" for phase in _PHASES), "MB/s"]
         lines = [header]
         for name, prefix in [*((name, f"{name}/") for name in self.names), ("all", "")]:
-            counts = [f"{metrics[prefix + key]:,}" for key in _COUNTS]
+            counts = [f"{metrics[prefix + key]:,}" for key in shown]
             seconds = [f"{1e3 * metrics[f'{prefix}{phase}_seconds']:,.1f}" for phase in _PHASES]
             bandwidth = f"{metrics[prefix + 'bandwidth'] / 1e6:,.1f}"
             lines.append([name, *counts, *seconds, bandwidth])

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # The last byte is the version of this format.
-MAGIC = 0x6A786266_03
+MAGIC = 0x6A786266_04
 HEADER = np.dtype([(name, np.int64) for name in ("magic", "kind", "number", "rows", "checksum")])
 # The application may send messages of its own through the communicator, usually with small tags.
 FIRST_TAG = 7100
+# The number of a message from a worker that is not a batch, above those of batches.
+NO_BATCH = 2**62
 # Arrays of at least this many bytes are sent on their own.
 _LARGE = 2**18
 _NOTE_BYTES = 512
@@ -53,16 +55,19 @@ class Kind(enum.IntEnum):
     REPLY = 2
     METADATA_REQUEST = 3
     METADATA = 4
-    # A worker leaves and waits for a goodbye; or it leaves after an error, which the note names.
+    # A worker leaves. The manager answers with the number of workers that it waits for: a message
+    # with 0 is the last one, after which it leaves too.
     LEAVE = 5
+    # This end leaves early, or cannot go on; the note says why.
     ABORT = 6
-    # The manager has stored everything, and leaves too.
-    GOODBYE = 7
-    # The manager could not read a message, or cannot go on; the note says why.
-    REFUSAL = 8
-    FAILURE = 9
-    # The manager is still there, but the other workers have not left yet.
-    HOLD = 10
+    # The manager could not use a message; the note says why.
+    REFUSAL = 7
+    # A batch whose answer has the slots of its rows, and that answer.
+    INSERT = 8
+    PLACED = 9
+    # New values for items of the manager's buffer, by their slots; they are not answered.
+    SCORES = 10
+    PRIORITIES = 11
 
 
 class ExchangeError(RuntimeError):
@@ -75,8 +80,9 @@ class Header(NamedTuple):
     Attributes:
         magic: Identifies a message of this format and version.
         kind: A ``Kind``.
-        number: The number of the batch or request that the message is or answers; 0 for others.
-        rows: The number of rows in the arrays of a batch; 0 for other kinds.
+        number: The number of the batch or request that the message is or answers. In an answer to
+            a worker that leaves, the number of workers that the manager waits for; 0 for others.
+        rows: The number of rows in the arrays of a batch or of new values; 0 for other kinds.
         checksum: The checksum of the schema of the arrays.
     """
 
@@ -148,7 +154,7 @@ class Schema:
 
 
 _NOTE = Schema(jax.ShapeDtypeStruct((_NOTE_BYTES,), np.uint8))
-_NOTES = (Kind.ABORT, Kind.REFUSAL, Kind.FAILURE)
+_NOTES = (Kind.ABORT, Kind.REFUSAL)
 # Kinds that are not listed have no arrays.
 _SCHEMAS = {kind: _NOTE if kind in _NOTES else Schema(()) for kind in Kind}
 

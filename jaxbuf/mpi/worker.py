@@ -1,5 +1,6 @@
 """A worker's end of the free-running exchange: it sends items at its own pace."""
 
+import collections
 import functools
 import weakref
 from collections.abc import Callable
@@ -9,23 +10,40 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers import common
 from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.donation import check_there
-from jaxbuf.mpi import wire
+from jaxbuf.core.slots import Slots
+from jaxbuf.mpi import wire, worker_state
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
-from jaxbuf.mpi.batch import Batch, check_batch, uses_score
+from jaxbuf.mpi.batch import Batch, Reply, uses_score
 from jaxbuf.mpi.layout import Communicators
-from jaxbuf.mpi.mailbox import Answer, Mailbox
 from jaxbuf.mpi.manager import Manager, outline
-from jaxbuf.mpi.serve import schemas
-from jaxbuf.mpi.wire import ExchangeError
+from jaxbuf.mpi.serve import UPDATES, schemas
+from jaxbuf.mpi.wire import ExchangeError, Kind, Message
 from jaxbuf.mpi.worker_state import WorkerState
-from jaxbuf.views.terminal import terminal_states
 
 Mode = Literal["sync", "deferred", "pipelined"]
+
+
+class Answer(NamedTuple):
+    """The manager's answer to a batch.
+
+    Attributes:
+        scores: The scores of the batch, NumPy arrays.
+        baseline: The lowest score that is worth sending; −inf before it is known.
+        sequence: The number of the batch among the batches of this worker, counted from 1.
+        slots: The slots of the rows of the batch in the manager's buffer, NumPy arrays ``[B]``, for
+            a worker that asks for them; None for others. The rows are those of all adds of the
+            message, in order; a row that was not sent or not stored has index ``capacity``.
+    """
+
+    scores: dict[str, np.ndarray]
+    baseline: float
+    sequence: int
+    slots: Slots | None = None
 
 
 class Drained(NamedTuple):
@@ -71,6 +89,9 @@ class Worker:
         scoring_only: If True, items are padded trajectories ``[B, T, ...]`` with a ``mask``
             ``[B, T]``, and their last states are sent; the buffer's example is a single state.
         in_flight: The largest number of unanswered batches in ``"pipelined"`` mode.
+        slots: If True, answers have the slots of the rows, by which ``update_score`` and
+            ``update_priority`` change the manager's items. An answer has 8 more bytes for each row
+            of the largest message.
         timeout: The longest time to wait for the manager, in seconds; None waits forever.
         state: A state to continue from, such as one from a checkpoint.
 
@@ -92,6 +113,7 @@ class Worker:
         filter: BaselineFilter | None = None,  # noqa: A002
         scoring_only: bool = False,
         in_flight: int = 2,
+        slots: bool = False,
         timeout: float | None = 600.0,
         state: WorkerState | None = None,
     ) -> None:
@@ -107,25 +129,38 @@ class Worker:
         self._mode: Mode = mode
         timeout = checks.check_seconds("timeout", timeout)
         scoring_only = checks.check_flag("scoring_only", scoring_only)
+        self._slots = checks.check_flag("slots", slots)
 
-        shapes = outline(manager, group.Get_size() - 1)
-        self._state = _first_state(shapes.buffer.data, self._rows, filter, state)
+        self._outline = shapes = outline(manager, group.Get_size() - 1)
+        self._state = worker_state.first_state(shapes.buffer.data, self._rows, filter, state)
         self._step = functools.partial(
-            _step, scoring_only=scoring_only, needs_score=uses_score(shapes.buffer)
+            worker_state.step, scoring_only=scoring_only, needs_score=uses_score(shapes.buffer)
         )
-        self._filters = filter is not None or scoring_only
+        # Then rows that are sent at once are not copied into the state before.
+        self._sends_all = self._every == 1 and filter is None and not scoring_only
         # The shapes and dtypes of batches that were checked.
         self._checked: set[Any] = set()
         # The same numbers as in `state.place`; reading that would wait for the device.
         self._kept, self._adds = (int(x) for x in self._state.place)
 
-        channel = wire.Channel(group, timeout)
+        # The numbers of unanswered batches, in rising order, and the rows of each of them.
+        self._waiting: dict[int, int] = {}
+        self._answers: collections.deque[Answer] = collections.deque()
+        # The number of each message that was refused, and the reason.
+        self._refused: list[tuple[int, str]] = []
+        # The reason why the manager cannot go on.
+        self._failure = ""
+        self._baseline = np.float32(self._state.baseline)
+        self._counts = dict.fromkeys(("answered", "refused", "given_up", "late"), 0)
+        self._batches, self._requests = int(self._state.metrics()["batches"]), 0
+        self._metadata: dict[int, dict[str, Any]] = {}
+        # The number of workers that the manager waits for, once it has told.
+        self._others: int | None = None
+        self._channel = channel = wire.Channel(group, timeout)
         channel.add_schemas(schemas(shapes, self._rows))
-        batches = int(self._state.metrics()["batches"])
-        self._mail = Mailbox(channel, batches, np.float32(self._state.baseline))
         # Leaves even if the worker is garbage-collected or the process ends before `exit`.
         reason = "its worker or its process ended without leaving"
-        self._at_end = weakref.finalize(self, self._mail.abort, reason)
+        self._at_end = weakref.finalize(self, _leave_early, channel, reason)
 
     @property
     def state(self) -> WorkerState:
@@ -134,7 +169,7 @@ class Worker:
         The next add donates it, so save or copy it before. Batches on their way are not part of it:
         call ``drain`` before you save.
         """
-        state = self._state.replace(baseline=self._mail.baseline)
+        state = self._state.replace(baseline=self._baseline)
         return jax.tree.map(jnp.asarray, state)
 
     def add(
@@ -173,26 +208,83 @@ class Worker:
         items, score, mask = trees.owned((items, score, mask))
         rows = self._check_room(items)
         sends = self._adds + 1 >= self._every
-        problem = self._make_room() if sends else None
-        # Rows that are sent at once are not copied into the state before.
-        keeps = self._every > 1 or self._kept > 0
-        if keeps or self._filters or mask is not None:
-            self._state, chosen = self._step(
-                self._state, self._mail.baseline, items, score, mask, keeps=keeps, sends=sends
-            )
-        else:
-            chosen = self._choose_all(items, score, rows)
-        self._adds += 1
-        self._kept += rows if keeps else 0
+        problem = None
         if sends:
-            self._send(chosen, items)
-            if problem is not None:
-                raise problem
-            self._wait_as_the_mode_says()
-            self._mail.raise_refused()
-            return self._mail.answers.popleft() if self._mail.answers else None
-        self._mail.poll()
-        return None
+            try:
+                self._wait_or_raise(lambda: len(self._waiting) < self._in_flight)
+            except TimeoutError as error:
+                problem = error
+        if self._sends_all and not self._kept:
+            self._send_all(items, score, mask, rows)
+        else:
+            self._state, chosen = self._step(
+                self._state, self._baseline, items, score, mask, sends=sends
+            )
+            self._adds += 1
+            self._kept += rows
+            if sends:
+                self._send_chosen(*chosen)
+        if not sends:
+            self._poll()
+            return None
+        if problem is not None:
+            raise problem
+        if self._mode == "sync":
+            self._wait_or_raise(lambda: not self._waiting)
+        elif self._mode == "deferred":
+            self._wait_or_raise(lambda: not self._channel.sending)
+        else:
+            self._poll()
+        self._raise_failure()
+        if self._refused:
+            text = "; ".join(text for _, text in self._refused)
+            self._refused.clear()
+            raise ExchangeError(text)
+        return self._answers.popleft() if self._answers else None
+
+    def update_score(
+        self,
+        slots: Slots | None,
+        score: Float[Array, " B"],
+        *,
+        mask: Bool[Array, " B"] | None = None,
+    ) -> None:
+        """Set the scores of items of the manager's buffer. It does not wait for an answer.
+
+        The manager takes batches and new scores in the order in which this worker sends them. It
+        drops rows whose item has left since, exactly as the buffer's own ``update_score`` does, and
+        counts them as ``stale`` in its traffic.
+
+        Args:
+            slots: The slots of the items, from answers to this worker, ``[B]``. They name nothing,
+                or other items, if the manager has gone on from an earlier checkpoint since.
+            score: Their new scores, ``[B]``. A NaN is refused, and counted by the buffer.
+            mask: Which rows to use, ``[B]``.
+
+        Raises:
+            ValueError: If no part of the manager's buffer uses scores, a shape differs, or this
+                worker does not ask for slots.
+            TimeoutError: If the manager did not take the message in time.
+            ExchangeError: If the manager has failed.
+        """
+        self._update(Kind.SCORES, "score", slots, score, mask)
+
+    def update_priority(
+        self,
+        slots: Slots | None,
+        priority: Float[Array, " B"],
+        *,
+        mask: Bool[Array, " B"] | None = None,
+    ) -> None:
+        """Set the priorities of items of the manager's buffer, as ``update_score`` sets scores.
+
+        Raises:
+            ValueError: If the sampler of the manager's buffer has no priorities, or a shape
+                differs.
+            TimeoutError: If the manager did not take the message in time.
+            ExchangeError: If the manager has failed.
+        """
+        self._update(Kind.PRIORITIES, "priority", slots, priority, mask)
 
     def request_metadata(self) -> dict[str, Any]:
         """Return the manager's current ``metrics()``: NumPy scalars by name.
@@ -202,7 +294,11 @@ class Worker:
             ExchangeError: If the manager has failed.
         """
         self._check_open()
-        return self._mail.request_metadata()
+        self._requests += 1
+        self._metadata.clear()
+        self._send(Kind.METADATA_REQUEST, number=self._requests)
+        self._wait_or_raise(lambda: self._requests in self._metadata, "a request for metadata")
+        return self._metadata.pop(self._requests)
 
     def drain(self, timeout: float | None = None) -> Drained:
         """Send what is left, and collect all answers. It raises no error of the exchange.
@@ -210,16 +306,24 @@ class Worker:
         Args:
             timeout: The longest time to wait, in seconds; that of the worker by default.
         """
-        mail = self._mail
-        mail.poll()
-        if self._kept and not mail.failure and not mail.has_left:
-            self._state, chosen = _flush(self._state, mail.baseline)
-            self._send(chosen)
-        silence = mail.wait_for_answers(mail.channel.timeout if timeout is None else timeout)
-        unsent = self._kept and not mail.has_left
-        reasons = [mail.failure, f"the rows of {self._adds} adds were not sent" if unsent else ""]
-        reasons += [silence, *(text for _, text in mail.refused)]
-        answers, missing = mail.take_all()
+        timeout = self._channel.timeout if timeout is None else timeout
+        self._poll()
+        if self._kept and not self._failure and not self._has_left:
+            self._state, chosen = worker_state.flush(self._state, self._baseline)
+            self._send_chosen(*chosen)
+        self._wait(lambda: not self._waiting and not self._channel.sending, timeout)
+        reasons = [self._failure]
+        if self._kept and not self._has_left:
+            reasons.append(f"the rows of {self._adds} adds were not sent")
+        if self._waiting and not self._failure:
+            reasons.append(self._silence(f"{len(self._waiting)} batches", timeout))
+        reasons += [text for _, text in self._refused]
+        refused = (number for number, _ in self._refused if 0 < number <= self._batches)
+        missing = tuple(sorted([*self._waiting, *refused]))
+        answers = tuple(self._answers)
+        self._answers.clear()
+        self._refused.clear()
+        self._give_up()
         return Drained(answers, missing, "; ".join(filter(None, reasons)))
 
     def exit(self, timeout: float | None = None) -> Drained:
@@ -232,12 +336,18 @@ class Worker:
         Returns:
             The result of ``drain``. Its reason also says if the manager did not say goodbye.
         """
-        if self._mail.has_left:
+        if self._has_left:
             return Drained((), (), "")
-        timeout = self._mail.channel.timeout if timeout is None else timeout
+        timeout = self._channel.timeout if timeout is None else timeout
         drained = self.drain(timeout)
-        self._mail.leave()
-        reason = self._mail.wait_for_goodbye(timeout)
+        self._at_end.detach()
+        self._send(Kind.LEAVE)
+        self._channel.abandon()
+        reason, self._others = "", None
+        while self._others != 0 and not reason:
+            self._others = None
+            if not self._wait(lambda: self._others is not None, timeout):
+                reason = self._failure or self._silence("the exit", timeout)
         if reason in drained.reason:
             return drained
         return drained._replace(reason="; ".join(filter(None, [drained.reason, reason])))
@@ -254,7 +364,7 @@ class Worker:
         out: dict[str, Any] = {k: int(v) for k, v in self._state.metrics().items()}
         if self._state.filter is not None:
             out["kept_by_filter"] = int(self._state.filter.metrics()["kept"])
-        return {**out, **self._mail.counts, "baseline": float(self._mail.baseline)}
+        return {**out, **self._counts, "baseline": float(self._baseline)}
 
     def __enter__(self) -> Self:
         return self
@@ -267,16 +377,54 @@ class Worker:
     ) -> None:
         if error is not None:
             # After an error the worker waits for nobody.
-            self._mail.abort(f"{type(error).__name__}: {error}")
+            if self._at_end.detach():
+                _leave_early(self._channel, f"{type(error).__name__}: {error}")
             return
         drained = self.exit()
         if drained.reason:
             raise ExchangeError(drained.reason)
 
+    def _update(self, kind: Kind, name: str, slots: Slots | None, value: Any, mask: Any) -> None:
+        """Send new values in as many messages as they need."""
+        self._check_open()
+        if slots is None:
+            raise ValueError(
+                "slots is None; expected those of an answer, which has them if the worker asks for "
+                "them: Worker(..., slots=True)"
+            )
+        value = numbers.convert(value, name, np.dtype("float32"), infinite=name == "priority")
+        leaves, structure = jax.tree.flatten((slots, value, mask))
+        given = (kind, structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves))
+        if given not in self._checked:
+            update = functools.partial(UPDATES[kind], slots=slots, mask=mask, **{name: value})
+            jax.eval_shape(update, self._outline)
+            self._checked.add(given)
+        index, generation = (np.asarray(x) for x in (slots.index, slots.generation))
+        taken = (index >= 0) & (index < self._outline.buffer.capacity)
+        if mask is not None:
+            taken &= np.asarray(mask)
+        # Picking rows copies them, so that the caller may change its own.
+        rows = [
+            x[taken].astype(dtype)
+            for x, dtype in ((index, "i4"), (generation, "u4"), (np.asarray(value), "f4"))
+        ]
+        for start in range(0, len(rows[0]), self._rows):
+            part = [x[start : start + self._rows] for x in rows]
+            self._send(kind, part, number=wire.NO_BATCH, rows=len(part[0]))
+            self._wait_or_raise(lambda: len(self._channel.sending) <= self._in_flight, "an update")
+
     def _check_open(self) -> None:
-        if self._mail.has_left:
+        if self._has_left:
             raise ExchangeError("this worker has left its manager; create another one")
-        self._mail.raise_failure()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise ExchangeError(self._failure)
+
+    @property
+    def _has_left(self) -> bool:
+        return not self._at_end.alive
 
     def _check_room(self, items: PyTree[Array]) -> int:
         """Return the number of rows, if a message has room for them."""
@@ -292,128 +440,135 @@ class Worker:
             )
         return rows
 
-    def _choose_all(self, items: PyTree[Array], score: Any, rows: int) -> "_Chosen":
-        """Choose all rows, as ``_step`` would, but without a program to run and to wait for."""
-        leaves, structure = jax.tree.flatten((items, score))
+    def _send_all(self, items: PyTree[Array], score: Any, mask: Any, rows: int) -> None:
+        """Send a batch as ``step`` would, but without a program to run and to wait for."""
+        leaves, structure = jax.tree.flatten((items, score, mask))
         check_there(leaves, "items")
         given = (structure, *map(jax.typeof, leaves))
         state = self._state
         if given not in self._checked:
-            step = functools.partial(self._step, keeps=False, sends=True)
-            jax.eval_shape(step, state, self._mail.baseline, items, score, None)
+            step = functools.partial(self._step, sends=True)
+            jax.eval_shape(step, state, self._baseline, items, score, mask)
             self._checked.add(given)
-        counts = np.array([1, rows, rows > 0, rows, 0], np.uint32)
+        mask = np.ones((rows,), bool) if mask is None else np.asarray(mask)
+        count = np.count_nonzero(mask)
+        counts = np.array([1, count, count > 0, count, 0], np.uint32)
         self._state = state.replace(counters=np.asarray(state.counters) + counts)
         nan = np.full((rows,), np.nan, np.float32)
-        score = nan if score is None else _alike(state.score, score)
-        return _Chosen(np.ones((rows,), bool), rows, Batch(None, score))
+        if count:
+            score = nan if score is None else _alike(state.score, score)
+            self._send_batch(Batch(jax.tree.map(_alike, state.items, items), score), mask)
 
-    def _make_room(self) -> Exception | None:
-        """Wait until another batch may be sent; returns an error that is raised after that."""
-        try:
-            self._mail.wait(lambda: len(self._mail.waiting) < self._in_flight)
-        except TimeoutError as error:
-            return error
-        return None
-
-    def _send(self, chosen: "_Chosen", items: PyTree[Array] = None) -> None:
-        """Begin to send the chosen rows, unless there are none."""
+    def _send_chosen(self, mask: Bool[Array, " R"], count: Int[Array, ""]) -> None:
+        """Begin to send rows that were kept, unless none of them is chosen."""
         kept, self._adds, self._kept = self._kept, 0, 0
-        if not chosen.count:
-            return
-        mask, batch = np.asarray(chosen.mask), chosen.batch
-        if batch is None:
+        if count:
             # The next add donates the state, so its rows are copied.
-            batch = jax.tree.map(
-                lambda x: np.asarray(x)[:kept].copy(), Batch(self._state.items, self._state.score)
-            )
-            mask = mask[:kept]
-        elif batch.items is None:
-            batch = batch._replace(items=jax.tree.map(_alike, self._state.items, items))
-        self._mail.send_batch((batch, mask), len(mask))
+            batch = Batch(self._state.items, self._state.score)
+            batch = jax.tree.map(lambda x: np.asarray(x)[:kept].copy(), batch)
+            self._send_batch(batch, np.asarray(mask)[:kept])
 
-    def _wait_as_the_mode_says(self) -> None:
-        if self._mode == "sync":
-            self._mail.wait(lambda: not self._mail.waiting)
-        elif self._mode == "deferred":
-            self._mail.wait(lambda: not self._mail.channel.sending)
+    def _send_batch(self, batch: Batch, mask: np.ndarray) -> None:
+        self._batches += 1
+        self._waiting[self._batches] = len(mask)
+        kind = Kind.INSERT if self._slots else Kind.BATCH
+        self._send(kind, (batch, mask), number=self._batches, rows=len(mask))
+
+    def _send(self, kind: Kind, tree: Any = (), number: int = 0, rows: int = 0) -> None:
+        """Begin to send a message; its arrays must not change any more."""
+        self._channel.send(kind, self._channel.manager, tree, number=number, rows=rows)
+
+    def _poll(self) -> None:
+        """Take all messages that have come, without waiting."""
+        while (message := self._channel.receive()) is not None:
+            self._take(message)
+        if self._channel.sending:
+            self._channel.collect()
+
+    def _wait(self, until: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until a condition holds; returns False if time is over or the manager has failed."""
+        wait = wire.Wait(timeout)
+        self._poll()
+        while not until():
+            if self._failure or not wait.pause(sending=bool(self._channel.sending)):
+                return False
+            self._poll()
+        return True
+
+    def _wait_or_raise(self, until: Callable[[], bool], what: str = "") -> None:
+        """Wait as ``_wait`` does.
+
+        Args:
+            until: The condition.
+            what: What the manager has to answer; if empty, batches, which are given up when the
+                time is over.
+
+        Raises:
+            TimeoutError: If the time is over.
+            ExchangeError: If the manager has failed.
+        """
+        timeout = self._channel.timeout
+        if not self._wait(until, timeout):
+            self._raise_failure()
+            batches = f"batch {', '.join(map(str, self._waiting))}"
+            if not what:
+                self._give_up()
+            raise TimeoutError(self._silence(what or batches, timeout))
+
+    def _silence(self, what: str, timeout: float | None) -> str:
+        return f"{self._channel.manager_name} has not answered {what} within {timeout:g} s"
+
+    def _give_up(self) -> None:
+        """Stop waiting for answers; later ones are dropped."""
+        self._counts["given_up"] += len(self._waiting)
+        self._waiting.clear()
+
+    def _take(self, message: Message) -> None:
+        kind, number, tree = message.header.kind, message.header.number, message.tree
+        name, problem = self._channel.manager_name, ""
+        if message.fault:
+            problem = f"{name} sent a message that cannot be read: {message.fault}"
+        elif kind in (Kind.REPLY, Kind.PLACED):
+            self._take_reply(number, tree)
+        elif kind == Kind.METADATA:
+            self._metadata[number] = jax.tree.map(np.copy, tree)
+        elif kind == Kind.LEAVE:
+            self._others = number
+        elif kind == Kind.REFUSAL:
+            # Batches keep their order, so a message without a number was the oldest one.
+            if number == 0 and self._waiting:
+                number = next(iter(self._waiting))
+            self._waiting.pop(number, None)
+            self._counts["refused"] += 1
+            self._refused.append((number, wire.read_note(tree)))
+        elif kind == Kind.ABORT:
+            problem = wire.read_note(tree)
         else:
-            self._mail.poll()
+            problem = f"{name} sent a message that only workers send"
+        # The first failure is the cause of later ones.
+        self._failure = self._failure or problem
+
+    def _take_reply(self, number: int, reply: Reply) -> None:
+        self._baseline = np.float32(reply.baseline)
+        if number not in self._waiting:
+            self._counts["late"] += 1
+            return
+        rows = self._waiting.pop(number)
+        self._counts["answered"] += 1
+        scores = jax.tree.map(np.copy, reply.scores)
+        slots = jax.tree.map(lambda x: x[:rows].copy(), reply.slots)
+        self._answers.append(Answer(scores, float(self._baseline), number, slots))
 
 
-class _Chosen(NamedTuple):
-    """Rows to send.
+def _leave_early(channel: wire.Channel, reason: str) -> None:
+    """Tell the manager that a worker leaves early, unless it cannot be told any more."""
+    from mpi4py import MPI
 
-    Attributes:
-        mask: Which rows are sent, ``[B]``.
-        count: Their number, ``[]``.
-        batch: The rows. None stands for the rows in the state, and items that are None stand for
-            the rows that were added, which the program does not copy.
-    """
-
-    mask: Any
-    count: Any
-    batch: Any = None
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("scoring_only", "needs_score", "keeps", "sends"),
-    donate_argnames="state",
-)
-def _step(
-    state: WorkerState,
-    baseline: Any,
-    items: Any,
-    score: Any,
-    mask: Any,
-    *,
-    scoring_only: bool,
-    needs_score: bool,
-    keeps: bool,
-    sends: bool,
-) -> tuple[WorkerState, _Chosen | None]:
-    """Add a batch, and choose rows to send if it is time to send."""
-    if scoring_only:
-        if mask is None:
-            raise ValueError("with scoring_only pass mask=[B, T], which steps are valid")
-        items, mask = terminal_states(items, mask=mask)
-    batch, mask = check_batch(state.items, items, score, mask, needs_score=needs_score)
-    state = state.replace(baseline=baseline)
-    if not keeps:
-        state, sent, count = state.offer(mask).choose(batch.score, mask)
-        return state, _Chosen(sent, count, batch if scoring_only else batch._replace(items=None))
-    state = state.add(batch.items, batch.score, mask)
-    if not sends:
-        return state, None
-    state, sent, count = state.contact()
-    return state, _Chosen(sent, count)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _flush(state: WorkerState, baseline: Any) -> tuple[WorkerState, _Chosen]:
-    state, sent, count = state.replace(baseline=baseline).contact()
-    return state, _Chosen(sent, count)
+    if not MPI.Is_finalized():
+        channel.send(Kind.ABORT, channel.manager, wire.note(reason))
+        channel.abandon()
 
 
 def _alike(like: Array, leaf: Any) -> Array:
     """Return an array with the dtype of another one."""
     return jnp.asarray(leaf, like.dtype)
-
-
-def _first_state(
-    data: PyTree[Array], rows: int, chosen: BaselineFilter | None, state: WorkerState | None
-) -> WorkerState:
-    """Return an empty state, or a copy of a given one, so that the caller keeps its own."""
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), data)
-    empty = WorkerState.create(example, rows, chosen)
-    if state is None:
-        return empty
-    want, got = (jax.tree.structure(x) for x in (empty, state))
-    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (empty, state)]
-    if want != got or shapes[0] != shapes[1]:
-        raise ValueError(
-            "state belongs to a worker with another example, rows or filter; create this worker "
-            "with the same ones"
-        )
-    return jax.tree.map(jnp.copy, state)

@@ -1,6 +1,7 @@
 """The pure part of a worker: the rows that it has not sent yet, and its counters."""
 
-from typing import Self
+import functools
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.core import describe, storage
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
+from jaxbuf.mpi.batch import check_batch
+from jaxbuf.views.terminal import terminal_states
 
 
 class WorkerState(struct.PyTreeNode):
@@ -69,30 +72,21 @@ class WorkerState(struct.PyTreeNode):
             filter=jax.tree.map(jnp.copy, filter),
         )
 
-    def add(
-        self,
-        items: PyTree[Array],
-        score: Float[Array, " B"],
-        mask: Bool[Array, " B"],
-    ) -> Self:
+    def add(self, items: PyTree[Array], score: Float[Array, " B"], mask: Bool[Array, " B"]) -> Self:
         """Keep a batch, leaves ``[B, ...]``, for the next message. It must have room for it."""
         start = self.place[0]
 
         def put(kept: Array, rows: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(kept, rows, start, axis=0)
 
-        state = self.offer(mask)
-        return state.replace(
+        offered = jnp.sum(mask, dtype=jnp.uint32)
+        return self.replace(
             items=jax.tree.map(put, self.items, items),
             score=put(self.score, score),
             mask=put(self.mask, mask),
             place=self.place + jnp.array([mask.shape[0], 1], jnp.int32),
+            counters=self.counters.at[:2].add(jnp.stack([jnp.uint32(1), offered])),
         )
-
-    def offer(self, mask: Bool[Array, " B"]) -> Self:
-        """Count a batch that is not kept."""
-        offered = jnp.sum(mask, dtype=jnp.uint32)
-        return self.replace(counters=self.counters.at[:2].add(jnp.stack([jnp.uint32(1), offered])))
 
     def contact(self) -> tuple[Self, Bool[Array, " R"], Int[Array, ""]]:
         """Choose the rows to send, and forget all rows.
@@ -101,23 +95,19 @@ class WorkerState(struct.PyTreeNode):
             The new state, the mask ``[R]`` of the rows to send, and their number ``[]``. If the
             filter lets none of the rows pass, the batch is counted as skipped.
         """
-        state, sent, count = self.choose(self.score, self.mask)
-        state = state.replace(mask=jnp.zeros_like(self.mask), place=jnp.zeros_like(self.place))
-        return state, sent.copy(), count
-
-    def choose(
-        self, score: Float[Array, " B"], mask: Bool[Array, " B"]
-    ) -> tuple[Self, Bool[Array, " B"], Int[Array, ""]]:
-        """Choose the rows to send of a batch that is not kept, as ``contact`` does."""
-        state, sent = self, mask
-        if self.filter is not None:
-            chosen, sent = self.filter.select(score, self.baseline, mask)
-            state = state.replace(filter=chosen)
+        chosen, sent = self.filter, self.mask
+        if chosen is not None:
+            chosen, sent = chosen.select(self.score, self.baseline, self.mask)
         count = jnp.sum(sent, dtype=jnp.uint32)
         sends = (count > 0).astype(jnp.uint32)
-        skipped = jnp.any(mask).astype(jnp.uint32) - sends
-        counters = state.counters.at[2:].add(jnp.stack([sends, count, skipped]))
-        return state.replace(counters=counters), sent, count.astype(jnp.int32)
+        skipped = jnp.any(self.mask).astype(jnp.uint32) - sends
+        state = self.replace(
+            mask=jnp.zeros_like(self.mask),
+            place=jnp.zeros_like(self.place),
+            counters=self.counters.at[2:].add(jnp.stack([sends, count, skipped])),
+            filter=chosen,
+        )
+        return state, sent.copy(), count.astype(jnp.int32)
 
     def metrics(self) -> dict[str, Array]:
         """Return metrics, all scalars. Counts since creation wrap at 2**32.
@@ -130,3 +120,55 @@ class WorkerState(struct.PyTreeNode):
         names = ("adds", "offered", "batches", "sent", "skipped")
         counts = {name: self.counters[..., k] for k, name in enumerate(names)}
         return {**counts, "kept": jnp.sum(self.mask, axis=-1, dtype=jnp.int32)}
+
+
+@functools.partial(
+    jax.jit, static_argnames=("scoring_only", "needs_score", "sends"), donate_argnames="state"
+)
+def step(
+    state: WorkerState,
+    baseline: Any,
+    items: Any,
+    score: Any,
+    mask: Any,
+    *,
+    scoring_only: bool,
+    needs_score: bool,
+    sends: bool,
+) -> tuple[WorkerState, Any]:
+    """Keep a batch; if it is time to send, also choose rows, as ``contact`` does."""
+    if scoring_only:
+        if mask is None:
+            raise ValueError("with scoring_only pass mask=[B, T], which steps are valid")
+        items, mask = terminal_states(items, mask=mask)
+    batch, mask = check_batch(state.items, items, score, mask, needs_score=needs_score)
+    state = state.replace(baseline=baseline).add(batch.items, batch.score, mask)
+    if not sends:
+        return state, None
+    state, *chosen = state.contact()
+    return state, chosen
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def flush(state: WorkerState, baseline: Any) -> tuple[WorkerState, Any]:
+    """Choose the rows to send of all rows that are kept."""
+    state, *chosen = state.replace(baseline=baseline).contact()
+    return state, chosen
+
+
+def first_state(
+    data: PyTree[Array], rows: int, chosen: BaselineFilter | None, state: WorkerState | None
+) -> WorkerState:
+    """Return an empty state, or a copy of a given one, so that the caller keeps its own."""
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), data)
+    empty = WorkerState.create(example, rows, chosen)
+    if state is None:
+        return empty
+    want, got = (jax.tree.structure(x) for x in (empty, state))
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (empty, state)]
+    if want != got or shapes[0] != shapes[1]:
+        raise ValueError(
+            "state belongs to a worker with another example, rows or filter; create this worker "
+            "with the same ones"
+        )
+    return jax.tree.map(jnp.copy, state)

@@ -7,7 +7,7 @@ message that another one does not send.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import describe
+from jaxbuf.core import checks, describe
+from jaxbuf.core.slots import Slots
 from jaxbuf.mpi.baseline import Agreement, BaselineFilter, check_filter, combine
-from jaxbuf.mpi.batch import Reply, check_batch, uses_score
+from jaxbuf.mpi.batch import Batch, Reply, check_batch, uses_score
 from jaxbuf.mpi.layout import Communicators, Ranks
-from jaxbuf.mpi.manager import Manager, outline, receive_batch
+from jaxbuf.mpi.manager import Manager, outline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class LockStep(struct.PyTreeNode):
         filter: Chooses the items to send; None sends all of them.
         baseline: The last baseline, ``[]``.
         agreement: How several managers agree on a baseline; None if each has its own.
+        slots: Whether replies have the slots of the rows.
         group: The communicator of the workers and their manager, which has the last rank.
         managers: The communicator of all managers; None on workers.
         outline: The shapes of the manager's arrays, known on every rank.
@@ -75,6 +77,7 @@ class LockStep(struct.PyTreeNode):
     filter: BaselineFilter | None
     baseline: Float[Array, ""]
     agreement: Agreement | None = struct.field(pytree_node=False)
+    slots: bool = struct.field(pytree_node=False)
     group: Ranks = struct.field(pytree_node=False)
     managers: Ranks | None = struct.field(pytree_node=False)
     outline: _Outline = struct.field(pytree_node=False)
@@ -90,6 +93,7 @@ class LockStep(struct.PyTreeNode):
         *,
         filter: BaselineFilter | None = None,  # noqa: A002
         agreement: Agreement | None = None,
+        slots: bool = False,
     ) -> Self:
         """Create this rank's end. Every rank of a group calls this with the same arguments.
 
@@ -100,6 +104,8 @@ class LockStep(struct.PyTreeNode):
             filter: Chooses the items to send; None sends all of them.
             agreement: How several managers agree on a baseline; see ``combine``. It requires that
                 all groups exchange equally often. With None each manager has its own.
+            slots: If True, replies have the slots of the rows, by which ``update_score`` and
+                ``update_priority`` change the manager's items.
 
         Raises:
             ValueError: If this rank is not in a group, ``manager`` does not make a manager,
@@ -122,6 +128,7 @@ class LockStep(struct.PyTreeNode):
             filter=None if is_manager else jax.tree.map(jnp.copy, filter),
             baseline=jnp.float32(-jnp.inf),
             agreement=agreement,
+            slots=checks.check_flag("slots", slots),
             group=group,
             managers=None if managers is None else Ranks(managers),
             outline=_Outline.of(made),
@@ -154,9 +161,6 @@ class LockStep(struct.PyTreeNode):
             ValueError: When traced, if a structure, shape or dtype differs from the example of the
                 manager's buffer, or a required score is missing.
         """
-        import mpi4jax
-        from mpi4py import MPI
-
         abstract: Manager = self.outline.tree
         buffer = abstract.buffer
         if self.filter is not None and score is None:
@@ -169,33 +173,81 @@ class LockStep(struct.PyTreeNode):
             chosen, mask = self.filter.select(batch.score, self.baseline, mask)
             end = end.replace(filter=chosen)
         sends = jnp.any(mask)
-        senders = mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.group.comm)
-        travels = senders > 0
+        travels = self._any_sends(sends)
 
-        shapes = jax.eval_shape(lambda m: receive_batch(m, batch, mask, 0)[1], abstract)
-        scores = self._zeros(shapes)
-        gathered = lax.cond(travels, self._gather, self._zeros, (batch, mask))
+        shapes = jax.eval_shape(lambda m: _receive(m, batch, mask, 0, self.slots)[1], abstract)
+        answers = self._zeros(shapes)
+        gathered = lax.cond(travels, self._exchange("gather"), self._zeros, (batch, mask))
         baseline = self.baseline
         if end.manager is not None:
             count = jnp.where(travels, self.group.last, 0)
-            manager, scores = _take_all(end.manager, gathered, count, scores)
+            manager, answers = _take_all(end.manager, gathered, count, answers, self.slots)
             baseline = manager.baseline_value()
             end = end.replace(manager=manager)
-        scores = lax.cond(travels, self._scatter, self._own, scores)
+        scores, slots = lax.cond(travels, self._exchange("scatter"), self._own, answers)
         if self.agreement is None:
-            baseline = lax.cond(travels, self._broadcast, jnp.copy, baseline)
+            baseline = lax.cond(travels, self._exchange("bcast"), jnp.copy, baseline)
         else:
             # All groups take part, also those in which no worker sends anything.
             if self.managers is not None:
                 baseline = combine(baseline, self.managers.comm, self.agreement)
-            baseline = self._broadcast(baseline)
+            baseline = self._exchange("bcast")(baseline)
+        if slots is not None:
+            nowhere = jnp.int32(buffer.capacity)
+            slots = slots.replace(index=jnp.where(sends, slots.index, nowhere))
         reply = Reply(
             scores=jax.tree.map(lambda x: jnp.where(sends, x, jnp.zeros_like(x)), scores),
             baseline=baseline,
             answered=sends,
+            slots=slots,
         )
         # A copy, so that the reply survives the donation of this end.
         return end.replace(baseline=baseline.copy()), reply
+
+    def update_score(
+        self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
+    ) -> Self:
+        """Set scores of the manager's items. Every rank of the group calls this equally often.
+
+        The manager takes the rows in the order of ranks. It drops those whose item has left since,
+        as the buffer's own ``update_score`` does. If no worker has a row to send, only one number
+        is exchanged.
+
+        Args:
+            slots: The slots of the items, from replies to this worker, ``[B]``, with the same shape
+                on every rank. What the manager passes is not used.
+            score: Their new scores, ``[B]``.
+            mask: Which rows to use, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if no part of the manager's buffer uses scores, or a shape
+                differs.
+        """
+        return self._update(Manager.update_score, slots, score, mask)
+
+    def update_priority(
+        self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
+    ) -> Self:
+        """Set priorities of the manager's items, as ``update_score`` sets scores.
+
+        Raises:
+            ValueError: When traced, if the sampler of the manager's buffer has no priorities, or a
+                shape differs.
+        """
+        return self._update(Manager.update_priority, slots, priority, mask)
+
+    def _update(self, update: Callable[..., Manager], slots: Slots, value: Any, mask: Any) -> Self:
+        abstract: Manager = self.outline.tree
+        jax.eval_shape(lambda manager: update(manager, slots, value, mask=mask), abstract)
+        value = jnp.asarray(value, jnp.float32)
+        mask = jnp.ones(value.shape, bool) if mask is None else jnp.asarray(mask)
+        mask &= (slots.index < abstract.buffer.capacity) & (not self.is_manager)
+        travels = self._any_sends(jnp.any(mask))
+        gathered = lax.cond(travels, self._exchange("gather"), self._zeros, (slots, value, mask))
+        if self.manager is None:
+            return self
+        slots, value, mask = jax.tree.map(lambda x: x.reshape(-1), gathered)
+        return self.replace(manager=update(self.manager, slots, value, mask=mask))
 
     def _zeros(self, tree: Any) -> Any:
         """Return zeros like a tree; on the manager, with a row for each rank."""
@@ -206,40 +258,47 @@ class LockStep(struct.PyTreeNode):
         """Return this rank's row of a tree that ``_zeros`` has made."""
         return jax.tree.map(lambda x: x[self.group.last], tree) if self.is_manager else tree
 
-    def _gather(self, tree: Any) -> Any:
+    def _any_sends(self, sends: Bool[Array, ""]) -> Bool[Array, ""]:
+        """Return on every rank whether one of them sends anything."""
+        import mpi4jax
+        from mpi4py import MPI
+
+        return mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.group.comm) > 0
+
+    def _exchange(self, how: Literal["gather", "scatter", "bcast"]) -> Callable[[Any], Any]:
+        """Return a collective of mpi4jax between the manager and its workers, for pytrees."""
         import mpi4jax
 
+        send = getattr(mpi4jax, how)
         group = self.group
-        return _in_words(lambda x: mpi4jax.gather(x, root=group.last, comm=group.comm), tree)
-
-    def _scatter(self, tree: Any) -> Any:
-        import mpi4jax
-
-        group = self.group
-        return _in_words(lambda x: mpi4jax.scatter(x, root=group.last, comm=group.comm), tree)
-
-    def _broadcast(self, tree: Any) -> Any:
-        import mpi4jax
-
-        group = self.group
-        return _in_words(lambda x: mpi4jax.bcast(x, root=group.last, comm=group.comm), tree)
+        return lambda tree: _in_words(lambda x: send(x, root=group.last, comm=group.comm), tree)
 
 
 def _take_all(
-    manager: Manager, gathered: Any, count: Int[Array, ""], scores: Any
+    manager: Manager, gathered: Any, count: Int[Array, ""], answers: Any, slots: bool
 ) -> tuple[Manager, Any]:
-    """Receive the batches of the first ``count`` ranks; returns a row of scores for each."""
+    """Receive the batches of the first ``count`` ranks; returns a row of answers for each."""
 
     def take(sender: Array, carry: tuple[Manager, Any]) -> tuple[Manager, Any]:
-        manager, scores = carry
+        manager, answers = carry
         batch, mask = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, sender, keepdims=False), gathered
         )
-        manager, row = receive_batch(manager, batch, mask, sender)
-        scores = jax.tree.map(lambda all_, x: all_.at[sender].set(x), scores, row)
-        return manager, scores
+        manager, row = _receive(manager, batch, mask, sender, slots)
+        answers = jax.tree.map(lambda all_, x: all_.at[sender].set(x), answers, row)
+        return manager, answers
 
-    return lax.fori_loop(jnp.int32(0), count, take, (manager, scores))
+    return lax.fori_loop(jnp.int32(0), count, take, (manager, answers))
+
+
+def _receive(
+    manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Any, slots: bool
+) -> tuple[Manager, Any]:
+    """Receive a batch; returns the manager, and the scores and, if asked for, the slots."""
+    manager, scores, placed = manager.insert(
+        batch.items, score=batch.score, mask=mask, sender=sender
+    )
+    return manager, (scores, placed if slots else None)
 
 
 def _in_words(send: Callable[[Array], Array], tree: Any) -> Any:
