@@ -403,6 +403,7 @@ class Body(struct.PyTreeNode):
 
         To change it with new parameters without compiling again, call it inside your own
         ``jax.jit``, with the parameters as an argument.
+        ``fn`` runs once for each batch, so ``jax.debug.callback`` in it reports progress.
 
         Args:
             path: The name of the field, as for ``set_field``.

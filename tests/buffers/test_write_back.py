@@ -1185,3 +1185,17 @@ def test_removed_items_give_no_gradient_that_is_not_a_number(kept):
     buffer = buffer.set_field("reward", slots, stays.astype(jnp.float32))
     buffer = buffer.remove(slots, mask=~stays)
     assert log_of_all(buffer, slots) == len(kept) / 2
+
+
+def test_a_mapped_function_can_report_its_progress():
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 10).add(jnp.arange(7.0))
+    done = []
+
+    def doubled(items):
+        jax.debug.callback(done.append, len(items))
+        return 2 * items
+
+    buffer = jaxbuf.map_field(buffer, None, doubled, batch_size=4)
+    jax.effects_barrier()
+    assert done == [4, 4, 4]
+    assert buffer.data.tolist() == [0, 2, 4, 6, 8, 10, 12, 0, 0, 0]
