@@ -214,7 +214,7 @@ def test_weights_undo_the_bias_of_sampling():
     assert abs(estimate - value.mean()) < 4 * deviation
 
 
-def test_weights_of_the_buffer_are_at_most_one_if_the_least_probability_underflows():
+def test_weights_are_at_most_one_if_the_least_probability_underflows():
     buffer = jaxbuf.ItemBuffer.create(
         jnp.int32(0), 4, sampler=jaxbuf.Prioritized(alpha=1.0, epsilon=0.0)
     ).add(jnp.arange(2, dtype=jnp.int32), priority=jnp.array([1e-35, 1e28]))

@@ -63,7 +63,7 @@ def test_a_method_called_from_python_is_one_program_and_keeps_its_buffer():
     assert buffer.size == 0
 
 
-def test_uses_versions_and_lookups_from_python_are_programs_that_are_compiled_once():
+def test_uses_versions_and_lookups_are_compiled_once():
     step = {"terminated": jnp.bool_(False)}
     buffer = jaxbuf.TrajectoryBuffer.create(
         step,

@@ -210,7 +210,7 @@ def test_rows_of_some_environments_are_those_of_all_with_a_mask(rows):
         chex.assert_trees_all_equal(few, every)
 
 
-def test_rows_of_some_environments_with_masks_of_environments_and_names_that_are_traced():
+def test_env_ids_with_masks_and_under_jit():
     buffer = create(3, 4)
     add = jax.jit(
         lambda buffer, ids, mask: buffer.add(steps([[0, 1], [2, 3]]), env_ids=ids, mask=mask)

@@ -396,7 +396,7 @@ def test_a_key_of_the_old_style_is_as_good():
 
 
 @pytest.mark.parametrize("batch_size", [jax.random.key(0), jnp.int32(4), 4.0, None])
-def test_a_batch_size_that_is_no_number_is_named_before_anything_is_compiled(batch_size):
+def test_a_batch_size_that_is_no_number_is_named(batch_size):
     with pytest.raises(ValueError, match=r"(?s)batch_size is .*; expected an integer"):
         jaxbuf.sample(filled(), jax.random.key(0), batch_size)
 

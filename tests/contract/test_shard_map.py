@@ -62,7 +62,7 @@ SAMPLING = [case for case in operations.CASES if case[1].startswith("sample")]
 
 @pytest.mark.parametrize("shared", ["buffer", "key"])
 @pytest.mark.parametrize(("name", "what"), SAMPLING)
-def test_sampling_passes_the_checks_where_devices_share_the_buffer_or_the_key(name, what, shared):
+def test_devices_may_share_the_buffer_or_the_key(name, what, shared):
     _, function = operations.OPERATIONS[what]
     buffer, sample = operations.abstract(name)
     key = jax.random.key(0)

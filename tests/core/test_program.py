@@ -34,7 +34,7 @@ class Tally(struct.PyTreeNode):
         return self.data if factor is None else self.data * factor
 
 
-def test_it_is_the_function_inside_of_a_transformation_and_one_program_outside():
+def test_it_is_one_program_outside_of_transformations():
     seen = []
 
     @program(static=("n",))

@@ -270,7 +270,7 @@ def play(learner, action, steps):
     )[1]
 
 
-def test_the_last_observation_of_an_episode_is_stored_not_the_first_of_the_next():
+def test_the_last_observation_of_an_episode_is_its_own():
     stored, after = play(agent(), action=1, steps=40)
     ended = np.asarray(stored["terminated"])
     assert ended.any(axis=0).all()

@@ -504,7 +504,7 @@ def test_what_a_vault_reads_back_is_sampled(tmp_path):
     assert after.experience[0].tolist() == [-1.0, -1.0, *range(2, 15)]
 
 
-def test_windows_of_a_state_of_arrays_get_priorities_when_they_are_first_needed():
+def test_a_state_built_from_arrays_gets_priorities_when_needed():
     buffer = make_rings(64, priority_exponent=1.0)
     state = facade.PrioritisedTrajectoryBufferState(
         experience=np.arange(8, dtype=np.float32)[None], current_index=2, is_full=True

@@ -479,7 +479,7 @@ def test_sharded_arrays_are_loaded_onto_another_number_of_devices(tmp_path):
     assert out.endswith("the same\n")
 
 
-def test_sharded_arrays_are_saved_and_loaded_by_another_number_of_processes(tmp_path):
+def test_sharded_arrays_move_between_numbers_of_processes(tmp_path):
     tree = sharded_checkpoint.values()
     jaxbuf.save(tmp_path / "alone", tree)
     port = free_port()

@@ -65,7 +65,7 @@ def test_a_method_takes_its_buffer_along():
 
 
 @pytest.mark.parametrize("name", ["first", "second"])
-def test_names_are_those_of_this_call_also_where_the_program_was_compiled_for_another(name):
+def test_names_are_those_of_this_call_in_a_cached_program(name):
     # The programs are the same, so the second one comes from the compilation cache of the tests.
     step = {
         "first": lambda first, rows: first.add(rows),

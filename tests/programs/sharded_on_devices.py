@@ -199,7 +199,7 @@ def test_updates_do_what_they_do_to_one_buffer():
     assert int(buffer.metrics()["rejected"]) == int(single.metrics()["rejected"]) == rejected > 0
 
 
-def test_a_new_item_gets_the_largest_priority_of_all_shards_and_no_other_does():
+def test_a_new_item_gets_the_largest_priority_of_all_shards():
     buffer = filled(mesh_of(8))
     before = masses(buffer)
     buffer = jaxbuf.add(buffer, rows(np.arange(16)), mask=np.arange(16) == 6)
@@ -516,7 +516,7 @@ def test_changes_inside_of_a_shard_map(changed):
     )
 
 
-def test_without_exchange_means_are_unbiased_and_empty_shards_give_invalid_rows():
+def test_without_exchange_means_are_unbiased():
     buffer = filled(
         mesh_of(8), jaxbuf.Prioritized(alpha=1.0, stratified=False, uniform_mix=0.1), exchange=False
     )

@@ -114,7 +114,7 @@ def test_conditions_are_part_of_the_distance():
         assert buffer.size == size
 
 
-def test_nothing_is_filtered_until_the_buffer_is_full_not_even_what_makes_it_so():
+def test_nothing_is_filtered_until_the_buffer_is_full():
     buffer = create(jaxbuf.Diversity(1.0, active="full"), 4)
     buffer = jaxbuf.add(buffer, rows([0, 0, 0]), score=scores(1, 1, 1))
     buffer = jaxbuf.add(buffer, rows([0, 0, 0, 0], 3), score=scores(2, 2, 2, 0))
@@ -492,7 +492,7 @@ WIDE = {
 
 @pytest.mark.parametrize("p", [0.0, 1.0, 2.0, INF])
 @pytest.mark.parametrize("rows", [*NARROW.values(), *WIDE.values()], ids=[*NARROW, *WIDE])
-def test_without_a_cutoff_different_bits_are_different_and_equal_ones_equal(rows, p):
+def test_without_a_cutoff_items_differ_by_their_bits(rows, p):
     if p != 1.0 and rows.dtype not in (np.int32, np.int64):
         return
     with jax.enable_x64(rows.dtype.itemsize == 8):

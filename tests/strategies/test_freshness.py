@@ -260,7 +260,7 @@ def test_fetched_chunks_retire_as_published():
     assert not bool(buffer.can_sample(2))
 
 
-def test_a_chunk_is_as_stale_as_its_first_fragment_and_refused_it_evicts_nothing():
+def test_a_chunk_is_as_stale_as_its_first_fragment():
     buffer, accumulator = chunk_buffer(jaxbuf.Freshness(max_staleness=3))
     pairs = [((0, 1), (0, 1), (4, 5)), ((2, 3), (2, 3), (5, 5)), ((4, 5), (4, 5), (2, 5))]
     buffer, _ = collected(advance(buffer, 5), accumulator, *pairs)

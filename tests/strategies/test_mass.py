@@ -63,7 +63,7 @@ def test_different_items_are_drawn_until_no_mass_is_left(rows):
         assert (MASS[drawn] > 0).all()
 
 
-def test_the_first_of_different_items_is_drawn_by_mass_and_the_second_from_the_rest():
+def test_draws_without_replacement_are_by_mass_one_after_the_other():
     keys = jax.random.split(jax.random.key(2), 20_000)
     tree = tree_of(MASS)
     pairs, _ = jax.jit(jax.vmap(lambda key: draw_distinct(key, 2, jnp.int32(2), tree)))(keys)

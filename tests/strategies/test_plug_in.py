@@ -213,7 +213,7 @@ def test_a_sampler_with_priorities_must_be_told_of_items_that_leave():
 
 
 @pytest.mark.parametrize("old", ["on_add", "remove", "on_slide"])
-def test_events_by_their_old_names_are_refused_where_they_would_not_be_called(old):
+def test_old_names_of_events_are_refused_where_nothing_calls_them(old):
     members = {old: lambda self, state, *_: state, "draw": jaxbuf.Uniform.draw}
     sampler = type("Mine", (jaxbuf.Prioritized,), members)()
     message = f"Mine.* has a method {old}, which is not called any more; define on_change"

@@ -719,7 +719,7 @@ def test_a_copy_of_another_array_of_as_many_bytes_is_not_blamed_on_a_leaf(dtype)
     assert jaxbuf.explain_memory(step, buffer, weights).advice == ""
 
 
-def test_a_copy_of_the_same_shape_and_another_dtype_is_not_blamed_on_a_leaf():
+def test_a_copy_of_another_dtype_is_not_blamed_on_a_leaf():
     buffer = jaxbuf.ItemBuffer.create(jnp.zeros(32, jnp.int32), 320)
 
     def step(buffer, table):

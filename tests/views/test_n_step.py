@@ -43,7 +43,7 @@ def test_agrees_with_one_loop_per_start(n, cut):
             assert actual.bootstrap_index[row, start] == index
 
 
-def test_termination_bootstraps_from_nothing_and_truncation_from_the_next_observation():
+def test_only_truncation_bootstraps():
     reward = [[1.0, 2.0, 4.0, 8.0, 16.0]]
     at_1 = [[False, True, False, False, False]]
     never = [[False] * 5]

@@ -337,7 +337,7 @@ def test_each_new_row_of_a_queue_is_seen_once_in_a_scan():
     assert (int(metrics["0/taken"]), int(metrics["0/size"]), int(metrics["1/size"])) == (20, 0, 8)
 
 
-def test_weights_beside_a_queue_are_those_of_the_probabilities_that_are_told():
+def test_weights_beside_a_queue_follow_the_probabilities():
     mixture = queue_and_rest(2)
     _, batch = mixture.next_batch(jax.random.key(0), 8)
     for normalize, divisor in ((None, 1.0), ("mean", 1.0), ("buffer", 1 / (10 * 0.75 / 8))):

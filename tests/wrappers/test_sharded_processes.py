@@ -80,9 +80,7 @@ def test_the_other_process_ends_with_a_message_in_time(pair):
     assert "Gloo" in pair.message or "another task died" in pair.message
 
 
-def test_what_two_processes_saved_is_loaded_by_one_on_four_devices_and_on_one(
-    pair, alone, tmp_path
-):
+def test_one_process_loads_what_two_saved(pair, alone, tmp_path):
     run_processes((*PROGRAM, "next", tmp_path, pair.folder, alone), devices=4)
     pairs, four, one = (
         drawn(tmp_path, name)

@@ -284,7 +284,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_of_a_buffer_is_there_in_a_wrapper_or_says_what_to_use(wrapper, method):
+def test_wrappers_have_every_method_or_say_what_to_use(wrapper, method):
     buffer = WRAPPERS[wrapper]()
     own = getattr(buffer, method)
     if own.__doc__.startswith("Raises an error: "):
