@@ -60,6 +60,7 @@ from jaxbuf.monitoring.monitor import (
 from jaxbuf.monitoring.plot import plot
 from jaxbuf.monitoring.statistics import Statistics
 from jaxbuf.strategies.balanced import Balanced
+from jaxbuf.strategies.blend import Blend
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episode, Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
@@ -82,6 +83,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Balanced",
+    "Blend",
     "Chunk",
     "ChunkAccumulator",
     "CsvWriter",

@@ -527,6 +527,7 @@ CALLS: dict[str, Call] = {
         stratified=(True, "flag"),
         replacement=(True, "flag"),
     ),
+    "Blend": call(jaxbuf.Blend, samplers=([jaxbuf.Uniform()], "nothing"), weights=([1], "nothing")),
     "Recent": call(
         jaxbuf.Recent,
         ratio=(0.5, "fraction"),

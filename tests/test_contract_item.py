@@ -18,6 +18,7 @@ import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core.versions import takes_option
 from tests import reference
+from tests.reference_blend import BlendedItemBuffer
 from tests.reference_ranks import RankedItemBuffer
 from tests.reference_sampling import RecentItemBuffer
 
@@ -35,6 +36,7 @@ CAPACITIES = {
     "epsilon-and-mix": 21,
     "mix-without-replacement": 19,
     "ranked": 20,
+    "blended": 20,
 }
 SMALL = 5
 
@@ -55,10 +57,13 @@ OPTIONS = {
     "ranked": {"alpha": 0.7},
     "ranked-seldom": {"alpha": 1.0, "sort_every": 3},
     "ranked-without-replacement": {"alpha": 0.5, "replacement": False},
+    "blended": {"alpha": 0.7},
 }
 # A part of a batch from the newest items: the ratio, and how many are new. Products with a half are
 # exact, so that a fused multiply and add rounds as two steps do.
 RECENT = {"recent": (0.5, 2)}
+# Exponents of priorities, how many items are new, and weights, whose products are exact as well.
+BLENDED = ((0.7, 0.0), 3, (0.5, 0.25, 0.25))
 
 every_sampler = pytest.mark.parametrize("name", list(OPTIONS))
 
@@ -74,6 +79,11 @@ def make(name):
         return jaxbuf.Recent(*RECENT[name], jaxbuf.Prioritized(**options)), options
     if is_ranked(name):
         return jaxbuf.RankBased(**options), options
+    if name == "blended":
+        (alpha, _), newest, weights = BLENDED
+        newest = jaxbuf.Recent(1.0, newest)
+        samplers = (jaxbuf.Prioritized(alpha), jaxbuf.Uniform(), newest)
+        return jaxbuf.Blend(samplers, weights), options
     if "alpha" in options:
         return jaxbuf.Prioritized(**options), options
     return jaxbuf.Uniform(**options), options
@@ -295,6 +305,8 @@ class Replay:
             self.twin = RecentItemBuffer(self.capacity, *RECENT[name], **options)
         elif is_ranked(name):
             self.twin = RankedItemBuffer(self.capacity, **options)
+        elif name == "blended":
+            self.twin = BlendedItemBuffer(self.capacity, *BLENDED, **options)
         else:
             self.twin = reference.ItemBuffer(self.capacity, **options)
         self.items = {}
