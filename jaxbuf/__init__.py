@@ -72,6 +72,7 @@ from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.removable import Removable
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax
+from jaxbuf.strategies.staleness import Staleness
 from jaxbuf.strategies.uniform import Uniform
 from jaxbuf.views.frames import FrameStack, stack_frames
 from jaxbuf.views.groups import Groups, sample_groups
@@ -115,6 +116,7 @@ __all__ = [
     "Shuffled",
     "Slots",
     "Softmax",
+    "Staleness",
     "Statistics",
     "Steps",
     "Stopped",
