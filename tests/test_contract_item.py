@@ -107,7 +107,7 @@ def is_stale(name):
 
 
 def flags_of(name):
-    """Whether a step updates priorities, and whether it draws by ``next_batch``."""
+    """The flags of a step: it updates priorities, or it draws by ``next_batch``."""
     return {"prioritized": is_prioritized(name), "onward": is_stale(name)}
 
 
