@@ -34,6 +34,7 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.mixture import Mixture
 from jaxbuf.buffers.presets import (
     diverse_reward_prioritized,
+    reservoir,
     reward_prioritized,
     terminal_state_buffer,
 )
@@ -150,6 +151,7 @@ __all__ = [
     "next_batch",
     "plot",
     "remove",
+    "reservoir",
     "reward_prioritized",
     "sample",
     "sample_groups",

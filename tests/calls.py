@@ -198,6 +198,7 @@ LEGAL: dict[str, set[str]] = {
     "rows": set(),
     "rows of any number": {"integers", "bools"},
     "key": {"key"},
+    "key or none": {"key", "none"},
     "example": EXAMPLE,
     "items": set(),
     "buffer": set(),
@@ -499,6 +500,13 @@ CALLS: dict[str, Call] = {
     ),
     "terminal_state_buffer": call(
         jaxbuf.terminal_state_buffer, example=(step(), "example"), capacity=(8, "count")
+    ),
+    "reservoir": call(
+        jaxbuf.reservoir,
+        example=(step(), "example"),
+        capacity=(8, "count"),
+        key=(KEY, "key or none"),
+        sampler=(jaxbuf.Uniform(), "sampler"),
     ),
     # Strategies.
     "Uniform": call(jaxbuf.Uniform, replacement=(True, "flag")),

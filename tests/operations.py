@@ -65,6 +65,7 @@ BUFFERS = {
     "stale-distinct": _items(sampler=jaxbuf.Staleness(replacement=False)),
     "blend": _items(sampler=_BLEND),
     "recent": _items(sampler=jaxbuf.Recent(0.5, 2, _PLAIN)),
+    "reservoir": functools.partial(jaxbuf.reservoir, ITEM, CAPACITY, sampler=_PLAIN),
     "lowest": _items(evictor=jaxbuf.Lowest()),
     "lowest-softmax": _items(evictor=jaxbuf.Lowest(), sampler=jaxbuf.Softmax()),
     "lowest-ranked": _items(evictor=jaxbuf.Lowest(), sampler=jaxbuf.RankBased(by="score")),
@@ -262,7 +263,7 @@ def sample_range(buffer, sample, scale, key):
     return buffer.sample_range(key, BATCH, -3, None), buffer.latest(2)
 
 
-@operation(lambda buffer: is_single(buffer) and has_priorities(buffer))
+@operation(lambda buffer: has_order(buffer) and has_priorities(buffer))
 def sample_range_by_priority(buffer, sample, scale, key):
     first, second = jax.random.split(key)
     return (
