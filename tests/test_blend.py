@@ -485,3 +485,36 @@ def test_equal_configurations_are_equal():
     assert hash(one) == hash(dataclasses.replace(one))
     thirds = jaxbuf.Blend((UNIFORM, UNIFORM, UNIFORM), (1, 1, 1))
     assert dataclasses.replace(thirds) == thirds
+
+
+def test_parts_of_a_mixture_draw_each_in_their_own_way():
+    samplers = {
+        "shuffled": jaxbuf.Shuffled(),
+        "recent": jaxbuf.Recent(1.0, 2),
+        "balanced": jaxbuf.Balanced(),
+        "stale": jaxbuf.Staleness(replacement=False),
+        "blend": jaxbuf.Blend((jaxbuf.Balanced(), jaxbuf.Recent(1.0, 1)), (0.5, 0.5)),
+    }
+    windows = [
+        jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 6, sampler=sampler).add(
+            100 * number + jnp.arange(8).reshape(2, 4)
+        )
+        for number, sampler in enumerate(samplers.values())
+    ]
+    mixture = jaxbuf.Mixture.create(windows, [1] * 5)
+    drawn = {name: [] for name in samplers}
+    for seed in range(2):
+        mixture, batch = jaxbuf.next_batch(mixture, jax.random.key(seed), 20)
+        assert batch.valid.all()
+        part = mixture.part_of(batch.slots)
+        for number, name in enumerate(samplers):
+            rows = np.ravel(batch.data)[np.asarray(part) == number]
+            drawn[name] += [rows.astype(int) - 100 * number]
+    assert sorted(np.concatenate(drawn["shuffled"])) == [*range(8)]
+    assert sorted(np.concatenate(drawn["stale"])) == [*range(8)]
+    assert set(np.concatenate(drawn["recent"]).tolist()) == {2, 3, 6, 7}
+    for rows in drawn["balanced"]:
+        assert np.sum(rows < 4) == 2
+    for rows in drawn["blend"]:
+        assert np.isin(rows, [3, 7]).sum() >= 2
+    testing.assert_valid(mixture)
