@@ -29,6 +29,7 @@ from jaxbuf.buffers.groups import Groups, sample_groups
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.presets import (
     diverse_reward_prioritized,
+    reservoir,
     reward_prioritized,
     terminal_state_buffer,
 )
@@ -54,6 +55,7 @@ from jaxbuf.monitoring.plot import plot
 from jaxbuf.monitoring.statistics import Statistics
 from jaxbuf.pacing.rate_limiter import RateLimiter, ThroughputLimiter
 from jaxbuf.strategies.balanced import Balanced
+from jaxbuf.strategies.blend import Blend
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episode, Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
@@ -64,6 +66,7 @@ from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.removable import Removable
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax
+from jaxbuf.strategies.staleness import Staleness
 from jaxbuf.strategies.uniform import Uniform
 from jaxbuf.views.frames import FrameStack, stack_frames
 from jaxbuf.views.hindsight import hindsight
@@ -78,6 +81,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Balanced",
+    "Blend",
     "Chunk",
     "ChunkAccumulator",
     "CsvWriter",
@@ -109,6 +113,7 @@ __all__ = [
     "Shuffled",
     "Slots",
     "Softmax",
+    "Staleness",
     "Statistics",
     "Steps",
     "Stopped",
@@ -142,6 +147,7 @@ __all__ = [
     "next_batch",
     "plot",
     "remove",
+    "reservoir",
     "reward_prioritized",
     "sample",
     "sample_groups",

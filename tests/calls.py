@@ -198,6 +198,7 @@ LEGAL: dict[str, set[str]] = {
     "rows": set(),
     "rows of any number": {"integers", "bools"},
     "key": {"key"},
+    "key or none": {"key", "none"},
     "example": EXAMPLE,
     "items": set(),
     "buffer": set(),
@@ -500,6 +501,13 @@ CALLS: dict[str, Call] = {
     "terminal_state_buffer": call(
         jaxbuf.terminal_state_buffer, example=(step(), "example"), capacity=(8, "count")
     ),
+    "reservoir": call(
+        jaxbuf.reservoir,
+        example=(step(), "example"),
+        capacity=(8, "count"),
+        key=(KEY, "key or none"),
+        sampler=(jaxbuf.Uniform(), "sampler"),
+    ),
     # Strategies.
     "Uniform": call(jaxbuf.Uniform, replacement=(True, "flag")),
     "Balanced": call(jaxbuf.Balanced, replacement=(True, "flag")),
@@ -527,6 +535,13 @@ CALLS: dict[str, Call] = {
         stratified=(True, "flag"),
         replacement=(True, "flag"),
     ),
+    "Staleness": call(
+        jaxbuf.Staleness,
+        alpha=(1.0, "at least 0"),
+        stratified=(True, "flag"),
+        replacement=(True, "flag"),
+    ),
+    "Blend": call(jaxbuf.Blend, samplers=([jaxbuf.Uniform()], "nothing"), weights=([1], "nothing")),
     "Recent": call(
         jaxbuf.Recent,
         ratio=(0.5, "fraction"),

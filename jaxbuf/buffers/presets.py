@@ -1,11 +1,15 @@
 """Presets: common combinations of strategies for an ``ItemBuffer``."""
 
-from jaxtyping import PyTree
+from typing import Any
 
+from jaxtyping import PRNGKeyArray, PyTree
+
+from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
 from jaxbuf.strategies.diversity import Diversity, Field
-from jaxbuf.strategies.evictors import Lowest
+from jaxbuf.strategies.evictors import Lowest, Reservoir
+from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.softmax import Softmax
 from jaxbuf.strategies.uniform import Uniform
 
@@ -107,6 +111,65 @@ def terminal_state_buffer(example: PyTree, capacity: int) -> ItemBuffer:
         (1, 2)
     """
     return ItemBuffer.create(example, capacity, sampler=Uniform(replacement=False))
+
+
+def reservoir(
+    example: PyTree,
+    capacity: int,
+    *,
+    key: PRNGKeyArray | None = None,
+    sampler: Sampler = Uniform(),
+) -> ItemBuffer:
+    """Creates a buffer that holds a random sample of all items that were ever added.
+
+    Every item, old or new, has the same chance to be held: 1 until the buffer is full, and then
+    ``capacity / n`` after ``n`` items. All sets of ``capacity`` items are equally likely. This is
+    reservoir sampling, as for the average policy of NFSP, the advantages of Deep CFR, and the
+    memory of continual learning. It holds as long as items leave in no other way.
+
+    Each item draws a lot when it is added, and the highest lots stay, as scores do with ``Lowest``.
+    Lots depend on the key and on the number of items that were added before, so that ``add`` needs
+    no key, and a scan or a resumed run goes on as one program would.
+
+    Args:
+        example: One unbatched item.
+        capacity: The largest number of items that the buffer can hold.
+        key: The PRNG key of the lots; by default a fixed one. Buffers with the same key that are
+            filled in the same way keep the same rows. Give each its own where they should differ:
+            ``jax.vmap(lambda key: jaxbuf.reservoir(example, capacity, key=key))(keys)``.
+        sampler: Draws items; not by score, since lots take the place of scores.
+
+    Raises:
+        ValueError: As raised by ``ItemBuffer.create``, if ``key`` is not a single key, or if the
+            sampler draws by score.
+
+    References:
+        Vitter, Random sampling with a reservoir, ACM TOMS 1985. Heinrich and Silver, Deep
+        reinforcement learning from self-play in imperfect-information games, 2016,
+        https://arxiv.org/abs/1603.01121 (NFSP). Brown et al., Deep counterfactual regret
+        minimization, ICML 2019, https://arxiv.org/abs/1811.00164.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.reservoir(jnp.int32(0), 100, key=jax.random.key(1))
+        >>> for start in range(0, 10_000, 1000):
+        ...     buffer = jaxbuf.add(buffer, start + jnp.arange(1000))
+        >>> int(buffer.size), int(buffer.metrics()["adds"])
+        (100, 10000)
+        >>> bool(jnp.abs(buffer.data.mean() - 5000) < 1000)
+        True
+    """
+    common.check_sampler(sampler)
+    if sampler.uses_score:
+        raise ValueError(
+            f"sampler is {sampler}, which draws by score, but a reservoir has lots in place of "
+            "scores; choose a sampler without scores, or evictor=jaxbuf.Lowest()"
+        )
+    buffer = ItemBuffer.create(example, capacity, sampler=sampler, evictor=Reservoir())
+    if key is None:
+        return buffer
+    lots: Any = buffer.occupancy
+    return buffer.replace(occupancy=lots.with_key(common.check_key(key)))
 
 
 def _by_score(temperature: float | None, fallback: bool) -> Uniform | Softmax:

@@ -110,7 +110,7 @@ def _resize(old: Any, sizes: dict[str, int]) -> Any:
         refused = jnp.sum(live & ~kept, dtype=jnp.uint32)
         live, counts = kept, counts + counters.tally(COUNTS, {"rejected": refused})
     places = old.occupancy.places
-    score = places.item_scores()
+    score = places.stays_by()
     # Generations continue those of the old buffer, so that its slots become stale.
     empty = new.occupancy.with_places(new.occupancy.places.continuing(places))
     placed, index = empty.place(order.shape[0], live, None if score is None else score[order])

@@ -103,6 +103,13 @@ class Occupancy(abc.ABC):
         """Returns the score in each slot, not finite in empty ones; None if it keeps no scores."""
         return None
 
+    def stays_by(self) -> Float[Array, " N"] | None:
+        """Returns the scores that decide which items ``load`` keeps in a smaller buffer.
+
+        By default these are ``item_scores``. ``place`` gets them for the items that move.
+        """
+        return self.item_scores()
+
     def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
         """Yields a line for each problem with the items in its slots, for ``assert_valid``.
 

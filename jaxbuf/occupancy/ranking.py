@@ -143,7 +143,7 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         number = self.generation(jnp.arange(self.capacity, dtype=jnp.int32))
         return self.arrivals - jnp.uint32(1) - number
 
-    def item_scores(self) -> Float[Array, " N"]:
+    def item_scores(self) -> Float[Array, " N"] | None:
         """Returns ``score``."""
         return self.score
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxbuf.occupancy.lots import Lots
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.strategies.protocols import Evictor
@@ -37,3 +38,16 @@ class Lowest(Evictor):
     def init(self, capacity: int) -> Ranking:
         """Returns an empty ranking."""
         return Ranking.create(capacity)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reservoir(Evictor):
+    """Evicts by lot, so that every item that ever came has the same chance to be held.
+
+    It draws the lots itself, in place of scores, and cannot be used with a sampler or a part that
+    needs scores. ``jaxbuf.reservoir`` creates such a buffer.
+    """
+
+    def init(self, capacity: int) -> Lots:
+        """Returns empty slots, with a fixed key."""
+        return Lots.create(capacity)

@@ -13,6 +13,7 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
+from jaxbuf.strategies.evictors import Reservoir
 from jaxbuf.strategies.mass import least_positive
 from jaxbuf.strategies.protocols import ShardableSampler
 from jaxbuf.wrappers.sharded.per_device import Shards, here_of, numbers_of, run
@@ -48,7 +49,9 @@ def check_shard(buffer: Any) -> Body:
             raise ValueError(
                 f"{part} looks at all items, but a shard has only some of them; {_RECIPE}"
             )
-    if isinstance(buffer, ItemBuffer) and buffer.evictor.uses_score:
+    if isinstance(buffer, ItemBuffer) and (
+        buffer.evictor.uses_score or isinstance(buffer.evictor, Reservoir)
+    ):
         raise ValueError(f"{buffer.evictor} compares each item with all others; {_RECIPE}")
     return buffer
 

@@ -1,0 +1,86 @@
+"""Slots that keep a random sample of all items that ever came."""
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+
+from jaxbuf.core.random import random_words, scale_word
+from jaxbuf.occupancy.ranking import Ranking
+
+# The bits of the smallest normal float32, and the number of floats from there up to infinity.
+_LEAST = 0x00800000
+_MANY = 0x7F000000
+
+
+class Lots(Ranking):
+    """Keeps the items that drew the highest lots, and so a random sample of all that came.
+
+    Attributes:
+        words: The words of a PRNG key; each add draws its lots from them and from the number of
+            items that came before, ``[2]`` uint32.
+    """
+
+    words: UInt[Array, "2"]
+
+    @classmethod
+    def create(cls, capacity: int) -> Self:
+        """Returns free slots, with the words of ``jax.random.key(0)``."""
+        plain = Ranking.create(capacity)
+        return cls(
+            nodes=plain.nodes,
+            arrivals=plain.arrivals,
+            held=plain.held,
+            capacity=capacity,
+            words=jnp.zeros((2,), jnp.uint32),
+        )
+
+    def with_key(self, key: PRNGKeyArray) -> Self:
+        """Returns these slots with lots that are drawn from another key."""
+        return self.replace(words=random_words(key, (2,)))
+
+    def place(
+        self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
+    ) -> tuple[Self, Int[Array, " B"]]:
+        """Draws a lot for each row, and places the rows as their lots say.
+
+        If there is a ``score``, these are the lots of items that move here, as by ``stays_by``.
+        """
+        if score is None:
+            key = jax.random.wrap_key_data(self.words, impl="threefry2x32")
+            word = random_words(jax.random.fold_in(key, self.arrivals), (rows,))
+            # Positive normal floats, of which there are 2**31: they are rarely equal.
+            bits = scale_word(word, jnp.uint32(_MANY)) + jnp.uint32(_LEAST)
+            score = lax.bitcast_convert_type(bits, jnp.float32)
+        return super().place(rows, mask, score)
+
+    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
+        """Returns that no row would be refused for its score, since only lots count."""
+        return jnp.zeros(score.shape, bool)
+
+    def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
+        """Ignores scores, since only lots count."""
+        del index, score
+        return self
+
+    def item_scores(self) -> Float[Array, " N"] | None:
+        """Returns None, since lots say nothing about the items."""
+        return None
+
+    def stays_by(self) -> Float[Array, " N"]:
+        """Returns the lots."""
+        return self.score
+
+    def continuing(self, old: Any) -> Self:
+        """Returns these empty slots, which go on with the numbers and the key of ``old``."""
+        return super().continuing(old).replace(words=old.words)
+
+    def clear(self) -> Self:
+        """Returns empty slots. Numbers go on, so that later lots are new ones."""
+        return super().clear().replace(words=self.words.copy())
+
+    def metrics(self) -> dict[str, Array]:
+        """Returns nothing, since lots say nothing about the items."""
+        return {}
