@@ -23,6 +23,11 @@ import jaxbuf
 Config = TypeVar("Config")
 State = TypeVar("State")
 
+# The end of each description: files that every run writes.
+FILES = """  tensorboard/        the same for TensorBoard, with --tensorboard
+  checkpoint/         the whole training state, ten times in a run
+  run.json            the options"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Run(Generic[Config]):
@@ -33,12 +38,14 @@ class Run(Generic[Config]):
         out: The folder to write to.
         resume: Whether to go on from the checkpoint in --out, with its options.
         tensorboard: Whether to log for TensorBoard as well.
+        began: When the run began, in seconds.
     """
 
     config: tyro.conf.OmitArgPrefixes[Config]
     out: Path
     resume: bool = False
     tensorboard: bool = False
+    began: float = dataclasses.field(default_factory=time.perf_counter, init=False)
 
     def train(
         self,
@@ -48,7 +55,7 @@ class Run(Generic[Config]):
         done: int,
         until: int,
         size: int,
-        unit: str,
+        unit: str = "steps",
         rows: int = 1,
     ) -> tuple[State, list[float]]:
         """Trains chunk by chunk; shows and logs the progress, and saves checkpoints.
@@ -116,6 +123,44 @@ class Run(Generic[Config]):
         if name in header:
             return table[:, header.index(name)]
         return table[:, [i for i, column in enumerate(header) if column.startswith(f"{name}/")]]
+
+    def report(self, title: str, greedy: NDArray[Any], seconds: Sequence[float], size: int) -> None:
+        """Draws the learning curve, and prints a table with a row for each seed.
+
+        Both take the returns while training from the log, where they are called ``return``.
+
+        Args:
+            title: The title of the picture.
+            greedy: The returns of greedy episodes in the end, ``[seeds, episodes]``.
+            seconds: The duration of each chunk.
+            size: The number of steps of each seed in a chunk.
+        """
+        config: Any = self.config
+        steps, seeds = self.logged("step"), len(greedy)
+        returns = self.logged("return").reshape(len(steps), seeds)
+        plot(
+            self.out / "learning_curve.png",
+            steps,
+            {"": returns},
+            title=title,
+            xlabel="environment steps" + (" per seed" if seeds > 1 else ""),
+            ylabel="return while training",
+        )
+        last = np.ma.masked_invalid(returns[-math.ceil(len(returns) / 10) :])
+        columns = np.stack([greedy.mean(axis=1), last.mean(axis=0).filled(np.nan)], axis=1)
+        step = int(steps[-1])
+        rows = [
+            [f"{config.seed + i}", *(f"{number:.1f}" for number in columns[i]), f"{step:,}", "", ""]
+            for i in range(seeds)
+        ]
+        # The first chunk is mostly compilation.
+        measured = seconds[1:] or seconds
+        speed = f"{len(measured) * size * seeds / sum(measured):,.0f}" if measured else "-"
+        means = [f"{number:.1f}" for number in columns.mean(axis=0)]
+        total = [f"{step * seeds:,}", speed, f"{time.perf_counter() - self.began:.1f} s"]
+        header = ["seed", "greedy return", "return in training", "steps", "steps/s", "time"]
+        print(table(header, [*rows, ["all", *means, *total]]))
+        print(f"learning curve, log and checkpoint are in {self.out}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +289,43 @@ def check(config: Any, low: float, *names: str, high: float = float("inf")) -> N
             raise ValueError(
                 f"--{name.replace('_', '-')} is {value}; expected at least {low}{most}"
             )
+
+
+class Returns:
+    """The returns of the episodes of E environments, which are played step by step."""
+
+    def __init__(self, num_envs: int) -> None:
+        self._sums = np.zeros(num_envs)
+        self._finished: list[float] = []
+
+    def add(self, reward: NDArray[Any], ended: NDArray[np.bool_]) -> None:
+        """Takes the rewards of a step, and which episodes ended with it, ``[E]``."""
+        self._sums += reward
+        self._finished += self._sums[ended].tolist()
+        self._sums[ended] = 0.0
+
+    def mean(self) -> float:
+        """Returns the mean of episodes that ended since it was last called; NaN if none did."""
+        finished, self._finished = self._finished, []
+        return float(np.mean(finished)) if finished else math.nan
+
+
+def shown(returns: Any) -> str:
+    """Returns the mean of returns that are not NaN as a text; it is empty if all are."""
+    known = np.asarray(returns)[~np.isnan(returns)]
+    return f"return {known.mean():.1f}" if known.size else ""
+
+
+def play(envs: Any, act: Callable[[Any], Any], seed: int) -> NDArray[np.float64]:
+    """Returns the return of one episode of each of Gymnasium's vector environments, ``[E]``."""
+    obs, _ = envs.reset(seed=seed)
+    returns, running = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
+    while running.any():
+        obs, reward, terminated, truncated, _ = envs.step(np.array(act(obs)))
+        returns += np.where(running, reward, 0.0)
+        running &= ~(terminated | truncated)
+    envs.close()
+    return returns
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
