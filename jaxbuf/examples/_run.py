@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -9,16 +10,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from matplotlib.colors import TABLEAU_COLORS
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 import jaxbuf
+from jaxbuf.interop import gymnax_reset
 
 Config = TypeVar("Config")
 State = TypeVar("State")
@@ -124,13 +129,13 @@ class Run(Generic[Config]):
             return table[:, header.index(name)]
         return table[:, [i for i, column in enumerate(header) if column.startswith(f"{name}/")]]
 
-    def report(self, title: str, greedy: NDArray[Any], seconds: Sequence[float], size: int) -> None:
+    def report(self, name: str, greedy: NDArray[Any], seconds: Sequence[float], size: int) -> None:
         """Draws the learning curve, and prints a table with a row for each seed.
 
         Both take the returns while training from the log, where they are called ``return``.
 
         Args:
-            title: The title of the picture.
+            name: The name of the agent.
             greedy: The returns of greedy episodes in the end, ``[seeds, episodes]``.
             seconds: The duration of each chunk.
             size: The number of steps of each seed in a chunk.
@@ -142,7 +147,7 @@ class Run(Generic[Config]):
             self.out / "learning_curve.png",
             steps,
             {"": returns},
-            title=title,
+            title=f"{name} with {config.sampler} replay on {config.env}",
             xlabel="environment steps" + (" per seed" if seeds > 1 else ""),
             ylabel="return while training",
         )
@@ -291,6 +296,108 @@ def check(config: Any, low: float, *names: str, high: float = float("inf")) -> N
             )
 
 
+# Cached, so that an agent that runs again in the same process is not compiled again.
+@functools.cache
+def programs(agent: Any, length: int) -> tuple[Any, Any, Any]:
+    """Returns jitted functions that begin, train and evaluate a run, for all seeds at once.
+
+    Args:
+        agent: An agent like that of ``dqn``.
+        length: The number of iterations, the last argument of its ``train``.
+    """
+    chunk = jax.vmap(lambda state: agent.train(state, length))
+    return (
+        jax.jit(jax.vmap(agent.init)),
+        # Donated, so that the buffers are updated in place.
+        jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options()),
+        jax.jit(jax.vmap(lambda state, key: greedy_returns(agent, state.params, key))),
+    )
+
+
+def train_seeds(run: Run[Any], agent: Any, length: int, name: str) -> None:
+    """Trains an agent on environments of gymnax with all seeds at once, and reports.
+
+    Args:
+        run: The run. Its options have ``seeds``, ``seed``, ``num_envs`` and ``steps``.
+        agent: An agent like that of ``dqn``.
+        length: The number of iterations in a chunk.
+        name: The name of the agent in the title of the picture.
+    """
+    config = run.config
+    init, chunk, evaluate = programs(agent, length)
+    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+    states = run.load(jax.eval_shape(init, keys)) if run.resume else init(keys)
+
+    def next_chunk(states: Any) -> tuple[Any, dict[str, Any], str]:
+        states, log, metrics = chunk(states)
+        episodes = np.asarray(log.episodes)
+        returns = np.where(episodes, log.total_return / np.maximum(episodes, 1), np.nan)
+        return states, {"return": returns, **metrics}, shown(returns)
+
+    size = length * config.num_envs
+    states, seconds = run.train(
+        states,
+        next_chunk,
+        done=int(states.step[0]),
+        until=config.steps,
+        size=size,
+        rows=config.seeds,
+    )
+    run.report(name, np.asarray(evaluate(states, keys)), seconds, size)
+
+
+@functools.cache
+def make_env(name: str) -> tuple[Any, Any]:
+    """Returns an environment of gymnax and its parameters."""
+    # They hold arrays, which must not belong to the first trace that uses them. No array may be
+    # made before the processes of dqn_sharded have found each other.
+    with jax.ensure_compile_time_eval():
+        import gymnax
+
+        return gymnax.make(name)
+
+
+def one_of(batch: PyTree) -> PyTree:
+    """Returns the shapes and dtypes of one row of a batch, of which to create a buffer."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+
+
+class Episodes(NamedTuple):
+    """The number of episodes that ended, and the sum of their returns."""
+
+    episodes: Int[Array, ""]
+    total_return: Float[Array, ""]
+
+
+def count_episodes(
+    episode_return: Float[Array, " E"], steps: Mapping[str, Array]
+) -> tuple[Float[Array, " E"], Episodes]:
+    """Returns the sums of rewards since each episode began, and the episodes that have ended."""
+    ended = steps["terminated"] | steps["truncated"]
+    total = episode_return + steps["reward"]
+    count = jnp.sum(ended, dtype=jnp.int32)
+    log = Episodes(count, jnp.sum(jnp.where(ended, total, 0.0)))
+    return jnp.where(ended, 0.0, total), log
+
+
+def greedy_returns(agent: Any, params: Any, key: PRNGKeyArray) -> Float[Array, " episodes"]:
+    """Returns the returns of ``eval_episodes`` greedy episodes of an agent like that of ``dqn``."""
+
+    def iteration(carry: Any, key: PRNGKeyArray) -> tuple[Any, None]:
+        envs, returns, running = carry
+        envs, steps = agent.step(key, envs, agent.act(params, envs.obs, 0.0, key))
+        returns += jnp.where(running, steps["reward"], 0.0)
+        return (envs, returns, running & ~(steps["terminated"] | steps["truncated"])), None
+
+    env, env_params = make_env(agent.config.env)
+    reset_key, step_key = jax.random.split(key)
+    count = agent.config.eval_episodes
+    envs = gymnax_reset(env, env_params, reset_key, count)
+    keys = jax.random.split(step_key, env_params.max_steps_in_episode)
+    start = (envs, jnp.zeros(count), jnp.ones(count, jnp.bool_))
+    return jax.lax.scan(iteration, start, keys)[0][1]
+
+
 class Returns:
     """The returns of the episodes of E environments, which are played step by step."""
 
@@ -373,10 +480,12 @@ def plot(
             axes.plot(x[~np.isnan(seed)], seed[~np.isnan(seed)], color=color, alpha=0.35, lw=0.9)
         mean = np.ma.masked_invalid(values).mean(axis=1)
         known = ~np.ma.getmaskarray(mean)
-        label = f"{name}, mean of {values.shape[1]}".lstrip(", ")
+        mean_of = f", mean of {values.shape[1]}" if values.shape[1] > 1 else ""
+        label = f"{name}{mean_of}".lstrip(", ")
         axes.plot(x[known], mean[known], color=color, lw=2.0, label=label)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
-    axes.legend(loc="best")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best")
     axes.margins(x=0.01)
     figure.savefig(path, dpi=150)

@@ -238,7 +238,7 @@ def train(run: _run.Run[Config]) -> None:
     state, seconds = run.train(state, chunk, done=done, until=config.steps, size=size)
     test_envs = make_envs(config.env, config.eval_episodes)
     greedy = _run.play(test_envs, lambda obs: agent.act(state.params, obs, None), config.seed)
-    run.report(f"SAC with {config.sampler} replay on {config.env}", greedy[None], seconds, size)
+    run.report("SAC", greedy[None], seconds, size)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
