@@ -103,6 +103,10 @@ class Run(Generic[Config]):
                     jaxbuf.save(self._checkpoint, state)
         return state, seconds
 
+    def begin(self, init: Callable[..., State], *args: Any) -> State:
+        """Returns ``init(*args)``, or the state in the checkpoint if the run is resumed."""
+        return self.load(jax.eval_shape(init, *args)) if self.resume else init(*args)
+
     def load(self, like: State) -> State:
         """Returns the training state in the checkpoint; ``like`` has its structure and shapes."""
         try:
@@ -326,7 +330,7 @@ def train_seeds(run: Run[Any], agent: Any, length: int, name: str) -> None:
     config = run.config
     init, chunk, evaluate = programs(agent, length)
     keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
-    states = run.load(jax.eval_shape(init, keys)) if run.resume else init(keys)
+    states = run.begin(init, keys)
 
     def next_chunk(states: Any) -> tuple[Any, dict[str, Any], str]:
         states, log, metrics = chunk(states)
@@ -344,6 +348,29 @@ def train_seeds(run: Run[Any], agent: Any, length: int, name: str) -> None:
         rows=config.seeds,
     )
     run.report(name, np.asarray(evaluate(states, keys)), seconds, size)
+
+
+def report_success(run: Run[Any], agents: Sequence[str], title: str) -> None:
+    """Draws the success rates of several agents from the log, and prints those at the end."""
+    config = run.config
+    episodes, success = run.logged("step"), {name: run.logged(name) for name in agents}
+    plot(
+        run.out / "success.png",
+        episodes,
+        success,
+        title=title,
+        xlabel="episodes per seed",
+        ylabel="success rate of greedy episodes",
+    )
+    final = np.stack([rates[-1] for rates in success.values()])
+    rows = [
+        [str(config.seed + i), *(f"{rate:.0%}" for rate in final[:, i]), "", ""]
+        for i in range(config.seeds)
+    ]
+    means = [f"{rate:.0%}" for rate in final.mean(axis=1)]
+    total = [f"{episodes[-1]:,.0f}", f"{time.perf_counter() - run.began:.1f} s"]
+    print(table(["seed", *agents, "episodes", "time"], [*rows, ["all", *means, *total]]))
+    print(f"success rates, log and checkpoint are in {run.out}")
 
 
 @functools.cache
