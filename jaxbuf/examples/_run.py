@@ -516,3 +516,31 @@ def plot(
         axes.legend(loc="best")
     axes.margins(x=0.01)
     figure.savefig(path, dpi=150)
+
+
+def plot_marginals(
+    path: Path, distributions: Mapping[str, NDArray[Any]], shape: tuple[int, int]
+) -> None:
+    """Draws the joint distributions of the first two coordinates side by side, in one scale.
+
+    Args:
+        path: The PNG to write.
+        distributions: By name, the probability of each point of a grid, ``[N]``.
+        shape: The lengths of the first two coordinates; the second is 1 if there is no such
+            coordinate.
+    """
+    panels = {
+        name: distribution.reshape(*shape, -1).sum(axis=-1).T
+        for name, distribution in distributions.items()
+    }
+    figure = Figure(figsize=(2.2 * len(panels) + 1.0, 2.8), layout="constrained")
+    axes: Any = figure.subplots(1, len(panels), sharey=True)
+    most = max(panel.max() for panel in panels.values())
+    image: Any = None
+    for axis, (name, panel) in zip(axes, panels.items(), strict=True):
+        image = axis.imshow(panel, origin="lower", vmin=0.0, vmax=most)
+        axis.set(title=name, xlabel="first coordinate")
+    if shape[1] > 1:
+        axes[0].set_ylabel("second coordinate")
+    figure.colorbar(image, ax=axes, label="probability")
+    figure.savefig(path, dpi=150)

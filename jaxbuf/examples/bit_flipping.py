@@ -4,6 +4,7 @@ An episode begins with random bits and asks for other random bits. An action fli
 step costs 1 until all bits are right. A random agent reaches hardly any of the 2**15 goals, so the
 only reward that it sees is -1. With hindsight it learns from the states that it reached instead,
 as in section 3.1 of Andrychowicz et al., "Hindsight Experience Replay" (2017).
+
 Takes less than a minute on two CPU cores. Some things to try:
   --bits 8                        few enough to learn without hindsight as well
   --strategy final                another source of goals
