@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -9,19 +10,28 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from matplotlib.colors import TABLEAU_COLORS
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 import jaxbuf
+from jaxbuf.interop import gymnax_reset
 
 Config = TypeVar("Config")
 State = TypeVar("State")
+
+# The end of each description: files that every run writes.
+FILES = """  tensorboard/        the same for TensorBoard, with --tensorboard
+  checkpoint/         the whole training state, ten times in a run
+  run.json            the options"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +43,14 @@ class Run(Generic[Config]):
         out: The folder to write to.
         resume: Whether to go on from the checkpoint in --out, with its options.
         tensorboard: Whether to log for TensorBoard as well.
+        began: When the run began, in seconds.
     """
 
     config: tyro.conf.OmitArgPrefixes[Config]
     out: Path
     resume: bool = False
     tensorboard: bool = False
+    began: float = dataclasses.field(default_factory=time.perf_counter, init=False)
 
     def train(
         self,
@@ -48,7 +60,7 @@ class Run(Generic[Config]):
         done: int,
         until: int,
         size: int,
-        unit: str,
+        unit: str = "steps",
         rows: int = 1,
     ) -> tuple[State, list[float]]:
         """Trains chunk by chunk; shows and logs the progress, and saves checkpoints.
@@ -91,6 +103,10 @@ class Run(Generic[Config]):
                     jaxbuf.save(self._checkpoint, state)
         return state, seconds
 
+    def begin(self, init: Callable[..., State], *args: Any) -> State:
+        """Returns ``init(*args)``, or the state in the checkpoint if the run is resumed."""
+        return self.load(jax.eval_shape(init, *args)) if self.resume else init(*args)
+
     def load(self, like: State) -> State:
         """Returns the training state in the checkpoint; ``like`` has its structure and shapes."""
         try:
@@ -116,6 +132,44 @@ class Run(Generic[Config]):
         if name in header:
             return table[:, header.index(name)]
         return table[:, [i for i, column in enumerate(header) if column.startswith(f"{name}/")]]
+
+    def report(self, name: str, greedy: NDArray[Any], seconds: Sequence[float], size: int) -> None:
+        """Draws the learning curve, and prints a table with a row for each seed.
+
+        Both take the returns while training from the log, where they are called ``return``.
+
+        Args:
+            name: The name of the agent.
+            greedy: The returns of greedy episodes in the end, ``[seeds, episodes]``.
+            seconds: The duration of each chunk.
+            size: The number of steps of each seed in a chunk.
+        """
+        config: Any = self.config
+        steps, seeds = self.logged("step"), len(greedy)
+        returns = self.logged("return").reshape(len(steps), seeds)
+        plot(
+            self.out / "learning_curve.png",
+            steps,
+            {"": returns},
+            title=f"{name} with {config.sampler} replay on {config.env}",
+            xlabel="environment steps" + (" per seed" if seeds > 1 else ""),
+            ylabel="return while training",
+        )
+        last = np.ma.masked_invalid(returns[-math.ceil(len(returns) / 10) :])
+        columns = np.stack([greedy.mean(axis=1), last.mean(axis=0).filled(np.nan)], axis=1)
+        step = int(steps[-1])
+        rows = [
+            [f"{config.seed + i}", *(f"{number:.1f}" for number in columns[i]), f"{step:,}", "", ""]
+            for i in range(seeds)
+        ]
+        # The first chunk is mostly compilation.
+        measured = seconds[1:] or seconds
+        speed = f"{len(measured) * size * seeds / sum(measured):,.0f}" if measured else "-"
+        means = [f"{number:.1f}" for number in columns.mean(axis=0)]
+        total = [f"{step * seeds:,}", speed, f"{time.perf_counter() - self.began:.1f} s"]
+        header = ["seed", "greedy return", "return in training", "steps", "steps/s", "time"]
+        print(table(header, [*rows, ["all", *means, *total]]))
+        print(f"learning curve, log and checkpoint are in {self.out}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +300,168 @@ def check(config: Any, low: float, *names: str, high: float = float("inf")) -> N
             )
 
 
+# Cached, so that an agent that runs again in the same process is not compiled again.
+@functools.cache
+def programs(agent: Any, length: int) -> tuple[Any, Any, Any]:
+    """Returns jitted functions that begin, train and evaluate a run, for all seeds at once.
+
+    Args:
+        agent: An agent like that of ``dqn``.
+        length: The number of iterations, the last argument of its ``train``.
+    """
+    chunk = jax.vmap(lambda state: agent.train(state, length))
+    return (
+        jax.jit(jax.vmap(agent.init)),
+        # Donated, so that the buffers are updated in place.
+        jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options()),
+        jax.jit(jax.vmap(lambda state, key: greedy_returns(agent, state.params, key))),
+    )
+
+
+def train_seeds(run: Run[Any], agent: Any, length: int, name: str) -> None:
+    """Trains an agent on environments of gymnax with all seeds at once, and reports.
+
+    Args:
+        run: The run. Its options have ``seeds``, ``seed``, ``num_envs`` and ``steps``.
+        agent: An agent like that of ``dqn``.
+        length: The number of iterations in a chunk.
+        name: The name of the agent in the title of the picture.
+    """
+    config = run.config
+    init, chunk, evaluate = programs(agent, length)
+    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+    states = run.begin(init, keys)
+
+    def next_chunk(states: Any) -> tuple[Any, dict[str, Any], str]:
+        states, log, metrics = chunk(states)
+        episodes = np.asarray(log.episodes)
+        returns = np.where(episodes, log.total_return / np.maximum(episodes, 1), np.nan)
+        return states, {"return": returns, **metrics}, shown(returns)
+
+    size = length * config.num_envs
+    states, seconds = run.train(
+        states,
+        next_chunk,
+        done=int(states.step[0]),
+        until=config.steps,
+        size=size,
+        rows=config.seeds,
+    )
+    run.report(name, np.asarray(evaluate(states, keys)), seconds, size)
+
+
+def report_success(run: Run[Any], agents: Sequence[str], title: str) -> None:
+    """Draws the success rates of several agents from the log, and prints those at the end."""
+    config = run.config
+    episodes, success = run.logged("step"), {name: run.logged(name) for name in agents}
+    plot(
+        run.out / "success.png",
+        episodes,
+        success,
+        title=title,
+        xlabel="episodes per seed",
+        ylabel="success rate of greedy episodes",
+    )
+    final = np.stack([rates[-1] for rates in success.values()])
+    rows = [
+        [str(config.seed + i), *(f"{rate:.0%}" for rate in final[:, i]), "", ""]
+        for i in range(config.seeds)
+    ]
+    means = [f"{rate:.0%}" for rate in final.mean(axis=1)]
+    total = [f"{episodes[-1]:,.0f}", f"{time.perf_counter() - run.began:.1f} s"]
+    print(table(["seed", *agents, "episodes", "time"], [*rows, ["all", *means, *total]]))
+    print(f"success rates, log and checkpoint are in {run.out}")
+
+
+@functools.cache
+def make_env(name: str) -> tuple[Any, Any]:
+    """Returns an environment of gymnax and its parameters."""
+    # They hold arrays, which must not belong to the first trace that uses them. No array may be
+    # made before the processes of dqn_sharded have found each other.
+    with jax.ensure_compile_time_eval():
+        import gymnax
+
+        return gymnax.make(name)
+
+
+def one_of(batch: PyTree) -> PyTree:
+    """Returns the shapes and dtypes of one row of a batch, of which to create a buffer."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+
+
+class Episodes(NamedTuple):
+    """The number of episodes that ended, and the sum of their returns."""
+
+    episodes: Int[Array, ""]
+    total_return: Float[Array, ""]
+
+
+def count_episodes(
+    episode_return: Float[Array, " E"], steps: Mapping[str, Array]
+) -> tuple[Float[Array, " E"], Episodes]:
+    """Returns the sums of rewards since each episode began, and the episodes that have ended."""
+    ended = steps["terminated"] | steps["truncated"]
+    total = episode_return + steps["reward"]
+    count = jnp.sum(ended, dtype=jnp.int32)
+    log = Episodes(count, jnp.sum(jnp.where(ended, total, 0.0)))
+    return jnp.where(ended, 0.0, total), log
+
+
+def greedy_returns(agent: Any, params: Any, key: PRNGKeyArray) -> Float[Array, " episodes"]:
+    """Returns the returns of ``eval_episodes`` greedy episodes of an agent like that of ``dqn``."""
+
+    def iteration(carry: Any, key: PRNGKeyArray) -> tuple[Any, None]:
+        envs, returns, running = carry
+        envs, steps = agent.step(key, envs, agent.act(params, envs.obs, 0.0, key))
+        returns += jnp.where(running, steps["reward"], 0.0)
+        return (envs, returns, running & ~(steps["terminated"] | steps["truncated"])), None
+
+    env, env_params = make_env(agent.config.env)
+    reset_key, step_key = jax.random.split(key)
+    count = agent.config.eval_episodes
+    envs = gymnax_reset(env, env_params, reset_key, count)
+    keys = jax.random.split(step_key, env_params.max_steps_in_episode)
+    start = (envs, jnp.zeros(count), jnp.ones(count, jnp.bool_))
+    return jax.lax.scan(iteration, start, keys)[0][1]
+
+
+class Returns:
+    """The returns of the episodes of E environments, which are played step by step."""
+
+    def __init__(self, num_envs: int) -> None:
+        self._sums = np.zeros(num_envs)
+        self._finished: list[float] = []
+
+    def add(self, reward: NDArray[Any], ended: NDArray[np.bool_]) -> None:
+        """Takes the rewards of a step, and which episodes ended with it, ``[E]``."""
+        self._sums += reward
+        self._finished += self._sums[ended].tolist()
+        self._sums[ended] = 0.0
+
+    def mean(self) -> float:
+        """Returns the mean of episodes that ended since it was last called; NaN if none did."""
+        finished, self._finished = self._finished, []
+        return float(np.mean(finished)) if finished else math.nan
+
+
+def shown(returns: Any) -> str:
+    """Returns the mean of returns that are not NaN as a text; it is empty if all are."""
+    known = np.asarray(returns)[~np.isnan(returns)]
+    return f"return {known.mean():.1f}" if known.size else ""
+
+
+def play(envs: Any, act: Callable[[Any], Any], seed: int) -> NDArray[np.float64]:
+    """Returns the return of one episode of each of Gymnasium's vector environments, ``[E]``."""
+    obs, _ = envs.reset(seed=seed)
+    returns, running = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
+    while running.any():
+        obs, reward, terminated, truncated, _ = envs.step(np.array(act(obs)))
+        returns += np.where(running, reward, 0.0)
+        running &= ~(terminated | truncated)
+    envs.close()
+    return returns
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a table in plain text with its columns aligned to the right.
 
@@ -291,10 +507,40 @@ def plot(
             axes.plot(x[~np.isnan(seed)], seed[~np.isnan(seed)], color=color, alpha=0.35, lw=0.9)
         mean = np.ma.masked_invalid(values).mean(axis=1)
         known = ~np.ma.getmaskarray(mean)
-        label = f"{name}, mean of {values.shape[1]}".lstrip(", ")
+        mean_of = f", mean of {values.shape[1]}" if values.shape[1] > 1 else ""
+        label = f"{name}{mean_of}".lstrip(", ")
         axes.plot(x[known], mean[known], color=color, lw=2.0, label=label)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
-    axes.legend(loc="best")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best")
     axes.margins(x=0.01)
+    figure.savefig(path, dpi=150)
+
+
+def plot_marginals(
+    path: Path, distributions: Mapping[str, NDArray[Any]], shape: tuple[int, int]
+) -> None:
+    """Draws the joint distributions of the first two coordinates side by side, in one scale.
+
+    Args:
+        path: The PNG to write.
+        distributions: By name, the probability of each point of a grid, ``[N]``.
+        shape: The lengths of the first two coordinates; the second is 1 if there is no such
+            coordinate.
+    """
+    panels = {
+        name: distribution.reshape(*shape, -1).sum(axis=-1).T
+        for name, distribution in distributions.items()
+    }
+    figure = Figure(figsize=(2.2 * len(panels) + 1.0, 2.8), layout="constrained")
+    axes: Any = figure.subplots(1, len(panels), sharey=True)
+    most = max(panel.max() for panel in panels.values())
+    image: Any = None
+    for axis, (name, panel) in zip(axes, panels.items(), strict=True):
+        image = axis.imshow(panel, origin="lower", vmin=0.0, vmax=most)
+        axis.set(title=name, xlabel="first coordinate")
+    if shape[1] > 1:
+        axes[0].set_ylabel("second coordinate")
+    figure.colorbar(image, ax=axes, label="probability")
     figure.savefig(path, dpi=150)

@@ -145,7 +145,7 @@ class Agent:
         """Returns the state of a new network, new episodes and an empty buffer."""
         config = self.config
         shards, num_envs = config.shards, config.num_envs // config.shards
-        env, env_params = dqn.make_env(self.dqn.config.env)
+        env, env_params = _run.make_env(self.dqn.config.env)
         params_key, envs_key = jax.random.split(jax.random.key(config.seed))
         envs = jax.vmap(lambda key: gymnax_reset(env, env_params, key, num_envs))(
             jax.random.split(envs_key, shards)
@@ -179,7 +179,7 @@ class Agent:
 
         def iteration(state: TrainState, _: None) -> tuple[TrainState, Any]:
             act_key, learn_key = jax.random.split(self.key(state))
-            state, ended = self.interact(state, act_key, self.dqn.epsilon(state.step))
+            state, ended = self.interact(state, act_key, self.dqn.schedules(state.step)[0])
             state, loss = self.learn(state, learn_key)
             return state, (ended, loss)
 
@@ -250,7 +250,7 @@ class Agent:
             return grads, loss, error
 
         batch = state.buffer.sample(key, self.config.batch_size)
-        weights = jaxbuf.importance_weights(state.buffer, batch, self.dqn.beta(state.step))
+        weights = jaxbuf.importance_weights(state.buffer, batch, self.dqn.schedules(state.step)[1])
         shards = self.config.shards
         window, weights = jax.tree.map(
             lambda leaf: leaf.reshape(shards, -1, *leaf.shape[1:]), (batch.data, weights)

@@ -1,29 +1,4 @@
-"""GFlowNets with and without replay on a hypergrid: ``python -m jaxbuf.examples.gflownet --help``.
-
-Rollouts, adds, draws and updates are one ``lax.scan``, which ``vmap`` runs for every seed.
-"""
-
-import dataclasses
-import functools
-import math
-import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, get_args
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float
-from matplotlib.figure import Figure
-from numpy.typing import NDArray
-
-import jaxbuf
-from jaxbuf.examples import _run
-from jaxbuf.examples._gflownet import NEVER, Agent, Buffer, GFlowNet, Options, TrainState
-
-DESCRIPTION = """Train GFlowNets on a hypergrid with several replay buffers, to compare them.
+"""Train GFlowNets on a hypergrid with several replay buffers, to compare them.
 
 A GFlowNet learns to stop at each point of the grid with a probability proportional to its reward.
 Nearly all reward is near the corners, with hardly any in between. All updates train on the same
@@ -40,14 +15,31 @@ Takes a minute or two on two CPU cores. Some things to try:
 
 Ends with a table (medians over the seeds, and their range). Writes, in runs/gflownet or where --out
 says:
-  modes.png      modes found over fresh trajectories, of every seed with every buffer
-  distance.png   L1 distance to the target over updates
-  marginals.png  the first two coordinates where trajectories stop: the target and what was learned
-  log.csv        modes and distances as numbers, fifty times in a run
-  tensorboard/   the same for TensorBoard, with --tensorboard
-  checkpoint/    the whole training state, ten times in a run
-  run.json       the options"""
-EXAMPLE = "gflownet"
+  modes.png           modes found over fresh trajectories, of every seed with every buffer
+  distance.png        L1 distance to the target over updates
+  marginals.png       the first two coordinates where trajectories stop: target and learned
+  log.csv             modes and distances as numbers, fifty times in a run
+"""
+
+import dataclasses
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from numpy.typing import NDArray
+
+import jaxbuf
+from jaxbuf.examples import _run
+from jaxbuf.examples._gflownet import NEVER, Agent, Buffer, GFlowNet, Options, TrainState
+
 CHUNKS = 50
 
 
@@ -71,26 +63,14 @@ class Config(Options):
 
 
 class Outcome(NamedTuple):
-    """The result of training with one buffer.
+    """The result of training with one buffer."""
 
-    Attributes:
-        updates: Number of updates of each seed after each chunk, ``[P]``.
-        l1: Distance to the target at that time, the sum of absolute differences, from 0 to 2;
-            ``[P, seeds]``.
-        learned: Distributions of terminal states in the end, ``[seeds, N]``.
-        found: The number of the fresh trajectory that first reached each mode, or inf,
-            ``[seeds, M]``.
-        fresh: Number of fresh trajectories of each seed.
-        seconds: Duration of each chunk since the program began; that of the first includes
-            compilation.
-    """
-
-    updates: NDArray[Any]
-    l1: NDArray[Any]
-    learned: NDArray[Any]
-    found: NDArray[Any]
-    fresh: int
-    seconds: list[float]
+    updates: NDArray[Any]  # of each seed after each chunk, [P]
+    l1: NDArray[Any]  # sum of absolute differences to the target then, from 0 to 2, [P, seeds]
+    learned: NDArray[Any]  # distributions of terminal states in the end, [seeds, N]
+    found: NDArray[Any]  # the fresh trajectory that first reached each mode, or inf, [seeds, M]
+    fresh: int  # number of fresh trajectories of each seed
+    seconds: list[float]  # duration of each chunk now; that of the first includes compilation
 
     def modes(self, fresh: NDArray[Any]) -> NDArray[Any]:
         """Returns modes found within ``fresh`` trajectories, ``[P, seeds]``; NaN past the end."""
@@ -254,32 +234,13 @@ def _draw(folder: Path, outcomes: dict[str, Outcome], config: Config) -> None:
     )
     marginals = {"target": np.asarray(grid.target())}
     marginals |= {kind: outcome.learned.mean(axis=0) for kind, outcome in outcomes.items()}
-    _plot_marginals(folder / "marginals.png", marginals, config)
-
-
-def _plot_marginals(path: Path, distributions: dict[str, NDArray[Any]], config: Config) -> None:
-    """Draws the joint distributions of the first two coordinates side by side, in one scale."""
-    width = config.height if config.dims > 1 else 1
-    panels = {
-        name: distribution.reshape(config.height, width, -1).sum(axis=-1).T
-        for name, distribution in distributions.items()
-    }
-    figure = Figure(figsize=(2.2 * len(panels) + 1.0, 2.8), layout="constrained")
-    axes: Any = figure.subplots(1, len(panels), sharey=True)
-    most = max(panel.max() for panel in panels.values())
-    image: Any = None
-    for axis, (name, panel) in zip(axes, panels.items(), strict=True):
-        image = axis.imshow(panel, origin="lower", vmin=0.0, vmax=most)
-        axis.set(title=name, xlabel="first coordinate")
-    if config.dims > 1:
-        axes[0].set_ylabel("second coordinate")
-    figure.colorbar(image, ax=axes, label="probability")
-    figure.savefig(path, dpi=150)
+    shape = (config.height, config.height if config.dims > 1 else 1)
+    _run.plot_marginals(folder / "marginals.png", marginals, shape)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this example from the command line and return its exit status."""
-    return _run.main(EXAMPLE, train, Config(), DESCRIPTION, argv)
+    return _run.main("gflownet", train, Config(), f"{__doc__}{_run.FILES}", argv)
 
 
 if __name__ == "__main__":

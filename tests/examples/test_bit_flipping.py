@@ -126,7 +126,7 @@ def test_episodes_flip_one_bit_at_a_time_and_end_at_the_goal():
 def test_transitions_are_steps_of_episodes_and_earn_what_their_goal_says():
     transitions = jax.jit(begun()[0].transitions)
     for fraction in (0.0, 1.0):
-        batch = transitions(played(), jax.random.key(2), jax.random.key(3), fraction)
+        batch = transitions(played(), (jax.random.key(2), jax.random.key(3)), fraction)
         episodes, batch_ = jax.tree.map(np.asarray, (played(), batch))
         flipped = np.eye(4, dtype=bool)[batch_["action"]]
         np.testing.assert_array_equal(batch_["obs"] ^ flipped, batch_["achieved_goal"])
@@ -150,7 +150,7 @@ def test_nothing_comes_after_a_goal_that_is_reached():
         "action": jnp.arange(8, dtype=jnp.int32) % 4,
         "reward": bit_flipping.reward(achieved, goal),
     }
-    values = jax.jit(learner.values)
+    values = jax.jit(learner.network.apply)
     value = np.asarray(values(state.params, obs, goal))[np.arange(8), np.arange(8) % 4]
     after = np.asarray(values(other.params, achieved, goal)).max(axis=1)
     reached = (np.asarray(achieved) == np.asarray(goal)).all(axis=1)

@@ -17,7 +17,7 @@ import pytest
 from flax import linen as nn
 
 import jaxbuf
-from jaxbuf.examples import dqn
+from jaxbuf.examples import _run, dqn
 from jaxbuf.interop import gymnax_reset
 from tests.lenient import lenient
 from tests.programs.run_example import error_of, finish, interrupt, logged
@@ -146,14 +146,14 @@ def test_the_log_tells_how_training_went(finished):
 def test_a_run_that_ended_while_evaluating_goes_on_to_its_table(finished, tmp_path, monkeypatch):
     out = tmp_path / "trained"
 
-    def interrupt_evaluation(agent, state, key):
+    def interrupt_evaluation(agent, params, key):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(dqn.Agent, "evaluate", interrupt_evaluation)
-        dqn.programs.cache_clear()
+        patch.setattr(_run, "greedy_returns", interrupt_evaluation)
+        _run.programs.cache_clear()
         assert dqn.main(words(out, "--tensorboard")) == 130
-    dqn.programs.cache_clear()
+    _run.programs.cache_clear()
     again = finish(dqn.main, ["--out", str(out), "--resume"], out)
     check_same_end(out, finished.folder)
     assert (out / "learning_curve.png").exists()
@@ -264,7 +264,7 @@ def play(learner, action, steps):
         return envs, (stored, envs.obs)
 
     reset_key, step_key = jax.random.split(jax.random.key(0))
-    start = gymnax_reset(*dqn.make_env(learner.config.env), reset_key, 2)
+    start = gymnax_reset(*_run.make_env(learner.config.env), reset_key, 2)
     return jax.jit(lambda start: jax.lax.scan(iteration, start, jax.random.split(step_key, steps)))(
         start
     )[1]
@@ -366,7 +366,7 @@ def test_td_error_is_that_of_one_loop_per_window(n, env):
     assert (weight == 0).any()
     assert len(np.unique(weight)) == n + 1
     params, other = (learner.network.init(jax.random.key(i), before[:1]) for i in (1, 2))
-    values = jax.jit(learner.values)
+    values = jax.jit(learner.network.apply)
     every, best = np.arange(24), np.argmax(values(params, after), axis=-1)
     expected = values(params, before)[every, action]
     expected -= total + weight * values(other, after)[every, best]
@@ -401,12 +401,9 @@ def test_learning_updates_the_priorities_of_what_it_sampled():
 def test_schedules():
     learner = agent(steps=10_000, warmup=100, epsilon=0.1, exploration=0.5, beta=0.4)
     steps = [jnp.int32(step) for step in (0, 2_500, 5_000, 10_000, 20_000)]
-    np.testing.assert_allclose(
-        [learner.epsilon(step) for step in steps], [1.0, 0.55, 0.1, 0.1, 0.1], rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        [learner.beta(step) for step in steps], [0.4, 0.55, 0.7, 1.0, 1.0], rtol=1e-6
-    )
+    epsilon, beta = zip(*map(learner.schedules, steps), strict=True)
+    np.testing.assert_allclose(epsilon, [1.0, 0.55, 0.1, 0.1, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(beta, [0.4, 0.55, 0.7, 1.0, 1.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +413,7 @@ def test_share_of_random_actions(epsilon, low, high):
     learner = agent()
     obs = jnp.ones((2000, 4))
     params = learner.network.init(jax.random.key(0), obs)
-    best = int(jnp.argmax(learner.values(params, obs[:1])))
+    best = int(jnp.argmax(learner.network.apply(params, obs[:1])))
     action = learner.act(params, obs, epsilon, jax.random.key(1))
     # Half of the random actions are the best one.
     assert low <= int((action != best).sum()) <= high

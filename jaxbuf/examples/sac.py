@@ -1,0 +1,250 @@
+"""Soft actor-critic in an ordinary Python loop: ``python -m jaxbuf.examples.sac``.
+
+Gymnasium's environments run in Python, and all else in two jitted functions: ``act`` chooses the
+actions, and ``learn`` adds a step of all environments to the buffer, samples and updates. The
+buffer is a field of the training state, which ``learn`` donates, so it is updated in place.
+
+The agent is that of Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018).
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import struct
+from gymnasium.spaces import Box
+from gymnasium.wrappers.vector import FlattenObservation, RescaleAction
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+import jaxbuf
+from jaxbuf.examples import _run
+from jaxbuf.interop import gymnasium_transitions, transition_like
+
+DESCRIPTION = f"""Train SAC on a Gymnasium environment with continuous actions.
+
+Pendulum takes less than a minute on two CPU cores. Some things to try:
+  --sampler prioritized           the same agent with priorities
+  --resume --steps 50_000         train a finished run for longer, beginning with new episodes
+  --env HalfCheetah-v5 --steps 1_000_000 --num-envs 1 --updates 1 --warmup 10_000 --lr 3e-4
+    --batch-size 256 --hidden 256 --capacity 1_000_000      needs gymnasium[mujoco]; takes hours
+
+Ends with a table. Writes, in runs/sac or where --out says:
+  learning_curve.png  return while training
+  log.csv             a hundred times in a run: returns, losses, metrics of the buffer
+{_run.FILES}"""
+EXAMPLE = "sac"
+CHUNKS = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the training."""
+
+    env: str = "Pendulum-v1"  # any environment whose actions are vectors with bounds
+    sampler: Literal["uniform", "prioritized"] = "uniform"  # how to draw from the buffer
+    seed: int = 0  # source of all randomness
+    steps: int = 20_000  # environment steps
+    num_envs: int = 4  # environments side by side
+    updates: int = 4  # updates after a step of all of them
+    batch_size: int = 128  # transitions in an update
+    capacity: int = 100_000  # transitions in the buffer
+    warmup: int = 1_000  # random steps before learning begins
+    alpha: float = 0.6  # priority exponent; 0 is uniform
+    beta: float = 0.4  # importance exponent
+    lr: float = 1e-3  # learning rate
+    discount: float = 0.99  # discount per step
+    target_rate: float = 0.005  # how far each update moves the target critics
+    hidden: int = 64  # width of each hidden layer
+    eval_episodes: int = 32  # greedy episodes at the end
+
+    def __post_init__(self) -> None:
+        _run.check(self, 1, "num_envs", "updates", "batch_size", "hidden", "eval_episodes")
+        _run.check(self, 0, "seed", "alpha", "lr")
+        _run.check(self, 0, "beta", "discount", "target_rate", high=1)
+        _run.check(self, max(self.batch_size, self.num_envs), "capacity", "warmup")
+        _run.check(self, self.warmup + 1, "steps")
+        make_envs(self.env, 1).close()
+
+
+def make_envs(name: str, count: int) -> Any:
+    """Returns environments whose observations are vectors, and whose actions are from -1 to 1."""
+    try:
+        envs = gymnasium.make_vec(name, count, vectorization_mode="sync")
+    except (gymnasium.error.Error, ImportError) as error:
+        raise ValueError(f"--env is {name}, which cannot be made: {error}") from error
+    space = envs.single_action_space
+    if not isinstance(space, Box) or not space.is_bounded() or len(space.shape) != 1:
+        raise ValueError(f"--env is {name}, with actions {space}; expected a bounded vector")
+    one: Any = np.float32(1)
+    return RescaleAction(FlattenObservation(envs), -one, one)
+
+
+class Network(nn.Module):
+    """Two hidden layers, and as many ``outputs`` as asked for."""
+
+    hidden: int
+    outputs: int
+
+    @nn.compact
+    def __call__(self, *inputs: Shaped[Array, "B _"]) -> Float[Array, "B O"]:
+        """Returns the outputs for B rows of all inputs."""
+        x = jnp.concatenate(inputs, axis=-1).astype(jnp.float32)
+        for _ in range(2):
+            x = nn.relu(nn.Dense(self.hidden)(x))
+        return nn.Dense(self.outputs)(x)
+
+
+class TrainState(struct.PyTreeNode):
+    """The state that training changes, which is saved in checkpoints."""
+
+    params: dict[str, Any]  # of the actor and both critics, and the log of the temperature
+    target: Any  # the critics' moving average
+    opt_state: optax.OptState
+    buffer: jaxbuf.ItemBuffer
+    key: PRNGKeyArray  # of all later randomness
+    act_key: PRNGKeyArray  # of the next actions
+    step: Int[Array, ""]  # environment steps so far
+
+
+class Agent:
+    """Soft actor-critic with two critics and a learned temperature."""
+
+    def __init__(self, config: Config, transition: dict[str, Any]) -> None:
+        self.config, self.transition = config, transition
+        # The actor tells means and log standard deviations of what tanh makes actions of.
+        self.actor: Any = Network(config.hidden, 2 * transition["action"].size)
+        self.critic: Any = Network(config.hidden, 1)
+        self.optimizer = optax.adam(config.lr)
+        self.act = jax.jit(lambda params, obs, key: self.draw(params["actor"], obs, key)[0])
+        # Donated, so that the buffer is updated in place.
+        options: Any = {"donate_argnums": 0, "compiler_options": jaxbuf.compiler_options()}
+        self.learn = jax.jit(self.add_and_update, static_argnames="updates", **options)
+
+    def init(self) -> TrainState:
+        """Returns the state of new networks, and an empty buffer."""
+        config, like = self.config, self.transition
+        keys = jax.random.split(jax.random.key(config.seed), 5)
+        obs, action = (jnp.zeros((1, *like[name].shape)) for name in ("obs", "action"))
+        critics = jax.vmap(lambda key: self.critic.init(key, obs, action))(keys[:2])
+        params = {"actor": self.actor.init(keys[2], obs), "critics": critics}
+        params["log_temperature"] = jnp.float32(0)
+        prioritized = jaxbuf.Prioritized(alpha=config.alpha, epsilon=1e-3)
+        sampler = prioritized if config.sampler == "prioritized" else jaxbuf.Uniform()
+        buffer = jaxbuf.ItemBuffer.create(like, config.capacity, sampler=sampler)
+        target, opt_state = jax.tree.map(jnp.copy, critics), self.optimizer.init(params)
+        return TrainState(params, target, opt_state, buffer, keys[3], keys[4], jnp.int32(0))
+
+    def draw(self, actor: Any, obs: Array, key: PRNGKeyArray | None) -> tuple[Array, Array]:
+        """Returns actions and their log probabilities; without a key the most likely actions."""
+        mean, log_std = jnp.split(self.actor.apply(actor, obs), 2, axis=-1)
+        log_std = 3.5 * jnp.tanh(log_std) - 1.5  # from -5 to 2
+        noise = jnp.zeros_like(mean) if key is None else jax.random.normal(key, mean.shape)
+        x = mean + jnp.exp(log_std) * noise
+        log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
+        # The log of the slope of tanh, in a form that is finite far away from 0 as well.
+        log_prob -= 2 * (math.log(2) - x - nn.softplus(-2 * x))
+        return jnp.tanh(x), jnp.sum(log_prob, axis=-1)
+
+    def value(self, critics: Any, obs: Array, action: Array) -> Float[Array, "2 B"]:
+        """Returns the values of actions, according to each critic."""
+        return jax.vmap(self.critic.apply, (0, None, None))(critics, obs, action)[..., 0]
+
+    def add_and_update(
+        self, state: TrainState, transitions: dict[str, Array], mask: Array, updates: int
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """Adds a step of all environments, and updates; also returns the means of what to log."""
+        key, act_key, update_key = jax.random.split(state.key, 3)
+        # In this order, since a buffer that is sampled before it is added to would be copied.
+        buffer = state.buffer.add(transitions, mask=mask)
+        state = state.replace(buffer=buffer, key=key, act_key=act_key, step=state.step + mask.size)
+        state, log = jax.lax.scan(self.update, state, jax.random.split(update_key, updates))
+        return state, jax.tree.map(jnp.mean, log)
+
+    def update(self, state: TrainState, key: PRNGKeyArray) -> tuple[TrainState, dict[str, Array]]:
+        """Updates all parameters once, and priorities; also returns what to log."""
+        sample_key, next_key, action_key = jax.random.split(key, 3)
+        buffer = state.buffer
+        batch = buffer.sample(sample_key, self.config.batch_size)
+        weights = jaxbuf.importance_weights(buffer, batch, self.config.beta)
+        data = batch.data
+
+        def loss_fn(params: Any) -> tuple[Array, Any]:
+            fixed = jax.lax.stop_gradient(params)
+            temperature = jnp.exp(fixed["log_temperature"])
+            # Only termination means that nothing follows; a time limit does not.
+            action, log_prob = self.draw(fixed["actor"], data["next_obs"], next_key)
+            value = jnp.min(self.value(state.target, data["next_obs"], action), axis=0)
+            discount = jnp.where(data["terminated"], 0.0, self.config.discount)
+            target = data["reward"] + discount * (value - temperature * log_prob)
+            error = self.value(params["critics"], data["obs"], data["action"]) - target[None]
+            critic_loss = jnp.mean(weights * jnp.sum(error**2, axis=0))
+            # The actor looks for valuable actions, and for random ones as the temperature says.
+            action, log_prob = self.draw(params["actor"], data["obs"], action_key)
+            value = jnp.min(self.value(fixed["critics"], data["obs"], action), axis=0)
+            actor_loss = jnp.mean(temperature * log_prob - value)
+            # The temperature falls while the entropy is above -1 per number of an action.
+            entropy = -jnp.mean(jax.lax.stop_gradient(log_prob))
+            temperature_loss = params["log_temperature"] * (entropy + action.shape[-1])
+            log = {"critic_loss": critic_loss, "entropy": entropy, "temperature": temperature}
+            return critic_loss + actor_loss + temperature_loss, (error, log)
+
+        grads, (error, log) = jax.grad(loss_fn, has_aux=True)(state.params)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state)
+        params: Any = optax.apply_updates(state.params, updates)
+        target = optax.incremental_update(params["critics"], state.target, self.config.target_rate)
+        if self.config.sampler == "prioritized":
+            buffer = buffer.update_priority(batch.slots, jnp.mean(jnp.abs(error), axis=0))
+        state = state.replace(params=params, target=target, opt_state=opt_state, buffer=buffer)
+        return state, log
+
+
+def train(run: _run.Run[Config]) -> None:
+    """Trains, and prints the result."""
+    config = run.config
+    envs = make_envs(config.env, config.num_envs)
+    agent = Agent(config, transition_like(envs))
+    state = run.load(agent.init()) if run.resume else agent.init()
+    obs, _ = envs.reset(seed=config.seed + int(state.step))
+    envs.action_space.seed(config.seed)
+    ended, done, returns = None, int(state.step), _run.Returns(config.num_envs)
+    length = math.ceil(config.steps / config.num_envs / CHUNKS)
+
+    def chunk(state: TrainState) -> tuple[TrainState, dict[str, Any], str]:
+        nonlocal obs, ended, done
+        log: dict[str, Any] = {}
+        for _ in range(length):
+            if done < config.warmup:
+                updates, action = 0, envs.action_space.sample()
+            else:
+                updates, action = config.updates, agent.act(state.params, obs, state.act_key)
+            result = envs.step(np.array(action))  # a copy, since wrappers may write to it
+            # The mask leaves out resets, which are no transitions.
+            step = gymnasium_transitions(envs, obs, action, result, ended)
+            state, log = agent.learn(state, step.transitions, step.mask, updates=updates)
+            returns.add(step.transitions["reward"], step.ended)
+            obs, ended, done = step.obs, step.ended, done + config.num_envs
+        log |= {"return": returns.mean(), "buffer": state.buffer.metrics()}
+        return state, log, _run.shown(log["return"])
+
+    size = length * config.num_envs
+    state, seconds = run.train(state, chunk, done=done, until=config.steps, size=size)
+    test_envs = make_envs(config.env, config.eval_episodes)
+    greedy = _run.play(test_envs, lambda obs: agent.act(state.params, obs, None), config.seed)
+    run.report("SAC", greedy[None], seconds, size)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this example from the command line and return its exit status."""
+    return _run.main(EXAMPLE, train, Config(), DESCRIPTION, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
