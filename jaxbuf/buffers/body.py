@@ -318,9 +318,7 @@ class Body(struct.PyTreeNode):
             ValueError: When traced, if the sampler has no priorities, or a shape differs.
         """
         slots, value, mask = common.check_update(self.sampler, slots, priority, mask)
-        taken = self.occupancy.holds(slots)
-        if mask is not None:
-            taken &= mask
+        taken = self.occupancy.holds(slots) & mask
         legal = self.sampler.accepts(value)
         index = jnp.where(taken & legal, slots.index, self.capacity)
         state = lax.stop_gradient(self.sampler_state)
@@ -375,7 +373,7 @@ class Body(struct.PyTreeNode):
         data = self._folded(self.data)
         field = write_back.check_writable(self.extras, data, path, self._have, every=False)
         value, _ = storage.check(field, value, "value", (rows, *steps))
-        taken = write_back.check_mask(mask, rows, steps)
+        taken = common.check_mask(mask, (rows,), steps)
         if rows == 0:
             return self
         held = jnp.where(self.occupancy.holds(slots), slots.index, self.occupancy.capacity)
@@ -477,7 +475,7 @@ class Body(struct.PyTreeNode):
         write_back.check_scores(self.sampler, self.occupancy, self._score_users)
         shape = slots.index.shape
         score = storage.check_rows(score, "score", shape, np.float32, "that of slots")
-        taken = write_back.check_mask(mask, shape[0])
+        taken = common.check_mask(mask, shape)
         if shape[0] == 0:
             return self
         changed, refused = write_back.update_score(self, slots, score, taken)
@@ -512,7 +510,7 @@ class Body(struct.PyTreeNode):
             ([True, False, True], 2)
         """
         slots = write_back.check_slots(slots)
-        taken = write_back.check_mask(mask, slots.index.shape[0])
+        taken = common.check_mask(mask, slots.index.shape)
         changed, count = write_back.remove(self, slots, taken)
         if "removed" not in self.counter_names:
             return changed
@@ -570,12 +568,10 @@ class Body(struct.PyTreeNode):
         """
         self.need("counts_uses", "mark_used was called, but ")
         slots = common.check_slots(slots)
+        taken = common.check_mask(mask, slots.index.shape)
         if slots.index.size == 0:
             return self
-        taken = self.occupancy.holds(slots)
-        if mask is not None:
-            taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
-        return retire.on_use(self, slots, taken)
+        return retire.on_use(self, slots, self.occupancy.holds(slots) & taken)
 
     @program(keeps=("data",))
     def set_version(

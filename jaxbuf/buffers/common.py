@@ -450,9 +450,32 @@ def check_step_mask(mask: Numbers, batch: tuple[int, ...]) -> Bool[Array, "E T"]
     return jnp.broadcast_to(taken.reshape(num_envs, -1), (num_envs, *(steps or (1,))))
 
 
+def check_mask(
+    mask: object, shape: tuple[int, ...], steps: tuple[int, ...] = ()
+) -> Bool[Array, "..."]:
+    """Returns the mask of the rows of slots of this shape; None takes all.
+
+    Args:
+        mask: The mask, of the shape of the slots, ``[B]``; or of their steps, ``[B, *steps]``.
+        shape: The shape of the slots.
+        steps: The axis of the steps of windows, ``(sequence_length,)``; empty if a mask cannot
+            choose among them.
+
+    Raises:
+        ValueError: If it is not a mask, or has another shape.
+    """
+    if mask is None:
+        return jnp.ones(shape, bool)
+    if steps and np.ndim(mask) == 2:  # pyright: ignore[reportArgumentType]
+        axes = "(B, sequence_length)"
+        return storage.check_rows(mask, "mask", (*shape, *steps), np.bool_, axes)
+    axes = "that of slots; or one for each step, (B, sequence_length)" if steps else "that of slots"
+    return storage.check_rows(mask, "mask", shape, np.bool_, axes)
+
+
 def check_update(
     sampler: Sampler, slots: Slots, priority: object, mask: object
-) -> tuple[Slots, Float[Array, " B"], Bool[Array, " B"] | None]:
+) -> tuple[Slots, Float[Array, " B"], Bool[Array, " B"]]:
     """Checks the arguments of ``update_priority``, and returns them as arrays.
 
     Raises:
@@ -462,6 +485,4 @@ def check_update(
     slots = check_slots(slots)
     shape = slots.index.shape
     value = check_priority(priority, shape, "that of slots")
-    if mask is not None:
-        mask = storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
-    return slots, value, mask
+    return slots, value, check_mask(mask, shape)
