@@ -24,10 +24,8 @@ Comparison = Literal[">=", ">"]
 _NEVER = np.int32(2**31 - 1)
 # Too stale for a learner of any version.
 _TOO_OLD = np.int32(-(2**31))
-# "retired_used" and "retired_stale" count retired items. "behind" sums over items the learner's
-# version when they left minus their own version; "noted" is the number of items held when "behind"
-# was last brought up to date. "version" and "session" are the learner's.
-_COUNTERS = ("retired_used", "retired_stale", "behind", "noted", "version", "session")
+# "retired_used" and "retired_stale" count retired items; "version" and "session" are the learner's.
+_COUNTERS = ("retired_used", "retired_stale", "version", "session")
 
 
 class FreshnessState(struct.PyTreeNode):
@@ -39,14 +37,14 @@ class FreshnessState(struct.PyTreeNode):
         uses: The number of uses of the item in each slot, ``[N]``.
         oldest: A lower bound on the versions of all items that may still become too stale. While
             this version is fresh enough, no item needs to be checked.
-        counters: Counts of retired items, and the learner's version and session, ``[6]`` uint32,
+        counters: Counts of retired items, and the learner's version and session, ``[4]`` uint32,
             which wrap. ``count`` reads one by name.
     """
 
     versions: Int[Array, " N"]
     uses: Int[Array, " N"]
     oldest: Int[Array, ""]
-    counters: UInt[Array, " 6"]
+    counters: UInt[Array, " 4"]
 
     @property
     def version(self) -> Int[Array, ""]:
@@ -152,6 +150,7 @@ class Freshness(Part):
         size: Int[Array, ""],
     ) -> FreshnessState:
         """Sets the learner's version; if the session changes, all present items are too stale."""
+        del size
         change = {"version": (version - state.version).astype(jnp.uint32)}
         # When the learner goes back, incomplete windows that were too stale can be fresh again.
         back = self.floor(version) < self.floor(state.version)
@@ -161,9 +160,6 @@ class Freshness(Part):
             state = state.replace(versions=jnp.where(other, _TOO_OLD, state.versions))
             back |= other
             change["session"] = (session - state.session).astype(jnp.uint32)
-            # All items leave with the learner's present version.
-            size = jnp.where(other, 0, size)
-        state = self.noted(state, size, state.version)
         state = state.replace(oldest=jnp.where(back, _TOO_OLD, state.oldest))
         return state.more(**change)
 
@@ -185,20 +181,14 @@ class Freshness(Part):
         return {"refused_stale": self._versions(state, rows) < self.floor(state.version)}
 
     def on_add(self, state: FreshnessState, index: Int[Array, " B"], rows: Rows) -> FreshnessState:
-        """Records the versions of new items, with no uses, and adds up the staleness of all rows.
-
-        A row counts in that sum even if the buffer does not keep it.
-        """
-        version = self._versions(state, rows)
-        behind = jnp.where(rows.taken, state.version - version, 0).astype(jnp.uint32)
-        state = state.more(behind=jnp.sum(behind, dtype=jnp.uint32))
-        return _placed(state, index, version)
+        """Records the versions of new items, with no uses."""
+        return self._placed(state, index, rows)
 
     def on_steps(
         self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
     ) -> FreshnessState:
         """Records the versions of windows, which are those of their first steps."""
-        return _placed(state, index, self._versions(state, rows))
+        return self._placed(state, index, rows)
 
     def refuse_windows(
         self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
@@ -206,31 +196,6 @@ class Freshness(Part):
         """Returns a mask of the windows that were too stale before they were complete."""
         del rows
         return {"refused_stale": self.look(state, index)[0] < self.floor(state.version)}
-
-    def noted(
-        self, state: FreshnessState, size: Int[Array, ""], version: Int[Array, ""]
-    ) -> FreshnessState:
-        """Brings the sum of staleness up to date, for items added and removed since the last call.
-
-        The learner must have been at this version since that call. The version then enters with
-        opposite signs for items added and items removed, so only the change of size matters.
-        """
-        more = size.astype(jnp.uint32) - state.count("noted")
-        return state.more(behind=jnp.uint32(0) - version.astype(jnp.uint32) * more, noted=more)
-
-    def staleness_of_gone(
-        self, state: FreshnessState, size: Int[Array, ""], here: Bool[Array, " N"]
-    ) -> UInt[Array, ""]:
-        """Returns the summed staleness of all items that left, each at the time it left; it wraps.
-
-        Args:
-            state: The state.
-            size: The number of items held.
-            here: A mask of the slots that hold an item.
-        """
-        versions = state.versions.astype(jnp.uint32)
-        present = jnp.sum(jnp.where(here, versions, jnp.uint32(0)), dtype=jnp.uint32)
-        return self.noted(state, size, state.version).count("behind") + present
 
     def look(
         self, state: FreshnessState, index: Int[Array, "..."]
@@ -321,14 +286,14 @@ class Freshness(Part):
             return version
         return jnp.where(rows.session == state.session, version, _TOO_OLD)
 
-
-def _placed(
-    state: FreshnessState, index: Int[Array, "..."], version: Int[Array, "..."]
-) -> FreshnessState:
-    """Records new items, or first steps of windows, of these versions at ``index``."""
-    placed = jnp.where(index < state.versions.shape[0], version, _NEVER)
-    return state.replace(
-        oldest=jnp.minimum(state.oldest, jnp.min(placed, initial=_NEVER)),
-        versions=state.versions.at[index].set(version, mode="drop"),
-        uses=state.uses.at[index].set(0, mode="drop"),
-    )
+    def _placed(
+        self, state: FreshnessState, index: Int[Array, "..."], rows: Rows
+    ) -> FreshnessState:
+        """Records new items, or first steps of windows, at ``index``."""
+        version = self._versions(state, rows)
+        placed = jnp.where(index < state.versions.shape[0], version, _NEVER)
+        return state.replace(
+            oldest=jnp.minimum(state.oldest, jnp.min(placed, initial=_NEVER)),
+            versions=state.versions.at[index].set(version, mode="drop"),
+            uses=state.uses.at[index].set(0, mode="drop"),
+        )
