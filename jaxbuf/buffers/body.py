@@ -692,6 +692,11 @@ class Body(struct.PyTreeNode):
         """Returns the extras and their states, through which no gradient flows."""
         return list(zip(self.extras, lax.stop_gradient(self.extra_states), strict=True))
 
+    def _write(self, items: PyTree[Array], row: Int[Array, " R"], event: str, *told: Any) -> Self:
+        """Returns the buffer with new items, or steps, in rows of ``_folded``; parts are told."""
+        data = self._unfolded(storage.write(self._folded(self.data), items, row))
+        return self.replace(data=data, extra_states=self._tell(event, *told))
+
     def _tell(self, event: str, *told: Any) -> tuple[State, ...]:
         """Returns the states of all extras after an event, the name of a method of parts."""
         return tuple(common.hear(part, event, state, *told) for part, state in self._parts())
@@ -780,11 +785,14 @@ def counter_names(extras: tuple[Part, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(["adds", "rejected", *reasons]))
 
 
-def refuse(refused: dict[str, Bool[Array, "..."]], rows: Rows, counts: dict[str, Array]) -> Rows:
-    """Returns the rows that are not refused, and counts each refused row under its first reason."""
+def refuse(
+    reasons: dict[str, Bool[Array, "..."]], taken: Bool[Array, "..."], counts: dict[str, Array]
+) -> Bool[Array, "..."]:
+    """Returns which of the taken rows are refused, each counted under the first of its reasons."""
     none: Array = jnp.uint32(0)
-    for reason, mask in refused.items():
-        hit = rows.taken & mask
+    refused = jnp.zeros_like(taken)
+    for reason, mask in reasons.items():
+        hit = taken & mask & ~refused
         counts[reason] = counts.get(reason, none) + jnp.sum(hit, dtype=jnp.uint32)
-        rows = rows.without(hit)
-    return rows
+        refused |= hit
+    return refused

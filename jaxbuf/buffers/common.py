@@ -1,7 +1,7 @@
 """Checks and operations that all buffers share."""
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from jaxbuf.strategies.uniform import Uniform
 
 if TYPE_CHECKING:
     from jaxbuf.buffers.body import Body
+
+AnyBuffer = TypeVar("AnyBuffer", bound="Body")
 
 
 def check_batch_size(batch_size: int) -> int:
@@ -221,6 +223,38 @@ def check_state(owner: Sampler | Part, event: str, before: State, after: State) 
                 f"{was.dtype}{list(was.shape)}, as in the state before"
             )
     return after
+
+
+def change(
+    buffer: AnyBuffer,
+    occupancy: Occupancy,
+    *,
+    added: Int[Array, "..."] | None = None,
+    value: Float[Array, "..."] | None = None,
+    removed: Int[Array, "..."] | None = None,
+) -> AnyBuffer:
+    """Returns the buffer after items, or windows, came and went, of which its strategies hear.
+
+    Args:
+        buffer: The buffer; of new items, the parts have heard already.
+        occupancy: Its occupancy after the change.
+        added: The slots of new ones, of any shape; past the end for none. None: nothing came.
+        value: Their priorities or scores, of the same shape; None if the sampler is given none.
+        removed: The slots of those that are gone, of any shape; past the end for none. None:
+            nothing left, except for items that new ones have replaced.
+    """
+    nothing = jnp.zeros((0,), jnp.int32)
+    come, gone = (nothing if slots is None else slots.reshape(-1) for slots in (added, removed))
+    value = None if value is None else value.reshape(-1)
+    state, states = jax.lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
+    if removed is not None:
+        pairs = zip(buffer.extras, states, strict=True)
+        states = tuple(hear(part, "on_remove", before, gone) for part, before in pairs)
+    return buffer.replace(
+        occupancy=occupancy,
+        sampler_state=hear(buffer.sampler, "on_change", state, come, value, gone),
+        extra_states=states,
+    )
 
 
 def check_version_used(extras: tuple[Part, ...], version: object, session: object) -> None:
