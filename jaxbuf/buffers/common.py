@@ -240,7 +240,7 @@ def change(
         occupancy: Its occupancy after the change.
         added: The slots of new ones, of any shape; past the end for none. None: nothing came.
         value: Their priorities or scores, of the same shape; None if the sampler is given none.
-        removed: The slots of those that are gone, of any shape; past the end for none. None:
+        removed: The slots that hold nothing any more, of any shape; past the end for none. None:
             nothing left, except for items that new ones have replaced.
     """
     nothing = jnp.zeros((0,), jnp.int32)

@@ -838,7 +838,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
     def _refuse(
         self, completed: Int[Array, "E H"], rows: StepRows, counts: dict[str, Array]
     ) -> tuple[Int[Array, "E H"], list[Int[Array, "E H"]]]:
-        """Returns the completed windows that no part refuses, and those that each part refuses."""
+        """Returns the completed windows that no part refuses, and the windows that each refuses."""
         gone: list[Int[Array, "E H"]] = []
         slots = self.rings.num_slots
         for part, state in self._parts():
@@ -903,7 +903,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         value: Float[Array, "..."] | None = None,
         removed: Int[Array, "..."] | None = None,
     ) -> Self:
-        """Returns the buffer with these rings, with the windows added and without those removed."""
+        """Returns the buffer with these rings, after windows were added and removed."""
         occupancy: Rings | Subset = rings
         if isinstance(self.occupancy, Subset):
             nothing = jnp.zeros((0,), jnp.int32)
