@@ -207,8 +207,8 @@ class Freshness(Part):
         self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
     ) -> tuple[FreshnessState, Bool[Array, " B"] | None]:
         """Counts uses, and returns a mask of the items that have now been used often enough."""
-        # Counts stop at the largest int32. This makes the update depend on a read of the uses, so
-        # that other readers, such as ``Statistics``, come first and XLA need not copy the array.
+        # Counts stop at the largest int32. The update so comes after a read of the uses, and after
+        # other readers such as ``Statistics`` (see ``core.order``).
         more = taken & (storage.select(index, state.uses) < _NEVER)
         uses = state.uses.at[jnp.where(more, index, state.uses.shape[0])].add(1, mode="drop")
         state = state.replace(uses=uses)

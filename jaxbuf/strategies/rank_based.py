@@ -242,8 +242,8 @@ class RankBased(KnownSampler):
             return carry[1] >= self.sort_every
 
         def sort(carry: tuple[SegmentTree, Array]) -> tuple[SegmentTree, Array]:
-            # The masses of the carry, which tell the items, keep XLA from sorting ahead of the
-            # loop, in every change.
+            # The sort needs the masses of the carry, which tell the items, so XLA cannot move it
+            # ahead of the loop (see ``core.order``).
             masses, changes = carry
             return self._sorted(values, masses), changes - changes
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxbuf.core import checks, sizes
+from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.ages import Ages, spread
@@ -124,9 +125,7 @@ class Recent(KnownSampler):
             known = jnp.concatenate([known, draw.probability])
             valid = jnp.concatenate([valid, draw.valid])
         probability = _mixed(rows / batch_size, recent, index, known)
-        # The condition always holds. It makes the index depend on the read of the state, so that a
-        # later update of the state in place comes after it and XLA need not copy.
-        return Draw(jnp.where(probability >= 0, index, -1), probability, valid)
+        return Draw(after(index, probability), probability, valid)
 
     def probability(
         self, state: State, index: Int[Array, " B"], occupancy: Occupancy

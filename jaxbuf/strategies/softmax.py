@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxbuf.core import checks
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.varying import vary_with
@@ -164,10 +165,10 @@ class Softmax(ShardableSampler):
             return (largest > carry[1] + drift) | (largest < carry[1] - drift)
 
         def rebuild(carry: tuple[SegmentTree, Array]) -> tuple[SegmentTree, Array]:
-            # The condition always holds here. It makes the result depend on the carry; otherwise
-            # XLA would compute it ahead of the loop, in every add.
-            leaves = jnp.where(outdated(carry), scores.leaves, -jnp.inf)
-            return carry[0].set_all(self._mass(leaves, largest)), largest
+            masses, reference = carry
+            # Nothing of this is computed ahead of the loop, in every change.
+            leaves = scores.replace(nodes=after(scores.nodes, reference)).leaves
+            return masses.set_all(self._mass(leaves, largest)), largest
 
         # A loop of at most one step. Unlike a cond under vmap, it runs only if a buffer needs it.
         begin = vary_with((masses, state.reference), (scores, masses))
