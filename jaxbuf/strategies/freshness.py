@@ -7,14 +7,17 @@ References:
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal, Self, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
+from numpy.typing import NDArray
 
 from jaxbuf.core import checks, counters, sizes, storage
+from jaxbuf.core.problems import first_wrong
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows, StepRows
@@ -274,6 +277,22 @@ class Freshness(Part):
             "staleness_max": jnp.where(jnp.any(live), largest, 0),
             "staleness_mean": jnp.sum(staleness.astype(jnp.float32) / count),
         }
+
+    def check_valid(
+        self, state: FreshnessState, name: str, live: NDArray[np.bool_], data: PyTree[Array]
+    ) -> Iterator[str]:
+        """Checks that no live item should have retired."""
+        del data
+        uses, version = np.asarray(state.uses), np.asarray(state.versions)
+        label = f"{name}.freshness_state.uses"
+        yield from first_wrong(label, uses, uses < 0, "a number of at least 0")
+        if self.max_use is not None:
+            limit = f"less than max_use, {self.max_use}: the item should have retired"
+            yield from first_wrong(label, uses, live & (uses >= self.max_use), limit)
+        floor = int(self.floor(state.version))
+        limit = f"at least {floor}: the item is too stale for a learner at {state.version}"
+        wrong = live & (version < floor)
+        yield from first_wrong(f"{name}.freshness_state.versions", version, wrong, limit)
 
     def _versions(self, state: FreshnessState, rows: Rows) -> Int[Array, "..."]:
         """Returns the version of each row: by default the learner's; too old in other sessions."""

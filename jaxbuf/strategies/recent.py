@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes
 from jaxbuf.core.order import after
@@ -146,6 +148,12 @@ class Recent(KnownSampler):
         """Returns the metrics of the base, with the ``effective_sample_size`` of the mixture."""
         size = effective_size(self._everywhere(state, occupancy))
         return {**self.base.metrics(state, occupancy), "effective_sample_size": size}
+
+    def check_valid(
+        self, state: State, name: str, live: NDArray[np.bool_], occupancy: Occupancy
+    ) -> Iterator[str]:
+        """Checks the state of the base."""
+        yield from self.base.check_valid(state, name, live, occupancy)
 
     def _recent(self, occupancy: Occupancy) -> Ages:
         return occupancy.age_range(-self.steps, None)
