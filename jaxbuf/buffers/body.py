@@ -319,9 +319,7 @@ class Body(struct.PyTreeNode):
             ValueError: When traced, if the sampler has no priorities, or a shape differs.
         """
         slots, value, mask = common.check_update(self.sampler, slots, priority, mask)
-        taken = self.occupancy.holds(slots)
-        if mask is not None:
-            taken &= mask
+        taken = self.occupancy.holds(slots) & mask
         legal = self.sampler.accepts(value)
         index = jnp.where(taken & legal, slots.index, self.capacity)
         state = lax.stop_gradient(self.sampler_state)
@@ -376,7 +374,7 @@ class Body(struct.PyTreeNode):
         data = self._folded(self.data)
         field = write_back.check_writable(self.extras, data, path, self._have, every=False)
         value, _ = storage.check(field, value, "value", (rows, *steps))
-        taken = write_back.check_mask(mask, rows, steps)
+        taken = common.check_mask(mask, (rows,), steps)
         if rows == 0:
             return self
         held = jnp.where(self.occupancy.holds(slots), slots.index, self.occupancy.capacity)
@@ -479,7 +477,7 @@ class Body(struct.PyTreeNode):
         write_back.check_scores(self.sampler, self.occupancy, self._score_users)
         shape = slots.index.shape
         score = storage.check_rows(score, "score", shape, np.float32, "that of slots")
-        taken = write_back.check_mask(mask, shape[0])
+        taken = common.check_mask(mask, shape)
         if shape[0] == 0:
             return self
         changed, refused = write_back.update_score(self, slots, score, taken)
@@ -514,7 +512,7 @@ class Body(struct.PyTreeNode):
             ([True, False, True], 2)
         """
         slots = write_back.check_slots(slots)
-        taken = write_back.check_mask(mask, slots.index.shape[0])
+        taken = common.check_mask(mask, slots.index.shape)
         changed, count = write_back.remove(self, slots, taken)
         if "removed" not in self.counter_names:
             return changed
@@ -572,12 +570,10 @@ class Body(struct.PyTreeNode):
         """
         self.need("counts_uses", "mark_used was called, but ")
         slots = common.check_slots(slots)
+        taken = common.check_mask(mask, slots.index.shape)
         if slots.index.size == 0:
             return self
-        taken = self.occupancy.holds(slots)
-        if mask is not None:
-            taken &= storage.check_rows(mask, "mask", slots.index.shape, np.bool_, "that of slots")
-        return retire.on_use(self, slots, taken)
+        return retire.on_use(self, slots, self.occupancy.holds(slots) & taken)
 
     @program(keeps=("data",))
     def set_version(
@@ -698,6 +694,11 @@ class Body(struct.PyTreeNode):
         """Returns the extras and their states, through which no gradient flows."""
         return list(zip(self.extras, lax.stop_gradient(self.extra_states), strict=True))
 
+    def _write(self, items: PyTree[Array], row: Int[Array, " R"], event: str, *told: Any) -> Self:
+        """Returns the buffer with new items, or steps, in rows of ``_folded``; parts are told."""
+        data = self._unfolded(storage.write(self._folded(self.data), items, row))
+        return self.replace(data=data, extra_states=self._tell(event, *told))
+
     def _tell(self, event: str, *told: Any) -> tuple[State, ...]:
         """Returns the states of all extras after an event, the name of a method of parts."""
         return tuple(common.hear(part, event, state, *told) for part, state in self._parts())
@@ -786,11 +787,14 @@ def counter_names(extras: tuple[Part, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(["adds", "rejected", *reasons]))
 
 
-def refuse(refused: dict[str, Bool[Array, "..."]], rows: Rows, counts: dict[str, Array]) -> Rows:
-    """Returns the rows that are not refused, and counts each refused row under its first reason."""
+def refuse(
+    reasons: dict[str, Bool[Array, "..."]], taken: Bool[Array, "..."], counts: dict[str, Array]
+) -> Bool[Array, "..."]:
+    """Returns which of the taken rows are refused, each counted under the first of its reasons."""
     none: Array = jnp.uint32(0)
-    for reason, mask in refused.items():
-        hit = rows.taken & mask
+    refused = jnp.zeros_like(taken)
+    for reason, mask in reasons.items():
+        hit = taken & mask & ~refused
         counts[reason] = counts.get(reason, none) + jnp.sum(hit, dtype=jnp.uint32)
-        rows = rows.without(hit)
-    return rows
+        refused |= hit
+    return refused

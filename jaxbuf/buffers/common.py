@@ -1,7 +1,7 @@
 """Checks and operations that all buffers share."""
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from jaxbuf.strategies.uniform import Uniform
 
 if TYPE_CHECKING:
     from jaxbuf.buffers.body import Body
+
+AnyBuffer = TypeVar("AnyBuffer", bound="Body")
 
 
 def check_batch_size(batch_size: int) -> int:
@@ -230,6 +232,38 @@ def check_state(owner: Sampler | Part, event: str, before: State, after: State) 
                 f"{was.dtype}{list(was.shape)}, as in the state before"
             )
     return after
+
+
+def change(
+    buffer: AnyBuffer,
+    occupancy: Occupancy,
+    *,
+    added: Int[Array, "..."] | None = None,
+    value: Float[Array, "..."] | None = None,
+    removed: Int[Array, "..."] | None = None,
+) -> AnyBuffer:
+    """Returns the buffer after items, or windows, came and went, of which its strategies hear.
+
+    Args:
+        buffer: The buffer; of new items, the parts have heard already.
+        occupancy: Its occupancy after the change.
+        added: The slots of new ones, of any shape; past the end for none. None: nothing came.
+        value: Their priorities or scores, of the same shape; None if the sampler is given none.
+        removed: The slots that hold nothing any more, of any shape; past the end for none. None:
+            nothing left, except for items that new ones have replaced.
+    """
+    nothing = jnp.zeros((0,), jnp.int32)
+    come, gone = (nothing if slots is None else slots.reshape(-1) for slots in (added, removed))
+    value = None if value is None else value.reshape(-1)
+    state, states = jax.lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
+    if removed is not None:
+        pairs = zip(buffer.extras, states, strict=True)
+        states = tuple(hear(part, "on_remove", before, gone) for part, before in pairs)
+    return buffer.replace(
+        occupancy=occupancy,
+        sampler_state=hear(buffer.sampler, "on_change", state, come, value, gone),
+        extra_states=states,
+    )
 
 
 def check_version_used(extras: tuple[Part, ...], version: object, session: object) -> None:
@@ -459,9 +493,32 @@ def check_step_mask(mask: Numbers, batch: tuple[int, ...]) -> Bool[Array, "E T"]
     return jnp.broadcast_to(taken.reshape(num_envs, -1), (num_envs, *(steps or (1,))))
 
 
+def check_mask(
+    mask: object, shape: tuple[int, ...], steps: tuple[int, ...] = ()
+) -> Bool[Array, "..."]:
+    """Returns the mask of the rows of slots of this shape; None takes all.
+
+    Args:
+        mask: The mask, of the shape of the slots, ``[B]``; or of their steps, ``[B, *steps]``.
+        shape: The shape of the slots.
+        steps: The axis of the steps of windows, ``(sequence_length,)``; empty if a mask cannot
+            choose among them.
+
+    Raises:
+        ValueError: If it is not a mask, or has another shape.
+    """
+    if mask is None:
+        return jnp.ones(shape, bool)
+    if steps and np.ndim(mask) == 2:  # pyright: ignore[reportArgumentType]
+        axes = "(B, sequence_length)"
+        return storage.check_rows(mask, "mask", (*shape, *steps), np.bool_, axes)
+    axes = "that of slots; or one for each step, (B, sequence_length)" if steps else "that of slots"
+    return storage.check_rows(mask, "mask", shape, np.bool_, axes)
+
+
 def check_update(
     sampler: Sampler, slots: Slots, priority: object, mask: object
-) -> tuple[Slots, Float[Array, " B"], Bool[Array, " B"] | None]:
+) -> tuple[Slots, Float[Array, " B"], Bool[Array, " B"]]:
     """Checks the arguments of ``update_priority``, and returns them as arrays.
 
     Raises:
@@ -471,6 +528,4 @@ def check_update(
     slots = check_slots(slots)
     shape = slots.index.shape
     value = check_priority(priority, shape, "that of slots")
-    if mask is not None:
-        mask = storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
-    return slots, value, mask
+    return slots, value, check_mask(mask, shape)

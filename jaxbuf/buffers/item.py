@@ -232,21 +232,12 @@ class ItemBuffer(Body, Created):
         if rows.shape == (0,):
             nowhere = jnp.zeros((0,), jnp.int32)
             return self, Slots(nowhere, self.occupancy.generation(nowhere))
-        counts: dict[str, Array] = {}
-        rows = refuse(illegal, rows, counts)
-        for part, state in self._parts():
-            rows = refuse(common.ask(part, "refuse", state, rows, self.occupancy), rows, counts)
+        rows, counts = self._admit(rows, illegal)
         occupancy, index = self.occupancy.place(rows.shape[0], rows.mask, rows.score)
-        counts["adds"] = rows.count
-        state, nothing = jax.lax.stop_gradient(self.sampler_state), jnp.zeros((0,), jnp.int32)
-        buffer = self.replace(
-            data=storage.write(self.data, items, index),
-            occupancy=occupancy,
-            sampler_state=common.hear(self.sampler, "on_change", state, index, value, nothing),
-            counters=self._counted(counts),
-            extra_states=self._tell("on_add", index, rows),
-        )
-        return buffer, Slots(index, occupancy.generation(index))
+        buffer = self._write(items, index, "on_add", index, rows)
+        buffer = common.change(buffer, occupancy, added=index, value=value)
+        slots = Slots(index, occupancy.generation(index))
+        return buffer.replace(counters=self._counted(counts)), slots
 
     @program(static=("batch_size",))
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -278,6 +269,18 @@ class ItemBuffer(Body, Created):
     def options(self) -> dict[str, Any]:
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""
         return {**super().options(), "evictor": self.evictor}
+
+    def _admit(
+        self, rows: Rows, illegal: dict[str, Bool[Array, " B"]]
+    ) -> tuple[Rows, dict[str, Array]]:
+        """Returns the rows that are neither illegal nor refused by a part, and counts of all."""
+        counts: dict[str, Array] = {}
+        if illegal:
+            rows = rows.without(refuse(illegal, rows.taken, counts))
+        for part, state in self._parts():
+            if reasons := common.ask(part, "refuse", state, rows, self.occupancy):
+                rows = rows.without(refuse(reasons, rows.taken, counts))
+        return rows, counts | {"adds": rows.count}
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         return storage.read(self.data, index)

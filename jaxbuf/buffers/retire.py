@@ -139,16 +139,7 @@ def take_out(buffer: AnyBuffer, gone: Int[Array, " B"]) -> tuple[AnyBuffer, UInt
     occupancy = before.exclude(gone)
     if isinstance(occupancy.inner, ItemOccupancy):
         occupancy = occupancy.replace(inner=occupancy.inner.demote(gone))
-    states = lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
-    nothing = jnp.zeros((0,), jnp.int32)
-    left = buffer.replace(
-        occupancy=occupancy,
-        sampler_state=common.hear(buffer.sampler, "on_change", states[0], nothing, None, gone),
-        extra_states=tuple(
-            common.hear(part, "on_remove", state, gone)
-            for part, state in zip(buffer.extras, states[1], strict=True)
-        ),
-    )
+    left = common.change(buffer, occupancy, removed=gone)
     return left, (before.size - occupancy.size).astype(jnp.uint32)
 
 

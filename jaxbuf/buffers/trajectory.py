@@ -319,14 +319,13 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         rows = StepRows(**vars(given), rings=self.rings, target=target)
         begins = (target < self.capacity) & (remainder(target, self.period) == 0)
         index = jnp.where(begins, quotient(target, self.period), rings.num_slots)
-        extras = self.replace(extra_states=self._tell("on_steps", index, rows))
-        data = _unfold(storage.write(_fold(self.data), _fold(steps), target.reshape(-1)), self)
+        buffer = self._write(_fold(steps), target.reshape(-1), "on_steps", index, rows)
         counts = {"adds": rows.count}
         if value is not None:
-            refuse({"rejected": ~self.sampler.accepts(value)}, rows, counts)
+            refuse({"rejected": ~self.sampler.accepts(value)}, rows.taken, counts)
         if self._picks():
             count, order = _in_order(given)
-            found = extras._index().completed(rings, data, count, given.shape[1])
+            found = buffer._index().completed(rings, buffer.data, count, given.shape[1])
             counts |= self._across(found)
             # The row that completed each window.
             by = count[:, None] - 1 - found.end
@@ -335,27 +334,10 @@ class TrajectoryBuffer(OldLookups, Body, Created):
             passed = broken[:, min(given.shape[1], self.sequence_length - 1) :]
             broken = jnp.concatenate([found.broken, passed], axis=1)
             completed = found.slots
-        completed, refused = extras._refuse(completed, rows, counts)
-        gone = jnp.concatenate([broken, *refused], axis=1).reshape(-1)
-        return extras._slid(rings, completed, value, gone).replace(
-            data=data, counters=self._counted(counts)
-        )
-
-    def _slid(
-        self,
-        rings: Rings,
-        come: Int[Array, "E H"],
-        value: Float[Array, "E H"] | None,
-        gone: Int[Array, " R"],
-    ) -> Self:
-        """Returns the buffer with these rings, with windows at ``come`` and none at ``gone``."""
-        state, added = jax.lax.stop_gradient(self.sampler_state), come.reshape(-1)
-        value = None if value is None else value.reshape(-1)
-        return self.replace(
-            occupancy=self._seen(rings, added, gone),
-            sampler_state=common.hear(self.sampler, "on_change", state, added, value, gone),
-            extra_states=self._tell("on_remove", gone),
-        )
+        completed, refused = buffer._refuse(completed, rows, counts)
+        gone = jnp.concatenate([broken, *refused], axis=1)
+        slid = buffer._slide(rings, added=completed, value=value, removed=gone)
+        return slid.replace(counters=self._counted(counts))
 
     @program(static=("batch_size", "sequence_length"))
     def sample(
@@ -411,7 +393,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         starts = self.length // self.period
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
         gone = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
-        left = self._without(gone, self.rings.clear(mask))
+        left = self._slide(self.rings.clear(mask), removed=gone)
         return left.replace(extra_states=left._tell("on_clear_envs", mask))
 
     @property
@@ -585,7 +567,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
             steps = steps.replace(valid=steps.valid & taken[:, None])
         count = jnp.sum(steps.valid, axis=1, dtype=jnp.int32)
         rings, gone = self.rings.drop(count, n)
-        return self._without(gone, rings), steps
+        return self._slide(rings, removed=gone), steps
 
     @program()
     def episode(self, where: Where, positions: Integer[Array, "..."] | None = None) -> Episode:
@@ -737,9 +719,9 @@ class TrajectoryBuffer(OldLookups, Body, Created):
             target=_at(newest[:, None], by),
         )
         slots, refused = ended._refuse(slots, rows, counts)
-        nothing = jnp.full((0,), rings.num_slots, jnp.int32)
-        gone = jnp.concatenate([nothing, *(slot.reshape(-1) for slot in refused)])
-        return ended._slid(rings, slots, None, gone).replace(counters=self._counted(counts))
+        gone = jnp.concatenate(refused, axis=1) if refused else None
+        slid = ended._slide(rings, added=slots, removed=gone)
+        return slid.replace(counters=self._counted(counts))
 
     @program(keeps=("data",))
     def drop_newest_episode(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
@@ -778,7 +760,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         slot = jnp.arange(rings.num_slots, dtype=jnp.int32)
         of = jnp.repeat(count, rings.starts, total_repeat_length=rings.num_slots)
         gone = jnp.where((of > 0) & (rings.age(slot) < of + across), slot, rings.num_slots)
-        left = self._without(gone, rings.retract(count))
+        left = self._slide(rings.retract(count), removed=gone)
         return left.with_state(at, left._index().clear(mask))
 
     def _newest_rows(self, mask: Bool[Array, " E"]) -> Int[Array, " E"]:
@@ -856,17 +838,15 @@ class TrajectoryBuffer(OldLookups, Body, Created):
     def _refuse(
         self, completed: Int[Array, "E H"], rows: StepRows, counts: dict[str, Array]
     ) -> tuple[Int[Array, "E H"], list[Int[Array, "E H"]]]:
-        """Returns the completed windows that no part refuses, and the refused ones."""
-        refused: list[Int[Array, "E H"]] = []
+        """Returns the completed windows that no part refuses, and the windows that each refuses."""
+        gone: list[Int[Array, "E H"]] = []
         slots = self.rings.num_slots
         for part, state in self._parts():
-            for reason, mask in common.ask(part, "refuse_windows", state, completed, rows).items():
-                hit = mask & (completed < slots)
-                none: Array = jnp.uint32(0)
-                counts[reason] = counts.get(reason, none) + jnp.sum(hit, dtype=jnp.uint32)
-                refused.append(jnp.where(hit, completed, slots))
-                completed = jnp.where(hit, slots, completed)
-        return completed, refused
+            if reasons := common.ask(part, "refuse_windows", state, completed, rows):
+                refused = refuse(reasons, completed < slots, counts)
+                gone.append(jnp.where(refused, completed, slots))
+                completed = jnp.where(refused, slots, completed)
+        return completed, gone
 
     def _add_to(
         self,
@@ -915,22 +895,23 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         valid = rank + jnp.uint32(skip) < self.rings.held[:, None]
         return Steps(data=data, position=position, valid=valid)
 
-    def _without(self, gone: Int[Array, "..."], rings: Rings) -> Self:
-        """Returns the buffer with these rings, and without windows at these slots."""
-        nothing, slots = jnp.zeros((0,), jnp.int32), gone.reshape(-1)
-        state = jax.lax.stop_gradient(self.sampler_state)
-        return self.replace(
-            occupancy=self._seen(rings, nothing, slots),
-            sampler_state=common.hear(self.sampler, "on_change", state, nothing, None, slots),
-            extra_states=self._tell("on_remove", slots),
-        )
-
-    def _seen(self, rings: Rings, come: Int[Array, " B"], gone: Int[Array, " R"]) -> Rings | Subset:
-        """Returns the occupancy after windows at ``come`` were added and ``gone`` were removed."""
-        if not isinstance(self.occupancy, Subset):
-            return rings
-        member = jnp.concatenate([jnp.ones(come.shape, bool), jnp.zeros(gone.shape, bool)])
-        return self.occupancy.replace(inner=rings).mark(jnp.concatenate([come, gone]), member)
+    def _slide(
+        self,
+        rings: Rings,
+        *,
+        added: Int[Array, "..."] | None = None,
+        value: Float[Array, "..."] | None = None,
+        removed: Int[Array, "..."] | None = None,
+    ) -> Self:
+        """Returns the buffer with these rings, after windows were added and removed."""
+        occupancy: Rings | Subset = rings
+        if isinstance(self.occupancy, Subset):
+            nothing = jnp.zeros((0,), jnp.int32)
+            come, gone = (nothing if x is None else x.reshape(-1) for x in (added, removed))
+            member = jnp.concatenate([jnp.ones(come.shape, bool), jnp.zeros(gone.shape, bool)])
+            index = jnp.concatenate([come, gone])
+            occupancy = self.occupancy.replace(inner=rings).mark(index, member)
+        return common.change(self, occupancy, added=added, value=value, removed=removed)
 
     def _windows_of(self, sequence_length: int | None) -> Self:
         """Returns a buffer of the same steps with windows of another length; None keeps it."""
@@ -947,11 +928,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
                 f'"avoid"); create it with sequence_length={size}'
             )
         rings, come, gone = self.rings.resize(size)
-        state = jax.lax.stop_gradient(self.sampler_state)
-        state = common.hear(
-            self.sampler, "on_change", state, come.reshape(-1), None, gone.reshape(-1)
-        )
-        return self.replace(occupancy=rings, sampler_state=state)
+        return self._slide(rings, added=come, removed=gone)
 
     def check_env_ids(self, env_ids: object) -> Int[Array, " K"]:
         """Returns the ``env_ids`` of ``add`` as an array; what is known of them is checked.

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -39,23 +38,6 @@ def check_slots(slots: object) -> Slots:
     if slots.index.ndim != 1:
         raise ValueError(f"slots has shape {slots.index.shape}; expected (B,)")
     return Slots(slots.index.astype(jnp.int32), slots.generation.astype(jnp.uint32))
-
-
-def check_mask(
-    mask: object, rows: int, steps: tuple[int, ...] = ()
-) -> Bool[Array, " B"] | Bool[Array, "B L"]:
-    """Returns the mask of ``rows`` rows, or of the ``steps`` of each of them; None takes all.
-
-    Raises:
-        ValueError: If it is not a mask, or has another shape.
-    """
-    if mask is None:
-        return jnp.ones((rows,), bool)
-    if steps and np.ndim(mask) == 2:  # pyright: ignore[reportArgumentType]
-        shape = (rows, *steps)
-        return storage.check_rows(mask, "mask", shape, np.bool_, "(B, sequence_length)")
-    axes = "that of slots; or one for each step, (B, sequence_length)" if steps else "that of slots"
-    return storage.check_rows(mask, "mask", (rows,), np.bool_, axes)
 
 
 def check_writable(

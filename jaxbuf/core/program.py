@@ -159,8 +159,8 @@ class Operation:
         kept = {name: getattr(first, name) for name in self.keeps}
         if kept:
             first = _with(first, dict.fromkeys(kept, ()))
-        witness = first if self.is_method else traced
-        compiled = _compiled(self, donate, _platform(witness), tuple(fixed), *fixed.values())
+        platform = platform_of(one_leaf(first if self.is_method else traced))
+        compiled = _compiled(self, donate, platform, tuple(fixed), *fixed.values())
         result = compiled(first, traced)
         return _with(result, kept) if kept and isinstance(result, type(first)) else result
 
@@ -242,13 +242,6 @@ def _with(buffer: Any, fields: dict[str, Any]) -> Any:
     changed = object.__new__(type(buffer))
     vars(changed).update(vars(buffer), **fields)
     return changed
-
-
-def _platform(tree: Any) -> str:
-    one = one_leaf(tree)
-    if not isinstance(one, jax.Array):
-        return jax.default_backend()
-    return next(iter(one.devices())).platform
 
 
 def _options(platform: str) -> dict[str, str] | None:

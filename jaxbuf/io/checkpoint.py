@@ -215,7 +215,7 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _damaged(version, "its manifest is incomplete or not one of jaxbuf") from error
     sized: Any = resizing.as_saved(like, configuration, saved) if resize else like
-    target = earlier.as_saved(sized, saved)
+    target = earlier.as_saved(sized, saved, configuration)
     gone = {name for name in saved if earlier.was_empty(name, saved[name], configuration)}
     wanted = {name: leaf for name, leaf in saved.items() if name not in gone}
     _compare(version, configuration, wanted, target, resize)

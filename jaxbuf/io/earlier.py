@@ -1,8 +1,8 @@
 """Checkpoints of earlier versions: how what they hold becomes what a buffer has now.
 
 Version 0.2.0 kept the compared parts of items as float32 where all their bits are compared now, an
-array without elements for returns that are not recorded, and no windows that are cut short by the
-end of their episode.
+array without elements for returns that are not recorded, no windows that are cut short by the
+end of their episode, and counts from which the staleness of the items that had left was known.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,8 @@ from jaxbuf.strategies.points import Points
 Tree = TypeVar("Tree")
 Buffer = TypeVar("Buffer", ItemBuffer, TrajectoryBuffer)
 _POINTS = ".points.blocks"
+# The number of counters that a class had, and which of them are left.
+_LEFT = {"FreshnessState": (6, (0, 1, 4, 5)), "Statistics": (6, (0, 1, 2, 3, 4))}
 
 
 def was_empty(name: str, leaf: Leaf, configuration: dict[str, Any]) -> bool:
@@ -51,12 +53,17 @@ def completed(saved: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     return {**saved, **more}
 
 
-def as_saved(like: Tree, saved: dict[str, Leaf]) -> Tree:
-    """Returns ``like`` with the shapes and dtypes of the points that were saved."""
+def as_saved(like: Tree, saved: dict[str, Leaf], configuration: dict[str, Any]) -> Tree:
+    """Returns ``like`` with the shapes and dtypes of the points and counters that were saved."""
 
     def was(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path)
         had = saved.get(name)
+        if had is not None and _left(name, had, leaf, configuration):
+            committed = getattr(leaf, "committed", True)
+            sharding = getattr(leaf, "sharding", None) if committed else None
+            shape = (*leaf.shape[:-1], had.shape[-1])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
         if not name.endswith(_POINTS) or had is None:
             return leaf
         if had.dtype != "float32" or leaf.dtype != np.uint32:
@@ -75,6 +82,10 @@ def renewed(tree: Tree, like: PyTree, saved: dict[str, Any]) -> Tree:
         saved: The configuration as it was saved.
     """
 
+    def without(path: tuple[Any, ...], leaf: Any, wanted: Any) -> Any:
+        left = _left(jax.tree_util.keystr(path), leaf, wanted, saved)
+        return jnp.stack([leaf[..., i] for i in left], axis=-1) if left else leaf
+
     def renew(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
         if isinstance(node, ItemBuffer):
             if _dtypes(node.extra_states) != _dtypes(wanted.extra_states):
@@ -86,7 +97,18 @@ def renewed(tree: Tree, like: PyTree, saved: dict[str, Any]) -> Tree:
                 return _each(_with_short_windows, node)
         return node
 
+    tree = jax.tree_util.tree_map_with_path(without, tree, like)
     return jax.tree_util.tree_map_with_path(renew, tree, like, is_leaf=_is_buffer)
+
+
+def _left(name: str, had: Any, wanted: Any, configuration: dict[str, Any]) -> tuple[int, ...]:
+    """Returns which of the counters in a leaf are left, if it was saved with more of them."""
+    node, _, field = name.rpartition(".")
+    for kind, (count, left) in _LEFT.items():
+        if field == "counters" and configuration.get(node) == kind:
+            have, want = (getattr(leaf, "shape", ())[-1:] for leaf in (had, wanted))
+            return left if (have, want) == ((count,), (len(left),)) else ()
+    return ()
 
 
 def _each(function: Callable[[Buffer], Buffer], buffer: Buffer) -> Buffer:

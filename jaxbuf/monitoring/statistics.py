@@ -45,10 +45,10 @@ class Statistics(struct.PyTreeNode):
     Attributes:
         records: The mean and extreme use counts, staleness and priorities of each of the last ``K``
             samples, ``[K, 7]``; −inf for unknown ones.
-        counters: Six counters, ``[6]`` uint32: the samples recorded so far, which restart before
+        counters: Five counters, ``[5]`` uint32: the samples recorded so far, which restart before
             they reach 2**32; the rows sampled in this period; and, from the period's start, the
-            buffer's size, the items added to it so far, the total use count of its items and the
-            total staleness of the items that had left. All but the first wrap.
+            buffer's size, the items added to it so far and the total use count of its items. All
+            but the first wrap.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -66,7 +66,7 @@ class Statistics(struct.PyTreeNode):
     """
 
     records: Float[Array, "K 7"]
-    counters: UInt[Array, " 6"]
+    counters: UInt[Array, " 5"]
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -151,9 +151,9 @@ class Statistics(struct.PyTreeNode):
             ``samples`` is the number of samples recorded since ``create``, which DI-engine's
             monitor calls the time of the last one.
 
-            An ``ItemBuffer`` with ``Freshness`` has ``reuse_mean`` and ``gone_staleness_mean``: the
-            mean use count and staleness of the items that left, computed by one pass over the
-            slots. ``reuse_mean`` assumes that every sampled row has been marked as used by now.
+            An ``ItemBuffer`` with ``Freshness`` has ``reuse_mean``, the mean use count of the items
+            that left, computed by one pass over the slots. It assumes that every sampled row has
+            been marked as used by now.
 
             With ``Freshness`` there are ``use_mean``, ``use_max``, ``staleness_mean`` and
             ``staleness_max``, and with priorities ``priority_mean``, ``priority_max`` and
@@ -161,7 +161,7 @@ class Statistics(struct.PyTreeNode):
             the smallest of their minima; 0 before the first sample.
         """
         _check_buffer(buffer)
-        sampled, size, adds, uses, stale = (self.counters[..., i] for i in range(1, 6))
+        sampled, size, adds, uses = (self.counters[..., i] for i in range(1, 5))
         now = buffer.size.astype(jnp.uint32)
         pushed = buffer.counters[..., 0] - adds
         removed = size + pushed - now
@@ -174,11 +174,8 @@ class Statistics(struct.PyTreeNode):
         }
         if _counts_uses(buffer):
             # No use is lost: uses that the present items do not have belong to items that left.
-            used, staleness = _totals(buffer)
-            number = jnp.maximum(removed, jnp.uint32(1)).astype(jnp.float32)
-            metrics["reuse_mean"] = (uses + sampled - used).astype(jnp.float32) / number
-            behind = (staleness - stale).astype(jnp.int32)
-            metrics["gone_staleness_mean"] = behind.astype(jnp.float32) / number
+            used = (uses + sampled - _uses(buffer)).astype(jnp.float32)
+            metrics["reuse_mean"] = used / jnp.maximum(removed, jnp.uint32(1)).astype(jnp.float32)
         watched = ["use", "staleness"] if getattr(buffer, "freshness", None) is not None else []
         watched += ["priority"] if PRIORITIES.has(buffer) else []
         for column, name in enumerate(_COLUMNS):
@@ -215,12 +212,12 @@ def _check_buffer(buffer: Any) -> None:
         )
 
 
-def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 6"]:
+def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 5"]:
     _check_buffer(buffer)
     size = buffer.size.astype(jnp.uint32)
     nothing = jnp.uint32(0)
-    totals = _totals(buffer) if _counts_uses(buffer) else (nothing, nothing)
-    return jnp.stack([time, nothing, size, buffer.counters[..., 0], *totals])
+    uses = _uses(buffer) if _counts_uses(buffer) else nothing
+    return jnp.stack([time, nothing, size, buffer.counters[..., 0], uses])
 
 
 def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Float[Array, " B"]]:
@@ -245,16 +242,11 @@ def _counts_uses(buffer: Any) -> bool:
     return isinstance(buffer, ItemBuffer) and buffer.freshness is not None
 
 
-def _totals(buffer: ItemBuffer) -> tuple[UInt[Array, ""], UInt[Array, ""]]:
-    """Returns the total use count of present items, and the total staleness of items that left."""
+def _uses(buffer: ItemBuffer) -> UInt[Array, ""]:
+    """Returns the total use count of the items that are held."""
     live = buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
-    state, freshness = buffer.freshness_state, buffer.freshness
-    assert freshness is not None
-    uses = state.uses[: buffer.capacity].astype(jnp.uint32)
-    return (
-        jnp.sum(jnp.where(live, uses, jnp.uint32(0)), dtype=jnp.uint32),
-        freshness.staleness_of_gone(state, buffer.size, live),
-    )
+    uses = buffer.freshness_state.uses[: buffer.capacity].astype(jnp.uint32)
+    return jnp.sum(jnp.where(live, uses, jnp.uint32(0)), dtype=jnp.uint32)
 
 
 def _reduce(name: str, values: Float[Array, " N"], known: Bool[Array, " N"]) -> Array:

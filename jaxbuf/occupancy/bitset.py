@@ -153,8 +153,7 @@ class Bitset(Checked, struct.PyTreeNode):
 def _get(nodes: UInt[Array, " P"], index: Int[Array, "..."], capacity: int) -> Bool[Array, "..."]:
     there = (index >= 0) & (index < capacity)
     at = (jnp.where(there, index, 0) >> _SHIFT).reshape(-1)
-    # XLA would read a single word as a slice, which it repeats at each use, so that it has to copy
-    # the words before they change.
+    # XLA would read a single word as a slice, which it repeats at each use (see ``core.order``).
     two = jnp.repeat(at, 2) if index.size == 1 else at
     word = storage.select(two, nodes)[: at.size].reshape(index.shape)
     return there & ((word & _bit(index)) != 0)

@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+from numpy.typing import NDArray
 
 from jaxbuf.core import checks
+from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
@@ -116,7 +119,7 @@ class Blend(KnownSampler):
         """Returns the states of all samplers."""
         return tuple(sampler.init(capacity) for sampler in self.samplers)
 
-    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+    def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the values that all samplers that use them accept."""
         legal = jnp.ones(value.shape, bool)
         for sampler in self.samplers:
@@ -185,9 +188,7 @@ class Blend(KnownSampler):
         index = jnp.stack([draw.index for draw in draws])[which, row]
         valid = jnp.stack([draw.valid for draw in draws])[which, row]
         probability = self.in_batch(batch_size)._mixed(weights, state, index, occupancy)
-        # The condition always holds. It makes the index depend on the reads of all states, so that
-        # a later update of them in place comes after and XLA need not copy.
-        return Draw(jnp.where(probability >= 0, index, -1), probability, valid)
+        return Draw(after(index, probability), probability, valid)
 
     def probability(
         self, state: tuple[State, ...], index: Int[Array, " B"], occupancy: Occupancy
@@ -210,6 +211,13 @@ class Blend(KnownSampler):
             found = {**sampler.metrics(kept, occupancy), **found}
         size = effective_size(everywhere(self, state, occupancy))
         return {**found, "effective_sample_size": size}
+
+    def check_valid(
+        self, state: tuple[State, ...], name: str, live: NDArray[np.bool_], occupancy: Occupancy
+    ) -> Iterator[str]:
+        """Checks the states of all samplers."""
+        for i, (sampler, kept) in enumerate(self._pairs(state)):
+            yield from sampler.check_valid(kept, f"{name}[{i}]", live, occupancy)
 
     def _pairs(self, state: tuple[State, ...]) -> list[tuple[KnownSampler, State]]:
         """Returns each sampler with its state."""

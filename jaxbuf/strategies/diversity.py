@@ -7,7 +7,7 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
+from numpy.typing import NDArray
 
 from jaxbuf.core import checks, fields
 from jaxbuf.core.varying import vary_with
@@ -201,6 +202,32 @@ class Diversity(Part):
             return state
         return self.on_add(state, index, rows)
 
+    def check_valid(
+        self, state: DiversityState, name: str, live: NDArray[np.bool_], data: PyTree[Array]
+    ) -> Iterator[str]:
+        """Checks that the points of the filter are those of the items."""
+        slot = jnp.arange(live.size, dtype=jnp.int32)
+
+        def differs(wanted: NDArray[np.bool_]) -> bool:
+            at = jnp.where(wanted, slot, live.size)
+            anew = _noted_again(self, state, at, Rows(data, slot.shape))
+            pairs = zip(jax.tree.leaves(state), jax.tree.leaves(anew), strict=True)
+            # A function of an item may round differently when it is compiled again.
+            wide = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
+            return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in wide)
+
+        some = np.flatnonzero(live)
+        if not differs(live):
+            return
+        while len(some) > 1:
+            half = some[: len(some) // 2]
+            inside = differs(np.isin(np.arange(live.size), half))
+            some = half if inside else some[len(some) // 2 :]
+        yield (
+            f"{name}.diversity_state.points has other numbers for slot {some[0]} than the data: "
+            f"{self.points(data)[some[0]]}"
+        )
+
     def _judge(
         self,
         state: DiversityState,
@@ -261,6 +288,12 @@ class Diversity(Part):
                     "numbers, or a function that makes them"
                 )
         return [leaf.reshape(-1) for leaf in leaves] or [jnp.zeros((0,), jnp.float32)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _noted_again(part: Diversity, *told: Any) -> DiversityState:
+    """Returns the state after items were added again."""
+    return part.on_add(*told)
 
 
 def _is_float(x: Array) -> bool:

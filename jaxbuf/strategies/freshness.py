@@ -7,14 +7,17 @@ References:
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal, Self, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
+from numpy.typing import NDArray
 
 from jaxbuf.core import checks, counters, sizes, storage
+from jaxbuf.core.problems import first_wrong
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows, StepRows
@@ -24,10 +27,8 @@ Comparison = Literal[">=", ">"]
 _NEVER = np.int32(2**31 - 1)
 # Too stale for a learner of any version.
 _TOO_OLD = np.int32(-(2**31))
-# "retired_used" and "retired_stale" count retired items. "behind" sums over items the learner's
-# version when they left minus their own version; "noted" is the number of items held when "behind"
-# was last brought up to date. "version" and "session" are the learner's.
-_COUNTERS = ("retired_used", "retired_stale", "behind", "noted", "version", "session")
+# "retired_used" and "retired_stale" count retired items; "version" and "session" are the learner's.
+_COUNTERS = ("retired_used", "retired_stale", "version", "session")
 
 
 class FreshnessState(struct.PyTreeNode):
@@ -39,14 +40,14 @@ class FreshnessState(struct.PyTreeNode):
         uses: The number of uses of the item in each slot, ``[N]``.
         oldest: A lower bound on the versions of all items that may still become too stale. While
             this version is fresh enough, no item needs to be checked.
-        counters: Counts of retired items, and the learner's version and session, ``[6]`` uint32,
+        counters: Counts of retired items, and the learner's version and session, ``[4]`` uint32,
             which wrap. ``count`` reads one by name.
     """
 
     versions: Int[Array, " N"]
     uses: Int[Array, " N"]
     oldest: Int[Array, ""]
-    counters: UInt[Array, " 6"]
+    counters: UInt[Array, " 4"]
 
     @property
     def version(self) -> Int[Array, ""]:
@@ -152,6 +153,7 @@ class Freshness(Part):
         size: Int[Array, ""],
     ) -> FreshnessState:
         """Sets the learner's version; if the session changes, all present items are too stale."""
+        del size
         change = {"version": (version - state.version).astype(jnp.uint32)}
         # When the learner goes back, incomplete windows that were too stale can be fresh again.
         back = self.floor(version) < self.floor(state.version)
@@ -161,9 +163,6 @@ class Freshness(Part):
             state = state.replace(versions=jnp.where(other, _TOO_OLD, state.versions))
             back |= other
             change["session"] = (session - state.session).astype(jnp.uint32)
-            # All items leave with the learner's present version.
-            size = jnp.where(other, 0, size)
-        state = self.noted(state, size, state.version)
         state = state.replace(oldest=jnp.where(back, _TOO_OLD, state.oldest))
         return state.more(**change)
 
@@ -185,20 +184,14 @@ class Freshness(Part):
         return {"refused_stale": self._versions(state, rows) < self.floor(state.version)}
 
     def on_add(self, state: FreshnessState, index: Int[Array, " B"], rows: Rows) -> FreshnessState:
-        """Records the versions of new items, with no uses, and adds up the staleness of all rows.
-
-        A row counts in that sum even if the buffer does not keep it.
-        """
-        version = self._versions(state, rows)
-        behind = jnp.where(rows.taken, state.version - version, 0).astype(jnp.uint32)
-        state = state.more(behind=jnp.sum(behind, dtype=jnp.uint32))
-        return _placed(state, index, version)
+        """Records the versions of new items, with no uses."""
+        return self._placed(state, index, rows)
 
     def on_steps(
         self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
     ) -> FreshnessState:
         """Records the versions of windows, which are those of their first steps."""
-        return _placed(state, index, self._versions(state, rows))
+        return self._placed(state, index, rows)
 
     def refuse_windows(
         self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
@@ -206,31 +199,6 @@ class Freshness(Part):
         """Returns a mask of the windows that were too stale before they were complete."""
         del rows
         return {"refused_stale": self.look(state, index)[0] < self.floor(state.version)}
-
-    def noted(
-        self, state: FreshnessState, size: Int[Array, ""], version: Int[Array, ""]
-    ) -> FreshnessState:
-        """Brings the sum of staleness up to date, for items added and removed since the last call.
-
-        The learner must have been at this version since that call. The version then enters with
-        opposite signs for items added and items removed, so only the change of size matters.
-        """
-        more = size.astype(jnp.uint32) - state.count("noted")
-        return state.more(behind=jnp.uint32(0) - version.astype(jnp.uint32) * more, noted=more)
-
-    def staleness_of_gone(
-        self, state: FreshnessState, size: Int[Array, ""], here: Bool[Array, " N"]
-    ) -> UInt[Array, ""]:
-        """Returns the summed staleness of all items that left, each at the time it left; it wraps.
-
-        Args:
-            state: The state.
-            size: The number of items held.
-            here: A mask of the slots that hold an item.
-        """
-        versions = state.versions.astype(jnp.uint32)
-        present = jnp.sum(jnp.where(here, versions, jnp.uint32(0)), dtype=jnp.uint32)
-        return self.noted(state, size, state.version).count("behind") + present
 
     def look(
         self, state: FreshnessState, index: Int[Array, "..."]
@@ -242,8 +210,8 @@ class Freshness(Part):
         self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
     ) -> tuple[FreshnessState, Bool[Array, " B"] | None]:
         """Counts uses, and returns a mask of the items that have now been used often enough."""
-        # Counts stop at the largest int32. This makes the update depend on a read of the uses, so
-        # that other readers, such as ``Statistics``, come first and XLA need not copy the array.
+        # Counts stop at the largest int32. The update so comes after a read of the uses, and after
+        # other readers such as ``Statistics`` (see ``core.order``).
         more = taken & (storage.select(index, state.uses) < _NEVER)
         uses = state.uses.at[jnp.where(more, index, state.uses.shape[0])].add(1, mode="drop")
         state = state.replace(uses=uses)
@@ -310,6 +278,22 @@ class Freshness(Part):
             "staleness_mean": jnp.sum(staleness.astype(jnp.float32) / count),
         }
 
+    def check_valid(
+        self, state: FreshnessState, name: str, live: NDArray[np.bool_], data: PyTree[Array]
+    ) -> Iterator[str]:
+        """Checks that no live item should have retired."""
+        del data
+        uses, version = np.asarray(state.uses), np.asarray(state.versions)
+        label = f"{name}.freshness_state.uses"
+        yield from first_wrong(label, uses, uses < 0, "a number of at least 0")
+        if self.max_use is not None:
+            limit = f"less than max_use, {self.max_use}: the item should have retired"
+            yield from first_wrong(label, uses, live & (uses >= self.max_use), limit)
+        floor = int(self.floor(state.version))
+        limit = f"at least {floor}: the item is too stale for a learner at {state.version}"
+        wrong = live & (version < floor)
+        yield from first_wrong(f"{name}.freshness_state.versions", version, wrong, limit)
+
     def _versions(self, state: FreshnessState, rows: Rows) -> Int[Array, "..."]:
         """Returns the version of each row: by default the learner's; too old in other sessions."""
         version = rows.version
@@ -321,14 +305,14 @@ class Freshness(Part):
             return version
         return jnp.where(rows.session == state.session, version, _TOO_OLD)
 
-
-def _placed(
-    state: FreshnessState, index: Int[Array, "..."], version: Int[Array, "..."]
-) -> FreshnessState:
-    """Records new items, or first steps of windows, of these versions at ``index``."""
-    placed = jnp.where(index < state.versions.shape[0], version, _NEVER)
-    return state.replace(
-        oldest=jnp.minimum(state.oldest, jnp.min(placed, initial=_NEVER)),
-        versions=state.versions.at[index].set(version, mode="drop"),
-        uses=state.uses.at[index].set(0, mode="drop"),
-    )
+    def _placed(
+        self, state: FreshnessState, index: Int[Array, "..."], rows: Rows
+    ) -> FreshnessState:
+        """Records new items, or first steps of windows, at ``index``."""
+        version = self._versions(state, rows)
+        placed = jnp.where(index < state.versions.shape[0], version, _NEVER)
+        return state.replace(
+            oldest=jnp.minimum(state.oldest, jnp.min(placed, initial=_NEVER)),
+            versions=state.versions.at[index].set(version, mode="drop"),
+            uses=state.uses.at[index].set(0, mode="drop"),
+        )

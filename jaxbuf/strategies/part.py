@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+from numpy.typing import NDArray
 
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
@@ -325,3 +328,17 @@ class Part(Movable):
         """Returns scalars to monitor; the buffer itself counts the refused rows."""
         del state, occupancy
         return {}
+
+    def check_valid(
+        self, state: State, name: str, live: NDArray[np.bool_], data: PyTree[Array]
+    ) -> Iterator[str]:
+        """Yields a line for each problem with the state, for ``jaxbuf.testing.assert_valid``.
+
+        Args:
+            state: The state, whose arrays have the shapes and dtypes of a new one.
+            name: The buffer as an expression, with which lines begin.
+            live: The slots that hold an item, or a window.
+            data: The buffer's storage.
+        """
+        del state, name, live, data
+        yield from ()

@@ -6,12 +6,16 @@ References:
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+from numpy.typing import NDArray
 
 from jaxbuf.core import checks
+from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import Occupancy
@@ -248,6 +252,15 @@ class Prioritized(ShardableSampler):
                 largest > 0, spread, jnp.where(some, size.astype(jnp.float32), 0.0)
             ),
         }
+
+    def check_valid(
+        self, state: SegmentTree, name: str, live: NDArray[np.bool_], occupancy: Occupancy
+    ) -> Iterator[str]:
+        """Checks that only items have a mass."""
+        del occupancy
+        mass = np.asarray(state.leaves)
+        wrong = ~live & (mass != 0)
+        yield from first_wrong(f"{name}.leaves", mass, wrong, "0, for there is no item")
 
     def priority(self, mass: Float[Array, " N"]) -> Float[Array, " N"]:
         """Returns the priority with this mass; 1 if alpha is 0, where masses do not tell."""

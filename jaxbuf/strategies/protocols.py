@@ -2,11 +2,14 @@
 
 import abc
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from numpy.typing import NDArray
 
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
@@ -162,6 +165,20 @@ class Sampler(Movable, abc.ABC):
         """Returns scalars to monitor."""
         del state, occupancy
         return {}
+
+    def check_valid(
+        self, state: State, name: str, live: NDArray[np.bool_], occupancy: Occupancy
+    ) -> Iterator[str]:
+        """Yields a line for each problem with the state, for ``jaxbuf.testing.assert_valid``.
+
+        Args:
+            state: The state, whose arrays have the shapes and dtypes of a new one.
+            name: The state as an expression, with which lines begin.
+            live: The slots that hold an item, or a window.
+            occupancy: The occupancy.
+        """
+        del state, name, live, occupancy
+        yield from ()
 
 
 class KnownSampler(Sampler):

@@ -6,14 +6,18 @@ References:
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Self
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes
+from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.varying import vary_with
@@ -211,6 +215,33 @@ class RankBased(KnownSampler):
             "changes_since_sort": state.changes,
         }
 
+    def check_valid(
+        self, state: RankState, name: str, live: NDArray[np.bool_], occupancy: Occupancy
+    ) -> Iterator[str]:
+        """Checks that only items have values, and masses those of their ranks once sorted."""
+        value, mass = np.asarray(state.values.leaves), np.asarray(state.masses.leaves)
+        gone = ~live & (value > -np.inf)
+        yield from first_wrong(f"{name}.values.leaves", value, gone, "-inf, for there is no item")
+        evicted_by = occupancy.places.item_scores() if self.uses_score else None
+        if evicted_by is not None:
+            wrong = live & (value != np.asarray(evicted_by))
+            yield from first_wrong(f"{name}.values.leaves", value, wrong, evicted_by)
+        changes = np.asarray(state.changes)
+        wrong = (changes < 0) | (changes >= self.sort_every)
+        legal = f"at least 0 and less than sort_every, {self.sort_every}"
+        yield from first_wrong(f"{name}.changes", changes, wrong, legal)
+        label = f"{name}.masses.leaves"
+        yield from first_wrong(label, mass, ~live & (mass != 0), "0, for there is no item")
+        yield from first_wrong(label, mass, live & ~(mass > 0), "above 0, for there is an item")
+        if changes == 0:
+            order = np.argsort(-value[live], kind="stable")
+            expected = np.zeros(mass.shape, np.float32)
+            rank = jnp.arange(1, len(order) + 1, dtype=jnp.int32)
+            expected[np.flatnonzero(live)[order]] = np.asarray(self.mass(rank))
+            wrong = live & ~np.isclose(mass, expected, rtol=1e-5, atol=0)
+            what = [f"{number:.7g}, the mass of its rank" for number in expected]
+            yield from first_wrong(label, mass, wrong, np.asarray(what, object))
+
     def mass(self, rank: Int[Array, " N"]) -> Float[Array, " N"]:
         """Returns ``rank ** -alpha``, clipped to at least 2**-126."""
         # A larger exponent gives the same masses, but does not fit a float32.
@@ -242,8 +273,8 @@ class RankBased(KnownSampler):
             return carry[1] >= self.sort_every
 
         def sort(carry: tuple[SegmentTree, Array]) -> tuple[SegmentTree, Array]:
-            # The masses of the carry, which tell the items, keep XLA from sorting ahead of the
-            # loop, in every change.
+            # The sort needs the masses of the carry, which tell the items, so XLA cannot move it
+            # ahead of the loop (see ``core.order``).
             masses, changes = carry
             return self._sorted(values, masses), changes - changes
 

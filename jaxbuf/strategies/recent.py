@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes
+from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.ages import Ages, spread
@@ -134,9 +137,7 @@ class Recent(KnownSampler):
             known = jnp.concatenate([known, draw.probability])
             valid = jnp.concatenate([valid, draw.valid])
         probability = _mixed(rows / batch_size, recent, index, known)
-        # The condition always holds. It makes the index depend on the read of the state, so that a
-        # later update of the state in place comes after it and XLA need not copy.
-        return Draw(jnp.where(probability >= 0, index, -1), probability, valid)
+        return Draw(after(index, probability), probability, valid)
 
     def probability(
         self, state: State, index: Int[Array, " B"], occupancy: Occupancy
@@ -153,6 +154,12 @@ class Recent(KnownSampler):
         """Returns the metrics of the base, with the ``effective_sample_size`` of the mixture."""
         size = effective_size(everywhere(self, state, occupancy))
         return {**self.base.metrics(state, occupancy), "effective_sample_size": size}
+
+    def check_valid(
+        self, state: State, name: str, live: NDArray[np.bool_], occupancy: Occupancy
+    ) -> Iterator[str]:
+        """Checks the state of the base."""
+        yield from self.base.check_valid(state, name, live, occupancy)
 
     def _recent_rows(self, batch_size: int) -> int:
         return math.floor(self.ratio * batch_size + 0.5)

@@ -1,13 +1,17 @@
 """A sampler that passes over a buffer: every item exactly once, in random order."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Self
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+from numpy.typing import NDArray
 
 from jaxbuf.core import checks
+from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.bitset import Bitset
@@ -203,6 +207,17 @@ class Shuffled(Sampler):
             "passes": state.passes,
             "left": state.span[1],
         }
+
+    def check_valid(
+        self, state: Pass, name: str, live: NDArray[np.bool_], occupancy: Occupancy
+    ) -> Iterator[str]:
+        """Checks that each item is drawn in this pass, or left for it."""
+        del occupancy
+        slot = jnp.arange(live.size, dtype=jnp.int32)
+        left, given = (np.asarray(mask) for mask in state.look(slot))
+        marks = left.astype(np.int32) + given.astype(np.int32)
+        what = "one mark of each item, and none of others"
+        yield from first_wrong(f"{name}.marks", marks, marks != live, what)
 
     def _turned(self, state: Pass, batch_size: int) -> Pass:
         """Begins a new pass if no batch is left in this one and the buffer can fill another."""

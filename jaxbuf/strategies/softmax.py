@@ -2,16 +2,21 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from numpy.typing import NDArray
 
 from jaxbuf.core import checks
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.order import after
+from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.varying import vary_with
@@ -164,10 +169,10 @@ class Softmax(ShardableSampler):
             return (largest > carry[1] + drift) | (largest < carry[1] - drift)
 
         def rebuild(carry: tuple[SegmentTree, Array]) -> tuple[SegmentTree, Array]:
-            # The condition always holds here. It makes the result depend on the carry; otherwise
-            # XLA would compute it ahead of the loop, in every add.
-            leaves = jnp.where(outdated(carry), scores.leaves, -jnp.inf)
-            return carry[0].set_all(self._mass(leaves, largest)), largest
+            masses, reference = carry
+            # Nothing of this is computed ahead of the loop, in every change.
+            leaves = scores.replace(nodes=after(scores.nodes, reference)).leaves
+            return masses.set_all(self._mass(leaves, largest)), largest
 
         # A loop of at most one step. Unlike a cond under vmap, it runs only if a buffer needs it.
         begin = vary_with((masses, state.reference), (scores, masses))
@@ -274,6 +279,31 @@ class Softmax(ShardableSampler):
             **score_metrics(state.scores.leaves, live),
             "effective_sample_size": effective_size(probability),
         }
+
+    def check_valid(
+        self, state: SoftmaxState, name: str, live: NDArray[np.bool_], occupancy: Occupancy
+    ) -> Iterator[str]:
+        """Checks that only items have scores, and that masses are those of the scores."""
+        score, mass = np.asarray(state.scores.leaves), np.asarray(state.masses.leaves)
+        gone = ~live & (score > -np.inf)
+        yield from first_wrong(f"{name}.scores.leaves", score, gone, "-inf, for there is no item")
+        evicted_by = occupancy.places.item_scores()
+        if evicted_by is not None:
+            wrong = live & (score != np.asarray(evicted_by))
+            yield from first_wrong(f"{name}.scores.leaves", score, wrong, evicted_by)
+        reference = np.asarray(state.reference)
+        largest = score.max()
+        if np.isinf(largest) or np.isinf(reference):
+            yield from first_wrong(
+                f"{name}.reference", reference, reference != largest, str(largest)
+            )
+            expected = ((score == largest) & (largest > 0)).astype(np.float32)
+        else:
+            with np.errstate(over="ignore"):
+                expected = np.exp((score - reference) / np.float32(self.temperature))
+        # The smallest masses count as zero.
+        wrong = ~np.isclose(mass, expected, rtol=1e-3, atol=1e-37)
+        yield from first_wrong(f"{name}.masses.leaves", mass, wrong, expected)
 
     def _mass(self, score: Float[Array, " B"], reference: Float[Array, ""]) -> Float[Array, " B"]:
         """Returns ``exp((score - reference) / temperature)``.

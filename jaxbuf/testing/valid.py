@@ -16,13 +16,6 @@ from jaxbuf.core import trees
 from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.rings import Rings
-from jaxbuf.strategies.blend import Blend
-from jaxbuf.strategies.part import Rows
-from jaxbuf.strategies.prioritized import Prioritized
-from jaxbuf.strategies.rank_based import RankBased, RankState
-from jaxbuf.strategies.recent import Recent
-from jaxbuf.strategies.shuffled import Shuffled
-from jaxbuf.strategies.softmax import Softmax, SoftmaxState
 from jaxbuf.testing import structures
 
 
@@ -86,7 +79,7 @@ def assert_valid(buffer: Any) -> None:
 
 def _problems(name: str, buffer: Any) -> list[str]:
     """Returns the problems of one buffer. Later checks rely on the results of earlier ones."""
-    for checks in ((_shapes,), (_structures,), (_members, _law, _freshness, _contents)):
+    for checks in ((_shapes,), (_structures,), (_members, _law, _parts, _episodes)):
         problems = list(itertools.chain.from_iterable(check(name, buffer) for check in checks))
         if problems:
             return problems
@@ -167,8 +160,8 @@ def _law(name: str, buffer: Any) -> Iterator[str]:
         buffer.occupancy.size != size,
         f"{size}, as many as are live",
     )
-    state = buffer.sampler_state
-    yield from _kept(f"{name}.sampler_state", buffer.sampler, state, live, buffer.occupancy)
+    state, sampler = buffer.sampler_state, buffer.sampler
+    yield from sampler.check_valid(state, f"{name}.sampler_state", live, buffer.occupancy)
     count, least, probability = _ask(buffer.sampler, state, buffer.occupancy, slot)
     if not 0 <= count <= size:
         yield f"{name}.support().count is {count}; expected at most the size, {size}"
@@ -184,140 +177,13 @@ def _law(name: str, buffer: Any) -> Iterator[str]:
             yield f"{law} sums to {total:.6g} over all items; expected 1"
 
 
-def _kept(name: str, sampler: Any, state: Any, live: Any, occupancy: Any) -> Iterator[str]:
-    """Checks that what a sampler keeps is about the items, and about nothing else."""
-    while isinstance(sampler, Recent):
-        sampler = sampler.base
-    if isinstance(sampler, Blend):
-        for i, (part, kept) in enumerate(zip(sampler.samplers, state, strict=True)):
-            yield from _kept(f"{name}[{i}]", part, kept, live, occupancy)
-    if isinstance(sampler, Prioritized):
-        mass = np.asarray(state.leaves)
-        wrong = ~live & (mass != 0)
-        yield from first_wrong(f"{name}.leaves", mass, wrong, "0, for there is no item")
-    if isinstance(sampler, Shuffled):
-        slot = jnp.arange(len(live), dtype=jnp.int32)
-        left, given = (np.asarray(mask) for mask in state.look(slot))
-        label, what = f"{name}.marks", "one mark of each item, and none of others"
-        marks = left.astype(np.int32) + given.astype(np.int32)
-        yield from first_wrong(label, marks, marks != live, what)
-    if isinstance(sampler, Softmax):
-        yield from _softmax(name, sampler, state, live, occupancy)
-    if isinstance(sampler, RankBased):
-        yield from _ranks(name, sampler, state, live, occupancy)
-
-
-def _softmax(
-    name: str, sampler: Softmax, state: SoftmaxState, live: Any, occupancy: Any
-) -> Iterator[str]:
-    """Checks that only items have scores, and that masses are those of the scores."""
-    score, mass = np.asarray(state.scores.leaves), np.asarray(state.masses.leaves)
-    gone = ~live & (score > -np.inf)
-    yield from first_wrong(f"{name}.scores.leaves", score, gone, "-inf, for there is no item")
-    evicted_by = occupancy.places.item_scores()
-    if evicted_by is not None:
-        wrong = live & (score != np.asarray(evicted_by))
-        yield from first_wrong(f"{name}.scores.leaves", score, wrong, evicted_by)
-    reference = np.asarray(state.reference)
-    largest = score.max()
-    if np.isinf(largest) or np.isinf(reference):
-        yield from first_wrong(f"{name}.reference", reference, reference != largest, str(largest))
-        expected = ((score == largest) & (largest > 0)).astype(np.float32)
-    else:
-        with np.errstate(over="ignore"):
-            expected = np.exp((score - reference) / np.float32(sampler.temperature))
-    # The smallest masses count as zero.
-    wrong = ~np.isclose(mass, expected, rtol=1e-3, atol=1e-37)
-    yield from first_wrong(f"{name}.masses.leaves", mass, wrong, expected)
-
-
-def _ranks(
-    name: str, sampler: RankBased, state: RankState, live: Any, occupancy: Any
-) -> Iterator[str]:
-    """Checks that only items have values, and that masses are those of the ranks once sorted."""
-    value, mass = np.asarray(state.values.leaves), np.asarray(state.masses.leaves)
-    gone = ~live & (value > -np.inf)
-    yield from first_wrong(f"{name}.values.leaves", value, gone, "-inf, for there is no item")
-    evicted_by = occupancy.places.item_scores() if sampler.uses_score else None
-    if evicted_by is not None:
-        wrong = live & (value != np.asarray(evicted_by))
-        yield from first_wrong(f"{name}.values.leaves", value, wrong, evicted_by)
-    changes = np.asarray(state.changes)
-    wrong = (changes < 0) | (changes >= sampler.sort_every)
-    legal = f"at least 0 and less than sort_every, {sampler.sort_every}"
-    yield from first_wrong(f"{name}.changes", changes, wrong, legal)
-    label = f"{name}.masses.leaves"
-    yield from first_wrong(label, mass, ~live & (mass != 0), "0, for there is no item")
-    yield from first_wrong(label, mass, live & ~(mass > 0), "above 0, for there is an item")
-    if changes == 0:
-        order = np.argsort(-value[live], kind="stable")
-        expected = np.zeros(mass.shape, np.float32)
-        rank = jnp.arange(1, len(order) + 1, dtype=jnp.int32)
-        expected[np.flatnonzero(live)[order]] = np.asarray(sampler.mass(rank))
-        wrong = live & ~np.isclose(mass, expected, rtol=1e-5, atol=0)
-        what = [f"{number:.7g}, the mass of its rank" for number in expected]
-        yield from first_wrong(label, mass, wrong, np.asarray(what, object))
-
-
-def _freshness(name: str, buffer: Any) -> Iterator[str]:
-    """Checks that no live item should have retired."""
-    freshness = getattr(buffer, "freshness", None)
-    if freshness is None:
+def _parts(name: str, buffer: Any) -> Iterator[str]:
+    """Checks what the parts keep."""
+    if isinstance(buffer, Queue):
         return
-    state, slot = buffer.freshness_state, _slots(buffer)
-    live = np.asarray(_live(buffer.occupancy, slot))
-    uses, version = np.asarray(state.uses), np.asarray(state.versions)
-    yield from first_wrong(f"{name}.freshness_state.uses", uses, uses < 0, "a number of at least 0")
-    if freshness.max_use is not None:
-        limit = f"less than max_use, {freshness.max_use}: the item should have retired"
-        wrong = live & (uses >= freshness.max_use)
-        yield from first_wrong(f"{name}.freshness_state.uses", uses, wrong, limit)
-    floor = int(freshness.floor(state.version))
-    limit = f"at least {floor}: the item is too stale for a learner at {state.version}"
-    wrong = live & (version < floor)
-    yield from first_wrong(f"{name}.freshness_state.versions", version, wrong, limit)
-
-
-def _contents(name: str, buffer: Any) -> Iterator[str]:
-    """Checks the records about the data against the data."""
-    if getattr(buffer, "diversity", None) is not None:
-        yield from _diversity(name, buffer)
-    if getattr(buffer, "episode_index", None) is not None:
-        yield from _episodes(name, buffer)
-
-
-@jax.jit
-def _noted_again(buffer: Any, wanted: Any) -> Any:
-    """Returns the state of the diversity filter after the wanted items were added again."""
-    slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
-    at = jnp.where(wanted, slot, buffer.capacity)
-    return buffer.diversity.on_add(buffer.diversity_state, at, Rows(buffer.data, slot.shape))
-
-
-def _diversity(name: str, buffer: Any) -> Iterator[str]:
-    """Checks that the points of the filter are those of the items."""
-
-    def differs(wanted: Any) -> bool:
-        pairs = zip(
-            jax.tree.leaves(buffer.diversity_state),
-            jax.tree.leaves(_noted_again(buffer, wanted)),
-            strict=True,
-        )
-        # A function of an item may round differently when it is compiled again.
-        wide = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
-        return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in wide)
-
-    some = np.flatnonzero(buffer.live)
-    if not differs(np.isin(np.arange(buffer.capacity), some)):
-        return
-    while len(some) > 1:
-        half = some[: len(some) // 2]
-        inside = differs(np.isin(np.arange(buffer.capacity), half))
-        some = half if inside else some[len(some) // 2 :]
-    yield (
-        f"{name}.diversity_state.points has other numbers for slot {some[0]} than the data: "
-        f"{buffer.diversity.points(buffer.data)[some[0]]}"
-    )
+    live = np.asarray(_live(buffer.occupancy, _slots(buffer)))
+    for part, state in zip(buffer.extras, buffer.extra_states, strict=True):
+        yield from part.check_valid(state, name, live, buffer.data)
 
 
 @jax.jit
@@ -373,6 +239,8 @@ def _look_up(buffer: Any) -> dict[str, Any]:
 
 def _episodes(name: str, buffer: Any) -> Iterator[str]:
     """Checks the index of episodes against the flags and rewards of the steps."""
+    if getattr(buffer, "episode_index", None) is None:
+        return
     seen: dict[str, Any] = jax.device_get(_look_up(buffer))
     valid = seen["valid"]
     for key, ours in seen["ours"].items():

@@ -1,5 +1,7 @@
 """Compiled steps: none of them may copy anything as large as a buffer."""
 
+import functools
+import re
 import time
 
 import jax
@@ -9,6 +11,7 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core import native
+from jaxbuf.core.order import after
 from jaxbuf.testing import hlo
 
 CAPACITY = 2**14
@@ -73,6 +76,41 @@ def test_updates_that_ignore_the_probabilities_copy_nothing():
 
     keys = jax.random.split(jax.random.key(0), 3)
     assert_no_copy(step, buffer, keys)
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.uint32, jnp.float32, jnp.bfloat16])
+def test_what_comes_after_a_read_does_not_copy(dtype):
+    """Without saying so, the read may come after the write, for which the old array is kept."""
+
+    def step(numbers, key, *, says):
+        index = jax.random.randint(key, (8,), 0, CAPACITY)
+        read = numbers[index]
+        index = after(index, read) if says else index
+        return numbers.at[index].set(numbers.dtype.type(1)), read
+
+    numbers, keys = jnp.zeros(4 * CAPACITY, dtype), jax.random.split(jax.random.key(0), 3)
+    assert_no_copy(functools.partial(step, says=True), numbers, keys)
+    with pytest.raises(AssertionError, match="copies what it could update in place"):
+        assert_no_copy(functools.partial(step, says=False), numbers, keys)
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**31, 2**32 - 1])
+def test_what_comes_after_a_read_is_the_same(value):
+    bits = jnp.full(3, value, jnp.uint32)
+    floats = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    have = after(jnp.arange(3), bits, floats, bits[0] > 0, floats[:2])
+    assert have.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("native_on", [True, False])
+def test_no_score_is_read_before_all_masses_are_computed_anew(native_on):
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(7), CAPACITY, sampler=jaxbuf.Softmax())
+    with native.using_native(native_on):
+        add = jax.jit(lambda b, rows, score: b.add(rows, score=score), donate_argnums=0)
+        text = add.lower(buffer, jnp.zeros((8, 7)), jnp.zeros(8)).compile().as_text()
+    # They are in a loop that rarely runs, so nothing has a number of each slot but what is stored.
+    begin = text[text.index("ENTRY") :]
+    assert not re.findall(rf"= \w+\[{CAPACITY}\]\S* (?:fusion|copy)\(.*", begin)
 
 
 @pytest.mark.parametrize("name", ["add", "sample", "update_priority"])

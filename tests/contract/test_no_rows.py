@@ -73,6 +73,18 @@ def test_of_added_items():
     chex.assert_trees_all_equal(jaxbuf.add(buffer, items(0), donate=False), buffer)
 
 
+@pytest.mark.parametrize("method", ["update_priority", "update_score", "mark_used", "remove"])
+def test_a_mask_is_checked_without_rows(method):
+    sampler = jaxbuf.RankBased(by="score") if method == "update_score" else jaxbuf.Prioritized()
+    buffer = jaxbuf.ItemBuffer.create(
+        EXAMPLE, 8, sampler=sampler, freshness=jaxbuf.Freshness(max_use=1)
+    )
+    slots = none(buffer.sample(KEY, 4).slots)
+    values = {"update_priority": (jnp.zeros(0),), "update_score": (jnp.zeros(0),)}.get(method, ())
+    with pytest.raises(ValueError, match=r"^mask has shape \(2,\); expected \(0,\), which is that"):
+        getattr(buffer, method)(slots, *values, mask=jnp.ones(2, bool))
+
+
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
 def test_of_hindsight(strategy):
     nothing = jnp.zeros(0, jnp.int32)

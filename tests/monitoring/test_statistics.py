@@ -16,7 +16,7 @@ class Naive:
 
     def __init__(self):
         self.samples, self.pushed, self.drawn, self.size, self.gone = [], 0, 0, 0, []
-        self.uses, self.versions, self.stale = {}, {}, []
+        self.uses = {}
         self.time = 0
 
     def sampled(self, use, staleness, priority):
@@ -25,21 +25,19 @@ class Naive:
             self.samples = [*self.samples, (use, staleness, priority)][-WINDOW:]
         self.drawn += len(use)
 
-    def came(self, items, version):
-        """Items, named by a number each of its own, made by this version."""
+    def came(self, items):
+        """Items, named by a number each of its own."""
         self.pushed += len(items)
         self.uses |= dict.fromkeys(items, 0)
-        self.versions |= dict.fromkeys(items, version)
 
     def marked(self, drawn):
         for item in drawn:
             self.uses[item] += 1
 
-    def left(self, live, version):
-        """All but the live ones, while the learner was at this version."""
+    def left(self, live):
+        """All but the live ones."""
         for item in set(self.uses) - set(live):
             self.gone.append(self.uses.pop(item))
-            self.stale.append(version - self.versions.pop(item))
 
     def metrics(self, size):
         metrics = {"pushed": self.pushed, "sampled": self.drawn, "current": size}
@@ -47,7 +45,6 @@ class Naive:
         metrics["removed"] = self.size + self.pushed - size
         assert metrics["removed"] == len(self.gone)
         metrics["reuse_mean"] = np.mean(self.gone) if self.gone else 0
-        metrics["gone_staleness_mean"] = np.mean(self.stale) if self.gone else 0
         for i, name in enumerate(("use", "staleness", "priority")):
             rows = [sample[i] for sample in self.samples]
             metrics[f"{name}_mean"] = np.mean([r.mean() for r in rows]) if rows else 0
@@ -71,14 +68,13 @@ def step(carry, inputs):
     buffer, statistics = carry
     key, mask, version, priority, names = inputs
     buffer = buffer.add(names, mask=mask)
-    left = buffer.data, buffer.occupancy.live(jnp.arange(CAPACITY))
     buffer = buffer.set_version(version)
     batch = buffer.sample(key, BATCH)
     seen = buffer.use_count(batch.slots), buffer.staleness(batch.slots), batch.valid, priority
     statistics = statistics.sampled(buffer, batch, priority=priority)
     buffer = buffer.mark_used(batch.slots).update_priority(batch.slots, priority)
     live = buffer.occupancy.live(jnp.arange(CAPACITY))
-    named = batch.data, left, (buffer.data, live)
+    named = batch.data, buffer.data, live
     return (buffer, statistics), (seen, named, statistics.metrics(buffer))
 
 
@@ -100,18 +96,15 @@ def start():
 
 def test_as_lists_would_have_it():
     run, naive, carry = jax.jit(step), Naive(), start()
-    _, masks, versions, _, names = inputs(40)
-    refused, version = 0, 0
+    _, masks, _, _, names = inputs(40)
+    refused = 0
     for i, given in enumerate(zip(*inputs(40), strict=True)):
-        carry, (seen, (drawn, *held), metrics) = run(carry, given)
-        held = [np.asarray(data)[np.asarray(live)].tolist() for data, live in held]
+        carry, (seen, (drawn, data, live), metrics) = run(carry, given)
         use, staleness, valid, priority = seen
         valid = np.asarray(valid)
-        naive.came(np.asarray(names[i])[masks[i]].tolist(), version)
-        naive.left(held[0], version)
-        version = int(versions[i])
+        naive.came(np.asarray(names[i])[masks[i]].tolist())
         naive.marked(np.asarray(drawn)[valid].tolist())
-        naive.left(held[1], version)
+        naive.left(np.asarray(data)[np.asarray(live)].tolist())
         naive.sampled(*(np.asarray(x)[valid] for x in (use, staleness, priority)))
         refused += not valid.any()
         expected = naive.metrics(int(carry[0].size))
@@ -122,7 +115,7 @@ def test_as_lists_would_have_it():
             buffer, statistics = carry
             carry = buffer, statistics.next_period(buffer)
             naive.pushed, naive.drawn, naive.size = 0, 0, int(buffer.size)
-            naive.gone, naive.stale = [], []
+            naive.gone = []
     assert 0 < refused < 20
 
 
@@ -256,24 +249,3 @@ def test_bad_arguments():
     buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=jaxbuf.Prioritized())
     with pytest.raises(ValueError, match=r"priority has shape \(2,\); expected \(3,\), which is"):
         statistics.sampled(buffer, batch, priority=jnp.ones(2))
-
-
-def test_staleness_of_those_that_left():
-    freshness = jaxbuf.Freshness(max_staleness=100)
-    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, freshness=freshness).set_version(10)
-    statistics = jaxbuf.Statistics.create(buffer)
-
-    def gone(buffer):
-        metrics = statistics.metrics(buffer)
-        return int(metrics["removed"]), pytest.approx(float(metrics["gone_staleness_mean"]))
-
-    # The first two of six leave at once, 3 and 4 versions behind.
-    buffer = buffer.add(jnp.zeros(6), version=jnp.array([7, 6, 10, 9, 8, 10]))
-    assert gone(buffer) == (2, 3.5)
-    # The next leaves at version 12; one that is refused, or masked, never came.
-    mask = jnp.array([True, False, True])
-    late = buffer.set_version(12).add(jnp.zeros(3), version=jnp.array([11, 11, -90]), mask=mask)
-    assert gone(late) == (3, (3 + 4 + 2) / 3)
-    # A new run of the learner counts in its own way: what left then was as stale as before it.
-    assert gone(late.set_version(0, session=1)) == (7, (9 + 3 + 4 + 2 + 1) / 7)
-    assert gone(late.clear()) == (7, (9 + 3 + 4 + 2 + 1) / 7)

@@ -15,6 +15,7 @@ import numpy as np
 
 import jaxbuf
 
+KEY = jax.random.key(3)
 FOLDER = Path(__file__).parents[1] / "io" / "checkpoints_0_2_0"
 ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
 STEP = {"id": jnp.int32(0), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
@@ -41,14 +42,16 @@ def rings(length=12, **options):
     return jaxbuf.TrajectoryBuffer.create(STEP, 2, length, **{"sequence_length": 3, **options})
 
 
-def sharded():
+def sharded(**options):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), ("data",), axis_types=auto, devices=jax.devices()[:1])
-
-    def shard():
-        return item_buffer(4, sampler=jaxbuf.Prioritized())
-
+    shard = lambda: item_buffer(4, **options)  # noqa: E731
     return jaxbuf.Sharded.create(shard, mesh, "data", shards=2)
+
+
+def watched():
+    buffer = CREATE["fresh"]()
+    return {"buffer": buffer, "statistics": jaxbuf.Statistics.create(buffer, window=3)}
 
 
 def unlike(**options):
@@ -85,10 +88,12 @@ CREATE = {
     "mixture": lambda: jaxbuf.Mixture.create(
         [item_buffer(), item_buffer(4, sampler=jaxbuf.Prioritized())], [3, 1]
     ),
-    "sharded": sharded,
+    "sharded": lambda: sharded(sampler=jaxbuf.Prioritized()),
     "hosted": lambda: jaxbuf.Hosted.create(lambda: item_buffer(sampler=jaxbuf.Prioritized())),
     "queue": lambda: jaxbuf.Queue.create(ITEM, 5),
     "seeds": lambda: jax.vmap(lambda _: CREATE["unlike"]())(jnp.arange(2)),
+    "fresh_shards": lambda: sharded(freshness=jaxbuf.Freshness(max_use=2, max_staleness=3)),
+    "watched": watched,
 }
 RINGS = {"balanced", "rings", "episodes", "no_returns", "whole_windows", "fresh_episodes"}
 
@@ -97,6 +102,9 @@ def fill(name, buffer):
     """Returns the buffer that was saved."""
     if name == "seeds":
         return jax.vmap(lambda one: fill("unlike", one))(buffer)
+    if name == "watched":
+        one, statistics = fill("fresh", buffer["buffer"]), buffer["statistics"]
+        return {"buffer": one, "statistics": statistics.sampled(one, one.sample(KEY, 5))}
     if name in RINGS:
         version = jnp.array([[2], [3]], jnp.int32)
         given = {"version": jnp.tile(version, 9)} if name == "fresh_episodes" else {}
@@ -116,7 +124,7 @@ def fill(name, buffer):
     if name == "softmax_lowest":
         buffer = buffer.add(items(1, 2, 3, 4, 5), score=scores(1, 5, 3, 2, 4))
         return buffer.add(items(6, 7, 8), score=scores(6, 0.5, 2.5))
-    if name == "fresh":
+    if name in ("fresh", "fresh_shards"):
         buffer = buffer.add(items(1, 2, 3, 4), version=jnp.array([0, 1, 2, 3], jnp.int32))
         buffer = buffer.set_version(4)
         buffer = buffer.mark_used(buffer.sample(jax.random.key(1), 2).slots)
@@ -137,6 +145,9 @@ def more(name, buffer):
     """Returns the buffer after another add."""
     if name == "seeds":
         return jax.vmap(lambda one: more("unlike", one))(buffer)
+    if name == "watched":
+        one, statistics = more("fresh", buffer["buffer"]), buffer["statistics"]
+        return {"buffer": one, "statistics": statistics.sampled(one, one.sample(KEY, 5))}
     if name in RINGS:
         version = jnp.full((2, 3), 6, jnp.int32)
         given = {"version": version} if name == "fresh_episodes" else {}
@@ -145,7 +156,7 @@ def more(name, buffer):
         return buffer.add(items(10, 11), part=1)
     if name == "softmax_lowest":
         return buffer.add(items(10, 11), score=scores(0, 7))
-    if name == "fresh":
+    if name in ("fresh", "fresh_shards"):
         return buffer.add(items(10, 11), version=jnp.array([3, 4], jnp.int32)).set_version(6)
     if hasattr(buffer, "diversity") and buffer.diversity is not None:
         return buffer.add(items(13, 25, 29), score=scores(1, 2, 3))
@@ -156,6 +167,12 @@ def seen(name, buffer):
     """Returns what a user sees of a buffer, as numbers that JSON can hold."""
     if name == "seeds":
         return [seen("unlike", jax.tree.map(lambda leaf, i=i: leaf[i], buffer)) for i in range(2)]
+    if name == "watched":
+        metrics = buffer["statistics"].metrics(buffer["buffer"])
+        # The staleness of the items that left is not among them any more.
+        metrics.pop("gone_staleness_mean", None)
+        found = {"fresh": seen("fresh", buffer["buffer"]), "statistics": metrics}
+        return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), found)
     if name == "queue":
         _, batch = buffer.take(4)
     elif name == "shuffled":
@@ -175,7 +192,7 @@ def seen(name, buffer):
         found["returns"] = (
             buffer.episode(batch.slots).value if new else buffer.episode_return(batch.slots)
         )
-    if name in ("fresh", "fresh_episodes"):
+    if name in ("fresh", "fresh_shards", "fresh_episodes"):
         found |= {"uses": buffer.use_count(batch.slots), "stale": buffer.staleness(batch.slots)}
     return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), found)
 

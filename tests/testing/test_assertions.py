@@ -831,6 +831,38 @@ def test_a_run_has_two_steps_at_least():
         testing.assert_resumes(lambda buffer: buffer, prioritized(5, 9), steps=1)
 
 
+def test_a_sampler_and_a_part_of_ones_own_are_asked_about_their_states():
+    @dataclasses.dataclass(frozen=True)
+    class Complaining(jaxbuf.strategies.KnownSampler):
+        base: jaxbuf.strategies.Sampler = jaxbuf.Uniform()
+
+        def init(self, capacity):
+            return jnp.zeros(capacity)
+
+        def draw(self, state, key, batch_size, occupancy):
+            return self.base.draw((), key, batch_size, occupancy)
+
+        def probability(self, state, index, occupancy):
+            return jnp.full(index.shape, 1 / jnp.maximum(occupancy.size, 1))
+
+        def check_valid(self, state, name, live, occupancy):
+            yield f"{name} has {state.size} numbers for {int(live.sum())} items"
+
+    @dataclasses.dataclass(frozen=True)
+    class Also(jaxbuf.strategies.Part):
+        def check_valid(self, state, name, live, data):
+            yield f"{name} holds {data[live].tolist()}"
+
+    for sampler in (Complaining(), jaxbuf.Recent(0.5, 3, Complaining())):
+        buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 6, sampler=sampler, parts=(Also(),))
+        with pytest.raises(AssertionError) as raised:
+            testing.assert_valid({"it": buffer.add(jnp.arange(2))})
+        assert str(raised.value).splitlines()[1:] == [
+            "  buffer['it'].sampler_state has 6 numbers for 2 items",
+            "  buffer['it'] holds [0, 1]",
+        ]
+
+
 def test_an_occupancy_of_ones_own_is_asked_about_its_items():
     class Complains(HalfRing):
         def check_items(self, name, live):

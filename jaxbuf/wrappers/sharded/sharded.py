@@ -256,7 +256,7 @@ class Sharded(Shards):
         steps = (self.shards.sequence_length,) if isinstance(self.shards, TrajectoryBuffer) else ()
         field = fields.stored(self.shards.data, path, "steps have" if windows else "items have")
         value, _ = storage.check(field, value, "value", (count, *steps), 3 if windows else 2)
-        taken = write_back.check_mask(mask, count, steps)
+        taken = common.check_mask(mask, (count,), steps)
         rows = (slots, None, value, taken)
 
         def change(shard: Body, slots: Slots, value: PyTree[Array], mask: Array) -> Body:
@@ -466,7 +466,7 @@ class Sharded(Shards):
         shape = slots.index.shape
         self._check_rows("slots", shape[0])
         if mask is not None:
-            mask = storage.check_rows(mask, "mask", shape, np.bool_, "that of slots")
+            mask = common.check_mask(mask, shape)
         index = jnp.asarray(slots.index, jnp.int32)
         return Slots(index, jnp.asarray(slots.generation, jnp.uint32)), mask
 

@@ -1,0 +1,51 @@
+"""The order of reads and writes, which XLA takes from what depends on what."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+
+def after(value: Array, *reads: Array) -> Array:
+    """Returns the same value, which XLA cannot compute before it has the numbers that were read.
+
+    XLA updates an array in place only if all reads of the old array come before. It knows of their
+    order only what depends on what: a read on which no later write depends may come after it, and
+    then XLA copies the whole array, in a loop in each step. So pass what was read to ``after``
+    together with a small operand of the write, such as its index. The same holds for the body of a
+    loop that rarely runs: what does not depend on the carry is computed ahead of the loop.
+
+    Nothing else works on all backends: ``lax.optimization_barrier`` is gone before XLA decides what
+    to copy. A number here depends on the reads through a condition that always holds, which XLA
+    cannot know. It costs three operations on the smaller of the arrays, fused with their neighbors.
+
+    A read that XLA repeats for another consumer is another read. It repeats the read of a single
+    number, and may repeat others that are cheap. There, two numbers are read in place of one
+    (``Bitset``), or the read is in a loop (``SegmentTree.read``) or before a sort (``Diversity``).
+
+    A test with ``jaxbuf.testing.assert_no_copy`` goes with every use.
+
+    Args:
+        value: Any array.
+        reads: Arrays of numbers or bools, of its shape, or of any other shape, of which then all
+            numbers are waited for.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> numbers, index = jnp.arange(4.0), jnp.array([2, 0])
+        >>> read = numbers[index]
+        >>> numbers.at[after(index, read)].set(-1.0).tolist(), read.tolist()
+        ([-1.0, 1.0, -1.0, 3.0], [2.0, 0.0])
+    """
+    for read in reads:
+        there = _holds(read)
+        there = there if there.shape == value.shape else jnp.all(there)
+        value = jnp.where(there, value, jnp.zeros_like(value))
+    return value
+
+
+def _holds(read: Array) -> Bool[Array, "..."]:
+    """Returns True for each number, whatever its bits are, in a way that XLA does not see."""
+    if read.dtype == jnp.bool_:
+        read = read.astype(jnp.uint8)
+    bits = lax.bitcast_convert_type(read, jnp.dtype(f"uint{8 * read.dtype.itemsize}"))
+    return (bits | bits.dtype.type(1)) != 0
