@@ -60,6 +60,7 @@ from jaxbuf.monitoring.monitor import (
 from jaxbuf.monitoring.plot import plot
 from jaxbuf.monitoring.statistics import Statistics
 from jaxbuf.strategies.balanced import Balanced
+from jaxbuf.strategies.blend import Blend
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episode, Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
@@ -71,6 +72,7 @@ from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.removable import Removable
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax
+from jaxbuf.strategies.staleness import Staleness
 from jaxbuf.strategies.uniform import Uniform
 from jaxbuf.views.frames import FrameStack, stack_frames
 from jaxbuf.views.groups import Groups, sample_groups
@@ -82,6 +84,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Balanced",
+    "Blend",
     "Chunk",
     "ChunkAccumulator",
     "CsvWriter",
@@ -113,6 +116,7 @@ __all__ = [
     "Shuffled",
     "Slots",
     "Softmax",
+    "Staleness",
     "Statistics",
     "Steps",
     "Stopped",

@@ -527,6 +527,13 @@ CALLS: dict[str, Call] = {
         stratified=(True, "flag"),
         replacement=(True, "flag"),
     ),
+    "Staleness": call(
+        jaxbuf.Staleness,
+        alpha=(1.0, "at least 0"),
+        stratified=(True, "flag"),
+        replacement=(True, "flag"),
+    ),
+    "Blend": call(jaxbuf.Blend, samplers=([jaxbuf.Uniform()], "nothing"), weights=([1], "nothing")),
     "Recent": call(
         jaxbuf.Recent,
         ratio=(0.5, "fraction"),

@@ -40,6 +40,7 @@ def _mixture():
     )
 
 
+_BLEND = jaxbuf.Blend((jaxbuf.RankBased(), jaxbuf.Staleness(), jaxbuf.Recent(0.5, 2)), (2, 1, 1))
 _LIMITS = jaxbuf.Freshness(max_use=2, max_staleness=3)
 _PLAIN = jaxbuf.Prioritized()
 _DISTINCT = jaxbuf.Prioritized(replacement=False, uniform_mix=0.1)
@@ -60,6 +61,9 @@ BUFFERS = {
     ),
     "ranked": _items(sampler=jaxbuf.RankBased()),
     "ranked-distinct": _items(sampler=jaxbuf.RankBased(sort_every=3, replacement=False)),
+    "stale": _items(sampler=jaxbuf.Staleness()),
+    "stale-distinct": _items(sampler=jaxbuf.Staleness(replacement=False)),
+    "blend": _items(sampler=_BLEND),
     "recent": _items(sampler=jaxbuf.Recent(0.5, 2, _PLAIN)),
     "lowest": _items(evictor=jaxbuf.Lowest()),
     "lowest-softmax": _items(evictor=jaxbuf.Lowest(), sampler=jaxbuf.Softmax()),
@@ -79,6 +83,8 @@ BUFFERS = {
     "windows-prioritized": _windows(sampler=_PLAIN, period=2),
     "windows-prioritized-distinct": _windows(sampler=_DISTINCT),
     "windows-ranked": _windows(sampler=jaxbuf.RankBased(sort_every=2), period=2),
+    "windows-stale": _windows(sampler=jaxbuf.Staleness()),
+    "windows-blend": _windows(sampler=_BLEND),
     "windows-recent": _windows(sampler=jaxbuf.Recent(0.5, 2)),
     "windows-balanced": _windows(sampler=jaxbuf.Balanced()),
     "windows-balanced-distinct": _windows(sampler=jaxbuf.Balanced(replacement=False)),

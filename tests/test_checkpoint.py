@@ -660,6 +660,45 @@ def test_ranks_are_those_before_or_new_ones_in_another_size(tmp_path, sort_every
         jaxbuf.load(tmp_path, item_buffer(4, sampler=jaxbuf.RankBased(alpha=1.0, sort_every=7)))
 
 
+def test_a_blend_is_that_before_or_moves_to_another_size(tmp_path):
+    parts = (jaxbuf.Prioritized(alpha=1.0), jaxbuf.RankBased(alpha=1.0), jaxbuf.Uniform())
+    options = {"sampler": jaxbuf.Blend(parts, (0.5, 0.25, 0.25))}
+    priority = jnp.asarray([500.0, 1.0, 3.0, 2.0])
+    old = jaxbuf.add(item_buffer(4, **options), items(0, 1, 2, 3), priority=priority)
+    jaxbuf.save(tmp_path, old)
+    same = jaxbuf.load(tmp_path, item_buffer(4, **options))
+    testing.assert_valid(same)
+    chex.assert_trees_all_equal(same, old)
+    new = jaxbuf.load(tmp_path, item_buffer(2, **options), resize=True)
+    testing.assert_valid(new)
+    batch = jaxbuf.sample(new, jax.random.key(0), 64)
+    law = {2: 3 / 10 + 1 / 6 + 1 / 8, 3: 2 / 10 + 1 / 12 + 1 / 8}
+    expected = [law[i] for i in batch.data["id"].tolist()]
+    np.testing.assert_allclose(batch.probability, expected, rtol=1e-5)
+    other = jaxbuf.Blend(parts, (0.5, 0.3, 0.2))
+    with pytest.raises(ValueError, match=r"weights.* is .*but the checkpoint has"):
+        jaxbuf.load(tmp_path, item_buffer(4, sampler=other))
+
+
+def test_staleness_goes_on_also_in_another_size(tmp_path):
+    options = {"sampler": jaxbuf.Staleness(replacement=False)}
+    old = jaxbuf.add(item_buffer(6, **options), items(0, 1, 2, 3, 4, 5))
+    for seed in range(3):
+        old, batch = jaxbuf.next_batch(old, jax.random.key(seed), 2)
+        jaxbuf.save(tmp_path, old)
+    waited = dict(zip(old.data["id"].tolist(), old.sampler_state.age.tolist(), strict=True))
+    same = jaxbuf.load(tmp_path, item_buffer(6, **options))
+    testing.assert_valid(same)
+    chex.assert_trees_all_equal(same, old)
+    for capacity in (4, 9):
+        new = jaxbuf.load(tmp_path, item_buffer(capacity, **options), resize=True)
+        testing.assert_valid(new)
+        live, ids = np.asarray(new.live), np.asarray(new.data["id"])
+        ages = np.asarray(new.sampler_state.age)[live]
+        assert ages.tolist() == [waited[i] for i in ids[live].tolist()]
+        assert not np.isin(new.sample(jax.random.key(0), 2).data["id"], batch.data["id"]).any()
+
+
 @pytest.mark.parametrize(("waiting", "kept"), [(3, [3, 4, 5]), (6, [3, 4, 5, 6])])
 def test_a_shorter_queue_keeps_those_who_came_first(tmp_path, waiting, kept):
     queue = jaxbuf.Queue.create(ITEM, 7).add(items(1, 2)).take(2)[0]

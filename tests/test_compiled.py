@@ -172,6 +172,7 @@ def test_an_update_writes_once_for_each_large_level():
         jaxbuf.Prioritized(replacement=False),
         jaxbuf.Softmax(replacement=False),
         jaxbuf.RankBased(replacement=False),
+        jaxbuf.Blend((jaxbuf.RankBased(replacement=False), jaxbuf.Uniform()), (0.5, 0.5)),
     ],
     ids=lambda sampler: type(sampler).__name__,
 )

@@ -18,8 +18,10 @@ import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core.versions import takes_option
 from tests import reference
+from tests.reference_blend import BlendedItemBuffer
 from tests.reference_ranks import RankedItemBuffer
 from tests.reference_sampling import RecentItemBuffer
+from tests.reference_staleness import StaleItemBuffer
 
 STEPS = 18
 EAGER_STEPS = 2
@@ -35,6 +37,7 @@ CAPACITIES = {
     "epsilon-and-mix": 21,
     "mix-without-replacement": 19,
     "ranked": 20,
+    "blended": 20,
 }
 SMALL = 5
 
@@ -55,10 +58,15 @@ OPTIONS = {
     "ranked": {"alpha": 0.7},
     "ranked-seldom": {"alpha": 1.0, "sort_every": 3},
     "ranked-without-replacement": {"alpha": 0.5, "replacement": False},
+    "blended": {"alpha": 0.7},
+    "stale": {},
+    "stale-without-replacement": {"replacement": False},
 }
 # A part of a batch from the newest items: the ratio, and how many are new. Products with a half are
 # exact, so that a fused multiply and add rounds as two steps do.
 RECENT = {"recent": (0.5, 2)}
+# Exponents of priorities, how many items are new, and weights, whose products are exact as well.
+BLENDED = ((0.7, 0.0), 3, (0.5, 0.25, 0.25))
 
 every_sampler = pytest.mark.parametrize("name", list(OPTIONS))
 
@@ -74,6 +82,13 @@ def make(name):
         return jaxbuf.Recent(*RECENT[name], jaxbuf.Prioritized(**options)), options
     if is_ranked(name):
         return jaxbuf.RankBased(**options), options
+    if is_stale(name):
+        return jaxbuf.Staleness(**options), options
+    if name == "blended":
+        (alpha, _), newest, weights = BLENDED
+        newest = jaxbuf.Recent(1.0, newest)
+        samplers = (jaxbuf.Prioritized(alpha), jaxbuf.Uniform(), newest)
+        return jaxbuf.Blend(samplers, weights), options
     if "alpha" in options:
         return jaxbuf.Prioritized(**options), options
     return jaxbuf.Uniform(**options), options
@@ -85,6 +100,15 @@ def is_prioritized(name):
 
 def is_ranked(name):
     return name.startswith("ranked")
+
+
+def is_stale(name):
+    return name.startswith("stale")
+
+
+def flags_of(name):
+    """The flags of a step: it updates priorities, or it draws by ``next_batch``."""
+    return {"prioritized": is_prioritized(name), "onward": is_stale(name)}
 
 
 def rows(uid):
@@ -172,7 +196,7 @@ def observe(buffer, sample):
     }
 
 
-def step(carry, operation, *, prioritized):
+def step(carry, operation, *, prioritized, onward):
     """One step of a script with the pure methods."""
     buffer, remembered = carry
     buffer = jax.lax.cond(operation["clear"], lambda b: b.clear(), lambda b: b, buffer)
@@ -180,8 +204,10 @@ def step(carry, operation, *, prioritized):
     buffer = buffer.add(operation["default_rows"], mask=operation["default_mask"])
     explicit = {"priority": operation["explicit_priority"]} if prioritized else {}
     buffer = buffer.add(operation["explicit_rows"], mask=operation["explicit_mask"], **explicit)
-    sample = buffer.sample(jax.random.wrap_key_data(operation["key"]), BATCH)
+    key = jax.random.wrap_key_data(operation["key"])
+    after, sample = buffer.next_batch(key, BATCH) if onward else (buffer, buffer.sample(key, BATCH))
     seen = observe(buffer, sample) | {"before": before, "added": buffer.metrics()}
+    buffer = after
     if prioritized:
         slots = choose_slots(sample.slots, remembered, operation["pick"], buffer.capacity)
         buffer = buffer.update_priority(
@@ -210,7 +236,7 @@ def start(name):
 
 def run_in_python(name, operations, steps, transform):
     """One call of ``transform(step)`` for each step."""
-    function = transform(functools.partial(step, prioritized=is_prioritized(name)))
+    function = transform(functools.partial(step, **flags_of(name)))
     carry, seen = start(name), []
     for t in range(steps):
         carry, out = function(carry, at(operations, t))
@@ -226,12 +252,12 @@ def jitted(name, seed=0):
 
 
 @functools.cache
-def compiled_step(function_key):
-    return jax.jit(functools.partial(step, prioritized=function_key))
+def compiled_step(**flags):
+    return jax.jit(functools.partial(step, **flags))
 
 
 def jitted_step(function):
-    return compiled_step(function.keywords["prioritized"])
+    return compiled_step(**function.keywords)
 
 
 def run_donated(name, operations):
@@ -248,9 +274,13 @@ def run_donated(name, operations):
         buffer = jaxbuf.add(
             buffer, operation["explicit_rows"], mask=operation["explicit_mask"], **explicit
         )
-        sample = jaxbuf.sample(buffer, jax.random.wrap_key_data(operation["key"]), BATCH)
+        key = jax.random.wrap_key_data(operation["key"])
+        sample = jaxbuf.sample(buffer, key, BATCH)
         out = observe(buffer, sample) | {"before": before, "added": buffer.metrics()}
         out = jax.device_get(out)
+        if is_stale(name):
+            buffer, sample = jaxbuf.next_batch(buffer, key, BATCH)
+            out["sample"] = jax.device_get(sample)
         if prioritized:
             slots = choose_slots(sample.slots, remembered, operation["pick"], buffer.capacity)
             buffer = jaxbuf.update_priority(
@@ -295,6 +325,10 @@ class Replay:
             self.twin = RecentItemBuffer(self.capacity, *RECENT[name], **options)
         elif is_ranked(name):
             self.twin = RankedItemBuffer(self.capacity, **options)
+        elif is_stale(name):
+            self.twin = StaleItemBuffer(self.capacity, **options)
+        elif name == "blended":
+            self.twin = BlendedItemBuffer(self.capacity, *BLENDED, **options)
         else:
             self.twin = reference.ItemBuffer(self.capacity, **options)
         self.items = {}
@@ -410,6 +444,8 @@ class Replay:
         self.check_can_sample(seen)
         drawn = self.check_sample(seen["sample"])
         self.check_weights(seen["weights"], seen["sample"])
+        if is_stale(self.name):
+            self.twin.drawn(drawn)
         if self.prioritized:
             self.update(operation, seen, drawn)
         if operation["remember"]:
@@ -463,7 +499,7 @@ class VariantsTest(parameterized.TestCase):
 
 @every_sampler
 def test_scan_is_jitted(name):
-    function = functools.partial(step, prioritized=is_prioritized(name))
+    function = functools.partial(step, **flags_of(name))
     operations = jax.tree.map(jnp.asarray, script(0))
     (final, _), seen = jax.jit(lambda carry, xs: jax.lax.scan(function, carry, xs))(
         start(name), operations
@@ -475,7 +511,7 @@ def test_scan_is_jitted(name):
 
 @every_sampler
 def test_vmap_is_jitted(name):
-    function = jax.jit(jax.vmap(functools.partial(step, prioritized=is_prioritized(name))))
+    function = jax.jit(jax.vmap(functools.partial(step, **flags_of(name))))
     carry = jax.tree.map(lambda leaf: jnp.stack([leaf] * LANES), start(name))
     operations, seen = stack([script(seed) for seed in range(LANES)]), []
     for t in range(STEPS):

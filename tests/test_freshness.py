@@ -292,6 +292,8 @@ def test_holes_close_as_the_ring_comes_round():
         jaxbuf.Softmax(replacement=False),
         jaxbuf.RankBased(sort_every=3),
         jaxbuf.RankBased(by="score", replacement=False),
+        jaxbuf.Staleness(),
+        jaxbuf.Blend((jaxbuf.Prioritized(), jaxbuf.Uniform()), (0.5, 0.5)),
     ],
 )
 def test_no_sampler_draws_what_has_retired(sampler):

@@ -31,6 +31,7 @@ SAMPLERS = [
     jaxbuf.Prioritized(),
     jaxbuf.Prioritized(replacement=False),
     jaxbuf.Recent(0.5, 3, jaxbuf.Prioritized()),
+    jaxbuf.Blend((jaxbuf.Prioritized(), jaxbuf.Uniform()), (0.5, 0.5)),
 ]
 
 

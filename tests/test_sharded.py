@@ -177,6 +177,10 @@ REFUSED = {
     "distinct-2": (with_(make=make(jaxbuf.Prioritized(replacement=False))), "with replacement"),
     "softmax": (with_(make=make(jaxbuf.Softmax(replacement=False))), "with replacement"),
     "ranked": (with_(make=make(jaxbuf.RankBased())), "data alone is sharded"),
+    "blend": (
+        with_(make=make(jaxbuf.Blend((jaxbuf.Prioritized(), jaxbuf.Uniform()), (1, 1)))),
+        "data alone is sharded",
+    ),
     "lowest": (with_(make=make(evictor=jaxbuf.Lowest())), r"Lowest\(\) compares each"),
     "diversity": (
         with_(make=make(jaxbuf.Softmax(), diversity=jaxbuf.Diversity(0.5, field="at"))),

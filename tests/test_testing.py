@@ -573,6 +573,16 @@ def laws():
         "distinct": (items(distinct, **by_priority), shares, 1),
         "softmax": (items(jaxbuf.Softmax(), **by_score), shares, 1),
         "ranked": (items(jaxbuf.RankBased(alpha=1.0), **by_priority), ranked, 8),
+        "blended": (
+            items(
+                jaxbuf.Blend(
+                    (jaxbuf.Prioritized(alpha=1.0), jaxbuf.Recent(1.0, 1), uniform), (1, 1, 1)
+                ),
+                **by_priority,
+            ),
+            [1 / 8, 1 / 12, 5 / 24, 7 / 12, 0],
+            7,
+        ),
         "recent": (items(jaxbuf.Recent(0.5, 1)), [1 / 8] * 3 + [5 / 8, 0], 2),
         "windows": (
             windows.add(jnp.zeros((2, 4), jnp.int32), mask=few),

@@ -365,6 +365,7 @@ def test_get_returns_what_is_still_there():
         jaxbuf.Shuffled(),
         jaxbuf.Recent(0.5, 2),
         jaxbuf.Balanced(replacement=False),
+        jaxbuf.Blend((jaxbuf.Prioritized(), jaxbuf.Uniform()), (0.5, 0.5)),
     ],
     ids=str,
 )
@@ -882,6 +883,11 @@ KINDS = {
     "softmax": {"parts": REMOVABLE, "sampler": jaxbuf.Softmax()},
     "lowest": {"parts": REMOVABLE, "evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax()},
     "ranked": {"parts": REMOVABLE, "evictor": jaxbuf.Lowest(), "sampler": BY_RANK},
+    "blend": {
+        "parts": REMOVABLE,
+        "evictor": jaxbuf.Lowest(),
+        "sampler": jaxbuf.Blend((BY_RANK, jaxbuf.Softmax(), jaxbuf.Uniform()), (1, 1, 1)),
+    },
     "shuffled": {"parts": REMOVABLE, "sampler": jaxbuf.Shuffled(), "evictor": jaxbuf.Lowest()},
 }
 

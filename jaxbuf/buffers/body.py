@@ -152,7 +152,8 @@ class Body(struct.PyTreeNode):
     def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
         """Draws the next batch of a pass over the buffer, with the sampler ``Shuffled``.
 
-        With any other sampler this is ``sample``, and the buffer does not change.
+        ``Staleness``, and a sampler of your own that defines ``on_draw``, is told which items were
+        drawn. With any other sampler this is ``sample``, and the buffer does not change.
 
         Args:
             key: A PRNG key.

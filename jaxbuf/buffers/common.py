@@ -16,6 +16,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers, State
 from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.blend import Blend
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Oldest
@@ -83,6 +84,10 @@ def check_sampler(sampler: object) -> None:
             "of your own that derives from jaxbuf.strategies.Sampler"
         )
     told = base_of(sampler)
+    if isinstance(told, Blend):
+        for part in told.samplers:
+            check_sampler(part)
+        return
     for owner, new, olds in (
         ("Sampler", "on_change", ("on_add", "remove", "on_slide")),
         ("ShardableSampler", "with_global_default", ("lend",)),
@@ -108,6 +113,10 @@ def check_removes(sampler: Sampler, what: str) -> None:
         ValueError: If it does not define ``on_change``.
     """
     told = base_of(sampler)
+    if isinstance(told, Blend):
+        for part in told.samplers:
+            check_removes(part, what)
+        return
     hears = type(told).on_change is not Sampler.on_change or hasattr(told, "remove")
     if told.uses_priority and not hears:
         raise ValueError(

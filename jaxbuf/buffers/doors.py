@@ -132,7 +132,7 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
     It compiles once for each batch size and for all buffers with the same configuration. The buffer
     is not donated and does not change. Inside your own ``jax.jit`` this calls the plain method. Add
     before you sample there: a program that samples first has to keep the old storage, and copies
-    it. With the sampler ``Shuffled``, only ``jaxbuf.next_batch`` continues the pass.
+    it. The samplers ``Shuffled`` and ``Staleness`` record only what ``jaxbuf.next_batch`` draws.
 
     Args:
         buffer: Any buffer except a ``Queue``, which has ``take`` instead.
@@ -165,9 +165,9 @@ def next_batch(
     """Draws the next batch of a pass: ``buffer.next_batch(key, batch_size)``, compiled, in place.
 
     With the sampler ``Shuffled``, a pass draws every item exactly once, and ``metrics()`` has the
-    numbers of ``passes`` finished and of items ``left``. Other samplers have no passes: this then
-    draws as ``jaxbuf.sample`` does, so that an item may come twice. The buffer records the progress
-    of the pass, so it is returned as well.
+    numbers of ``passes`` finished and of items ``left``. With ``Staleness``, it draws the items
+    that were not drawn for long. Other samplers draw as in ``jaxbuf.sample``. The buffer records
+    what was drawn, so it is returned as well.
 
     Args:
         buffer: An ``ItemBuffer``, a ``TrajectoryBuffer``, a ``Mixture``, or a ``Hosted`` one. It

@@ -1,7 +1,6 @@
 """A mixture of buffers, from which a batch is sampled at fixed ratios."""
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -108,7 +107,8 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
                 or not finite, all ratios are zero, samples of the parts differ in structure, shape
                 or dtype, two parts share memory, or there are 2**31 slots or more.
         """
-        parts, weights = _sequence("buffers", buffers, "buffers"), _check_ratios(ratios)
+        parts = checks.check_sequence("buffers", buffers, "buffers")
+        weights = checks.check_weights("ratios", ratios)
         if not parts or len(parts) != len(weights):
             raise ValueError(
                 f"there are {len(parts)} buffers and {len(weights)} ratios; expected one ratio for "
@@ -841,24 +841,6 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
                 f"integer from 0 to {len(self.parts) - 1}"
             )
         return int(part)
-
-
-def _check_ratios(ratios: object) -> tuple[float, ...]:
-    """Returns the ratios as Python floats."""
-    return tuple(
-        checks.check_number(
-            f"ratios[{i}]", ratio, "a finite number of at least 0", lambda x: 0 <= x < math.inf
-        )
-        for i, ratio in enumerate(_sequence("ratios", ratios, "numbers"))
-    )
-
-
-def _sequence(name: str, values: Any, what: str) -> tuple[Any, ...]:
-    """Returns the values of a list, or of any other sequence or one-dimensional array."""
-    array = isinstance(values, np.ndarray | jax.Array) and values.ndim == 1
-    if not array and (not isinstance(values, Sequence) or isinstance(values, str | bytes)):
-        raise ValueError(f"{name} is {checks.name_of(values)}; expected a list of {what}")
-    return tuple(values)
 
 
 def _largest_remainders(rows: Any, whole: Any, rest: Any) -> Any:

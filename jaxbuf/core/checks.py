@@ -121,6 +121,42 @@ def check_pair(
     raise ValueError(f"{name} is {name_of(value)}; expected {expected}")
 
 
+def check_sequence(name: str, values: object, what: str) -> tuple[Any, ...]:
+    """Returns the values of a list, or of any other sequence or one-dimensional array.
+
+    Raises:
+        ValueError: If it is neither.
+
+    Example:
+        >>> check_sequence("ratios", 3, "numbers")
+        Traceback (most recent call last):
+        ValueError: ratios is 3; expected a list of numbers
+    """
+    array = isinstance(values, np.ndarray | jax.Array) and values.ndim == 1
+    if not array and (not isinstance(values, Sequence) or isinstance(values, str | bytes)):
+        raise ValueError(f"{name} is {name_of(values)}; expected a list of {what}")
+    return tuple(cast("Sequence[Any]", values))
+
+
+def check_weights(name: str, weights: object) -> tuple[float, ...]:
+    """Returns relative weights as Python floats.
+
+    Raises:
+        ValueError: If they are not a list of finite numbers of at least 0.
+
+    Example:
+        >>> check_weights("ratios", [1, -1])
+        Traceback (most recent call last):
+        ValueError: ratios[1] is -1; expected a finite number of at least 0
+    """
+    return tuple(
+        check_number(
+            f"{name}[{i}]", weight, "a finite number of at least 0", lambda x: 0 <= x < math.inf
+        )
+        for i, weight in enumerate(check_sequence(name, weights, "numbers"))
+    )
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     """Returns a name, which must be one of ``choices``.
 

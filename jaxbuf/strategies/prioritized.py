@@ -68,7 +68,9 @@ class Prioritized(ShardableSampler):
             or twice, it may never fade. For a default that does not depend on the buffer, pass
             ``priority`` to ``add``.
         epsilon: A constant added to every priority.
-        uniform_mix: The fraction of draws that are uniform over the live items instead.
+        uniform_mix: The fraction of draws that are uniform over the live items instead. The law is
+            that of ``Blend((Prioritized(), Uniform()), (1 - uniform_mix, uniform_mix))``. Unlike a
+            blend, it draws from the shards of a ``Sharded``, and without replacement.
         stratified: Whether to draw one row from each of ``batch_size`` equal parts of the total
             mass, which reduces the variance and leaves the expected number of rows of each item
             unchanged. Ignored without replacement.

@@ -134,9 +134,24 @@ class Sampler(Movable, abc.ABC):
         """Draws the next batch, for samplers whose draws depend on earlier ones.
 
         Returns:
-            The new state and the draw. By default this is ``draw``, and the state does not change.
+            The new state and the draw. By default these are ``draw``, and what ``on_draw`` makes of
+            the state.
         """
-        return state, self.draw(state, key, batch_size, occupancy)
+        draw = self.draw(state, key, batch_size, occupancy)
+        index = jnp.where(draw.valid, draw.index, occupancy.capacity)
+        return self.on_draw(state, index), draw
+
+    def on_draw(self, state: State, index: Int[Array, " B"]) -> State:
+        """Updates the state after ``next_batch`` drew items; by default it does not change.
+
+        Args:
+            state: The state.
+            index: Their slots, ``[B]``; an item that occurs twice was drawn twice, and rows that
+                are not valid have a slot past the end. In a ``Blend``, some of the items were drawn
+                by other samplers.
+        """
+        del index
+        return state
 
     def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the items that can be drawn; by default all live items, equally likely."""
@@ -157,6 +172,15 @@ class KnownSampler(Sampler):
         self, state: State, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
+
+    def in_batch(self, batch_size: int) -> "KnownSampler":
+        """Returns the sampler whose probabilities are those of a row of such a batch.
+
+        By default this is the sampler itself. They differ where a fixed number of rows is drawn in
+        another way than the others, as ``Recent`` does.
+        """
+        del batch_size
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,3 +316,18 @@ class Evictor(abc.ABC):
 def share(size: Int[Array, ""]) -> Float[Array, ""]:
     """Returns ``1 / size``, or 0 if the size is 0."""
     return jnp.where(size > 0, 1.0 / jnp.maximum(size, 1).astype(jnp.float32), 0.0)
+
+
+def everywhere(sampler: KnownSampler, state: State, occupancy: Occupancy) -> Float[Array, " N"]:
+    """Returns the probability of every slot, 0 if it holds no item."""
+    slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
+    probability = sampler.probability(state, slot, occupancy)
+    return jnp.where(occupancy.live(slot), probability, 0.0)
+
+
+def support_of(probability: Float[Array, " N"]) -> Support:
+    """Returns the support, given the probability of every slot."""
+    some = probability > 0
+    count = jnp.sum(some, dtype=jnp.int32)
+    least = jnp.min(jnp.where(some, probability, jnp.inf))
+    return Support(count, jnp.where(count > 0, least, 0.0))

@@ -16,7 +16,7 @@ from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import effective_size
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
+from jaxbuf.strategies.protocols import Draw, KnownSampler, Support, everywhere, support_of
 from jaxbuf.strategies.uniform import Uniform
 
 
@@ -102,13 +102,23 @@ class Recent(KnownSampler):
         """Updates the base, which alone keeps state."""
         return self.base.on_change(state, added, value, removed)
 
+    def on_draw(self, state: State, index: Int[Array, " B"]) -> State:
+        """Updates the base, which alone keeps state."""
+        return self.base.on_draw(state, index)
+
     def move(self, empty: State, state: State, moves: Moves) -> State:
         """Moves the state of the base."""
         return self.base.move(empty, state, moves)
 
+    def in_batch(self, batch_size: int) -> "Recent":
+        """Returns the sampler with the fraction of rows that are recent in such a batch."""
+        rows = self._recent_rows(batch_size)
+        base = self.base.in_batch(max(batch_size - rows, 1))
+        return dataclasses.replace(self, ratio=rows / batch_size, base=base)
+
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` items, the recent ones first."""
-        rows = math.floor(self.ratio * batch_size + 0.5)
+        rows = self._recent_rows(batch_size)
         if rows == 0:
             return self.base.draw(state, key, batch_size, occupancy)
         ours, theirs = jax.random.split(key)
@@ -137,25 +147,18 @@ class Recent(KnownSampler):
 
     def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the support: the recent items and all that the base can draw."""
-        probability = self._everywhere(state, occupancy)
-        some = probability > 0
-        count = jnp.sum(some, dtype=jnp.int32)
-        least = jnp.min(jnp.where(some, probability, jnp.inf))
-        return Support(count, jnp.where(count > 0, least, 0.0))
+        return support_of(everywhere(self, state, occupancy))
 
     def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns the metrics of the base, with the ``effective_sample_size`` of the mixture."""
-        size = effective_size(self._everywhere(state, occupancy))
+        size = effective_size(everywhere(self, state, occupancy))
         return {**self.base.metrics(state, occupancy), "effective_sample_size": size}
+
+    def _recent_rows(self, batch_size: int) -> int:
+        return math.floor(self.ratio * batch_size + 0.5)
 
     def _recent(self, occupancy: Occupancy) -> Ages:
         return occupancy.age_range(-self.steps, None)
-
-    def _everywhere(self, state: State, occupancy: Occupancy) -> Float[Array, " N"]:
-        """Returns the probability of every slot."""
-        slot = jnp.arange(occupancy.capacity, dtype=jnp.int32)
-        probability = self.probability(state, slot, occupancy)
-        return jnp.where(occupancy.live(slot), probability, 0.0)
 
 
 def _mixed(

@@ -16,6 +16,7 @@ from jaxbuf.core import trees
 from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.rings import Rings
+from jaxbuf.strategies.blend import Blend
 from jaxbuf.strategies.part import Rows
 from jaxbuf.strategies.prioritized import Prioritized
 from jaxbuf.strategies.rank_based import RankBased, RankState
@@ -166,24 +167,8 @@ def _law(name: str, buffer: Any) -> Iterator[str]:
         buffer.occupancy.size != size,
         f"{size}, as many as are live",
     )
-    state, sampler = buffer.sampler_state, buffer.sampler
-    while isinstance(sampler, Recent):
-        sampler = sampler.base
-    if isinstance(sampler, Prioritized):
-        mass = np.asarray(state.leaves)
-        wrong = ~live & (mass != 0)
-        yield from first_wrong(
-            f"{name}.sampler_state.leaves", mass, wrong, "0, for there is no item"
-        )
-    if isinstance(sampler, Shuffled):
-        left, given = (np.asarray(mask) for mask in state.look(slot))
-        label, what = f"{name}.sampler_state.marks", "one mark of each item, and none of others"
-        marks = left.astype(np.int32) + given.astype(np.int32)
-        yield from first_wrong(label, marks, marks != live, what)
-    if isinstance(sampler, Softmax):
-        yield from _softmax(f"{name}.sampler_state", sampler, state, live, buffer.occupancy)
-    if isinstance(sampler, RankBased):
-        yield from _ranks(f"{name}.sampler_state", sampler, state, live, buffer.occupancy)
+    state = buffer.sampler_state
+    yield from _kept(f"{name}.sampler_state", buffer.sampler, state, live, buffer.occupancy)
     count, least, probability = _ask(buffer.sampler, state, buffer.occupancy, slot)
     if not 0 <= count <= size:
         yield f"{name}.support().count is {count}; expected at most the size, {size}"
@@ -197,6 +182,29 @@ def _law(name: str, buffer: Any) -> Iterator[str]:
         total = float(np.sum(share, where=live, dtype=np.float64))
         if not abs(total - 1) < 1e-3:
             yield f"{law} sums to {total:.6g} over all items; expected 1"
+
+
+def _kept(name: str, sampler: Any, state: Any, live: Any, occupancy: Any) -> Iterator[str]:
+    """Checks that what a sampler keeps is about the items, and about nothing else."""
+    while isinstance(sampler, Recent):
+        sampler = sampler.base
+    if isinstance(sampler, Blend):
+        for i, (part, kept) in enumerate(zip(sampler.samplers, state, strict=True)):
+            yield from _kept(f"{name}[{i}]", part, kept, live, occupancy)
+    if isinstance(sampler, Prioritized):
+        mass = np.asarray(state.leaves)
+        wrong = ~live & (mass != 0)
+        yield from first_wrong(f"{name}.leaves", mass, wrong, "0, for there is no item")
+    if isinstance(sampler, Shuffled):
+        slot = jnp.arange(len(live), dtype=jnp.int32)
+        left, given = (np.asarray(mask) for mask in state.look(slot))
+        label, what = f"{name}.marks", "one mark of each item, and none of others"
+        marks = left.astype(np.int32) + given.astype(np.int32)
+        yield from first_wrong(label, marks, marks != live, what)
+    if isinstance(sampler, Softmax):
+        yield from _softmax(name, sampler, state, live, occupancy)
+    if isinstance(sampler, RankBased):
+        yield from _ranks(name, sampler, state, live, occupancy)
 
 
 def _softmax(

@@ -1,0 +1,287 @@
+"""A sampler that draws each row by one of several samplers of the same buffer."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+
+from jaxbuf.core import checks
+from jaxbuf.core.random import random_words
+from jaxbuf.core.types import State
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.mass import effective_size, ends, over, shard_of
+from jaxbuf.strategies.moves import Moves
+from jaxbuf.strategies.protocols import (
+    Draw,
+    KnownSampler,
+    Sampler,
+    Support,
+    everywhere,
+    support_of,
+)
+from jaxbuf.strategies.shuffled import Shuffled
+
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Blend(KnownSampler):
+    """Draws each row of a batch by one of several samplers of the same buffer.
+
+    An item has the probability ``sum(weight * p)``, where ``p`` is its probability under each of
+    the samplers. A sample reports this probability for every row, whichever sampler drew it, so
+    that importance weights correct for all of them.
+
+    Of ``B`` rows each sampler draws ``weight * B``, rounded up or down at random so that the
+    expected number is exact. Which rows these are does not depend on what is drawn. To this end
+    every sampler draws a whole batch, so a draw costs as much as all of theirs together.
+
+    A sampler that cannot draw any item, as when no item is new enough for it, leaves its rows to
+    the others: the weights of those are scaled to sum to 1. Samplers draw independently of each
+    other. A batch may therefore hold an item twice, even if each of them draws without replacement.
+
+    All samplers hear of all changes. Samplers with priorities get the same priorities, and samplers
+    that draw by score get the same scores. ``next_batch`` tells all of them which items were drawn.
+
+    Values for the buffer as a whole (``can_sample``, ``metrics`` and
+    ``importance_weights(..., normalize="buffer")``) cost a pass over all slots.
+
+    Attributes:
+        samplers: The samplers, which derive from ``jaxbuf.strategies.KnownSampler``: all but
+            ``Shuffled``, whose passes need to know the number of their rows.
+        weights: The expected fraction of rows that each of them draws; scaled to sum to 1.
+
+    Raises:
+        ValueError: If there are no samplers, one of them cannot tell the probability of items that
+            it did not draw, some of them draw by priority and others by score, or weights are not
+            one finite number of at least 0 for each sampler, with a sum above 0.
+
+    References:
+        Jiang et al., Prioritized Level Replay, ICML 2021, https://arxiv.org/abs/2010.03934,
+        equation 1, blends scores with staleness.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> by_priority = jaxbuf.Prioritized(alpha=1.0)
+        >>> sampler = jaxbuf.Blend((by_priority, jaxbuf.Uniform()), (0.75, 0.25))
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 100, sampler=sampler)
+        >>> buffer, slots = buffer.insert(jnp.arange(2), priority=jnp.array([0.0, 1.0]))
+        >>> buffer.get(slots).probability.tolist()
+        [0.125, 0.875]
+        >>> int(jnp.sum(buffer.sample(jax.random.key(0), 8).data == 1)) >= 6
+        True
+    """
+
+    samplers: tuple[KnownSampler, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        samplers = checks.check_sequence("samplers", self.samplers, "samplers")
+        for i, sampler in enumerate(samplers):
+            _check_part(f"samplers[{i}]", sampler)
+        weights = checks.check_weights("weights", self.weights)
+        if not samplers or len(samplers) != len(weights):
+            raise ValueError(
+                f"there are {len(samplers)} samplers and {len(weights)} weights; expected one "
+                "weight for each of one sampler or more"
+            )
+        if sum(weights) <= 0:
+            raise ValueError(
+                f"weights is {weights}; expected finite numbers of at least 0, not all 0"
+            )
+        total = math.fsum(weights)
+        if not math.isclose(total, 1.0, rel_tol=1e-9):
+            weights = tuple(weight / total for weight in weights)
+        by_priority, by_score = (
+            [sampler for sampler in samplers if getattr(sampler, flag)]
+            for flag in ("uses_priority", "uses_score")
+        )
+        if by_priority and by_score:
+            raise ValueError(
+                f"samplers has {by_priority[0]}, which draws by priority, and {by_score[0]}, which "
+                "draws by score, but the sampler of a buffer gets one of the two; choose samplers "
+                "that use the same"
+            )
+        object.__setattr__(self, "samplers", samplers)
+        object.__setattr__(self, "weights", weights)
+        object.__setattr__(self, "uses_priority", bool(by_priority))
+        object.__setattr__(self, "uses_score", bool(by_score))
+        object.__setattr__(self, "uses_age", any(sampler.uses_age for sampler in samplers))
+
+    def init(self, capacity: int) -> tuple[State, ...]:
+        """Returns the states of all samplers."""
+        return tuple(sampler.init(capacity) for sampler in self.samplers)
+
+    def accepts(self, value: Float[Array, " B"]) -> Bool[Array, " B"]:
+        """Returns a mask of the values that all samplers that use them accept."""
+        legal = jnp.ones(value.shape, bool)
+        for sampler in self.samplers:
+            if _uses_value(sampler):
+                legal &= sampler.accepts(value)
+        return legal
+
+    def on_change(
+        self,
+        state: tuple[State, ...],
+        added: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        removed: Int[Array, " R"],
+    ) -> tuple[State, ...]:
+        """Tells all samplers."""
+        return tuple(
+            sampler.on_change(kept, added, value if _uses_value(sampler) else None, removed)
+            for sampler, kept in self._pairs(state)
+        )
+
+    def set_priority(
+        self, state: tuple[State, ...], index: Int[Array, " B"], value: Float[Array, " B"]
+    ) -> tuple[State, ...]:
+        """Sets the priorities (or scores) for all samplers that use them."""
+        return tuple(
+            sampler.set_priority(kept, index, value) if _uses_value(sampler) else kept
+            for sampler, kept in self._pairs(state)
+        )
+
+    def on_draw(self, state: tuple[State, ...], index: Int[Array, " B"]) -> tuple[State, ...]:
+        """Tells all samplers which items were drawn, by any of them."""
+        return tuple(sampler.on_draw(kept, index) for sampler, kept in self._pairs(state))
+
+    def move(
+        self, empty: tuple[State, ...], state: tuple[State, ...], moves: Moves
+    ) -> tuple[State, ...]:
+        """Moves the states of all samplers."""
+        return tuple(
+            sampler.move(blank, kept, moves)
+            for (sampler, kept), blank in zip(self._pairs(state), empty, strict=True)
+        )
+
+    def in_batch(self, batch_size: int) -> "Blend":
+        """Returns the blend of the samplers in a batch of this size."""
+        samplers = tuple(sampler.in_batch(batch_size) for sampler in self.samplers)
+        return dataclasses.replace(self, samplers=samplers)
+
+    def draw(
+        self,
+        state: tuple[State, ...],
+        key: PRNGKeyArray,
+        batch_size: int,
+        occupancy: Occupancy,
+    ) -> Draw:
+        """Draws ``batch_size`` items, each by one of the samplers."""
+        ours, *keys = jax.random.split(key, len(self.samplers) + 1)
+        draws = [
+            sampler.draw(kept, key, batch_size, occupancy)
+            for (sampler, kept), key in zip(self._pairs(state), keys, strict=True)
+        ]
+        # A sampler that can draw something draws at least one row. To ask for its support instead
+        # might cost a pass over all slots.
+        weights = self._able(jnp.stack([jnp.any(draw.valid) for draw in draws]))
+        row = jnp.arange(batch_size, dtype=jnp.int32)
+        which = _allot(weights, random_words(ours, ()), batch_size)
+        index = jnp.stack([draw.index for draw in draws])[which, row]
+        valid = jnp.stack([draw.valid for draw in draws])[which, row]
+        probability = self.in_batch(batch_size)._mixed(weights, state, index, occupancy)
+        # The condition always holds. It makes the index depend on the reads of all states, so that
+        # a later update of them in place comes after and XLA need not copy.
+        return Draw(jnp.where(probability >= 0, index, -1), probability, valid)
+
+    def probability(
+        self, state: tuple[State, ...], index: Int[Array, " B"], occupancy: Occupancy
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a single draw gives each of these live items."""
+        counts = [sampler.support(kept, occupancy).count for sampler, kept in self._pairs(state)]
+        return self._mixed(self._able(jnp.stack(counts) > 0), state, index, occupancy)
+
+    def support(self, state: tuple[State, ...], occupancy: Occupancy) -> Support:
+        """Returns the items that any of the samplers can draw."""
+        return support_of(everywhere(self, state, occupancy))
+
+    def metrics(self, state: tuple[State, ...], occupancy: Occupancy) -> dict[str, Array]:
+        """Returns the metrics of all samplers, with the ``effective_sample_size`` of the blend.
+
+        Where several have a metric of the same name, it is that of the first.
+        """
+        found: dict[str, Array] = {}
+        for sampler, kept in self._pairs(state):
+            found = {**sampler.metrics(kept, occupancy), **found}
+        size = effective_size(everywhere(self, state, occupancy))
+        return {**found, "effective_sample_size": size}
+
+    def _pairs(self, state: tuple[State, ...]) -> list[tuple[KnownSampler, State]]:
+        """Returns each sampler with its state."""
+        return list(zip(self.samplers, state, strict=True))
+
+    def _able(self, able: Bool[Array, " K"]) -> Float[Array, " K"]:
+        """Returns the weights of the samplers that can draw something, and 0 for others."""
+        weights = jnp.where(able, jnp.asarray(self.weights, jnp.float32), 0.0)
+        return over(weights, jnp.sum(weights))
+
+    def _mixed(
+        self,
+        weights: Float[Array, " K"],
+        state: tuple[State, ...],
+        index: Int[Array, " B"],
+        occupancy: Occupancy,
+    ) -> Float[Array, " B"]:
+        """Returns the sum of the probabilities under all samplers, with these weights."""
+        total = jnp.zeros(index.shape, jnp.float32)
+        for i, (sampler, kept) in enumerate(self._pairs(state)):
+            total += weights[i] * sampler.probability(kept, index, occupancy)
+        return total
+
+
+def _check_part(name: str, sampler: Any) -> None:
+    """Checks that a sampler can be blended with others.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if isinstance(sampler, Shuffled):
+        raise ValueError(
+            f"{name} is {sampler}, whose passes would lose the items that are left to other "
+            "samplers; give it a buffer of its own, as a part of a jaxbuf.Mixture, or choose "
+            "jaxbuf.Uniform(replacement=False)"
+        )
+    if not isinstance(sampler, KnownSampler):
+        raise ValueError(
+            f"{name} is {checks.name_of(sampler)}, which cannot tell the probability of items it "
+            "did not draw; choose a sampler such as jaxbuf.Uniform(...), or derive your own from "
+            "jaxbuf.strategies.KnownSampler"
+        )
+    if type(sampler).next is not Sampler.next:
+        raise ValueError(
+            f"{name} is {sampler}, whose next does not know which of its rows are used; give it a "
+            "method on_draw in place of next (see jaxbuf.strategies.Sampler)"
+        )
+
+
+def _uses_value(sampler: Sampler) -> bool:
+    """Returns whether a sampler uses the priorities, or scores, of a buffer."""
+    return sampler.uses_priority or sampler.uses_score
+
+
+def _allot(weights: Float[Array, " K"], word: UInt[Array, ""], rows: int) -> Int[Array, " B"]:
+    """Returns the sampler of each row: for each, its share of the rows, rounded up or down.
+
+    Points at equal distances on a circle, turned by a random angle, belong to the sampler in whose
+    part of the circle they lie. The point of any single row is uniform, whichever row it is, so
+    that the sampler does not depend on the place of the row in a batch that is sorted or
+    stratified.
+    """
+    angle = word + jnp.asarray(_scattered(rows))
+    point = (angle >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+    end = ends(weights)
+    return shard_of(end, point * end[-1])[0]
+
+
+def _scattered(rows: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Returns equal distances on a circle of 2**32, with those of neighboring rows far apart."""
+    step = max(round(_GOLDEN * rows), 1)
+    while math.gcd(step, rows) > 1:
+        step += 1
+    place = np.arange(rows, dtype=np.uint64) * np.uint64(step) % np.uint64(rows)
+    return ((place << np.uint64(32)) // np.uint64(rows)).astype(np.uint32)

@@ -1,0 +1,168 @@
+"""A sampler that prefers the items that were not drawn for long."""
+
+import dataclasses
+import math
+from typing import Self
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
+
+from jaxbuf.core import checks
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, effective_size, over
+from jaxbuf.strategies.moves import Moves
+from jaxbuf.strategies.protocols import Draw, KnownSampler, Support, everywhere, support_of
+
+_LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
+
+
+class Visits(struct.PyTreeNode):
+    """When items were last drawn, counted in batches.
+
+    Attributes:
+        last: The number of the last batch that had the item in each slot, or of the last one before
+            it was added, ``[N]`` uint32.
+        batches: The number of batches so far, ``[]`` uint32; it wraps.
+    """
+
+    last: UInt[Array, " N"]
+    batches: UInt[Array, ""]
+
+    @classmethod
+    def create(cls, capacity: int) -> Self:
+        """Creates visits of no items."""
+        return cls(last=jnp.zeros((capacity,), jnp.uint32), batches=jnp.uint32(0))
+
+    @property
+    def age(self) -> Float[Array, " N"]:
+        """The number of batches since the last one that had the item in each slot."""
+        return (self.batches - self.last).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Staleness(KnownSampler):
+    """Draws items with a probability proportional to the time since they were last drawn.
+
+    Time is the number of batches that ``next_batch`` drew: an item that was in the last batch has
+    staleness 0, and the next batch does not have it unless the staleness of all items is 0, when
+    all are equally likely. An item that was never drawn counts from when it was added. ``sample``
+    draws by the same law, but it returns no buffer, so that for ``Staleness`` nothing has happened.
+
+    As a part of a ``Blend``, it hears of everything that the blend draws. With a small weight, it
+    sees to it that no item waits for ever. In a buffer whose items have scores that change when
+    they are drawn, this keeps the scores from growing old.
+
+    A draw costs a pass over all slots: 0.1 ms for 2**12 of them and 2 ms for 2**20, on one core of
+    a CPU.
+
+    Attributes:
+        alpha: The exponent of the staleness; 1 is proportional to it.
+        stratified: Whether to draw one row from each of ``batch_size`` equal parts of the total,
+            which reduces the variance and leaves the expected number of rows of each item
+            unchanged. Ignored without replacement.
+        replacement: Whether a batch may hold an item twice. If False, each row is drawn from the
+            remaining items, ``probability`` is the probability of the first draw, and rows beyond
+            the number of items that can be drawn are invalid.
+
+    Raises:
+        ValueError: If ``alpha`` is not a finite number of at least 0, or a flag is neither True nor
+            False.
+
+    References:
+        Jiang et al., Prioritized Level Replay, ICML 2021, https://arxiv.org/abs/2010.03934,
+        equation 3.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> sampler = jaxbuf.Staleness(replacement=False)
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 100, sampler=sampler)
+        >>> buffer = jaxbuf.add(buffer, jnp.arange(6))
+        >>> found = []
+        >>> for key in jax.random.split(jax.random.key(0), 2):
+        ...     buffer, batch = jaxbuf.next_batch(buffer, key, 3)
+        ...     found += batch.data.tolist()
+        >>> sorted(found)
+        [0, 1, 2, 3, 4, 5]
+    """
+
+    alpha: float = 1.0
+    stratified: bool = True
+    replacement: bool = True
+
+    def __post_init__(self) -> None:
+        alpha = checks.check_number(
+            "alpha", self.alpha, "a finite number of at least 0", lambda x: 0 <= x < math.inf
+        )
+        object.__setattr__(self, "alpha", alpha)
+        for name, flag in (("stratified", self.stratified), ("replacement", self.replacement)):
+            object.__setattr__(self, name, checks.check_flag(name, flag))
+
+    def init(self, capacity: int) -> Visits:
+        """Returns visits of no items."""
+        return Visits.create(capacity)
+
+    def on_change(
+        self,
+        state: Visits,
+        added: Int[Array, " B"],
+        value: Float[Array, " B"] | None,
+        removed: Int[Array, " R"],
+    ) -> Visits:
+        """Counts new items from now; items that left are never drawn anyway."""
+        del value, removed
+        return state.replace(last=state.last.at[added].set(state.batches, mode="drop"))
+
+    def on_draw(self, state: Visits, index: Int[Array, " B"]) -> Visits:
+        """Counts a batch, which had these items."""
+        batches = state.batches + jnp.uint32(1)
+        return Visits(last=state.last.at[index].set(batches, mode="drop"), batches=batches)
+
+    def move(self, empty: Visits, state: Visits, moves: Moves) -> Visits:
+        """Moves the items; the number of batches stays."""
+        return Visits(last=moves(empty.last, state.last), batches=state.batches)
+
+    def draw(self, state: Visits, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+        """Draws ``batch_size`` of the live items."""
+        mass = self._masses(state, occupancy)
+        tree = SegmentTree.create(mass.shape[0]).set_all(mass)
+        if self.replacement:
+            index = draw_by_mass(key, batch_size, tree, stratified=self.stratified)
+            valid = jnp.broadcast_to(tree.root("sum") > 0, index.shape)
+        else:
+            count = jnp.minimum(batch_size, tree.nnz)
+            index, valid = draw_distinct(key, batch_size, count, tree)
+        return Draw(index, over(tree.read(index)[1], tree.root("sum")), valid)
+
+    def probability(
+        self, state: Visits, index: Int[Array, " B"], occupancy: Occupancy
+    ) -> Float[Array, " B"]:
+        """Returns the probability that a single draw gives each of these live items."""
+        mass = self._masses(state, occupancy)
+        return over(mass.at[index].get(mode="clip"), jnp.sum(mass))
+
+    def support(self, state: Visits, occupancy: Occupancy) -> Support:
+        """Returns the items that the last batch did not have; all items if it had all of them."""
+        return support_of(everywhere(self, state, occupancy))
+
+    def metrics(self, state: Visits, occupancy: Occupancy) -> dict[str, Array]:
+        """Returns the largest and mean number of batches since items were drawn."""
+        live = occupancy.live(jnp.arange(state.last.shape[0], dtype=jnp.int32))
+        count = jnp.maximum(occupancy.size, 1).astype(jnp.float32)
+        age = jnp.where(live, state.age, 0.0)
+        return {
+            "batches_since_drawn_max": jnp.max(age),
+            "batches_since_drawn_mean": jnp.sum(age / count),
+            "effective_sample_size": effective_size(everywhere(self, state, occupancy)),
+        }
+
+    def _masses(self, state: Visits, occupancy: Occupancy) -> Float[Array, " N"]:
+        """Returns the mass of each slot; that of the stalest item is 1."""
+        live = occupancy.live(jnp.arange(state.last.shape[0], dtype=jnp.int32))
+        age = jnp.where(live, state.age, 0.0)
+        most = jnp.max(age)
+        # A larger exponent gives the same masses, but does not fit a float32.
+        mass = jnp.power(over(age, most), jnp.float32(min(self.alpha, 1e30)))
+        mass = jnp.where(age > 0, jnp.maximum(mass, jnp.float32(_LEAST_MASS)), 0.0)
+        return jnp.where(most > 0, mass, live.astype(jnp.float32))

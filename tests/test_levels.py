@@ -1,0 +1,166 @@
+"""The buffer of levels of the guide: its draws have the law of Prioritized Level Replay."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf import testing
+from tests.reference_levels import LevelBuffer, distance
+
+KEY = jax.random.key(0)
+TEMPERATURE, RHO = 0.5, 0.3
+BY = {
+    "rank": jaxbuf.RankBased(alpha=1 / TEMPERATURE, by="score"),
+    # Of logarithms, a softmax is proportional to powers of the scores.
+    "proportional": jaxbuf.Softmax(temperature=TEMPERATURE),
+}
+
+
+def create(rule, capacity, **options):
+    sampler = jaxbuf.Blend((BY[rule], jaxbuf.Staleness()), (1 - RHO, RHO))
+    return jaxbuf.ItemBuffer.create(
+        {"seed": jnp.int32(0)},
+        capacity,
+        sampler=sampler,
+        evictor=jaxbuf.Lowest(),
+        diversity=jaxbuf.Diversity(0.0),
+        **options,
+    )
+
+
+def twin(rule, capacity, count="batches"):
+    return LevelBuffer(capacity, temperature=TEMPERATURE, staleness=RHO, rule=rule, count=count)
+
+
+def given(rule, scores):
+    """Scores as the buffer takes them."""
+    return jnp.asarray(scores if rule == "rank" else np.log(scores), jnp.float32)
+
+
+@jax.jit
+def offer(levels, seed, score):
+    """Add levels; where one is there already, the better score stays."""
+    order = jnp.argsort(score)  # Of several rows for one level, the last one counts.
+    seed, score = seed[order], score[order]
+    same = levels.live[None] & (levels.data["seed"][None] == seed[:, None])
+    index = jnp.argmax(same, axis=1).astype(jnp.int32)
+    known = jaxbuf.Slots(index, levels.occupancy.generation(index))
+    better = jnp.any(same, axis=1) & (score > levels.occupancy.score[index])
+    return levels.update_score(known, score, mask=better).add({"seed": seed}, score=score)
+
+
+def held(levels):
+    """Returns the levels in the order of their slots, and the probability of each slot."""
+    slot = jnp.arange(levels.capacity, dtype=jnp.int32)
+    known = levels.sampler.probability(levels.sampler_state, slot, levels.occupancy)
+    live = np.asarray(levels.live)
+    return np.asarray(levels.data["seed"])[live].tolist(), np.where(live, known, 0.0)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def play(levels, key, batch_size):
+    return levels.next_batch(key, batch_size)
+
+
+def assert_law(levels, model):
+    seeds, law = held(levels)
+    assert sorted(seeds) == sorted(model.levels)
+    expected = model.law(seeds)
+    np.testing.assert_allclose(law[: len(seeds)], [expected[s] for s in seeds], rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", BY)
+def test_the_law_is_that_of_the_papers_while_levels_come_and_go(rule):
+    rng = np.random.default_rng(0)
+    levels, model = create(rule, 12), twin(rule, 12)
+    for number in range(40):
+        seeds = rng.integers(0, 40, 4).astype(np.int32)
+        scores = rng.choice([0.25, 0.5, 1.0, 2.0, 4.0, 8.0], 4) + rng.random(4)
+        levels = offer(levels, jnp.asarray(seeds), given(rule, scores))
+        model.insert(seeds.tolist(), scores.tolist())
+        assert_law(levels, model)
+        levels, batch = play(levels, jax.random.key(number), 3)
+        drawn = batch.data["seed"].tolist()
+        model.play(drawn)
+        new = rng.exponential(2.0, 3) + 0.1
+        levels = levels.update_score(batch.slots, given(rule, new))
+        model.score(drawn, new.tolist())
+        assert_law(levels, model)
+    testing.assert_valid(levels)
+    assert model.arrivals > 60
+    seeds, law = held(levels)
+    testing.assert_distribution(levels, KEY, law, draws=5000, batch_size=4)
+
+
+@pytest.mark.parametrize("rule", BY)
+def test_one_level_at_a_time_has_the_law_of_jaxued(rule):
+    """Once the levels are there, both count the draws alike."""
+    levels, model = create(rule, 8), twin(rule, 8, count="episodes")
+    seeds, scores = np.arange(8), np.arange(1.0, 9.0)
+    levels = levels.add({"seed": jnp.asarray(seeds, jnp.int32)}, score=given(rule, scores))
+    model.insert(seeds.tolist(), scores.tolist())
+    # jaxued counts the levels that are offered as well, one after the other.
+    model.clock = 0
+    for level in model.levels.values():
+        level.time = 0
+    for seed in range(20):
+        levels, batch = play(levels, jax.random.key(seed), 1)
+        model.play(batch.data["seed"].tolist())
+        assert_law(levels, model)
+
+
+def test_batches_differ_from_jaxued_in_the_stale_part_alone():
+    """There each draw of a batch changes the law of the next one; here a batch has one law."""
+    levels = create("rank", 32)
+    models = [twin("rank", 32, count) for count in ("batches", "episodes")]
+    seeds, scores = np.arange(32), np.arange(1.0, 33.0)
+    levels = levels.add({"seed": jnp.asarray(seeds, jnp.int32)}, score=given("rank", scores))
+    for model in models:
+        model.insert(seeds.tolist(), scores.tolist())
+    apart = []
+    for seed in range(40):
+        levels, batch = play(levels, jax.random.key(seed), 8)
+        for model in models:
+            model.play(batch.data["seed"].tolist())
+        laws = [model.law(seeds.tolist()) for model in models]
+        assert_law(levels, models[0])
+        apart.append(distance(*laws))
+    assert 0 < max(apart[5:]) < 0.1 * RHO
+
+
+@pytest.mark.parametrize("rule", BY)
+def test_every_level_is_played_again(rule):
+    """Without the stale part, the level with the lowest score of 32 would wait for ever."""
+    levels = create(rule, 32)
+    seeds, scores = np.arange(32), 2.0 ** np.arange(32)
+    levels = levels.add({"seed": jnp.asarray(seeds, jnp.int32)}, score=given(rule, scores))
+    count = np.zeros(32, int)
+    for seed in range(60):
+        levels, batch = play(levels, jax.random.key(seed), 4)
+        count += np.bincount(batch.data["seed"], minlength=32)
+    assert count.min() >= 1
+    assert count.argmax() == 31
+
+
+def test_a_level_is_held_once_with_its_better_score():
+    levels = create("rank", 4)
+    for seed, score in (([3, 5, 3], [1.0, 2.0, 4.0]), ([5, 3, 3, 7], [6.0, 1.0, 2.0, 0.5])):
+        levels = offer(levels, jnp.array(seed), jnp.array(score))
+    found = dict(zip(levels.data["seed"].tolist(), levels.occupancy.score.tolist(), strict=True))
+    assert {name: score for name, score in found.items() if score > -np.inf} == {
+        3: 4.0,
+        5: 6.0,
+        7: 0.5,
+    }
+    assert levels.size == 3
+    testing.assert_valid(levels)
+
+
+def test_the_better_of_several_rows_counts():
+    levels = create("rank", 4).add({"seed": jnp.array([1])}, score=jnp.array([1.0]))
+    levels = offer(levels, jnp.array([1, 1, 1]), jnp.array([2.0, 9.0, 3.0]))
+    assert levels.occupancy.score[0] == 9

@@ -1,0 +1,300 @@
+"""The sampler `Staleness`: what was not drawn for long is drawn first."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from jaxbuf import testing
+from tests import reference
+from tests.reference_staleness import StaleItemBuffer, stale_law
+
+KEY = jax.random.key(0)
+
+
+def filled(times, now, capacity=None, **options):
+    """A buffer whose items were last drawn, or added, in these batches of ``now`` in all."""
+    sampler = jaxbuf.Staleness(**options)
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity or len(times), sampler=sampler)
+    buffer = buffer.add(jnp.arange(len(times), dtype=jnp.int32))
+    last = buffer.sampler_state.last.at[: len(times)].set(jnp.asarray(times, jnp.uint32))
+    state = buffer.sampler_state.replace(last=last, batches=jnp.uint32(now))
+    return buffer.replace(sampler_state=state)
+
+
+def law_of(buffer):
+    """The probability of every slot."""
+    slot = jnp.arange(buffer.occupancy.capacity, dtype=jnp.int32)
+    known = buffer.sampler.probability(buffer.sampler_state, slot, buffer.occupancy)
+    return np.where(buffer.occupancy.live(slot), known, 0.0)
+
+
+TIMES = (3, 0, 7, 7, 5, 1, 7)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
+def test_probabilities_are_powers_of_the_time_since_the_last_draw(alpha):
+    buffer = filled(TIMES, 7, 9, alpha=alpha)
+    testing.assert_valid(buffer)
+    ages = np.array([4, 7, 0, 0, 2, 6, 0])
+    masses = np.where(ages > 0, ages.astype(float) ** alpha, 0)
+    expected = masses / masses.sum()
+    np.testing.assert_allclose(law_of(buffer), [*expected, 0, 0], rtol=1e-5)
+    np.testing.assert_allclose(stale_law(TIMES, 7, alpha), expected, rtol=1e-12)
+    batch = buffer.sample(KEY, 32)
+    np.testing.assert_allclose(batch.probability, expected[batch.data], rtol=1e-5)
+    np.testing.assert_allclose(buffer.get(batch.slots).probability, batch.probability, rtol=1e-6)
+    support = buffer.support()
+    assert support.count == 4
+    np.testing.assert_allclose(support.least_probability, masses[masses > 0].min() / masses.sum())
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_draws_have_the_law(stratified):
+    buffer = filled(TIMES, 7, 9, stratified=stratified)
+    law = [*stale_law(TIMES, 7), 0, 0]
+    for batch_size in (1, 13):
+        testing.assert_distribution(
+            buffer, KEY, law, draws=20_000 // batch_size, batch_size=batch_size
+        )
+
+
+def test_draws_without_replacement_have_the_law_of_successive_draws():
+    times = (0, 3, 5, 9, 8)
+    buffer = filled(times, 9, replacement=False)
+    keys = jax.random.split(KEY, 20_000)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: buffer.sample(key, 3)))(keys).data)
+    law = reference.successive_law(stale_law(times, 9), 3)
+    law = {order: share for order, share in law.items() if share > 0}
+    found = np.array([np.sum((drawn == order).all(1)) for order in law])
+    expected = np.array([*law.values()]) * len(drawn)
+    assert found.sum() == len(drawn)
+    # The 1 - 1e-4 quantile of chi-square with 23 degrees of freedom is 58.6.
+    assert np.sum((found - expected) ** 2 / expected) < 58.6
+    batch = buffer.sample(KEY, 5)
+    assert batch.valid.tolist() == [True] * 4 + [False]
+
+
+def test_all_items_are_equally_likely_if_the_last_batch_had_all():
+    for now in (0, 4):
+        buffer = filled([now] * 5, now, 6)
+        np.testing.assert_allclose(law_of(buffer), [1 / 5] * 5 + [0], rtol=1e-6)
+        testing.assert_distribution(buffer, KEY, [1 / 5] * 5 + [0], draws=2000, batch_size=5)
+        assert buffer.support().count == 5
+
+
+def test_next_batch_counts_and_sample_does_not():
+    buffer = filled([0] * 8, 0)
+    same = buffer.sample(KEY, 3)
+    after, batch = buffer.next_batch(KEY, 3)
+    np.testing.assert_array_equal(same.data, batch.data)
+    metrics = after.metrics()
+    assert metrics["batches_since_drawn_max"] == 1
+    rest = 8 - len(set(batch.data.tolist()))
+    assert metrics["batches_since_drawn_mean"] == pytest.approx(rest / 8)
+    assert buffer.metrics()["batches_since_drawn_max"] == 0
+    expected = np.where(np.isin(np.arange(8), batch.data), 0, 1 / rest)
+    np.testing.assert_allclose(law_of(after), expected, rtol=1e-6)
+
+
+def test_no_item_waits_for_ever():
+    buffer = filled([0] * 50, 0, replacement=False)
+    seen = []
+    for seed in range(30):
+        buffer, batch = jaxbuf.next_batch(buffer, jax.random.key(seed), 5)
+        seen.append(batch.data)
+    # Every item comes about three times in 30 batches of 5; uniform draws would miss two of 50.
+    assert np.bincount(np.concatenate(seen), minlength=50).min() >= 1
+
+
+def test_new_items_begin_to_wait_when_they_are_added():
+    buffer = filled([0, 0, 2, 2], 4, 5).add(jnp.array([7]))
+    np.testing.assert_allclose(law_of(buffer), [4 / 12, 4 / 12, 2 / 12, 2 / 12, 0], rtol=1e-6)
+    # One that takes the slot of another waits anew, too.
+    buffer = buffer.add(jnp.array([8])).next_batch(KEY, 1)[0]
+    assert buffer.sampler_state.last[0] in (4, 5)
+
+
+def test_the_count_of_batches_wraps():
+    near = 2**32 - 2
+    buffer = filled([near - 5, near, near - 1], near)
+    for seed in range(4):
+        buffer, batch = buffer.next_batch(jax.random.key(seed), 1)
+    assert buffer.sampler_state.batches == 2
+    ages = np.array([9, 4, 5])
+    for slot in range(3):
+        age = (2 - int(buffer.sampler_state.last[slot])) % 2**32
+        assert age <= ages[slot]
+    assert buffer.metrics()["batches_since_drawn_max"] <= 9
+    assert law_of(buffer)[batch.data[0]] == 0
+    testing.assert_valid(buffer)
+
+
+def test_extreme_exponents():
+    buffer = filled([0, 1, 2, 999_999], 1_000_000, alpha=1e300)
+    assert buffer.support().count == 4
+    assert (buffer.sample(KEY, 16).data == 0).all()
+    testing.assert_valid(buffer)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_the_twin_agrees_while_items_come_and_go(replacement):
+    rng = np.random.default_rng(0)
+    sampler = jaxbuf.Staleness(alpha=1.5, replacement=replacement)
+    buffer = jaxbuf.ItemBuffer.create(
+        jnp.int32(0), 17, sampler=sampler, parts=(jaxbuf.Removable(),)
+    )
+    twin, items = StaleItemBuffer(17, exponent=1.5, replacement=replacement), {}
+    for number in range(60):
+        data = np.arange(5) + 5 * number
+        mask = rng.random(5) < rng.choice([0.0, 0.3, 1.0])
+        buffer = jaxbuf.add(buffer, jnp.asarray(data, jnp.int32), mask=mask)
+        items |= dict(zip(data.tolist(), twin.add(data.tolist(), None, mask), strict=True))
+        expected = np.zeros(17)
+        for item, share in twin.probabilities().items():
+            expected[item.index] = share
+        np.testing.assert_allclose(law_of(buffer), expected, rtol=1e-5)
+        buffer, batch = jaxbuf.next_batch(buffer, jax.random.key(number), 4)
+        drawn = [
+            items[uid] if ok else None
+            for uid, ok in zip(batch.data.tolist(), batch.valid.tolist(), strict=True)
+        ]
+        np.testing.assert_allclose(
+            batch.probability[batch.valid],
+            expected[np.asarray(batch.slots.index)[np.asarray(batch.valid)]],
+            rtol=1e-5,
+        )
+        twin.drawn(drawn)
+        if number % 5 == 4:
+            keep = rng.random(4) < 0.3
+            buffer = jaxbuf.remove(buffer, batch.slots, mask=keep)
+            twin.remove(drawn, keep)
+    testing.assert_valid(buffer)
+    assert twin.adds > 80
+
+
+def test_importance_weights():
+    buffer = filled(TIMES, 7)
+    law = stale_law(TIMES, 7)
+    batch = buffer.sample(KEY, 16)
+    for normalize in ("batch", "buffer", None):
+        weights = jaxbuf.importance_weights(buffer, batch, 0.6, normalize=normalize)
+        expected = reference.importance_weights(law[batch.data], law, 0.6, normalize)
+        np.testing.assert_allclose(weights, expected, rtol=2e-5)
+
+
+def test_windows_wait():
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        jnp.int32(0), 2, 6, sequence_length=2, sampler=jaxbuf.Staleness(replacement=False)
+    )
+    buffer = buffer.add(jnp.arange(8).reshape(2, 4))
+    testing.assert_valid(buffer)
+    buffer, batch = buffer.next_batch(KEY, 4)
+    _, other = buffer.next_batch(KEY, 2)
+    both = np.concatenate([batch.data, other.data])
+    assert sorted(map(tuple, both.tolist())) == [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)]
+    testing.assert_valid(buffer.add(jnp.arange(16).reshape(2, 8)))
+
+
+def test_in_a_blend_all_draws_count():
+    sampler = jaxbuf.Blend((jaxbuf.RankBased(100.0), jaxbuf.Staleness()), (0.9, 0.1))
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, sampler=sampler)
+    buffer = buffer.add(jnp.arange(3), priority=jnp.array([1.0, 5.0, 2.0]))
+    buffer, batch = buffer.next_batch(KEY, 10)
+    assert 1 in batch.data
+    stale = np.where(np.isin(np.arange(3), batch.data), 0.0, 1.0)
+    stale = stale / stale.sum() if stale.any() else np.full(3, 1 / 3)
+    np.testing.assert_allclose(law_of(buffer), 0.9 * np.eye(3)[1] + 0.1 * stale, rtol=1e-5)
+
+
+def test_it_is_the_base_of_recent_and_a_part_of_mixtures():
+    recent = jaxbuf.Recent(0.5, 1, jaxbuf.Staleness())
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=recent).add(jnp.arange(3))
+    mixture = jaxbuf.Mixture.create([filled(TIMES, 7), buffer], [1, 1])
+    mixture, batch = jaxbuf.next_batch(mixture, KEY, 8)
+    assert mixture.parts[0].sampler_state.batches == 8
+    assert mixture.parts[1].sampler_state.batches == 1
+    assert mixture.parts[1].sampler_state.last[2] == 1
+    assert batch.valid.all()
+
+
+def test_a_hosted_buffer_counts():
+    buffer = jaxbuf.Hosted.create(lambda: filled(TIMES, 7), to=jax.devices()[0])
+    buffer, _ = jaxbuf.next_batch(buffer, KEY, 8)
+    assert buffer.buffer.sampler_state.batches == 8
+
+
+def test_a_sharded_buffer_refuses_it():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(ValueError, match=r"Staleness\(.*does not draw from shards"):
+        jaxbuf.Sharded.create(lambda: filled(TIMES, 7), mesh, "data")
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_eager_jit_scan_and_vmap_agree(replacement):
+    items = jnp.arange(24, dtype=jnp.int32).reshape(6, 4)
+    sampler = jaxbuf.Staleness(replacement=replacement)
+    empty = jaxbuf.ItemBuffer.create(jnp.int32(0), 10, sampler=sampler)
+
+    def step(buffer, rows):
+        return buffer.add(rows).next_batch(jax.random.fold_in(KEY, rows[0]), 3)
+
+    def run(buffer, loop):
+        return loop(step, buffer, items)
+
+    def in_python(function, carry, inputs):
+        drawn = []
+        for row in inputs:
+            carry, batch = function(carry, row)
+            drawn.append(batch)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
+
+    buffer, expected = run(empty, in_python)
+    testing.assert_valid(buffer)
+    scan = functools.partial(run, loop=jax.lax.scan)
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), empty)
+    lanes, batches = jax.jit(jax.vmap(scan))(many)
+    testing.assert_valid(lanes)
+    with jax.disable_jit():
+        plainly = run(empty, in_python)[1]
+    others = [jax.jit(scan)(empty)[1], jax.tree.map(lambda leaf: leaf[1], batches), plainly]
+    for other in others:
+        np.testing.assert_array_equal(expected.data, other.data)
+        np.testing.assert_allclose(expected.probability, other.probability, rtol=1e-6)
+
+
+def test_a_step_copies_nothing():
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(8), 2**12, sampler=jaxbuf.Staleness())
+
+    def step(buffer, key):
+        return buffer.add(jnp.ones((64, 8))).next_batch(key, 32)
+
+    keys = jax.random.split(KEY, 3)
+    testing.assert_no_copy(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)
+
+
+def test_an_empty_buffer_and_clear():
+    buffer = filled(TIMES, 7, 9)
+    for empty in (buffer.anew(), buffer.clear()):
+        testing.assert_valid(empty)
+        after, batch = empty.next_batch(KEY, 4)
+        assert not batch.valid.any()
+        np.testing.assert_array_equal(batch.probability, 0)
+        assert empty.support().count == 0
+        assert empty.metrics()["effective_sample_size"] == 0
+        assert after.add(jnp.arange(2)).sample(KEY, 4).valid.all()
+
+
+def test_bad_configuration():
+    for alpha in (-1, float("inf"), float("nan"), "1"):
+        with pytest.raises(ValueError, match="alpha is"):
+            jaxbuf.Staleness(alpha=alpha)
+    for flag in ("stratified", "replacement"):
+        with pytest.raises(ValueError, match=f"{flag} is"):
+            jaxbuf.Staleness(**{flag: 1})
+    with pytest.raises(ValueError, match="has no priorities"):
+        filled(TIMES, 7).add(jnp.array([1]), priority=jnp.ones(1))
+    assert jaxbuf.Staleness(np.float32(0.5)) == jaxbuf.Staleness(0.5)
