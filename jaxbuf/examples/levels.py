@@ -226,7 +226,7 @@ class Agent:
         c = self.config
         key, draw_key, new_key, play_key = jax.random.split(state.key, 4)
         seeds = jax.random.randint(new_key, (c.num_envs,), 0, TRAINED)
-        old = int(c.replay * c.num_envs)
+        old = round(c.replay * c.num_envs)
         levels, batch = state.levels.next_batch(draw_key, old)
         again = (jnp.arange(c.num_envs) < old) & (state.prioritized > 0)
         again &= state.levels.can_sample(c.num_envs)
