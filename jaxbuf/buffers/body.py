@@ -1,17 +1,16 @@
 """The common base of ``ItemBuffer`` and ``TrajectoryBuffer``: slots that a sampler draws."""
 
 import abc
-import dataclasses
 from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, retire, write_back
+from jaxbuf.buffers.base import Base
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, fields, sizes, storage, trees
 from jaxbuf.core.program import program
@@ -20,44 +19,14 @@ from jaxbuf.core.types import Function, State
 from jaxbuf.strategies.diversity import Diversity, DiversityState
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.part import Part, Rows
-from jaxbuf.strategies.protocols import Draw, Sampler, Support
+from jaxbuf.strategies.protocols import Draw, Support
 
 SomePart = TypeVar("SomePart", bound=Part)
 SomeBody = TypeVar("SomeBody", bound="Body")
 
 
-class Body(struct.PyTreeNode):
-    """A buffer with slots for items, or for windows of steps, that a sampler draws.
-
-    Attributes:
-        data: The storage.
-        occupancy: Records which slots are live.
-        sampler_state: The state of the sampler.
-        counters: The numbers of rows added and refused so far, in the order of ``counter_names``,
-            ``[K]`` uint32, which wrap.
-        extra_states: The state of each of the extras.
-        sampler: The sampler, which draws items.
-        extras: The parts of the buffer besides sampler and evictor, in the order in which ``add``
-            asks them.
-    """
-
-    data: PyTree[Array]
-    occupancy: Any  # An Occupancy, whose class is declared by each buffer.
-    sampler_state: State
-    counters: UInt[Array, " K"]
-    extra_states: tuple[State, ...]
-    sampler: Sampler = struct.field(pytree_node=False)
-    extras: tuple[Part, ...] = struct.field(pytree_node=False)
-
-    def __init_subclass__(cls, **options: Any):
-        super().__init_subclass__(**options)
-        # flax sets this method of each class.
-        cls.replace = _replace
-
-    @property
-    @abc.abstractmethod
-    def capacity(self) -> int:
-        """The largest number of items, or steps, that the buffer can hold."""
+class Body(Base):
+    """A buffer with slots for items, or for windows of steps, that a sampler draws."""
 
     @property
     @abc.abstractmethod
@@ -122,11 +91,6 @@ class Body(struct.PyTreeNode):
     def uses_score(self) -> bool:
         """True if a strategy of this buffer uses scores, which ``update_score`` sets."""
         return bool(self._score_users)
-
-    @property
-    def lets_remove(self) -> bool:
-        """True if a part of this buffer lets ``remove`` take items out."""
-        return any(part.lets_remove for part in self.extras)
 
     @property
     def freshness(self) -> Freshness | None:
@@ -672,11 +636,6 @@ class Body(struct.PyTreeNode):
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""
         return {"sampler": self.sampler, "parts": self.extras}
 
-    def with_state(self, i: int, state: State) -> Self:
-        """Returns the buffer with a new state of the part ``extras[i]``."""
-        states = lax.stop_gradient(self.extra_states)
-        return self.replace(extra_states=(*states[:i], state, *states[i + 1 :]))
-
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size}
 
@@ -731,41 +690,6 @@ class Body(struct.PyTreeNode):
             ),
         )
         return trees.in_place_of(self, empty)
-
-
-def _replace(self: SomeBody, **updates: Any) -> SomeBody:
-    """Returns the buffer with other fields.
-
-    Raises:
-        ValueError: If the sampler, the evictor or a part is replaced, but not its state, which says
-            nothing to the new one. Limits on freshness may change, as may a sampler that keeps no
-            state.
-    """
-    for name, of_state in _STATES.items():
-        if name not in updates or of_state in updates or not hasattr(self, name):
-            continue
-        new, old = updates[name], getattr(self, name)
-        if new != old and _keeps(self, name, new):
-            raise ValueError(
-                f"{name} is {new}, but {of_state} was made by {old}, and the two do not fit; "
-                f"create another buffer with {name}={new} and add the data, or replace "
-                f"{of_state} too"
-            )
-    return dataclasses.replace(self, **updates)
-
-
-# What keeps the state of each part of the configuration.
-_STATES = {"sampler": "sampler_state", "extras": "extra_states", "evictor": "occupancy"}
-
-
-def _keeps(buffer: Body, name: str, new: Any) -> bool:
-    """Returns whether the new value of a field needs a state that the old one made."""
-    if name == "sampler":
-        return bool(jax.tree.leaves(jax.eval_shape(lambda: new.init(buffer.occupancy.capacity))))
-    if name == "extras" and len(new) == len(buffer.extras):
-        pairs = zip(new, buffer.extras, strict=True)
-        return any(a != b and not (type(a) is type(b) and a.adjustable) for a, b in pairs)
-    return True
 
 
 def check_names(buffer: SomeBody) -> SomeBody:

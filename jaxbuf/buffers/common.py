@@ -1,13 +1,14 @@
 """Checks and operations that all buffers share."""
 
 import math
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from jaxbuf.buffers.base import Base
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
@@ -27,10 +28,7 @@ from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler
 from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.uniform import Uniform
 
-if TYPE_CHECKING:
-    from jaxbuf.buffers.body import Body
-
-AnyBuffer = TypeVar("AnyBuffer", bound="Body")
+AnyBuffer = TypeVar("AnyBuffer", bound=Base)
 
 
 def check_batch_size(batch_size: int) -> int:
@@ -326,7 +324,7 @@ def needs_order(occupancy: Occupancy, what: str) -> None:
 
 
 def check_range(
-    buffer: "Body",
+    buffer: Base,
     key: PRNGKeyArray,
     batch_size: int,
     start: Bound,
@@ -360,7 +358,7 @@ def check_range(
 
 
 def pick(
-    buffer: "Body",
+    buffer: Base,
     key: PRNGKeyArray,
     rows: int,
     bounds: list[Int[Array, ""] | None],
@@ -387,7 +385,7 @@ def pick(
 
 
 def _pick_by_priority(
-    buffer: "Body", key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
+    buffer: Base, key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
 ) -> Draw:
     """Draws rows from a range of ages with probabilities proportional to the sampler's."""
     sampler = buffer.sampler

@@ -1,6 +1,6 @@
 """A first-in, first-out queue, whose items are taken once each."""
 
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Queue(Created, struct.PyTreeNode):
     """
 
     data: PyTree[Array]
-    occupancy: Any
+    occupancy: Ring
     counters: UInt[Array, " 3"]
 
     __repr__ = describe.text

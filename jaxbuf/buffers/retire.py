@@ -1,6 +1,6 @@
 """Retirement of items, which may be anywhere in a buffer: parts ask for it."""
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,15 +8,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.base import Base
 from jaxbuf.core import storage
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
-
-if TYPE_CHECKING:
-    from jaxbuf.buffers.body import Body
 
 # The number of items found in one look at all slots that retire at a time; each of them costs an
 # update of every tree.
@@ -26,7 +24,7 @@ MISSING = (
     "nothing limits uses or staleness here; create the buffer with freshness=jaxbuf.Freshness(...)"
 )
 
-AnyBuffer = TypeVar("AnyBuffer", bound="Body")
+AnyBuffer = TypeVar("AnyBuffer", bound=Base)
 
 
 def on_use(buffer: AnyBuffer, slots: Slots, taken: Bool[Array, " B"]) -> AnyBuffer:
@@ -69,7 +67,7 @@ def check_version(version: object, session: object) -> tuple[Int[Array, ""], Int
     return now, storage.check_rows(session, "session", (), np.int32, "a number")
 
 
-def known(buffer: "Body", name: str, slots: Slots) -> Int[Array, " B"]:
+def known(buffer: Base, name: str, slots: Slots) -> Int[Array, " B"]:
     """Returns what a part knows of items by this name; 0 if an item has left.
 
     Raises:
@@ -143,6 +141,6 @@ def take_out(buffer: AnyBuffer, gone: Int[Array, " B"]) -> tuple[AnyBuffer, UInt
     return left, (before.size - occupancy.size).astype(jnp.uint32)
 
 
-def _members(buffer: "Body") -> Bitset:
+def _members(buffer: Base) -> Bitset:
     assert isinstance(buffer.occupancy, Subset)
     return buffer.occupancy.members

@@ -1,7 +1,7 @@
 """Changes of stored items: their fields, their scores, and which of them stay."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers import common, retire
+from jaxbuf.buffers.base import Base
 from jaxbuf.core import checks, fields, storage, trees
 from jaxbuf.core.duplicates import last_of_each
 from jaxbuf.core.slots import Slots
@@ -20,10 +21,7 @@ from jaxbuf.strategies.blend import Blend
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Sampler
 
-if TYPE_CHECKING:
-    from jaxbuf.buffers.body import Body
-
-AnyBuffer = TypeVar("AnyBuffer", bound="Body")
+AnyBuffer = TypeVar("AnyBuffer", bound=Base)
 # Returns what ``Part.on_write`` is told of rows of the storage: the slots, and the rows.
 Told = Callable[[Int[Array, "..."], PyTree[Array]], tuple[Int[Array, "..."], Rows]]
 
@@ -63,7 +61,7 @@ def once(index: Int[Array, "..."], nowhere: int) -> Int[Array, "..."]:
     return jnp.where(last_of_each(flat), flat, nowhere).reshape(index.shape)
 
 
-def follow(buffer: "Body", states: tuple[State, ...], *told: Any) -> tuple[State, ...]:
+def follow(buffer: Base, states: tuple[State, ...], *told: Any) -> tuple[State, ...]:
     """Returns the states of the parts after ``on_write``, called with what they are told."""
     pairs = zip(buffer.extras, states, strict=True)
     return tuple(common.hear(part, "on_write", state, *told) for part, state in pairs)
@@ -75,7 +73,7 @@ def listens(parts: tuple[Part, ...]) -> bool:
 
 
 def map_field(
-    buffer: "Body",
+    buffer: Base,
     data: PyTree[Array],
     path: str | None,
     fn: Function,
@@ -229,7 +227,7 @@ def remove(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> tuple[An
     return retire.take_out(buffer, jnp.where(taken, slots.index, buffer.capacity))
 
 
-def probability(buffer: "Body", index: Int[Array, " B"]) -> Float[Array, " B"]:
+def probability(buffer: Base, index: Int[Array, " B"]) -> Float[Array, " B"]:
     """Returns the probability that a draw gives each of these live items; 0 if it is not known."""
     # Any sampler may tell it, whether ``Recent`` can have it as its base or not.
     known = getattr(buffer.sampler, "probability", None)

@@ -57,3 +57,22 @@ def test_mpi_is_imported_in_its_own_room_alone():
         text = path.read_text()
         if path.relative_to(PACKAGE).parts[0] not in ("mpi", "examples"):
             assert not re.search("^ *(import|from) mpi4", text, re.MULTILINE), path
+
+
+def test_no_files_import_each_other():
+    """What stands under ``TYPE_CHECKING`` counts: a reader has to follow it too."""
+    files = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    below = {
+        # `from jaxbuf.a import b` names a file, or something in one.
+        name: {x if x in files else x.rpartition(".")[0] for x in imported(path)} & files.keys()
+        for name, path in files.items()
+    }
+    while lowest := [name for name, needs in below.items() if not needs]:
+        for name in lowest:
+            del below[name]
+        below = {name: needs - {*lowest} for name, needs in below.items()}
+    assert not below, f"these import each other, or one that does: {below}"

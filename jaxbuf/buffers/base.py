@@ -1,0 +1,95 @@
+"""The fields of a buffer, which stand below the operations on them."""
+
+import abc
+import dataclasses
+from typing import Any, Self, TypeVar
+
+import jax
+from flax import struct
+from jax import lax
+from jaxtyping import Array, PyTree, UInt
+
+from jaxbuf.core.types import State
+from jaxbuf.strategies.part import Part
+from jaxbuf.strategies.protocols import Sampler
+
+SomeBuffer = TypeVar("SomeBuffer", bound="Base")
+
+
+class Base(struct.PyTreeNode):
+    """What a buffer with slots for items, or for windows of steps, keeps.
+
+    Attributes:
+        data: The storage.
+        occupancy: Records which slots are live.
+        sampler_state: The state of the sampler.
+        counters: The numbers of rows added and refused so far, in the order of ``counter_names``,
+            ``[K]`` uint32, which wrap.
+        extra_states: The state of each of the extras.
+        sampler: The sampler, which draws items.
+        extras: The parts of the buffer besides sampler and evictor, in the order in which ``add``
+            asks them.
+    """
+
+    data: PyTree[Array]
+    occupancy: Any  # An Occupancy, whose class each buffer declares.
+    sampler_state: State
+    counters: UInt[Array, " K"]
+    extra_states: tuple[State, ...]
+    sampler: Sampler = struct.field(pytree_node=False)
+    extras: tuple[Part, ...] = struct.field(pytree_node=False)
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        # flax sets this method of each class.
+        cls.replace = _replace
+
+    @property
+    @abc.abstractmethod
+    def capacity(self) -> int:
+        """The largest number of items, or steps, that the buffer can hold."""
+
+    @property
+    def lets_remove(self) -> bool:
+        """True if a part of this buffer lets ``remove`` take items out."""
+        return any(part.lets_remove for part in self.extras)
+
+    def with_state(self, i: int, state: State) -> Self:
+        """Returns the buffer with a new state of the part ``extras[i]``."""
+        states = lax.stop_gradient(self.extra_states)
+        return self.replace(extra_states=(*states[:i], state, *states[i + 1 :]))
+
+
+def _replace(self: SomeBuffer, **updates: Any) -> SomeBuffer:
+    """Returns the buffer with other fields.
+
+    Raises:
+        ValueError: If the sampler, the evictor or a part is replaced, but not its state, which says
+            nothing to the new one. Limits on freshness may change, as may a sampler that keeps no
+            state.
+    """
+    for name, of_state in _STATES.items():
+        if name not in updates or of_state in updates or not hasattr(self, name):
+            continue
+        new, old = updates[name], getattr(self, name)
+        if new != old and _keeps(self, name, new):
+            raise ValueError(
+                f"{name} is {new}, but {of_state} was made by {old}, and the two do not fit; "
+                f"create another buffer with {name}={new} and add the data, or replace "
+                f"{of_state} too"
+            )
+    return dataclasses.replace(self, **updates)
+
+
+# What keeps the state of each part of the configuration.
+_STATES = {"sampler": "sampler_state", "extras": "extra_states", "evictor": "occupancy"}
+
+
+def _keeps(buffer: Base, name: str, new: Any) -> bool:
+    """Returns whether the new value of a field needs a state that the old one made."""
+    if name == "sampler":
+        return bool(jax.tree.leaves(jax.eval_shape(lambda: new.init(buffer.occupancy.capacity))))
+    if name == "extras" and len(new) == len(buffer.extras):
+        pairs = zip(new, buffer.extras, strict=True)
+        return any(a != b and not (type(a) is type(b) and a.adjustable) for a, b in pairs)
+    return True
