@@ -107,8 +107,13 @@ def waits(function, *args):
 
 
 def equations(jaxpr):
-    """The equations of a program, those of its loops and functions included."""
+    """The equations of a program for accelerators, those of its loops and functions included."""
     for equation in jaxpr.eqns:
+        platforms = equation.params.get("branches_platforms")
+        if platforms is not None:
+            # A choice that is made when the program is compiled.
+            yield from equations(equation.params["branches"][platforms.index(None)].jaxpr)
+            continue
         yield equation
         for value in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(value, "jaxpr", value)
