@@ -1,6 +1,7 @@
 """Checks of PRNG keys, random words, and bounded random integers made from them."""
 
 import math
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
     On a CPU, JAX makes a loop of many small kernels of its usual generator: most of the time is
     spent on launching them and on waking other threads. Unrolled it is one kernel.
     """
-    config, size = jax.config, math.prod(shape)
+    size, config = math.prod(shape), cast("Any", jax.config)
     usual = jax.random.key_impl(key) == "threefry2x32" and config.jax_threefry_partitionable
     # Only JAX's own function tells the search for keys that are used twice that it uses one.
     if not usual or size > 2**32 or config.jax_debug_key_reuse:
