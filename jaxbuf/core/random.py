@@ -42,17 +42,12 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
     if not usual or size > 2**32 or config.jax_debug_key_reuse:
         return jax.random.bits(key, shape, jnp.uint32)
     arrays = jax.random.key_data(key), jnp.arange(size, dtype=jnp.uint32)
-    words = native.either(_threefry, _threefry_by_halves, *arrays, elsewhere=_threefry)
-    return words.reshape(shape)
+    return native.either(_threefry, _by_halves, *arrays, elsewhere=_threefry).reshape(shape)
 
 
 @jax.jit
 def _threefry(key: UInt[Array, " 2"], count: UInt[Array, " B"]) -> UInt[Array, " B"]:
-    """Returns the exclusive or of the two halves of Threefry-2x32 of ``(0, count)``.
-
-    References:
-        Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011.
-    """
+    """Returns both halves of Threefry-2x32 of ``(0, count)``, combined by exclusive or."""
     keys = [key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)]
     one, two = keys[0], count + keys[1]
     for step in range(1, 6):
@@ -64,12 +59,8 @@ def _threefry(key: UInt[Array, " 2"], count: UInt[Array, " B"]) -> UInt[Array, "
     return one ^ two
 
 
-def _threefry_by_halves(key: UInt[Array, " 2"], count: UInt[Array, " B"]) -> UInt[Array, " B"]:
-    """Returns the same from a loop, out of which XLA fuses nothing.
-
-    Without a kernel that reads the words from memory, XLA would compute them again in each kernel
-    that uses them, and would no longer vectorize those.
-    """
+def _by_halves(key: UInt[Array, " 2"], count: UInt[Array, " B"]) -> UInt[Array, " B"]:
+    """Returns the same, which XLA does not compute again in each kernel that uses it."""
     rows = count.shape[0]
     halves = jnp.pad(count, (0, rows % 2)).reshape(2, -1)
     return lax.map(lambda half: _threefry(key, half), halves).reshape(-1)[:rows]

@@ -235,11 +235,8 @@ ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
 #define JAXBUF_VECTORS
 #endif
 
-// This many rows descend side by side and prefetch their next nodes.
-//
-// GCC 12 vectorizes a loop over them if all that is chosen are floats, by one comparison of floats
-// at a time. With integers, or with comparisons combined by `|`, it takes 1.7 times as long as one
-// row after the other.
+// This many rows descend side by side and prefetch their next nodes. GCC 12 vectorizes loops over
+// them only if all that is chosen are floats, by one comparison of floats at a time.
 constexpr int kAbreast = 32;
 using Lanes = float[kAbreast];
 
@@ -250,30 +247,24 @@ inline float Max(float a, float b) { return a > b ? a : a != a ? a : b; }
 // Copies the children of n nodes, so that the k-th child of all of them is in columns[k].
 JAXBUF_VECTORS void Transpose(const int32_t* level, const int32_t* node, int64_t width, int64_t n,
                               Lanes* __restrict columns) {
-#if __GNUC__ >= 12 || defined(__clang__)
   using Four = int32_t __attribute__((vector_size(16)));
   for (int64_t i = 0; i < n; i += 4) {
     for (int k = 0; k < kFanout; k += 4) {
       Four row[4];
       for (int j = 0; j < 4; ++j) std::memcpy(&row[j], level + node[i + j] * width + k, sizeof(Four));
-      const Four a = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5);
-      const Four b = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5);
-      const Four c = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7);
-      const Four d = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
-      const Four column[4] = {
-          __builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
-          __builtin_shufflevector(c, d, 0, 1, 4, 5), __builtin_shufflevector(c, d, 2, 3, 6, 7)};
-      for (int j = 0; j < 4; ++j) std::memcpy(&columns[k + j][i], &column[j], sizeof(Four));
+      for (int round = 0; round < 2; ++round) {
+        const Four a = row[0], b = row[1], c = row[2], d = row[3];
+        row[0] = Four{a[0], c[0], a[1], c[1]};
+        row[1] = Four{a[2], c[2], a[3], c[3]};
+        row[2] = Four{b[0], d[0], b[1], d[1]};
+        row[3] = Four{b[2], d[2], b[3], d[3]};
+      }
+      for (int j = 0; j < 4; ++j) std::memcpy(&columns[k + j][i], &row[j], sizeof(Four));
     }
   }
-#else
-  for (int64_t i = 0; i < n; ++i) {
-    for (int k = 0; k < kFanout; ++k) std::memcpy(&columns[k][i], level + node[i] * width + k, 4);
-  }
-#endif
 }
 
-// The sum of four masses of each of the nodes in columns.
+// The sum of four masses of a node.
 inline float SumOf4(const Lanes* columns, int k, int i) {
   return ((columns[k][i] + columns[k + 1][i]) + columns[k + 2][i]) + columns[k + 3][i];
 }
@@ -308,8 +299,8 @@ JAXBUF_VECTORS void Choose(const Lanes* columns, float* __restrict residual,
     const float groups[3] = {first, second, third};
     float m[4];
     for (int k = 0; k < 4; ++k) {
-      m[k] = Past(r, groups, columns[k][i], columns[4 + k][i], columns[8 + k][i],
-                  columns[12 + k][i]);
+      const Lanes* c = columns + k;
+      m[k] = Past(r, groups, c[0][i], c[4][i], c[8][i], c[12][i]);
     }
     const float base = Past(r, groups, 0.0f, first, second, third), pair = m[0] + m[1];
     const float within[3] = {base + m[0], base + pair, base + (pair + m[2])};
