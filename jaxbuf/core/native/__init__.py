@@ -100,12 +100,7 @@ def either(
 ) -> PyTree[Array]:
     """Returns ``natively(*arrays)`` on a CPU with the kernels, and else ``plainly(*arrays)``.
 
-    Args:
-        natively: Calls a kernel.
-        plainly: The same in JAX.
-        *arrays: What both are given.
-        elsewhere: The same for other backends than the CPU, if it takes another form to be fast
-            there; None for ``plainly``.
+    Other backends compute ``elsewhere(*arrays)`` instead, if another form is faster there.
     """
     arrays = vary_with(arrays, arrays)
     on_cpu = natively if _in_use.value and native_available() else plainly
