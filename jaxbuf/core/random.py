@@ -1,11 +1,15 @@
 """Checks of PRNG keys, random words, and bounded random integers made from them."""
 
+import math
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, PRNGKeyArray, UInt
 
-from jaxbuf.core import trees
+from jaxbuf.core import native, trees
 
 
 def check_key(key: object) -> PRNGKeyArray:
@@ -27,8 +31,39 @@ def check_key(key: object) -> PRNGKeyArray:
 
 
 def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
-    """Returns uniform 32-bit words."""
-    return jax.random.bits(key, shape, jnp.uint32)
+    """Returns uniform 32-bit words, which are ``jax.random.bits(key, shape, jnp.uint32)``.
+
+    On a CPU, JAX makes a loop of many small kernels of its usual generator: most of the time is
+    spent on launching them and on waking other threads. Unrolled it is one kernel.
+    """
+    size, config = math.prod(shape), cast("Any", jax.config)
+    usual = jax.random.key_impl(key) == "threefry2x32" and config.jax_threefry_partitionable
+    # Only JAX's own function tells the search for keys that are used twice that it uses one.
+    if not usual or size > 2**32 or config.jax_debug_key_reuse:
+        return jax.random.bits(key, shape, jnp.uint32)
+    arrays = jax.random.key_data(key), jnp.arange(size, dtype=jnp.uint32)
+    return native.either(_threefry, _by_halves, *arrays, elsewhere=_threefry).reshape(shape)
+
+
+@jax.jit
+def _threefry(key: UInt[Array, " 2"], count: UInt[Array, " B"]) -> UInt[Array, " B"]:
+    """Returns both halves of Threefry-2x32 of ``(0, count)``, combined by exclusive or."""
+    keys = [key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)]
+    one, two = keys[0], count + keys[1]
+    for step in range(1, 6):
+        for left in (13, 15, 26, 6) if step % 2 else (17, 29, 16, 24):
+            one = one + two
+            two = one ^ (two << left | two >> (32 - left))
+        one = one + keys[step % 3]
+        two = two + (keys[(step + 1) % 3] + step)
+    return one ^ two
+
+
+def _by_halves(key: UInt[Array, " 2"], count: UInt[Array, " B"]) -> UInt[Array, " B"]:
+    """Returns the same, which XLA does not compute again in each kernel that uses it."""
+    rows = count.shape[0]
+    halves = jnp.pad(count, (0, rows % 2)).reshape(2, -1)
+    return lax.map(lambda half: _threefry(key, half), halves).reshape(-1)[:rows]
 
 
 def scale_word(word: UInt[Array, "..."], below: UInt[Array, "..."]) -> UInt[Array, "..."]:

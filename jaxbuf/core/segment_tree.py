@@ -354,13 +354,16 @@ def _set(
     natively = functools.partial(
         native.set_leaves, ops=[OPS.index(op) for op in ops], capacity=capacity
     )
-    plainly = functools.partial(_set_plainly, ops, capacity)
-    return native.either(natively, plainly, nodes, index, _bits(value))
+    plainly, elsewhere = (
+        functools.partial(_set_plainly, ops, capacity, dense) for dense in (FANOUT**2, FANOUT**4)
+    )
+    return native.either(natively, plainly, nodes, index, _bits(value), elsewhere=elsewhere)
 
 
 def _set_plainly(
     ops: tuple[Op, ...],
     capacity: int,
+    dense: int,
     nodes: Int[Array, " P"],
     index: Int[Array, " B"],
     bits: Int[Array, " B"],
@@ -377,11 +380,11 @@ def _set_plainly(
         leaf = jnp.where(last, leaf, nowhere)
     nodes = nodes.at[leaf].set(bits, mode="drop")
     # Recompute the parents of changed nodes, until a level has few nodes or no more than there are
-    # rows. All nodes above are recomputed, which takes no gathers. A dropped row recomputes the
-    # parents of the first leaf.
+    # rows. All nodes above are recomputed, which takes no gathers and fewer kernels. A dropped row
+    # recomputes the parents of the first leaf.
     node = jnp.where(legal, index, 0)
     place = FANOUT * jnp.arange(len(ops) + 1, dtype=jnp.int32)
-    while above and above[0].count > max(rows, FANOUT**2):
+    while above and above[0].count > max(rows, dense):
         level = above.pop(0)
         node = node >> _SHIFT
         blocks = _read_blocks(nodes, below.start + node * below.width, below.width)
@@ -412,7 +415,10 @@ def _find(
         capacity=capacity,
     )
     plainly = functools.partial(_find_plainly, ops, capacity, refine is not None)
-    return native.either(natively, plainly, nodes, prefix, prefix if refine is None else refine)
+    # A loop takes more kernels elsewhere; on a CPU it keeps XLA from computing levels repeatedly.
+    elsewhere = functools.partial(plainly, unroll=True)
+    arrays = nodes, prefix, prefix if refine is None else refine
+    return native.either(natively, plainly, *arrays, elsewhere=elsewhere)
 
 
 def _find_plainly(
@@ -422,6 +428,7 @@ def _find_plainly(
     nodes: Int[Array, " P"],
     prefix: Float[Array, " B"],
     refine: Float[Array, " B"],
+    unroll: bool = False,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     down = levels(capacity, len(ops))[::-1]
     depth, row = len(down), FANOUT * ops.index("sum")
@@ -459,7 +466,7 @@ def _find_plainly(
     # What is past the end of the tree stays past the end of every node.
     prefix = jnp.where(prefix >= _sum16(top), jnp.inf, prefix)
     begin = step(0, jnp.broadcast_to(top, (*prefix.shape, FANOUT)), root, prefix)
-    return lax.fori_loop(1, depth, descend, begin)
+    return lax.fori_loop(1, depth, descend, begin, unroll=unroll)
 
 
 def _refine(

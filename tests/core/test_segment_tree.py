@@ -1,13 +1,14 @@
 """The segment tree against a flat NumPy array, with the kernels in C++ and without."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.core import native
+from jaxbuf.core import native, segment_tree
 from jaxbuf.core.segment_tree import FANOUT, SegmentTree, levels
 
 CAPACITIES = (1, 5, 16, 17, 300, 5000)
@@ -285,6 +286,43 @@ def test_every_slot_of_a_large_tree_is_reached():
     parity = np.bincount(np.asarray(found) % 2, minlength=2)
     assert abs(parity[0] - parity[1]) < 5 * np.sqrt(rows)
     np.testing.assert_array_equal(found, np.floor((grid + fine) * cell))
+
+
+def elsewhere(function, *args):
+    """Returns what other backends than the CPU compute, here on the CPU."""
+
+    def either(natively, plainly, *arrays, elsewhere):
+        return elsewhere(*arrays)
+
+    # Of the function itself, since its compiled form is that for the CPU.
+    *arrays, ops, capacity = args
+    with mock.patch.object(native, "either", either):
+        return jax.jit(lambda *arrays: function.__wrapped__(*arrays, ops, capacity))(*arrays)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("capacity", [1, 16, 17, 5000, 70_000, 2**20 + 1])
+def test_other_backends_find_and_set_the_same(capacity, rows):
+    rng, ops = np.random.default_rng(capacity), ("sum", "max", "min_positive")
+    leaves = rng.random(capacity) * (rng.random(capacity) < 0.7)
+    tree = assign_all(create(capacity, ops), jnp.asarray(leaves, jnp.float32))
+    index = jnp.asarray(rng.integers(-1, capacity + 2, rows), jnp.int32)
+    value = jnp.asarray(rng.random(rows), jnp.float32)
+    for function, *arrays in (
+        (segment_tree._set, index, value),
+        (segment_tree._find, value * tree.root(), None),
+        (segment_tree._find, value * tree.root(), value * jnp.float32(2.0**-20)),
+    ):
+        args = tree.nodes, *arrays, ops, capacity
+        same(elsewhere(function, *args), function(*args))
+
+
+def test_other_backends_descend_without_a_loop():
+    find = functools.partial(elsewhere, segment_tree._find)
+    nodes = jax.eval_shape(lambda: SegmentTree.create(2**24)).nodes
+    rows = jax.ShapeDtypeStruct((256,), jnp.float32)
+    program = jax.jit(lambda *arrays: find(*arrays, ("sum",), 2**24)).lower(nodes, rows, rows)
+    assert "stablehlo.while" not in program.as_text()
 
 
 def test_what_cannot_be_built():

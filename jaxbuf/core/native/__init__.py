@@ -95,12 +95,19 @@ def using_native(enabled: bool) -> contextlib.AbstractContextManager[None]:
     return _in_use(enabled)
 
 
-def either(natively: Function, plainly: Function, *arrays: Array) -> PyTree[Array]:
-    """Returns ``natively(*arrays)`` on a CPU with the kernels, and else ``plainly(*arrays)``."""
+def either(
+    natively: Function, plainly: Function, *arrays: Array, elsewhere: Function | None = None
+) -> PyTree[Array]:
+    """Returns ``natively(*arrays)`` on a CPU with the kernels, and else ``plainly(*arrays)``.
+
+    Other backends compute ``elsewhere(*arrays)`` instead, if another form is faster there.
+    """
     arrays = vary_with(arrays, arrays)
-    if not (_in_use.value and native_available()):
-        return plainly(*arrays)
-    return lax.platform_dependent(*arrays, cpu=natively, default=plainly)
+    on_cpu = natively if _in_use.value and native_available() else plainly
+    elsewhere = elsewhere or plainly
+    if on_cpu is elsewhere:
+        return on_cpu(*arrays)
+    return lax.platform_dependent(*arrays, cpu=on_cpu, default=elsewhere)
 
 
 def _call(

@@ -228,31 +228,87 @@ ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
   return ffi::Error::Success();
 }
 
-// Like XLA's minimum and maximum, which return NaN if either operand is NaN.
-inline float Min(float a, float b) { return (a < b) | (a != a) ? a : b; }
-inline float Max(float a, float b) { return (a > b) | (a != a) ? a : b; }
+// Compiles a function for several sets of vector instructions; the processor's best one runs.
+#if defined(__x86_64__) && defined(__GLIBC__) && __GNUC__ >= 12
+#define JAXBUF_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define JAXBUF_VECTORS
+#endif
 
-// Returns the child that holds `r`, and sets `r` to the residual within it. There is no branch,
-// since it would be unpredictable.
+// This many rows descend side by side and prefetch their next nodes. GCC 12 vectorizes loops over
+// them only if all that is chosen are floats, by one comparison of floats at a time.
+constexpr int kAbreast = 32;
+using Lanes = float[kAbreast];
+
+// Like XLA's minimum and maximum, which return NaN if either operand is NaN.
+inline float Min(float a, float b) { return a < b ? a : a != a ? a : b; }
+inline float Max(float a, float b) { return a > b ? a : a != a ? a : b; }
+
+// Copies the children of n nodes, so that the k-th child of all of them is in columns[k].
+JAXBUF_VECTORS void Transpose(const int32_t* level, const int32_t* node, int64_t width, int64_t n,
+                              Lanes* __restrict columns) {
+  using Four = int32_t __attribute__((vector_size(16)));
+  for (int64_t i = 0; i < n; i += 4) {
+    for (int k = 0; k < kFanout; k += 4) {
+      Four row[4];
+      for (int j = 0; j < 4; ++j) std::memcpy(&row[j], level + node[i + j] * width + k, sizeof(Four));
+      for (int round = 0; round < 2; ++round) {
+        const Four a = row[0], b = row[1], c = row[2], d = row[3];
+        row[0] = Four{a[0], c[0], a[1], c[1]};
+        row[1] = Four{a[2], c[2], a[3], c[3]};
+        row[2] = Four{b[0], d[0], b[1], d[1]};
+        row[3] = Four{b[2], d[2], b[3], d[3]};
+      }
+      for (int j = 0; j < 4; ++j) std::memcpy(&columns[k + j][i], &row[j], sizeof(Four));
+    }
+  }
+}
+
+// The sum of four masses of a node.
+inline float SumOf4(const Lanes* columns, int k, int i) {
+  return ((columns[k][i] + columns[k + 1][i]) + columns[k + 2][i]) + columns[k + 3][i];
+}
+
+// Adds to the residuals within their nodes; one past the node's end wraps around to its start.
+JAXBUF_VECTORS void Refine(const Lanes* columns, const float* finer, float* __restrict residual) {
+  for (int i = 0; i < kAbreast; ++i) {
+    const float mass = ((SumOf4(columns, 0, i) + SumOf4(columns, 4, i)) + SumOf4(columns, 8, i)) +
+                       SumOf4(columns, 12, i);
+    const float r = residual[i] + finer[i], wrapped = Max(r - mass, 0.0f);
+    residual[i] = r >= mass ? wrapped : r;
+  }
+}
+
+// Returns the choice for `r` among four, between which lie three rising bounds.
+inline float Past(float r, const float* bounds, float a, float b, float c, float d) {
+  const float upto1 = r >= bounds[0] ? b : a, upto2 = r >= bounds[1] ? c : upto1;
+  return r >= bounds[2] ? d : upto2;
+}
+
+// Chooses the child that holds each residual, tells its mass, and sets the residual to that within.
 //
 // The child may not exist: for a node without mass it is the last one, and for a node whose mass is
 // not the sum of its children's it may be any.
-inline int32_t Choose(const Mass* masses, float& r) {
-  float sums[4];
-  for (int i = 0; i < 4; ++i) sums[i] = Sum4(masses + 4 * i);
-  const float second = sums[0] + sums[1], third = second + sums[2];
-  // A rounded residual may equal the node's mass; it is limited to the largest float below it.
-  r = Min(r, (third + sums[3]) * (1.0f - 0x1p-24f));
-  const float before[4] = {0.0f, sums[0], second, third};
-  const int group = (r >= before[1]) + (r >= before[2]) + (r >= before[3]);
-  const float base = before[group];
-  const Mass* inside = masses + 4 * group;
-  const float pair = inside[0] + inside[1];
-  const float bounds[4] = {0.0f, base + inside[0], base + pair, base + (pair + inside[2])};
-  const int child = (r >= bounds[1]) + (r >= bounds[2]) + (r >= bounds[3]);
-  // If masses are zero, a bound may be smaller than the base by a rounding error.
-  r -= Max(bounds[child], base);
-  return 4 * group + child;
+JAXBUF_VECTORS void Choose(const Lanes* columns, float* __restrict residual,
+                           float* __restrict child, float* __restrict mass) {
+  for (int i = 0; i < kAbreast; ++i) {
+    const float first = SumOf4(columns, 0, i), second = first + SumOf4(columns, 4, i);
+    const float third = second + SumOf4(columns, 8, i);
+    // A rounded residual may equal the node's mass; it is limited to the largest float below it.
+    const float r = Min(residual[i], (third + SumOf4(columns, 12, i)) * (1.0f - 0x1p-24f));
+    const float groups[3] = {first, second, third};
+    float m[4];
+    for (int k = 0; k < 4; ++k) {
+      const Lanes* c = columns + k;
+      m[k] = Past(r, groups, c[0][i], c[4][i], c[8][i], c[12][i]);
+    }
+    const float base = Past(r, groups, 0.0f, first, second, third), pair = m[0] + m[1];
+    const float within[3] = {base + m[0], base + pair, base + (pair + m[2])};
+    // If masses are zero, a bound may be smaller than the base by a rounding error.
+    residual[i] = r - Max(Past(r, within, 0.0f, within[0], within[1], within[2]), base);
+    child[i] = Past(r, groups, 0, 4, 8, 12) + Past(r, within, 0, 1, 2, 3);
+    mass[i] = Past(r, within, m[0], m[1], m[2], m[3]);
+  }
 }
 
 // Returns the last leaf with mass. `start` returns where the sums of a level begin.
@@ -277,36 +333,30 @@ ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
   if (lanes * rows == 0) return ffi::Error::Success();
   const std::vector<Level> levels = Levels(capacity, ops);
   const size_t depth = levels.size(), middle = refined ? (depth + 1) / 2 : depth;
-  // This many rows descend side by side and prefetch their next nodes.
-  constexpr int64_t kAbreast = 32;
   const auto descend = [&](int64_t t, int64_t begin) {
     const auto part = [&](const auto& array) { return PartOf(t, array.dimensions(), all, axes); };
     const int32_t* tree = nodes.typed_data() + part(nodes) * size;
     const float* from = prefix.typed_data() + part(prefix) * rows + begin;
     const float* finer = refine.typed_data() + part(refine) * rows + begin;
-    const int64_t n = std::min(kAbreast, rows - begin);
-    float residual[kAbreast];
+    const int64_t n = std::min<int64_t>(kAbreast, rows - begin);
+    // Lanes without a row search for 0.
+    Lanes columns[kFanout]{}, residual{}, offset{}, child, mass;
+    int32_t node[kAbreast]{};
     std::copy_n(from, n, residual);
-    int32_t* node = found->typed_data() + t * rows + begin;
-    std::fill_n(node, n, 0);
+    std::copy_n(finer, n, offset);
     const auto start = [&](const Level& of) {
       return tree + of.start + (of.start > 0 ? row * kFanout : 0);
     };
     for (size_t i = 0; i < depth; ++i) {
       const Level& level = levels[depth - 1 - i];
       const Level& next = levels[depth - 1 - std::min(i + 1, depth - 1)];
-      const int32_t *here = start(level), *below = start(next);
+      Transpose(start(level), node, level.width, n, columns);
+      if (i == middle) Refine(columns, offset, residual);
+      Choose(columns, residual, child, mass);
+      const int32_t* below = start(next);
       for (int64_t k = 0; k < n; ++k) {
-        const Mass* masses = reinterpret_cast<const Mass*>(here + node[k] * level.width);
-        if (i == middle) {
-          const float mass = Sum(masses);
-          residual[k] += finer[k];
-          if (residual[k] >= mass) residual[k] = Max(residual[k] - mass, 0.0f);
-        }
-        const int32_t child = Choose(masses, residual[k]);
-        if (i == depth - 1) residual[k] = masses[child];
-        node[k] = static_cast<int32_t>(
-            std::min<int64_t>(int64_t{node[k]} * kFanout + child, level.count - 1));
+        const int64_t below_node = int64_t{node[k]} * kFanout + static_cast<int64_t>(child[k]);
+        node[k] = static_cast<int32_t>(std::min<int64_t>(below_node, level.count - 1));
         __builtin_prefetch(below + node[k] * next.width);
       }
     }
@@ -315,9 +365,10 @@ ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
     for (int64_t k = 0; k < n; ++k) {
       if (!(from[k] >= total)) continue;
       node[k] = LastLeaf(levels, start);
-      residual[k] = *reinterpret_cast<const Mass*>(tree + node[k]);
+      mass[k] = *reinterpret_cast<const Mass*>(tree + node[k]);
     }
-    std::copy_n(residual, n, value->typed_data() + t * rows + begin);
+    std::copy_n(node, n, found->typed_data() + t * rows + begin);
+    std::copy_n(mass, n, value->typed_data() + t * rows + begin);
   };
   const int64_t groups = (rows + kAbreast - 1) / kAbreast;
   const int64_t together = lanes * rows >= kManyRows ? std::max<int64_t>(groups / 8, 1) : groups;
