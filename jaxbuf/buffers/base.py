@@ -17,7 +17,7 @@ SomeBuffer = TypeVar("SomeBuffer", bound="Base")
 
 
 class Base(struct.PyTreeNode):
-    """What a buffer with slots for items, or for windows of steps, keeps.
+    """The fields of a buffer with slots for items, or for windows of steps.
 
     Attributes:
         data: The storage.

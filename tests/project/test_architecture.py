@@ -60,7 +60,7 @@ def test_mpi_is_imported_in_its_own_room_alone():
 
 
 def test_no_files_import_each_other():
-    """What stands under ``TYPE_CHECKING`` counts: a reader has to follow it too."""
+    """Imports under ``TYPE_CHECKING`` count: a reader follows them too."""
     files = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
         for path in PACKAGE.rglob("*.py")
