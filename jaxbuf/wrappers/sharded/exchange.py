@@ -58,20 +58,18 @@ def exchange(
     position = jnp.arange(rows, dtype=jnp.int32).reshape(devices, mine)
     origin = shard.reshape(devices, mine) // local
     row = jnp.arange(mine, dtype=jnp.int32)
-    if nbytes * rows <= _AT_ONCE:
+    if at_once(rows, nbytes):
         got = send(jnp.where(origin == here, position, rows).reshape(-1))
         got = jax.tree.map(lambda leaf: leaf.reshape(devices, mine, *leaf.shape[1:]), got)
         return jax.tree.map(lambda leaf: leaf[origin[here], row], got)
 
     # Most rows are already on the device where they belong. The others are sent in rounds of a few
-    # rows between each pair of devices: as many as random draws need, unless a round then brings
-    # more than a megabyte, and more rows than the device keeps of the whole batch.
+    # rows between each pair of devices.
     home = position[here].reshape(local, each)
     kept = jax.vmap(fetch)(shards, numbers, home)
     kept = jax.tree.map(lambda leaf: leaf.reshape(mine, *leaf.shape[2:]), kept)
     moves = shard.reshape(devices, mine) != position // each
-    few = min(math.ceil(2 * mine**0.5), _AT_ONCE // (devices * nbytes))
-    width = min(max(-(-mine // devices), few), mine)
+    width = width_of_round(rows, devices, nbytes)
     device = jnp.arange(devices, dtype=jnp.int32)[:, None]
     pair = jnp.where(moves, device * devices + origin, devices**2).reshape(-1)
     most = jnp.max(jnp.zeros((devices**2,), jnp.int32).at[pair].add(1, mode="drop"))
@@ -93,6 +91,22 @@ def exchange(
         return jax.tree.map(lambda have, new: have.at[place].set(new, mode="drop"), batch, got)
 
     return lax.fori_loop(0, -(-most // width), step, kept)
+
+
+def at_once(rows: int, nbytes: int) -> bool:
+    """Returns whether a batch of rows of this size is exchanged in a single step."""
+    return nbytes * rows <= _AT_ONCE
+
+
+def width_of_round(rows: int, devices: int, nbytes: int) -> int:
+    """Returns the number of rows that each pair of devices may exchange in a round.
+
+    They are as many as independent draws need, unless a round then brings more than a megabyte, and
+    more rows than a device keeps of the whole batch.
+    """
+    mine = rows // devices
+    few = min(math.ceil(2 * mine**0.5), _AT_ONCE // (devices * nbytes))
+    return min(max(-(-mine // devices), few), mine)
 
 
 def places(shard: Int[Array, " B"], count: int) -> Int[Array, " B"]:
