@@ -23,5 +23,5 @@ Memory is reported for compiled programs only. Peers in C++ manage their own mem
 set of their process does not grow with a call, however much it needs.
 
 Separate programs measure on a GPU, [`benchmarks.gpu`][], and over several devices,
-[`benchmarks.devices`][].
+[`benchmarks.devices`][], which with `--scale` counts for thousands of them, [`benchmarks.scale`][].
 """

@@ -155,7 +155,7 @@ def shard_of(
     """
     if end.shape[0] == 1:
         return jnp.zeros(point.shape, jnp.int32), point
-    shard = jnp.sum(end[None] <= point[:, None], axis=1, dtype=jnp.int32)
+    shard = jnp.searchsorted(end, point, side="right", method="scan_unrolled").astype(jnp.int32)
     shard = jnp.minimum(shard, jnp.sum(end < end[-1], dtype=jnp.int32))
     begin = jnp.concatenate([jnp.zeros_like(end[:1]), end[:-1]])
     return shard, point - begin[shard]

@@ -199,6 +199,24 @@ def test_updates_do_what_they_do_to_one_buffer():
     assert int(buffer.metrics()["rejected"]) == int(single.metrics()["rejected"]) == rejected > 0
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "batch_size", "rows"),
+    # The whole of a small batch, a megabyte of larger rows, and as many as a device keeps.
+    [(4, 4096, 4096), (2**14, 256, 64), (2**18, 256, 32)],
+)
+def test_a_round_brings_a_megabyte_or_as_many_rows_as_a_device_keeps(nbytes, batch_size, rows):
+    item = jax.ShapeDtypeStruct((nbytes // 4,), jnp.float32)
+    buffer = jaxbuf.Sharded.create(
+        lambda: jaxbuf.ItemBuffer.create(item, 2, sampler=PLAIN), mesh_of(8), "data"
+    )
+    draw = jax.jit(lambda buffer, key: buffer.sample(key, batch_size))
+    text = draw.lower(buffer, jax.random.key(0)).compile().as_text()
+    [sent] = re.findall(r"= (.*?) all-to-all(?:-start)?\(", text)
+    shapes = [[int(n) for n in dims.split(",")] for dims in re.findall(r"\[(.*?)\]", sent)]
+    # With each row go its slot and its probability.
+    assert sum(np.prod(shape) for shape in shapes) == rows * (nbytes // 4 + 3)
+
+
 def test_a_new_item_gets_the_largest_priority_of_all_shards():
     buffer = filled(mesh_of(8))
     before = masses(buffer)

@@ -1,6 +1,13 @@
 """The benchmark of buffers over several devices."""
 
-from benchmarks import devices
+import collections
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import devices, scale
+from jaxbuf.wrappers.sharded.exchange import places
 from tests.programs.processes import run_processes
 
 PROGRAM = """
@@ -40,3 +47,53 @@ def test_both_tables():
     # A batch of 64 rows of 144 bytes, half of which a device receives.
     assert sent["2", "on"] - sent["2", "off"] >= 64 * 144 // 2
     assert [row[0] for row in table[13:]] == ["one after the other", "the next batch ahead"]
+
+
+COMPILED = """
+import json
+from benchmarks import scale
+for operation, nbytes in %s:
+    case = scale.Case(operation, 4, 1024, nbytes)
+    print(json.dumps([scale.received(case), *scale.compiled(case)]))
+"""
+OPERATIONS = [
+    ("add", 100),
+    ("update_priority", 100),
+    ("sample", 100),
+    ("sample", 10_000),
+    ("sample without exchange", 100),
+]
+
+
+def test_formulas_are_those_of_compiled_programs():
+    [printed] = run_processes(("-c", COMPILED % OPERATIONS), devices=4)
+    found = [json.loads(line) for line in printed.splitlines()]
+    assert len(found) == len(OPERATIONS)
+    for (operation, _), (formula, names, nbytes, _) in zip(OPERATIONS, found, strict=True):
+        assert formula == nbytes > 0
+        assert ("all-to-all" in names) == (operation == "sample")
+    # By hand: the sums of four shards, slots and priorities, and keys.
+    assert [found[0][0], found[1][0], found[4][0]] == [80, 12 * 1024, 32]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.25, 2.0])
+def test_rows_that_move_between_devices(spread):
+    """Beside the places that rows get, counted one by one."""
+    count, random = 8, np.random.default_rng(1)
+    shard = scale.draw(random, np.exp(spread * random.normal(size=count)), 512)
+    goes = shard[np.asarray(places(shard.astype(np.int32), count))].tolist()
+    pairs = collections.Counter(
+        (home, row // 64) for row, home in enumerate(goes) if home != row // 64
+    )
+    share, most = scale.moved(shard, count)
+    assert most == max(pairs.values(), default=0)
+    assert share == sum(pairs.values()) / 512
+
+
+def test_amounts_have_units():
+    assert [scale.amount(n) for n in (12, 1280, 999_900, 2.46e9)] == [
+        "12 B",
+        "1.28 kB",
+        "1 MB",
+        "2.46 GB",
+    ]

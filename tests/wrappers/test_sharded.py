@@ -15,6 +15,7 @@ from jax import lax
 import jaxbuf
 from jaxbuf.strategies import mass
 from jaxbuf.strategies.prioritized import MassSummary
+from jaxbuf.wrappers.sharded import exchange
 from jaxbuf.wrappers.sharded.exchange import places
 
 S, N = 4, 16
@@ -81,6 +82,37 @@ def test_rows_stay_with_their_shard_as_far_as_they_can(count):
         want = want.reshape(-1)
         want[want < 0] = [row for rows in own for row in rows[6:]]
         np.testing.assert_array_equal(source, want)
+
+
+@pytest.mark.parametrize("limit", [2**32, 0])
+def test_more_shards_than_rows_of_each(monkeypatch, limit):
+    """Beside rows put in place one by one; sorted by packed words, and as pairs."""
+    monkeypatch.setattr(exchange, "_PACKED", limit)
+    rng, count = np.random.default_rng(0), 300
+    shard = np.sort(rng.integers(0, count, 2 * count)).astype(np.int32)
+    rng.shuffle(shard[count:])
+    own = [list(np.flatnonzero(shard == k)) for k in range(count)]
+    spare = [row for rows in own for row in rows[2:]]
+    want = [row for rows in own for row in (*rows[:2], *[-1] * (2 - len(rows)))]
+    want = [spare.pop(0) if row < 0 else row for row in want]
+    np.testing.assert_array_equal(places(shard, count), want)
+
+
+@pytest.mark.parametrize(
+    "sampler", [jaxbuf.Prioritized(), jaxbuf.Prioritized(uniform_mix=0.1), jaxbuf.Uniform()]
+)
+def test_a_draw_takes_no_memory_for_each_row_and_shard(sampler):
+    count, rows = 512, 4096
+    one = jax.eval_shape(make(sampler))
+    summary = jax.eval_shape(sampler.summarize, one.sampler_state, one.occupancy)
+    known = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count,), x.dtype), summary)
+
+    def draw(known, key):
+        drawn = sampler.targets(known, key, rows, 2**24)
+        return drawn.shard, drawn.point, places(drawn.shard, count)
+
+    compiled = jax.jit(draw).lower(known, jax.random.key(0)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < count * rows
 
 
 def test_no_shard_without_mass_is_drawn_from_however_sums_are_rounded(monkeypatch):

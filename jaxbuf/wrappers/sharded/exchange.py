@@ -15,6 +15,8 @@ from jaxbuf.wrappers.sharded.per_device import numbers_of
 # A batch of at most this many bytes is exchanged in a single step, with room for every row from
 # every device.
 _AT_ONCE = 2**20
+# Up to this number of shards times rows, a shard and a row fit into one word.
+_PACKED = 2**32
 
 
 def exchange(
@@ -56,7 +58,7 @@ def exchange(
     position = jnp.arange(rows, dtype=jnp.int32).reshape(devices, mine)
     origin = shard.reshape(devices, mine) // local
     row = jnp.arange(mine, dtype=jnp.int32)
-    if nbytes * rows <= _AT_ONCE:
+    if at_once(rows, nbytes):
         got = send(jnp.where(origin == here, position, rows).reshape(-1))
         got = jax.tree.map(lambda leaf: leaf.reshape(devices, mine, *leaf.shape[1:]), got)
         return jax.tree.map(lambda leaf: leaf[origin[here], row], got)
@@ -67,7 +69,7 @@ def exchange(
     kept = jax.vmap(fetch)(shards, numbers, home)
     kept = jax.tree.map(lambda leaf: leaf.reshape(mine, *leaf.shape[2:]), kept)
     moves = shard.reshape(devices, mine) != position // each
-    width = min(max(-(-mine // count), math.ceil(2 * mine**0.5)), mine)
+    width = width_of_round(rows, devices, nbytes)
     device = jnp.arange(devices, dtype=jnp.int32)[:, None]
     pair = jnp.where(moves, device * devices + origin, devices**2).reshape(-1)
     most = jnp.max(jnp.zeros((devices**2,), jnp.int32).at[pair].add(1, mode="drop"))
@@ -91,6 +93,22 @@ def exchange(
     return lax.fori_loop(0, -(-most // width), step, kept)
 
 
+def at_once(rows: int, nbytes: int) -> bool:
+    """Returns whether a batch of rows of this size is exchanged in a single step."""
+    return nbytes * rows <= _AT_ONCE
+
+
+def width_of_round(rows: int, devices: int, nbytes: int) -> int:
+    """Returns the number of rows that each pair of devices may exchange in a round.
+
+    They are as many as independent draws need, unless a round then brings more than a megabyte, and
+    more rows than a device keeps of the whole batch.
+    """
+    mine = rows // devices
+    few = min(math.ceil(2 * mine**0.5), _AT_ONCE // (devices * nbytes))
+    return min(max(-(-mine // devices), few), mine)
+
+
 def places(shard: Int[Array, " B"], count: int) -> Int[Array, " B"]:
     """Returns the row for each place of the batch, so that most rows stay with their shard.
 
@@ -100,14 +118,31 @@ def places(shard: Int[Array, " B"], count: int) -> Int[Array, " B"]:
     if count == 1:
         return jnp.arange(shard.shape[0], dtype=jnp.int32)
     each = shard.shape[0] // count
-    number = jnp.arange(count, dtype=jnp.int32)
-    has = jnp.sum(shard[None] == number[:, None], axis=1, dtype=jnp.int32)
-    first = jnp.cumsum(has) - has
+    order, end = _by_shard(shard, count)
+    has = jnp.diff(end, prepend=0)
+    first = end - has
     block, rank = jnp.divmod(jnp.arange(shard.shape[0], dtype=jnp.int32), each)
     gap = rank >= has[block]
     nth = jnp.cumsum(gap, dtype=jnp.int32) - 1
     more = jnp.maximum(has - each, 0)
     until = jnp.cumsum(more, dtype=jnp.int32)
-    giver = jnp.minimum(jnp.sum(until[None] <= nth[:, None], axis=1, dtype=jnp.int32), count - 1)
+    giver = jnp.searchsorted(until, nth, side="right", method="scan_unrolled").astype(jnp.int32)
+    giver = jnp.minimum(giver, count - 1)
     spare = first[giver] + each + nth - (until - more)[giver]
-    return jnp.argsort(shard, stable=True)[jnp.where(gap, spare, first[block] + rank)]
+    return order[jnp.where(gap, spare, first[block] + rank)]
+
+
+def _by_shard(shard: Int[Array, " B"], count: int) -> tuple[Int[Array, " B"], Int[Array, " S"]]:
+    """Returns the rows in the order of their shards, and where those of each shard end."""
+    rows = shard.shape[0]
+    if count * rows <= _PACKED:
+        # Words are sorted several times as fast as pairs, and have the same order.
+        packed = shard.astype(jnp.uint32) * jnp.uint32(rows) + jnp.arange(rows, dtype=jnp.uint32)
+        ordered = lax.sort(packed, is_stable=False)
+        order = (ordered % jnp.uint32(rows)).astype(jnp.int32)
+        last = jnp.arange(1, count + 1, dtype=jnp.uint32) * jnp.uint32(rows) - jnp.uint32(1)
+    else:
+        order = jnp.argsort(shard, stable=True)
+        ordered, last = shard[order], jnp.arange(count, dtype=jnp.int32)
+    end = jnp.searchsorted(ordered, last, side="right", method="scan_unrolled")
+    return order, end.astype(jnp.int32)
