@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import os
 import re
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     # Most entries are of code that has changed since.
     if sum(path.stat().st_size for path in CACHE.iterdir()) > MOST_CACHED:
-        shutil.rmtree(CACHE)
+        for path in CACHE.iterdir():
+            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True, scope="module")

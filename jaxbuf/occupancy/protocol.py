@@ -140,6 +140,7 @@ class ItemOccupancy(Occupancy):
         ...     '''Keeps the first items for ever: takes no more once it is full.'''
         ...
         ...     count: jnp.ndarray
+        ...     cleared: jnp.ndarray
         ...     capacity: int = struct.field(pytree_node=False)
         ...
         ...     @property
@@ -156,17 +157,18 @@ class ItemOccupancy(Occupancy):
         ...         return (index >= 0) & (index < self.count)
         ...
         ...     def generation(self, index):
-        ...         return jnp.ones(index.shape, jnp.uint32)
+        ...         return jnp.full(index.shape, self.cleared)
         ...
         ...     def draw(self, words):
         ...         return (words % jnp.maximum(self.count, 1).astype(jnp.uint32)).astype(jnp.int32)
         ...
         ...     def clear(self):
-        ...         return self.replace(count=jnp.zeros_like(self.count))
+        ...         count = jnp.zeros_like(self.count)
+        ...         return self.replace(count=count, cleared=self.cleared + jnp.uint32(1))
         >>> @dataclasses.dataclass(frozen=True)
         ... class First(jaxbuf.strategies.Evictor):
         ...     def init(self, capacity):
-        ...         return Frozen(jnp.int32(0), capacity)
+        ...         return Frozen(jnp.int32(0), jnp.uint32(0), capacity)
         >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, evictor=First())
         >>> buffer.add(jnp.arange(2)).add(jnp.arange(2, 6)).data.tolist()
         [0, 1, 2]
@@ -180,7 +182,7 @@ class ItemOccupancy(Occupancy):
 
         Returns:
             The new occupancy, and a slot for each row ``[B]``, which is the capacity for a row that
-            is masked out or not kept. No slot is given twice.
+            is masked out, or not kept beside the others of its batch. No slot is given twice.
         """
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
@@ -198,7 +200,11 @@ class ItemOccupancy(Occupancy):
         raise ValueError(f"{type(old).__name__} does not define continuing(old)")
 
     def demote(self, index: Int[Array, " B"]) -> Self:
-        """Marks the items at ``index`` as retired: they should be overwritten first."""
+        """Marks the items at ``index`` as retired: they should be overwritten first.
+
+        By default they are not, and items may leave a full buffer while slots of retired ones stay
+        unused.
+        """
         del index
         return self
 

@@ -32,7 +32,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
     in the same step. ``place`` does so for a ring of items, which fills a slot again at once; for
     slots that can be empty in between, such as those of windows, ``replace(inner=...)`` must come
     with an ``exclude``. And a sampler that draws by masses of its own must be told as well: give
-    excluded slots no mass (``Sampler.remove``).
+    excluded slots no mass (``Sampler.on_change``).
 
     Attributes:
         inner: The occupancy that knows the places and generations of items.
