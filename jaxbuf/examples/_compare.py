@@ -1,0 +1,102 @@
+"""Trains several variants of an agent at once, for examples that compare them."""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+import jaxbuf
+from jaxbuf.examples import _run
+
+CHUNKS = 50
+
+
+class Agent(Protocol):
+    """An agent in two variants or more, whose training is pure functions of a state."""
+
+    def init(self, key: PRNGKeyArray, variant: Float[Array, ""], /) -> Any:
+        """Returns the state at the start; its ``step`` is the number of steps so far."""
+        ...
+
+    def train(self, state: Any, length: int) -> tuple[Any, dict[str, Array]]:
+        """Trains for so many iterations; returns the next state, and metrics to log."""
+        ...
+
+
+# Cached, so that an agent that runs again in the same process is not compiled again.
+@functools.cache
+def _programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns jitted functions that begin and continue a run, for all seeds of all variants."""
+    init = jax.vmap(jax.vmap(agent.init, in_axes=(0, None)), in_axes=(None, 0))
+    chunk = jax.vmap(jax.vmap(lambda state: agent.train(state, length)))
+    # Donated, so that the buffers are updated in place.
+    options = jaxbuf.compiler_options()
+    return jax.jit(init), jax.jit(chunk, donate_argnums=0, compiler_options=options)
+
+
+def compare(
+    run: _run.Run[Any],
+    agent: Agent,
+    variants: Mapping[str, float],
+    what: str,
+    *,
+    size: int,
+    title: str,
+) -> None:
+    """Trains variants of an agent with the same seeds, in one program, and compares them.
+
+    Logs the metrics about fifty times. Ends with a picture of one of them, and with a table of its
+    mean over the last tenth of the run.
+
+    Args:
+        run: A run whose configuration has ``seed``, ``seeds``, the number of seeds of each variant,
+            and ``steps``, the number of steps of each seed.
+        agent: The agent; hashable.
+        variants: The number that ``agent.init`` gets, by the name of the variant.
+        what: The name of the metric to compare.
+        size: Number of steps in an iteration.
+        title: The title of the picture.
+    """
+    began = time.perf_counter()
+    config = run.config
+    length = math.ceil(config.steps / size / CHUNKS)
+    init, chunk = _programs(agent, length)
+    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+    numbers = jnp.asarray([*variants.values()], jnp.float32)
+    state = run.load(jax.eval_shape(init, keys, numbers)) if run.resume else init(keys, numbers)
+
+    def next_chunk(state: Any) -> tuple[Any, dict[str, Any], str]:
+        state, metrics = chunk(state)
+        means = np.mean(metrics[what], axis=1)
+        shown = ", ".join(f"{mean:.2f} {v}" for v, mean in zip(variants, means, strict=True))
+        logged = {k: dict(zip(variants, v, strict=True)) for k, v in metrics.items()}
+        return state, logged, f"{what} {shown}"
+
+    run.train(
+        state,
+        next_chunk,
+        done=int(state.step[0, 0]),
+        until=config.steps,
+        size=length * size,
+        unit="steps",
+        rows=len(variants) * config.seeds,
+    )
+    step, curves = run.logged("step"), {name: run.logged(f"{what}/{name}") for name in variants}
+    picture = run.out / f"{what}.png"
+    _run.plot(picture, step, curves, title=title, xlabel="steps per seed", ylabel=what)
+    late = [curve[-math.ceil(len(step) / 10) :] for curve in curves.values()]
+    means = np.stack([np.ma.masked_invalid(curve).mean(axis=0).filled(np.nan) for curve in late])
+    cells = [
+        [str(config.seed + i), *(f"{mean:.2f}" for mean in means[:, i]), "", ""]
+        for i in range(config.seeds)
+    ]
+    total = [f"{step[-1]:,.0f}", f"{time.perf_counter() - began:.1f} s"]
+    cells.append(["all", *(f"{mean:.2f}" for mean in means.mean(axis=1)), *total])
+    print(_run.table(["seed", *variants, "steps", "time"], cells))
+    print(f"{picture.name}, log and checkpoint are in {run.out}")
