@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bit_flipping, cliffwalk, common, hypergrid, minatar
+from experiments import bit_flipping, cliffwalk, common, hypergrid, levels, minatar, pendulum
 from tests.lenient import lenient
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
     path.stem: program
-    for program in (cliffwalk, bit_flipping, hypergrid, minatar)
+    for program in (cliffwalk, bit_flipping, hypergrid, minatar, pendulum, levels)
     if (path := ROOT / "docs" / "results" / f"{program.__name__.split('.')[-1]}.csv").exists()
 }
 
@@ -110,6 +110,49 @@ def test_rows_of_minatar_are_means_of_tenths_of_a_run():
     assert [row["step"] for row in first] == [20 * i for i in range(1, 11)]
     assert [float(row["return"]) for row in first] == [2 * i + 1.5 for i in range(10)]
     assert all(row["return"] == "nan" for row in rows if row["seed"] == 1)
+
+
+def test_stages_are_means_of_parts_and_of_differences():
+    rows = [
+        {"agent": agent, "step": step, "seed": seed, "return": step + seed + extra}
+        for agent, extra in (("one", 0), ("other", 5))
+        for step in (10, 20, 30)
+        for seed in (0, 1)
+    ]
+    curves = common.curves(rows, ("one", "other"), "return")
+    np.testing.assert_array_equal(curves["one"], [[10, 11], [20, 21], [30, 31]])
+    parts = {"start": slice(1), "rest": slice(1, None)}
+    assert common.stages(curves, parts, ".0f") == [
+        ["one", "10 (10 to 11)", "26 (25 to 26)"],
+        ["other", "16 (15 to 16)", "30 (30 to 31)"],
+        ["difference", "5 (5 to 5)", "5 (5 to 5)"],
+    ]
+
+
+def test_pendulum_for_a_few_episodes(tmp_path, promotion):
+    options = pendulum.Options(steps=3_300, seeds=1, runs=tmp_path / "runs", out=tmp_path)
+    pendulum.main(options)
+    found = common.read(tmp_path / "pendulum.csv")
+    steps = [int(row["step"]) for row in found if row["agent"] == "prioritized"]
+    # Four environments end an episode in 201 steps, with the reset; a line of the log has nine.
+    assert steps == [828, 1_620, 2_412, 3_240]
+    returns = {a: [row["return"] for row in found if row["agent"] == a] for a in pendulum.AGENTS}
+    # Priorities change nothing before learning begins.
+    assert returns["uniform"][0] == returns["prioritized"][0]
+    assert returns["uniform"][-1] != returns["prioritized"][-1]
+    before = (tmp_path / "pendulum.svg").read_bytes()
+    pendulum.main(options)
+    assert (tmp_path / "pendulum.svg").read_bytes() == before
+
+
+def test_levels_in_small_mazes(tmp_path, promotion):
+    options = levels.Options(steps=38_400, seeds=2, size=3, runs=tmp_path / "runs", out=tmp_path)
+    levels.main(options)
+    found = common.read(tmp_path / "levels.csv")
+    assert {row["agent"] for row in found} == {"uniform", "prioritized"}
+    curves = common.curves(found, levels.AGENTS, "solved")
+    assert all(curve.shape == (50, 2) for curve in curves.values())
+    assert all(curve[-1].mean() > curve[0].mean() + 0.05 for curve in curves.values())
 
 
 def test_an_interrupted_run_ends_the_experiment(tmp_path):
