@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,18 +48,61 @@ def test_true_values_are_those_of_value_iteration(n):
     np.testing.assert_allclose(cliffwalk.true_values(n), values, rtol=1e-12)
 
 
-def test_all_agents_learn_and_the_oracle_is_fastest():
-    n, updates = 6, {}
+# With linear values and many states the oracle ends where each update makes the error larger.
+@pytest.mark.parametrize(("linear", "n"), [(False, 6), (True, 4)])
+def test_all_agents_learn_and_the_oracle_is_fastest(linear, n):
+    updates = {}
     for agent in cliffwalk.AGENTS:
-        values, updates[agent] = cliffwalk.run(n, agent, 3, 100_000)
+        values, updates[agent] = cliffwalk.run(n, agent, 3, 100_000, linear=linear)
         assert values.shape == (3, n, 2)
         error = np.mean((values - cliffwalk.true_values(n)) ** 2, axis=(1, 2))
-        assert np.all(error < cliffwalk.THRESHOLD)
-        assert np.all(
-            updates[agent] >= updates["oracle"] if agent == "oracle" else updates[agent] > 0
-        )
+        assert np.all(error < cliffwalk.THRESHOLD), agent
+        assert np.all(updates[agent] > 0), agent
     for agent in cliffwalk.SAMPLERS:
         assert np.all(updates["oracle"] <= updates[agent]), agent
+
+
+def test_linear_values_share_a_constant_among_states():
+    # Action 0 is right in the second state alone.
+    weights = jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [10.0, 20.0]])
+    expected = [[1 + 10, 2 + 20], [4 + 20, 3 + 10], [5 + 10, 6 + 20]]
+    np.testing.assert_array_equal(cliffwalk.values_of(weights, 3), expected)
+    np.testing.assert_array_equal(cliffwalk.values_of(weights[:3], 3), [[1, 2], [4, 3], [5, 6]])
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_an_update_follows_the_gradient_of_its_value(linear):
+    n, state, right = 4, jnp.int32(1), jnp.bool_(True)
+    weights = jax.random.normal(jax.random.key(0), (n + linear, 2))
+    after, error = cliffwalk.learn(weights, n, state, right)
+    values = cliffwalk.values_of(weights, n)
+    np.testing.assert_allclose(error, 0.75 * values[2].max() - values[1, 1], rtol=1e-6)
+    slope = jax.grad(lambda weights: cliffwalk.values_of(weights, n)[1, 1])(weights)
+    assert np.sum(slope) == 1 + linear
+    np.testing.assert_allclose(after, weights + 0.25 * error * slope, rtol=1e-6)
+
+
+def test_the_memory_is_filled_in_random_order():
+    n, sampler = 6, cliffwalk.SAMPLERS["rank-based, α = 1"]
+    rows = sorted(zip(*map(np.ndarray.tolist, cliffwalk.memory(n)), strict=True))
+    ordered = np.repeat([True, False], len(rows) // 2)
+    for seed in range(3):
+        data = cliffwalk.fill(n, sampler, jax.random.key(seed)).data
+        found = zip(data["state"].tolist(), data["right"].tolist(), strict=True)
+        assert sorted(found) == rows
+        # Half of 126 at random: 63 with a standard deviation of 5.6.
+        assert 35 < np.sum(np.asarray(data["right"]) == ordered) < 91
+
+
+def test_runs_that_are_given_up_are_counted(tmp_path):
+    options = cliffwalk.Options(least=3, most=4, seeds=2, most_updates=100, out=tmp_path)
+    cliffwalk.main(options)
+    found = common.read(tmp_path / "cliffwalk.csv")
+    assert {row["updates"] for row in found if row["agent"] == "uniform"} >= {"inf"}
+    rows = [{"updates": updates} for updates in ("60", "inf", "70")]
+    assert cliffwalk.cell(rows) == "1 of 3 given up"
+    assert cliffwalk.cell([rows[0], rows[0]]) == "60 (60 to 60)"
+    assert (tmp_path / "cliffwalk.svg").exists()
 
 
 def test_td_errors_are_zero_at_the_true_values():
