@@ -14,8 +14,8 @@ from jaxbuf.examples import _run
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 # Okabe and Ito's colors, which people with any kind of color blindness can tell apart.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "x")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "x")
 
 
 def train(main: Callable[[Sequence[str]], int], words: Sequence[Any], folder: Path) -> Any:
@@ -94,6 +94,39 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a table in markdown, with the first column aligned to the left."""
     rule = ["---", *("---:" for _ in header[1:])]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
+
+
+def curves(
+    rows: Sequence[Mapping[str, Any]], agents: Sequence[str], y: str
+) -> dict[str, NDArray[Any]]:
+    """Returns, by agent, the values of column ``y`` at each step of each seed, ``[P, S]``."""
+    return {
+        agent: np.stack(
+            [*group([row for row in rows if row["agent"] == agent], "step", y).values()]
+        )
+        for agent in agents
+    }
+
+
+def stages(
+    values: Mapping[str, NDArray[Any]], parts: Mapping[str, slice], form: str = ".2f"
+) -> list[list[str]]:
+    """Returns the means of two agents in parts of their runs, and the difference seed by seed.
+
+    Args:
+        values: By agent, the values at each step of each seed, ``[P, S]``.
+        parts: By name, which of the steps are meant.
+        form: How to write a number.
+
+    Returns:
+        A row of a table for each agent, and one for the second agent minus the first; intervals
+        are over the seeds.
+    """
+    first, second = values.values()
+    return [
+        [name, *(spread(curve[part].mean(axis=0), form) for part in parts.values())]
+        for name, curve in (*values.items(), ("difference", second - first))
+    ]
 
 
 def figure(columns: int) -> tuple[Figure, NDArray[Any]]:
