@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax import struct
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -247,13 +247,16 @@ class Agent:
 
     def train(self, state: TrainState, iterations: int) -> TrainState:
         """Updates ``iterations`` times, all in one ``lax.scan``."""
+        return jax.lax.scan(
+            lambda state, _: (self.update(state)[0], None), state, None, iterations
+        )[0]
 
-        def iteration(state: TrainState, _: None) -> tuple[TrainState, None]:
-            return self.update(state)[0], None
+    def add(self, buffer: Any, states: Int[Array, "B D"], mask: Bool[Array, " B"]) -> Any:
+        """Returns the buffer with more terminal states."""
+        score = None if self.kind == "fifo" else self.config.grid.log_reward(states)
+        return buffer.add(states, score=score, mask=mask)
 
-        return jax.lax.scan(iteration, state, length=iterations)[0]
-
-    def update(self, state: TrainState) -> tuple[TrainState, Int[Array, "F D"]]:
+    def update(self, state: TrainState, _: None = None) -> tuple[TrainState, Int[Array, "F D"]]:
         """Rolls out, adds, replays and learns; also returns the fresh terminal states."""
         config, grid = self.config, self.config.grid
         key, rollout_key, replay_key = jax.random.split(state.key, 3)
@@ -266,8 +269,7 @@ class Agent:
         buffer = state.buffer
         if buffer is not None:
             # In this order, since a buffer that is sampled before it is added to would be copied.
-            score = None if self.kind == "fifo" else grid.log_reward(last)
-            buffer = buffer.add(last, score=score, mask=valid)
+            buffer = self.add(buffer, last, valid)
             sample_key, backward_key = jax.random.split(replay_key)
             batch = buffer.sample(sample_key, config.replayed)
             trajectories = jax.tree.map(

@@ -1,13 +1,18 @@
 """Helpers of all examples: command line, folder of a run, training in chunks, table and plot."""
 
+import contextlib
 import csv
 import dataclasses
 import functools
+import importlib
+import io
 import json
 import math
+import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
@@ -32,6 +37,9 @@ State = TypeVar("State")
 FILES = """  tensorboard/        the same for TensorBoard, with --tensorboard
   checkpoint/         the whole training state, ten times in a run
   run.json            the options"""
+
+# Environment variables in which launchers of MPI say which rank this is.
+RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +246,61 @@ def main(
         print("\ninterrupted; go on from the last checkpoint with --resume", file=sys.stderr)
         return 130
     return 0
+
+
+def main_on_ranks(
+    example: str,
+    train: Callable[[Config, Any], None],
+    default: Config,
+    description: str,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Runs an example on several MPI ranks, each of which calls this.
+
+    Takes the arguments of ``main``, except that ``train`` takes the options, one of which is
+    ``out``, and the communicator of all ranks. If one rank fails, all end. Only one rank prints
+    what is wrong with the command line.
+    """
+    program = f"python -m jaxbuf.examples.{example}"
+    quiet = any(os.environ.get(name, "0") != "0" for name in RANKS)
+    out, err = (io.StringIO(), io.StringIO()) if quiet else (sys.stdout, sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        config: Any = tyro.cli(type(default), args=argv, prog=program, description=description)
+    try:
+        importlib.import_module("jaxbuf.mpi")
+    except ImportError as error:
+        fail(f"{error}; in a clone, `make demo-mpi` installs all that it needs")
+    # This import starts MPI.
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if world.Get_size() < 2:
+        fail(f"one rank alone has no manager; start several with `mpiexec -n 4 {program}`")
+    try:
+        ready = False
+        if world.Get_rank() == 0:
+            with contextlib.suppress(SystemExit):
+                begin(config.out, example, {})
+                ready = True
+        if not world.bcast(ready):
+            return 2
+        train(config, world)
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was kept", file=sys.stderr, flush=True)
+        world.Abort(130)
+    except Exception:
+        # The others would wait for this rank forever.
+        traceback.print_exc()
+        sys.stderr.flush()
+        world.Abort(1)
+    return 0
+
+
+def meet(world: Any) -> None:
+    """Waits for all ranks without keeping a core busy that one of them could use."""
+    here = world.Ibarrier()
+    while not here.Test():
+        time.sleep(1e-3)
 
 
 def begin(out: Path, example: str, options: dict[str, Any], *, resume: bool = False) -> None:

@@ -1,22 +1,18 @@
-"""DQN whose environments, replay buffer and gradients are spread over all devices.
+"""Train DQN with one prioritized replay buffer over all devices.
 
-``python -m jaxbuf.examples.dqn_sharded`` trains the agent of ``dqn`` on CartPole, on all
-available devices. ``--devices 8`` splits a CPU into eight devices, and with ``--coordinator``
-several processes train together.
+The agent is that of ``dqn``, on CartPole. --devices 8 splits a CPU into eight devices. On a
+cluster, run the same command in every process; the guide "More than one device" has examples.
 
-Environments, buffer and batches are divided among ``--shards``, and the shards among the devices.
-The program is written as for one device. Only three places deal with devices: ``jaxbuf.Sharded``
-keeps each shard on the device of its environments, ``Agent.each_shard`` computes on the device that
-has the rows of a shard, and ``Agent.whole`` collects the gradients of all shards before they are
-averaged. Since a shard computes the same on every device, their number only changes the speed.
+Writes, in runs/dqn_sharded or where --out says:
+  log.csv      returns, losses and metrics of the buffer
+  checkpoint/  the whole training state; --resume goes on from it, on other devices, too
 """
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +24,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import jaxbuf
 from jaxbuf.examples import _run, dqn
 from jaxbuf.interop import GymnaxState, gymnax_reset
-
-DESCRIPTION = """Train DQN with one prioritized replay buffer over all devices.
-
-On a cluster, run the same command in every process; the guide "More than one device" has examples.
-Writes, in runs/dqn_sharded or where --out says:
-  log.csv      returns, losses and metrics of the buffer
-  checkpoint/  the whole training state; --resume goes on from it, on other devices, too"""
-SPLIT, SAME = jax.P("data"), jax.P()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,51 +56,34 @@ class Config:
 
 
 class TrainState(struct.PyTreeNode):
-    """The state that training changes.
+    """The state that training changes. From the parameters on, it is the same on all devices."""
 
-    Attributes:
-        envs: State of the environments, by shard: leaves ``[S, E, ...]``.
-        episode_return: Sum of rewards since each episode began, by shard.
-        buffer: The replay buffer, each shard on the device of its environments.
-        params: Parameters of the Q-network. They and all that follow are the same on all devices.
-        target_params: Their moving average, which the targets use.
-        opt_state: State of the optimizer.
-        step: Number of environment steps so far.
+    envs: GymnaxState  # by shard, leaves [S, E, ...]
+    episode_return: Float[Array, "S E"]  # rewards since each episode began
+    buffer: jaxbuf.Sharded  # each shard on the device of its environments
+    params: Any
+    target_params: Any  # their moving average, which the targets use
+    opt_state: optax.OptState
+    step: Int[Array, ""]  # environment steps so far
+
+
+class Agent:
+    """The agent of ``dqn`` over the devices of a mesh, written as for one device.
+
+    Environments, buffer and batches are divided among the shards, and these among the devices. Only
+    three places deal with that: ``jaxbuf.Sharded``, ``each_shard`` and ``whole``. A shard computes
+    the same on every device, so the number of devices only changes the speed.
     """
 
-    envs: GymnaxState
-    episode_return: Float[Array, "S E"]
-    buffer: jaxbuf.Sharded
-    params: Any
-    target_params: Any
-    opt_state: optax.OptState
-    step: Int[Array, ""]
-
-
-@dataclasses.dataclass(frozen=True)
-class Agent:
-    """The agent of ``dqn`` over the devices of a mesh."""
-
-    config: Config
-    mesh: jax.sharding.Mesh
-
-    @functools.cached_property
-    def dqn(self) -> dqn.Agent:
-        """The agent that provides the network, optimizer, schedules, actions, steps and errors."""
+    def __init__(self, config: Config, mesh: jax.sharding.Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        # It provides the network, optimizer, schedules, actions, steps and errors.
         names = ("steps", "num_envs", "batch_size", "capacity", "warmup", "hidden")
-        return dqn.Agent(dqn.Config(**{name: getattr(self.config, name) for name in names}))
+        self.dqn = dqn.Agent(dqn.Config(**{name: getattr(config, name) for name in names}))
+        self.same, self.split = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
 
     def each_shard(self, function: Callable[..., Any], params: Any, *args: Any) -> Any:
-        """Calls ``function(params, *args)`` for each shard, on the device that has its ``args``.
-
-        Args:
-            function: The function of one shard.
-            params: Its first argument, the same for all shards.
-            *args: Leaves ``[S, ...]``.
-
-        Returns:
-            All results, leaves ``[S, ...]``.
-        """
+        """Calls ``function(params, *args)`` for each shard, where the rows of ``args`` are."""
 
         def here(params: Any, args: Any) -> Any:
             # Parameters of this device, since jax.grad would otherwise sum over all devices.
@@ -120,123 +91,79 @@ class Agent:
             # One shard after the other, so that results do not depend on how many are on a device.
             return jax.lax.map(lambda own: function(params, *own), args)
 
-        mapped = jax.shard_map(here, mesh=self.mesh, in_specs=(SAME, SPLIT), out_specs=SPLIT)
+        split = jax.P("data")
+        mapped = jax.shard_map(here, mesh=self.mesh, in_specs=(jax.P(), split), out_specs=split)
         return mapped(params, args)
 
     def whole(self, tree: Any) -> Any:
         """Returns all of ``tree`` on every device."""
-        return jax.lax.with_sharding_constraint(tree, jax.NamedSharding(self.mesh, SAME))
-
-    def shardings(self) -> Any:
-        """Returns the shardings of a ``TrainState``, a prefix of it."""
-        split, same = (jax.NamedSharding(self.mesh, spec) for spec in (SPLIT, SAME))
-        state: Any = TrainState
-        return state(
-            envs=split,
-            episode_return=split,
-            buffer=split,
-            params=same,
-            target_params=same,
-            opt_state=same,
-            step=same,
-        )
+        return jax.lax.with_sharding_constraint(tree, self.same)
 
     def init(self) -> TrainState:
-        """Returns the state of a new network, new episodes and an empty buffer."""
-        config = self.config
-        shards, num_envs = config.shards, config.num_envs // config.shards
-        env, env_params = _run.make_env(self.dqn.config.env)
+        """Returns the state of a new network, with ``warmup`` random steps in the buffer."""
+        config, shards = self.config, self.config.shards
         params_key, envs_key = jax.random.split(jax.random.key(config.seed))
-        envs = jax.vmap(lambda key: gymnax_reset(env, env_params, key, num_envs))(
-            jax.random.split(envs_key, shards)
-        )
-        one = jax.tree.map(lambda leaf: leaf[0], envs)
-        action = jnp.zeros(num_envs, jnp.int32)
-        step = jax.eval_shape(lambda: self.dqn.step(params_key, one, action)[1])
+        env, num_envs = _run.make_env(self.dqn.config.env), config.num_envs // shards
+        keys = jax.random.split(envs_key, shards)
+        envs = jax.vmap(lambda key: gymnax_reset(*env, key, num_envs))(keys)
+        one, action = jax.tree.map(lambda leaf: leaf[0], envs), jnp.zeros(num_envs, jnp.int32)
+        steps = jax.eval_shape(self.dqn.step, params_key, one, action)[1]
 
         def make_shard() -> jaxbuf.TrajectoryBuffer:
             return jaxbuf.TrajectoryBuffer.create(
-                jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), step),
+                _run.one_of(steps),
                 num_envs,
                 config.capacity // config.num_envs,
                 sequence_length=2,
                 sampler=jaxbuf.Prioritized(epsilon=dqn.PRIORITY_EPSILON),
             )
 
+        buffer = jaxbuf.Sharded.create(make_shard, self.mesh, "data", shards=shards)
         params = self.dqn.network.init(params_key, one.obs)
-        return TrainState(
-            envs=envs,
-            episode_return=jnp.zeros((shards, num_envs)),
-            buffer=jaxbuf.Sharded.create(make_shard, self.mesh, "data", shards=shards),
-            params=params,
-            target_params=jax.tree.map(jnp.copy, params),
-            opt_state=self.dqn.optimizer.init(params),
-            step=jnp.int32(0),
-        )
+        target, opt_state = jax.tree.map(jnp.copy, params), self.dqn.optimizer.init(params)
+        returns = jnp.zeros((shards, num_envs))
+        state = TrainState(envs, returns, buffer, params, target, opt_state, jnp.int32(0))
+        length = config.warmup // config.num_envs
+        return jax.lax.scan(lambda s, _: self.interact(s, self.key(s), 1.0), state, None, length)[0]
 
     def train(self, state: TrainState, iterations: int) -> tuple[TrainState, dict[str, Any]]:
         """Acts and learns; returns the new state and the metrics to log."""
 
         def iteration(state: TrainState, _: None) -> tuple[TrainState, Any]:
             act_key, learn_key = jax.random.split(self.key(state))
-            state, ended = self.interact(state, act_key, self.dqn.schedules(state.step)[0])
+            state, log = self.interact(state, act_key, self.dqn.schedules(state.step)[0])
             state, loss = self.learn(state, learn_key)
-            return state, (ended, loss)
+            return state, (log, loss)
 
-        state, ((episodes, returns), losses) = jax.lax.scan(iteration, state, length=iterations)
-        log = {
-            "return": jnp.sum(returns) / jnp.maximum(jnp.sum(episodes), 1),
-            "loss": jnp.mean(losses),
-            "buffer": state.buffer.metrics(),
-        }
-        return state, log
-
-    def warm_up(self, state: TrainState, iterations: int) -> TrainState:
-        """Adds random steps."""
-
-        def iteration(state: TrainState, _: None) -> tuple[TrainState, None]:
-            return self.interact(state, self.key(state), jnp.float32(1))[0], None
-
-        return jax.lax.scan(iteration, state, length=iterations)[0]
+        state, (logs, losses) = jax.lax.scan(iteration, state, length=iterations)
+        episodes, total_return = (jnp.sum(leaf) for leaf in logs)
+        log = {"return": total_return / jnp.maximum(episodes, 1), "loss": jnp.mean(losses)}
+        return state, log | {"buffer": state.buffer.metrics()}
 
     def key(self, state: TrainState) -> PRNGKeyArray:
         """Returns the key of this step."""
         return jax.random.fold_in(jax.random.key(self.config.seed), state.step)
 
     def interact(
-        self, state: TrainState, key: PRNGKeyArray, epsilon: Float[Array, ""]
-    ) -> tuple[TrainState, tuple[Array, Array]]:
-        """Takes an ε-greedy step in every environment, and adds it to the shard on its device.
-
-        Returns:
-            The new state, the number of episodes that ended, and the sum of their returns.
-        """
+        self, state: TrainState, key: PRNGKeyArray, epsilon: Any
+    ) -> tuple[TrainState, _run.Episodes]:
+        """Takes an ε-greedy step in every environment, and adds it to the shard on its device."""
 
         def act(same: Any, key: PRNGKeyArray, envs: GymnaxState, episode_return: Array) -> Any:
-            params, epsilon = same
             action_key, step_key = jax.random.split(key)
-            action = self.dqn.act(params, envs.obs, epsilon, action_key)
+            action = self.dqn.act(same[0], envs.obs, same[1], action_key)
             envs, steps = self.dqn.step(step_key, envs, action)
-            total = episode_return + steps["reward"]
-            ended = steps["terminated"] | steps["truncated"]
-            log = jnp.sum(ended, dtype=jnp.int32), jnp.sum(jnp.where(ended, total, 0.0))
-            return envs, jnp.where(ended, 0.0, total), steps, log
+            return envs, steps, *_run.count_episodes(episode_return, steps)
 
         keys = jax.random.split(key, self.config.shards)
-        same = state.params, epsilon
-        envs, episode_return, steps, log = self.each_shard(
-            act, same, keys, state.envs, state.episode_return
+        envs, steps, returns, log = self.each_shard(
+            act, (state.params, epsilon), keys, state.envs, state.episode_return
         )
         # In the order of the shards, as the buffer gives the first rows to its first shard.
         steps = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), steps)
-        state = state.replace(
-            envs=envs,
-            episode_return=episode_return,
-            buffer=state.buffer.add(steps),
-            step=state.step + self.config.num_envs,
-        )
-        episodes, returns = self.whole(log)
-        return state, (jnp.sum(episodes, dtype=jnp.int32), jnp.sum(returns))
+        state = state.replace(envs=envs, episode_return=returns, buffer=state.buffer.add(steps))
+        log = jax.tree.map(lambda leaf: jnp.sum(leaf, dtype=leaf.dtype), self.whole(log))
+        return state.replace(step=state.step + self.config.num_envs), log
 
     def learn(self, state: TrainState, key: PRNGKeyArray) -> tuple[TrainState, Float[Array, ""]]:
         """Updates the network, its target and the priorities once; also returns the loss."""
@@ -251,26 +178,19 @@ class Agent:
 
         batch = state.buffer.sample(key, self.config.batch_size)
         weights = jaxbuf.importance_weights(state.buffer, batch, self.dqn.schedules(state.step)[1])
-        shards = self.config.shards
-        window, weights = jax.tree.map(
-            lambda leaf: leaf.reshape(shards, -1, *leaf.shape[1:]), (batch.data, weights)
-        )
+        shards, rows = self.config.shards, (batch.data, weights)
+        window, weights = jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]), rows)
         params = state.params, state.target_params
         grads, losses, error = self.each_shard(gradient, params, window, weights)
-        # Averaged in the same order for any number of devices. With a large network use jnp.mean
-        # alone: devices then sum their own gradients first, which sends less, but the last bits
-        # depend on the number of devices.
+        # Averaged in the same order for any number of devices. For a large network jnp.mean alone
+        # sends less, but the last bits then depend on that number.
         grads, loss = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), self.whole((grads, losses)))
         updates, opt_state = self.dqn.optimizer.update(grads, state.opt_state, state.params)
-        new = optax.apply_updates(state.params, updates)
-        rate = self.dqn.config.target_rate
-        state = state.replace(
-            params=new,
-            target_params=optax.incremental_update(new, state.target_params, rate),
-            opt_state=opt_state,
-            buffer=state.buffer.update_priority(batch.slots, jnp.abs(error).reshape(-1)),
-        )
-        return state, loss
+        params = optax.apply_updates(state.params, updates)
+        target = optax.incremental_update(params, state.target_params, self.dqn.config.target_rate)
+        buffer = state.buffer.update_priority(batch.slots, jnp.abs(error).reshape(-1))
+        state = state.replace(params=params, target_params=target, opt_state=opt_state)
+        return state.replace(buffer=buffer), loss
 
 
 def find_devices(config: Config) -> list[Any]:
@@ -293,27 +213,26 @@ def train(config: Config) -> None:
     auto = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(auto,), devices=devices)
     agent = Agent(config, mesh)
-    where, same = agent.shardings(), jax.NamedSharding(mesh, SAME)
+    split, same, kind = agent.split, agent.same, cast("Any", TrainState)
+    # From the parameters on, the same on all devices.
+    where = kind(split, split, split, same, same, same, same)
     iterations = -(-(config.steps - config.warmup) // config.num_envs // config.chunks)
     # Donated, so that the buffer is updated in place.
-    jit = functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-    chunk = jit(agent.train, out_shardings=(where, same))
+    options: Any = {"static_argnums": 1, "donate_argnums": 0}
+    chunk = jax.jit(agent.train, out_shardings=(where, same), **options)
     state = jax.jit(agent.init, out_shardings=where)()
     if config.resume:
         state = jaxbuf.load(config.out / "checkpoint", state)
-    else:
-        state = jit(agent.warm_up, out_shardings=where)(state, config.warmup // config.num_envs)
-    first = jax.process_index() == 0
-    writers = [jaxbuf.CsvWriter(config.out / "log.csv")] if first else []
+    writers = [jaxbuf.CsvWriter(config.out / "log.csv")] if jax.process_index() == 0 else []
     # Resumed from here, so that later rows of an earlier run are dropped.
     with jaxbuf.Monitor(writers, resume_at=int(state.step)) as monitor:
         while int(state.step) < config.steps:
             state, log = chunk(state, iterations)
             step, log = int(state.step), jax.device_get(log)
             monitor.write(step, log)
-            if first:
-                shown = f"return {log['return']:.1f}  loss {log['loss']:.4f}"
-                print(f"step {step:,}  {shown}", flush=True)
+            shown = f"step {step:,}  return {log['return']:.1f}  loss {log['loss']:.4f}"
+            if jax.process_index() == 0:
+                print(shown, flush=True)
             # In this order, since steps after a checkpoint are logged again.
             monitor.flush()
             jaxbuf.save(config.out / "checkpoint", state)
@@ -322,7 +241,7 @@ def train(config: Config) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this example from the command line and return its exit status."""
     prog = "python -m jaxbuf.examples.dqn_sharded"
-    train(tyro.cli(Config, args=argv, prog=prog, description=DESCRIPTION))
+    train(tyro.cli(Config, args=argv, prog=prog, description=__doc__))
     return 0
 
 

@@ -1,43 +1,4 @@
-"""GFlowNets on several ranks: ``mpiexec -n 4 python -m jaxbuf.examples.gflownet_mpi``.
-
-All ranks but the last are workers, each with its own policy and buffer. The last rank is the
-manager. After every few updates a worker sends it terminal states, and is told how many modes are
-new.
-"""
-
-import contextlib
-import dataclasses
-import functools
-import importlib
-import io
-import os
-import sys
-import time
-import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-import tyro
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
-from matplotlib.figure import Figure
-from numpy.typing import NDArray
-from tqdm import tqdm
-
-import jaxbuf
-from jaxbuf.examples import _run
-from jaxbuf.examples._gflownet import NEVER, Agent, Buffer, Options, TrainState
-from jaxbuf.examples._hypergrid import HyperGrid
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from jaxbuf.mpi import Batch, Communicators, Manager
-
-DESCRIPTION = """Train GFlowNets on a hypergrid, on several ranks that share what they find.
+"""Train GFlowNets on a hypergrid, on several ranks that share what they find.
 
 All ranks but the last train, each its own GFlowNet. The last one is the manager of the buffer that
 they fill, and tells them how many modes of the grid are new. Compares
@@ -55,12 +16,31 @@ Takes a minute or two for four ranks on two CPU cores. Some things to try:
 
 Ends with a table, and a table of the manager's messages.
 Writes, in runs/gflownet_mpi or where --out says:
-  modes.png  modes found over time, of every run"""
-EXAMPLE = "gflownet_mpi"
-PROGRAM = f"python -m jaxbuf.examples.{EXAMPLE}"
+  modes.png  modes found over time, of every run
+"""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+import jaxbuf
+from jaxbuf.examples import _run
+from jaxbuf.examples._gflownet import NEVER, Agent, Buffer, Options, TrainState
+from jaxbuf.examples._hypergrid import HyperGrid
+
 Mode = Literal["alone", "sync", "deferred", "pipelined"]
-# Environment variables in which launchers say which rank this is.
-RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +54,7 @@ class Config(Options):
     every: int = 10  # updates between two messages
     shared: int = 1000  # terminal states in the manager's buffer
     borrow: int = 16  # of these in each answer, for the worker to replay
-    out: Path = Path("runs", EXAMPLE)  # the folder to write to
+    out: Path = Path("runs/gflownet_mpi")  # the folder to write to
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,14 +67,9 @@ class Config(Options):
         return self.buffer == "none"
 
     @property
-    def messages(self) -> int:
-        """The number of messages of each worker."""
-        return -(-self.steps // self.every)
-
-    @property
     def borrowed(self) -> int:
         """The number of terminal states in an answer; 0 for workers that replay nothing."""
-        return 0 if self.buffer == "none" else self.borrow
+        return 0 if self.always_fresh else self.borrow
 
     @property
     def rows(self) -> int:
@@ -107,35 +82,23 @@ class Discoveries:
     """A score for managers: the number of modes that a batch adds to the ones found so far.
 
     It comes with a sample of the buffer, so that workers learn from what others have found.
-
-    Args:
-        grid: The grid that has the modes.
-        count: The number of states in the sample.
     """
 
-    grid: HyperGrid
-    count: int
+    grid: HyperGrid  # the grid that has the modes
+    count: int  # states in the sample
 
-    def init(self, num_workers: int) -> tuple[Float[Array, " M"], PRNGKeyArray]:
+    def init(self, num_workers: int) -> Any:
         """Returns the seconds until each mode was first reached, inf at first, and a key."""
-        del num_workers
         return jnp.full((self.grid.num_modes,), jnp.inf, jnp.float32), jax.random.key(0)
 
     def update(
-        self,
-        state: tuple[Float[Array, " M"], PRNGKeyArray],
-        buffer: jaxbuf.ItemBuffer,
-        batch: "Batch",
-        mask: Bool[Array, " B"],
-        sender: Int[Array, ""],
-    ) -> tuple[tuple[Float[Array, " M"], PRNGKeyArray], dict[str, Array]]:
+        self, state: Any, buffer: jaxbuf.ItemBuffer, batch: Any, mask: Array, sender: Any
+    ) -> tuple[Any, dict[str, Array]]:
         """Returns the state after a batch; and ``new_modes``, ``modes`` so far, and ``states``."""
-        del sender
         found, key = state
         key, sample_key = jax.random.split(key)
-        items = cast("dict[str, Array]", batch.items)
-        mode = jnp.where(mask, self.grid.mode(items["state"]), self.grid.num_modes)
-        after = found.at[mode].min(items["seconds"], mode="drop")
+        mode = jnp.where(mask, self.grid.mode(batch.items["state"]), self.grid.num_modes)
+        after = found.at[mode].min(batch.items["seconds"], mode="drop")
         before, modes = (jnp.sum(jnp.isfinite(x), dtype=jnp.int32) for x in (found, after))
         scores = {"new_modes": modes - before, "modes": modes}
         if self.count:
@@ -144,320 +107,143 @@ class Discoveries:
         return (after, key), scores
 
 
-class Outcome(NamedTuple):
-    """The result of one run.
-
-    Attributes:
-        found: Seconds until each mode was first reached, or inf, ``[M]``.
-        trajectories: Number of fresh trajectories of all workers.
-        seconds: Duration of the run.
-        exchanging: The share of this time in which workers communicated with the manager or
-            waited for it; NaN without one.
-        traffic: A table of the messages that the manager handled; empty without one.
-        faults: Descriptions of the faults on the way.
-    """
-
-    found: NDArray[Any]
-    trajectories: int
-    seconds: float
-    exchanging: float
-    traffic: str
-    faults: tuple[str, ...]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run this example from the command line and return its exit status. All ranks call this."""
-    # Only one rank prints what is wrong with the arguments.
-    quiet = any(os.environ.get(name, "0") != "0" for name in RANKS)
-    out, err = (io.StringIO(), io.StringIO()) if quiet else (sys.stdout, sys.stderr)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        config = tyro.cli(Config, args=argv, prog=PROGRAM, description=DESCRIPTION)
-    try:
-        importlib.import_module("jaxbuf.mpi")
-    except ImportError as error:
-        _run.fail(f"{error}; in a clone, `make demo-mpi` installs all that it needs")
-    # This import starts MPI.
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    if world.Get_size() < 2:
-        _run.fail(f"one rank alone has no manager; start several with `mpiexec -n 4 {PROGRAM}`")
-    try:
-        if not world.bcast(_begin(config) if world.Get_rank() == 0 else None):
-            return 2
-        outcomes = _train(config, world)
-        if world.Get_rank() == 0:
-            _tell(outcomes, config)
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was kept", file=sys.stderr, flush=True)
-        world.Abort(130)
-    except Exception:
-        # The others would wait for this rank forever.
-        traceback.print_exc()
-        sys.stderr.flush()
-        world.Abort(1)
-    return 0
-
-
-def _begin(config: Config) -> bool:
-    """Prepares the folder, or prints what is wrong with it."""
-    try:
-        _run.begin(config.out, EXAMPLE, {})
-    except SystemExit:
-        return False
-    return True
-
-
-def make_manager(config: Config, num_workers: int) -> "Manager":
+def make_manager(config: Config, num_workers: int) -> Any:
     """Returns a manager of the distinct terminal states of highest reward."""
-    from jaxbuf.mpi import Manager
+    from jaxbuf.mpi import Manager  # here, so that --help needs no MPI
 
     item = {"state": jnp.zeros(config.dims, jnp.int32), "seconds": jnp.float32(0)}
     buffer = jaxbuf.diverse_reward_prioritized(item, config.shared, field="state")
     return Manager.create(buffer, num_workers, scores=Discoveries(config.grid, config.borrowed))
 
 
-def _train(config: Config, world: "MPI.Intracomm") -> dict[str, Outcome]:
-    """Trains one run after the other; returns the outcomes on the first rank."""
+def manage(config: Config, communicators: Any, num_workers: int) -> dict[str, Any]:
+    """Serves the workers of one run; returns a report of it."""
+    from jaxbuf.mpi import serve
+
+    manager = make_manager(config, num_workers)
+    served = serve(communicators, manager, rows=config.rows, report=None)
+    found = np.asarray(served.manager.score_state[0])
+    return {"found": found, "traffic": served.traffic.table(), "faults": served.faults}
+
+
+class Learner:
+    """The training of a worker, compiled once for all runs."""
+
+    def __init__(self, config: Config, communicators: Any, rank: int) -> None:
+        self.config, self.communicators = config, communicators
+        self.agent = Agent(config, config.buffer)
+        self.key = jax.random.key(config.seed + rank)
+        self.init = jax.jit(self.agent.init)
+        # The states to borrow before the first answer.
+        states = np.zeros((config.borrowed, config.dims), np.int32)
+        self.nothing = {"states": states, "valid": np.zeros(config.borrowed, np.bool_)}
+        train = jax.jit(self.updates, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
+        self.train = train.lower(self.init(self.key), self.nothing).compile()
+
+    def updates(self, state: TrainState, borrowed: Any) -> tuple[TrainState, Array, Array]:
+        """Updates a few times; also returns fresh terminal states and their log rewards."""
+        if self.config.borrowed:
+            buffer = self.agent.add(state.buffer, borrowed["states"], borrowed["valid"])
+            state = state.replace(buffer=buffer)
+        state, last = jax.lax.scan(self.agent.update, state, length=self.config.every)
+        last = last.reshape(-1, self.config.dims)
+        return state, last, self.config.grid.log_reward(last)
+
+    def run(self, mode: Mode, messages: int, progress: Any) -> dict[str, Any]:
+        """Trains from the beginning, sharing states after every few updates; returns a report."""
+        from jaxbuf.mpi import Worker
+
+        config, rows, num_modes = self.config, self.config.rows, self.config.grid.num_modes
+        state, borrowed, exchanging, modes = self.init(self.key), self.nothing, 0.0, 0
+        found, make = np.full(num_modes, np.inf), functools.partial(make_manager, config)
+        worker = None if mode == "alone" else Worker(self.communicators, make, rows=rows, mode=mode)
+        with worker or contextlib.nullcontext():
+            began = time.perf_counter()
+            for _ in range(messages):
+                state, last, log_reward = self.train(state, borrowed)
+                last.block_until_ready()
+                trained = time.perf_counter()
+                if worker is None:
+                    known = np.asarray(state.found) < NEVER
+                    found[known & np.isinf(found)] = trained - began
+                    scores: dict[str, Any] = {"modes": known.sum()}
+                else:
+                    seconds = np.full(rows, trained - began, np.float32)
+                    answer = worker.add({"state": last, "seconds": seconds}, score=log_reward)
+                    scores = {} if answer is None else answer.scores
+                exchanging += time.perf_counter() - trained
+                borrowed = {name: scores.get(name, self.nothing[name]) for name in self.nothing}
+                modes = scores.get("modes", modes)
+                progress.set_description(f"{mode}, {modes} of {num_modes} modes", refresh=False)
+                progress.update(config.every)
+            seconds = time.perf_counter() - began
+        report = {"seconds": seconds, "exchanging": exchanging, "found": found}
+        return report | {"trajectories": int(state.fresh)}
+
+
+def train(config: Config, world: Any) -> None:
+    """Trains one run after the other, and prints the results on the first rank."""
     from jaxbuf.mpi import Layout, make_communicators
 
     workers, rank = world.Get_size() - 1, world.Get_rank()
     communicators = make_communicators(Layout(world.Get_size()), world)
     # Alone, the first rank trains as much as all workers together.
-    messages = {run: config.messages * (workers if run == "alone" else 1) for run in config.run}
-    outcomes: dict[str, Outcome] = {}
-    with contextlib.ExitStack() as stack:
-        progress = None
-        if rank == 0:
-            total = sum(messages.values()) * config.every
-            progress = stack.enter_context(
-                tqdm(desc="compiling", total=total, unit=" updates", dynamic_ncols=True)
-            )
-        learner = None
-        if communicators.training is not None:
-            learner = _Learner(config, rank)
-            # The first exchange includes compilation, so it is not reported.
-            _meet(world)
-            learner.exchange(communicators, "sync", 1, None)
-        else:
-            _meet(world)
-            _manage(config, communicators)
-        for run in config.run:
-            _meet(world)
+    count = -(-config.steps // config.every)
+    messages = {run: count * (workers if run == "alone" else 1) for run in config.run}
+    total, hide = sum(messages.values()) * config.every, rank > 0
+    with tqdm(None, "compiling", total, unit=" updates", dynamic_ncols=True, disable=hide) as bar:
+        learner = Learner(config, communicators, rank) if rank < workers else None
+
+        def go(run: Mode, messages: int, progress: Any) -> dict[str, Any]:
+            _run.meet(world)
+            if run == "alone" and rank > 0:
+                return {}
             if learner is None:
-                told = {} if run == "alone" else _manage(config, communicators)
-            elif run == "alone":
-                told = {} if rank else learner.alone(messages[run], progress)
-            else:
-                told = learner.exchange(communicators, run, messages[run], progress)
-            _meet(world)
-            of_ranks: list[dict[str, Any]] | None = world.gather(told)
-            if of_ranks is not None:
-                outcomes[run] = _outcome(of_ranks)
-    return outcomes
+                return manage(config, communicators, workers)
+            return learner.run(run, messages, progress)
+
+        # It includes compilation, so it is not reported.
+        go("sync", 1, tqdm(disable=True))
+        reports = {}
+        for run in config.run:
+            report = go(run, messages[run], bar)
+            _run.meet(world)
+            reports[run] = world.gather(report)
+    if rank == 0:
+        tell(config, reports)
 
 
-def _meet(world: "MPI.Intracomm") -> None:
-    """Waits for all ranks without keeping a core busy that one of them could use."""
-    here = world.Ibarrier()
-    while not here.Test():
-        time.sleep(1e-3)
+def tell(config: Config, reports: dict[str, list[dict[str, Any]]]) -> None:
+    """Prints the tables, and draws the figure, from the reports of all ranks of each run."""
+    num_modes, rows = config.grid.num_modes, list[list[str]]()
+    found, ends = dict[str, NDArray[Any]](), dict[str, float]()
+    for run, (*others, manager) in reports.items():
+        workers = [report for report in others if report]
+        names = ("seconds", "exchanging", "trajectories")
+        seconds, exchanging, count = (sum(told[name] for told in workers) for name in names)
+        found[run] = (manager or workers[0])["found"]
+        last = found[run].max()
+        ends[run] = end = max(told["seconds"] for told in workers)
+        share = f"{exchanging / seconds:.1%}" if manager else ""
+        modes = [f"{np.isfinite(found[run]).sum()}", "never" if np.isinf(last) else f"{last:.2f} s"]
+        rows.append([run, *modes, f"{count:,}", f"{count / end:,.0f}", share, f"{end:.2f} s"])
+    header = ["run", f"modes of {num_modes}", "time to all modes", "trajectories"]
+    print(_run.table([*header, "trajectories/s", "exchanging", "time"], rows))
+    for run, (*_, manager) in reports.items():
+        if manager:
+            print(f"\nmanager, {run}", manager["traffic"], *manager["faults"], sep="\n")
+    times = np.linspace(0.0, max(ends.values()), 1001)
+    curves = {run: np.sum(at <= times[:, None], axis=1) for run, at in found.items()}
+    curves = {run: np.where(times <= ends[run], y, np.nan)[:, None] for run, y in curves.items()}
+    title, ylabel = f"hypergrid, {config.dims} × {config.height}", f"modes found, of {num_modes}"
+    path = config.out / "modes.png"
+    _run.plot(path, times, curves, title=title, xlabel="seconds", ylabel=ylabel)
+    print(f"\nmodes  {path}")
 
 
-def _manage(config: Config, communicators: "Communicators") -> dict[str, Any]:
-    """Serves the workers of one run; returns a report of it."""
-    from jaxbuf.mpi import serve
-
-    assert communicators.group is not None
-    manager = make_manager(config, communicators.group.Get_size() - 1)
-    served = serve(communicators, manager, rows=config.rows, report=None)
-    return {
-        "found": np.asarray(served.manager.score_state[0]),
-        "traffic": served.traffic.table(),
-        "faults": served.faults,
-    }
-
-
-class _Learner:
-    """The training of a worker, compiled once for all runs.
-
-    Args:
-        config: All settings.
-        rank: The rank of this worker, which has its own seed.
-    """
-
-    def __init__(self, config: Config, rank: int) -> None:
-        self._config = config
-        self._agent = Agent(config, config.buffer)
-        self._key = jax.random.key(config.seed + rank)
-        self._init = jax.jit(self._agent.init)
-        train = jax.jit(self._updates, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
-        # The states to borrow before the first answer.
-        self._nothing = {
-            "states": np.zeros((config.borrowed, config.dims), np.int32),
-            "valid": np.zeros(config.borrowed, np.bool_),
-        }
-        self._train = train.lower(self._init(self._key), self._nothing).compile()
-
-    def alone(self, messages: int, progress: Any) -> dict[str, Any]:
-        """Trains without a manager; returns a report of it."""
-        found = np.full(self._config.grid.num_modes, np.inf)
-
-        def note(state: TrainState, items: dict[str, Any], log_reward: Array) -> dict[str, Any]:
-            del log_reward
-            known = np.asarray(state.found) < NEVER
-            found[known & np.isinf(found)] = items["seconds"][0]
-            return {"modes": known.sum()}
-
-        return {**self._loop("alone", messages, note, progress), "found": found}
-
-    def exchange(
-        self,
-        communicators: "Communicators",
-        mode: str,
-        messages: int,
-        progress: Any,
-    ) -> dict[str, Any]:
-        """Trains as a worker; returns a report of it."""
-        from jaxbuf.mpi import Worker
-
-        config = self._config
-        make = functools.partial(make_manager, config)
-        with Worker(communicators, make, rows=config.rows, mode=cast("Any", mode)) as worker:
-
-            def send(state: TrainState, items: dict[str, Any], log_reward: Array) -> dict[str, Any]:
-                del state
-                answer = worker.add(items, score=log_reward)
-                return {} if answer is None else answer.scores
-
-            return self._loop(mode, messages, send, progress)
-
-    def _loop(
-        self,
-        name: str,
-        messages: int,
-        share: Callable[[TrainState, dict[str, Any], Array], dict[str, Any]],
-        progress: Any,
-    ) -> dict[str, Any]:
-        """Trains from the beginning, and shares terminal states after every few updates."""
-        state, exchanging, modes = self._init(self._key), 0.0, 0
-        borrowed = self._nothing
-        began = time.perf_counter()
-        for _ in range(messages):
-            state, last, log_reward = self._train(state, borrowed)
-            last.block_until_ready()
-            trained = time.perf_counter()
-            seconds = np.full(self._config.rows, trained - began, np.float32)
-            scores = share(state, {"state": last, "seconds": seconds}, log_reward)
-            exchanging += time.perf_counter() - trained
-            borrowed = {key: scores.get(key, self._nothing[key]) for key in self._nothing}
-            if progress is not None:
-                progress.update(self._config.every)
-                if scores.get("modes", modes) != modes:
-                    modes = scores["modes"]
-                    progress.set_description(
-                        f"{name}, {modes} of {self._config.grid.num_modes} modes"
-                    )
-        return {
-            "seconds": time.perf_counter() - began,
-            "exchanging": exchanging,
-            "trajectories": int(state.fresh),
-        }
-
-    def _updates(
-        self, state: TrainState, borrowed: dict[str, Array]
-    ) -> tuple[TrainState, Int[Array, "R D"], Float[Array, " R"]]:
-        """Updates a few times; also returns fresh terminal states and their log rewards."""
-        if state.buffer is not None and self._config.borrowed:
-            states = borrowed["states"]
-            score = None if self._config.buffer == "fifo" else self._config.grid.log_reward(states)
-            buffer = state.buffer.add(states, score=score, mask=borrowed["valid"])
-            state = state.replace(buffer=buffer)
-
-        def update(state: TrainState, _: None) -> tuple[TrainState, Int[Array, "F D"]]:
-            return self._agent.update(state)
-
-        state, last = jax.lax.scan(update, state, length=self._config.every)
-        last = last.reshape(-1, self._config.dims)
-        return state, last, self._config.grid.log_reward(last)
-
-
-def _outcome(of_ranks: list[dict[str, Any]]) -> Outcome:
-    """Returns the result of a run from the reports of its ranks."""
-    workers = [told for told in of_ranks if "trajectories" in told]
-    seconds = [told["seconds"] for told in workers]
-    manager = of_ranks[-1]
-    exchanging = sum(told["exchanging"] for told in workers) / sum(seconds) if manager else np.nan
-    return Outcome(
-        found=(manager or workers[0])["found"],
-        trajectories=sum(told["trajectories"] for told in workers),
-        seconds=max(seconds),
-        exchanging=exchanging,
-        traffic=manager.get("traffic", ""),
-        faults=manager.get("faults", ()),
-    )
-
-
-def _tell(outcomes: dict[str, Outcome], config: Config) -> None:
-    """Prints the tables, and draws the figure."""
-    grid = config.grid
-    header = [
-        "run",
-        f"modes of {grid.num_modes}",
-        "time to all modes",
-        "trajectories",
-        "trajectories/s",
-        "exchanging",
-        "time",
-    ]
-    rows = [
-        [
-            run,
-            str(np.isfinite(outcome.found).sum()),
-            _seconds(outcome.found.max()),
-            f"{outcome.trajectories:,}",
-            f"{outcome.trajectories / outcome.seconds:,.0f}",
-            "" if np.isnan(outcome.exchanging) else f"{outcome.exchanging:.1%}",
-            _seconds(outcome.seconds),
-        ]
-        for run, outcome in outcomes.items()
-    ]
-    print(_run.table(header, rows))
-    for run, outcome in outcomes.items():
-        if outcome.traffic:
-            print(f"\nmanager, {run}\n{outcome.traffic}")
-        for fault in outcome.faults:
-            print(fault)
-    picture = config.out / "modes.png"
-    _plot(picture, outcomes, config)
-    print(f"\nmodes  {picture}")
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if np.isfinite(value) else "never"
-
-
-def _plot(path: Path, outcomes: dict[str, Outcome], config: Config) -> None:
-    """Draws the modes that were found in each run over time."""
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-    axes: Any = figure.add_subplot()
-    for run, outcome in outcomes.items():
-        rising = np.sort(outcome.found[np.isfinite(outcome.found)])
-        axes.step(
-            [0.0, *rising, outcome.seconds],
-            [0, *range(1, len(rising) + 1), len(rising)],
-            where="post",
-            label=run,
-        )
-    axes.set(
-        title=f"hypergrid, {config.dims} × {config.height}",
-        xlabel="seconds",
-        ylabel=f"modes found, of {config.grid.num_modes}",
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best")
-    axes.margins(x=0.01)
-    figure.savefig(path, dpi=150)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this example from the command line and return its exit status. All ranks call this."""
+    return _run.main_on_ranks("gflownet_mpi", train, Config(), f"{__doc__}", argv)
 
 
 if __name__ == "__main__":
