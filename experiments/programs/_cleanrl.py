@@ -1,4 +1,4 @@
-"""What the programs of CleanRL have in common."""
+"""CleanRL: packages, repairs, and a class of its calls over a buffer of jaxbuf."""
 
 import re
 from collections.abc import Mapping

@@ -1,11 +1,12 @@
-"""What the programs of Stoix have in common."""
+"""Stoix: packages, how its output reads, and the two lines that change."""
 
 import re
 
 from experiments.programs.harness import Point, Program
 
 # Stoix asks for jax below 0.6, and names packages by the newest commit of their repositories. These
-# are what its programs import.
+# are what its programs import. distrax brings tensorflow-probability 0.25, which cannot be imported
+# with jax 0.10: uninstall it, and then install tfp-nightly.
 PACKAGES = (
     "flashbax==0.1.3",
     "stoa-env==0.1.2",

@@ -23,11 +23,6 @@ def returns(rows: Sequence[dict[str, str]], fifth: int) -> np.ndarray[Any, Any]:
     return np.asarray([float(row[f"return_{fifth}"]) for row in rows])
 
 
-def seconds(rows: Sequence[dict[str, str]]) -> float:
-    """Returns the mean CPU seconds of runs."""
-    return float(np.mean([float(row["cpu_seconds"]) for row in rows]))
-
-
 def draw(path: Path) -> None:
     """Draws the return in each fifth of training, for each program and each kind of buffer."""
     table = common.read(path)
@@ -49,30 +44,32 @@ def draw(path: Path) -> None:
 
 
 def table(path: Path) -> str:
-    """Returns what was run and what came of it, as a table in markdown."""
+    """Returns what came of each pair of runs, as a table in markdown."""
     found = common.read(path)
     lines = list[list[str]]()
     for program in dict.fromkeys(row["program"] for row in found):
-        own = runs(found, program, "own")
+        own = {row["seed"]: row for row in runs(found, program, "own")}
         for buffer in BUFFERS[1:]:
-            if rows := runs(found, program, buffer):
+            for row in runs(found, program, buffer):
+                other = own[row["seed"]]
+                theirs, ours = (float(each["cpu_seconds"]) for each in (other, row))
                 lines.append(
                     [
                         program if buffer == "jaxbuf" else f"{program}, buffer in the update",
-                        f"{int(own[0]['steps']):,}",
-                        str(len(own)),
-                        f"{seconds(own):.0f}",
-                        f"{seconds(rows):.0f}",
-                        f"{seconds(rows) / seconds(own):.2f}",
-                        f"{returns(own, FIFTHS).mean():.1f}{lost(own)}",
-                        f"{returns(rows, FIFTHS).mean():.1f}{lost(rows)}",
+                        f"{int(row['steps']):,}",
+                        row["seed"],
+                        f"{theirs:.0f}",
+                        f"{ours:.0f}",
+                        f"{ours / theirs:.2f}",
+                        last(other),
+                        last(row),
                     ]
                 )
     return common.markdown(
         [
             "program",
             "steps",
-            "seeds",
+            "seed",
             "CPU s, own",
             "CPU s, jaxbuf",
             "ratio",
@@ -83,9 +80,10 @@ def table(path: Path) -> str:
     )
 
 
-def lost(rows: Sequence[dict[str, str]]) -> str:
-    """Returns a note if the loss of some run was NaN in the end."""
-    return " (loss NaN)" if any(row["loss"] == "nan" for row in rows) else ""
+def last(row: dict[str, str]) -> str:
+    """Returns the return of a run at its end, with a note if its loss was NaN by then."""
+    note = " (loss NaN)" if row["loss"] == "nan" else ""
+    return f"{float(row[f'return_{FIFTHS}']):.1f}{note}"
 
 
 def versions(path: Path) -> str:
