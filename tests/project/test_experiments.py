@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import bit_flipping, cliffwalk, common, hypergrid, levels, minatar, pendulum
+from experiments.programs import cleanrl_dqn_jax, harness, page, stoix_rainbow
 from tests.lenient import lenient
 
 ROOT = Path(__file__).parents[2]
@@ -215,3 +216,56 @@ def test_a_page_of_results_agrees_with_its_files(name, tmp_path):
     copy.write_bytes((folder / f"{name}.csv").read_bytes())
     PROGRAMS[name].draw(copy)
     assert (folder / f"{name}.svg").read_bytes() == copy.with_suffix(".svg").read_bytes()
+
+
+def test_the_page_of_programs_of_others_agrees_with_its_files(tmp_path):
+    folder = ROOT / "docs" / "results"
+    text = (folder / "programs.md").read_text()
+    assert page.table(folder / "programs.csv") in text
+    assert page.versions(folder / "programs.csv") in text
+    assert page.calls(folder / "programs_calls.csv") in text
+    copy = tmp_path / "programs.csv"
+    copy.write_bytes((folder / "programs.csv").read_bytes())
+    page.draw(copy)
+    assert (folder / "programs.svg").read_bytes() == copy.with_suffix(".svg").read_bytes()
+
+
+def test_the_way_that_the_page_shows_is_the_one_that_was_run():
+    text = (ROOT / "docs" / "results" / "programs.md").read_text()
+    changed = "".join(new for _, new in cleanrl_dqn_jax.INSIDE)
+    for line in ("buffer = buffer.add(rows)", "@functools.partial(jax.jit, donate_argnums=1)"):
+        assert line in text
+        assert line in changed
+
+
+def test_a_clone_of_another_version_is_refused(tmp_path):
+    (tmp_path / "agent.py").write_text("import flashbax as fbx\n")
+    changes = {"agent.py": [("import flashbax as fbx", "import jaxbuf.interop.flashbax as fbx")]}
+    harness.change(tmp_path, changes)
+    assert (tmp_path / "agent.py").read_text() == "import jaxbuf.interop.flashbax as fbx\n"
+    with pytest.raises(SystemExit, match=r"agent.py says 0 times, not once: 'import flashbax"):
+        harness.change(tmp_path, changes)
+
+
+def test_what_a_program_prints_becomes_returns_of_fifths_of_training(monkeypatch):
+    monkeypatch.setattr(harness.importlib.metadata, "version", lambda name: "1")
+    text = "".join(
+        f"MISC - Timestep: {step}\n\x1b[1mTRAINER - Q loss: {loss} | Steps per second: 1\n"
+        f"EVALUATOR - Episode length mean: 9.0 | Episode return mean: {step / 2048:.3f} | a: 1\n"
+        for step, loss in zip(range(2048, 20_481, 2048), [2.5] * 9 + ["nan"], strict=True)
+    )
+    points = stoix_rainbow.PROGRAM.points(text)
+    row = harness.row(stoix_rainbow.PROGRAM, "own", 0, 12.34, points)
+    assert [row[f"return_{i}"] for i in range(1, 6)] == ["1.50", "3.50", "5.50", "7.50", "9.50"]
+    assert (row["loss"], row["cpu_seconds"]) == ("nan", "12.3")
+    with pytest.raises(SystemExit, match="printed no return from step 16384 to 20480"):
+        harness.row(stoix_rainbow.PROGRAM, "own", 0, 12.34, points[:8])
+
+
+def test_a_run_takes_the_place_of_one_of_the_same_seed(tmp_path):
+    path = tmp_path / "programs.csv"
+    row = {"program": "DQN", "buffer": "own", "seed": 0, "loss": "1"}
+    for found in (row, row | {"seed": 1}, row | {"buffer": "jaxbuf"}, row | {"loss": "2"}):
+        harness.write(path, found)
+    kept = [(found["buffer"], found["seed"], found["loss"]) for found in common.read(path)]
+    assert kept == [("own", "1", "1"), ("jaxbuf", "0", "1"), ("own", "0", "2")]
