@@ -139,17 +139,21 @@ class SegmentTree(Checked, struct.PyTreeNode):
         """Returns the number of leaves that are positive and finite."""
         return self.roots[..., len(self.ops)]
 
-    def set(self, index: Int[Array, " B"], value: Float[Array, " B"]) -> Self:
+    def set(
+        self, index: Int[Array, " B"], value: Float[Array, " B"], *, unique: bool = False
+    ) -> Self:
         """Returns the tree with some leaves set.
 
         Args:
             index: Leaves, ``[B]``. Rows outside ``[0, capacity)`` are dropped; of several rows for
                 one leaf the last one counts.
             value: Their new values, ``[B]``; must not be NaN.
+            unique: Whether no two rows are for one leaf, so that the last one need not be found.
+                If two are, either of them may count. Static.
         """
         if index.shape[0] == 0:
             return self
-        nodes, roots = _set(self.nodes, index, value, self.ops, self.capacity)
+        nodes, roots = _set(self.nodes, index, value, self.ops, self.capacity, unique)
         return self.replace(nodes=nodes, roots=roots)
 
     def set_all(self, value: Float[Array, " N"]) -> Self:
@@ -381,19 +385,20 @@ def _read_blocks(nodes: Int[Array, " P"], start: Int[Array, " B"], width: int) -
     return jax.vmap(lambda at: lax.dynamic_slice(nodes, (at,), (width,)))(start)
 
 
-@functools.partial(jax.jit, static_argnames=("ops", "capacity"))
+@functools.partial(jax.jit, static_argnames=("ops", "capacity", "unique"))
 def _set(
     nodes: Int[Array, " P"],
     index: Int[Array, " B"],
     value: Float[Array, " B"],
     ops: tuple[Op, ...],
     capacity: int,
+    unique: bool = False,
 ) -> tuple[Int[Array, " P"], Int[Array, " K"]]:
     natively = functools.partial(
         native.set_leaves, ops=[OPS.index(op) for op in ops], capacity=capacity
     )
     plainly, elsewhere = (
-        functools.partial(_set_plainly, ops, capacity, apart) for apart in (False, True)
+        functools.partial(_set_plainly, ops, capacity, unique, apart) for apart in (False, True)
     )
     return native.either(natively, plainly, nodes, index, _bits(value), elsewhere=elsewhere)
 
@@ -401,6 +406,7 @@ def _set(
 def _set_plainly(
     ops: tuple[Op, ...],
     capacity: int,
+    unique: bool,
     apart: bool,
     nodes: Int[Array, " P"],
     index: Int[Array, " B"],
@@ -410,7 +416,7 @@ def _set_plainly(
     rows, nowhere = index.shape[0], nodes.shape[0]
     legal = (index >= 0) & (index < capacity)
     leaf = jnp.where(legal, index, nowhere)
-    if rows > 1:
+    if rows > 1 and not unique:
         # The leaves serve as scratch space to find the last of several rows for one leaf.
         number = jnp.arange(1, rows + 1, dtype=jnp.int32)
         nodes = nodes.at[leaf].set(0, mode="drop").at[leaf].max(number, mode="drop")

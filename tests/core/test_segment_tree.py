@@ -318,6 +318,31 @@ def test_other_backends_find_and_set_the_same(capacity, rows):
         same(elsewhere(function, *args), function(*args))
 
 
+@pytest.mark.parametrize("ops", OPS)
+def test_leaves_that_are_known_to_differ_are_set_by_one_write(ops):
+    rng, tree = np.random.default_rng(5), create(5000, ops)
+    leaves = unset(5000, ops)
+    index = rng.permutation(5000)[:400]
+    value = rng.integers(0, 5, 400).astype(np.float32)
+    leaves[index] = value
+    # Rows out of range are dropped, however many there are.
+    index = np.concatenate([index, [-1, 5000, 5000, -1]]).astype(np.int32)
+    value = np.concatenate([value, np.ones(4, np.float32)])
+    write = jax.jit(functools.partial(SegmentTree.set, unique=True))
+    check(write(tree, index, value), leaves)
+    check(tree.set(jnp.asarray(index), jnp.asarray(value)), leaves)
+    # The search for the last of several rows takes two more.
+    with native.using_native(False):
+        writes = [
+            jax.jit(functools.partial(SegmentTree.set, unique=unique))
+            .lower(tree, index, value)
+            .as_text()
+            .count('"stablehlo.scatter"')
+            for unique in (True, False)
+        ]
+    assert writes[1] == writes[0] + 2
+
+
 @pytest.mark.parametrize("name", ["_find", "_set"])
 @pytest.mark.parametrize("capacity", [2**20, 2**24])
 def test_other_backends_take_numbers_apart_and_need_no_loops(capacity, name):
