@@ -304,7 +304,9 @@ def _fold(function: Function, row: Row) -> Int[Array, "..."]:
 
 
 def _sum16(terms: Row) -> Float[Array, "..."]:
-    return _sum4([_sum4(group) for group in _groups(terms)])
+    if isinstance(terms, list):
+        return _sum4([_sum4(group) for group in _groups(terms)])
+    return _sum4(_sum4(terms.reshape(*terms.shape[:-1], 4, 4)))
 
 
 def _sum4(terms: Row) -> Float[Array, "..."]:
@@ -373,7 +375,7 @@ def _above(
             jnp.pad(values, (0, missing), constant_values=none).reshape(-1, FANOUT)
             for values, none in zip(_nodes(ops, blocks, apart), _empty(ops), strict=True)
         ]
-        blocks = jnp.stack(padded, axis=1)
+        blocks = jnp.concatenate(padded, axis=1).reshape(-1, len(padded), FANOUT)
         if apart:
             # Else XLA takes each operation through all levels by itself, in kernels of its own.
             blocks = lax.optimization_barrier(blocks)
