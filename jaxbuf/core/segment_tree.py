@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, Self, cast, get_args
+from typing import Literal, Self, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxbuf.core import native
 from jaxbuf.core.problems import Checked, differing, first_wrong
+from jaxbuf.core.types import Function
 
 FANOUT = 16
 _SHIFT = FANOUT.bit_length() - 1
@@ -36,6 +37,9 @@ _INFINITY = 0x7F800000
 
 Op = Literal["sum", "min", "max", "min_positive"]
 OPS: tuple[Op, ...] = get_args(Op)
+# Numbers along the last axis, or apart, each in an array of its own. A CPU takes less time for the
+# former, and other backends take fewer kernels for the latter.
+Row: TypeAlias = Array | list[Array]
 _NEUTRAL: dict[Op, float] = {"sum": 0.0, "min": math.inf, "max": -math.inf, "min_positive": 0.0}
 
 
@@ -135,17 +139,21 @@ class SegmentTree(Checked, struct.PyTreeNode):
         """Returns the number of leaves that are positive and finite."""
         return self.roots[..., len(self.ops)]
 
-    def set(self, index: Int[Array, " B"], value: Float[Array, " B"]) -> Self:
+    def set(
+        self, index: Int[Array, " B"], value: Float[Array, " B"], *, unique: bool = False
+    ) -> Self:
         """Returns the tree with some leaves set.
 
         Args:
             index: Leaves, ``[B]``. Rows outside ``[0, capacity)`` are dropped; of several rows for
                 one leaf the last one counts.
             value: Their new values, ``[B]``; must not be NaN.
+            unique: Whether no two rows are for one leaf, so that the last one need not be found.
+                If two are, either of them may count. Static.
         """
         if index.shape[0] == 0:
             return self
-        nodes, roots = _set(self.nodes, index, value, self.ops, self.capacity)
+        nodes, roots = _set(self.nodes, index, value, self.ops, self.capacity, unique)
         return self.replace(nodes=nodes, roots=roots)
 
     def set_all(self, value: Float[Array, " N"]) -> Self:
@@ -267,33 +275,58 @@ def levels(capacity: int, ops: int) -> tuple[Level, ...]:
     return tuple(found)
 
 
-def combine(op: Op, children: Int[Array, "... K"]) -> Int[Array, "..."]:
+def combine(op: Op, children: Row) -> Int[Array, "..."]:
     """Returns the bits of a node, computed from those of its children.
 
     Sums are added in the order in which a descent subtracts them. Extremes are compared as
     integers: with the lower bits of negative ones flipped, the bits of floats have their order.
     """
     if op == "sum":
-        return _bits(_sum16(_floats(children)))
+        return _bits(_sum16(jax.tree.map(_floats, children)))
     if op == "min_positive":
-        least = jnp.min(jnp.where(children > 0, children, _INFINITY), axis=-1)
+        positive = jax.tree.map(lambda child: jnp.where(child > 0, child, _INFINITY), children)
+        least = _fold(lax.min, positive)
         return jnp.where(least < _INFINITY, least, 0)
-    pick = jnp.max if op == "max" else jnp.min
-    return _ordered(pick(_ordered(children), axis=-1))
+    pick = lax.max if op == "max" else lax.min
+    return _ordered(_fold(pick, jax.tree.map(_ordered, children)))
 
 
 def _ordered(bits: Int[Array, "..."]) -> Int[Array, "..."]:
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def _sum16(terms: Float[Array, "... 16"]) -> Float[Array, "..."]:
+def _fold(function: Function, row: Row) -> Int[Array, "..."]:
+    """Returns the sum or an extreme of the numbers of a row."""
+    if isinstance(row, list):
+        return functools.reduce(function, row)
+    whole = {lax.add: lax.reduce_sum, lax.max: lax.reduce_max, lax.min: lax.reduce_min}
+    return whole[function](row, [row.ndim - 1])
+
+
+def _sum16(terms: Row) -> Float[Array, "..."]:
+    if isinstance(terms, list):
+        return _sum4([_sum4(group) for group in _groups(terms)])
     return _sum4(_sum4(terms.reshape(*terms.shape[:-1], 4, 4)))
 
 
-def _sum4(terms: Float[Array, "... 4"]) -> Float[Array, "..."]:
-    last = terms.ndim - 1
-    one, two, three, four = lax.split(terms, [1] * 4, axis=last)
-    return lax.squeeze(((one + two) + three) + four, [last])
+def _sum4(terms: Row) -> Float[Array, "..."]:
+    one, two, three, four = _apart(terms)
+    return ((one + two) + three) + four
+
+
+def _groups(row: Row) -> list[Row]:
+    """Returns the four groups of four numbers of a row."""
+    if isinstance(row, list):
+        return [row[first : first + 4] for first in range(0, FANOUT, 4)]
+    return list(lax.split(row, [4] * 4, axis=row.ndim - 1))
+
+
+def _apart(row: Row) -> list[Array]:
+    """Returns the numbers of a row as arrays of their own."""
+    if isinstance(row, list):
+        return row
+    last = row.ndim - 1
+    return [lax.squeeze(one, [last]) for one in lax.split(row, [1] * row.shape[last], axis=last)]
 
 
 def _bits(numbers: Float[Array, "..."]) -> Int[Array, "..."]:
@@ -311,51 +344,63 @@ def _empty(ops: tuple[Op, ...]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.asarray([*[value.view(np.int32)] * len(ops), 0], np.int32)
 
 
-def _nodes(ops: tuple[Op, ...], blocks: Int[Array, "B R K"]) -> Int[Array, "B O"]:
-    """Returns nodes; blocks of leaves have one row, other blocks one for each operation."""
-    if blocks.shape[1] == 1:
-        leaves = blocks[:, 0]
-        positive = (leaves > 0) & (leaves < _INFINITY)
-        rows, counts = [leaves] * len(ops), positive.astype(jnp.int32)
-    else:
-        *rows, counts = (blocks[:, k] for k in range(len(ops) + 1))
+def _counted(leaf: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Returns 1 for a leaf that is positive and finite, else 0."""
+    return ((leaf > 0) & (leaf < _INFINITY)).astype(jnp.int32)
+
+
+def _nodes(ops: tuple[Op, ...], blocks: Int[Array, "B R K"], apart: bool) -> list[Int[Array, " B"]]:
+    """Returns the nodes for each operation, and their counts.
+
+    Blocks of leaves have one row, other blocks one for each operation and one of counts.
+    """
+    rows: list[Row] = [blocks[:, k] for k in range(blocks.shape[1])]
+    if apart:
+        rows = [_apart(row) for row in rows]
+    if len(rows) == 1:
+        rows = [*rows * len(ops), jax.tree.map(_counted, rows[0])]
+    *rows, counts = rows
     values = [combine(op, row) for op, row in zip(ops, rows, strict=True)]
-    return jnp.stack([*values, jnp.sum(counts, axis=-1, dtype=jnp.int32)], axis=-1)
+    return [*values, _fold(lax.add, counts)]
 
 
 def _above(
-    ops: tuple[Op, ...], blocks: Int[Array, "B R K"], count: int
+    ops: tuple[Op, ...], blocks: Int[Array, "B R K"], count: int, apart: bool = False
 ) -> tuple[list[Int[Array, " L"]], Int[Array, " O"]]:
     """Returns the next ``count`` levels above some blocks, in the array's layout, and the roots."""
     parts: list[Array] = []
-    empty = _empty(ops)
     for _ in range(count):
-        values = _nodes(ops, blocks)
-        missing = -values.shape[0] % FANOUT
-        padding = jnp.broadcast_to(jnp.asarray(empty), (missing, len(empty)))
-        values = jnp.concatenate([values, padding]).reshape(-1, FANOUT, len(empty))
-        blocks = jnp.swapaxes(values, 1, 2)
+        missing = -blocks.shape[0] % FANOUT
+        padded = [
+            jnp.pad(values, (0, missing), constant_values=none).reshape(-1, FANOUT)
+            for values, none in zip(_nodes(ops, blocks, apart), _empty(ops), strict=True)
+        ]
+        blocks = jnp.concatenate(padded, axis=1).reshape(-1, len(padded), FANOUT)
+        if apart:
+            # Else XLA takes each operation through all levels by itself, in kernels of its own.
+            blocks = lax.optimization_barrier(blocks)
         parts.append(blocks.reshape(-1))
-    return parts, _nodes(ops, blocks)[0]
+    return parts, jnp.concatenate(_nodes(ops, blocks, apart))
 
 
 def _read_blocks(nodes: Int[Array, " P"], start: Int[Array, " B"], width: int) -> Int[Array, "B W"]:
     return jax.vmap(lambda at: lax.dynamic_slice(nodes, (at,), (width,)))(start)
 
 
-@functools.partial(jax.jit, static_argnames=("ops", "capacity"))
+@functools.partial(jax.jit, static_argnames=("ops", "capacity", "unique"))
 def _set(
     nodes: Int[Array, " P"],
     index: Int[Array, " B"],
     value: Float[Array, " B"],
     ops: tuple[Op, ...],
     capacity: int,
+    unique: bool = False,
 ) -> tuple[Int[Array, " P"], Int[Array, " K"]]:
     natively = functools.partial(
         native.set_leaves, ops=[OPS.index(op) for op in ops], capacity=capacity
     )
     plainly, elsewhere = (
-        functools.partial(_set_plainly, ops, capacity, dense) for dense in (FANOUT**2, FANOUT**4)
+        functools.partial(_set_plainly, ops, capacity, unique, apart) for apart in (False, True)
     )
     return native.either(natively, plainly, nodes, index, _bits(value), elsewhere=elsewhere)
 
@@ -363,7 +408,8 @@ def _set(
 def _set_plainly(
     ops: tuple[Op, ...],
     capacity: int,
-    dense: int,
+    unique: bool,
+    apart: bool,
     nodes: Int[Array, " P"],
     index: Int[Array, " B"],
     bits: Int[Array, " B"],
@@ -372,7 +418,7 @@ def _set_plainly(
     rows, nowhere = index.shape[0], nodes.shape[0]
     legal = (index >= 0) & (index < capacity)
     leaf = jnp.where(legal, index, nowhere)
-    if rows > 1:
+    if rows > 1 and not unique:
         # The leaves serve as scratch space to find the last of several rows for one leaf.
         number = jnp.arange(1, rows + 1, dtype=jnp.int32)
         nodes = nodes.at[leaf].set(0, mode="drop").at[leaf].max(number, mode="drop")
@@ -384,16 +430,17 @@ def _set_plainly(
     # recomputes the parents of the first leaf.
     node = jnp.where(legal, index, 0)
     place = FANOUT * jnp.arange(len(ops) + 1, dtype=jnp.int32)
+    dense = FANOUT**4 if apart else FANOUT**2
     while above and above[0].count > max(rows, dense):
         level = above.pop(0)
         node = node >> _SHIFT
         blocks = _read_blocks(nodes, below.start + node * below.width, below.width)
-        values = _nodes(ops, blocks.reshape(rows, -1, FANOUT))
+        values = jnp.stack(_nodes(ops, blocks.reshape(rows, -1, FANOUT), apart), axis=-1)
         goal = level.start + (node >> _SHIFT) * level.width + (node & (FANOUT - 1))
         nodes = nodes.at[goal[:, None] + place[None]].set(values, mode="promise_in_bounds")
         below = level
     blocks = nodes[below.start : below.stop].reshape(-1, below.width // FANOUT, FANOUT)
-    parts, roots = _above(ops, blocks, len(above))
+    parts, roots = _above(ops, blocks, len(above), apart)
     if parts:
         nodes = lax.dynamic_update_slice(nodes, jnp.concatenate(parts), (below.stop,))
     return nodes, roots
@@ -416,7 +463,7 @@ def _find(
     )
     plainly = functools.partial(_find_plainly, ops, capacity, refine is not None)
     # A loop takes more kernels elsewhere; on a CPU it keeps XLA from computing levels repeatedly.
-    elsewhere = functools.partial(plainly, unroll=True)
+    elsewhere = functools.partial(plainly, apart=True)
     arrays = nodes, prefix, prefix if refine is None else refine
     return native.either(natively, plainly, *arrays, elsewhere=elsewhere)
 
@@ -428,7 +475,7 @@ def _find_plainly(
     nodes: Int[Array, " P"],
     prefix: Float[Array, " B"],
     refine: Float[Array, " B"],
-    unroll: bool = False,
+    apart: bool = False,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     down = levels(capacity, len(ops))[::-1]
     depth, row = len(down), FANOUT * ops.index("sum")
@@ -439,7 +486,7 @@ def _find_plainly(
 
     def step(
         i: int | Int[Array, ""],
-        children: Float[Array, "B K"],
+        children: Row,
         node: Int[Array, " B"],
         residual: Float[Array, " B"],
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
@@ -448,11 +495,17 @@ def _find_plainly(
         node = jnp.minimum(node * FANOUT + child, lasts[i])
         return node, jnp.where(i == depth - 1, mass, rest)
 
+    def children_at(start: Int[Array, " B"]) -> Row:
+        if not apart:
+            return _floats(_read_blocks(nodes, start, FANOUT))
+        lanes = [start + lane for lane in range(FANOUT)]
+        return [_floats(nodes.at[lane].get(mode="promise_in_bounds")) for lane in lanes]
+
     def descend(
         i: Int[Array, ""], carry: tuple[Int[Array, " B"], Float[Array, " B"]]
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
         node, residual = carry
-        children = _floats(_read_blocks(nodes, starts[i] + node * widths[i], FANOUT))
+        children = children_at(starts[i] + node * widths[i])
         if refined:
             finer = _refine(children, residual, refine)
             residual = jnp.where(i == middle, finer, residual)
@@ -462,15 +515,17 @@ def _find_plainly(
     # to the next step, so that the tree need not be read again after the loop.
     first = starts[0] if depth > 1 else 0
     top = _floats(lax.dynamic_slice(nodes, (first,), (FANOUT,)))
+    top = _apart(top) if apart else top
     root = jnp.zeros_like(prefix, jnp.int32)
     # What is past the end of the tree stays past the end of every node.
     prefix = jnp.where(prefix >= _sum16(top), jnp.inf, prefix)
-    begin = step(0, jnp.broadcast_to(top, (*prefix.shape, FANOUT)), root, prefix)
-    return lax.fori_loop(1, depth, descend, begin, unroll=unroll)
+    everywhere = jax.tree.map(lambda mass: jnp.broadcast_to(mass, prefix.shape + mass.shape), top)
+    begin = step(0, everywhere, root, prefix)
+    return lax.fori_loop(1, depth, descend, begin, unroll=apart)
 
 
 def _refine(
-    children: Float[Array, "B K"], residual: Float[Array, " B"], refine: Float[Array, " B"]
+    children: Row, residual: Float[Array, " B"], refine: Float[Array, " B"]
 ) -> Float[Array, " B"]:
     """Adds to the residual within a node; a sum past the node's end wraps around to its start.
 
@@ -484,7 +539,7 @@ def _refine(
 
 
 def _choose(
-    masses: Float[Array, "B K"], residual: Float[Array, " B"]
+    masses: Row, residual: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
     """Returns the child that holds each residual: the smallest ``i`` with ``r < m_0 + ... + m_i``.
 
@@ -495,7 +550,7 @@ def _choose(
     Returns:
         The child, the residual within it, and its mass.
     """
-    groups = lax.split(masses, [4] * 4, axis=1)
+    groups = _groups(masses)
     sums = [_sum4(group) for group in groups]
     second = sums[0] + sums[1]
     bounds = [sums[0], second, second + sums[2]]
@@ -503,8 +558,10 @@ def _choose(
     limit = (bounds[2] + sums[3]) * jnp.float32(_BELOW)
     residual = jnp.where(residual < jnp.inf, jnp.minimum(residual, limit), residual)
     group, base = _past(sums, bounds, residual)
-    chosen = lax.select_n(jnp.broadcast_to(group[:, None], groups[0].shape), *groups)
-    inside = [lax.squeeze(mass, [1]) for mass in lax.split(chosen, [1] * 4, axis=1)]
+    chosen = jax.tree.map(
+        lambda *of: lax.select_n(lax.broadcast_in_dim(group, of[0].shape, [0]), *of), *groups
+    )
+    inside = _apart(chosen)
     pair = inside[0] + inside[1]
     bounds = [base + inside[0], base + pair, base + (pair + inside[2])]
     child, before = _past(inside, bounds, residual)

@@ -22,7 +22,12 @@ def change(
     mass: Float[Array, " B"],
     removed: Int[Array, " R"],
 ) -> SegmentTree:
-    """Returns the tree with the masses of new items, and zero for removed ones, at once."""
+    """Returns the tree with the masses of new items, and zero for removed ones, at once.
+
+    No slot is among the added ones twice, as ``Sampler.on_change`` says.
+    """
+    if removed.shape[0] == 0:
+        return masses.set(added, mass, unique=True)
     gone = jnp.zeros(removed.shape, jnp.float32)
     return masses.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, gone]))
 

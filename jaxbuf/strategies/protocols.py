@@ -105,9 +105,9 @@ class Sampler(Movable, abc.ABC):
 
         Args:
             state: The state.
-            added: The slots that now hold a new item, ``[B]``. Any item that was there before is
-                gone, without being among the removed ones: in a full ring, each new item takes the
-                slot of an old one.
+            added: The slots that now hold a new item, ``[B]``, none of them twice. Any item that
+                was there before is gone, without being among the removed ones: in a full ring, each
+                new item takes the slot of an old one.
             value: Their priorities (or scores), ``[B]``; None means the default for all, and so
                 does a priority that is not legal, for its row.
             removed: The slots that no longer hold an item, ``[R]``, disjoint from ``added``; they

@@ -1,6 +1,7 @@
 """The segment tree against a flat NumPy array, with the kernels in C++ and without."""
 
 import functools
+import re
 from unittest import mock
 
 import jax
@@ -317,12 +318,45 @@ def test_other_backends_find_and_set_the_same(capacity, rows):
         same(elsewhere(function, *args), function(*args))
 
 
-def test_other_backends_descend_without_a_loop():
-    find = functools.partial(elsewhere, segment_tree._find)
-    nodes = jax.eval_shape(lambda: SegmentTree.create(2**24)).nodes
-    rows = jax.ShapeDtypeStruct((256,), jnp.float32)
-    program = jax.jit(lambda *arrays: find(*arrays, ("sum",), 2**24)).lower(nodes, rows, rows)
-    assert "stablehlo.while" not in program.as_text()
+@pytest.mark.parametrize("ops", OPS)
+def test_leaves_that_are_known_to_differ_are_set_by_one_write(ops):
+    rng, tree = np.random.default_rng(5), create(5000, ops)
+    leaves = unset(5000, ops)
+    index = rng.permutation(5000)[:400]
+    value = rng.integers(0, 5, 400).astype(np.float32)
+    leaves[index] = value
+    # Rows out of range are dropped, however many there are.
+    index = np.concatenate([index, [-1, 5000, 5000, -1]]).astype(np.int32)
+    value = np.concatenate([value, np.ones(4, np.float32)])
+    write = jax.jit(functools.partial(SegmentTree.set, unique=True))
+    check(write(tree, index, value), leaves)
+    check(tree.set(jnp.asarray(index), jnp.asarray(value)), leaves)
+    # The search for the last of several rows takes two more.
+    with native.using_native(False):
+        writes = [
+            jax.jit(functools.partial(SegmentTree.set, unique=unique))
+            .lower(tree, index, value)
+            .as_text()
+            .count('"stablehlo.scatter"')
+            for unique in (True, False)
+        ]
+    assert writes[1] == writes[0] + 2
+
+
+@pytest.mark.parametrize("name", ["_find", "_set"])
+@pytest.mark.parametrize("capacity", [2**20, 2**24])
+def test_other_backends_take_numbers_apart_and_need_no_loops(capacity, name):
+    # XLA makes one kernel of what is computed from such numbers.
+    ops, function = ("sum", "max", "min_positive"), getattr(segment_tree, name)
+    nodes = jax.eval_shape(lambda: SegmentTree.create(capacity, ops)).nodes
+    floats, index = (jax.ShapeDtypeStruct((256,), kind) for kind in (jnp.float32, jnp.int32))
+    arrays = nodes, *((index, floats) if name == "_set" else (floats, floats))
+    compute = jax.jit(lambda *arrays: elsewhere(function, *arrays, ops, capacity))
+    text = compute.lower(*arrays).as_text()
+    assert "stablehlo.while" not in text
+    assert not re.findall(r"applies stablehlo.(?:add|maximum|minimum)", text)
+    if name == "_find":
+        assert not re.findall(r"x16x[fi]32>", text)
 
 
 def test_what_cannot_be_built():

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,13 +12,14 @@ import pytest
 
 import jaxbuf
 from benchmarks import equality, gpu, gpu_compiled, limits
-from benchmarks.harness import Operation, Options, Row, UnequalWork
+from benchmarks.harness import Operation, Options, Row, Unavailable, UnequalWork
 from benchmarks.jax_loops import JaxSubject
 from benchmarks.rows import per
 from benchmarks.targets import GPU_TARGETS
 from benchmarks.transitions import CARTPOLE, MAX_SERIAL
 from benchmarks.workload import Workload
 
+RESULTS = (Path(gpu.__file__).with_name("RESULTS.md")).read_text()
 SMALL = Workload(CARTPOLE, capacity=64, add_size=4, sample_size=16, scan_length=2)
 
 
@@ -146,3 +149,42 @@ def test_without_a_compiler_for_gpus_it_says_how_to_get_one(monkeypatch, capsys)
     assert gpu_compiled.main(["--only", "nothing like this"]) == 2
     assert "nothing matches" in capsys.readouterr().err
     gpu_compiled.device.cache_clear()
+
+
+SECTION = RESULTS.split("\n### For a GPU, without one\n")[1]
+COUNTED = {
+    tuple(cells[:4]): int(cells[4])
+    for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in SECTION.splitlines())
+    if len(cells) > 4 and cells[4].isdigit()
+}
+
+
+def kernels(operation, slots, batch, buffer="prioritized"):
+    return COUNTED[buffer, operation, f"{slots:,}", f"{batch:,}"]
+
+
+def test_counts_for_a_gpu_are_those_of_this_version_and_few():
+    assert re.search(rf"(of|after) version {re.escape(jaxbuf.__version__)}\b", SECTION)
+    prose = " ".join(SECTION.split("\n|")[0].split())
+    for slots in (2**20, 2**24):
+        cycle, sample = kernels("cycle", slots, 256), kernels("sample", slots, 256)
+        assert cycle <= 40
+        assert sample <= 10
+        named = f"2^{slots.bit_length() - 1} slots"
+        assert f"{named} takes {sample} kernels, and a cycle {cycle}" in prose
+    assert f"2^27 slots {kernels('cycle', 2**27, 256, 'prioritized, CartPole')}" in prose
+
+
+def test_counts_for_a_gpu_are_those_of_its_compiler():
+    try:
+        gpu_compiled.device()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    if f"jax {jax.__version__}," not in SECTION:
+        pytest.skip(f"the results are those of another version of jax than {jax.__version__}")
+    job = next(job for job in gpu_compiled.jobs() if job.name == "prioritized")
+    slots, batch = job.workload.capacity, job.workload.sample_size
+    for operation in ("sample", "cycle"):
+        found = gpu_compiled.counted(job, "jaxbuf", operation)
+        assert found.kernels == kernels(operation, slots, batch)
+        assert (found.waits, found.copied) == (0, 0)

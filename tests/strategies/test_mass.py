@@ -35,6 +35,12 @@ def test_what_comes_and_goes_changes_at_once():
     np.testing.assert_array_equal(after.leaves, want)
     assert (float(after.root("sum")), int(after.nnz)) == (want.sum(), (want > 0).sum())
     np.testing.assert_array_equal(zero(before, removed).leaves, np.where(MASS == 3, 0, MASS))
+    # Then no slot can be there twice, except past the end.
+    nothing, added = jnp.zeros((0,), jnp.int32), jnp.array([0, 99, 6, 99])
+    after = change(before, added, jnp.array([5.0, 7.0, 2.0, 8.0]), nothing)
+    want = MASS.copy()
+    want[[0, 6]] = [5, 2]
+    np.testing.assert_array_equal(after.leaves, want)
 
 
 def test_stratified_rows_are_as_many_as_their_mass():
