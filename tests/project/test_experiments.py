@@ -197,7 +197,8 @@ def test_levels_in_small_mazes(tmp_path, promotion):
     assert {row["agent"] for row in found} == {"uniform", "prioritized"}
     curves = common.curves(found, levels.AGENTS, "solved")
     assert all(curve.shape == (50, 2) for curve in curves.values())
-    assert all(curve[-1].mean() > curve[0].mean() + 0.05 for curve in curves.values())
+    # The mean of the second half, since a single point varies with how a version of XLA rounds.
+    assert all(curve[25:].mean() > curve[0].mean() + 0.05 for curve in curves.values())
 
 
 def test_an_interrupted_run_ends_the_experiment(tmp_path):
