@@ -87,6 +87,20 @@ def check_number(name: str, value: object, expected: str, legal: Callable[[float
     return number
 
 
+def check_nonnegative(name: str, value: object) -> float:
+    """Returns a finite number of at least 0 as a Python float.
+
+    Raises:
+        ValueError: If it is not such a number.
+
+    Example:
+        >>> check_nonnegative("alpha", -1)
+        Traceback (most recent call last):
+        ValueError: alpha is -1; expected a finite number of at least 0
+    """
+    return check_number(name, value, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
+
+
 def check_fraction(name: str, value: object) -> float:
     """Returns a fraction as a Python float.
 
@@ -150,9 +164,7 @@ def check_weights(name: str, weights: object) -> tuple[float, ...]:
         ValueError: ratios[1] is -1; expected a finite number of at least 0
     """
     return tuple(
-        check_number(
-            f"{name}[{i}]", weight, "a finite number of at least 0", lambda x: 0 <= x < math.inf
-        )
+        check_nonnegative(f"{name}[{i}]", weight)
         for i, weight in enumerate(check_sequence(name, weights, "numbers"))
     )
 

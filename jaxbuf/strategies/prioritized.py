@@ -5,7 +5,6 @@ References:
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -104,10 +103,7 @@ class Prioritized(ShardableSampler):
             "epsilon": self.epsilon,
         }
         for name, value in numbers.items():
-            number = checks.check_number(
-                name, value, "a finite number of at least 0", lambda x: 0 <= x < math.inf
-            )
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, checks.check_nonnegative(name, value))
         mix = checks.check_fraction("uniform_mix", self.uniform_mix)
         object.__setattr__(self, "uniform_mix", mix)
         for name, flag in (("stratified", self.stratified), ("replacement", self.replacement)):

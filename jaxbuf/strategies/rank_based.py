@@ -5,7 +5,6 @@ References:
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Self
 
@@ -112,10 +111,7 @@ class RankBased(KnownSampler):
     replacement: bool = True
 
     def __post_init__(self) -> None:
-        alpha = checks.check_number(
-            "alpha", self.alpha, "a finite number of at least 0", lambda x: 0 <= x < math.inf
-        )
-        object.__setattr__(self, "alpha", alpha)
+        object.__setattr__(self, "alpha", checks.check_nonnegative("alpha", self.alpha))
         checks.check_choice("by", self.by, ("priority", "score"))
         sort_every = sizes.check_count("sort_every", self.sort_every, most=2**31 - 1)
         object.__setattr__(self, "sort_every", sort_every)

@@ -1,7 +1,6 @@
 """A sampler that prefers the items that were not drawn for long."""
 
 import dataclasses
-import math
 from typing import Self
 
 import jax.numpy as jnp
@@ -92,10 +91,7 @@ class Staleness(KnownSampler):
     replacement: bool = True
 
     def __post_init__(self) -> None:
-        alpha = checks.check_number(
-            "alpha", self.alpha, "a finite number of at least 0", lambda x: 0 <= x < math.inf
-        )
-        object.__setattr__(self, "alpha", alpha)
+        object.__setattr__(self, "alpha", checks.check_nonnegative("alpha", self.alpha))
         for name, flag in (("stratified", self.stratified), ("replacement", self.replacement)):
             object.__setattr__(self, name, checks.check_flag(name, flag))
 
