@@ -17,15 +17,7 @@ _EXPLICIT = jax.sharding.AxisType.Explicit
 
 
 class Shards(SplitBatches, struct.PyTreeNode):
-    """The fields of a ``Sharded``, on which its operations work.
-
-    Attributes:
-        shards: The shards as one buffer, with a leading axis ``S`` in every leaf.
-        num_shards: The number of shards, ``S``.
-        mesh: The mesh on which the buffer was created.
-        axis: The axis of the mesh along which the shards are laid out.
-        exchange: Whether a batch is drawn from all shards as if they were one buffer.
-    """
+    """The fields of a ``Sharded``, which describes them; its operations work on these."""
 
     shards: Body
     num_shards: int = struct.field(pytree_node=False)
