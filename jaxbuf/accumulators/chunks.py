@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.accumulators.lanes import Lanes, check_line, shapes_of, write
 from jaxbuf.buffers import common
-from jaxbuf.core import describe, storage
+from jaxbuf.core import describe, storage, trees
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.program import program
 from jaxbuf.strategies.freshness import Freshness
@@ -338,16 +338,14 @@ class ChunkAccumulator(struct.PyTreeNode):
     @program()
     def clear(self) -> Self:
         """Returns an empty accumulator with the same counters, which shares no array with this."""
-        return self.replace(
+        empty = self.replace(
             data=jax.tree.map(jnp.zeros_like, self.data),
             lanes=self.lanes.clear(),
             start=jnp.zeros_like(self.start),
             number=jnp.zeros_like(self.number),
             session=jnp.zeros_like(self.session),
-            learner=self.learner.copy(),
-            rejected=self.rejected.copy(),
-            stale=self.stale.copy(),
         )
+        return trees.in_place_of(self, empty)
 
     @program()
     def metrics(self) -> dict[str, Array]:

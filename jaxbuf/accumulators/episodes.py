@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.accumulators.lanes import Lanes, check_line, shapes_of, write
 from jaxbuf.buffers import common
-from jaxbuf.core import describe, fields, storage
+from jaxbuf.core import describe, fields, storage, trees
 from jaxbuf.core.program import program
 from jaxbuf.core.types import Numbers
 
@@ -230,7 +230,8 @@ class EpisodeAccumulator(struct.PyTreeNode):
     @program()
     def clear(self) -> Self:
         """Returns an empty accumulator with the same counters, which shares no array with this."""
-        return self.replace(data=jax.tree.map(jnp.zeros_like, self.data), lanes=self.lanes.clear())
+        data = jax.tree.map(jnp.zeros_like, self.data)
+        return trees.in_place_of(self, self.replace(data=data, lanes=self.lanes.clear()))
 
     @program()
     def metrics(self) -> dict[str, Array]:

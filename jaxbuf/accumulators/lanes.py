@@ -168,15 +168,12 @@ class Lanes(struct.PyTreeNode):
         return counters.named(COUNTS, self.counters)
 
     def clear(self) -> Self:
-        """Returns empty lanes that keep the counters, and share no array with the original."""
+        """Returns empty lanes that keep the counters."""
         return self.replace(
-            lane=self.lane.copy(),
             filled=jnp.zeros_like(self.filled),
-            line=self.line.copy(),
             rows=jnp.zeros_like(self.rows),
             head=jnp.zeros_like(self.head),
             waiting=jnp.zeros_like(self.waiting),
-            counters=self.counters.copy(),
         )
 
     def _after(self, order: Int[Array, "E T"]) -> Int[Array, "E T"]:

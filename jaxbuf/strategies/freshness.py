@@ -250,7 +250,7 @@ class Freshness(Part):
 
     def on_clear(self, state: FreshnessState, empty: FreshnessState) -> FreshnessState:
         """Returns the cleared state, which keeps the counters and the learner's version."""
-        return empty.replace(counters=state.counters.copy())
+        return empty.replace(counters=state.counters)
 
     def move(self, empty: FreshnessState, state: FreshnessState, moves: Moves) -> FreshnessState:
         """Moves versions and uses, also those of windows that are not complete yet."""
