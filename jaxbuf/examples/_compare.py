@@ -67,9 +67,8 @@ def compare(
     config = run.config
     length = math.ceil(config.steps / size / CHUNKS)
     init, chunk = _programs(agent, length)
-    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
     numbers = jnp.asarray([*variants.values()], jnp.float32)
-    state = run.load(jax.eval_shape(init, keys, numbers)) if run.resume else init(keys, numbers)
+    state = run.begin(init, run.keys, numbers)
 
     def next_chunk(state: Any) -> tuple[Any, dict[str, Any], str]:
         state, metrics = chunk(state)

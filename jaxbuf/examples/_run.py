@@ -111,6 +111,12 @@ class Run(Generic[Config]):
                     jaxbuf.save(self._checkpoint, state)
         return state, seconds
 
+    @property
+    def keys(self) -> Any:
+        """A key for each seed of the options, ``[seeds]``."""
+        config: Any = self.config
+        return jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+
     def begin(self, init: Callable[..., State], *args: Any) -> State:
         """Returns ``init(*args)``, or the state in the checkpoint if the run is resumed."""
         return self.load(jax.eval_shape(init, *args)) if self.resume else init(*args)
@@ -392,7 +398,7 @@ def train_seeds(run: Run[Any], agent: Any, length: int, name: str) -> None:
     """
     config = run.config
     init, chunk, evaluate = programs(agent, length)
-    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+    keys = run.keys
     states = run.begin(init, keys)
 
     def next_chunk(states: Any) -> tuple[Any, dict[str, Any], str]:

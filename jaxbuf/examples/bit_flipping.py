@@ -212,11 +212,10 @@ def train(run: _run.Run[Config]) -> None:
     """Trains all seeds of both agents, and prints the results."""
     config = run.config
     agent, length = Agent(config), math.ceil(config.episodes / config.num_envs / CHUNKS)
-    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
     fractions = jnp.asarray([0.0, config.fraction], jnp.float32)
     # The same seeds with and without hindsight.
     init = jax.jit(jax.vmap(jax.vmap(agent.init, in_axes=(0, None)), in_axes=(None, 0)))
-    states = run.begin(init, keys, fractions)
+    states = run.begin(init, run.keys, fractions)
 
     def go_on(state: TrainState) -> tuple[TrainState, Float[Array, ""]]:
         state = agent.train(state, length)

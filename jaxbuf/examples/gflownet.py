@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from numpy.typing import NDArray
@@ -105,7 +104,7 @@ def train(run: _run.Run[Config]) -> None:
     config = run.config
     length = math.ceil(config.steps / CHUNKS)
     agents = {kind: Agent(config, kind) for kind in config.buffer}
-    keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+    keys = run.keys
     inits, chunks = zip(*(programs(agent, length) for agent in agents.values()), strict=True)
     states: dict[str, TrainState] = {
         kind: jax.eval_shape(init, keys) if run.resume else init(keys)
