@@ -51,14 +51,20 @@ class Run(Generic[Config]):
         out: The folder to write to.
         resume: Whether to go on from the checkpoint in --out, with its options.
         tensorboard: Whether to log for TensorBoard as well.
-        began: When the run began, in seconds.
     """
 
     config: tyro.conf.OmitArgPrefixes[Config]
     out: Path
     resume: bool = False
     tensorboard: bool = False
-    began: float = dataclasses.field(default_factory=time.perf_counter, init=False)
+
+    def __post_init__(self) -> None:
+        _ = self.began
+
+    @functools.cached_property
+    def began(self) -> float:
+        """When the run began, in seconds; no field, since those are options."""
+        return time.perf_counter()
 
     def train(
         self,
