@@ -76,13 +76,7 @@ class Options:
 
 
 class Policy(nn.Module):
-    """A network that maps the coordinates of a state to the logits of all actions.
-
-    Attributes:
-        height: H.
-        num_actions: A.
-        hidden: Width of both hidden layers.
-    """
+    """A network that maps the coordinates of a state to the logits of all actions."""
 
     height: int
     num_actions: int
@@ -103,14 +97,10 @@ class GFlowNet:
     """A policy on a grid that learns to stop in proportion to reward, and its loss.
 
     Parameters are ``{"policy": the network's, "log_z": the log of the total reward}``.
-
-    Args:
-        grid: The grid on which it acts.
-        hidden: Width of both hidden layers.
     """
 
     grid: HyperGrid
-    hidden: int
+    hidden: int  # width of both hidden layers
 
     @functools.cached_property
     def network(self) -> Policy:
@@ -165,39 +155,23 @@ class GFlowNet:
 
 
 class TrainState(struct.PyTreeNode):
-    """The state that training changes.
-
-    Attributes:
-        params: Parameters of the GFlowNet.
-        opt_state: State of the optimizer.
-        buffer: Terminal states, or None.
-        found: The number of the fresh trajectory that first reached each mode, ``[M]``, or
-            ``NEVER``.
-        fresh: Number of fresh trajectories so far, scalar.
-        step: Number of updates so far, scalar.
-        key: The PRNG key of all later randomness.
-    """
+    """The state that training changes."""
 
     params: Any
     opt_state: optax.OptState
-    buffer: jaxbuf.ItemBuffer | None
-    found: Int[Array, " M"]
-    fresh: Int[Array, ""]
-    step: Int[Array, ""]
-    key: PRNGKeyArray
+    buffer: jaxbuf.ItemBuffer | None  # terminal states
+    found: Int[Array, " M"]  # the fresh trajectory that first reached each mode, or NEVER
+    fresh: Int[Array, ""]  # fresh trajectories so far
+    step: Int[Array, ""]  # updates so far
+    key: PRNGKeyArray  # of all later randomness
 
 
 @dataclasses.dataclass(frozen=True)
 class Agent:
-    """Training with one kind of buffer: pure functions of a ``TrainState``.
-
-    Args:
-        config: All settings.
-        kind: The kind of buffer: none, fifo, reward or diverse.
-    """
+    """Training with one kind of buffer: pure functions of a ``TrainState``."""
 
     config: Options
-    kind: str
+    kind: str  # of buffer: none, fifo, reward or diverse
 
     @functools.cached_property
     def gflownet(self) -> GFlowNet:
@@ -220,36 +194,29 @@ class Agent:
     def init(self, key: PRNGKeyArray) -> TrainState:
         """Returns the state of a new policy and an empty buffer."""
         key, params_key = jax.random.split(key)
-        params = self.gflownet.init(params_key)
-        return TrainState(
-            params=params,
-            opt_state=self.optimizer.init(params),
-            buffer=self.new_buffer(),
-            found=jnp.full(self.config.grid.num_modes, NEVER, jnp.int32),
-            fresh=jnp.int32(0),
-            step=jnp.int32(0),
-            key=key,
-        )
+        params, zero = self.gflownet.init(params_key), jnp.int32(0)
+        found = jnp.full(self.config.grid.num_modes, NEVER, jnp.int32)
+        opt_state, buffer = self.optimizer.init(params), self.new_buffer()
+        return TrainState(params, opt_state, buffer, found, zero, zero, key)
 
     def new_buffer(self) -> jaxbuf.ItemBuffer | None:
         """Returns an empty buffer of terminal states; None for the kind ``none``."""
-        capacity = self.config.capacity
-        state = jax.ShapeDtypeStruct((self.config.dims,), jnp.int32)
+        config = self.config
+        state = jax.ShapeDtypeStruct((config.dims,), jnp.int32)
         if self.kind == "fifo":
-            return jaxbuf.terminal_state_buffer(state, capacity)
+            return jaxbuf.terminal_state_buffer(state, config.capacity)
         if self.kind == "reward":
-            return jaxbuf.reward_prioritized(state, capacity)
+            return jaxbuf.reward_prioritized(state, config.capacity)
         if self.kind == "diverse":
+            temperature = config.temperature
             return jaxbuf.diverse_reward_prioritized(
-                state, capacity, temperature=self.config.temperature
+                state, config.capacity, temperature=temperature
             )
         return None
 
     def train(self, state: TrainState, iterations: int) -> TrainState:
         """Updates ``iterations`` times, all in one ``lax.scan``."""
-        return jax.lax.scan(
-            lambda state, _: (self.update(state)[0], None), state, None, iterations
-        )[0]
+        return jax.lax.scan(self.update, state, length=iterations)[0]
 
     def add(self, buffer: Any, states: Int[Array, "B D"], mask: Bool[Array, " B"]) -> Any:
         """Returns the buffer with more terminal states."""
@@ -286,13 +253,6 @@ class Agent:
 
         grads = jax.grad(loss_fn)(state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        after = state.replace(
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            buffer=buffer,
-            found=found,
-            fresh=state.fresh + self.fresh,
-            step=state.step + 1,
-            key=key,
-        )
-        return after, last
+        params: Any = optax.apply_updates(state.params, updates)
+        fresh, step = state.fresh + self.fresh, state.step + 1
+        return TrainState(params, opt_state, buffer, found, fresh, step, key), last

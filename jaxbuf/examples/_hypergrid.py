@@ -11,17 +11,11 @@ MAX_STATES = 2**20
 
 
 class Trajectories(NamedTuple):
-    """B trajectories from the origin to their terminal states, padded to one length T.
+    """B trajectories from the origin to their terminal states, padded to one length T."""
 
-    Attributes:
-        states: The state before each action, ``[B, T, D]``; past the end, the terminal state.
-        actions: The coordinate that grows by one, or D to stop, ``[B, T]``; past the end, D.
-        lengths: Number of actions of each trajectory, including the one that stops it, ``[B]``.
-    """
-
-    states: Int[Array, "B T D"]
-    actions: Int[Array, "B T"]
-    lengths: Int[Array, " B"]
+    states: Int[Array, "B T D"]  # before each action; past the end, the terminal state
+    actions: Int[Array, "B T"]  # the coordinate that grows by one, or D to stop; past the end, D
+    lengths: Int[Array, " B"]  # number of actions, including the one that stops it
 
     @property
     def mask(self) -> Bool[Array, "B T"]:

@@ -51,14 +51,20 @@ class Run(Generic[Config]):
         out: The folder to write to.
         resume: Whether to go on from the checkpoint in --out, with its options.
         tensorboard: Whether to log for TensorBoard as well.
-        began: When the run began, in seconds.
     """
 
     config: tyro.conf.OmitArgPrefixes[Config]
     out: Path
     resume: bool = False
     tensorboard: bool = False
-    began: float = dataclasses.field(default_factory=time.perf_counter, init=False)
+
+    def __post_init__(self) -> None:
+        _ = self.began
+
+    @functools.cached_property
+    def began(self) -> float:
+        """When the run began, in seconds; no field, since those are options."""
+        return time.perf_counter()
 
     def train(
         self,
@@ -87,15 +93,14 @@ class Run(Generic[Config]):
         """
         chunks = max(0, math.ceil((until - done) / size))
         seconds: list[float] = []
+        writers: list[jaxbuf.Writer] = [jaxbuf.CsvWriter(self.out / "log.csv")]
+        if self.tensorboard or (self.out / "tensorboard").is_dir():
+            writers.append(jaxbuf.TensorBoardWriter(self.out / "tensorboard"))
+        total, resume_at = (done + chunks * size) * rows, done if self.resume else None
+        shows: Any = {"unit": f" {unit}", "unit_scale": True, "dynamic_ncols": True}
         with (
-            self._monitor(done) as monitor,
-            tqdm(
-                total=(done + chunks * size) * rows,
-                initial=done * rows,
-                unit=f" {unit}",
-                unit_scale=True,
-                dynamic_ncols=True,
-            ) as bar,
+            jaxbuf.Monitor(writers, resume_at=resume_at) as monitor,
+            tqdm(total=total, initial=done * rows, **shows) as bar,
         ):
             for i in range(chunks):
                 began = time.perf_counter()
@@ -108,7 +113,7 @@ class Run(Generic[Config]):
                 if (i + 1) % max(chunks // 10, 1) == 0 or i + 1 == chunks:
                     # In this order, since steps after a checkpoint are logged again.
                     monitor.flush()
-                    jaxbuf.save(self._checkpoint, state)
+                    jaxbuf.save(self.out / "checkpoint", state)
         return state, seconds
 
     @property
@@ -124,19 +129,9 @@ class Run(Generic[Config]):
     def load(self, like: State) -> State:
         """Returns the training state in the checkpoint; ``like`` has its structure and shapes."""
         try:
-            return jaxbuf.load(self._checkpoint, like)
+            return jaxbuf.load(self.out / "checkpoint", like)
         except FileNotFoundError:
             fail(f"there is no checkpoint in {self.out}; start without --resume")
-
-    def _monitor(self, step: int) -> jaxbuf.Monitor:
-        writers: list[jaxbuf.Writer] = [jaxbuf.CsvWriter(self.out / "log.csv")]
-        if self.tensorboard or (self.out / "tensorboard").is_dir():
-            writers.append(jaxbuf.TensorBoardWriter(self.out / "tensorboard"))
-        return jaxbuf.Monitor(writers, resume_at=step if self.resume else None)
-
-    @property
-    def _checkpoint(self) -> Path:
-        return self.out / "checkpoint"
 
     def logged(self, name: str) -> NDArray[np.float64]:
         """Returns all values logged under a name: numbers ``[P]``, or arrays ``[P, S]``."""
@@ -407,15 +402,9 @@ def train_seeds(run: Run[Any], agent: Any, length: int, name: str) -> None:
         returns = np.where(episodes, log.total_return / np.maximum(episodes, 1), np.nan)
         return states, {"return": returns, **metrics}, shown(returns)
 
-    size = length * config.num_envs
-    states, seconds = run.train(
-        states,
-        next_chunk,
-        done=int(states.step[0]),
-        until=config.steps,
-        size=size,
-        rows=config.seeds,
-    )
+    done, size = int(states.step[0]), length * config.num_envs
+    count: Any = {"done": done, "until": config.steps, "size": size, "rows": config.seeds}
+    states, seconds = run.train(states, next_chunk, **count)
     run.report(name, np.asarray(evaluate(states, keys)), seconds, size)
 
 
@@ -559,15 +548,10 @@ def plot(
     xlabel: str,
     ylabel: str,
 ) -> None:
-    """Draws a curve of every seed, and the mean of each group of seeds.
+    """Draws a curve of every seed, and the mean of each group of seeds, as the PNG ``path``.
 
-    Args:
-        path: The PNG to write.
-        x: Positions of the points, ``[P]``.
-        groups: By name, the values of each group's seeds, ``[P, seeds]``; NaN for missing ones.
-        title: The title of the axes.
-        xlabel: The label of the x axis.
-        ylabel: The label of the y axis.
+    ``x`` are the positions of the points, ``[P]``, and ``groups`` by name the values of each
+    group's seeds, ``[P, seeds]``; NaN for missing ones.
     """
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")
     axes: Any = figure.add_subplot()
@@ -592,11 +576,8 @@ def plot_marginals(
 ) -> None:
     """Draws the joint distributions of the first two coordinates side by side, in one scale.
 
-    Args:
-        path: The PNG to write.
-        distributions: By name, the probability of each point of a grid, ``[N]``.
-        shape: The lengths of the first two coordinates; the second is 1 if there is no such
-            coordinate.
+    ``distributions`` are by name the probabilities of all points of a grid, ``[N]``, and ``shape``
+    the lengths of the first two coordinates; the second is 1 if there is no such coordinate.
     """
     panels = {
         name: distribution.reshape(*shape, -1).sum(axis=-1).T

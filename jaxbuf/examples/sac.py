@@ -1,10 +1,14 @@
-"""Soft actor-critic in an ordinary Python loop: ``python -m jaxbuf.examples.sac``.
+"""Train SAC on a Gymnasium environment with continuous actions.
 
-Gymnasium's environments run in Python, and all else in two jitted functions: ``act`` chooses the
-actions, and ``learn`` adds a step of all environments to the buffer, samples and updates. The
-buffer is a field of the training state, which ``learn`` donates, so it is updated in place.
+Pendulum takes less than a minute on two CPU cores. Some things to try:
+  --sampler prioritized           the same agent with priorities
+  --resume --steps 50_000         train a finished run for longer, beginning with new episodes
+  --env HalfCheetah-v5 --steps 1_000_000 --num-envs 1 --updates 1 --warmup 10_000 --lr 3e-4
+    --batch-size 256 --hidden 256 --capacity 1_000_000      needs gymnasium[mujoco]; takes hours
 
-The agent is that of Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018).
+Ends with a table. Writes, in runs/sac or where --out says:
+  learning_curve.png  return while training
+  log.csv             a hundred times in a run: returns, losses, metrics of the buffer
 """
 
 import dataclasses
@@ -28,19 +32,6 @@ import jaxbuf
 from jaxbuf.examples import _run
 from jaxbuf.interop import gymnasium_transitions, transition_like
 
-DESCRIPTION = f"""Train SAC on a Gymnasium environment with continuous actions.
-
-Pendulum takes less than a minute on two CPU cores. Some things to try:
-  --sampler prioritized           the same agent with priorities
-  --resume --steps 50_000         train a finished run for longer, beginning with new episodes
-  --env HalfCheetah-v5 --steps 1_000_000 --num-envs 1 --updates 1 --warmup 10_000 --lr 3e-4
-    --batch-size 256 --hidden 256 --capacity 1_000_000      needs gymnasium[mujoco]; takes hours
-
-Ends with a table. Writes, in runs/sac or where --out says:
-  learning_curve.png  return while training
-  log.csv             a hundred times in a run: returns, losses, metrics of the buffer
-{_run.FILES}"""
-EXAMPLE = "sac"
 CHUNKS = 100
 
 
@@ -115,7 +106,12 @@ class TrainState(struct.PyTreeNode):
 
 
 class Agent:
-    """Soft actor-critic with two critics and a learned temperature."""
+    """Soft actor-critic with two critics and a learned temperature (Haarnoja et al., 2018).
+
+    Environments run in an ordinary Python loop, and all else in two jitted functions: ``act``
+    chooses actions, and ``learn`` adds a step of all environments to the buffer, samples and
+    updates. The buffer is in the state that ``learn`` donates, so it is updated in place.
+    """
 
     def __init__(self, config: Config, transition: dict[str, Any]) -> None:
         self.config, self.transition = config, transition
@@ -124,7 +120,6 @@ class Agent:
         self.critic: Any = Network(config.hidden, 1)
         self.optimizer = optax.adam(config.lr)
         self.act = jax.jit(lambda params, obs, key: self.draw(params["actor"], obs, key)[0])
-        # Donated, so that the buffer is updated in place.
         options: Any = {"donate_argnums": 0, "compiler_options": jaxbuf.compiler_options()}
         self.learn = jax.jit(self.add_and_update, static_argnames="updates", **options)
 
@@ -243,7 +238,7 @@ def train(run: _run.Run[Config]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this example from the command line and return its exit status."""
-    return _run.main(EXAMPLE, train, Config(), DESCRIPTION, argv)
+    return _run.main("sac", train, Config(), f"{__doc__}{_run.FILES}", argv)
 
 
 if __name__ == "__main__":

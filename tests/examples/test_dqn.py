@@ -254,6 +254,8 @@ def test_help_says_where_it_writes(capsys):
     text = capsys.readouterr().out
     assert "learning_curve.png" in text
     assert "runs/dqn" in text
+    # When a run began is no option of it.
+    assert "--began" not in text
 
 
 def play(learner, action, steps):

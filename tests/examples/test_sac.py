@@ -314,3 +314,5 @@ def test_help_says_where_it_writes(capsys):
     text = capsys.readouterr().out
     assert "learning_curve.png" in text
     assert "runs/sac" in text
+    # When a run began is no option of it.
+    assert "--began" not in text

@@ -1,5 +1,6 @@
 """The README agrees with what it refers to: the benchmark's results, the citation and the links."""
 
+import importlib
 import re
 import tomllib
 from pathlib import Path
@@ -97,6 +98,19 @@ def test_all_marks_of_the_comparison_are_known():
         assert len(marks) == 5, row
         assert marks[0] == "✓", row
         assert set(marks) <= {"✓", "–", "option"}, row
+
+
+def test_all_examples_are_listed_with_options_that_they_have(capsys):
+    section = README.split("\n## Examples\n")[1].split("\n## ")[0]
+    commands = re.findall(r"python -m jaxbuf\.examples\.(\w+)([^#\n]*)", section)
+    files = (ROOT / "jaxbuf" / "examples").glob("[a-z]*.py")
+    assert {name for name, _ in commands} == {path.stem for path in files}
+    for name, words in commands:
+        with pytest.raises(SystemExit):
+            importlib.import_module(f"jaxbuf.examples.{name}").main(["--help"])
+        text = capsys.readouterr().out.split(f"runs/{name} or where --out")[1]
+        for option in re.findall(r"--[a-z-]+", words):
+            assert re.search(rf"^[^\w-]*{option}\b", text, re.MULTILINE), option
 
 
 def test_the_citation_is_of_this_version():
