@@ -1,7 +1,6 @@
 """The sampler `RankBased`: ranks, ties, outliers, seldom sorts, scores, and draws from the law."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import jaxbuf
 from jaxbuf import testing
 from tests.models import items as reference
 from tests.models.ranks import RankedItemBuffer, by_rank
+from tests.ways import assert_ways_agree
 
 INF = float("inf")
 KEY = jax.random.key(0)
@@ -295,27 +295,7 @@ def test_eager_jit_scan_and_vmap_agree(replacement, sort_every):
         buffer, _ = loop(step, buffer, (items, priority))
         return buffer, buffer.sample(KEY, 8)
 
-    def in_python(function, carry, inputs):
-        for row in zip(*inputs, strict=True):
-            carry, _ = function(carry, row)
-        return carry, None
-
-    buffer, expected = run(empty, in_python)
-    testing.assert_valid(buffer)
-    scan = functools.partial(run, loop=jax.lax.scan)
-    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), empty)
-    lanes, batches = jax.jit(jax.vmap(scan))(many)
-    testing.assert_valid(lanes)
-    with jax.disable_jit():
-        plainly = run(empty, in_python)[1]
-    others = [
-        jax.jit(scan)(empty)[1],
-        jax.tree.map(lambda leaf: leaf[1], batches),
-        plainly,
-    ]
-    for other in others:
-        np.testing.assert_array_equal(expected.data, other.data)
-        np.testing.assert_allclose(expected.probability, other.probability, rtol=1e-6)
+    assert_ways_agree(run, empty)
 
 
 @pytest.mark.parametrize("sort_every", [1, 1000])

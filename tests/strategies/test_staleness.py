@@ -1,7 +1,5 @@
 """The sampler `Staleness`: what was not drawn for long is drawn first."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ import jaxbuf
 from jaxbuf import testing
 from tests.models import items as reference
 from tests.models.staleness import StaleItemBuffer, stale_law
+from tests.ways import assert_ways_agree
 
 KEY = jax.random.key(0)
 
@@ -245,25 +244,7 @@ def test_eager_jit_scan_and_vmap_agree(replacement):
     def run(buffer, loop):
         return loop(step, buffer, items)
 
-    def in_python(function, carry, inputs):
-        drawn = []
-        for row in inputs:
-            carry, batch = function(carry, row)
-            drawn.append(batch)
-        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
-
-    buffer, expected = run(empty, in_python)
-    testing.assert_valid(buffer)
-    scan = functools.partial(run, loop=jax.lax.scan)
-    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), empty)
-    lanes, batches = jax.jit(jax.vmap(scan))(many)
-    testing.assert_valid(lanes)
-    with jax.disable_jit():
-        plainly = run(empty, in_python)[1]
-    others = [jax.jit(scan)(empty)[1], jax.tree.map(lambda leaf: leaf[1], batches), plainly]
-    for other in others:
-        np.testing.assert_array_equal(expected.data, other.data)
-        np.testing.assert_allclose(expected.probability, other.probability, rtol=1e-6)
+    assert_ways_agree(run, empty)
 
 
 def test_a_step_copies_nothing():
