@@ -62,6 +62,13 @@ def twin_of(ops, leaves):
     return [values[op] for op in ops]
 
 
+def put(leaves, index, value):
+    """Sets leaves of the flat array, where they are inside of it."""
+    for where, what in zip(index, value, strict=True):
+        if 0 <= where < len(leaves):
+            leaves[where] = what
+
+
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_random_updates_agree_with_a_flat_array(capacity, ops):
@@ -71,9 +78,7 @@ def test_random_updates_agree_with_a_flat_array(capacity, ops):
     for rows in (1, 2, 40, 1000) * 2:
         index = rng.integers(-1, capacity + 2, rows)
         value = rng.integers(0, 5, rows).astype(np.float32)
-        for where, what in zip(index, value, strict=True):
-            if 0 <= where < capacity:
-                leaves[where] = what
+        put(leaves, index, value)
         tree = assign(tree, jnp.asarray(index, jnp.int32), jnp.asarray(value))
         check(tree, leaves)
 
@@ -118,9 +123,7 @@ def test_updates_of_a_tree_larger_than_a_cache(rows):
     for _ in range(3):
         index = rng.integers(-9, capacity + 9, rows)
         value = rng.integers(0, 9, rows).astype(np.float32)
-        for where, what in zip(index, value, strict=True):
-            if 0 <= where < capacity:
-                leaves[where] = what
+        put(leaves, index, value)
         tree = assign(tree, jnp.asarray(index, jnp.int32), jnp.asarray(value))
         check(tree, leaves)
 
