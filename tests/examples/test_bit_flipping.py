@@ -10,20 +10,14 @@ import numpy as np
 import pytest
 
 from jaxbuf.examples import bit_flipping
-from tests.lenient import lenient
-from tests.programs.run_example import error_of, finish, interrupt
+from tests.programs.run_example import error_of, finish, help_of, interrupt
+
+pytestmark = pytest.mark.usefixtures("promotion")
 
 QUICK = [
     *("--bits", "8", "--seeds", "2", "--episodes", "1200", "--num-envs", "4", "--hidden", "32"),
     *("--capacity", "1000", "--eval-episodes", "50"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def promotion():
-    """Optax mixes dtypes and ranks."""
-    with lenient():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +57,8 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     finished, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        # After 23 of fifty chunks, of which every fifth is saved.
-        interrupt(patch, 23)
-        assert bit_flipping.main([*QUICK, "--out", str(out)]) == 130
-    assert "go on from the last checkpoint with --resume" in capsys.readouterr().err
+    # After 23 of fifty chunks, of which every fifth is saved.
+    interrupt(bit_flipping.main, [*QUICK, "--out", str(out)], 23, monkeypatch, capsys)
     again = finish(bit_flipping.main, ["--out", str(out), "--resume"], out)
     # It was last saved after 20 chunks of 24 episodes: of each of two seeds, with and without.
     assert "1.92k/4.80k" in again.err
@@ -181,9 +172,6 @@ def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsy
 
 
 def test_help_says_where_it_writes(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        bit_flipping.main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
+    text = help_of(bit_flipping, capsys)
     assert "success.png" in text
     assert "runs/bit_flipping" in text

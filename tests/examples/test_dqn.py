@@ -19,9 +19,10 @@ from flax import linen as nn
 import jaxbuf
 from jaxbuf.examples import _run, dqn
 from jaxbuf.interop import gymnax_reset
-from tests.lenient import lenient
-from tests.programs.run_example import error_of, finish, interrupt, logged
+from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
 from tests.programs.tensorboard import events_of
+
+pytestmark = pytest.mark.usefixtures("promotion")
 
 QUICK = {
     "--steps": "12_000",
@@ -38,13 +39,6 @@ QUICK = {
 def words(out, *more, **changed):
     options = {**QUICK, **{f"--{name.replace('_', '-')}": v for name, v in changed.items()}}
     return [*itertools.chain.from_iterable(options.items()), "--out", str(out), *more]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def promotion():
-    """Gymnax and optax mix dtypes and ranks."""
-    with lenient():
-        yield
 
 
 def final_state(out):
@@ -87,10 +81,7 @@ def test_a_run_leaves_its_files(finished):
 
 def test_an_interrupted_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch, capsys):
     out = tmp_path / "interrupted"
-    with monkeypatch.context() as patch:
-        interrupt(patch, 37)
-        assert dqn.main(words(out, "--tensorboard")) == 130
-    assert "go on from the last checkpoint with --resume" in capsys.readouterr().err
+    interrupt(dqn.main, words(out, "--tensorboard"), 37, monkeypatch, capsys)
     assert final_state(out).step.tolist() == [3880] * 2
     assert dqn.main(["--out", str(out), "--resume"]) == 0
     check_same_end(out, finished.folder)
@@ -248,10 +239,7 @@ def test_files_of_somebody_else_are_left_alone(tmp_path, capsys):
 
 
 def test_help_says_where_it_writes(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        dqn.main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
+    text = help_of(dqn, capsys)
     assert "learning_curve.png" in text
     assert "runs/dqn" in text
     # When a run began is no option of it.

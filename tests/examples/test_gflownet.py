@@ -15,8 +15,9 @@ import scipy.stats
 
 from jaxbuf.examples import gflownet
 from jaxbuf.examples._hypergrid import HyperGrid, pick
-from tests.lenient import lenient
-from tests.programs.run_example import error_of, finish, interrupt
+from tests.programs.run_example import error_of, finish, help_of, interrupt
+
+pytestmark = pytest.mark.usefixtures("promotion")
 
 SMALL = HyperGrid(2, 8, background=0.1)
 QUICK = {
@@ -35,13 +36,6 @@ QUICK = {
 
 def words(out, *more):
     return [*itertools.chain.from_iterable(QUICK.items()), "--out", str(out), *more]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def promotion():
-    """Optax mixes dtypes and ranks."""
-    with lenient():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -261,11 +255,8 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     finished, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        # In the 23rd of fifty chunks, of which every fifth is saved.
-        interrupt(patch, 23)
-        assert gflownet.main(words(out)) == 130
-    assert "go on from the last checkpoint with --resume" in capsys.readouterr().err
+    # In the 23rd of fifty chunks, of which every fifth is saved.
+    interrupt(gflownet.main, words(out), 23, monkeypatch, capsys)
     again = finish(gflownet.main, ["--out", str(out), "--resume"], out)
     # After 20 chunks of six updates, of two seeds with four buffers.
     assert "960/2.40k" in again.err
@@ -326,10 +317,7 @@ def test_files_of_somebody_else_are_left_alone(tmp_path, capsys):
 
 
 def test_help_says_what_it_does_and_where_it_writes(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        gflownet.main(["--help"])
-    assert stopped.value.code == 0
-    printed = capsys.readouterr().out
+    printed = help_of(gflownet, capsys)
     assert "Train GFlowNets on a hypergrid" in printed
     assert "in runs/gflownet or where --out" in printed
     assert "(default: none fifo reward" in printed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.programs.mpi_launch import RanksFailedError, run_ranks
-from tests.programs.run_example import error_of
+from tests.programs.run_example import error_of, help_of
 
 pytest.importorskip("mpi4jax")
 
@@ -123,10 +123,7 @@ def test_a_worker_that_replays_nothing_borrows_nothing():
 
 def test_help_needs_no_mpi(capsys, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", _missing)
-    with pytest.raises(SystemExit) as stopped:
-        gflownet_mpi.main(["--help"])
-    assert stopped.value.code == 0
-    printed = capsys.readouterr().out
+    printed = help_of(gflownet_mpi, capsys)
     assert "Train GFlowNets on a hypergrid, on several ranks" in printed
     assert "in runs/gflownet_mpi or where --out" in printed
     assert "(default: alone sync deferred" in printed

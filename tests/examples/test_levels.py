@@ -9,20 +9,14 @@ import numpy as np
 import pytest
 
 from jaxbuf.examples import levels
-from tests.lenient import lenient
-from tests.programs.run_example import error_of, finish, interrupt, logged
+from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
+
+pytestmark = pytest.mark.usefixtures("promotion")
 
 QUICK = [
     *("--size", "4", "--length", "12", "--steps", "100_000", "--seeds", "2", "--num-envs", "24"),
     *("--hidden", "32", "--lr", "3e-3", "--capacity", "256", "--eval-levels", "64"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def promotion():
-    """Optax mixes dtypes and ranks."""
-    with lenient():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +61,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     finished, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        interrupt(patch, 23)
-        assert levels.main([*QUICK, "--out", str(out)]) == 130
-    assert "go on from the last checkpoint with --resume" in capsys.readouterr().err
+    interrupt(levels.main, [*QUICK, "--out", str(out)], 23, monkeypatch, capsys)
     finish(levels.main, ["--out", str(out), "--resume"], out)
     assert (out / "log.csv").read_text() == (finished.folder / "log.csv").read_text()
 
@@ -188,9 +179,6 @@ def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsy
 
 
 def test_help_says_where_it_writes(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        levels.main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
+    text = help_of(levels, capsys)
     assert "solved.png" in text
     assert "runs/levels" in text

@@ -9,21 +9,15 @@ import numpy as np
 import pytest
 
 from jaxbuf.examples import r2d2
-from tests.lenient import lenient
-from tests.programs.run_example import error_of, finish, interrupt, logged
+from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
+
+pytestmark = pytest.mark.usefixtures("promotion")
 
 QUICK = [
     *("--memory-length", "5", "--sequence-length", "10", "--burn-in", "2", "--period", "3"),
     *("--seeds", "2", "--steps", "10_000", "--num-envs", "32", "--capacity", "6400"),
     *("--warmup", "1600", "--hidden", "16", "--lr", "5e-3"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def promotion():
-    """Gymnax and optax mix dtypes and ranks."""
-    with lenient():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +55,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     finished, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        interrupt(patch, 23)
-        assert r2d2.main([*QUICK, "--out", str(out)]) == 130
-    assert "go on from the last checkpoint with --resume" in capsys.readouterr().err
+    interrupt(r2d2.main, [*QUICK, "--out", str(out)], 23, monkeypatch, capsys)
     finish(r2d2.main, ["--out", str(out), "--resume"], out)
     assert (out / "log.csv").read_text() == (finished.folder / "log.csv").read_text()
 
@@ -221,9 +212,6 @@ def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsy
 
 
 def test_help_says_where_it_writes(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        r2d2.main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
+    text = help_of(r2d2, capsys)
     assert "return.png" in text
     assert "runs/r2d2" in text

@@ -12,9 +12,10 @@ import pytest
 import jaxbuf
 from jaxbuf.examples import _run, sac
 from jaxbuf.interop import transition_like
-from tests.lenient import lenient
-from tests.programs.run_example import error_of, finish, interrupt, logged
+from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
 from tests.programs.tensorboard import events_of
+
+pytestmark = pytest.mark.usefixtures("promotion")
 
 SMALL = {
     "--steps": "1200",
@@ -57,13 +58,6 @@ def rows(count, **changed):
         "truncated": np.full(count, shared["truncated"]),
         "next_obs": random.normal(size=(count, 3)).astype(np.float32),
     }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def promotion():
-    """Optax mixes dtypes."""
-    with lenient():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +118,7 @@ def test_the_same_command_gives_the_same_log(tmp_path):
 
 
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        interrupt(patch, 57)
-        assert sac.main(words(tmp_path, sampler="prioritized")) == 130
-    assert "go on from the last checkpoint with --resume" in capsys.readouterr().err
+    interrupt(sac.main, words(tmp_path, sampler="prioritized"), 57, monkeypatch, capsys)
     before = final_state(tmp_path)
     assert int(before.step) == 600
     assert sac.main(["--out", str(tmp_path), "--resume"]) == 0
@@ -308,10 +299,7 @@ def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsy
 
 
 def test_help_says_where_it_writes(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        sac.main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
+    text = help_of(sac, capsys)
     assert "learning_curve.png" in text
     assert "runs/sac" in text
     # When a run began is no option of it.

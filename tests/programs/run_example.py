@@ -27,8 +27,8 @@ def finish(main, argv, folder):
     return Finished(folder, printed.getvalue(), shown.getvalue())
 
 
-def interrupt(monkeypatch, chunks):
-    """Interrupt runs after so many chunks, as Ctrl-C does."""
+def interrupt(main, argv, chunks, monkeypatch, capsys):
+    """Run an example, and interrupt it after so many chunks, as Ctrl-C does."""
     update, so_far = tqdm.update, itertools.count(1)
 
     def interrupted(bar, n=1):
@@ -36,7 +36,10 @@ def interrupt(monkeypatch, chunks):
         if next(so_far) == chunks:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(tqdm, "update", interrupted)
+    with monkeypatch.context() as patch:
+        patch.setattr(tqdm, "update", interrupted)
+        assert main(argv) == 130
+    assert "go on from the last checkpoint with --resume" in capsys.readouterr().err
 
 
 def logged(folder):
@@ -55,3 +58,11 @@ def error_of(example, argv, capsys):
     assert "error" in printed.err or "Unrecognized" in printed.err or "invalid" in printed.err
     # tyro draws a box, whose lines are as long as the terminal is wide.
     return " ".join(printed.err.replace("│", " ").split())
+
+
+def help_of(example, capsys):
+    """Returns what an example prints for ``--help``."""
+    with pytest.raises(SystemExit) as stopped:
+        example.main(["--help"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
