@@ -311,10 +311,12 @@ def _run_alive(communicators, rank, folder):
     end = Worker(communicators, _manager, rows=_ROWS, timeout=60)
     _add(end, 0)
     if rank == 1:
-        # It is garbage-collected without leaving.
+        # It is garbage-collected without leaving, and begins anew once all have left.
         del end
+        _wait_for(folder, "forgotten")
     else:
         end.exit()
+        Path(folder, "forgotten").touch()
 
     try:
         with Worker(communicators, _calls_back, rows=_ROWS, mode="pipelined", timeout=60) as end:
