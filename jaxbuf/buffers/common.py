@@ -17,7 +17,6 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers, State
 from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.strategies.blend import Blend
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
 from jaxbuf.strategies.evictors import Oldest
@@ -25,7 +24,6 @@ from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, over
 from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Draw, Evictor, KnownSampler, Sampler
-from jaxbuf.strategies.recent import Recent
 from jaxbuf.strategies.uniform import Uniform
 
 AnyBuffer = TypeVar("AnyBuffer", bound=Base)
@@ -83,11 +81,11 @@ def check_sampler(sampler: object) -> None:
             f"sampler is {checks.name_of(sampler)}; expected a sampler such as {Uniform()}, or one "
             "of your own that derives from jaxbuf.strategies.Sampler"
         )
-    told = base_of(sampler)
-    if isinstance(told, Blend):
-        for part in told.samplers:
-            check_sampler(part)
-        return
+    for told in sampler.told:
+        _check_names(told)
+
+
+def _check_names(told: Sampler) -> None:
     for owner, new, olds in (
         ("Sampler", "on_change", ("on_add", "remove", "on_slide")),
         ("ShardableSampler", "with_global_default", ("lend",)),
@@ -112,24 +110,13 @@ def check_removes(sampler: Sampler, what: str) -> None:
     Raises:
         ValueError: If it does not define ``on_change``.
     """
-    told = base_of(sampler)
-    if isinstance(told, Blend):
-        for part in told.samplers:
-            check_removes(part, what)
-        return
-    hears = type(told).on_change is not Sampler.on_change or hasattr(told, "remove")
-    if told.uses_priority and not hears:
-        raise ValueError(
-            f"{told} cannot be told that {what}; give it a method on_change (see "
-            "jaxbuf.strategies.Sampler)"
-        )
-
-
-def base_of(sampler: Sampler) -> Sampler:
-    """Returns the sampler that keeps state: the base of a ``Recent``, or the sampler itself."""
-    while isinstance(sampler, Recent):
-        sampler = sampler.base
-    return sampler
+    for told in sampler.told:
+        hears = type(told).on_change is not Sampler.on_change or hasattr(told, "remove")
+        if told.uses_priority and not hears:
+            raise ValueError(
+                f"{told} cannot be told that {what}; give it a method on_change (see "
+                "jaxbuf.strategies.Sampler)"
+            )
 
 
 def check_evictor(evictor: object) -> None:

@@ -17,7 +17,6 @@ from jaxbuf.core.types import Function, State
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
-from jaxbuf.strategies.blend import Blend
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Sampler
 
@@ -189,15 +188,12 @@ def check_scores(sampler: Sampler, occupancy: Any, users: list[object]) -> None:
             "update_score was called, but no part of this buffer uses scores; create it with "
             f"evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax(){other}"
         )
-    told = common.base_of(sampler)
-    if isinstance(told, Blend):
-        for part in told.samplers:
-            check_scores(part, occupancy, users)
-    if sampler.uses_score and _is_default(told, Sampler, "set_priority"):
-        raise ValueError(
-            f"{sampler} cannot change scores; give it a method set_priority (see "
-            "jaxbuf.strategies.Sampler)"
-        )
+    for told in sampler.told:
+        if told.uses_score and _is_default(told, Sampler, "set_priority"):
+            raise ValueError(
+                f"{told} cannot change scores; give it a method set_priority (see "
+                "jaxbuf.strategies.Sampler)"
+            )
     inner = occupancy.inner if isinstance(occupancy, Subset) else occupancy
     evicts = any(not isinstance(user, Part | Sampler) for user in users)
     if evicts and _is_default(inner, ItemOccupancy, "rescore"):

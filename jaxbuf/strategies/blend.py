@@ -115,6 +115,11 @@ class Blend(KnownSampler):
         object.__setattr__(self, "uses_score", bool(by_score))
         object.__setattr__(self, "uses_age", any(sampler.uses_age for sampler in samplers))
 
+    @property
+    def told(self) -> tuple[Sampler, ...]:
+        """The samplers that each of the samplers is made of."""
+        return tuple(told for sampler in self.samplers for told in sampler.told)
+
     def init(self, capacity: int) -> tuple[State, ...]:
         """Returns the states of all samplers."""
         return tuple(sampler.init(capacity) for sampler in self.samplers)

@@ -79,6 +79,11 @@ class Sampler(Movable, abc.ABC):
     uses_score: bool = False
     uses_age: bool = False
 
+    @property
+    def told(self) -> "tuple[Sampler, ...]":
+        """The samplers that hear of changes: this one, or the ones it is made of."""
+        return (self,)
+
     def init(self, capacity: int) -> State:
         """Returns the state for an empty buffer."""
         del capacity

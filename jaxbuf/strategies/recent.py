@@ -19,7 +19,14 @@ from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import effective_size
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.strategies.protocols import Draw, KnownSampler, Support, everywhere, support_of
+from jaxbuf.strategies.protocols import (
+    Draw,
+    KnownSampler,
+    Sampler,
+    Support,
+    everywhere,
+    support_of,
+)
 from jaxbuf.strategies.uniform import Uniform
 
 
@@ -80,6 +87,11 @@ class Recent(KnownSampler):
             )
         object.__setattr__(self, "uses_priority", self.base.uses_priority)
         object.__setattr__(self, "uses_score", self.base.uses_score)
+
+    @property
+    def told(self) -> tuple[Sampler, ...]:
+        """The samplers of the base, which alone keeps state."""
+        return self.base.told
 
     def init(self, capacity: int) -> State:
         """Returns the state of the base."""
