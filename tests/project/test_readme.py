@@ -20,6 +20,11 @@ MEASURED = {
         "per-mujoco",
         "scan cycle",
     ),
+    "the same on a GPU (H100, jax 0.11.2)": ("gpu-per-20-256", "scan cycle"),
+    "16,384 of 2^20 MuJoCo transitions, in a `lax.scan` on that GPU (without weights)": (
+        "gpu-per-20-16384",
+        "scan cycle",
+    ),
     "256 of 2^20 MuJoCo transitions, from Python": ("per-mujoco", "python cycle+weights"),
     "16,384 of 2^20 MuJoCo transitions, from Python": ("per-mujoco-large", "python cycle+weights"),
     "32 Atari transitions, from Python": ("per-atari-32", "python cycle+weights"),
