@@ -5,6 +5,8 @@ All contestants are jitted, are given the same arrays, donate the buffer where i
 return the same number of arrays:
 
 * **jaxbuf**: `jaxbuf.add`, `jaxbuf.sample` and `jaxbuf.update_priority`.
+* **own-jit**: methods of the buffer in a `jax.jit` of the user's own, which checks nothing of
+  what only a caller can see.
 * **empty**: a function that does nothing, given its arrays in a tuple: the least that JAX takes.
   What is new in its result are scalars, where a sample has arrays.
 * **structured**: the same, but given, and returning, the buffer, the items, the sample: JAX has to
@@ -41,6 +43,7 @@ def rows(options: Options) -> list[Row]:
     builders = {
         "empty": lambda: CallsContestant(options, "empty"),
         "structured": lambda: CallsContestant(options, "structured"),
+        "own-jit": lambda: CallsContestant(options, "own-jit"),
         "jaxbuf": lambda: CallsContestant(options, "jaxbuf"),
     }
     return [Row(NAME, title, OPERATIONS, builders, reference="empty")]
@@ -58,7 +61,7 @@ class CallsContestant:
 
         Args:
             options: How to wait.
-            kind: "jaxbuf", "structured" or "empty".
+            kind: "jaxbuf", "own-jit", "structured" or "empty".
         """
         jaxbuf = import_library("jaxbuf")
         self._options, self._kind = options, kind
@@ -75,14 +78,27 @@ class CallsContestant:
             given = {name: _flat(tree) for name, tree in given.items()}
         self._given = given
         self._made = jax.tree.structure(drawn)
-        self._calls = self._real(jaxbuf) if kind == "jaxbuf" else self._unreal()
+        self._works = kind in ("jaxbuf", "own-jit")
+        if kind == "jaxbuf":
+            self._calls = self._real(jaxbuf.add, jaxbuf.sample, jaxbuf.update_priority)
+        elif kind == "own-jit":
+            kept = type(self.state)
+            self._calls = self._real(
+                jax.jit(kept.add, donate_argnums=0),
+                jax.jit(kept.sample, static_argnums=2),
+                jax.jit(kept.update_priority, donate_argnums=0),
+            )
+        else:
+            self._calls = self._unreal()
 
-    def _real(self, jaxbuf: Any) -> dict[str, Callable[[Any], Any]]:
+    def _real(
+        self, add: Callable[..., Any], sample: Callable[..., Any], update: Callable[..., Any]
+    ) -> dict[str, Callable[[Any], Any]]:
         given, size = self._given, WORKLOAD.sample_size
         return {
-            "add": lambda buffer: jaxbuf.add(buffer, given["add"]),
-            "sample": lambda buffer: jaxbuf.sample(buffer, given["sample"], size).probability,
-            "update": lambda buffer: jaxbuf.update_priority(buffer, *given["update"]),
+            "add": lambda buffer: add(buffer, given["add"]),
+            "sample": lambda buffer: sample(buffer, given["sample"], size).probability,
+            "update": lambda buffer: update(buffer, *given["update"]),
         }
 
     def _unreal(self) -> dict[str, Callable[[Any], Any]]:
@@ -105,7 +121,7 @@ class CallsContestant:
         self.state = self._calls["add"](self.state)
         leaves = zip(jax.tree.leaves(before), jax.tree.leaves(self.state), strict=True)
         same = all(np.array_equal(old, new) for old, new in leaves)
-        if same == (self._kind == "jaxbuf"):
+        if same == self._works:
             raise UnequalWork(f"adding leaves the buffer {'the same' if same else 'changed'}")
 
     def operations(self) -> Mapping[str, Operation]:
