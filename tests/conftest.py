@@ -34,6 +34,14 @@ hypothesis.settings.load_profile("jaxbuf")
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 MOST_MEMORY = psutil.virtual_memory().total // (2 * PROCESSES)
 MOST_MAPPINGS = 40_000
+# The tests that take long, which `-m "not slow"` leaves out.
+SLOW = (
+    "tests/contract/",
+    "tests/examples/",
+    "tests/project/test_experiments.py",
+    "tests/project/test_notebooks.py",
+    "tests/wrappers/test_sharded",
+)
 # Bytes of programs that all runs keep on disk.
 MOST_CACHED = 2**30
 
@@ -109,6 +117,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
     reason = _why_no_mpi()
     if reason is not None:
         for item in items:
