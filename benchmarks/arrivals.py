@@ -85,6 +85,13 @@ class Source:
         self._moves = arrivals.moves
         self.turn = 0
 
+    def worst(self) -> tuple[np.ndarray, np.ndarray]:
+        """The next batch with log rewards below all that a buffer holds; it stays the next."""
+        turn = self.turn
+        states, scores = self.next()
+        self.turn = turn
+        return states, scores - np.float32(1e4)
+
     def next(self) -> tuple[np.ndarray, np.ndarray]:
         """The states [B, D] and the log rewards [B] of the next batch."""
         passes, at = divmod(self.turn, NUM_BATCHES)

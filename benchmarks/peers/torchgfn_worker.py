@@ -84,6 +84,11 @@ class Torchgfn:
         batches = iter([self._container(*self._source.next()) for _ in range(calls)])
         return repeat_calls(lambda: self._buffer.add(next(batches)), calls)
 
+    def time_refused(self, calls: int) -> float:
+        """Seconds for so many adds of rows that are all below those held."""
+        batches = iter([self._container(*self._source.worst()) for _ in range(calls)])
+        return repeat_calls(lambda: self._buffer.add(next(batches)), calls)
+
     def time_sample(self, size: int, calls: int) -> float:
         """Seconds for so many samples."""
         return repeat_calls(lambda: self._buffer.sample(size), calls)

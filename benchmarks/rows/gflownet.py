@@ -19,6 +19,8 @@ torchgfn always sums all 64 differences of a pair of states; jaxbuf stops once a
 are farther apart than the cutoff, which for independent states is soon. So there is a row,
 `gflownet-diverse-shared-N`, in which only the last eighth of a state differs.
 
+"refused" is an add of rows that are all below those held, which need not be compared with them.
+
 `gflownet-growth` compares jaxbuf with itself at 10, and 100, times the capacity. torchgfn can put
 off the sorting that each of its adds does until several have come (`lazy_sort`, in versions after
 2.4); this row shows what there is to gain by that here.
@@ -58,7 +60,7 @@ CHECKED_CAPACITY = 1000
 """Capacity at which the rows held are compared; NumPy needs long for all distances."""
 
 SAMPLE = ("python add", "python sample", "scan add", "scan sample")
-ADD = ("python add", "scan add")
+ADD = ("python add", "python add, refused", "scan add")
 GROWTH = (
     "python add, lowest",
     "scan add, lowest",
@@ -358,6 +360,12 @@ class JaxbufContestant:
                 subject, lambda buffer: subject.put(buffer, next(batches)), self._options, calls
             )
 
+        def refused_add(calls: int) -> float:
+            batch = arguments(*subject.source.worst())
+            return repeat_in_place(
+                subject, lambda buffer: subject.put(buffer, batch), self._options, calls
+            )
+
         def python_sample(calls: int) -> float:
             last: jax.Array | None = None
 
@@ -376,6 +384,7 @@ class JaxbufContestant:
         }
         operations = {
             "python add": Operation(python_add),
+            "python add, refused": Operation(refused_add),
             "python sample": Operation(python_sample),
             "scan add": Operation(scanned(subject, self._scan_add, self._next_scan), SCAN_LENGTH),
             "scan sample": Operation(
@@ -401,6 +410,7 @@ class JaxbufContestant:
             "scan add": add.seconds,
             "scan sample": sample.seconds,
             "python add": lambda: add.seconds() + limits.dispatch_seconds(held, 3, 0),
+            "python add, refused": lambda: limits.dispatch_seconds(held, 3, 0),
             "python sample": lambda: sample.seconds() + limits.dispatch_seconds(0, held + 1, made),
         }
 
@@ -475,6 +485,7 @@ class TorchgfnContestant:
         call = self._process.call
         return {
             "python add": Operation(lambda calls: call("time_add", calls=calls)),
+            "python add, refused": Operation(lambda calls: call("time_refused", calls=calls)),
             "python sample": Operation(
                 lambda calls: call("time_sample", size=SAMPLE_SIZE, calls=calls)
             ),

@@ -170,6 +170,16 @@ def test_half_of_the_arrivals_enter_at_any_capacity():
         assert 0.4 < np.mean(entered) < 0.6
 
 
+def test_the_worst_arrivals_are_refused_and_the_next_batch_stays():
+    arrivals = Arrivals(600, batch=32, width=8)
+    model, source, other = BestModel(arrivals), Source(arrivals), Source(arrivals)
+    before = np.sort(model.scores)
+    model.add(*source.worst())
+    np.testing.assert_array_equal(np.sort(model.scores), before)
+    for ours, theirs in zip(source.next(), other.next(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("cutoff", [None, gflownet.CUTOFF])
 def test_scored_rows_do_equal_work(cutoff):
     arrivals = Arrivals(600, batch=32, width=8)
