@@ -79,14 +79,10 @@ class Torchgfn:
         """Writes a sample to a file."""
         self._write(self._buffer.sample(size), path)
 
-    def time_add(self, calls: int) -> float:
-        """Seconds for so many adds."""
-        batches = iter([self._container(*self._source.next()) for _ in range(calls)])
-        return repeat_calls(lambda: self._buffer.add(next(batches)), calls)
-
-    def time_refused(self, calls: int) -> float:
-        """Seconds for so many adds of rows that are all below those held."""
-        batches = iter([self._container(*self._source.worst()) for _ in range(calls)])
+    def time_add(self, calls: int, worst: bool = False) -> float:
+        """Seconds for so many adds, of the worst rows if asked for."""
+        rows = self._source.worst if worst else self._source.next
+        batches = iter([self._container(*rows()) for _ in range(calls)])
         return repeat_calls(lambda: self._buffer.add(next(batches)), calls)
 
     def time_sample(self, size: int, calls: int) -> float:

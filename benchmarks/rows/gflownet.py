@@ -354,17 +354,14 @@ class JaxbufContestant:
         """Adds and samples."""
         subject, keys = self._subject, itertools.cycle(self._keys)
 
-        def python_add(calls: int) -> float:
-            batches = iter([arguments(*subject.source.next()) for _ in range(calls)])
-            return repeat_in_place(
-                subject, lambda buffer: subject.put(buffer, next(batches)), self._options, calls
-            )
+        def adds(rows: Callable[[], tuple[np.ndarray, np.ndarray]]) -> Operation:
+            def run(calls: int) -> float:
+                batches = iter([arguments(*rows()) for _ in range(calls)])
+                return repeat_in_place(
+                    subject, lambda buffer: subject.put(buffer, next(batches)), self._options, calls
+                )
 
-        def refused_add(calls: int) -> float:
-            batch = arguments(*subject.source.worst())
-            return repeat_in_place(
-                subject, lambda buffer: subject.put(buffer, batch), self._options, calls
-            )
+            return Operation(run)
 
         def python_sample(calls: int) -> float:
             last: jax.Array | None = None
@@ -383,8 +380,8 @@ class JaxbufContestant:
             "scan sample": functools.partial(memory_beyond, self._scan_sample),
         }
         operations = {
-            "python add": Operation(python_add),
-            "python add, refused": Operation(refused_add),
+            "python add": adds(subject.source.next),
+            "python add, refused": adds(subject.source.worst),
             "python sample": Operation(python_sample),
             "scan add": Operation(scanned(subject, self._scan_add, self._next_scan), SCAN_LENGTH),
             "scan sample": Operation(
@@ -485,7 +482,9 @@ class TorchgfnContestant:
         call = self._process.call
         return {
             "python add": Operation(lambda calls: call("time_add", calls=calls)),
-            "python add, refused": Operation(lambda calls: call("time_refused", calls=calls)),
+            "python add, refused": Operation(
+                lambda calls: call("time_add", calls=calls, worst=True)
+            ),
             "python sample": Operation(
                 lambda calls: call("time_sample", size=SAMPLE_SIZE, calls=calls)
             ),
