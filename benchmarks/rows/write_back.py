@@ -10,8 +10,8 @@ compared:
   laps in which slots were written, and finds the last of several rows on every backend, in an array
   of N numbers that it carries along: sorting takes longer. Beside scores it keeps the masses of
   softmax, and computes their sums, and the largest score, anew on the touched paths of trees with
-  16 children, as `Softmax` does; it does not keep the number and the least of positive masses. What
-  `map_field` returns for empty slots is dropped.
+  16 children, as `Softmax` does; it does not keep the number and the least of positive masses. The
+  function of `map_field` gets what lies in empty slots, and its results for them are dropped.
 * **hand** is `.at[index].set(...)` on the arrays of the buffer, which does none of that. Its
   scores are a bare array, what it removes it marks in an array of flags, and it maps a field in
   chunks, one `dynamic_update_slice` after the other.
@@ -82,8 +82,8 @@ def rows(options: Options) -> list[Row]:
         "hand": lambda: HandChanges(capacity, options),
     }
     title = (
-        f"{capacity:,} MuJoCo transitions, full: changes of {ROWS} rows and of all of them, beside "
-        "those written by hand on the same arrays"
+        f"{capacity:,} MuJoCo transitions, and {capacity // 8:,} states of 512 floats: changes of "
+        f"{ROWS} rows and of all of them, beside those written by hand on the same arrays"
     )
     return [Row(NAME, title, OPERATIONS, builders)]
 
@@ -554,7 +554,7 @@ class Ring(struct.PyTreeNode):
         return cls(held, jnp.int32(0), jnp.int32(2), count, owner)
 
     def kept(self, index: jax.Array, lap: jax.Array) -> tuple["Ring", jax.Array]:
-        """Returns the slots of rows, past the end for those that are not to be written."""
+        """Returns the slots of rows; a row that is not to be written is past the end."""
         nowhere = self.owner.shape[0]
         held = jnp.where(index < self.cursor, self.lap, self.lap - 1) == lap
         at = jnp.where(held & (index < self.count), index, nowhere)
