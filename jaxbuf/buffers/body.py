@@ -13,6 +13,7 @@ from jaxbuf.buffers import common, retire, write_back
 from jaxbuf.buffers.base import Base
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, fields, sizes, storage, trees
+from jaxbuf.core.duplicates import keep_last
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, State
@@ -344,7 +345,7 @@ class Body(Base):
         held = jnp.where(self.occupancy.holds(slots), slots.index, self.occupancy.capacity)
         row = self._stored(held)
         taken = taken.reshape(rows, *[-1] * (row.ndim - taken.ndim), *taken.shape[1:])
-        row = write_back.once(jnp.where(taken, row, self.capacity), self.capacity)
+        row = keep_last(jnp.where(taken, row, self.capacity), self.capacity)
         flat = jax.tree.map(lambda leaf: leaf.reshape(row.size, *leaf.shape[row.ndim :]), value)
         data = fields.written(data, path, storage.write(field, flat, row.reshape(-1)))
         # Only items carry gradients.

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxbuf.buffers import common, retire
 from jaxbuf.buffers.base import Base
 from jaxbuf.core import checks, fields, storage, trees
-from jaxbuf.core.duplicates import last_of_each
+from jaxbuf.core.duplicates import keep_last
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, State
 from jaxbuf.core.varying import vary_with
@@ -49,15 +49,6 @@ def check_writable(
     for part in parts:
         part.check_write(path, data, every=every)
     return field
-
-
-def once(index: Int[Array, "..."], nowhere: int) -> Int[Array, "..."]:
-    """Returns the same rows of a storage, of which only the last of equal ones remains.
-
-    The others become ``nowhere``, as are rows that are not written at all.
-    """
-    flat = index.reshape(-1)
-    return jnp.where(last_of_each(flat), flat, nowhere).reshape(index.shape)
 
 
 def follow(buffer: Base, states: tuple[State, ...], *told: Any) -> tuple[State, ...]:
@@ -154,12 +145,14 @@ def update_score(
     """Sets scores; returns the buffer, and a mask of the rows refused for a NaN."""
     taken = buffer.occupancy.holds(slots) & mask
     illegal = jnp.isnan(score)
-    index = once(jnp.where(taken & ~illegal, slots.index, buffer.capacity), buffer.capacity)
+    index = jnp.where(taken & ~illegal, slots.index, buffer.capacity)
     score = jnp.where(illegal, 0.0, score)
     states = lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
     told = states[0]
+    # Samplers find the last of several rows for an item themselves, as in ``update_priority``.
     if buffer.sampler.uses_score:
         told = common.hear(buffer.sampler, "set_priority", told, index, score)
+    index = keep_last(index, buffer.capacity)
     changed = buffer.replace(
         occupancy=buffer.occupancy.rescore(index, score),
         sampler_state=told,

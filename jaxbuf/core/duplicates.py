@@ -1,5 +1,7 @@
 """Rows that name the same place, of which the last one counts."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -7,23 +9,26 @@ from jaxtyping import Array, Bool, Int
 from jaxbuf.core import native
 
 
-def last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """Returns a mask of the rows that no later row repeats.
+def keep_last(index: Int[Array, "..."], nowhere: int) -> Int[Array, "..."]:
+    """Returns the same places, with ``nowhere`` for all rows but the last one of each place.
 
     A scatter of rows that repeat a place may write any of them, except on a CPU.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> last_of_each(jnp.array([3, 5, 3, 7])).tolist()
-        [False, True, True, True]
+        >>> keep_last(jnp.array([3, 5, 3, 7]), nowhere=10).tolist()
+        [10, 5, 3, 7]
     """
-    if index.shape[0] < 2:
-        return jnp.ones(index.shape, bool)
-    return native.either(native.last_of_each, last_of_each_plainly, index)
+    flat = index.reshape(-1)
+    if flat.shape[0] < 2:
+        return index
+    natively = functools.partial(native.keep_last, nowhere=nowhere)
+    kept = native.either(natively, lambda flat: jnp.where(last_of_each(flat), flat, nowhere), flat)
+    return kept.reshape(index.shape)
 
 
-def last_of_each_plainly(index: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """Returns the same without a kernel, for computations that have one of their own."""
+def last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Returns a mask of the rows that no later row repeats."""
     # Equal numbers have the same place in the sorted index. On a CPU, sorting the index alone is
     # several times faster than sorting the rows by it.
     row = jnp.arange(index.shape[0], dtype=jnp.int32)

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core import native, storage
-from jaxbuf.core.duplicates import last_of_each_plainly
+from jaxbuf.core.duplicates import last_of_each
 from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.varying import vary_with
 
@@ -172,7 +172,7 @@ def _mark(
 def _mark_plainly(
     capacity: int, nodes: UInt[Array, " P"], index: Int[Array, " B"], member: Bool[Array, " B"]
 ) -> UInt[Array, " P"]:
-    there = last_of_each_plainly(index) & (index >= 0) & (index < capacity)
+    there = last_of_each(index) & (index >= 0) & (index < capacity)
     changes = there & (member != _get(nodes, index, capacity))
     index = jnp.where(changes, index, capacity)
     # A member that leaves adds minus one, since unsigned numbers wrap.

@@ -74,8 +74,12 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is an item at ``index``."""
-        behind = remainder(self.position - 1 - index, self.capacity)
-        return (index >= 0) & (index < self.capacity) & (behind < self.size)
+        # Comparisons alone: a division by a capacity that is no power of 2 takes longer than many a
+        # function for ``map_field``.
+        oldest = self.position - self.size
+        early = index < self.position
+        first = jnp.where(early, jnp.maximum(oldest, 0), oldest + self.capacity)
+        return (index >= first) & (index < self.capacity)
 
     def generation(self, index: Int[Array, "..."]) -> UInt[Array, "..."]:
         """Returns the lap in which ``index`` was written."""

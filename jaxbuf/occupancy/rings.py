@@ -216,10 +216,11 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
     def holds_step(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether there is a step at ``row``, in the indices of ``place``."""
         env, place = quotient(row, self.length), remainder(row, self.length)
-        cursor, _, held = self._of(env)
-        age = remainder(cursor.astype(jnp.int32) - 1 - place, self.length)
+        cursor, _, held = (x.astype(jnp.int32) for x in self._of(env))
+        oldest = cursor - held
+        first = jnp.where(place < cursor, oldest, oldest + self.length)
         inside = (row >= 0) & (row < self.num_envs * self.length)
-        return inside & (age < held.astype(jnp.int32))
+        return inside & (place >= first)
 
     def starts_at(
         self, index: Int[Array, " B"], generation: UInt[Array, " B"]

@@ -15,7 +15,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.core import native, storage
-from jaxbuf.core.duplicates import last_of_each
+from jaxbuf.core.duplicates import keep_last
 from jaxbuf.core.native import using_native
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.bitset import Bitset
@@ -189,12 +189,16 @@ def test_the_last_of_equal_rows_is_the_same(numbers, rows):
     rng = np.random.default_rng(rows)
     lanes = rng.integers(0, numbers, (3, rows)).astype(np.uint32).astype(np.int32)
     # Many numbers that begin their search at the same place in the kernel's table.
-    place = np.arange(2**22, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - 14)
+    place = np.arange(2**22, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - 15)
     lanes[1] = rng.choice(np.flatnonzero(place == 3), rows)
+    # Some rows are nowhere already.
+    nowhere = int(lanes[0, 0])
     later = {int(number): row for row, number in enumerate(lanes[0])}
-    found = both(last_of_each, jnp.asarray(lanes[0]))
-    assert np.flatnonzero(found).tolist() == sorted(later.values())
-    both(jax.vmap(last_of_each), jnp.asarray(lanes))
+    expected = [later[int(n)] == row for row, n in enumerate(lanes[0])]
+    keep = functools.partial(keep_last, nowhere=nowhere)
+    found = both(keep, jnp.asarray(lanes[0]))
+    assert found.tolist() == np.where(expected, lanes[0], nowhere).tolist()
+    both(jax.vmap(keep), jnp.asarray(lanes))
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -28,7 +28,7 @@ from jaxbuf.core import versions
 from jaxbuf.core.types import Function
 from jaxbuf.core.varying import vary_with
 
-_KERNELS = ("set_leaves", "find", "read", "place", "mark", "last_of_each", "take")
+_KERNELS = ("set_leaves", "find", "read", "place", "mark", "keep_last", "take")
 
 
 @functools.cache
@@ -198,10 +198,10 @@ def mark(
     return call(nodes, index, member, **options)
 
 
-def last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """Returns a mask of the rows that no later row repeats."""
-    out = jax.ShapeDtypeStruct(index.shape, jnp.bool_)
-    return _call("last_of_each", out, index, "broadcast_all")(index)
+def keep_last(index: Int[Array, " B"], *, nowhere: int) -> Int[Array, " B"]:
+    """Returns the index with ``nowhere`` in place of numbers that a later row repeats."""
+    call = _call("keep_last", index, index, "broadcast_all")
+    return call(index, nowhere=np.int64(nowhere))
 
 
 def take(

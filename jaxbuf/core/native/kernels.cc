@@ -510,23 +510,24 @@ ffi::Error Mark(Words nodes, Ints index, ffi::Buffer<ffi::PRED> member, ffi::Res
 
 // Rows
 
-// Tells which rows no later row repeats. The rows enter a hash table from the last one to the first;
-// a row whose number is in it already is repeated.
-ffi::Error LastOfEach(Ints index, ffi::Result<ffi::Buffer<ffi::PRED>> out) {
+// Puts `nowhere` in place of numbers that a later row repeats. The numbers enter a hash table from the
+// last one to the first; one that is in it already is repeated.
+ffi::Error KeepLast(Ints index, ffi::Result<Ints> out, int64_t nowhere) {
   const size_t axes = index.dimensions().size() - 1;
   const int64_t lanes = Product(index.dimensions(), axes), rows = index.dimensions()[axes];
-  // At most half of the table is full, so a search soon comes to an empty place.
+  // At most a quarter of the table is full, so a search rarely passes a place that is taken.
   int bits = 1;
-  while ((int64_t{1} << bits) < 2 * rows) ++bits;
+  while ((int64_t{1} << bits) < 4 * rows) ++bits;
+  const int32_t empty = static_cast<int32_t>(nowhere);
   std::vector<int32_t> table(size_t{1} << bits);
   for (int64_t t = 0; t < lanes; ++t) {
-    const int32_t* numbers = index.typed_data() + t * rows;
-    std::fill(table.begin(), table.end(), -1);
-    for (int64_t i = rows; i-- > 0;) {
-      uint64_t at = uint32_t(numbers[i]) * uint64_t{0x9E3779B97F4A7C15} >> (64 - bits);
-      while (table[at] >= 0 && numbers[table[at]] != numbers[i]) at = (at + 1) & (table.size() - 1);
-      out->typed_data()[t * rows + i] = table[at] < 0;
-      if (table[at] < 0) table[at] = static_cast<int32_t>(i);
+    std::fill(table.begin(), table.end(), empty);
+    for (int64_t i = (t + 1) * rows; i-- > t * rows;) {
+      const int32_t number = index.typed_data()[i];
+      uint64_t at = uint32_t(number) * uint64_t{0x9E3779B97F4A7C15} >> (64 - bits);
+      while (table[at] != empty && table[at] != number) at = (at + 1) & (table.size() - 1);
+      out->typed_data()[i] = table[at] == empty ? number : empty;
+      table[at] = number;
     }
   }
   return ffi::Error::Success();
@@ -654,8 +655,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mark, Mark,
                                   .Attr<Numbers>("starts")
                                   .Attr<int64_t>("capacity"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_last_of_each, LastOfEach,
-                              ffi::Ffi::Bind().Arg<Ints>().Ret<ffi::Buffer<ffi::PRED>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_keep_last, KeepLast,
+                              ffi::Ffi::Bind().Arg<Ints>().Ret<Ints>().Attr<int64_t>("nowhere"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_take, Take,
                               ffi::Ffi::Bind()

@@ -1,0 +1,44 @@
+"""The slots of a ring, and the steps of several rings, that hold something."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.occupancy.ring import Ring
+from jaxbuf.occupancy.rings import Rings
+
+
+def numbers(*values):
+    return jnp.asarray(values, jnp.uint32)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 8])
+def test_the_newest_places_are_live_in_every_state(capacity):
+    index = jnp.arange(-capacity - 1, 2 * capacity + 2, dtype=jnp.int32)
+    states = list(itertools.product(range(capacity), range(capacity + 1)))
+    for cursor, held in states:
+        ring = Ring(jnp.uint32(cursor), jnp.uint32(3), jnp.uint32(held), capacity)
+        newest = [(cursor - 1 - age) % capacity for age in range(held)]
+        assert ring.live(index).tolist() == np.isin(index, newest).tolist()
+    rings = Rings(
+        *map(numbers, *[(cursor, 3, held) for cursor, held in states]),
+        length=capacity,
+        sequence_length=1,
+        period=1,
+    )
+    newest = [
+        ring * capacity + (cursor - 1 - age) % capacity
+        for ring, (cursor, held) in enumerate(states)
+        for age in range(held)
+    ]
+    row = jnp.arange(-capacity - 1, (len(states) + 1) * capacity + 2, dtype=jnp.int32)
+    assert rings.holds_step(row).tolist() == np.isin(row, newest).tolist()
+
+
+def test_the_largest_ring_knows_its_items():
+    capacity, ends = 2**30, [-(2**31), -1, 2**30, 2**31 - 1]
+    ring = Ring(jnp.uint32(5), jnp.uint32(3), jnp.uint32(capacity - 2), capacity)
+    index = jnp.asarray([0, 4, 5, 6, 7, capacity - 1, *ends], jnp.int32)
+    assert ring.live(index).tolist() == [True, True, False, False, True, True, *[False] * 4]
