@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, PyTree, UInt
 
 from jaxbuf.core.types import State
+from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Sampler
 
@@ -32,7 +33,7 @@ class Base(struct.PyTreeNode):
     """
 
     data: PyTree[Array]
-    occupancy: Any  # An Occupancy, whose class each buffer declares.
+    occupancy: Occupancy
     sampler_state: State
     counters: UInt[Array, " K"]
     extra_states: tuple[State, ...]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, retire, write_back
 from jaxbuf.buffers.base import Base
+from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, fields, sizes, storage, trees
 from jaxbuf.core.duplicates import keep_last
@@ -19,6 +20,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, State
 from jaxbuf.strategies.diversity import Diversity, DiversityState
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
+from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Draw, Support
 
@@ -26,7 +28,7 @@ SomePart = TypeVar("SomePart", bound=Part)
 SomeBody = TypeVar("SomeBody", bound="Body")
 
 
-class Body(Base):
+class Body(Base, Created):
     """A buffer with slots for items, or for windows of steps, that a sampler draws."""
 
     @property
@@ -65,7 +67,7 @@ class Body(Base):
 
     @property
     @abc.abstractmethod
-    def _have(self) -> str:
+    def have(self) -> str:
         """The beginning of an error about fields: "items have" or "steps have"."""
 
     @property
@@ -80,13 +82,25 @@ class Body(Base):
 
     @property
     @abc.abstractmethod
-    def _steps(self) -> tuple[int, ...]:
+    def step_axes(self) -> tuple[int, ...]:
         """The axis of the steps of a window, ``(sequence_length,)``; no axis for items."""
 
     @property
     def counter_names(self) -> tuple[str, ...]:
         """The names of ``counters``: rows added, rows rejected, and other reasons to refuse one."""
         return counter_names(self.extras)
+
+    @property
+    def abilities(self) -> frozenset[str]:
+        """The abilities of the buffer; see ``jaxbuf.wrappers.abilities``."""
+        has = {
+            "contents": True,
+            "priorities": self.sampler.uses_priority,
+            "scores": self.uses_score,
+            "removal": self.lets_remove,
+            "freshness": self.freshness is not None,
+        }
+        return frozenset(name for name, there in has.items() if there)
 
     @property
     def uses_score(self) -> bool:
@@ -335,9 +349,9 @@ class Body(Base):
             [0.0, 10.0, 20.0]
         """
         slots = write_back.check_slots(slots)
-        rows, steps = slots.index.shape[0], self._steps
+        rows, steps = slots.index.shape[0], self.step_axes
         data = self._folded(self.data)
-        field = write_back.check_writable(self.extras, data, path, self._have, every=False)
+        field = write_back.check_writable(self.extras, data, path, self.have, every=False)
         value, _ = storage.check(field, value, "value", (rows, *steps))
         taken = common.check_mask(mask, (rows,), steps)
         if rows == 0:
@@ -393,7 +407,7 @@ class Body(Base):
         """
         fn = write_back.check_function(fn)
         rows = min(sizes.check_count("batch_size", batch_size), self.capacity)
-        write_back.check_writable(self.extras, self.data, path, self._have, every=True)
+        write_back.check_writable(self.extras, self.data, path, self.have, every=True)
         folded, states = write_back.map_field(
             self, self._folded(self.data), path, fn, rows, self._holds_row, self._written
         )
@@ -636,6 +650,22 @@ class Body(Base):
     def options(self) -> dict[str, Any]:
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""
         return {"sampler": self.sampler, "parts": self.extras}
+
+    def by_slot(self) -> dict[str, Array]:
+        """Returns the numbers by which items are drawn or evicted, ``[N]``, by name."""
+        return {**self.sampler.by_slot(self.sampler_state), **super().by_slot()}
+
+    def move(self, old: Self, moves: Moves) -> Self:
+        """Returns this buffer, which is empty, with the items of another one like it.
+
+        What the sampler and the parts know of these items moves as well.
+        """
+        parts = zip(self.extras, self.extra_states, old.extra_states, strict=True)
+        return self.replace(
+            data=moves(self.data, old.data),
+            sampler_state=self.sampler.move(self.sampler_state, old.sampler_state, moves),
+            extra_states=tuple(part.move(empty, state, moves) for part, empty, state in parts),
+        )
 
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size}

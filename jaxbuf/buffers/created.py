@@ -3,10 +3,14 @@
 from typing import Any, Self
 
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
+
+from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.moves import Moves
 
 
-class Created:
+class Created(Buffer):
     """A buffer that knows the arguments of its ``create``.
 
     Attributes:
@@ -16,14 +20,22 @@ class Created:
         item_axes: The number of axes that the storage has in front of those of an item, or a step.
         unit: The name of what ``size`` counts.
         drawn: The name of what a sampler draws.
+        extras: The parts of the buffer besides sampler and evictor.
+        extra_states: The state of each of them.
+        freshness: The limits on uses and staleness; None without any.
+        episodes: The configuration of the index of episodes; None without one.
     """
 
     data: Any
-    occupancy: Any
+    occupancy: Occupancy
     counters: Any
     item_axes = 1
     unit = "items"
     drawn = "items"
+    extras: Any = ()
+    extra_states: Any = ()
+    freshness: Any = None
+    episodes: Any = None
 
     @property
     def example(self) -> PyTree[jax.ShapeDtypeStruct]:
@@ -38,6 +50,11 @@ class Created:
         )
 
     @property
+    def num_slots(self) -> int:
+        """The number of slots of items, or of windows."""
+        return self.occupancy.num_slots
+
+    @property
     def sizes(self: Any) -> dict[str, int]:
         """The sizes that ``create`` takes, by name."""
         return {"capacity": self.capacity}
@@ -50,3 +67,25 @@ class Created:
         """Returns an empty buffer that was created like this one, apart from its ``sizes``."""
         kind: Any = type(self)
         return kind.create(self.example, **(self.sizes | sizes), **self.options())
+
+    def by_slot(self) -> dict[str, Array]:
+        """Returns the numbers by which items are drawn or evicted, ``[N]``, by name.
+
+        They are called ``priority`` and ``score``.
+        """
+        score = self.occupancy.places.item_scores()
+        return {} if score is None else {"score": score}
+
+    def move(self: Any, old: Any, moves: Moves) -> Any:
+        """Returns this buffer, which is empty, with the items of another one like it.
+
+        Args:
+            old: A buffer of another size.
+            moves: The slots of before and after.
+        """
+        return self.replace(data=moves(self.data, old.data))
+
+
+def is_created(node: object) -> bool:
+    """Returns whether a node of a pytree is a buffer that holds items of its own."""
+    return isinstance(node, Created)

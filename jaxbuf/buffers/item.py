@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
-from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import describe, sizes, storage
 from jaxbuf.core.donation import check_there
@@ -28,7 +27,7 @@ from jaxbuf.strategies.protocols import Evictor, Sampler
 from jaxbuf.strategies.uniform import Uniform
 
 
-class ItemBuffer(Body, Created):
+class ItemBuffer(Body):
     """Up to ``capacity`` independent items: transitions, whole padded trajectories, states.
 
     The buffer is a single immutable pytree with static configuration, so it can be passed through
@@ -57,7 +56,7 @@ class ItemBuffer(Body, Created):
         (8, (32, 3))
     """
 
-    occupancy: ItemOccupancy
+    occupancy: ItemOccupancy  # pyright: ignore[reportIncompatibleVariableOverride]
     evictor: Evictor = struct.field(pytree_node=False)
 
     __repr__ = describe.text
@@ -270,6 +269,13 @@ class ItemBuffer(Body, Created):
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""
         return {**super().options(), "evictor": self.evictor}
 
+    def room(self, sequence_length: int | None = None) -> tuple[int, str]:
+        """Returns how many items a batch can come from, and a text with this number."""
+        del sequence_length
+        reach = self.sampler.reach(self.capacity)
+        text = "capacity is {}" if reach == self.capacity else "sampler draws from the newest {}"
+        return reach, text
+
     def _admit(
         self, rows: Rows, illegal: dict[str, Bool[Array, " B"]]
     ) -> tuple[Rows, dict[str, Array]]:
@@ -286,11 +292,13 @@ class ItemBuffer(Body, Created):
         return storage.read(self.data, index)
 
     @property
-    def _have(self) -> str:
+    def have(self) -> str:
+        """The beginning of an error about fields."""
         return "items have"
 
     @property
-    def _steps(self) -> tuple[int, ...]:
+    def step_axes(self) -> tuple[int, ...]:
+        """The axis of the steps of a window, which items do not have."""
         return ()
 
     @property

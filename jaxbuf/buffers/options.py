@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import jax
 
+from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.core import checks
 from jaxbuf.core.types import Function
 
@@ -67,6 +68,8 @@ def _no_buffer(thing: object, method: str) -> str:
             name
             for name, member in methods.items()
             if inspect.isfunction(member) and not name.startswith("_")
+            # Nor what code of this library asks a buffer.
+            if not hasattr(Buffer, name)
         )
         return f"{checks.kind_of(thing)}, which has no method {method}; it has {has}"
     return f"{checks.kind_of(thing)}; expected a buffer, such as one of jaxbuf.ItemBuffer.create"

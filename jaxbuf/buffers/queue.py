@@ -48,8 +48,10 @@ class Queue(Created, struct.PyTreeNode):
     """
 
     data: PyTree[Array]
-    occupancy: Ring
+    occupancy: Ring  # pyright: ignore[reportIncompatibleVariableOverride]
     counters: UInt[Array, " 3"]
+
+    is_queue = True
 
     __repr__ = describe.text
     _repr_html_ = describe.rich

@@ -1,6 +1,5 @@
 """Samples, and the importance weights that correct for the probabilities of a draw."""
 
-import abc
 import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, Self, get_args
@@ -12,6 +11,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.program import program
@@ -50,15 +50,6 @@ class Contents(NamedTuple):
     """
 
     size: Int[Array, ""]
-
-
-class SplitBatches(abc.ABC):
-    """A buffer that may split its batches over the devices of a mesh."""
-
-    @property
-    @abc.abstractmethod
-    def batch_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh over which rows are split here; empty if each device has all."""
 
 
 class _Sized(Protocol):
@@ -167,7 +158,7 @@ def importance_weights(
     # Relative to the largest weight of the batch they do not depend on the buffer.
     whole = None if normalize == "batch" else buffer
     # Each device of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
-    axes = buffer.batch_axes if isinstance(buffer, SplitBatches) else ()
+    axes = as_buffer(buffer).batch_axes
     return _weights(whole, sample.probability, sample.valid, beta, normalize, axes)
 
 

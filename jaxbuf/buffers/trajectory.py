@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UI
 
 from jaxbuf.buffers import common, write_back
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
-from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
@@ -47,13 +46,7 @@ class Steps(struct.PyTreeNode):
     _repr_html_ = describe.rich
 
 
-def known_envs(buffer: "TrajectoryBuffer", given: dict[str, Any]) -> dict[str, Any]:
-    """Checks the numbers of ``env_ids``, which the program that adds would not know."""
-    ids = given.get("env_ids")
-    return given if ids is None else {**given, "env_ids": buffer.check_env_ids(ids)}
-
-
-class TrajectoryBuffer(OldLookups, Body, Created):
+class TrajectoryBuffer(OldLookups, Body):
     """The last ``length`` steps of each of ``num_envs`` environments.
 
     Every environment has its own ring with its own write position, so that steps of any environment
@@ -87,7 +80,7 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         (80, (32, 8, 3))
     """
 
-    occupancy: Rings | Subset
+    occupancy: Rings | Subset  # pyright: ignore[reportIncompatibleVariableOverride]
 
     item_axes = 2
     unit = "steps"
@@ -244,6 +237,20 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         return self.num_envs * -(-places // self.period)
 
     @property
+    def abilities(self) -> frozenset[str]:
+        """The abilities of the buffer; see ``jaxbuf.wrappers.abilities``."""
+        more = {"environments"} if self.episodes is None else {"environments", "episodes"}
+        return super().abilities | more
+
+    def room(self, sequence_length: int | None = None) -> tuple[int, str]:
+        """Returns how many windows of a length there can be, and a text with this number."""
+        most = self.max_windows
+        if sequence_length is not None and sequence_length != self.sequence_length:
+            places = self.length - self.num_earliest_ignored - (sequence_length - 1)
+            most = max(self.num_envs * -(-places // self.period), 0)
+        return most, "room is for {} windows"
+
+    @property
     def size(self) -> Int[Array, ""]:
         """The number of steps held, of all environments together."""
         check_there(self.counters, "buffer")
@@ -258,7 +265,15 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         """Returns whether at least ``batch_size`` of at most ``max_windows`` can be drawn."""
         return self.num_windows >= common.check_wanted(batch_size)
 
-    @program(before=known_envs)
+    def known_options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of ``add``, after a check of the numbers of ``env_ids``.
+
+        The program that adds would not know them.
+        """
+        ids = given.get("env_ids")
+        return given if ids is None else {**given, "env_ids": self.check_env_ids(ids)}
+
+    @program(before=known_options)
     def add(
         self,
         steps: PyTree[Array],
@@ -956,11 +971,13 @@ class TrajectoryBuffer(OldLookups, Body, Created):
         return jnp.asarray(given).astype(jnp.int32)
 
     @property
-    def _have(self) -> str:
+    def have(self) -> str:
+        """The beginning of an error about fields."""
         return "steps have"
 
     @property
-    def _steps(self) -> tuple[int, ...]:
+    def step_axes(self) -> tuple[int, ...]:
+        """The axis of the steps of a window, ``(sequence_length,)``."""
         return (self.sequence_length,)
 
     @property

@@ -15,7 +15,7 @@ from jaxbuf.core.duplicates import keep_last
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, State
 from jaxbuf.core.varying import vary_with
-from jaxbuf.occupancy.protocol import ItemOccupancy
+from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Sampler
@@ -189,7 +189,7 @@ def check_scores(sampler: Sampler, occupancy: Any, users: list[object]) -> None:
             )
     inner = occupancy.inner if isinstance(occupancy, Subset) else occupancy
     evicts = any(not isinstance(user, Part | Sampler) for user in users)
-    if evicts and _is_default(inner, ItemOccupancy, "rescore"):
+    if evicts and _is_default(inner, Occupancy, "rescore"):
         raise ValueError(
             f"{type(inner).__name__} cannot change scores; give it a method rescore (see "
             "jaxbuf.strategies.ItemOccupancy)"
@@ -218,11 +218,9 @@ def remove(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> tuple[An
 
 def probability(buffer: Base, index: Int[Array, " B"]) -> Float[Array, " B"]:
     """Returns the probability that a draw gives each of these live items; 0 if it is not known."""
-    # Any sampler may tell it, whether ``Recent`` can have it as its base or not.
-    known = getattr(buffer.sampler, "probability", None)
-    if known is None:
-        return jnp.zeros(index.shape, jnp.float32)
-    return known(lax.stop_gradient(buffer.sampler_state), index, buffer.occupancy)
+    state = lax.stop_gradient(buffer.sampler_state)
+    known = buffer.sampler.probability(state, index, buffer.occupancy)
+    return jnp.zeros(index.shape, jnp.float32) if known is None else known
 
 
 def check_function(fn: object) -> Function:

@@ -21,6 +21,22 @@ class Checked(abc.ABC):
         """
 
 
+def checked(tree: Any, name: str) -> Iterator[str]:
+    """Yields a line for each problem of the structures in a tree.
+
+    Args:
+        tree: A pytree.
+        name: The tree as an expression, with which lines begin.
+    """
+
+    def is_checked(node: object) -> bool:
+        return isinstance(node, Checked)
+
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_checked):
+        if is_checked(node):
+            yield from node.check_valid(name + jax.tree_util.keystr(path))
+
+
 def first_wrong(name: str, values: Any, wrong: Any, expected: Any) -> Iterator[str]:
     """Yields a line about the first wrong value, with the number of wrong values.
 

@@ -6,20 +6,20 @@ end of their episode, and counts from which the staleness of the items that had 
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.io.structure import Leaf
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import DiversityState
 from jaxbuf.strategies.episodes import Episodes
-from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.points import Points
 
 Tree = TypeVar("Tree")
@@ -87,10 +87,11 @@ def renewed(tree: Tree, like: PyTree, saved: dict[str, Any]) -> Tree:
         return jnp.stack([leaf[..., i] for i in left], axis=-1) if left else leaf
 
     def renew(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
-        if isinstance(node, ItemBuffer):
-            if _dtypes(node.extra_states) != _dtypes(wanted.extra_states):
-                return _each(_with_points, node)
-        elif isinstance(node, TrajectoryBuffer) and _may_gain(node):
+        if not is_created(node):
+            return node
+        if not node.num_envs and _dtypes(node.extra_states) != _dtypes(wanted.extra_states):
+            return _each(_with_points, node)
+        if _may_gain(node):
             name = jax.tree_util.keystr(path)
             kinds = [type(part) for part in node.extras]
             if f"{name}.extras[{kinds.index(Episodes)}].short_windows" not in saved:
@@ -98,7 +99,7 @@ def renewed(tree: Tree, like: PyTree, saved: dict[str, Any]) -> Tree:
         return node
 
     tree = jax.tree_util.tree_map_with_path(without, tree, like)
-    return jax.tree_util.tree_map_with_path(renew, tree, like, is_leaf=_is_buffer)
+    return jax.tree_util.tree_map_with_path(renew, tree, like, is_leaf=is_created)
 
 
 def _left(name: str, had: Any, wanted: Any, configuration: dict[str, Any]) -> tuple[int, ...]:
@@ -123,7 +124,7 @@ def _with_points(buffer: ItemBuffer) -> ItemBuffer:
     assert buffer.diversity is not None
     points = Points.of(buffer.diversity.points(buffer.data))
     states = (
-        DiversityState(points) if isinstance(state, DiversityState) else state
+        DiversityState(points) if state is buffer.diversity_state else state
         for state in buffer.extra_states
     )
     return buffer.replace(extra_states=tuple(states))
@@ -131,14 +132,14 @@ def _with_points(buffer: ItemBuffer) -> ItemBuffer:
 
 def _may_gain(buffer: TrajectoryBuffer) -> bool:
     """Returns whether there can be short windows, which no part of a user's own may refuse."""
-    known = all(isinstance(part, Episodes | Freshness) for part in buffer.extras if part.removes)
+    ours = (buffer.episodes, buffer.freshness)
+    known = all(part in ours for part in buffer.extras if part.removes)
     return known and buffer.episodes is not None and buffer.episodes.pads
 
 
 def _with_short_windows(buffer: TrajectoryBuffer) -> TrajectoryBuffer:
     """Returns the buffer with the windows that are cut short by the end of their episode."""
-    rings, occupancy = buffer.rings, buffer.occupancy
-    assert isinstance(occupancy, Subset)
+    rings, occupancy = buffer.rings, cast("Subset", buffer.occupancy)
     held, index = rings.held.astype(jnp.int32), buffer.episode_index
     assert index is not None
     found = index.completed(rings, buffer.data, held, rings.length)
@@ -157,7 +158,3 @@ def _with_short_windows(buffer: TrajectoryBuffer) -> TrajectoryBuffer:
 
 def _dtypes(tree: PyTree) -> list[np.dtype[Any]]:
     return [leaf.dtype for leaf in jax.tree.leaves(tree)]
-
-
-def _is_buffer(node: Any) -> bool:
-    return isinstance(node, ItemBuffer | TrajectoryBuffer)

@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxbuf.buffers import doors
+from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.checks import kind_of, name_of
 from jaxbuf.core.sizes import check_count
 from jaxbuf.io.order import items_in_order, rings_in_order
-from jaxbuf.wrappers.inside import item_of, num_blocks, num_rings
 
 Buffer = TypeVar("Buffer", bound=Any)
 
@@ -96,7 +96,7 @@ def from_minari(
     check_options(buffer, "add", {})
     checks.check_choice("incomplete", incomplete, get_args(Incomplete))
     rows_at_a_time = check_count("rows_at_a_time", rows_at_a_time)
-    fields = item_of(buffer)
+    fields = as_buffer(buffer).example
     if not isinstance(fields, dict) or not set(fields) <= set(_FIELDS):
         raise ValueError(
             f"the items of buffer are {jax.tree.structure(fields)}; expected a dict with any "
@@ -104,10 +104,10 @@ def from_minari(
         )
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), fields)
     episodes = _read(dataset, like, incomplete == "skip")
-    if num_rings(buffer):
+    if as_buffer(buffer).num_envs:
         filled: Any = _into_rings(episodes, buffer, rows_at_a_time)
     else:
-        filled, blocks = buffer, num_blocks(buffer)
+        filled, blocks = buffer, as_buffer(buffer).num_blocks
         rows_at_a_time = -(-rows_at_a_time // blocks) * blocks
         for items, mask in _pieces(episodes, rows_at_a_time):
             filled = doors.add(filled, items, mask=mask)
@@ -177,11 +177,17 @@ def _read(dataset: Any, like: dict[str, Any], skip: bool) -> Iterator[dict[str, 
     for number, episode in enumerate(_episodes(dataset)):
         try:
             yield _steps(episode, like)
+        except _Missing as error:
+            if not skip:
+                raise _named(error, number, episode) from error
         except ValueError as error:
-            if skip and isinstance(error, _Missing):
-                continue
-            named = f", with id {episode.id}" if hasattr(episode, "id") else ""
-            raise ValueError(f"{error} (episode {number} of dataset{named})") from error
+            raise _named(error, number, episode) from error
+
+
+def _named(error: ValueError, number: int, episode: Any) -> ValueError:
+    """Returns an error that says which episode it is about."""
+    named = f", with id {episode.id}" if hasattr(episode, "id") else ""
+    return ValueError(f"{error} (episode {number} of dataset{named})")
 
 
 def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
@@ -282,7 +288,7 @@ def _pieces(episodes: Iterator[dict[str, Any]], size: int) -> Iterator[tuple[PyT
 
 
 def _into_rings(episodes: Iterator[dict[str, Any]], buffer: Any, size: int) -> Any:
-    given = [0] * num_rings(buffer)
+    given = [0] * as_buffer(buffer).num_envs
 
     def tile(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return np.broadcast_to(x, (len(given), *x.shape))
@@ -311,7 +317,7 @@ def _pad(x: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
 
 def _in_order(source: Any) -> list[dict[str, Any]]:
     """Returns the steps of each environment, oldest first, leaves ``[T, ...]``."""
-    if not hasattr(source, "occupancy"):
+    if as_buffer(source) is not source:
         return [jax.tree.map(np.asarray, source)]
     rings: Any = rings_in_order(source)
     return [items_in_order(source)] if rings is None else rings

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.buffers.buffer import as_buffer
+from jaxbuf.buffers.created import is_created
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_single
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.wrappers.inside import inside
 
 
 def in_order(occupancy: Occupancy) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
@@ -31,8 +31,8 @@ def rings_in_order(buffer: Any) -> list[PyTree[np.ndarray[Any, Any]]] | None:
     The environments of a ``Sharded`` are those of its first shard, then of the second one, and so
     on, as ``add`` takes them.
     """
-    one, shards = inside(buffer)
-    if not isinstance(one, TrajectoryBuffer):
+    one, shards = as_buffer(buffer).inside()
+    if not is_created(one) or not one.num_envs:
         return None
     leading = 2 if shards else 1
     data = jax.tree.map(lambda leaf: _joined(leaf, leading), one.data)
@@ -55,8 +55,8 @@ def items_in_order(buffer: Any) -> PyTree[np.ndarray[Any, Any]]:
     Raises:
         ValueError: If the buffer does not tell the age of its items.
     """
-    one, shards = inside(buffer)
-    if not hasattr(one, "data"):
+    one, shards = as_buffer(buffer).inside()
+    if not is_created(one):
         raise ValueError(
             f"buffer is {checks.kind_of(buffer)}, whose items have no order; take one of its parts"
         )

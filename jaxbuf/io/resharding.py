@@ -1,27 +1,71 @@
 """Copies of a ``Sharded`` with another number of shards, which keep as many items as fit."""
 
 import functools
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.io.order import in_order
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.wrappers.sharded.sharded import Sharded
 
+Tree = TypeVar("Tree")
 
-def abstract(like: Sharded, count: int, name: str) -> Sharded:
+
+def as_saved(like: Tree, configuration: dict[str, Any]) -> Tree:
+    """Returns ``like`` with as many shards in each ``Sharded`` in it as the saved one had.
+
+    Args:
+        like: A pytree with buffers.
+        configuration: The result of ``structure.configuration`` for the saved pytree.
+
+    Raises:
+        ValueError: If items cannot be moved between its shards.
+    """
+
+    def rebuild(path: tuple[Any, ...], node: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        count = configuration.get(f"{name}.num_shards")
+        if not _is_sharded(node) or not isinstance(count, int) or count == node.num_shards:
+            return node
+        return _abstract(node, count, f"like{name}")
+
+    return jax.tree_util.tree_map_with_path(rebuild, like, is_leaf=_is_sharded)
+
+
+def fit(tree: Tree, like: Tree) -> Tree:
+    """Returns ``tree`` with as many shards in each ``Sharded`` in it as that of ``like`` has."""
+
+    def convert(node: Any, wanted: Any) -> Any:
+        if not _is_sharded(node) or node.num_shards == wanted.num_shards:
+            return node
+        size = wanted.shards.capacity
+        return wanted.replace(shards=_deal(node.shards, wanted.num_shards, size))
+
+    return jax.tree.map(convert, tree, like, is_leaf=_is_buffer)
+
+
+def _is_sharded(node: object) -> bool:
+    return isinstance(node, Sharded)
+
+
+def _is_buffer(node: object) -> bool:
+    return _is_sharded(node) or is_created(node)
+
+
+def _abstract(like: Sharded, count: int, name: str) -> Sharded:
     """Returns the shapes of ``like`` with another number of shards, ``count``.
 
     Raises:
         ValueError: If items cannot be moved between its shards; ``name`` names it.
     """
     shards = like.shards
-    if not isinstance(shards, ItemBuffer) or shards.extras:
+    if shards.num_envs or shards.extras:
         raise ValueError(
             f"{name} has {like.num_shards} shards, but the checkpoint's {count} shards of a "
             f"{type(shards).__name__} with {list(shards.extras)} cannot be moved into them, as "
@@ -34,7 +78,7 @@ def abstract(like: Sharded, count: int, name: str) -> Sharded:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
+def _deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
     """Deals the items of all shards to others in turn, from the oldest to the newest.
 
     The oldest item is the one that most items of its own shard follow. Each new shard keeps the

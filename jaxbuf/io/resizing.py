@@ -1,26 +1,23 @@
 """Copies of buffers with another size, which keep as many items as fit, in their order."""
 
 import functools
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxbuf.buffers.created import Created
-from jaxbuf.buffers.queue import COUNTS, Queue
+from jaxbuf.buffers.created import is_created
+from jaxbuf.buffers.queue import COUNTS
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import counters
 from jaxbuf.io import resharding
 from jaxbuf.io.order import in_order
 from jaxbuf.io.structure import Leaf
-from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.wrappers.sharded.sharded import Sharded
 
 Tree = TypeVar("Tree")
-_SHARDS = jax.tree_util.GetAttrKey("shards")
 
 
 def as_saved(like: PyTree, configuration: dict[str, Any], saved: dict[str, Leaf]) -> PyTree:
@@ -36,13 +33,7 @@ def as_saved(like: PyTree, configuration: dict[str, Any], saved: dict[str, Leaf]
     """
 
     def rebuild(path: tuple[Any, ...], node: Any) -> Any:
-        if isinstance(node, Sharded):
-            name = jax.tree_util.keystr(path)
-            count = configuration.get(f"{name}.num_shards")
-            if isinstance(count, int) and count != node.num_shards:
-                node = resharding.abstract(node, count, f"like{name}")
-            return node.replace(shards=rebuild((*path, _SHARDS), node.shards))
-        if not isinstance(node, Created):
+        if not is_created(node):
             return node
         inner = "" if node.occupancy.places is node.occupancy else ".inner"
         place = f"{jax.tree_util.keystr(path)}.occupancy{inner}"
@@ -58,7 +49,8 @@ def as_saved(like: PyTree, configuration: dict[str, Any], saved: dict[str, Leaf]
             # No buffer like this one has that size, so something else differs too.
             return node
 
-    return jax.tree_util.tree_map_with_path(rebuild, like, is_leaf=_is_buffer)
+    like = resharding.as_saved(like, configuration)
+    return jax.tree_util.tree_map_with_path(rebuild, like, is_leaf=is_created)
 
 
 def fit(tree: Tree, like: Tree) -> Tree:
@@ -69,12 +61,7 @@ def fit(tree: Tree, like: Tree) -> Tree:
     """
 
     def convert(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
-        if isinstance(node, Sharded):
-            if node.num_shards == wanted.num_shards:
-                return node.replace(shards=convert((*path, _SHARDS), node.shards, wanted.shards))
-            size = wanted.shards.capacity
-            return wanted.replace(shards=resharding.deal(node.shards, wanted.num_shards, size))
-        if not isinstance(node, Created) or node.sizes == wanted.sizes:
+        if not is_created(node) or node.sizes == wanted.sizes:
             return node
         try:
             resized = _resize_stack(node, tuple(wanted.sizes.items()))
@@ -85,7 +72,8 @@ def fit(tree: Tree, like: Tree) -> Tree:
             raise ValueError(_cannot(path, node, wanted))
         return resized
 
-    return jax.tree_util.tree_map_with_path(convert, tree, like, is_leaf=_is_buffer)
+    tree = resharding.fit(tree, like)
+    return jax.tree_util.tree_map_with_path(convert, tree, like, is_leaf=is_created)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -100,11 +88,11 @@ def _resize_stack(stack: Any, sizes: tuple[tuple[str, int], ...]) -> Any:
 def _resize(old: Any, sizes: dict[str, int]) -> Any:
     """Returns a buffer of another size with the items that fit; earlier slots become stale."""
     new = old.anew(**sizes)
-    if isinstance(old, TrajectoryBuffer):
+    if old.num_envs:
         return _resize_rings(old, new)
     order, live = in_order(old.occupancy)
     counts = old.counters
-    if isinstance(old, Queue):
+    if old.is_queue:
         # As if it had never been larger: what came last was refused.
         kept = live & (jnp.cumsum(live, dtype=jnp.int32) <= new.capacity)
         refused = jnp.sum(live & ~kept, dtype=jnp.uint32)
@@ -116,7 +104,7 @@ def _resize(old: Any, sizes: dict[str, int]) -> Any:
     placed, index = empty.place(order.shape[0], live, None if score is None else score[order])
 
     moves = Moves(order, index, index, (old.capacity, new.capacity))
-    return _move(new, old, moves).replace(occupancy=placed, counters=counts)
+    return new.move(old, moves).replace(occupancy=placed, counters=counts)
 
 
 def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuffer:
@@ -151,31 +139,12 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
     index = jnp.where(kept & before.live(window) & placed.live(index), index, new.capacity)
     placed = placed.replace(sequence_length=new.sequence_length)
 
-    occupancy, full = new.occupancy.with_places(placed), cast("Any", old.occupancy)
-    if isinstance(occupancy, Subset):
-        members = occupancy.members.set(index, full.members.get(window))
-        occupancy = occupancy.replace(members=members)
+    occupancy = new.occupancy.with_places(placed).moving(old.occupancy, window, index)
     slots = (before.num_envs * before.starts, new.num_envs * placed.starts)
     lengths = (before.length, placed.length)
     envs = (before.num_envs, new.num_envs)
     moves = Moves(window, index, begun, slots, (order, target), lengths, envs)
-    return _move(new, old, moves).replace(occupancy=occupancy, counters=old.counters)
-
-
-def _move(new: Any, old: Any, moves: Moves) -> Any:
-    """Moves the items, and what sampler and parts know of them."""
-    moved = new.replace(data=moves(new.data, old.data))
-    if isinstance(new, Queue):
-        return moved
-    parts = zip(new.extras, new.extra_states, old.extra_states, strict=True)
-    return moved.replace(
-        sampler_state=new.sampler.move(new.sampler_state, old.sampler_state, moves),
-        extra_states=tuple(part.move(empty, state, moves) for part, empty, state in parts),
-    )
-
-
-def _is_buffer(node: Any) -> bool:
-    return isinstance(node, Sharded | Created)
+    return new.move(old, moves).replace(occupancy=occupancy, counters=old.counters)
 
 
 def _abstract(buffer: Any, sizes: dict[str, int]) -> Any:

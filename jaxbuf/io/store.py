@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.buffers import doors
+from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
@@ -33,8 +34,6 @@ from jaxbuf.io.order import items_in_order, rings_in_order
 from jaxbuf.io.passes import Passes
 from jaxbuf.io.places import Listed, Places, chunk_name
 from jaxbuf.io.ranges import Ranges
-from jaxbuf.wrappers.inside import inside, num_blocks, num_rings
-from jaxbuf.wrappers.mixture import Mixture
 
 Buffer = TypeVar("Buffer", bound=Any)
 
@@ -452,7 +451,8 @@ class Store:
             IndexError: If there are no such rows.
         """
         check_options(buffer, "add", {})
-        if isinstance(inside(buffer)[0], Mixture):
+        known = as_buffer(buffer)
+        if as_buffer(known.inside()[0]).members:
             raise ValueError("buffer is a Mixture; load into one of its parts, and replace_part")
         rows_at_a_time = check_count("rows_at_a_time", rows_at_a_time)
         start = check_count("start", start, 0, MOST_ON_HOST)
@@ -463,7 +463,7 @@ class Store:
             self._check_rows(np.asarray([stop - 1]))
         rows = np.arange(start, stop, dtype=np.int64)
         rows = rows[~self._deleted.contains(rows)]
-        envs, blocks = num_rings(buffer), num_blocks(buffer)
+        envs, blocks = known.num_envs, known.num_blocks
         size = min(rows_at_a_time, max(len(rows), 1))
         if not envs:
             # Each shard takes as many rows.

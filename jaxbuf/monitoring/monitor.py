@@ -247,9 +247,9 @@ class CsvWriter:
         self._path = checks.check_path("path", path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns, rows, whole = _read_table(self._path)
+        self._file = self._open()
         if not whole:
             self._replace(rows)
-        self._file = self._open()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends a row; cells of missing metrics are empty."""
@@ -296,9 +296,8 @@ class CsvWriter:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, self._path)
-        if hasattr(self, "_file"):
-            self._file.close()
-            self._file = self._open()
+        self._file.close()
+        self._file = self._open()
 
 
 class TerminalWriter:

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxbuf.buffers.body import Body
-from jaxbuf.buffers.queue import Queue
+from jaxbuf.buffers.buffer import as_buffer
+from jaxbuf.buffers.created import is_created
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
-from jaxbuf.occupancy.ring import Ring
 from jaxbuf.wrappers.hosted import Hosted
-from jaxbuf.wrappers.mixture import Mixture
 from jaxbuf.wrappers.sharded.sharded import Sharded
 
 if TYPE_CHECKING:
@@ -137,13 +135,11 @@ def _title(buffer: Any) -> str:
 
 def _parts(buffer: Any) -> list[Any]:
     """Returns the buffer, or the parts of a mixture."""
-    if isinstance(buffer, Mixture):
-        return [inner for part in buffer.parts for inner in _parts(part)]
-    return [buffer]
+    return [one for part in as_buffer(buffer).members for one in _parts(part)] or [buffer]
 
 
 def _check(buffer: Any) -> None:
-    if not isinstance(buffer, Body | Queue):
+    if not is_created(buffer):
         one = "jax.tree.map(lambda leaf: leaf[0], buffer.shards)"
         advice = {Sharded: f"; plot one shard: {one}", Hosted: "; plot buffer.buffer"}
         raise ValueError(
@@ -168,7 +164,7 @@ def _check(buffer: Any) -> None:
 
 def _map(buffer: Any) -> _Map:
     """Returns the ages of items by slot, or of steps by environment and place."""
-    if hasattr(buffer, "num_envs"):
+    if buffer.num_envs:
         rings = buffer.rings
         position, held = (np.asarray(x).astype(np.int64) for x in (rings.cursor, rings.held))
         place = np.arange(buffer.length)[None]
@@ -176,8 +172,7 @@ def _map(buffer: Any) -> _Map:
         return _Map(age, age < held[:, None], position, "steps", "environment")
     live, places = _live(buffer), buffer.occupancy.places
     age = places.item_ages()
-    # Somebody else's occupancy may mean anything by a position.
-    position = np.asarray(places.position)[None] if isinstance(places, Ring) else np.zeros(0)
+    position = np.zeros(0) if places.next_place is None else np.asarray(places.next_place)[None]
     known = age is not None
     shown = np.asarray(age).astype(np.int64) if known else np.zeros(live.shape, np.int64)
     return _Map(shown[None], live[None], position, "items", "", known)
@@ -191,21 +186,12 @@ def _panels(buffer: Any) -> list[_Panel]:
     ages = where.age[where.live]
     found = [_Panel("ages", label, where.unit, ages, discrete=True, mean=False)]
     found = found if where.known else []
-    if not hasattr(buffer, "sampler"):
-        return found
-    live = _live(buffer)
-    sampler, state = buffer.sampler, buffer.sampler_state
-    unit = buffer.drawn
-    # A sampler of the newest items keeps the state of the base sampler, which draws the others.
-    sampler = getattr(sampler, "base", sampler)
-    if hasattr(sampler, "priority") and hasattr(state, "leaves"):
-        priority = np.asarray(sampler.priority(state.leaves))
+    live, unit, numbers = _live(buffer), buffer.drawn, buffer.by_slot()
+    if "priority" in numbers:
+        priority = np.asarray(numbers["priority"])
         found.append(_Panel("priorities", "priority", unit, priority[live]))
-    score = buffer.occupancy.places.item_scores()
-    if score is None and hasattr(state, "scores"):
-        score = state.scores.leaves
-    if score is not None:
-        known = np.asarray(score)[live]
+    if "score" in numbers:
+        known = np.asarray(numbers["score"])[live]
         finite = np.isfinite(known)
         others = f" ({known.size - finite.sum()} infinite left out)" if not finite.all() else ""
         found.append(_Panel("scores", f"score{others}", unit, known[finite]))

@@ -14,6 +14,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, UInt
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.buffer import as_buffer
+from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.retire import known
 from jaxbuf.buffers.sample import Sample, check_sample
@@ -176,7 +178,7 @@ class Statistics(struct.PyTreeNode):
             # No use is lost: uses that the present items do not have belong to items that left.
             used = (uses + sampled - _uses(buffer)).astype(jnp.float32)
             metrics["reuse_mean"] = used / jnp.maximum(removed, jnp.uint32(1)).astype(jnp.float32)
-        watched = ["use", "staleness"] if getattr(buffer, "freshness", None) is not None else []
+        watched = ["use", "staleness"] if buffer.freshness is not None else []
         watched += ["priority"] if PRIORITIES.has(buffer) else []
         for column, name in enumerate(_COLUMNS):
             if name.split("_")[0] in watched:
@@ -200,13 +202,13 @@ def _check_buffer(buffer: Any) -> None:
     Raises:
         ValueError: If it is a ``Mixture``, whose parts do, or not a buffer.
     """
-    if hasattr(buffer, "parts"):
+    if as_buffer(buffer).members:
         raise ValueError(
             "buffer is a Mixture, whose parts keep different things; watch a part with statistics "
             "of its own: Statistics.create(mixture.parts[i]), with the rows of a batch whose "
             "mixture.part_slots(batch.slots, i) are its own"
         )
-    if not hasattr(buffer, "counters") or not hasattr(buffer, "occupancy"):
+    if not is_created(buffer):
         raise ValueError(
             f"buffer is {checks.kind_of(buffer)}; expected an ItemBuffer, TrajectoryBuffer or Queue"
         )
@@ -223,12 +225,12 @@ def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 5"]:
 def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Float[Array, " B"]]:
     """Returns the values to record of each row."""
     values: dict[str, Array] = {}
-    if getattr(buffer, "freshness", None) is not None:
+    if buffer.freshness is not None:
         use, staleness = (known(buffer, name, batch.slots) for name in ("use_count", "staleness"))
         values["use"] = use.astype(jnp.float32)
         values["staleness"] = staleness.astype(jnp.float32)
     if priority is not None:
-        if not hasattr(buffer, "sampler"):
+        if buffer.is_queue:
             raise ValueError(
                 f"priority was given, but a {type(buffer).__name__} has no priorities; leave it out"
             )
@@ -239,7 +241,7 @@ def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Float[Array,
 
 
 def _counts_uses(buffer: Any) -> bool:
-    return isinstance(buffer, ItemBuffer) and buffer.freshness is not None
+    return not buffer.num_envs and buffer.freshness is not None
 
 
 def _uses(buffer: ItemBuffer) -> UInt[Array, ""]:

@@ -331,11 +331,9 @@ def check_filter(filter: Any) -> None:  # noqa: A002
     Raises:
         ValueError: If it is neither.
     """
-    if filter is not None and not isinstance(filter, BaselineFilter):
-        raise ValueError(
-            f"filter is {checks.name_of(filter)}; expected None or "
-            "jaxbuf.mpi.BaselineFilter.create(...)"
-        )
+    if filter is not None:
+        expected = "None or jaxbuf.mpi.BaselineFilter.create(...)"
+        checks.check_kind("filter", filter, BaselineFilter, expected)
 
 
 def _check_alpha(baseline: Baseline) -> None:

@@ -15,9 +15,7 @@ from jaxbuf.core import checks, describe, trees
 from jaxbuf.core.slots import Slots
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.batch import check_batch, uses_score
-from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore
-from jaxbuf.strategies.rank_based import RankBased
-from jaxbuf.strategies.softmax import Softmax
+from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore, with_state
 
 
 class Manager(struct.PyTreeNode):
@@ -87,11 +85,7 @@ class Manager(struct.PyTreeNode):
             raise ValueError(
                 f"baseline is {checks.name_of(baseline)}; expected a baseline such as {EMA()}"
             )
-        if isinstance(scores, type) or not (callable(scores) or isinstance(scores, StatefulScore)):
-            raise ValueError(
-                f"scores is {checks.name_of(scores)}; expected a function that scores a batch, or "
-                "a StatefulScore"
-            )
+        stateful = with_state(scores)
         if baseline.uses_buffer and _kept_scores(buffer) is None:
             raise ValueError(
                 f"{baseline} uses the scores in the buffer, which keeps none; create it with "
@@ -102,7 +96,7 @@ class Manager(struct.PyTreeNode):
             buffer=buffer,
             average=jnp.float32(-jnp.inf),
             counters=jnp.zeros((num_workers, 2), jnp.uint32),
-            score_state=scores.init(num_workers) if isinstance(scores, StatefulScore) else (),
+            score_state=stateful.init(num_workers),
             baseline=baseline,
             scores=scores,
             store=checks.check_flag("store", store),
@@ -167,11 +161,9 @@ class Manager(struct.PyTreeNode):
                 f"sender is {sender}; expected the number of a worker, from 0 to {workers - 1}"
             )
         sender = jnp.asarray(trees.owned(sender), jnp.int32)
-        state = self.score_state
-        if isinstance(self.scores, StatefulScore):
-            state, scores = self.scores.update(state, self.buffer, batch, present, sender)
-        else:
-            scores = self.scores(self.buffer, batch, present, sender)
+        state, scores = with_state(self.scores).update(
+            self.score_state, self.buffer, batch, present, sender
+        )
         if not isinstance(scores, dict):
             raise ValueError(
                 f"scores returned a {type(scores).__name__}; expected a dict of arrays, such as "
@@ -253,12 +245,4 @@ def outline(make: Callable[[int], Manager], num_workers: int) -> Manager:
 
 def _kept_scores(buffer: ItemBuffer) -> Float[Array, " N"] | None:
     """Return the score in each slot, not finite in empty ones; None if none are kept."""
-    score = buffer.occupancy.places.item_scores()
-    if score is not None:
-        return score
-    sampler, state = buffer.sampler, buffer.sampler_state
-    if isinstance(sampler, Softmax):
-        return state.scores.leaves[: buffer.capacity]
-    if isinstance(sampler, RankBased) and sampler.uses_score:
-        return state.values.leaves
-    return None
+    return buffer.by_slot().get("score")

@@ -230,8 +230,7 @@ class Population(struct.PyTreeNode):
         Raises:
             ValueError: If ``rule`` is not a ``ReplaceWorst``, or this rank is not in ``comm``.
         """
-        if not isinstance(rule, ReplaceWorst):
-            raise ValueError(f"rule is {rule!r}; expected jaxbuf.mpi.ReplaceWorst(...)")
+        checks.check_kind("rule", rule, ReplaceWorst, "jaxbuf.mpi.ReplaceWorst(...)")
         if comm is None:
             raise ValueError("this rank is not in comm; only its members are compared")
         ranks = Ranks(comm)

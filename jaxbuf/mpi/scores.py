@@ -51,6 +51,46 @@ class StatefulScore(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class _Stateless:
+    """A plain score function in the form of one with a state, which is empty."""
+
+    function: ScoreFunction
+
+    def init(self, num_workers: int) -> tuple[()]:
+        """Return the empty state."""
+        del num_workers
+        return ()
+
+    def update(
+        self,
+        state: Any,
+        buffer: ItemBuffer,
+        batch: Batch,
+        mask: Bool[Array, " B"],
+        sender: Int[Array, ""],
+    ) -> tuple[Any, dict[str, Array]]:
+        """Return the scores of a batch."""
+        return state, self.function(buffer, batch, mask, sender)
+
+
+def with_state(scores: "ScoreFunction | StatefulScore") -> StatefulScore:
+    """Return a score function in the form of one with a state.
+
+    Raises:
+        ValueError: If it is neither a function nor a ``StatefulScore``.
+    """
+    if not isinstance(scores, type):
+        if isinstance(scores, StatefulScore):
+            return scores
+        if callable(scores):
+            return _Stateless(scores)
+    raise ValueError(
+        f"scores is {checks.name_of(scores)}; expected a function that scores a batch, or a "
+        "StatefulScore"
+    )
+
+
 def default_score(
     buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
 ) -> dict[str, Array]:
@@ -241,9 +281,7 @@ class WeightedSum:
     alpha: float = 0.1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.parts, list | tuple) or not all(
-            callable(part) or isinstance(part, StatefulScore) for part in self.parts
-        ):
+        if not isinstance(self.parts, list | tuple) or not all(map(callable, self.parts)):
             raise ValueError(
                 f"parts is {checks.name_of(self.parts)}; expected a list of score functions"
             )

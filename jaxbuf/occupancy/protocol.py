@@ -110,6 +110,11 @@ class Occupancy(abc.ABC):
         """
         return self.item_scores()
 
+    @property
+    def next_place(self) -> Int[Array, ""] | None:
+        """The slot that is written next; None if items do not go around in a single ring."""
+        return None
+
     def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
         """Yields a line for each problem with the items in its slots, for ``assert_valid``.
 
@@ -120,6 +125,15 @@ class Occupancy(abc.ABC):
         del name, live
         yield from ()
 
+    def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
+        """Sets the scores of the items at ``index``, no slot twice; past the end is ignored.
+
+        The order of arrival, which decides between equal scores, must not change. An occupancy
+        without scores ignores them.
+        """
+        del index, score
+        return self
+
     @property
     def places(self) -> "Occupancy":
         """The occupancy that gives items their places; another one if this is a subset of it."""
@@ -128,6 +142,19 @@ class Occupancy(abc.ABC):
     def with_places(self, places: "Occupancy") -> "Occupancy":
         """Returns this occupancy with other ``places``."""
         return places
+
+    def moving(
+        self, old: "Occupancy", source: Int[Array, " B"], target: Int[Array, " B"]
+    ) -> "Occupancy":
+        """Returns this occupancy with what another one knows of the items that move.
+
+        Args:
+            old: The other occupancy, of the same kind.
+            source: Its slots, ``[B]``.
+            target: Their slots here, ``[B]``; past the end if an item does not stay.
+        """
+        del old, source, target
+        return self
 
 
 class ItemOccupancy(Occupancy):
@@ -206,13 +233,4 @@ class ItemOccupancy(Occupancy):
         unused.
         """
         del index
-        return self
-
-    def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
-        """Sets the scores of the items at ``index``, no slot twice; past the end is ignored.
-
-        The order of arrival, which decides between equal scores, must not change. An occupancy
-        without scores ignores them.
-        """
-        del index, score
         return self

@@ -45,6 +45,11 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         return self.cursor.astype(jnp.int32)
 
     @property
+    def next_place(self) -> Int[Array, ""]:
+        """The slot that is written next."""
+        return self.position
+
+    @property
     def size(self) -> Int[Array, ""]:
         """The number of live items."""
         return self.held.astype(jnp.int32)

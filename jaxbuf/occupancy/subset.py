@@ -148,6 +148,10 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         """Returns a subset of another occupancy with the same members."""
         return self.replace(inner=places)
 
+    def moving(self, old: Any, source: Int[Array, " B"], target: Int[Array, " B"]) -> Self:
+        """Returns this subset with the members of another one that move, ``[B]``."""
+        return self.replace(members=self.members.set(target, old.members.get(source)))
+
     def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]] | None:
         """Returns the slots in the order of the inner occupancy, and which are members."""
         found = self.inner.in_order()

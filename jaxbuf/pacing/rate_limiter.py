@@ -184,6 +184,17 @@ class RateLimiter(struct.PyTreeNode):
             "error": self.error.astype(jnp.float32) / jnp.float32(self.denominator),
         }
 
+    def most(self, method: str) -> float:
+        """Returns the largest count that ``"can_insert"`` or ``"can_sample"`` ever allows."""
+        ratio = self.numerator / self.denominator
+        low, high = self.range
+        if method == "can_insert":
+            # The error is never below its bound, except that it begins at 0.
+            most = max((high - min(low, 0.0)) / ratio, self.min_size)
+        else:
+            most = max(high, self.min_size * ratio) - low
+        return math.floor(most + _ROUNDING) if math.isfinite(most) else most
+
     def _moved(self, count: _Count, step: int) -> Int[Array, ""]:
         """Returns the error after ``count`` changes by ``step``, saturated."""
         count = jnp.minimum(_integer(count, "count"), _MOST // abs(step))

@@ -2,6 +2,7 @@
 
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
+from jaxbuf.occupancy.ring import Ring
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import (
@@ -22,6 +23,7 @@ __all__ = [
     "Moves",
     "Occupancy",
     "Part",
+    "Ring",
     "Rows",
     "Sampler",
     "SegmentTree",

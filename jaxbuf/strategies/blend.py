@@ -217,6 +217,13 @@ class Blend(KnownSampler):
         size = effective_size(everywhere(self, state, occupancy))
         return {**found, "effective_sample_size": size}
 
+    def by_slot(self, state: tuple[State, ...]) -> dict[str, Float[Array, " N"]]:
+        """Returns the numbers of all samplers; of the first one where several have the same."""
+        found: dict[str, Array] = {}
+        for sampler, kept in self._pairs(state):
+            found = {**sampler.by_slot(kept), **found}
+        return found
+
     def check_valid(
         self, state: tuple[State, ...], name: str, live: NDArray[np.bool_], occupancy: Occupancy
     ) -> Iterator[str]:

@@ -48,6 +48,11 @@ class Reservoir(Evictor):
     needs scores. ``jaxbuf.reservoir`` creates such a buffer.
     """
 
+    @property
+    def of_shards(self) -> bool:
+        """False: a lot says something only beside those of all other items."""
+        return False
+
     def init(self, capacity: int) -> Lots:
         """Returns empty slots, with a fixed key."""
         return Lots.create(capacity)

@@ -145,6 +145,10 @@ class Prioritized(ShardableSampler):
         """Sets the masses of existing items."""
         return state.set(index, self.mass(value))
 
+    def by_slot(self, state: SegmentTree) -> dict[str, Float[Array, " N"]]:
+        """Returns the ``priority`` of each slot."""
+        return {"priority": self.priority(state.leaves)}
+
     @property
     def shardable(self) -> bool:
         """True with replacement; without it, each draw depends on all others."""

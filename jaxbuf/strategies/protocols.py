@@ -171,6 +171,33 @@ class Sampler(Movable, abc.ABC):
         del state, occupancy
         return {}
 
+    @property
+    def shardable(self) -> bool:
+        """True if it can draw from the shards of a ``jaxbuf.Sharded``; see ``ShardableSampler``."""
+        return False
+
+    def reach(self, capacity: int) -> int:
+        """Returns how many items it draws from at most, in a buffer of so many slots."""
+        return capacity
+
+    def by_slot(self, state: State) -> dict[str, Float[Array, " N"]]:
+        """Returns the numbers that it keeps of each slot, by name: ``priority`` or ``score``.
+
+        Those of empty slots are arbitrary, but a score is not finite there.
+        """
+        del state
+        return {}
+
+    def probability(
+        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
+    ) -> Float[Array, " B"] | None:
+        """Returns the probability that a single draw gives each of these live items.
+
+        None if it is not known, as by default; see ``KnownSampler``.
+        """
+        del state, index, occupancy
+        return None
+
     def check_valid(
         self, state: State, name: str, live: NDArray[np.bool_], occupancy: Occupancy
     ) -> Iterator[str]:
@@ -329,6 +356,11 @@ class Evictor(abc.ABC):
     """
 
     uses_score: bool = False
+
+    @property
+    def of_shards(self) -> bool:
+        """True if the items of one shard of a ``jaxbuf.Sharded`` tell it which of them goes."""
+        return not self.uses_score
 
     @abc.abstractmethod
     def init(self, capacity: int) -> ItemOccupancy:

@@ -161,6 +161,10 @@ class RankBased(KnownSampler):
         values, masses = moves(new, old)
         return RankState(values, self._sorted(values, masses), jnp.int32(0))
 
+    def by_slot(self, state: RankState) -> dict[str, Float[Array, " N"]]:
+        """Returns the ``priority``, or ``score``, of each slot."""
+        return {self.by: state.values.leaves}
+
     def draw(
         self, state: RankState, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
     ) -> Draw:

@@ -125,6 +125,14 @@ class Recent(KnownSampler):
         """Moves the state of the base."""
         return self.base.move(empty, state, moves)
 
+    def reach(self, capacity: int) -> int:
+        """Returns how many items it draws from at most: the recent ones, if it draws no others."""
+        return min(self.steps, capacity) if self.ratio == 1.0 else self.base.reach(capacity)
+
+    def by_slot(self, state: State) -> dict[str, Float[Array, " N"]]:
+        """Returns the numbers of the base."""
+        return self.base.by_slot(state)
+
     def in_batch(self, batch_size: int) -> "Recent":
         """Returns the sampler with the fraction of rows that are recent in such a batch."""
         rows = self._recent_rows(batch_size)

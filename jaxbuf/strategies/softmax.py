@@ -183,6 +183,10 @@ class Softmax(ShardableSampler):
         """Sets the scores again, so that masses are relative to the largest one that stays."""
         return self.set_priority(empty, moves.target, state.scores.leaves[moves.source])
 
+    def by_slot(self, state: SoftmaxState) -> dict[str, Float[Array, " N"]]:
+        """Returns the ``score`` of each slot."""
+        return {"score": state.scores.leaves}
+
     @property
     def shardable(self) -> bool:
         """True with replacement; without it, each draw depends on all others."""

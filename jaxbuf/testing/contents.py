@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.options import check_options
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import storage, trees
 from jaxbuf.core.donation import check_single
 from jaxbuf.testing.structures import check_concrete, fetched, report
-from jaxbuf.wrappers.hosted import Hosted
-from jaxbuf.wrappers.mixture import Mixture
-from jaxbuf.wrappers.sharded.sharded import Sharded
 
 # The number of missing and of unexpected items that a message shows.
 _SHOWN = 4
@@ -76,18 +73,17 @@ def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
 
 def _parts(buffer: Any) -> Iterator[Any]:
     """Yields the buffers that hold the items: each part of a mixture, and each shard."""
-    if isinstance(buffer, Mixture):
-        for part in buffer.parts:
-            yield from _parts(part)
-    elif isinstance(buffer, Hosted):
-        yield from _parts(buffer.buffer)
-    elif isinstance(buffer, Sharded):
-        shards = fetched(buffer.shards)
-        for i in range(buffer.num_shards):
+    one, count = as_buffer(buffer).inside()
+    members = as_buffer(one).members
+    for part in members:
+        yield from _parts(part)
+    if count:
+        shards = fetched(one)
+        for i in range(count):
             yield trees.on_device(jax.tree.map(lambda leaf, at=i: leaf[at], shards))
-    else:
-        check_options(buffer, "add", {})
-        yield check_single(buffer)
+    elif not members:
+        check_options(one, "add", {})
+        yield check_single(one)
 
 
 def _stored(buffer: Any) -> PyTree[Any]:
@@ -97,7 +93,7 @@ def _stored(buffer: Any) -> PyTree[Any]:
 
 def _held(buffer: Any) -> PyTree[Array]:
     """Returns the contents of the buffer, leaves ``[n, ...]``."""
-    if isinstance(buffer, TrajectoryBuffer):
+    if buffer.num_envs:
         steps = buffer.gather_all(ignore_earliest=False)
         valid = np.asarray(steps.valid)
         return jax.tree.map(lambda leaf: leaf[valid], steps.data)

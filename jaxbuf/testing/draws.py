@@ -11,10 +11,9 @@ from jax.scipy.special import gammaincc
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.core import checks
 from jaxbuf.testing.structures import check_concrete, report
-from jaxbuf.wrappers.hosted import Hosted
 
 # The number of samples drawn at a time: each may need as much memory as the buffer.
 _AT_ONCE = 500
@@ -71,17 +70,17 @@ def assert_distribution(
           slot 2 was drawn ... times of 20000; expected 10000.0
     """
     check_concrete(buffer, "buffer")
-    if isinstance(buffer, Hosted):
+    known = as_buffer(buffer)
+    if not known.runs_in_programs:
         # Its draws are those of the buffer inside, all of which are one program.
-        buffer = buffer.buffer
+        buffer, _ = known.inside()
     common.check_key(key)
     draws = common.check_count("draws", draws)
     batch_size = common.check_batch_size(batch_size)
     significance = checks.check_number(
         "significance", significance, "a number between 0 and 1", lambda x: 0 < x < 1
     )
-    windows = isinstance(buffer, TrajectoryBuffer)
-    slots = buffer.rings.num_slots if windows else buffer.capacity
+    slots = as_buffer(buffer).num_slots
     law = _check_law(expected, slots)
     total = draws * batch_size
     often = law * total

@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.buffers.created import Created
-from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.buffers.queue import Queue
+from jaxbuf.buffers.created import is_created
 from jaxbuf.core import trees
-from jaxbuf.core.problems import Checked, first_wrong
-from jaxbuf.occupancy.ring import Ring
+from jaxbuf.core.problems import checked, first_wrong
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.testing import structures
 
@@ -60,8 +57,8 @@ def assert_valid(buffer: Any) -> None:
           buffer.sampler.probability(...) sums to 0.5 over all items; expected 1
     """
     structures.check_concrete(buffer, "buffer")
-    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, Created))
-    buffers = [(path, one) for path, one in found if isinstance(one, Created)]
+    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=is_created)
+    buffers = [(path, one) for path, one in found if is_created(one)]
     if not buffers:
         raise ValueError(f"buffer is a {type(buffer).__name__}, in which there is no buffer")
     problems: list[str] = []
@@ -103,14 +100,11 @@ def _shapes(name: str, buffer: Any) -> Iterator[str]:
 
 def _structures(name: str, buffer: Any) -> Iterator[str]:
     """Checks each of the parts that the buffer is made of."""
-    found = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=lambda x: isinstance(x, Checked))
-    for path, part in found:
-        if isinstance(part, Checked):
-            yield from part.check_valid(name + jax.tree_util.keystr(path))
+    yield from checked(buffer, name)
     places = buffer.occupancy.places
-    if isinstance(buffer, ItemBuffer) and isinstance(places, Ring):
+    if places.next_place is not None and not buffer.is_queue:
         # A queue has holes in front, but here the first items are the first slots.
-        position, size = int(places.position), int(places.size)
+        position, size = int(places.next_place), int(places.size)
         if size < places.capacity and position != size:
             inner = "" if places is buffer.occupancy else ".inner"
             yield (
@@ -133,7 +127,7 @@ def _members(name: str, buffer: Any) -> Iterator[str]:
     """Checks that what can be drawn are items, of which the occupancy knows what it should."""
     occupancy = buffer.occupancy
     live = _live(occupancy, _slots(buffer))
-    if getattr(buffer, "episodes", None) is not None and buffer.episodes.pads:
+    if buffer.episodes is not None and buffer.episodes.pads:
         # Only the first step of a short window must be held.
         occupancy = occupancy.with_places(occupancy.places.replace(sequence_length=1))
     yield from occupancy.check_items(f"{name}.occupancy", live)
@@ -142,14 +136,12 @@ def _members(name: str, buffer: Any) -> Iterator[str]:
 @functools.partial(jax.jit, static_argnums=0)
 def _ask(sampler: Any, state: Any, occupancy: Any, slot: Any) -> tuple[Any, Any, Any]:
     support = sampler.support(state, occupancy)
-    known = hasattr(sampler, "probability")
-    probability = sampler.probability(state, slot, occupancy) if known else None
-    return support.count, support.least_probability, probability
+    return support.count, support.least_probability, sampler.probability(state, slot, occupancy)
 
 
 def _law(name: str, buffer: Any) -> Iterator[str]:
     """Checks that a sampler draws live items only, with probabilities that sum to 1."""
-    if isinstance(buffer, Queue):
+    if buffer.is_queue:
         return
     slot = _slots(buffer)
     live = np.asarray(_live(buffer.occupancy, slot))
@@ -179,8 +171,6 @@ def _law(name: str, buffer: Any) -> Iterator[str]:
 
 def _parts(name: str, buffer: Any) -> Iterator[str]:
     """Checks what the parts keep."""
-    if isinstance(buffer, Queue):
-        return
     live = np.asarray(_live(buffer.occupancy, _slots(buffer)))
     for part, state in zip(buffer.extras, buffer.extra_states, strict=True):
         yield from part.check_valid(state, name, live, buffer.data)
@@ -239,7 +229,7 @@ def _look_up(buffer: Any) -> dict[str, Any]:
 
 def _episodes(name: str, buffer: Any) -> Iterator[str]:
     """Checks the index of episodes against the flags and rewards of the steps."""
-    if getattr(buffer, "episode_index", None) is None:
+    if buffer.episodes is None:
         return
     seen: dict[str, Any] = jax.device_get(_look_up(buffer))
     valid = seen["valid"]

@@ -14,25 +14,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, doors
+from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, trees
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
-from jaxbuf.pacing.rate_limiter import RateLimiter
-from jaxbuf.strategies.recent import Recent
-from jaxbuf.wrappers.hosted import Hosted
-from jaxbuf.wrappers.inside import inside, item_of
-from jaxbuf.wrappers.mixture import Mixture
-from jaxbuf.wrappers.sharded.sharded import Sharded
 
 State = TypeVar("State")
 Result = TypeVar("Result")
 
 # Seconds after which a limiter that depends on a clock is asked again.
 _RECHECK = 0.1
-_ROUNDING = 1e-6
 _METHODS = ("can_insert", "can_sample", "inserted", "sampled")
 
 
@@ -40,6 +33,8 @@ class Limiter(Protocol):
     """Says when rows may be inserted and sampled, and counts them: any immutable object.
 
     A limiter that depends on a clock also has ``after(seconds)``, which returns it some time later.
+    One that can tell also has ``most(method)``, the largest count that ``"can_insert"`` or
+    ``"can_sample"`` ever allows.
     """
 
     def can_insert(self, size: int, count: int) -> Any:
@@ -135,7 +130,7 @@ class Holder(Generic[State]):
             )
         if limiter is not None:
             _check_limiter(limiter, state)
-            if recheck is None and hasattr(limiter, "after"):
+            if recheck is None and _optional(limiter, "after"):
                 recheck = _RECHECK
         self._state = state
         self._limiter: Any = limiter
@@ -247,16 +242,16 @@ class Holder(Generic[State]):
             Stopped: If the holder was stopped, before or meanwhile.
         """
         when = None
-        if hasattr(self._state, "can_add"):
+        if as_buffer(self._state).is_queue:
             # Items without rows fit, so that ``doors.add`` raises at once if they are malformed.
             most = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
-            _check_room(self._state, f"items asks for {most} rows at a time", most)
+            as_buffer(self._state).check_room(f"items asks for {most} rows at a time", most)
             when = functools.partial(_asked, "can_add", most)
 
         rows = 0
         if self._limiter is not None:
             rows = _count_rows(self._state, items, mask, options.get("part"))
-            _check_rate(self._limiter, f"items asks for {rows} rows at a time", "insert", rows)
+            _check_rate(self._limiter, f"items asks for {rows} rows at a time", "can_insert", rows)
 
         with self._turn:
             self._wait(self._allowed("can_insert", rows, when), timeout)
@@ -300,10 +295,11 @@ class Holder(Generic[State]):
         length = given.get("sequence_length")
         if length is not None:
             length = common.check_count("sequence_length", length)
-        _check_room(self._state, asks, enough, length)
-        _check_rate(self._limiter, f"batch_size asks for {rows} rows at a time", "sample", rows)
+        state = as_buffer(self._state)
+        state.check_room(asks, enough, length)
+        _check_rate(self._limiter, f"batch_size asks for {rows} rows at a time", "can_sample", rows)
         when = functools.partial(_asked, "can_sample", enough)
-        if length is not None and isinstance(inside(self._state)[0], TrajectoryBuffer):
+        if length is not None and state.num_envs and not state.members:
             when = functools.partial(_has_windows, length, enough)
         with self._turn:
             self._wait(self._allowed("can_sample", rows, when), timeout)
@@ -354,7 +350,7 @@ class Holder(Generic[State]):
         """
         check_options(self._state, "take", {})
         rows = common.check_batch_size(batch_size)
-        _check_room(self._state, f"batch_size asks for {rows} rows at a time", rows)
+        as_buffer(self._state).check_room(f"batch_size asks for {rows} rows at a time", rows)
         when = functools.partial(_asked, "can_sample", rows)
         with self._turn:
             self._wait(self._allowed("can_sample", rows, when), timeout)
@@ -394,9 +390,9 @@ class Holder(Generic[State]):
 
     def _limiter_now(self) -> Any:
         """Returns the limiter at the present time; the caller has the lock."""
-        if hasattr(self._limiter, "after"):
+        if after := _optional(self._limiter, "after"):
             now = time.monotonic()
-            self._limiter, self._asked = self._limiter.after(now - self._asked), now
+            self._limiter, self._asked = after(now - self._asked), now
         return self._limiter
 
     def _count(self, event: str, rows: int) -> None:
@@ -445,25 +441,22 @@ def _check_limiter(limiter: object, state: object) -> None:
         )
 
 
-def _check_rate(limiter: Any, asks: str, kind: str, rows: int) -> None:
+def _optional(limiter: object, method: str) -> Callable[..., Any] | None:
+    """Returns a method that a limiter need not have, or None."""
+    return getattr(limiter, method, None)
+
+
+def _check_rate(limiter: object, asks: str, method: str, rows: int) -> None:
     """Checks that a limiter can ever allow so many rows at a time, as far as it is known.
 
     Raises:
         ValueError: If it never does.
     """
-    if not isinstance(limiter, RateLimiter):
-        return
-    ratio = limiter.numerator / limiter.denominator
-    low, high = limiter.range
-    if kind == "insert":
-        # The error is never below its bound, except that it begins at 0.
-        most = max((high - min(low, 0.0)) / ratio, limiter.min_size)
-    else:
-        most = max(high, limiter.min_size * ratio) - low
-    if rows > most + _ROUNDING:
+    most = _optional(limiter, "most")
+    if most is not None and rows > most(method):
         raise ValueError(
-            f"{asks}, but limiter never allows more than {math.floor(most + _ROUNDING)}; this "
-            "would wait for ever: give it a larger tolerance"
+            f"{asks}, but limiter never allows more than {most(method)}; this would wait for ever: "
+            "give it a larger tolerance"
         )
 
 
@@ -471,11 +464,11 @@ def _count_rows(state: Any, items: Any, mask: Any, part: Any) -> int:
     """Returns the number of rows, or steps, that an ``add`` inserts; 0 if it will raise."""
     if mask is not None:
         return int(np.sum(np.asarray(mask, bool)))
-    one, _ = inside(state)
-    if isinstance(one, Mixture) and isinstance(part, int) and 0 <= part < len(one.parts):
-        return _count_rows(one.parts[part], items, mask, None)
+    members = as_buffer(as_buffer(state).inside()[0]).members
+    if isinstance(part, int) and 0 <= part < len(members):
+        return _count_rows(members[part], items, mask, None)
     try:
-        item = item_of(state)
+        item = as_buffer(state).example
     except ValueError:
         item = None
     for leaf, like in zip(
@@ -485,43 +478,6 @@ def _count_rows(state: Any, items: Any, mask: Any, part: Any) -> int:
     return 0
 
 
-def _check_room(state: Any, asks: str, rows: int, sequence_length: int | None = None) -> None:
-    """Checks that the state can ever hold so many rows, or windows of a length.
-
-    It only reads the configuration, so that no thread has to wait for its turn to get the error.
-
-    Raises:
-        ValueError: If the state can never hold that many rows.
-    """
-    if isinstance(state, Hosted):
-        _check_room(state.buffer, asks, rows, sequence_length)
-        return
-    if isinstance(state, Mixture):
-        for i, count in enumerate(state.counts(rows)):
-            if state.ratios[i] > 0:
-                more = f"{asks}, of which parts[{i}] gives {count}"
-                _check_room(state.parts[i], more, max(count, 1))
-        return
-    ring = state.shards if isinstance(state, Sharded) else state
-    if isinstance(ring, TrajectoryBuffer):
-        shards = state.num_shards if isinstance(state, Sharded) else 1
-        room, kind = shards * _max_windows(ring, sequence_length), "room is for {} windows"
-    else:
-        room, kind = getattr(state, "capacity", rows), "capacity is {}"
-        sampler = getattr(state, "sampler", None)
-        if isinstance(sampler, Recent) and sampler.ratio == 1.0 and sampler.steps < room:
-            room, kind = sampler.steps, "sampler draws from the newest {}"
-    if rows > room:
-        raise ValueError(f"{asks}, but the {kind.format(room)}; this would wait for ever")
-
-
-def _max_windows(rings: TrajectoryBuffer, sequence_length: int | None) -> int:
-    if sequence_length is None or sequence_length == rings.sequence_length:
-        return rings.max_windows
-    places = rings.length - rings.num_earliest_ignored - (sequence_length - 1)
-    return max(rings.num_envs * -(-places // rings.period), 0)
-
-
 def _has_windows(sequence_length: int, rows: int, state: Any) -> Array:
     """Returns whether rings hold so many windows of a length, all shards together."""
     return _count_windows(state, sequence_length) >= rows
@@ -529,7 +485,7 @@ def _has_windows(sequence_length: int, rows: int, state: Any) -> Array:
 
 @program(static=("sequence_length",))
 def _count_windows(state: Any, sequence_length: Any) -> Array:
-    rings: Any = inside(state)[0].rings
+    rings: Any = as_buffer(state).inside()[0].rings
     return jnp.sum(rings.replace(sequence_length=sequence_length).size)
 
 

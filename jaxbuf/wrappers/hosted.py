@@ -11,9 +11,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, doors
+from jaxbuf.buffers.buffer import Buffer, as_buffer
 from jaxbuf.buffers.options import absent, check_options
-from jaxbuf.buffers.sample import Contents, Sample, SplitBatches
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
+from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.core import checks, describe, trees
 from jaxbuf.core.program import OwnPrograms, is_outside
 from jaxbuf.core.slots import Slots
@@ -23,7 +23,7 @@ from jaxbuf.strategies.protocols import Support
 Result = TypeVar("Result")
 
 
-class Hosted(OwnPrograms, struct.PyTreeNode):
+class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
     """A buffer on a CPU device of this process that sends its batches to an accelerator.
 
     The host usually has more memory than the accelerator. The whole buffer stays on the host, where
@@ -76,6 +76,8 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     to: Any = struct.field(pytree_node=False, default=None)
     device: Any = struct.field(pytree_node=False, default=None)
 
+    runs_in_programs = False
+
     def __post_init__(self) -> None:
         # Users pass a function; JAX passes the buffer when it unflattens the pytree.
         if callable(self.buffer):
@@ -122,6 +124,29 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     def size(self) -> Int[Array, ""]:
         """The number of items, or steps, that the buffer holds."""
         return self.read(operator.attrgetter("size"))
+
+    @property
+    def abilities(self) -> frozenset[str]:
+        """The abilities of the buffer inside."""
+        return as_buffer(self.buffer).abilities
+
+    @property
+    def num_envs(self) -> int:
+        """The number of environments whose steps it holds; 0 if it holds items."""
+        return as_buffer(self.buffer).num_envs
+
+    @property
+    def example(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of an item, or of a step."""
+        return as_buffer(self.buffer).example
+
+    def inside(self) -> tuple[Any, int]:
+        """Returns the buffer inside, and its number of shards, which is 0."""
+        return as_buffer(self.buffer).inside()
+
+    def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
+        """Checks that the buffer inside can ever hold so many items, or windows."""
+        as_buffer(self.buffer).check_room(asks, rows, sequence_length)
 
     @property
     def occupancy(self) -> Contents:
@@ -275,8 +300,7 @@ class Hosted(OwnPrograms, struct.PyTreeNode):
     def latest(self, n: int) -> Sample:
         """Returns the ``n`` newest items, or windows of every ring, like the buffer inside."""
         n = common.check_count("n", n)
-        rings = self.buffer.num_envs if isinstance(self.buffer, TrajectoryBuffer) else 1
-        self._check_rows(n * rings)
+        self._check_rows(n * max(self.num_envs, 1))
         return jax.device_put(self._call("latest", {"n": n}), self.to)
 
     def update_priority(
@@ -524,9 +548,9 @@ def _make(make: Callable[[], Any], device: Any) -> Any:
     with _no_mesh(), jax.default_device(device):
         buffer = make()
     check_options(buffer, "sample", {}, "what make returns")
-    if isinstance(buffer, OwnPrograms):
+    if not as_buffer(buffer).runs_in_programs:
         raise ValueError("make returns a Hosted buffer; return the buffer itself")
-    if isinstance(buffer, SplitBatches):
+    if not as_buffer(buffer).on_one_device:
         raise ValueError(
             f"make returns {checks.kind_of(buffer)}, which is spread over the devices of a mesh, "
             "but a Hosted buffer is on one CPU device; return the buffer of one shard"

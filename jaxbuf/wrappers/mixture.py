@@ -12,13 +12,13 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
+from jaxbuf.buffers.buffer import Buffer, as_buffer
 from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.queue import Queue
-from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample, SplitBatches
-from jaxbuf.buffers.trajectory import TrajectoryBuffer, known_envs
+from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample
 from jaxbuf.core import checks, describe, storage, trees
-from jaxbuf.core.program import OwnPrograms, program
+from jaxbuf.core.program import program
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
@@ -33,22 +33,10 @@ from jaxbuf.wrappers.abilities import (
     REMOVABLE,
     SCORES,
     Ability,
-    Composite,
-    num_envs,
 )
 
 
-def _known_envs(mixture: "Mixture", given: dict[str, Any]) -> dict[str, Any]:
-    """Checks the numbers of ``env_ids``, which the program that adds would not know."""
-    part, parts = given.get("part"), mixture.parts
-    if isinstance(part, int | np.integer) and 0 <= part < len(parts):
-        buffer = parts[part]
-        if isinstance(buffer, TrajectoryBuffer):
-            return known_envs(buffer, given)
-    return given
-
-
-class Mixture(Composite, OldLookups, struct.PyTreeNode):
+class Mixture(OldLookups, Buffer, struct.PyTreeNode):
     """Several buffers, sampled together at fixed ratios, for example offline and online data.
 
     A batch has an exact number of rows from each part, ordered by part. Slots are numbered through
@@ -115,7 +103,7 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
                 "each of one buffer or more"
             )
         for i, part in enumerate(parts):
-            if not isinstance(part, Queue):
+            if not as_buffer(part).is_queue:
                 check_options(part, "sample", {}, f"buffers[{i}]")
             _check_whole(part, f"buffers[{i}]")
         if sum(weights) <= 0:
@@ -129,6 +117,11 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
             raise ValueError("buffers share memory, so they cannot be donated; pass copies")
         _check_alike(parts)
         return cls(parts=parts, ratios=tuple(w / sum(weights) for w in weights))
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The parts."""
+        return self.parts
 
     @property
     def capacity(self) -> int:
@@ -180,7 +173,21 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
         ]
         return jnp.all(jnp.stack(able), axis=0)
 
-    @program(static=("part",), before=_known_envs)
+    def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
+        """Checks that each part can ever hold its share of so many items, or windows."""
+        for i, count in enumerate(self.counts(rows)):
+            if self.ratios[i] > 0:
+                more = f"{asks}, of which parts[{i}] gives {count}"
+                as_buffer(self.parts[i]).check_room(more, max(count, 1), sequence_length)
+
+    def known_options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of ``add``, after the checks of the part that gets them."""
+        part, parts = given.get("part"), self.parts
+        if isinstance(part, int | np.integer) and 0 <= part < len(parts):
+            return as_buffer(parts[part]).known_options(given)
+        return given
+
+    @program(static=("part",), before=known_options)
     def add(self, items: PyTree[Array], *, part: int | None = None, **options: object) -> Self:
         """Adds items to one of the parts.
 
@@ -232,7 +239,7 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
         rows = common.check_batch_size(batch_size)
         key = common.check_key(key)
         for i, part in enumerate(self.parts):
-            if isinstance(part, Queue):
+            if as_buffer(part).is_queue:
                 raise ValueError(
                     f"parts[{i}] is a Queue, whose rows are taken out; draw with next_batch, which "
                     "returns the mixture without them"
@@ -286,7 +293,7 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
         rows = common.check_batch_size(batch_size)
         key = common.check_key(key)
         for i, part in enumerate(self.parts):
-            if not isinstance(part, Queue):
+            if not as_buffer(part).is_queue:
                 check_options(part, "next_batch", {}, f"parts[{i}]")
         keys, parts = jax.random.split(key, len(self.parts)), list(self.parts)
         drawn: dict[int, Sample] = {}
@@ -533,7 +540,7 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
         env, position, shape = broadcast_steps(env_ids, positions)
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], Slots]:
-            number, count = env - self._first_env(i), num_envs(self.parts[i])
+            number, count = env - self._first_env(i), as_buffer(self.parts[i]).num_envs
             own = (number >= 0) & (number < count)
             at = operator.methodcaller("slots_at", jnp.where(own, number, count), position)
             return own, self._numbered(i, at(self.parts[i]))
@@ -605,12 +612,12 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
         Raises:
             ValueError: If no part is a ``TrajectoryBuffer``.
         """
-        total = num_envs(self)
+        total = self.num_envs
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], tuple[Array, Array]]:
             locate = operator.methodcaller("locate", self.part_slots(slots, i))
             env, position = locate(self.parts[i])
-            own = env < num_envs(self.parts[i])
+            own = env < as_buffer(self.parts[i]).num_envs
             return own, (jnp.where(own, env + self._first_env(i), total), position)
 
         return self._join("locate", ENVIRONMENTS, of_part)
@@ -707,11 +714,11 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
 
     def _change_episodes(self, method: str, envs: object) -> Self:
         EPISODES.need(self, method)
-        mask, parts = mask_of(envs, num_envs(self)), list(self.parts)
+        mask, parts = mask_of(envs, self.num_envs), list(self.parts)
         for i, part in enumerate(parts):
             if EPISODES.has(part):
-                first = self._first_env(i)
-                change = operator.methodcaller(method, mask[first : first + num_envs(part)])
+                first, count = self._first_env(i), as_buffer(part).num_envs
+                change = operator.methodcaller(method, mask[first : first + count])
                 parts[i] = change(part)
         return self.replace(parts=tuple(parts))
 
@@ -812,7 +819,7 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
         env, position, shape = broadcast_steps(env_ids, positions)
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
-            number, count = env - self._first_env(i), num_envs(self.parts[i])
+            number, count = env - self._first_env(i), as_buffer(self.parts[i]).num_envs
             own = (number >= 0) & (number < count)
             return own, ask(self.parts[i], jnp.where(own, number, count), position)
 
@@ -821,7 +828,7 @@ class Mixture(Composite, OldLookups, struct.PyTreeNode):
 
     def _first_env(self, part: int) -> int:
         """Returns the number of environments of the parts before this one."""
-        return sum(num_envs(before) for before in self.parts[:part])
+        return sum(as_buffer(before).num_envs for before in self.parts[:part])
 
     @property
     def _shares(self) -> list[int]:
@@ -867,31 +874,31 @@ def _total(numbers: list[Array]) -> Int[Array, ""]:
 
 def _next_of(part: Any, key: PRNGKeyArray, rows: int) -> tuple[Any, Sample]:
     """Returns the next rows of a part, and the part after them."""
-    return part.take(rows) if isinstance(part, Queue) else part.next_batch(key, rows)
+    return part.take(rows) if as_buffer(part).is_queue else part.next_batch(key, rows)
 
 
 def _support_of(part: Any) -> Support:
     """Returns the support of a part. What is taken out of a queue is certain."""
-    if not isinstance(part, Queue):
+    if not as_buffer(part).is_queue:
         return part.support()
     return Support(part.size, jnp.where(part.size > 0, 1.0, 0.0))
 
 
 def _takes(part: object) -> bool:
     """Returns whether rows of a part, or of a part of it, are taken out."""
-    if isinstance(part, Composite):
-        return any(_takes(inner) for inner in part.parts)
-    return isinstance(part, Queue)
+    known = as_buffer(part)
+    return known.is_queue or any(_takes(inner) for inner in known.members)
 
 
 def _check_whole(part: object, name: str) -> None:
     """Raises ValueError if a wrapper cannot be a part."""
-    if isinstance(part, OwnPrograms):
+    known = as_buffer(part)
+    if not known.runs_in_programs:
         raise ValueError(
             f"{name} is {checks.kind_of(part)}, which cannot be sampled inside a program; make the "
             "mixture inside of it: Hosted.create(lambda: jaxbuf.Mixture.create(...))"
         )
-    if isinstance(part, SplitBatches):
+    if not known.on_one_device:
         raise ValueError(
             f"{name} is {checks.kind_of(part)}, whose batches are split over devices; sample from "
             "it by itself, and join the batches"

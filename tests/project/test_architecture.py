@@ -76,3 +76,41 @@ def test_no_files_import_each_other():
             del below[name]
         below = {name: needs - {*lowest} for name, needs in below.items()}
     assert not below, f"these import each other, or one that does: {below}"
+
+
+# Above the buffers, code asks a buffer or a strategy instead of its class. What is left:
+ASKED = {
+    ("io/resharding.py", "Sharded"): "shards are dealt anew where a pytree has them",
+    ("monitoring/memory.py", "'add'"): "a user's own buffers count in a report of memory",
+    ("monitoring/memory.py", "'replace'"): "likewise",
+    ("monitoring/monitor.py", "'write'"): "a check of a user's writer",
+    ("mpi/manager.py", "'uses_buffer'"): "a check of a user's baseline",
+    ("mpi/manager.py", "Manager"): "a check of what a user's function makes",
+    ("mpi/scores.py", "StatefulScore"): "score functions come with a state or without",
+    ("wrappers/holder.py", "'size'"): "a check of a user's state",
+    ("wrappers/holder.py", "name"): "a check of a user's limiter",
+    ("wrappers/mixture.py", "Slots"): "slots and steps are both a way to name an episode",
+    ("wrappers/sharded/operations.py", "Body"): "a check of what a user's function makes",
+}
+# Attributes of arrays and functions, and files about things of another library.
+FOREIGN = {"'dtype'", "'shape'", "'trace'"}
+OF_OTHERS = {"io/minari_dataset.py"}
+
+
+def own_classes():
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    return {x.name for tree in trees for x in ast.walk(tree) if isinstance(x, ast.ClassDef)}
+
+
+def test_code_above_the_buffers_asks_no_classes():
+    own, found = own_classes(), set()
+    for room in ("wrappers", "views", "io", "monitoring", "testing", "mpi"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            file = path.relative_to(PACKAGE).as_posix()
+            for node in ast.walk(ast.parse(path.read_text())):
+                name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                asked = ast.unparse(node.args[-1]) if name in ("isinstance", "hasattr") else ""
+                ours = name == "isinstance" and own & {*re.findall(r"\w+", asked)}
+                if ours or (name == "hasattr" and asked not in FOREIGN and file not in OF_OTHERS):
+                    found.add((file, asked))
+    assert found == ASKED.keys()

@@ -11,12 +11,12 @@ import pytest
 from flax import struct
 
 import jaxbuf
-from jaxbuf.occupancy.ring import Ring
 from jaxbuf.strategies import (
     Draw,
     Evictor,
     ItemOccupancy,
     KnownSampler,
+    Ring,
     Sampler,
     ShardableSampler,
     Support,

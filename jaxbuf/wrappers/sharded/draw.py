@@ -13,9 +13,8 @@ from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
-from jaxbuf.strategies.protocols import ShardableSampler
 from jaxbuf.wrappers.sharded.exchange import exchange, places
-from jaxbuf.wrappers.sharded.operations import numbered, own_slots, summaries
+from jaxbuf.wrappers.sharded.operations import numbered, own_slots, sampler_of, summaries
 from jaxbuf.wrappers.sharded.per_device import Shards, here_of, numbers_of, run
 
 
@@ -48,8 +47,7 @@ def _exact(
     nbytes: int,
 ) -> Sample:
     """Returns this device's rows of a batch that is drawn as from a single buffer."""
-    sampler, count = shards.sampler, buffer.num_shards
-    assert isinstance(sampler, ShardableSampler)
+    sampler, count = sampler_of(shards), buffer.num_shards
     drawn = sampler.targets(known, key, rows, count * shards.occupancy.capacity)
     source = places(drawn.shard, count)
     home, point = jax.tree.map(lambda leaf: leaf[source], (drawn.shard, drawn.point))
@@ -96,9 +94,9 @@ def get(buffer: Shards, slots: Slots) -> Sample:
             batch = shard.get(own_slots(wanted, number, capacity))
             probability = batch.probability / count
             if buffer.exchange:
-                sampler = shard.sampler
-                assert isinstance(sampler, ShardableSampler)
-                among = sampler.probability_among(shard.sampler_state, batch.slots.index, known)
+                among = sampler_of(shard).probability_among(
+                    shard.sampler_state, batch.slots.index, known
+                )
                 probability = jnp.where(batch.valid, among, 0.0)
             return batch.data, numbered(buffer, batch.slots, number), probability
 

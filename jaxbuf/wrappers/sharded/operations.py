@@ -1,7 +1,7 @@
 """The operations of a ``Sharded`` on its shards, except for the draw."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers.body import Body
-from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
-from jaxbuf.strategies.evictors import Reservoir
 from jaxbuf.strategies.mass import least_positive
 from jaxbuf.strategies.protocols import ShardableSampler
 from jaxbuf.wrappers.sharded.per_device import Shards, here_of, numbers_of, run
@@ -38,7 +36,7 @@ def check_shard(buffer: Any) -> Body:
             "or a TrajectoryBuffer"
         )
     sampler = buffer.sampler
-    if not isinstance(sampler, ShardableSampler) or not sampler.shardable:
+    if not sampler.shardable:
         raise ValueError(
             f"{sampler} does not draw from shards: it must derive from "
             "jaxbuf.strategies.ShardableSampler, as Uniform, Prioritized and Softmax do, and draw "
@@ -49,18 +47,21 @@ def check_shard(buffer: Any) -> Body:
             raise ValueError(
                 f"{part} looks at all items, but a shard has only some of them; {_RECIPE}"
             )
-    if isinstance(buffer, ItemBuffer) and (
-        buffer.evictor.uses_score or isinstance(buffer.evictor, Reservoir)
-    ):
-        raise ValueError(f"{buffer.evictor} compares each item with all others; {_RECIPE}")
+    evictor = buffer.options().get("evictor")
+    if evictor is not None and not evictor.of_shards:
+        raise ValueError(f"{evictor} compares each item with all others; {_RECIPE}")
     return buffer
+
+
+def sampler_of(shards: Body) -> ShardableSampler:
+    """Returns the sampler of the shards, which ``check_shard`` has seen."""
+    return cast("ShardableSampler", shards.sampler)
 
 
 def summaries(shards: Body) -> PyTree[Array]:
     """Returns the summaries of the shards on this device, leaves ``[L]``."""
-    sampler = shards.sampler
-    assert isinstance(sampler, ShardableSampler)
-    return jax.vmap(sampler.summarize)(lax.stop_gradient(shards.sampler_state), shards.occupancy)
+    summarize = sampler_of(shards).summarize
+    return jax.vmap(summarize)(lax.stop_gradient(shards.sampler_state), shards.occupancy)
 
 
 def total(buffer: Shards, count: Callable[[Body], Array]) -> Int[Array, ""]:
@@ -87,9 +88,8 @@ def support(buffer: Shards) -> tuple[Int[Array, ""], Float[Array, ""]]:
 
     def body(shards: Body, *_: Any) -> tuple[Array, Array]:
         if buffer.exchange:
-            sampler = shards.sampler
-            assert isinstance(sampler, ShardableSampler)
-            known = sampler.support_among(all_gather(summaries(shards), buffer.axis))
+            known = all_gather(summaries(shards), buffer.axis)
+            known = sampler_of(shards).support_among(known)
             return known.count, known.least_probability
         count, least = _supports(buffer, shards)
         return jnp.sum(count, dtype=jnp.int32), least_positive(least) / buffer.num_shards
@@ -143,7 +143,7 @@ def _put(
     """
 
     def body(shards: Any, rows: Any, _: Any) -> Any:
-        sampler = shards.sampler
+        sampler = sampler_of(shards)
         if sampler.uses_priority and "priority" not in given:
             # New items get the largest priority of all shards.
             known = all_gather(summaries(shards), buffer.axis)

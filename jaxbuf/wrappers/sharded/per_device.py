@@ -10,13 +10,13 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.buffers.body import Body
-from jaxbuf.buffers.sample import SplitBatches
+from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.core.versions import reshard
 
 _EXPLICIT = jax.sharding.AxisType.Explicit
 
 
-class Shards(SplitBatches, struct.PyTreeNode):
+class Shards(Buffer, struct.PyTreeNode):
     """The fields of a ``Sharded``, which describes them; its operations work on these."""
 
     shards: Body
@@ -24,6 +24,8 @@ class Shards(SplitBatches, struct.PyTreeNode):
     mesh: jax.sharding.Mesh = struct.field(pytree_node=False)
     axis: str = struct.field(pytree_node=False)
     exchange: bool = struct.field(pytree_node=False, default=True)
+
+    on_one_device = False
 
     @property
     def capacity(self) -> int:

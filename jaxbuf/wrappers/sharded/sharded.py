@@ -129,6 +129,30 @@ class Sharded(Shards):
         )
 
     @property
+    def abilities(self) -> frozenset[str]:
+        """The abilities of the shards."""
+        return self.shards.abilities
+
+    @property
+    def num_envs(self) -> int:
+        """The number of environments of all shards together; 0 if they hold items."""
+        return self.num_shards * self.shards.num_envs
+
+    @property
+    def example(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of an item, or of a step."""
+        return self.shards.example
+
+    def inside(self) -> tuple[Body, int]:
+        """Returns the shards, and their number."""
+        return self.shards, self.num_shards
+
+    def room(self, sequence_length: int | None = None) -> tuple[float, str]:
+        """Returns how many items, or windows, a batch can come from, and a text for this number."""
+        each, text = self.shards.room(sequence_length)
+        return self.num_shards * each, text
+
+    @property
     @program()
     def size(self) -> Int[Array, ""]:
         """The number of items, or steps, in all shards together."""
@@ -252,10 +276,9 @@ class Sharded(Shards):
         """
         slots, _ = self._check_slots(write_back.check_slots(slots))
         count = slots.index.shape[0]
-        windows = isinstance(self.shards, TrajectoryBuffer)
-        steps = (self.shards.sequence_length,) if isinstance(self.shards, TrajectoryBuffer) else ()
-        field = fields.stored(self.shards.data, path, "steps have" if windows else "items have")
-        value, _ = storage.check(field, value, "value", (count, *steps), 3 if windows else 2)
+        steps = self.shards.step_axes
+        field = fields.stored(self.shards.data, path, self.shards.have)
+        value, _ = storage.check(field, value, "value", (count, *steps), 2 + len(steps))
         taken = common.check_mask(mask, (count,), steps)
         rows = (slots, None, value, taken)
 
@@ -470,18 +493,17 @@ class Sharded(Shards):
         index = jnp.asarray(slots.index, jnp.int32)
         return Slots(index, jnp.asarray(slots.generation, jnp.uint32)), mask
 
-    def _need_windows(self, method: str) -> TrajectoryBuffer:
-        """Returns the shards if they hold windows.
+    def _need_windows(self, method: str) -> None:
+        """Checks that the shards hold windows.
 
         Raises:
             ValueError: If they do not.
         """
-        if not isinstance(self.shards, TrajectoryBuffer):
+        if not self.shards.num_envs:
             raise ValueError(
                 f"{method} was called, but {checks.kind_of(self.shards)} has no environments; make "
                 "shards that are a jaxbuf.TrajectoryBuffer"
             )
-        return self.shards
 
     def _check_envs(self, method: str, envs: object) -> Bool[Array, " E"]:
         """Returns a mask of the environments that are here.
@@ -491,7 +513,7 @@ class Sharded(Shards):
                 numbers.
         """
         shards = self.shards
-        if not isinstance(shards, TrajectoryBuffer) or shards.episodes is None:
+        if shards.episodes is None:
             raise ValueError(
                 f"{method} was called, but the shards know no episodes; create each with "
                 "jaxbuf.TrajectoryBuffer.create(..., episodes=jaxbuf.Episodes())"

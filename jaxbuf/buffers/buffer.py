@@ -1,0 +1,127 @@
+"""A buffer of any kind, as code that takes all of them sees it."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxtyping import PyTree
+
+from jaxbuf.core import checks
+
+
+class Buffer:
+    """A buffer of any kind. Each kind gives its own answers, so that nobody asks which one it is.
+
+    Attributes:
+        is_queue: Whether items are taken out, once each, and none is evicted.
+        runs_in_programs: Whether its methods can be called within ``jax.jit``.
+        on_one_device: Whether all of a batch is on one device.
+    """
+
+    is_queue: bool = False
+    runs_in_programs: bool = True
+    on_one_device: bool = True
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The buffers that it is made of, as a ``Mixture`` is; usually none."""
+        return ()
+
+    @property
+    def abilities(self) -> frozenset[str]:
+        """The abilities of the buffer and of its members; see ``jaxbuf.wrappers.abilities``."""
+        return frozenset().union(*(as_buffer(one).abilities for one in self.members))
+
+    @property
+    def num_envs(self) -> int:
+        """The number of environments whose steps it holds; 0 if it holds items."""
+        return sum(as_buffer(one).num_envs for one in self.members)
+
+    @property
+    def num_blocks(self) -> int:
+        """A number of which the number of items in an ``add`` must be a multiple."""
+        return max(self.inside()[1], 1)
+
+    @property
+    def num_slots(self: Any) -> int:
+        """The number of slots of items, or of windows."""
+        return self.capacity
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes of a mesh over which rows are split here; empty if each device has all."""
+        return ()
+
+    @property
+    def example(self) -> PyTree:
+        """The shapes and dtypes of an item, or of a step.
+
+        Raises:
+            ValueError: If the buffer does not keep items of one kind.
+        """
+        raise ValueError(
+            f"buffer is {self._kind()}, which keeps no items of its own; pass one of its parts, or "
+            "another buffer"
+        )
+
+    def inside(self) -> tuple[Any, int]:
+        """Returns the buffer inside of wrappers, and the number of its shards.
+
+        The shards are the first axis of its leaves; the number is 0 if there is no such axis.
+        """
+        return self, 0
+
+    def room(self: Any, sequence_length: int | None = None) -> tuple[float, str]:
+        """Returns how many items, or windows, a batch can come from, and a text with this number.
+
+        Args:
+            sequence_length: The length of the windows; None for that of the buffer.
+        """
+        del sequence_length
+        return self.capacity, "capacity is {}"
+
+    def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
+        """Checks that the buffer can ever hold so many items, or windows of a length.
+
+        It only reads the configuration.
+
+        Args:
+            asks: The beginning of the error, such as "batch_size asks for 8 rows at a time".
+            rows: The number of items, or windows.
+            sequence_length: As for ``room``.
+
+        Raises:
+            ValueError: If it never can.
+        """
+        room, text = self.room(sequence_length)
+        if rows > room:
+            raise ValueError(f"{asks}, but the {text.format(room)}; this would wait for ever")
+
+    def known_options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of ``add``, after checks of numbers that are still known."""
+        return given
+
+    def _kind(self) -> str:
+        return checks.kind_of(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Other(Buffer):
+    """The answers in place of an object that is not one of this library."""
+
+    thing: Any
+
+    @property
+    def capacity(self) -> float:
+        return getattr(self.thing, "capacity", math.inf)
+
+    def inside(self) -> tuple[Any, int]:
+        return self.thing, 0
+
+    def _kind(self) -> str:
+        return checks.kind_of(self.thing)
+
+
+def as_buffer(thing: object) -> Buffer:
+    """Returns an object that answers for a buffer: itself, or the usual answers for your own."""
+    return thing if isinstance(thing, Buffer) else _Other(thing)
