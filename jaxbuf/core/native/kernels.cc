@@ -340,7 +340,7 @@ int32_t LastLeaf(const std::vector<Level>& levels, const Starts& start) {
 }
 
 ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
-                ffi::Result<Ints> found, ffi::Result<Floats> value, bool refined, int64_t row,
+                ffi::Result<Ints> found, ffi::Result<Floats> value, int64_t refined, int64_t row,
                 int64_t ops, int64_t capacity) {
   const auto all = found->dimensions();
   const size_t axes = all.size() - 1;
@@ -612,7 +612,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_find, Find,
                                   .Arg<Floats>()
                                   .Ret<Ints>()
                                   .Ret<Floats>()
-                                  .Attr<bool>("refined")
+                                  .Attr<int64_t>("refined")
                                   .Attr<int64_t>("row")
                                   .Attr<int64_t>("ops")
                                   .Attr<int64_t>("capacity"));
