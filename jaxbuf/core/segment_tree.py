@@ -158,10 +158,9 @@ class SegmentTree(Checked, struct.PyTreeNode):
 
     def set_all(self, value: Float[Array, " N"]) -> Self:
         """Returns the tree with every leaf set, ``[capacity]``; costs a pass over the tree."""
-        leaves, *above = levels(self.capacity, len(self.ops))
-        empty = _empty(self.ops)
-        bits = jnp.pad(_bits(value), (0, leaves.stop - self.capacity), constant_values=empty[0])
-        parts, roots = _above(self.ops, bits.reshape(-1, 1, FANOUT), len(above))
+        missing, none = -self.capacity % FANOUT, _empty(self.ops)[0]
+        bits = jnp.pad(_bits(value), (0, missing), constant_values=none)
+        parts, roots = _above(self.ops, bits.reshape(-1, 1, FANOUT))
         return self.replace(nodes=jnp.concatenate([bits, *parts]), roots=roots)
 
     def find(
@@ -361,11 +360,11 @@ def _nodes(ops: tuple[Op, ...], blocks: Int[Array, "B R K"], apart: bool) -> lis
 
 
 def _above(
-    ops: tuple[Op, ...], blocks: Int[Array, "B R K"], count: int, apart: bool = False
+    ops: tuple[Op, ...], blocks: Int[Array, "B R K"], apart: bool = False
 ) -> tuple[list[Int[Array, " L"]], Int[Array, " O"]]:
-    """Returns the next ``count`` levels above some blocks, in the array's layout, and the roots."""
+    """Returns the levels above all blocks of one, in the array's layout, and the roots."""
     parts: list[Array] = []
-    for _ in range(count):
+    while blocks.shape[0] > 1:
         missing = -blocks.shape[0] % FANOUT
         padded = [
             jnp.pad(values, (0, missing), constant_values=none).reshape(-1, FANOUT)
@@ -431,7 +430,7 @@ def _set_plainly(
         nodes = nodes.at[goal[:, None] + place[None]].set(values, mode="promise_in_bounds")
         below = level
     blocks = nodes[below.start : below.stop].reshape(-1, below.width // FANOUT, FANOUT)
-    parts, roots = _above(ops, blocks, len(above), apart)
+    parts, roots = _above(ops, blocks, apart)
     if parts:
         nodes = lax.dynamic_update_slice(nodes, jnp.concatenate(parts), (below.stop,))
     return nodes, roots
