@@ -1,8 +1,11 @@
 """The order of reads and writes, which XLA takes from what depends on what."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, PyTree
+
+from jaxbuf.core.types import Function
 
 
 def after(value: Array, *reads: Array) -> Array:
@@ -20,7 +23,7 @@ def after(value: Array, *reads: Array) -> Array:
 
     A read that XLA repeats for another consumer is another read. It repeats the read of a single
     number, and may repeat others that are cheap. There, two numbers are read in place of one
-    (``Bitset``), or the read is in a loop (``SegmentTree.read``) or before a sort (``Diversity``).
+    (``Bitset``), or the read is in a loop (``in_halves``) or before a sort (``Diversity``).
 
     A test with ``jaxbuf.testing.assert_no_copy`` goes with every use.
 
@@ -41,6 +44,23 @@ def after(value: Array, *reads: Array) -> Array:
         there = there if there.shape == value.shape else jnp.all(there)
         value = jnp.where(there, value, jnp.zeros_like(value))
     return value
+
+
+def in_halves(function: Function, rows: Array, *others: Array) -> PyTree[Array]:
+    """Returns ``function(rows, *others)`` for rows ``[B]``, one half of them after the other.
+
+    Such a loop has ended before anything that needs its results begins, and XLA does not compute
+    them again for each of their consumers.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> in_halves(jnp.multiply, jnp.arange(5), jnp.int32(2)).tolist()
+        [0, 2, 4, 6, 8]
+    """
+    count = rows.shape[0]
+    halves = jnp.pad(rows, (0, count % 2)).reshape(2, -1)
+    out = lax.map(lambda half: function(half, *others), halves)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1)[:count], out)
 
 
 def _holds(read: Array) -> Bool[Array, "..."]:

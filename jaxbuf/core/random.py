@@ -1,15 +1,16 @@
 """Checks of PRNG keys, random words, and bounded random integers made from them."""
 
+import functools
 import math
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, PRNGKeyArray, UInt
 
 from jaxbuf.core import native, trees
+from jaxbuf.core.order import in_halves
 
 
 def check_key(key: object) -> PRNGKeyArray:
@@ -41,12 +42,14 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
     # Only JAX's own function tells the search for keys that are used twice that it uses one.
     if not usual or size > 2**32 or config.jax_debug_key_reuse:
         return jax.random.bits(key, shape, jnp.uint32)
-    arrays = jax.random.key_data(key), jnp.arange(size, dtype=jnp.uint32)
-    return native.either(_threefry, _by_halves, *arrays, elsewhere=_threefry).reshape(shape)
+    arrays = jnp.arange(size, dtype=jnp.uint32), jax.random.key_data(key)
+    # Else XLA would compute the words again in each kernel that uses them.
+    plainly = functools.partial(in_halves, _threefry)
+    return native.either(_threefry, plainly, *arrays, elsewhere=_threefry).reshape(shape)
 
 
 @jax.jit
-def _threefry(key: UInt[Array, " 2"], count: UInt[Array, " B"]) -> UInt[Array, " B"]:
+def _threefry(count: UInt[Array, " B"], key: UInt[Array, " 2"]) -> UInt[Array, " B"]:
     """Returns both halves of Threefry-2x32 of ``(0, count)``, combined by exclusive or."""
     keys = [key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)]
     one, two = keys[0], count + keys[1]
@@ -57,13 +60,6 @@ def _threefry(key: UInt[Array, " 2"], count: UInt[Array, " B"]) -> UInt[Array, "
         one = one + keys[step % 3]
         two = two + (keys[(step + 1) % 3] + step)
     return one ^ two
-
-
-def _by_halves(key: UInt[Array, " 2"], count: UInt[Array, " B"]) -> UInt[Array, " B"]:
-    """Returns the same, which XLA does not compute again in each kernel that uses it."""
-    rows = count.shape[0]
-    halves = jnp.pad(count, (0, rows % 2)).reshape(2, -1)
-    return lax.map(lambda half: _threefry(key, half), halves).reshape(-1)[:rows]
 
 
 def scale_word(word: UInt[Array, "..."], below: UInt[Array, "..."]) -> UInt[Array, "..."]:

@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxbuf.core import native
+from jaxbuf.core.order import in_halves
 from jaxbuf.core.problems import Checked, differing, first_wrong
 from jaxbuf.core.types import Function
 
@@ -37,8 +38,8 @@ _INFINITY = 0x7F800000
 
 Op = Literal["sum", "min", "max", "min_positive"]
 OPS: tuple[Op, ...] = get_args(Op)
-# Numbers along the last axis, or apart, each in an array of its own. A CPU takes less time for the
-# former, and other backends take fewer kernels for the latter.
+# Numbers along the last axis, or apart, each in an array of its own. To find an extreme or a count,
+# a CPU takes less time for the former, and other backends take fewer kernels for the latter.
 Row: TypeAlias = Array | list[Array]
 _NEUTRAL: dict[Op, float] = {"sum": 0.0, "min": math.inf, "max": -math.inf, "min_positive": 0.0}
 
@@ -153,15 +154,13 @@ class SegmentTree(Checked, struct.PyTreeNode):
         """
         if index.shape[0] == 0:
             return self
-        nodes, roots = _set(self.nodes, index, value, self.ops, self.capacity, unique)
-        return self.replace(nodes=nodes, roots=roots)
+        return _set(self, index, value, unique)
 
     def set_all(self, value: Float[Array, " N"]) -> Self:
         """Returns the tree with every leaf set, ``[capacity]``; costs a pass over the tree."""
-        leaves, *above = levels(self.capacity, len(self.ops))
-        empty = _empty(self.ops)
-        bits = jnp.pad(_bits(value), (0, leaves.stop - self.capacity), constant_values=empty[0])
-        parts, roots = _above(self.ops, bits.reshape(-1, 1, FANOUT), len(above))
+        missing, none = -self.capacity % FANOUT, _empty(self.ops)[0]
+        bits = jnp.pad(_bits(value), (0, missing), constant_values=none)
+        parts, roots = _above(self.ops, bits.reshape(-1, 1, FANOUT))
         return self.replace(nodes=jnp.concatenate([bits, *parts]), roots=roots)
 
     def find(
@@ -182,7 +181,7 @@ class SegmentTree(Checked, struct.PyTreeNode):
             The leaves ``[B]`` and their values ``[B]``.
         """
         self._row("sum")
-        return _find(self.nodes, prefix, refine, self.ops, self.capacity)
+        return _find(self, prefix, refine)
 
     def read(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
         """Reads leaves.
@@ -197,7 +196,7 @@ class SegmentTree(Checked, struct.PyTreeNode):
         """
         if index.shape[0] == 0:
             return index, jnp.zeros((0,), jnp.float32)
-        return _read(self.nodes, index, self.capacity)
+        return _read(self, index)
 
     def reduce(
         self, start: int | Int[Array, ""], stop: int | Int[Array, ""], op: str = "sum"
@@ -282,7 +281,7 @@ def combine(op: Op, children: Row) -> Int[Array, "..."]:
     integers: with the lower bits of negative ones flipped, the bits of floats have their order.
     """
     if op == "sum":
-        return _bits(_sum16(jax.tree.map(_floats, children)))
+        return _bits(_sum16([_floats(child) for child in _apart(children)]))
     if op == "min_positive":
         positive = jax.tree.map(lambda child: jnp.where(child > 0, child, _INFINITY), children)
         least = _fold(lax.min, positive)
@@ -303,22 +302,18 @@ def _fold(function: Function, row: Row) -> Int[Array, "..."]:
     return whole[function](row, [row.ndim - 1])
 
 
-def _sum16(terms: Row) -> Float[Array, "..."]:
-    if isinstance(terms, list):
-        return _sum4([_sum4(group) for group in _groups(terms)])
-    return _sum4(_sum4(terms.reshape(*terms.shape[:-1], 4, 4)))
+def _sum16(terms: list[Array]) -> Float[Array, "..."]:
+    return _sum4([_sum4(group) for group in _groups(terms)])
 
 
-def _sum4(terms: Row) -> Float[Array, "..."]:
-    one, two, three, four = _apart(terms)
+def _sum4(terms: list[Array]) -> Float[Array, "..."]:
+    one, two, three, four = terms
     return ((one + two) + three) + four
 
 
-def _groups(row: Row) -> list[Row]:
+def _groups(terms: list[Array]) -> list[list[Array]]:
     """Returns the four groups of four numbers of a row."""
-    if isinstance(row, list):
-        return [row[first : first + 4] for first in range(0, FANOUT, 4)]
-    return list(lax.split(row, [4] * 4, axis=row.ndim - 1))
+    return [terms[first : first + 4] for first in range(0, FANOUT, 4)]
 
 
 def _apart(row: Row) -> list[Array]:
@@ -365,11 +360,11 @@ def _nodes(ops: tuple[Op, ...], blocks: Int[Array, "B R K"], apart: bool) -> lis
 
 
 def _above(
-    ops: tuple[Op, ...], blocks: Int[Array, "B R K"], count: int, apart: bool = False
+    ops: tuple[Op, ...], blocks: Int[Array, "B R K"], apart: bool = False
 ) -> tuple[list[Int[Array, " L"]], Int[Array, " O"]]:
-    """Returns the next ``count`` levels above some blocks, in the array's layout, and the roots."""
+    """Returns the levels above all blocks of one, in the array's layout, and the roots."""
     parts: list[Array] = []
-    for _ in range(count):
+    while blocks.shape[0] > 1:
         missing = -blocks.shape[0] % FANOUT
         padded = [
             jnp.pad(values, (0, missing), constant_values=none).reshape(-1, FANOUT)
@@ -387,32 +382,27 @@ def _read_blocks(nodes: Int[Array, " P"], start: Int[Array, " B"], width: int) -
     return jax.vmap(lambda at: lax.dynamic_slice(nodes, (at,), (width,)))(start)
 
 
-@functools.partial(jax.jit, static_argnames=("ops", "capacity", "unique"))
+@functools.partial(jax.jit, static_argnames="unique")
 def _set(
-    nodes: Int[Array, " P"],
-    index: Int[Array, " B"],
-    value: Float[Array, " B"],
-    ops: tuple[Op, ...],
-    capacity: int,
-    unique: bool = False,
-) -> tuple[Int[Array, " P"], Int[Array, " K"]]:
-    natively = functools.partial(
-        native.set_leaves, ops=[OPS.index(op) for op in ops], capacity=capacity
-    )
-    plainly, elsewhere = (
-        functools.partial(_set_plainly, ops, capacity, unique, apart) for apart in (False, True)
-    )
-    return native.either(natively, plainly, nodes, index, _bits(value), elsewhere=elsewhere)
+    tree: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"], unique: bool = False
+) -> SegmentTree:
+    ops = [OPS.index(op) for op in tree.ops]
+    natively = functools.partial(native.set_leaves, ops=ops, capacity=tree.capacity)
+    plainly = functools.partial(_set_plainly, tree.ops, tree.capacity, unique)
+    elsewhere = functools.partial(plainly, apart=True)
+    arrays = tree.nodes, index, _bits(value)
+    nodes, roots = native.either(natively, plainly, *arrays, elsewhere=elsewhere)
+    return tree.replace(nodes=nodes, roots=roots)
 
 
 def _set_plainly(
     ops: tuple[Op, ...],
     capacity: int,
     unique: bool,
-    apart: bool,
     nodes: Int[Array, " P"],
     index: Int[Array, " B"],
     bits: Int[Array, " B"],
+    apart: bool = False,
 ) -> tuple[Int[Array, " P"], Int[Array, " K"]]:
     below, *above = levels(capacity, len(ops))
     rows, nowhere = index.shape[0], nodes.shape[0]
@@ -440,53 +430,45 @@ def _set_plainly(
         nodes = nodes.at[goal[:, None] + place[None]].set(values, mode="promise_in_bounds")
         below = level
     blocks = nodes[below.start : below.stop].reshape(-1, below.width // FANOUT, FANOUT)
-    parts, roots = _above(ops, blocks, len(above), apart)
+    parts, roots = _above(ops, blocks, apart)
     if parts:
         nodes = lax.dynamic_update_slice(nodes, jnp.concatenate(parts), (below.stop,))
     return nodes, roots
 
 
-@functools.partial(jax.jit, static_argnames=("ops", "capacity"))
+@jax.jit
 def _find(
-    nodes: Int[Array, " P"],
-    prefix: Float[Array, " B"],
-    refine: Float[Array, " B"] | None,
-    ops: tuple[Op, ...],
-    capacity: int,
+    tree: SegmentTree, prefix: Float[Array, " B"], refine: Float[Array, " B"] | None
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    natively = functools.partial(
-        native.find,
-        refined=refine is not None,
-        row=ops.index("sum"),
-        ops=len(ops),
-        capacity=capacity,
+    row, ops = tree.ops.index("sum"), len(tree.ops)
+    natively, plainly = (
+        functools.partial(form, row=row, ops=ops, capacity=tree.capacity)
+        for form in (native.find, _find_plainly)
     )
-    plainly = functools.partial(_find_plainly, ops, capacity, refine is not None)
     # A loop takes more kernels elsewhere; on a CPU it keeps XLA from computing levels repeatedly.
     elsewhere = functools.partial(plainly, apart=True)
-    arrays = nodes, prefix, prefix if refine is None else refine
-    return native.either(natively, plainly, *arrays, elsewhere=elsewhere)
+    return native.either(natively, plainly, tree.nodes, prefix, refine, elsewhere=elsewhere)
 
 
 def _find_plainly(
-    ops: tuple[Op, ...],
-    capacity: int,
-    refined: bool,
     nodes: Int[Array, " P"],
     prefix: Float[Array, " B"],
-    refine: Float[Array, " B"],
+    refine: Float[Array, " B"] | None,
+    *,
+    row: int,
+    ops: int,
+    capacity: int,
     apart: bool = False,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    down = levels(capacity, len(ops))[::-1]
-    depth, row = len(down), FANOUT * ops.index("sum")
-    middle = (depth + 1) // 2 if refined else depth
-    starts = jnp.asarray([level.start + row for level in down[:-1]] + [0], jnp.int32)
+    down = levels(capacity, ops)[::-1]
+    depth = len(down)
+    starts = jnp.asarray([level.start + row * FANOUT for level in down[:-1]] + [0], jnp.int32)
     widths = jnp.asarray([level.width for level in down], jnp.int32)
     lasts = jnp.asarray([level.count - 1 for level in down], jnp.int32)
 
     def step(
         i: int | Int[Array, ""],
-        children: Row,
+        children: list[Array],
         node: Int[Array, " B"],
         residual: Float[Array, " B"],
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
@@ -495,9 +477,9 @@ def _find_plainly(
         node = jnp.minimum(node * FANOUT + child, lasts[i])
         return node, jnp.where(i == depth - 1, mass, rest)
 
-    def children_at(start: Int[Array, " B"]) -> Row:
+    def children_at(start: Int[Array, " B"]) -> list[Array]:
         if not apart:
-            return _floats(_read_blocks(nodes, start, FANOUT))
+            return _apart(_floats(_read_blocks(nodes, start, FANOUT)))
         lanes = [start + lane for lane in range(FANOUT)]
         return [_floats(nodes.at[lane].get(mode="promise_in_bounds")) for lane in lanes]
 
@@ -506,26 +488,23 @@ def _find_plainly(
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
         node, residual = carry
         children = children_at(starts[i] + node * widths[i])
-        if refined:
+        if refine is not None:
             finer = _refine(children, residual, refine)
-            residual = jnp.where(i == middle, finer, residual)
+            residual = jnp.where(i == (depth + 1) // 2, finer, residual)
         return step(i, children, node, residual)
 
     # All rows begin at the root. Each step hands what it has read, including the mass of the leaf,
     # to the next step, so that the tree need not be read again after the loop.
-    first = starts[0] if depth > 1 else 0
-    top = _floats(lax.dynamic_slice(nodes, (first,), (FANOUT,)))
-    top = _apart(top) if apart else top
+    top = _apart(_floats(lax.dynamic_slice(nodes, (starts[0],), (FANOUT,))))
     root = jnp.zeros_like(prefix, jnp.int32)
     # What is past the end of the tree stays past the end of every node.
     prefix = jnp.where(prefix >= _sum16(top), jnp.inf, prefix)
-    everywhere = jax.tree.map(lambda mass: jnp.broadcast_to(mass, prefix.shape + mass.shape), top)
-    begin = step(0, everywhere, root, prefix)
+    begin = step(0, [jnp.broadcast_to(mass, prefix.shape) for mass in top], root, prefix)
     return lax.fori_loop(1, depth, descend, begin, unroll=apart)
 
 
 def _refine(
-    children: Row, residual: Float[Array, " B"], refine: Float[Array, " B"]
+    children: list[Array], residual: Float[Array, " B"], refine: Float[Array, " B"]
 ) -> Float[Array, " B"]:
     """Adds to the residual within a node; a sum past the node's end wraps around to its start.
 
@@ -539,7 +518,7 @@ def _refine(
 
 
 def _choose(
-    masses: Row, residual: Float[Array, " B"]
+    masses: list[Array], residual: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
     """Returns the child that holds each residual: the smallest ``i`` with ``r < m_0 + ... + m_i``.
 
@@ -558,10 +537,7 @@ def _choose(
     limit = (bounds[2] + sums[3]) * jnp.float32(_BELOW)
     residual = jnp.where(residual < jnp.inf, jnp.minimum(residual, limit), residual)
     group, base = _past(sums, bounds, residual)
-    chosen = jax.tree.map(
-        lambda *of: lax.select_n(lax.broadcast_in_dim(group, of[0].shape, [0]), *of), *groups
-    )
-    inside = _apart(chosen)
+    inside = [lax.select_n(group, *of) for of in zip(*groups, strict=True)]
     pair = inside[0] + inside[1]
     bounds = [base + inside[0], base + pair, base + (pair + inside[2])]
     child, before = _past(inside, bounds, residual)
@@ -580,34 +556,22 @@ def _past(
     third = masses[3] > 0
     second = (masses[2] > 0) | third
     first = (masses[1] > 0) | second
-    left = [first, second, third]
-    past = [(r >= bound) & more for bound, more in zip(bounds, left, strict=True)]
-    count = past[0].astype(jnp.int32) + past[1].astype(jnp.int32) + past[2].astype(jnp.int32)
+    left = zip(bounds, [first, second, third], strict=True)
+    count = _fold(lax.add, [((r >= bound) & more).astype(jnp.int32) for bound, more in left])
     return count, lax.select_n(count, jnp.zeros_like(r), *bounds)
 
 
-@functools.partial(jax.jit, static_argnames="capacity")
+@jax.jit
 def _read(
-    nodes: Int[Array, " P"], index: Int[Array, " B"], capacity: int
+    tree: SegmentTree, index: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    natively = functools.partial(native.read, capacity=capacity)
-    plainly = functools.partial(_read_plainly, capacity)
-    index, bits = native.either(natively, plainly, nodes, index)
+    def bits_at(index: Array, nodes: Array) -> tuple[Array, Array]:
+        return index, nodes[jnp.clip(index, 0, tree.capacity - 1)]
+
+    natively = functools.partial(native.read, capacity=tree.capacity)
+    plainly = functools.partial(in_halves, bits_at)
+    index, bits = native.either(natively, plainly, index, tree.nodes)
     return index, _floats(bits)
-
-
-def _read_plainly(
-    capacity: int, nodes: Int[Array, " P"], index: Int[Array, " B"]
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    rows = index.shape[0]
-
-    def half(index: Int[Array, " H"]) -> tuple[Int[Array, " H"], Int[Array, " H"]]:
-        return index, nodes[jnp.clip(index, 0, capacity - 1)]
-
-    # A loop, since it ends before anything that needs its results begins.
-    halves = jnp.pad(index, (0, rows % 2)).reshape(2, -1)
-    index, bits = lax.map(half, halves)
-    return index.reshape(-1)[:rows], bits.reshape(-1)[:rows]
 
 
 def _where(tree: SegmentTree, again: SegmentTree) -> str:

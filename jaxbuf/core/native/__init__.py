@@ -96,7 +96,7 @@ def using_native(enabled: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def either(
-    natively: Function, plainly: Function, *arrays: Array, elsewhere: Function | None = None
+    natively: Function, plainly: Function, *arrays: PyTree[Array], elsewhere: Function | None = None
 ) -> PyTree[Array]:
     """Returns ``natively(*arrays)`` on a CPU with the kernels, and else ``plainly(*arrays)``.
 
@@ -111,11 +111,19 @@ def either(
 
 
 def _call(
-    name: str, out: PyTree[jax.ShapeDtypeStruct], like: Array, batched: str, **options: Any
-) -> Function:
-    """Returns a kernel as a function of arrays; its results vary over a mesh as ``like`` does."""
-    shapes = jax.tree.map(lambda leaf: versions.shape_like(leaf, like), out)
-    return jax.ffi.ffi_call(f"jaxbuf_{name}", shapes, vmap_method=batched, **options)
+    name: str, out: PyTree[Any], *arrays: Array, in_place: bool = False, **numbers: Any
+) -> PyTree[Array]:
+    """Calls a kernel; its results vary over a mesh as the first of its arrays does.
+
+    Where XLA allows it, the first result is the first array, updated ``in_place``.
+    """
+    call = jax.ffi.ffi_call(
+        f"jaxbuf_{name}",
+        jax.tree.map(lambda leaf: versions.shape_like(leaf, arrays[0]), out),
+        vmap_method="broadcast_all" if in_place else "expand_dims",
+        input_output_aliases={0: 0} if in_place else None,
+    )
+    return call(*arrays, **{key: np.int64(number) for key, number in numbers.items()})
 
 
 def set_leaves(
@@ -126,39 +134,32 @@ def set_leaves(
     ops: Sequence[int],
     capacity: int,
 ) -> tuple[Int[Array, " P"], Int[Array, " K"]]:
-    """Sets leaves of a ``SegmentTree``; ``ops`` are positions in ``OPS``.
-
-    Returns:
-        The nodes, updated in place where XLA allows it, and the roots.
-    """
+    """Returns the nodes and roots of a ``SegmentTree``; ``ops`` are positions in ``OPS``."""
     out = (nodes, jax.ShapeDtypeStruct((len(ops) + 1,), jnp.int32))
-    call = _call("set_leaves", out, nodes, "broadcast_all", input_output_aliases={0: 0})
-    return call(nodes, index, bits, ops=np.asarray(ops, np.int64), capacity=np.int64(capacity))
+    arrays = nodes, index, bits
+    return _call("set_leaves", out, *arrays, in_place=True, ops=ops, capacity=capacity)
 
 
 def find(
     nodes: Int[Array, " P"],
     prefix: Float[Array, " B"],
-    refine: Float[Array, " B"],
+    refine: Float[Array, " B"] | None,
     *,
-    refined: bool,
     row: int,
     ops: int,
     capacity: int,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Finds prefixes in a ``SegmentTree`` with ``ops`` operations, of which ``row`` is the sum."""
     out = (jax.ShapeDtypeStruct(prefix.shape, jnp.int32), prefix)
-    call = _call("find", out, nodes, "expand_dims")
-    numbers = {"row": row, "ops": ops, "capacity": capacity}
-    return call(nodes, prefix, refine, refined=refined, **jax.tree.map(np.int64, numbers))
+    arrays, refined = (nodes, prefix, prefix if refine is None else refine), refine is not None
+    return _call("find", out, *arrays, refined=refined, row=row, ops=ops, capacity=capacity)
 
 
 def read(
-    nodes: Int[Array, " P"], index: Int[Array, " B"], *, capacity: int
+    index: Int[Array, " B"], nodes: Int[Array, " P"], *, capacity: int
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Reads leaves of a ``SegmentTree``; returns the index and the bits of the leaves."""
-    call = _call("read", (index, index), nodes, "expand_dims")
-    return call(nodes, index, capacity=np.int64(capacity))
+    return _call("read", (index, index), nodes, index, capacity=capacity)
 
 
 def place(
@@ -170,14 +171,10 @@ def place(
     *,
     capacity: int,
 ) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
-    """Puts rows into the nodes of a ``Ranking``; rows of rank 0 are refused.
-
-    Returns:
-        The nodes, updated in place where XLA allows it, and the slot of each row.
-    """
+    """Returns the nodes of a ``Ranking`` and the slot of each row; those of rank 0 are refused."""
     out = (nodes, jax.ShapeDtypeStruct(rank.shape, jnp.int32))
-    call = _call("place", out, nodes, "broadcast_all", input_output_aliases={0: 0})
-    return call(nodes, arrivals, held, rank, arrival, capacity=np.int64(capacity))
+    arrays = nodes, arrivals, held, rank, arrival
+    return _call("place", out, *arrays, in_place=True, capacity=capacity)
 
 
 def mark(
@@ -188,20 +185,14 @@ def mark(
     starts: Sequence[int],
     capacity: int,
 ) -> UInt[Array, " P"]:
-    """Adds numbers to a ``Bitset`` or removes them; ``starts`` are the starts of its levels.
-
-    Returns:
-        The nodes, updated in place where XLA allows it.
-    """
-    call = _call("mark", nodes, nodes, "broadcast_all", input_output_aliases={0: 0})
-    options = {"starts": np.asarray(starts, np.int64), "capacity": np.int64(capacity)}
-    return call(nodes, index, member, **options)
+    """Returns the nodes of a ``Bitset``, whose levels begin at ``starts``, with other members."""
+    arrays = nodes, index, member
+    return _call("mark", nodes, *arrays, in_place=True, starts=starts, capacity=capacity)
 
 
 def keep_last(index: Int[Array, " B"], *, nowhere: int) -> Int[Array, " B"]:
     """Returns the index with ``nowhere`` in place of numbers that a later row repeats."""
-    call = _call("keep_last", index, index, "broadcast_all")
-    return call(index, nowhere=np.int64(nowhere))
+    return _call("keep_last", index, index, nowhere=nowhere)
 
 
 def take(
@@ -219,19 +210,16 @@ def take(
         Leaves ``[B, *shape]``, or ``[B, length, *shape]``.
     """
     axes, run = (1, ()) if length is None else (2, (length,))
-    items = [leaf.shape[axes:] for leaf in leaves]
-    out = [
-        jax.ShapeDtypeStruct((*start.shape, *run, *item), leaf.dtype)
-        for leaf, item in zip(leaves, items, strict=True)
-    ]
-    widths = [
-        math.prod(item) * leaf.dtype.itemsize for leaf, item in zip(leaves, items, strict=True)
-    ]
-    return _call("take", out, start, "expand_dims")(
+    items = [jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype) for leaf in leaves]
+    out = [jax.ShapeDtypeStruct((*start.shape, *run, *item.shape), item.dtype) for item in items]
+    *rings, slots = leaves[0].shape[:axes]
+    return _call(
+        "take",
+        out,
         start,
         *leaves,
-        rings=np.int64(math.prod(leaves[0].shape[: axes - 1])),
-        slots=np.int64(leaves[0].shape[axes - 1]),
-        length=np.int64(1 if length is None else length),
-        widths=np.asarray(widths, np.int64),
+        rings=math.prod(rings),
+        slots=slots,
+        length=math.prod(run),
+        widths=[item.size * item.dtype.itemsize for item in items],
     )

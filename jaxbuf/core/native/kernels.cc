@@ -23,6 +23,10 @@ using Ints = ffi::Buffer<ffi::S32>;
 using Words = ffi::Buffer<ffi::U32>;
 using Numbers = ffi::Span<const int64_t>;
 
+// Attributes as parameters, from which their names are known.
+constexpr char kCapacity[] = "capacity", kOps[] = "ops", kStarts[] = "starts", kNowhere[] = "nowhere";
+using Capacity = ffi::Attr<int64_t, kCapacity>;
+
 // FANOUT in segment_tree.py.
 constexpr int kShift = 4;
 constexpr int kFanout = 1 << kShift;
@@ -36,19 +40,25 @@ constexpr int64_t kManyParts = 16;
 // The number of rows or nodes by which to prefetch from memory.
 constexpr int64_t kAhead = 16;
 
-// Runs work(0), ..., work(tasks - 1) on the pool's threads and on this one, and waits for them.
-// This thread runs all tasks that no other thread has begun, so a busy pool causes no delay.
+// Runs work(0), ..., work(tasks - 1), so many `together`, on the pool's threads and on this one, and
+// waits for them. This thread runs all tasks that no other thread has begun, so a busy pool causes
+// no delay.
 template <typename Work>
-void ForEach(ffi::ThreadPool& pool, int64_t tasks, const Work& work) {
+void ForEach(ffi::ThreadPool& pool, int64_t tasks, int64_t together, const Work& work) {
   struct Progress {
     std::atomic<int64_t> next{0}, done{0};
   };
   auto progress = std::make_shared<Progress>();
   // A thread that begins late finds no task left and does not touch `work`, which is gone by then.
-  auto run = [progress, tasks, &work] {
-    for (int64_t task; (task = progress->next++) < tasks; ++progress->done) work(task);
+  auto run = [progress, tasks, together, &work] {
+    for (int64_t task; (task = progress->next.fetch_add(together)) < tasks;) {
+      const int64_t end = std::min(task + together, tasks), count = end - task;
+      while (task < end) work(task++);
+      progress->done += count;
+    }
   };
-  const int64_t helpers = std::min(tasks, pool.num_threads()) - 1;
+  const int64_t parts = tasks > together ? (tasks + together - 1) / together : 1;
+  const int64_t helpers = std::min(parts, pool.num_threads()) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(run)(run));
   run();
   while (progress->done < tasks) std::this_thread::yield();
@@ -71,6 +81,14 @@ int64_t Product(ffi::Span<const int64_t> dimensions, size_t axes) {
   int64_t product = 1;
   for (size_t k = 0; k < axes; ++k) product *= dimensions[k];
   return product;
+}
+
+// Copies an array to a result that XLA has not laid in the memory of it.
+template <typename Array>
+void CopyUnlessSame(const Array& from, Array& to) {
+  if (to.typed_data() != from.typed_data()) {
+    std::memcpy(to.typed_data(), from.typed_data(), from.size_bytes());
+  }
 }
 
 // Trees
@@ -185,26 +203,23 @@ void Refresh(int32_t* tree, const std::vector<Level>& levels, const std::vector<
 
 // All work is done in one thread, since two would wait for each other longer than one takes.
 ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
-                     ffi::Result<Ints> roots, Numbers ops, int64_t capacity) {
+                     ffi::Result<Ints> roots, ffi::Attr<Numbers, kOps> ops, Capacity capacity) {
   const size_t axes = nodes.dimensions().size() - 1;
   const int64_t trees = Product(nodes.dimensions(), axes), size = nodes.dimensions()[axes];
   const int64_t count = index.dimensions()[axes];
-  const std::vector<Level> levels = Levels(capacity, ops.size());
-  std::vector<int64_t> rows(ops.begin(), ops.end());
+  const std::vector<Level> levels = Levels(*capacity, ops->size());
+  std::vector<int64_t> rows(ops->begin(), ops->end());
   rows.push_back(kCount);
   const uint32_t every = (1u << rows.size()) - 1;
-  if (out->typed_data() != nodes.typed_data()) {
-    std::memcpy(out->typed_data(), nodes.typed_data(), nodes.size_bytes());
-  }
-  std::vector<std::pair<int32_t, uint32_t>> parents;
+  CopyUnlessSame(nodes, *out);
   for (int64_t t = 0; t < trees; ++t) {
     int32_t* tree = out->typed_data() + t * size;
     const int32_t *at = index.typed_data() + t * count, *to = bits.typed_data() + t * count;
-    const auto legal = [&](int64_t i) { return at[i] >= 0 && at[i] < capacity; };
+    const auto legal = [&](int64_t i) { return at[i] >= 0 && at[i] < *capacity; };
     for (int64_t i = 0; i < count; ++i) {
       if (legal(i)) __builtin_prefetch(tree + at[i], 1);
     }
-    parents.clear();
+    std::vector<std::pair<int32_t, uint32_t>> parents;
     for (int64_t i = 0; i < count; ++i) {
       if (!legal(i)) continue;
       const int32_t parent = at[i] >> kShift;
@@ -218,7 +233,7 @@ ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
         parents.back().second |= may_change;
       }
     }
-    Refresh(tree, levels, rows, parents);
+    Refresh(tree, levels, rows, std::move(parents));
     const bool only = levels.size() == 1;
     for (size_t r = 0; r < rows.size(); ++r) {
       const int32_t* top = tree + levels.back().start + (only ? 0 : r * kFanout);
@@ -325,7 +340,7 @@ int32_t LastLeaf(const std::vector<Level>& levels, const Starts& start) {
 }
 
 ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
-                ffi::Result<Ints> found, ffi::Result<Floats> value, bool refined, int64_t row,
+                ffi::Result<Ints> found, ffi::Result<Floats> value, int64_t refined, int64_t row,
                 int64_t ops, int64_t capacity) {
   const auto all = found->dimensions();
   const size_t axes = all.size() - 1;
@@ -333,7 +348,9 @@ ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
   if (lanes * rows == 0) return ffi::Error::Success();
   const std::vector<Level> levels = Levels(capacity, ops);
   const size_t depth = levels.size(), middle = refined ? (depth + 1) / 2 : depth;
-  const auto descend = [&](int64_t t, int64_t begin) {
+  const int64_t groups = (rows + kAbreast - 1) / kAbreast, tasks = lanes * groups;
+  const auto descend = [&](int64_t task) {
+    const int64_t t = task / groups, begin = task % groups * kAbreast;
     const auto part = [&](const auto& array) { return PartOf(t, array.dimensions(), all, axes); };
     const int32_t* tree = nodes.typed_data() + part(nodes) * size;
     const float* from = prefix.typed_data() + part(prefix) * rows + begin;
@@ -370,25 +387,13 @@ ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
     std::copy_n(node, n, found->typed_data() + t * rows + begin);
     std::copy_n(mass, n, value->typed_data() + t * rows + begin);
   };
-  const int64_t groups = (rows + kAbreast - 1) / kAbreast;
-  const int64_t together = lanes * rows >= kManyRows ? std::max<int64_t>(groups / 8, 1) : groups;
-  const int64_t parts = (groups + together - 1) / together;
-  const auto part = [&](int64_t task) {
-    const int64_t begin = task % parts * together;
-    for (int64_t g = begin; g < std::min(begin + together, groups); ++g) {
-      descend(task / parts, g * kAbreast);
-    }
-  };
-  if (parts > 1) {
-    ForEach(pool, lanes * parts, part);
-  } else {
-    for (int64_t t = 0; t < lanes; ++t) part(t);
-  }
+  const bool many = groups > 1 && lanes * rows >= kManyRows;
+  ForEach(pool, tasks, many ? std::max<int64_t>(groups / 8, 1) : tasks, descend);
   return ffi::Error::Success();
 }
 
 ffi::Error Read(Ints nodes, Ints index, ffi::Result<Ints> same, ffi::Result<Ints> bits,
-                int64_t capacity) {
+                Capacity capacity) {
   const auto all = bits->dimensions();
   const size_t axes = all.size() - 1;
   const int64_t lanes = Product(all, axes), rows = all[axes], size = nodes.dimensions()[axes];
@@ -397,7 +402,7 @@ ffi::Error Read(Ints nodes, Ints index, ffi::Result<Ints> same, ffi::Result<Ints
     const int32_t* at = index.typed_data() + PartOf(t, index.dimensions(), all, axes) * rows;
     std::copy_n(at, rows, same->typed_data() + t * rows);
     int32_t* to = bits->typed_data() + t * rows;
-    for (int64_t i = 0; i < rows; ++i) to[i] = tree[std::clamp<int64_t>(at[i], 0, capacity - 1)];
+    for (int64_t i = 0; i < rows; ++i) to[i] = tree[std::clamp<int64_t>(at[i], 0, *capacity - 1)];
   }
   return ffi::Error::Success();
 }
@@ -407,21 +412,15 @@ ffi::Error Read(Ints nodes, Ints index, ffi::Result<Ints> same, ffi::Result<Ints
 // Puts rows into the tree of ranking.py, best first. Each row replaces the lowest item if that ranks
 // below it. Items placed earlier rank above all remaining rows, so that they are not replaced.
 ffi::Error Place(Words nodes, Words next, Words held, Words rank, Words arrival,
-                 ffi::Result<Words> out, ffi::Result<Ints> slot, int64_t capacity) {
+                 ffi::Result<Words> out, ffi::Result<Ints> slot, Capacity capacity) {
   const size_t axes = slot->dimensions().size() - 1;
   const int64_t trees = Product(slot->dimensions(), axes), rows = slot->dimensions()[axes];
   const int64_t size = 2 * nodes.dimensions()[axes];
-  // From the leaves to the root.
-  std::vector<Level> levels{{capacity, 0, kFanout}};
-  while (levels.back().count > 1 || levels.size() < 2) {
-    const Level below = levels.back();
-    const int64_t blocks = (below.count + kFanout - 1) / kFanout;
-    levels.push_back({blocks, below.start + blocks * kFanout, kFanout});
-  }
-  const size_t top = levels.size() - 1;
-  if (out->typed_data() != nodes.typed_data()) {
-    std::memcpy(out->typed_data(), nodes.typed_data(), nodes.size_bytes());
-  }
+  std::vector<Level> levels = Levels(*capacity, 0);
+  const size_t top = levels.size();
+  // The root lies behind the block of its children.
+  levels.push_back({1, levels.back().start + kFanout, kFanout});
+  CopyUnlessSame(nodes, *out);
   std::vector<int32_t> order(rows);
   for (int64_t t = 0; t < trees; ++t) {
     uint32_t* tree = out->typed_data() + t * size;
@@ -450,11 +449,11 @@ ffi::Error Place(Words nodes, Words next, Words held, Words rank, Words arrival,
     std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
       return ranks[a] != ranks[b] ? ranks[a] > ranks[b] : a > b;
     });
-    std::fill_n(to, rows, static_cast<int32_t>(capacity));
+    std::fill_n(to, rows, static_cast<int32_t>(*capacity));
     for (int64_t i = 0; i < rows && ranks[order[i]] > 0; ++i) {
       const uint64_t item = key(ranks[order[i]], arrivals[order[i]]);
       int64_t node = int64_t{held.typed_data()[t]} + i;
-      if (node >= capacity) {
+      if (node >= *capacity) {
         if (read(levels[top].start) >= item) break;
         node = 0;
         for (size_t l = top; l-- > 0;) {
@@ -480,28 +479,26 @@ ffi::Error Place(Words nodes, Words next, Words held, Words rank, Words arrival,
 // Adds numbers to a set of bitset.py or removes them: changes a bit in a word of the lowest level
 // and the counts above it by one. If a number has several rows, the last one counts.
 ffi::Error Mark(Words nodes, Ints index, ffi::Buffer<ffi::PRED> member, ffi::Result<Words> out,
-                Numbers starts, int64_t capacity) {
+                ffi::Attr<Numbers, kStarts> starts, Capacity capacity) {
   constexpr int kBits = 5;
   const size_t axes = nodes.dimensions().size() - 1;
   const int64_t sets = Product(nodes.dimensions(), axes), size = nodes.dimensions()[axes];
   const int64_t rows = index.dimensions()[axes];
-  if (out->typed_data() != nodes.typed_data()) {
-    std::memcpy(out->typed_data(), nodes.typed_data(), nodes.size_bytes());
-  }
+  CopyUnlessSame(nodes, *out);
   for (int64_t t = 0; t < sets; ++t) {
     uint32_t* set = out->typed_data() + t * size;
     for (int64_t i = t * rows; i < (t + 1) * rows; ++i) {
       const int64_t number = index.typed_data()[i];
-      if (number < 0 || number >= capacity) continue;
+      if (number < 0 || number >= *capacity) continue;
       uint32_t& word = set[number >> kBits];
       const uint32_t bit = 1u << (number & ((1 << kBits) - 1));
       const bool joins = member.typed_data()[i];
       if (joins == ((word & bit) != 0)) continue;
       word ^= bit;
       int64_t node = number >> kBits;
-      for (size_t l = 1; l < starts.size(); ++l) {
+      for (size_t l = 1; l < starts->size(); ++l) {
         node >>= kBits;
-        set[starts[l] + node] += joins ? 1 : -1;
+        set[(*starts)[l] + node] += joins ? 1 : -1;
       }
     }
   }
@@ -512,13 +509,13 @@ ffi::Error Mark(Words nodes, Ints index, ffi::Buffer<ffi::PRED> member, ffi::Res
 
 // Puts `nowhere` in place of numbers that a later row repeats. The numbers enter a hash table from the
 // last one to the first; one that is in it already is repeated.
-ffi::Error KeepLast(Ints index, ffi::Result<Ints> out, int64_t nowhere) {
+ffi::Error KeepLast(Ints index, ffi::Result<Ints> out, ffi::Attr<int64_t, kNowhere> nowhere) {
   const size_t axes = index.dimensions().size() - 1;
   const int64_t lanes = Product(index.dimensions(), axes), rows = index.dimensions()[axes];
   // At most a quarter of the table is full, so a search rarely passes a place that is taken.
   int bits = 1;
   while ((int64_t{1} << bits) < 4 * rows) ++bits;
-  const int32_t empty = static_cast<int32_t>(nowhere);
+  const int32_t empty = static_cast<int32_t>(*nowhere);
   std::vector<int32_t> table(size_t{1} << bits);
   for (int64_t t = 0; t < lanes; ++t) {
     std::fill(table.begin(), table.end(), empty);
@@ -583,7 +580,8 @@ ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
       }
     }
   };
-  const int64_t parts = lanes * rows * length * width >= kManyBytes ? kManyParts : 1;
+  const bool many = lanes * rows * length * width >= kManyBytes;
+  const int64_t parts = many ? kManyParts : 1;
   const auto part = [&](int64_t task) {
     const int64_t t = task / parts, p = task % parts;
     // One array after the other: a core waits for about ten cache lines at a time, in few pages.
@@ -591,11 +589,7 @@ ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
       if (widths[k] > 0) copy(k, t, rows * p / parts, rows * (p + 1) / parts);
     }
   };
-  if (parts > 1) {
-    ForEach(pool, lanes * parts, part);
-  } else {
-    for (int64_t t = 0; t < lanes; ++t) part(t);
-  }
+  ForEach(pool, lanes * parts, many ? 1 : lanes, part);
   return ffi::Error::Success();
 }
 
@@ -604,16 +598,13 @@ ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
 // The version of XLA's interface that this was compiled for: an older XLA refuses the handlers.
 extern "C" int jaxbuf_ffi_version() { return XLA_FFI_API_MAJOR << 16 | XLA_FFI_API_MINOR; }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_set_leaves, SetLeaves,
-                              ffi::Ffi::Bind()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Ret<Ints>()
-                                  .Ret<Ints>()
-                                  .Attr<Numbers>("ops")
-                                  .Attr<int64_t>("capacity"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_set_leaves, SetLeaves);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_read, Read);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_place, Place);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mark, Mark);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_keep_last, KeepLast);
 
+// XLA does not infer how to pass threads, or any number of arrays.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_find, Find,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -622,41 +613,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_find, Find,
                                   .Arg<Floats>()
                                   .Ret<Ints>()
                                   .Ret<Floats>()
-                                  .Attr<bool>("refined")
+                                  .Attr<int64_t>("refined")
                                   .Attr<int64_t>("row")
                                   .Attr<int64_t>("ops")
                                   .Attr<int64_t>("capacity"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_read, Read,
-                              ffi::Ffi::Bind()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Ret<Ints>()
-                                  .Ret<Ints>()
-                                  .Attr<int64_t>("capacity"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_place, Place,
-                              ffi::Ffi::Bind()
-                                  .Arg<Words>()
-                                  .Arg<Words>()
-                                  .Arg<Words>()
-                                  .Arg<Words>()
-                                  .Arg<Words>()
-                                  .Ret<Words>()
-                                  .Ret<Ints>()
-                                  .Attr<int64_t>("capacity"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mark, Mark,
-                              ffi::Ffi::Bind()
-                                  .Arg<Words>()
-                                  .Arg<Ints>()
-                                  .Arg<ffi::Buffer<ffi::PRED>>()
-                                  .Ret<Words>()
-                                  .Attr<Numbers>("starts")
-                                  .Attr<int64_t>("capacity"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_keep_last, KeepLast,
-                              ffi::Ffi::Bind().Arg<Ints>().Ret<Ints>().Attr<int64_t>("nowhere"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_take, Take,
                               ffi::Ffi::Bind()
