@@ -24,7 +24,8 @@ using Words = ffi::Buffer<ffi::U32>;
 using Numbers = ffi::Span<const int64_t>;
 
 // Attributes as parameters, from which their names are known.
-constexpr char kCapacity[] = "capacity", kOps[] = "ops", kStarts[] = "starts", kNowhere[] = "nowhere";
+constexpr char kCapacity[] = "capacity", kOps[] = "ops", kStarts[] = "starts";
+constexpr char kNowhere[] = "nowhere";
 using Capacity = ffi::Attr<int64_t, kCapacity>;
 
 // FANOUT in segment_tree.py.
