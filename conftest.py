@@ -36,6 +36,9 @@ def _is_known(flag: str) -> bool:
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = " ".join(filter(_is_known, FLAGS))
 
+# JAX looks up the files of all frames of each error, to leave out its own; tests raise thousands.
+os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
+
 # For the processes of pytest-xdist: otherwise what one thread frees is of no use to the next.
 os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 

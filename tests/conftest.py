@@ -117,6 +117,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files are handed out in this order; with short ones at the end no process waits for another.
+    items.sort(key=lambda item: not item.nodeid.startswith(SLOW))
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker("slow")

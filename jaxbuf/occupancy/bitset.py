@@ -141,9 +141,8 @@ class Bitset(Checked, struct.PyTreeNode):
         """Yields counts and ranks that are not those of the members."""
         is_member, before, at = map(np.asarray, _look_up(self))
         size = int(np.sum(is_member))
-        yield from first_wrong(
-            f"{name}.size", self.size, self.size != size, f"{size}, the number of members"
-        )
+        told = np.asarray(self.size)
+        yield from first_wrong(f"{name}.size", told, told != size, f"{size}, the number of members")
         counts = np.concatenate([[0], np.cumsum(is_member)])
         yield from first_wrong(f"{name}.before", before, before != counts, counts)
         slots = np.flatnonzero(is_member)

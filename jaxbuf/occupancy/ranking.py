@@ -172,21 +172,22 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
             yield f"{name}.size is {size}; expected at most the capacity, {capacity}"
             return
         slot = np.arange(capacity)
-        score, scored = np.asarray(self.score), np.asarray(self.scored)
+        again, *seen = _look_again(self)
+        score, scored, number = map(np.asarray, seen)
         yield from first_wrong(f"{name}.score", score, np.isnan(score), "a number")
         free = f"False: there are only {size} items"
         yield from first_wrong(f"{name}.scored", scored, scored & (slot >= size), free)
-        number = np.asarray(self.generation(jnp.arange(capacity, dtype=jnp.int32)))[:size]
+        number = number[:size]
         _, first, inverse = np.unique(number, return_index=True, return_inverse=True)
         twice = first[inverse] != slot[:size]
         yield from first_wrong(
             f"{name}.generation", number, twice, "a number that no other slot has"
         )
-        yield from differing(name, self, _compute_again(self), "the lowest of its children")
+        yield from differing(name, self, again, "the lowest of its children")
 
     def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
         """Yields items without a score."""
-        scored = np.asarray(self.scored)
+        scored = np.asarray(_look_again(self)[2])
         wrong = np.asarray(live) & ~scored
         yield from first_wrong(f"{name}.scored", scored, wrong, "True, for there is an item")
 
@@ -359,5 +360,9 @@ def _write(
 
 
 @jax.jit
-def _compute_again(ranking: Ranking) -> Ranking:
-    return ranking.recomputed()
+def _look_again(
+    ranking: Ranking,
+) -> tuple[Ranking, Float[Array, " N"], Bool[Array, " N"], UInt[Array, " N"]]:
+    """Returns the same items with every node computed again, and what the ranking tells of each."""
+    slot = jnp.arange(ranking.capacity, dtype=jnp.int32)
+    return ranking.recomputed(), ranking.score, ranking.scored, ranking.generation(slot)

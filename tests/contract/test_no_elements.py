@@ -100,37 +100,45 @@ from jaxbuf import testing
 
 explicit = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
 auto = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+small = {}
+for dtype in ("int4", "uint4", "int2", "uint2", "float4_e2m1fn", "float8_e4m3fn", "bool"):
+    least = -2 if dtype.startswith("int") else 0
+    small[dtype] = jnp.array([least, 0, 1, least, 0, 1, 1, least], jnp.float32).astype(dtype)
+rows = {
+    "small": small,
+    "key": jax.random.split(jax.random.key(0), 8),
+    "empty": jnp.zeros((8, 0, 3)),
+    "at": jnp.arange(8),
+}
+item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
+make = lambda: jaxbuf.ItemBuffer.create(item, 8, sampler=jaxbuf.Prioritized())
+
+def must_be_noticed(buffer, wrong):
+    try:
+        testing.assert_holds(buffer, wrong)
+    except AssertionError as error:
+        assert "missing" in str(error)
+    else:
+        raise SystemExit("a wrong item was not noticed")
+
 for mesh in (auto, explicit):
-    for dtype in ("int4", "uint4", "int2", "uint2", "float4_e2m1fn", "float8_e4m3fn", "bool"):
-        least = -2 if dtype.startswith("int") else 0
-        rows = {
-            "small": jnp.array([least, 0, 1, least, 0, 1, 1, least], jnp.float32).astype(dtype),
-            "key": jax.random.split(jax.random.key(0), 8),
-            "empty": jnp.zeros((8, 0, 3)),
-            "at": jnp.arange(8),
-        }
-        item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
-        make = lambda: jaxbuf.ItemBuffer.create(item, 8, sampler=jaxbuf.Prioritized())
-        buffer = jaxbuf.add(jaxbuf.Sharded.create(make, mesh, "d", shards=4), rows)
-        batch = jaxbuf.sample(buffer, jax.random.key(0), 16)
-        at = np.asarray(batch.data["at"])
-        small = np.asarray(batch.data["small"])
-        assert (small == np.asarray(rows["small"])[at]).all(), (dtype, small)
-        keys = (jax.random.key_data(x) for x in (batch.data["key"], rows["key"]))
-        assert (np.asarray(next(keys)) == np.asarray(next(keys))[at]).all()
-        testing.assert_valid(buffer)
-        testing.assert_holds(buffer, rows)
-        wrong = rows | {"key": rows["key"][::-1]}
-        try:
-            testing.assert_holds(buffer, wrong)
-        except AssertionError as error:
-            assert "missing" in str(error)
-        else:
-            raise SystemExit("another key was not noticed")
-        if mesh is explicit:
-            with jax.set_mesh(mesh):
-                testing.assert_valid(buffer)
-                testing.assert_holds(buffer, rows)
+    buffer = jaxbuf.add(jaxbuf.Sharded.create(make, mesh, "d", shards=4), rows)
+    batch = jaxbuf.sample(buffer, jax.random.key(0), 16)
+    at = np.asarray(batch.data["at"])
+    for dtype, drawn in batch.data["small"].items():
+        drawn = np.asarray(drawn)
+        assert (drawn == np.asarray(small[dtype])[at]).all(), (dtype, drawn)
+    keys = (jax.random.key_data(x) for x in (batch.data["key"], rows["key"]))
+    assert (np.asarray(next(keys)) == np.asarray(next(keys))[at]).all()
+    testing.assert_valid(buffer)
+    testing.assert_holds(buffer, rows)
+    must_be_noticed(buffer, rows | {"key": rows["key"][::-1]})
+    for dtype in small:
+        must_be_noticed(buffer, rows | {"small": small | {dtype: jnp.roll(small[dtype], 1)}})
+    if mesh is explicit:
+        with jax.set_mesh(mesh):
+            testing.assert_valid(buffer)
+            testing.assert_holds(buffer, rows)
 """
 
 

@@ -96,7 +96,7 @@ def test_the_memory_is_filled_in_random_order():
 
 
 def test_runs_that_are_given_up_are_counted(tmp_path):
-    options = cliffwalk.Options(least=3, most=4, seeds=2, most_updates=100, out=tmp_path)
+    options = cliffwalk.Options(least=4, most=4, seeds=2, most_updates=100, out=tmp_path)
     cliffwalk.main(options)
     found = common.read(tmp_path / "cliffwalk.csv")
     assert {row["updates"] for row in found if row["agent"] == "uniform"} >= {"inf"}
