@@ -15,7 +15,7 @@ from jaxbuf.core import counters, describe, sizes, storage, trees
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
-from jaxbuf.occupancy.ring import Ring
+from jaxbuf.occupancy.ring import QueueRing
 
 # The names of the counters of a queue.
 COUNTS = ("adds", "rejected", "taken")
@@ -48,7 +48,7 @@ class Queue(Created, struct.PyTreeNode):
     """
 
     data: PyTree[Array]
-    occupancy: Ring  # pyright: ignore[reportIncompatibleVariableOverride]
+    occupancy: QueueRing  # pyright: ignore[reportIncompatibleVariableOverride]
     counters: UInt[Array, " 3"]
 
     is_queue = True
@@ -72,7 +72,7 @@ class Queue(Created, struct.PyTreeNode):
         capacity = sizes.check_count("capacity", capacity)
         return cls(
             data=storage.allocate(example, (capacity,)),
-            occupancy=Ring.create(capacity),
+            occupancy=QueueRing.create(capacity),
             counters=counters.tally(COUNTS, {}),
         )
 
@@ -173,7 +173,7 @@ class Queue(Created, struct.PyTreeNode):
         )
         count = jnp.minimum(size, rows).astype(jnp.uint32)
         queue = self.replace(
-            occupancy=self.occupancy.replace(held=self.occupancy.held - count),
+            occupancy=self.occupancy.take(count),
             counters=self.counters + counters.tally(COUNTS, {"taken": count}),
         )
         return queue, sample

@@ -17,6 +17,7 @@ from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.io.structure import Leaf
+from jaxbuf.occupancy.ring import QueueRing, Ring
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import DiversityState
 from jaxbuf.strategies.episodes import Episodes
@@ -44,6 +45,9 @@ def completed(saved: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     """
     more: dict[str, Any] = {}
     for path, name in saved.items():
+        if name == Ring.__qualname__ and wanted.get(path) == QueueRing.__qualname__:
+            # Queues had the ring of other buffers.
+            more[path] = wanted[path]
         if name == Episodes.__qualname__ and f"{path}.short_windows" not in saved:
             # Whatever the windows are to be, ``renewed`` makes them out of those of that time.
             for field, value in (("period", 1), ("short_windows", None)):

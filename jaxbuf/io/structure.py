@@ -71,8 +71,8 @@ def configuration(tree: PyTree) -> dict[str, Any]:
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
-        >>> configuration({"replay": jaxbuf.Queue.create(jnp.float32(0), capacity=7)})
-        {"['replay']": 'Queue', "['replay'].occupancy": 'Ring', "['replay'].occupancy.capacity": 7}
+        >>> configuration([jaxbuf.Queue.create(jnp.float32(0), capacity=7)])
+        {'[0]': 'Queue', '[0].occupancy': 'QueueRing', '[0].occupancy.capacity': 7}
     """
     return dict(_nodes(tree, ""))
 

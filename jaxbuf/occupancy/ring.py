@@ -18,8 +18,9 @@ from jaxbuf.occupancy.protocol import ItemOccupancy
 class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
     """First in, first out: the next item replaces the oldest.
 
-    A slot's generation is the lap in which it was written. It follows from the write position and
-    the number of laps, so that nothing is stored per slot. All counters wrap safely.
+    Until it is full, its items are in the first slots, and afterwards in all of them. A slot's
+    generation is the lap in which it was written. It follows from the write position and the number
+    of laps, so that nothing is stored per slot. All counters wrap safely.
 
     Attributes:
         cursor: The slot that is written next, ``[]`` uint32.
@@ -79,12 +80,7 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is an item at ``index``."""
-        # Comparisons alone: a division by a capacity that is no power of 2 takes longer than many a
-        # function for ``map_field``.
-        oldest = self.position - self.size
-        early = index < self.position
-        first = jnp.where(early, jnp.maximum(oldest, 0), oldest + self.capacity)
-        return (index >= first) & (index < self.capacity)
+        return (index >= 0) & (index < self.size)
 
     def generation(self, index: Int[Array, "..."]) -> UInt[Array, "..."]:
         """Returns the lap in which ``index`` was written."""
@@ -92,7 +88,6 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
-        # Until the ring is full its items are in the first slots; afterwards they are in all slots.
         return scale_word(words, self.held).astype(jnp.int32)
 
     def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
@@ -135,3 +130,16 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
             lap=self.lap + jnp.uint32(2),
             held=jnp.zeros_like(self.held),
         )
+
+
+class QueueRing(Ring):
+    """A ring whose oldest items are taken out, so that any of its slots may be empty."""
+
+    def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Returns whether there is an item at ``index``."""
+        behind = remainder(self.position - 1 - index, self.capacity)
+        return (index >= 0) & (index < self.capacity) & (behind < self.size)
+
+    def take(self, count: UInt[Array, ""]) -> Self:
+        """Returns the ring without its ``count`` oldest items."""
+        return self.replace(held=self.held - count)

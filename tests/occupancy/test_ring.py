@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.occupancy.ring import Ring
+from jaxbuf.occupancy.ring import QueueRing, Ring
 from jaxbuf.occupancy.rings import Rings
 
 
@@ -19,9 +19,12 @@ def test_the_newest_places_are_live_in_every_state(capacity):
     index = jnp.arange(-capacity - 1, 2 * capacity + 2, dtype=jnp.int32)
     states = list(itertools.product(range(capacity), range(capacity + 1)))
     for cursor, held in states:
-        ring = Ring(jnp.uint32(cursor), jnp.uint32(3), jnp.uint32(held), capacity)
         newest = [(cursor - 1 - age) % capacity for age in range(held)]
-        assert ring.live(index).tolist() == np.isin(index, newest).tolist()
+        # Other rings are without holes in front: they are full, or began at the first slot.
+        kinds = [Ring, QueueRing] if held in (cursor, capacity) else [QueueRing]
+        for kind in kinds:
+            ring = kind(jnp.uint32(cursor), jnp.uint32(3), jnp.uint32(held), capacity)
+            assert ring.live(index).tolist() == np.isin(index, newest).tolist()
     rings = Rings(
         *map(numbers, *[(cursor, 3, held) for cursor, held in states]),
         length=capacity,
@@ -39,6 +42,8 @@ def test_the_newest_places_are_live_in_every_state(capacity):
 
 def test_the_largest_ring_knows_its_items():
     capacity, ends = 2**30, [-(2**31), -1, 2**30, 2**31 - 1]
-    ring = Ring(jnp.uint32(5), jnp.uint32(3), jnp.uint32(capacity - 2), capacity)
+    ring = QueueRing(jnp.uint32(5), jnp.uint32(3), jnp.uint32(capacity - 2), capacity)
     index = jnp.asarray([0, 4, 5, 6, 7, capacity - 1, *ends], jnp.int32)
     assert ring.live(index).tolist() == [True, True, False, False, True, True, *[False] * 4]
+    ring = Ring(jnp.uint32(0), jnp.uint32(3), jnp.uint32(capacity), capacity)
+    assert ring.live(index).tolist() == [*[True] * 6, *[False] * 2, False, False]
