@@ -59,12 +59,14 @@ SCANS = (
     "set_field hidden",
     "update_score",
     "add+remove",
+    "map_field clip",
+    "map_field model",
 )
-WHOLES = ("map_field clip", "map_field model")
+# Passes of `map_field` over all items in one program.
+PASSES = 8
 CALLS = ("set_field", "update_score")
 OPERATIONS = (
     *[f"scan {name}" for name in SCANS],
-    *[f"whole {name}" for name in WHOLES],
     *[f"python {name}" for name in CALLS],
 )
 
@@ -185,7 +187,7 @@ class Changes:
         }
 
     def changes(self) -> dict[str, Change]:
-        """Those of `SCANS` and `WHOLES` that it makes."""
+        """Those of `SCANS` that it makes."""
         raise NotImplementedError
 
     def calls(self) -> dict[str, tuple[Held, Callable[[Any], Any]]]:
@@ -254,11 +256,8 @@ class Changes:
         found: dict[str, Operation] = {}
         for name, change in self._changes.items():
             run = scanned(change.held, self._programs[name], lambda change=change: (change.inputs,))
-            if name in WHOLES:
-                found[f"whole {name}"] = Operation(run)
-            else:
-                steps = len(jax.tree.leaves(change.inputs)[0])
-                found[f"scan {name}"] = Operation(run, per_call=steps)
+            steps = len(jax.tree.leaves(change.inputs)[0])
+            found[f"scan {name}"] = Operation(run, per_call=steps)
         for name, (held, step) in self._calls.items():
             found[f"python {name}"] = Operation(
                 functools.partial(repeat_in_place, held, step, self._options)
@@ -278,8 +277,6 @@ def _check(name: str, found: Any, expected: Any) -> None:
 
 def _repeated(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def program(state: Any, inputs: Any) -> Any:
-        if inputs is None:
-            return step(state, None), None
         return lax.scan(lambda state, row: (step(state, row), None), state, inputs)
 
     return program
@@ -315,7 +312,7 @@ class JaxbufChanges(Changes):
             def step(buffer: Any, _: Any) -> Any:
                 return buffer.map_field("reward", function, batch_size=CHUNK)
 
-            return Change(self._plain, step, None)
+            return Change(self._plain, step, jnp.arange(PASSES))
 
         # Nothing is added where slots are kept: they have to stay fresh.
         return {
@@ -424,8 +421,8 @@ class HandChanges(Changes):
                 (index, jnp.asarray(job.values["reward"])),
             ),
             "add+remove": Change(self._removable, replaced, index),
-            "map_field clip": Change(self._plain, _in_chunks(clip), None),
-            "map_field model": Change(self._plain, _in_chunks(model), None),
+            "map_field clip": Change(self._plain, _in_chunks(clip), jnp.arange(PASSES)),
+            "map_field model": Change(self._plain, _in_chunks(model), jnp.arange(PASSES)),
         }
 
     def calls(self) -> dict[str, tuple[Held, Callable[[Any], Any]]]:
@@ -496,7 +493,7 @@ class SameChanges(HandChanges):
             def step(ring: Ring, _: Any) -> Ring:
                 return ring.replace(data=_in_chunks(function, ring.count)(ring.data, None))
 
-            return Change(self._plain, step, None)
+            return Change(self._plain, step, jnp.arange(PASSES))
 
         return {
             "set_field reward": field("reward", self._plain),
