@@ -65,6 +65,10 @@ class Body(Base, Created):
     def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether there is an item, or a step, in these rows of ``_folded``."""
 
+    @abc.abstractmethod
+    def _some_row(self) -> Int[Array, ""]:
+        """Returns a row of ``_folded`` that holds an item, or a step; arbitrary if none does."""
+
     @property
     @abc.abstractmethod
     def have(self) -> str:
@@ -408,8 +412,9 @@ class Body(Base, Created):
         fn = write_back.check_function(fn)
         rows = min(sizes.check_count("batch_size", batch_size), self.capacity)
         write_back.check_writable(self.extras, self.data, path, self.have, every=True)
+        data, some = self._folded(self.data), self._some_row()
         folded, states = write_back.map_field(
-            self, self._folded(self.data), path, fn, rows, self._holds_row, self._written
+            self, data, path, fn, rows, some, self._holds_row, self._written
         )
         data = self._unfolded(folded)
         known = lax.stop_gradient(data)

@@ -322,6 +322,9 @@ class ItemBuffer(Body):
     def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
         return self.occupancy.live(row)
 
+    def _some_row(self) -> Int[Array, ""]:
+        return self.occupancy.draw(jnp.zeros((1,), jnp.uint32))[0]
+
     def _written(
         self, row: Int[Array, " B"], items: PyTree[Array]
     ) -> tuple[Int[Array, " B"], Rows]:

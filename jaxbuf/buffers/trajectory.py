@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, write_back
@@ -1002,6 +1003,11 @@ class TrajectoryBuffer(OldLookups, Body):
 
     def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
         return self.rings.holds_step(row)
+
+    def _some_row(self) -> Int[Array, ""]:
+        env = lax.argmax(self.rings.held, 0, jnp.int32)
+        newest = self.rings.cursor[env].astype(jnp.int32) - 1
+        return env * jnp.int32(self.length) + remainder(newest, self.length)
 
     def _written(
         self, row: Int[Array, "..."], items: PyTree[Array]

@@ -68,6 +68,7 @@ def map_field(
     path: str | None,
     fn: Function,
     rows: int,
+    some: Int[Array, ""],
     holds: Callable[[Int[Array, " B"]], Bool[Array, " B"]],
     told: Told,
 ) -> tuple[PyTree[Array], tuple[State, ...]]:
@@ -79,6 +80,7 @@ def map_field(
         path: The field; None for whole items.
         fn: Returns the new values of items ``[B, ...]``.
         rows: The number of items for ``fn``.
+        some: A row of the storage that holds an item, or a step, if any does.
         holds: Returns whether there is an item, or a step, in rows of the storage.
         told: What parts are told of rows of the storage.
 
@@ -89,10 +91,9 @@ def map_field(
     size = jax.tree.leaves(data)[0].shape[0]
     heard = listens(buffer.extras)
     states: tuple[State, ...] = lax.stop_gradient(buffer.extra_states) if heard else ()
-    last = _last_row(holds, size, rows, like=buffer.occupancy)
     # Where nothing is stored, ``fn`` gets this item once more, and never one of zeros: its result
     # is dropped, but a NaN in its gradient would not be.
-    spare = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, last, 1), data)
+    spare = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, some, 1), data)
 
     # The number of rounds is static, since loops with another one have no gradients. A branch in
     # each of them would take longer than many a ``fn``, and so would a search for a spare item.
@@ -120,23 +121,11 @@ def map_field(
 
     begin = vary_with((field, states), data, buffer.occupancy)
     field, states = lax.cond(
-        last >= 0, lambda: lax.fori_loop(0, -(-size // rows), step, begin), lambda: begin
+        holds(some[None])[0],
+        lambda: lax.fori_loop(0, -(-size // rows), step, begin),
+        lambda: begin,
     )
     return fields.written(data, path, field), states if heard else buffer.extra_states
-
-
-def _last_row(
-    holds: Callable[[Int[Array, " B"]], Bool[Array, " B"]], size: int, rows: int, like: PyTree
-) -> Int[Array, ""]:
-    """Returns the last of the ``size`` rows that hold something, or -1; looks at some at a time."""
-
-    def look(found: tuple[Array, Array]) -> tuple[Array, Array]:
-        first = jnp.maximum(found[0] - rows, 0)
-        row = first + jnp.arange(rows, dtype=jnp.int32)
-        return first, jnp.max(jnp.where(holds(row), row, -1))
-
-    begin = vary_with((jnp.int32(size), jnp.int32(-1)), like)
-    return lax.while_loop(lambda found: (found[0] > 0) & (found[1] < 0), look, begin)[1]
 
 
 def update_score(
