@@ -35,7 +35,7 @@ def text(self: object) -> str:
         Queue: 976.6 KiB
           data['obs']     781.2 KiB  float32[50000, 4]
           data['reward']  195.3 KiB  float32[50000]
-          occupancy            12 B  Ring(capacity=50000)
+          occupancy            12 B  QueueRing(capacity=50000)
           counters             12 B  uint32[3]
     """
     return "\n".join([f"{type(self).__name__}: {_size(self)}{_state(self)}", *_lines(self)])

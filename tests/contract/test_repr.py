@@ -66,7 +66,7 @@ def test_a_trajectory_buffer_and_a_queue():
     assert str(queue).splitlines() == [
         "Queue: 984 B",
         "  data       960 B  float32[4, 20, 3]",
-        "  occupancy   12 B  Ring(capacity=4)",
+        "  occupancy   12 B  QueueRing(capacity=4)",
         "  counters    12 B  uint32[3]",
     ]
 
