@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, doors
 from jaxbuf.buffers.buffer import as_buffer
+from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, trees
@@ -299,7 +300,8 @@ class Holder(Generic[State]):
         state.check_room(asks, enough, length)
         _check_rate(self._limiter, f"batch_size asks for {rows} rows at a time", "can_sample", rows)
         when = functools.partial(_asked, "can_sample", enough)
-        if length is not None and state.num_envs and not state.members:
+        one, _ = state.inside()
+        if length is not None and is_created(one) and one.num_envs:
             when = functools.partial(_has_windows, length, enough)
         with self._turn:
             self._wait(self._allowed("can_sample", rows, when), timeout)

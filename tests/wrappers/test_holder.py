@@ -464,3 +464,14 @@ def test_windows_that_shards_can_never_hold_are_not_waited_for():
         holder.sample(jax.random.key(0), 14, timeout=0)
     with pytest.raises(ValueError, match="but the room is for 6 windows"):
         Holder(jaxbuf.Hosted.create(rings)).sample(jax.random.key(0), 7, timeout=0)
+
+
+def test_a_mixture_of_rings_on_the_host_is_asked_for_windows_of_another_length():
+    def make():
+        rings = [jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 1, 8) for _ in range(2)]
+        return jaxbuf.Mixture.create([ring.add(jnp.arange(6)[None]) for ring in rings], [1, 1])
+
+    holder = jaxbuf.Holder(jaxbuf.Hosted.create(make))
+    batch = holder.sample(jax.random.key(0), 4, sequence_length=3, timeout=5)
+    assert batch.data.shape == (4, 3)
+    assert batch.valid.all()
