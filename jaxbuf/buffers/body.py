@@ -666,10 +666,13 @@ class Body(Base, Created):
         What the sampler and the parts know of these items moves as well.
         """
         parts = zip(self.extras, self.extra_states, old.extra_states, strict=True)
-        return self.replace(
-            data=moves(self.data, old.data),
-            sampler_state=self.sampler.move(self.sampler_state, old.sampler_state, moves),
-            extra_states=tuple(part.move(empty, state, moves) for part, empty, state in parts),
+        return (
+            super()
+            .move(old, moves)
+            .replace(
+                sampler_state=self.sampler.move(self.sampler_state, old.sampler_state, moves),
+                extra_states=tuple(part.move(empty, state, moves) for part, empty, state in parts),
+            )
         )
 
     def _sizes(self) -> dict[str, Array]:

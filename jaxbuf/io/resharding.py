@@ -29,9 +29,11 @@ def as_saved(like: Tree, configuration: dict[str, Any]) -> Tree:
     """
 
     def rebuild(path: tuple[Any, ...], node: Any) -> Any:
+        if not _is_sharded(node):
+            return node
         name = jax.tree_util.keystr(path)
         count = configuration.get(f"{name}.num_shards")
-        if not _is_sharded(node) or not isinstance(count, int) or count == node.num_shards:
+        if not isinstance(count, int) or count == node.num_shards:
             return node
         return _abstract(node, count, f"like{name}")
 

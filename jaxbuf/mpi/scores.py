@@ -62,16 +62,9 @@ class _Stateless:
         del num_workers
         return ()
 
-    def update(
-        self,
-        state: Any,
-        buffer: ItemBuffer,
-        batch: Batch,
-        mask: Bool[Array, " B"],
-        sender: Int[Array, ""],
-    ) -> tuple[Any, dict[str, Array]]:
+    def update(self, state: Any, *given: Any) -> tuple[Any, dict[str, Array]]:
         """Return the scores of a batch."""
-        return state, self.function(buffer, batch, mask, sender)
+        return state, self.function(*given)
 
 
 def with_state(scores: "ScoreFunction | StatefulScore") -> StatefulScore:
@@ -84,7 +77,7 @@ def with_state(scores: "ScoreFunction | StatefulScore") -> StatefulScore:
         if isinstance(scores, StatefulScore):
             return scores
         if callable(scores):
-            return _Stateless(scores)
+            return cast("StatefulScore", _Stateless(scores))
     raise ValueError(
         f"scores is {checks.name_of(scores)}; expected a function that scores a batch, or a "
         "StatefulScore"
