@@ -242,8 +242,7 @@ class SegmentTree(Checked, struct.PyTreeNode):
 
     def check_valid(self, name: str) -> Iterator[str]:
         """Yields leaves that are no numbers, and reductions that are not those of the leaves."""
-        again, *seen = _set_again(self)
-        leaves, ours, theirs = map(np.asarray, seen)
+        leaves = np.asarray(self.nodes)[: self.capacity].view(np.float32)
         wrong, legal = np.isnan(leaves), "a number"
         if {"sum", "min_positive"} & set(self.ops):
             wrong, legal = ~((leaves >= 0) & (leaves < np.inf)), "a finite number of at least 0"
@@ -251,11 +250,12 @@ class SegmentTree(Checked, struct.PyTreeNode):
         if found:
             yield from found
             return
-        said = "which is what the leaves say"
-        for op, have, want in zip(self.ops, ours, theirs, strict=True):
-            yield from first_wrong(f"{name}.root({op!r})", have, have != want, f"{want}, {said}")
-        have, want = np.asarray(self.roots)[-1], np.asarray(again.roots)[-1]
-        yield from first_wrong(f"{name}.nnz", have, have != want, f"{want}, {said}")
+        again, said = _set_again(self), "which is what the leaves say"
+        ours, theirs = (np.asarray(tree.roots) for tree in (self, again))
+        reductions = zip(self.ops, ours[:-1].view("f4"), theirs[:-1].view("f4"), strict=True)
+        roots = [(f"root({op!r})", have, want) for op, have, want in reductions]
+        for label, have, want in [*roots, ("nnz", ours[-1], theirs[-1])]:
+            yield from first_wrong(f"{name}.{label}", have, have != want, f"{want}, {said}")
         for line in differing(name, self, again, said):
             yield f"{line}: {_where(self, again)}"
 
@@ -591,16 +591,9 @@ def _where(tree: SegmentTree, again: SegmentTree) -> str:
 
 
 @jax.jit
-def _set_again(
-    tree: SegmentTree,
-) -> tuple[SegmentTree, Float[Array, " N"], Float[Array, " K"], Float[Array, " K"]]:
-    """Returns a tree of the same leaves, with every node computed again.
-
-    And the leaves, and the reductions over all of them in the old tree and in the new one.
-    """
-    again = tree.set_all(tree.leaves)
-    ours, theirs = (_floats(one.roots[:-1]) for one in (tree, again))
-    return again, tree.leaves, ours, theirs
+def _set_again(tree: SegmentTree) -> SegmentTree:
+    """Returns a tree of the same leaves, with every node computed again."""
+    return tree.set_all(tree.leaves)
 
 
 @functools.partial(jax.jit, static_argnames=("width", "op"))
