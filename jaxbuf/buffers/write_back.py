@@ -16,7 +16,6 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, State
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Sampler
 
@@ -153,7 +152,7 @@ def update_score(
     return changed, taken & illegal
 
 
-def check_scores(sampler: Sampler, occupancy: Any, users: list[object]) -> None:
+def check_scores(sampler: Sampler, occupancy: Occupancy, users: list[object]) -> None:
     """Checks that scores can be changed.
 
     Args:
@@ -176,11 +175,11 @@ def check_scores(sampler: Sampler, occupancy: Any, users: list[object]) -> None:
                 f"{told} cannot change scores; give it a method set_priority (see "
                 "jaxbuf.strategies.Sampler)"
             )
-    inner = occupancy.inner if isinstance(occupancy, Subset) else occupancy
+    places = occupancy.places
     evicts = any(not isinstance(user, Part | Sampler) for user in users)
-    if evicts and _is_default(inner, Occupancy, "rescore"):
+    if evicts and _is_default(places, Occupancy, "rescore"):
         raise ValueError(
-            f"{type(inner).__name__} cannot change scores; give it a method rescore (see "
+            f"{type(places).__name__} cannot change scores; give it a method rescore (see "
             "jaxbuf.strategies.ItemOccupancy)"
         )
 
