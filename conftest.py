@@ -23,7 +23,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Tests run most programs once, so they are compiled in a third of the time and not made fast, and
 # each is one file of machine code: many small ones take longer, and three times the memory maps.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-FLAGS = ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+FLAGS = [
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 
 
 def _is_known(flag: str) -> bool:
