@@ -298,6 +298,9 @@ class Body(Base, Created):
                 are refused and counted in ``metrics()["rejected"]``.
             mask: A mask of the rows to use, ``[B]``.
 
+        Returns:
+            The buffer with the new priorities.
+
         Raises:
             ValueError: When traced, if the sampler has no priorities, or a shape differs.
         """
@@ -324,9 +327,9 @@ class Body(Base, Created):
         """Changes one field of sampled items, or of the steps of sampled windows.
 
         A row is dropped if it is invalid or masked out, or if its item has left since it was
-        sampled; a window has left as a whole. If several rows name the same item, or windows share
-        a step, the last accepted one wins. Of a window that ends with its episode (see
-        ``Episodes``), only its own steps are written.
+        sampled; a window leaves as a whole. If several rows name the same item, or windows share a
+        step, the last accepted one wins. Of a window that is padded at the end of its episode (see
+        ``Episodes``), only the real steps are written.
 
         Args:
             path: The name of the field, with dots between the names of nested fields. It may also
@@ -336,6 +339,9 @@ class Body(Base, Created):
                 ``[B, sequence_length, *shape]``.
             mask: A mask of the rows to write, ``[B]``; for windows also of their steps,
                 ``[B, sequence_length]``.
+
+        Returns:
+            The buffer with the new values.
 
         Raises:
             ValueError: When traced, if there is no such field, a structure, shape or dtype differs,
@@ -378,21 +384,24 @@ class Body(Base, Created):
     def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
         """Computes one field of all items, or of all steps, anew.
 
-        All items are changed in place, ``batch_size`` at a time, so that they need not fit the
-        memory of ``fn``; under ``jax.vmap``, the field is copied once. Steps are among
-        them whose windows are not drawn, because they have retired, were removed, or are not
-        complete.
+        Items are changed in place, ``batch_size`` at a time, which limits the memory that ``fn``
+        needs; under ``jax.vmap``, the field is copied once. This includes steps whose windows are
+        not drawn because they have retired, were removed, or are not complete.
 
-        To change it with new parameters without compiling again, call it inside your own
-        ``jax.jit``, with the parameters as an argument.
-        ``fn`` runs once for each batch, so ``jax.debug.callback`` in it reports progress.
+        To use new parameters without compiling again, call it inside your own ``jax.jit``, with
+        the parameters as an argument. ``fn`` runs once for each batch, so ``jax.debug.callback``
+        in it can report progress.
 
         Args:
             path: The name of the field, as for ``set_field``.
-            fn: A function of items, leaves ``[B, *shape]``, which returns their new values. Single
-                steps of rings have no axis of time. In place of empty slots it gets an item once
-                more, whose result is dropped; so its cost does not depend on their number.
+            fn: A function of items, leaves ``[B, *shape]``, which returns their new values; of a
+                ``TrajectoryBuffer`` it gets single steps, without an axis of time. For an empty
+                slot it gets some item a second time, and the result is dropped, so the cost does
+                not depend on how many slots are empty.
             batch_size: The number ``B`` of items for each call; static.
+
+        Returns:
+            The buffer with the new values.
 
         Raises:
             ValueError: When traced, if there is no such field, ``fn`` is not a function or returns
@@ -445,6 +454,9 @@ class Body(Base, Created):
             score: Their new scores, ``[B]``. May be infinite, as in ``add``; rows with a NaN are
                 refused and counted in ``metrics()["rejected"]``.
             mask: A mask of the rows to use, ``[B]``.
+
+        Returns:
+            The buffer with the new scores.
 
         Raises:
             ValueError: When traced, if no part of the buffer uses scores, or a shape differs.
@@ -549,6 +561,9 @@ class Body(Base, Created):
                 counted twice. Rows whose item has since been overwritten or retired are dropped.
             mask: A mask of the rows to use, ``[B]``.
 
+        Returns:
+            The buffer with the new counts, without the items that have retired.
+
         Raises:
             ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
         """
@@ -570,6 +585,9 @@ class Body(Base, Created):
                 before.
             session: The number of the learner's run. If it changes, versions start over, and all
                 items retire. None keeps the present session.
+
+        Returns:
+            The buffer without the items that have become too stale.
 
         Raises:
             ValueError: When traced, if the buffer has no ``Freshness``, or an argument is not an

@@ -104,9 +104,9 @@ def add(
             ``[num_envs, ...]`` or ``[num_envs, T, ...]``.
         donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
         **options: Options of the buffer's own ``add``: ``priority``, ``score``, ``version``,
-            ``session`` or ``mask`` for an ``ItemBuffer``, ``part`` for a ``Mixture``. Options that
-            are None are ignored. Of a buffer of your own, Python integers, booleans and strings are
-            static, and arrays are traced.
+            ``session`` or ``mask`` for an ``ItemBuffer``, ``env_ids`` for a ``TrajectoryBuffer``,
+            ``part`` for a ``Mixture``. Options that are None are ignored. If you wrote the buffer
+            class yourself, Python integers, booleans and strings are static, and arrays traced.
 
     Returns:
         The buffer with the items.
@@ -248,6 +248,9 @@ def mark_used(
         donate: As for ``jaxbuf.update_priority``.
         **options: ``mask``, a mask of the rows to use, ``[B]``.
 
+    Returns:
+        The buffer with the new counts, without the items that have retired.
+
     Raises:
         ValueError: As raised by the buffer's own ``mark_used``, or if it was donated before.
     """
@@ -269,6 +272,9 @@ def set_version(
         session: The number of the learner's run; None keeps the present one.
         donate: As for ``jaxbuf.update_priority``.
 
+    Returns:
+        The buffer without the items that have become too stale.
+
     Raises:
         ValueError: As raised by the buffer's own ``set_version``, or if it was donated before.
     """
@@ -282,6 +288,9 @@ def clear(buffer: AnyBuffer, *, donate: bool = True, **options: object) -> AnyBu
         buffer: Any buffer. It is consumed: use the result instead.
         donate: As for ``jaxbuf.add``.
         **options: ``envs`` for a ``TrajectoryBuffer``, the environments to clear.
+
+    Returns:
+        The buffer without its items.
 
     Raises:
         ValueError: As raised by the buffer's own ``clear``, or if it was donated before.
@@ -334,7 +343,18 @@ def dequeue(
 
 
 def latest(buffer: _Buffer, n: int) -> Sample:
-    """Returns the ``n`` newest items, or windows of every ring: ``buffer.latest(n)``, compiled."""
+    """Returns the ``n`` newest items, or windows of every ring: ``buffer.latest(n)``, compiled.
+
+    Args:
+        buffer: An ``ItemBuffer`` or a ``TrajectoryBuffer``, which may be ``Hosted``.
+        n: The number of items, or of windows of each ring; static.
+
+    Returns:
+        A ``Sample`` of ``n`` rows, or of ``num_envs * n``, from the oldest to the newest.
+
+    Raises:
+        ValueError: As raised by the buffer's own ``latest``, or if it was donated before.
+    """
     return call("latest", buffer, n)
 
 
@@ -520,6 +540,9 @@ def end_episodes(
         envs: The environments, as a mask ``[num_envs]`` or as numbers ``[K]``; None for all.
         donate: As for ``jaxbuf.add``.
 
+    Returns:
+        The buffer, in which the next steps begin other episodes.
+
     Raises:
         ValueError: As raised by the buffer's own ``end_episodes``, or if it was donated before.
     """
@@ -538,6 +561,9 @@ def drop_newest_episode(
         buffer: A ``TrajectoryBuffer`` with ``Episodes``. It is consumed: use the result instead.
         envs: The environments, as a mask ``[num_envs]`` or as numbers ``[K]``; None for all.
         donate: As for ``jaxbuf.add``.
+
+    Returns:
+        The buffer without the steps of these episodes.
 
     Raises:
         ValueError: As raised by the buffer's own ``drop_newest_episode``, or if it was donated

@@ -90,8 +90,9 @@ class ItemBuffer(Body):
 
         Raises:
             ValueError: If ``capacity`` is not an integer in ``[1, 2**30]``, ``example`` holds
-                anything but arrays or needs more memory than is available, or ``diversity``
-                compares a field that items do not have.
+                anything but arrays or needs more memory than is available, ``diversity`` compares a
+                field that items do not have, a part is for windows, or the sampler needs an order
+                of age that the evictor does not keep.
         """
         capacity = sizes.check_count("capacity", capacity)
         common.check_sampler(sampler)

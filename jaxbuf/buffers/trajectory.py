@@ -130,9 +130,10 @@ class TrajectoryBuffer(OldLookups, Body):
         Raises:
             ValueError: If a number is not an integer of at least 1 (``num_earliest_ignored``: 0), a
                 window is longer than a ring, ``length`` is not a multiple of ``period``, too many
-                steps are ignored, there are more than 2**30 steps, the sampler needs scores,
-                ``example`` holds anything but arrays, or ``episodes`` names a field that is missing
-                or has the wrong shape or dtype.
+                steps are ignored, there are more than 2**30 steps, the sampler needs scores, a part
+                is for items, ``example`` holds anything but arrays or needs more memory than is
+                available, or ``episodes`` names a field that is missing or has the wrong shape or
+                dtype.
         """
         num_envs = common.check_count("num_envs", num_envs)
         length = common.check_count("length", length)
@@ -263,7 +264,7 @@ class TrajectoryBuffer(OldLookups, Body):
         return self.occupancy.size
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
-        """Returns whether at least ``batch_size`` of at most ``max_windows`` can be drawn."""
+        """Returns whether at least ``batch_size`` windows can be drawn; see ``max_windows``."""
         return self.num_windows >= common.check_wanted(batch_size)
 
     def known_options(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -432,8 +433,11 @@ class TrajectoryBuffer(OldLookups, Body):
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """Returns the environment of each sampled window, and the position of its first step.
 
-        Both have shape ``[B]``. The environment of an invalid row, and of a stale one, whose first
-        step is no longer held, is ``num_envs``.
+        Both have shape ``[B]``. The environment of an invalid row, and of a window whose first step
+        is no longer held, is ``num_envs``.
+
+        Raises:
+            ValueError: When traced, if ``slots`` are not the slots of a sample.
         """
         slots, rings = common.check_slots(slots), self.rings
         env, position = rings.starts_at(slots.index, slots.generation)
@@ -543,6 +547,9 @@ class TrajectoryBuffer(OldLookups, Body):
         Returns:
             ``Steps`` with leaves ``[num_envs, length, ...]``. The rows of a ring begin with its
             earliest step, and rows past the newest step are invalid.
+
+        Raises:
+            ValueError: If ``ignore_earliest`` is neither True nor False.
         """
         ignore = checks.check_flag("ignore_earliest", ignore_earliest)
         skip = self.num_earliest_ignored if ignore else 0
@@ -675,10 +682,10 @@ class TrajectoryBuffer(OldLookups, Body):
 
     @program()
     def end_episodes(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
-        """Ends the open episodes, which were truncated by their newest steps.
+        """Ends the open episodes, as if they had been truncated at their newest steps.
 
-        The next step of these environments begins another episode. Use it where environments begin
-        anew without having told: after ``jaxbuf.load``, or after a reset in the middle of an
+        The next step of these environments begins another episode. Use it when environments start
+        over although no flag says so: after ``jaxbuf.load``, or after a reset in the middle of an
         episode. The newest step of an open episode becomes truncated and, with ``Episodes.last``,
         the last one, also in the flags that the step holds. Recorded returns of the episode are
         ``default_return``. Environments without an open episode do not change.
@@ -686,6 +693,9 @@ class TrajectoryBuffer(OldLookups, Body):
         Args:
             envs: The environments, as a mask ``[num_envs]`` or as numbers ``[K]``, of which numbers
                 out of range are ignored. None means all of them.
+
+        Returns:
+            The buffer, in which the next steps begin other episodes.
 
         Raises:
             ValueError: If the buffer was created without ``Episodes``, or, when traced, if ``envs``
@@ -749,6 +759,9 @@ class TrajectoryBuffer(OldLookups, Body):
 
         Args:
             envs: The environments, as for ``end_episodes``.
+
+        Returns:
+            The buffer without the steps of these episodes.
 
         Raises:
             ValueError: If the buffer was created without ``Episodes``, or, when traced, if ``envs``

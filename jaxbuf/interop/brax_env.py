@@ -27,7 +27,7 @@ class FinalObs:
         self.env = env
 
     def reset(self, rng: Array) -> Any:
-        """Begin episodes."""
+        """Begins episodes."""
         return self._note(self.env.reset(rng))
 
     def step(self, state: Any, action: Array) -> Any:
@@ -46,7 +46,7 @@ class FinalObs:
 def brax_transitions(
     state: Any, action: Shaped[Array, "E ..."], next_state: Any
 ) -> tuple[dict[str, Any], Bool[Array, " E"]]:
-    """Turn a step of brax into transitions.
+    """Turns a step of brax into transitions.
 
     Args:
         state: The state before, leaves ``[E, ...]``.
@@ -55,9 +55,10 @@ def brax_transitions(
 
     Returns:
         A dict with ``obs``, ``action``, ``reward``, ``terminated``, ``truncated`` and ``next_obs``,
-        leaves ``[E, ...]``; and in which rows ``next_obs`` is what the action led to, or is not
-        asked for since the episode terminated. With ``FinalObs`` these are all rows. Without,
-        those where the time limit struck are not: mask them out of an ``ItemBuffer``.
+        leaves ``[E, ...]``; and a mask, ``[E]``, of the rows whose ``next_obs`` can be used: it is
+        what the action led to, or is not needed because the episode terminated. With ``FinalObs``
+        these are all rows. Without it, rows in which the time limit ended the episode are not among
+        them: pass the mask to ``add`` of an ``ItemBuffer``.
 
     Example:
         >>> from types import SimpleNamespace

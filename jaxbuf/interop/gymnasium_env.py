@@ -38,7 +38,7 @@ def gymnasium_transitions(
     result: tuple[Any, Any, Any, Any, dict[str, Any]],
     ended: Bool[np.ndarray, " E"] | EllipsisType | None = ...,
 ) -> VectorStep:
-    """Turn a step of a vector environment into transitions.
+    """Turns a step of a vector environment into transitions.
 
     When an episode ends, Gymnasium's vector environments do one of three things, as their
     ``autoreset_mode`` says, or their metadata where they have no such attribute. In mode *next

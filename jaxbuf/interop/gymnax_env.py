@@ -21,13 +21,16 @@ class GymnaxState(struct.PyTreeNode):
 
 
 def gymnax_reset(env: Any, params: Any, key: PRNGKeyArray, num_envs: int) -> GymnaxState:
-    """Begin an episode in each of ``num_envs`` environments.
+    """Begins an episode in each of ``num_envs`` environments.
 
     Args:
         env: An environment of gymnax 1.0 or newer.
         params: Its parameters.
         key: A PRNG key.
         num_envs: The number of environments, E; static.
+
+    Returns:
+        The states of the environments, with their first observations.
     """
     obs, inner = jax.vmap(env.reset, in_axes=(0, None))(jax.random.split(key, num_envs), params)
     return GymnaxState(obs=_strongly_typed(obs), inner=_strongly_typed(inner))
@@ -36,7 +39,7 @@ def gymnax_reset(env: Any, params: Any, key: PRNGKeyArray, num_envs: int) -> Gym
 def gymnax_step(
     env: Any, params: Any, key: PRNGKeyArray, state: GymnaxState, action: Shaped[Array, "E ..."]
 ) -> tuple[GymnaxState, dict[str, Any]]:
-    """Takes one action in each environment; those whose episode ends begin another one.
+    """Takes one action in each environment; environments whose episode ends begin another one.
 
     Args:
         env: An environment of gymnax 1.0 or newer.

@@ -446,6 +446,9 @@ class Store:
             score: Returns their scores, likewise.
             rows_at_a_time: Number of rows in memory besides the buffer.
 
+        Returns:
+            The buffer with the rows.
+
         Raises:
             ValueError: If rows do not fit the buffer, a number is illegal, or rows are damaged.
             IndexError: If there are no such rows.

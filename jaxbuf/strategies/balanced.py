@@ -34,6 +34,9 @@ class Balanced(KnownSampler):
             them, and the others make up for it. Rows beyond the number of windows are invalid, and
             ``probability`` is the same as with replacement.
 
+    Raises:
+        ValueError: If ``replacement`` is neither True nor False.
+
     References:
         ALF, https://github.com/HorizonRobotics/alf: uniform sampling of its replay buffer.
 

@@ -40,14 +40,14 @@ class Blend(KnownSampler):
     that importance weights correct for all of them.
 
     Of ``B`` rows each sampler draws ``weight * B``, rounded up or down at random so that the
-    expected number is exact. Which rows these are does not depend on what is drawn. To this end
-    every sampler draws a whole batch, so a draw costs as much as all of theirs together.
+    expected number is exact. Which rows these are does not depend on what is drawn. Every sampler
+    draws a whole batch, so a draw costs as much as those of all samplers together.
 
     A sampler that cannot draw any item, as when no item is new enough for it, leaves its rows to
     the others: the weights of those are scaled to sum to 1. Samplers draw independently of each
     other. A batch may therefore hold an item twice, even if each of them draws without replacement.
 
-    All samplers hear of all changes. Samplers with priorities get the same priorities, and samplers
+    All samplers see all changes. Samplers with priorities get the same priorities, and samplers
     that draw by score get the same scores. ``next_batch`` tells all of them which items were drawn.
 
     Values for the buffer as a whole (``can_sample``, ``metrics`` and

@@ -58,12 +58,12 @@ class Diversity(Part):
     refused and counted in ``metrics()["rejected"]``, whether the filter is active or not.
 
     If ``cutoff`` or ``p`` is 0, coordinates are equal or not, whatever their dtype: all their bits
-    are compared, except that 0.0 and -0.0 are equal. Other distances are those between coordinates
-    that are rounded to float32, 24 significant bits, and have as many. Integers beyond ±2**24 and
-    float64 numbers may get closer to each other when they are rounded. Where float32 numbers of
-    their size are farther apart than the cutoff, they could not be told apart: such a row is
-    refused and counted in ``"rejected"``, too, unless the cutoff is negative. Scale such
-    coordinates, or subtract an offset, with a function as ``field``.
+    are compared, except that 0.0 and -0.0 are equal. Otherwise coordinates are rounded to float32,
+    which has 24 significant bits, and so are distances. Rounding may move integers beyond ±2**24
+    and float64 numbers closer to each other. A row is refused and counted in ``"rejected"`` if its
+    coordinates are so large that neighboring float32 numbers are farther apart than the cutoff,
+    unless the cutoff is negative. Scale such coordinates, or subtract an offset, with a function as
+    ``field``.
 
     The compared part is stored a second time, with 32 bits for a coordinate (or 64, if bits of
     64-bit numbers are compared), in a layout suited to comparisons. An add compares tiles of new

@@ -71,9 +71,10 @@ class Prioritized(ShardableSampler):
             or twice, it may never fade. For a default that does not depend on the buffer, pass
             ``priority`` to ``add``.
         epsilon: A constant added to every priority.
-        uniform_mix: The fraction of draws that are uniform over the live items instead. The law is
-            that of ``Blend((Prioritized(), Uniform()), (1 - uniform_mix, uniform_mix))``. Unlike a
-            blend, it draws from the shards of a ``Sharded``, and without replacement.
+        uniform_mix: The fraction of draws that are uniform over the live items instead. The
+            probabilities are those of ``Blend((Prioritized(), Uniform()), (1 - uniform_mix,
+            uniform_mix))``. Unlike a blend, it also draws from the shards of a ``Sharded``, and
+            without replacement.
         stratified: Whether to draw one row from each of ``batch_size`` equal parts of the total
             mass, which reduces the variance and leaves the expected number of rows of each item
             unchanged. Ignored without replacement.
@@ -81,7 +82,7 @@ class Prioritized(ShardableSampler):
             remaining items, and ``probability`` is the probability of the first draw.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or a flag is neither True nor False.
 
     References:
         Schaul et al., Prioritized Experience Replay, ICLR 2016, section 3.3.

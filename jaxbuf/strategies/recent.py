@@ -49,8 +49,8 @@ class Recent(KnownSampler):
     Attributes:
         ratio: The fraction of a batch that is recent, from 0 to 1; half a row is rounded up.
         steps: The number of items, or of windows of each ring, that count as recent.
-        base: The sampler of the other rows: ``Uniform``, ``Prioritized``, or one of your own that
-            derives from ``jaxbuf.strategies.KnownSampler``.
+        base: The sampler of the other rows: any sampler but ``Shuffled``. Your own has to derive
+            from ``jaxbuf.strategies.KnownSampler``.
 
     Raises:
         ValueError: If ``ratio`` is not in [0, 1], ``steps`` is not an integer of at least 1, or

@@ -11,8 +11,8 @@ class Removable(Part):
 
     The buffer then keeps a bit for each slot, which tells whether its item is still there. With
     ``Oldest``, the slot of a removed item is filled again in the usual order; with ``Lowest``,
-    removed items are overwritten first. Of rings, windows are removed, and their steps stay. The
-    number of removed items is counted as ``metrics()["removed"]``.
+    removed items are overwritten first. From a ``TrajectoryBuffer`` windows are removed, and their
+    steps stay. The number of removed items is counted as ``metrics()["removed"]``.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf

@@ -131,7 +131,10 @@ class Shuffled(Sampler):
     Attributes:
         drop_last: Whether to leave out of a pass the items that do not fill a last batch, which are
             chosen at random. All rows of a batch are then valid, unless the buffer holds fewer
-            items than a batch; then none is.
+            items than a batch has rows; then none is.
+
+    Raises:
+        ValueError: If ``drop_last`` is neither True nor False.
 
     References:
         torchrl, https://docs.pytorch.org/rl: ``SamplerWithoutReplacement``, which begins a new pass

@@ -44,14 +44,14 @@ class Visits(struct.PyTreeNode):
 class Staleness(KnownSampler):
     """Draws items with a probability proportional to the time since they were last drawn.
 
-    Time is the number of batches that ``next_batch`` drew: an item that was in the last batch has
-    staleness 0, and the next batch does not have it unless the staleness of all items is 0, when
-    all are equally likely. An item that was never drawn counts from when it was added. ``sample``
-    draws by the same law, but it returns no buffer, so that for ``Staleness`` nothing has happened.
+    Time is the number of batches that ``next_batch`` drew: an item of the last batch has staleness
+    0 and is not in the next batch, unless the staleness of all items is 0; then all are equally
+    likely. An item that was never drawn counts from when it was added. ``sample`` draws with the
+    same probabilities, but it returns no buffer, so its draws are not recorded.
 
-    As a part of a ``Blend``, it hears of everything that the blend draws. With a small weight, it
-    sees to it that no item waits for ever. In a buffer whose items have scores that change when
-    they are drawn, this keeps the scores from growing old.
+    In a ``Blend``, it takes account of everything that the blend draws. Even with a small weight,
+    every item is drawn again some day, which keeps scores up to date that change when their items
+    are drawn.
 
     A draw costs a pass over all slots: 0.1 ms for 2**12 of them and 2 ms for 2**20, on one core of
     a CPU.

@@ -21,6 +21,9 @@ class Uniform(ShardableSampler):
     Attributes:
         replacement: Whether a batch may hold an item twice. If False, rows beyond the number of
             items are invalid.
+
+    Raises:
+        ValueError: If ``replacement`` is neither True nor False.
     """
 
     replacement: bool = True

@@ -30,7 +30,7 @@ def hindsight(
     goal: str | Sequence[str] = "goal",
     reward: str = "reward",
 ) -> tuple[Batch, Bool[Array, " B"]]:
-    """Replace the goals of some sampled transitions by goals that were achieved.
+    """Replaces the goals of some sampled transitions by goals that were achieved.
 
     Row ``t`` of an episode holds the desired goal, an action, the reward, and the goal that the
     action achieved, which is a function of the state *after* it. A relabeled transition gets
