@@ -159,7 +159,7 @@ def targets_markdown(results: Sequence[RowResult], options: Options) -> str:
     table = aligned(header, [verdict.cells for verdict in found])
     return (
         f"## Targets\n\n{met} of {measured} measured targets are met, and {purely} without kernels "
-        f"in C++ ({PURE}).\n\n{table}"
+        f"in C++ ({PURE}). A target is met if every run meets it.\n\n{table}"
     )
 
 
@@ -192,21 +192,22 @@ def markdown(
         "" if options.scheduler == "default" else f" XLA:CPU scheduler: {options.scheduler}."
     )
     sections = "\n\n".join(row_markdown(result) for result in results)
-    turns, bounds = f"{options.turns} interleaved turns", "with quartiles"
+    turns, bounds = f"{options.turns} interleaved turns", "the quartiles"
     if options.runs > 1:
         turns = f"{options.runs} runs of {turns}"
-        bounds = "with the least and the largest median of a run"
+        bounds = "the smallest and the largest median of a run"
     shown = f"## Growth\n\n![Time of each operation against slots]({picture})\n\n"
     return f"""# Benchmark results
 
 Times are microseconds per operation, medians over {turns}. A ratio is the time of
-a library divided by that of {REFERENCE}, or of another reference in some rows: above 1, the
-reference is faster. It is the median of the ratios within a turn, {bounds}.
+a library divided by the time of {REFERENCE}, or of another reference where the column says so:
+above 1, {REFERENCE} is faster. It is the median of the ratios within a turn; in parentheses are
+{bounds}.
 "python" is a call from Python, timed until its result is there. "scan" is one iteration inside a
 compiled `lax.scan`.{scheduler} The docstrings in `benchmarks/rows` say what exactly is compared.
 
 A floor is the least time that an operation can take on this machine, by the data that it has to
-move and, from Python, by empty calls (`benchmarks/limits.py`). In brackets is the time of the
+move and, from Python, by empty calls (`benchmarks/limits.py`). In parentheses is the time of the
 library divided by its floor. Memory is the memory of the compiled program beyond the state,
 including its outputs.
 
