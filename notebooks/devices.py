@@ -294,7 +294,7 @@ assert first[-20:].mean() < first[:20].mean() / 2
 # ## A checkpoint of eight devices on four
 #
 # A checkpoint holds the shards, not the devices. The arrays of `like` say where they go. The run
-# goes on with the same batches and the same losses.
+# continues with the same batches and the same losses.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -329,5 +329,5 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The guide *More than one device* goes on from here: several processes, `jax.shard_map`, and
+# The guide *More than one device* continues from here: several processes, `jax.shard_map`, and
 # buffers that keep one order of all items.

@@ -226,7 +226,7 @@ assert np.all(np.diff(obs[..., 1], axis=1) == 0)  # ... of one episode
 rings
 
 # %% [markdown]
-# With Minari installed (`pip install 'jaxbuf[minari]'`), you can write the contents of a buffer as
+# With Minari installed (`pip install 'minari[hdf5]'`), you can write the contents of a buffer as
 # a dataset, and read it back with `minari.load_dataset`.
 
 # %%

@@ -412,4 +412,5 @@ assert "alpha" in refusal
 # | a dataset on disk, offline and online data together | `offline` |
 # | goals: hindsight experience replay | `hindsight` |
 # | a GFlowNet with a diverse buffer | `gflownet` |
+# | one buffer over several devices | `devices` |
 # | one buffer for many processes | `manager_worker` |

@@ -283,8 +283,7 @@ assert np.array_equal(pictures[4, -2], np.repeat(film["obs"][7][..., None], STAC
 assert np.all(stacks.complete[:, -2:])
 
 # %% [markdown]
-# For a million steps of Atari frames, this leaves room for eight times as many steps in the same
-# memory.
+# The same memory holds eight times as many steps of Atari in this way.
 
 
 # %%
