@@ -279,6 +279,9 @@ class Holder(Generic[State]):
             **options: Options of the buffer's own ``sample``, such as the ``sequence_length`` of a
                 ``TrajectoryBuffer``.
 
+        Returns:
+            A ``Sample`` of ``B`` rows.
+
         Raises:
             ValueError: If the buffer can never hold that many items or, for a
                 ``TrajectoryBuffer``, windows; if the limiter can never allow that many rows; or if
@@ -343,6 +346,9 @@ class Holder(Generic[State]):
         Args:
             batch_size: Number of rows ``B``.
             timeout: As for ``apply``.
+
+        Returns:
+            A ``Sample`` of the items, the oldest first.
 
         Raises:
             ValueError: If the queue can never hold that many items, or the limiter can never allow
