@@ -36,7 +36,7 @@ def read_executed(name: str) -> NotebookNode:
 
 
 def execute(name: str, seconds: int) -> NotebookNode:
-    """Run ``NAME.py`` cell by cell in a kernel of its own, in an empty folder.
+    """Runs ``NAME.py`` cell by cell in a kernel of its own, in an empty folder.
 
     Raises:
         nbclient.exceptions.CellExecutionError: If a cell raises.

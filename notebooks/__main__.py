@@ -11,7 +11,7 @@ from notebooks import FOLDER, NAMES, execute
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the notebooks that are named and return the exit status."""
+    """Runs the notebooks that are named and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m notebooks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; or all")
     parser.add_argument("--check", action="store_true", help="run, but write nothing")

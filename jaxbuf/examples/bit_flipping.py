@@ -239,7 +239,7 @@ def train(run: _run.Run[Config]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this example from the command line and return its exit status."""
+    """Runs this example from the command line and returns its exit status."""
     text = f"{__doc__}{_run.FILES}"
     return _run.main("bit_flipping", train, Config(), text, argv, may_grow="episodes")
 

@@ -239,7 +239,7 @@ def train(config: Config) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this example from the command line and return its exit status."""
+    """Runs this example from the command line and returns its exit status."""
     prog = "python -m jaxbuf.examples.dqn_sharded"
     train(tyro.cli(Config, args=argv, prog=prog, description=__doc__))
     return 0

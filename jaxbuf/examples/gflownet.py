@@ -238,7 +238,7 @@ def _draw(folder: Path, outcomes: dict[str, Outcome], config: Config) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this example from the command line and return its exit status."""
+    """Runs this example from the command line and returns its exit status."""
     return _run.main("gflownet", train, Config(), f"{__doc__}{_run.FILES}", argv)
 
 

@@ -242,7 +242,7 @@ def tell(config: Config, reports: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this example from the command line and return its exit status. All ranks call this."""
+    """Runs this example from the command line and returns its exit status. All ranks call this."""
     return _run.main_on_ranks("gflownet_mpi", train, Config(), f"{__doc__}", argv)
 
 

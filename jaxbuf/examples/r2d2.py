@@ -249,7 +249,7 @@ def train(run: _run.Run[Config]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this example from the command line and return its exit status."""
+    """Runs this example from the command line and returns its exit status."""
     return _run.main("r2d2", train, Config(), DESCRIPTION, argv)
 
 

@@ -690,7 +690,7 @@ def _check_lengths(max_length: int, min_length: int, sample_batch_size: int) -> 
 
 
 def _warn(message: str) -> None:
-    """Warn, as if from the program that makes a buffer."""
+    """Warns, as if from the program that makes a buffer."""
     warnings.warn(message, stacklevel=4)
 
 

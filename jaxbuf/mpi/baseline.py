@@ -40,7 +40,7 @@ class Baseline(Protocol):
         ...
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
-        """Return the baseline of a full buffer with these scores; −inf if none is finite."""
+        """Returns the baseline of a full buffer with these scores; −inf if none is finite."""
         ...
 
 
@@ -76,7 +76,7 @@ class EMA:
         _check_alpha(self)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
-        """Return −inf: the scores in the buffer are not used."""
+        """Returns −inf: the scores in the buffer are not used."""
         del score
         return jnp.float32(-jnp.inf)
 
@@ -100,7 +100,7 @@ class Min:
         _check_alpha(self)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
-        """Return the smallest finite score; −inf if no score is finite."""
+        """Returns the smallest finite score; −inf if no score is finite."""
         least = _least_finite(score)
         return jnp.where(jnp.isfinite(least), least, jnp.float32(-jnp.inf))
 
@@ -132,7 +132,7 @@ class Percentile:
         object.__setattr__(self, "q", q)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
-        """Return the percentile of the finite scores; −inf if no score is finite."""
+        """Returns the percentile of the finite scores; −inf if no score is finite."""
         finite = jnp.isfinite(score)
         rising = jnp.sort(jnp.where(finite, score, jnp.float32(jnp.inf)))
         count = jnp.sum(finite, dtype=jnp.int32)
@@ -151,7 +151,7 @@ def update_average(
     score: Float[Array, " B"],
     mask: Bool[Array, " B"] | None = None,
 ) -> Float[Array, ""]:
-    """Return the moving average after a batch.
+    """Returns the moving average after a batch.
 
     Args:
         baseline: The baseline, whose ``alpha`` weighs the batch.
@@ -172,7 +172,7 @@ def baseline_value(
     score: Float[Array, " N"] | None = None,
     full: bool | Bool[Array, ""] = False,
 ) -> Float[Array, ""]:
-    """Return the current baseline.
+    """Returns the current baseline.
 
     Args:
         baseline: The rule that chooses the baseline.
@@ -190,7 +190,7 @@ def baseline_value(
 def combine(
     baseline: Float[Array, ""], comm: "MPI.Intracomm", by: Agreement = "min"
 ) -> Float[Array, ""]:
-    """Return a baseline on which several managers agree. All of them call this, also inside jit.
+    """Returns a baseline on which several managers agree. All of them call this, also inside jit.
 
     Args:
         baseline: The baseline of this manager.
@@ -251,7 +251,7 @@ class BaselineFilter(struct.PyTreeNode):
 
     @classmethod
     def create(cls, refresh_after: int | None = 10) -> Self:
-        """Create a filter that has seen no batch.
+        """Creates a filter that has seen no batch.
 
         Raises:
             ValueError: If ``refresh_after`` is neither None nor an integer of at least 1.
@@ -270,7 +270,7 @@ class BaselineFilter(struct.PyTreeNode):
         baseline: float | Float[Array, ""],
         mask: Bool[Array, " B"] | None = None,
     ) -> tuple[Self, Bool[Array, " B"]]:
-        """Choose the rows of a batch to send.
+        """Chooses the rows of a batch to send.
 
         Args:
             score: The score of each row, ``[B]``. NaN is sent only while there is no baseline.
@@ -309,7 +309,7 @@ class BaselineFilter(struct.PyTreeNode):
         return after, sent
 
     def metrics(self) -> dict[str, Array]:
-        """Return metrics, all scalars. Counts since creation wrap at 2**32.
+        """Returns metrics, all scalars. Counts since creation wrap at 2**32.
 
         Returns:
             The numbers of rows ``offered``, ``kept`` (they scored at least the baseline) and
@@ -320,13 +320,13 @@ class BaselineFilter(struct.PyTreeNode):
 
 
 def _least_finite(score: Float[Array, " N"]) -> Float[Array, ""]:
-    """Return the smallest finite score; +inf if no score is finite."""
+    """Returns the smallest finite score; +inf if no score is finite."""
     infinity = jnp.float32(jnp.inf)
     return jnp.min(jnp.where(jnp.isfinite(score), score, infinity), initial=infinity)
 
 
 def check_filter(filter: Any) -> None:  # noqa: A002
-    """Check that an argument is None or a filter.
+    """Checks that an argument is None or a filter.
 
     Raises:
         ValueError: If it is neither.

@@ -47,7 +47,7 @@ class Reply(struct.PyTreeNode):
 def check_batch(
     like: PyTree[Array], items: PyTree, score: Any, mask: Any, *, needs_score: bool
 ) -> tuple[Batch, Bool[Array, " B"]]:
-    """Check a batch, and fill in the score and the mask if they are not given.
+    """Checks a batch, and fills in the score and the mask if they are not given.
 
     Args:
         like: Arrays ``[N, ...]`` with the dtypes and, after the first axis, the shapes of items.
@@ -76,6 +76,6 @@ def check_batch(
 
 
 def uses_score(buffer: ItemBuffer) -> bool:
-    """Return whether a strategy of the buffer uses the scores of items."""
+    """Returns whether a strategy of the buffer uses the scores of items."""
     parts = (buffer.sampler, buffer.evictor, buffer.diversity)
     return any(part is not None and part.uses_score for part in parts)

@@ -145,7 +145,7 @@ class Layout:
         return all(len({nodes[rank] for rank in (*w, manager)}) == 1 for w, manager in self.groups)
 
     def role(self, rank: int) -> Role:
-        """Return the role of a rank.
+        """Returns the role of a rank.
 
         Raises:
             ValueError: If ``rank`` is out of range.
@@ -160,7 +160,7 @@ class Layout:
         return Role("coordinator", None)
 
     def _ranks_of_nodes(self) -> list[list[int]]:
-        """Return the ranks that belong to groups, node by node, in the order of first ranks."""
+        """Returns the ranks that belong to groups, node by node, in the order of first ranks."""
         grouped = range(self.world_size - self.coordinator)
         if self.nodes is None:
             return [list(grouped)]
@@ -212,7 +212,7 @@ class Communicators(NamedTuple):
 
 
 def make_communicators(layout: Layout, world: "MPI.Intracomm | None" = None) -> Communicators:
-    """Create the communicators of a layout. Every rank of ``world`` calls this alike.
+    """Creates the communicators of a layout. Every rank of ``world`` calls this alike.
 
     Args:
         layout: The roles of all ranks.
@@ -246,7 +246,7 @@ def make_communicators(layout: Layout, world: "MPI.Intracomm | None" = None) -> 
 
 
 def node_names(world: "MPI.Intracomm | None" = None) -> tuple[str, ...]:
-    """Return the name of the node of each rank. Every rank of ``world`` calls this."""
+    """Returns the name of the node of each rank. Every rank of ``world`` calls this."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD if world is None else world
@@ -254,7 +254,7 @@ def node_names(world: "MPI.Intracomm | None" = None) -> tuple[str, ...]:
 
 
 def _share(managers: int, ranks: Sequence[int]) -> list[int] | None:
-    """Return the number of managers of each node; None if a group would have to span nodes."""
+    """Returns the number of managers of each node; None if a group would have to span nodes."""
     if managers < len(ranks):
         return None
     shares = [1] * len(ranks)

@@ -95,7 +95,7 @@ class LockStep(struct.PyTreeNode):
         agreement: Agreement | None = None,
         slots: bool = False,
     ) -> Self:
-        """Create this rank's end. Every rank of a group calls this with the same arguments.
+        """Creates this rank's end. Every rank of a group calls this with the same arguments.
 
         Args:
             communicators: The communicators of this rank.
@@ -146,7 +146,7 @@ class LockStep(struct.PyTreeNode):
         score: Float[Array, " B"] | None = None,
         mask: Bool[Array, " B"] | None = None,
     ) -> tuple[Self, Reply]:
-        """Send a batch and receive its scores. Every rank of the group calls this equally often.
+        """Sends a batch and receives its scores. Every rank of the group calls this equally often.
 
         Args:
             items: Leaves ``[B, ...]``, with the same shapes on every rank. The values that the
@@ -207,7 +207,7 @@ class LockStep(struct.PyTreeNode):
     def update_score(
         self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
     ) -> Self:
-        """Set scores of the manager's items. Every rank of the group calls this equally often.
+        """Sets scores of the manager's items. Every rank of the group calls this equally often.
 
         The manager takes the rows in the order of ranks. It drops those whose item has left since,
         as the buffer's own ``update_score`` does. If no worker has a row to send, only one number
@@ -228,7 +228,7 @@ class LockStep(struct.PyTreeNode):
     def update_priority(
         self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
     ) -> Self:
-        """Set priorities of the manager's items, as ``update_score`` sets scores.
+        """Sets priorities of the manager's items, as ``update_score`` sets scores.
 
         Raises:
             ValueError: When traced, if the sampler of the manager's buffer has no priorities, or a
@@ -250,23 +250,23 @@ class LockStep(struct.PyTreeNode):
         return self.replace(manager=update(self.manager, slots, value, mask=mask))
 
     def _zeros(self, tree: Any) -> Any:
-        """Return zeros like a tree; on the manager, with a row for each rank."""
+        """Returns zeros like a tree; on the manager, with a row for each rank."""
         rows = (self.group.size,) if self.is_manager else ()
         return jax.tree.map(lambda x: jnp.zeros((*rows, *x.shape), x.dtype), tree)
 
     def _own(self, tree: Any) -> Any:
-        """Return this rank's row of a tree that ``_zeros`` has made."""
+        """Returns this rank's row of a tree that ``_zeros`` has made."""
         return jax.tree.map(lambda x: x[self.group.last], tree) if self.is_manager else tree
 
     def _any_sends(self, sends: Bool[Array, ""]) -> Bool[Array, ""]:
-        """Return on every rank whether one of them sends anything."""
+        """Returns on every rank whether one of them sends anything."""
         import mpi4jax
         from mpi4py import MPI
 
         return mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.group.comm) > 0
 
     def _exchange(self, how: Literal["gather", "scatter", "bcast"]) -> Callable[[Any], Any]:
-        """Return a collective of mpi4jax between the manager and its workers, for pytrees."""
+        """Returns a collective of mpi4jax between the manager and its workers, for pytrees."""
         import mpi4jax
 
         send = getattr(mpi4jax, how)
@@ -277,7 +277,7 @@ class LockStep(struct.PyTreeNode):
 def _take_all(
     manager: Manager, gathered: Any, count: Int[Array, ""], answers: Any, slots: bool
 ) -> tuple[Manager, Any]:
-    """Receive the batches of the first ``count`` ranks; returns a row of answers for each."""
+    """Receives the batches of the first ``count`` ranks; returns a row of answers for each."""
 
     def take(sender: Array, carry: tuple[Manager, Any]) -> tuple[Manager, Any]:
         manager, answers = carry
@@ -294,7 +294,7 @@ def _take_all(
 def _receive(
     manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Any, slots: bool
 ) -> tuple[Manager, Any]:
-    """Receive a batch; returns the manager, and the scores and, if asked for, the slots."""
+    """Receives a batch; returns the manager, and the scores and, if asked for, the slots."""
     manager, scores, placed = manager.insert(
         batch.items, score=batch.score, mask=mask, sender=sender
     )
@@ -302,7 +302,7 @@ def _receive(
 
 
 def _in_words(send: Callable[[Array], Array], tree: Any) -> Any:
-    """Send each leaf; MPI does not know the small floats, so their bits are sent as integers."""
+    """Sends each leaf; MPI does not know the small floats, so their bits are sent as integers."""
 
     def send_leaf(x: Array) -> Array:
         unknown = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4

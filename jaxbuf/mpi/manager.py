@@ -64,7 +64,7 @@ class Manager(struct.PyTreeNode):
         scores: ScoreFunction | StatefulScore = DEFAULT,
         store: bool = True,
     ) -> Self:
-        """Create a manager that has received nothing.
+        """Creates a manager that has received nothing.
 
         Args:
             buffer: The buffer in which batches are stored; it may hold items already.
@@ -110,7 +110,7 @@ class Manager(struct.PyTreeNode):
         mask: Bool[Array, " B"] | None = None,
         sender: int | Int[Array, ""] = 0,
     ) -> tuple[Self, dict[str, Array]]:
-        """Score and store a batch from a worker.
+        """Scores and stores a batch from a worker.
 
         Args:
             items: Leaves ``[B, ...]``, like the buffer's example.
@@ -136,7 +136,7 @@ class Manager(struct.PyTreeNode):
         mask: Bool[Array, " B"] | None = None,
         sender: int | Int[Array, ""] = 0,
     ) -> tuple[Self, dict[str, Array], Slots]:
-        """Receive a batch, and return the slots of its rows as well.
+        """Receives a batch, and returns the slots of its rows as well.
 
         Args:
             items: The items and all other arguments are those of ``receive``.
@@ -188,7 +188,7 @@ class Manager(struct.PyTreeNode):
     def update_score(
         self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
     ) -> Self:
-        """Set the scores of stored items, as ``update_score`` of the buffer does.
+        """Sets the scores of stored items, as ``update_score`` of the buffer does.
 
         A baseline of the scores in the buffer follows; the moving average does not.
 
@@ -205,7 +205,7 @@ class Manager(struct.PyTreeNode):
     def update_priority(
         self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
     ) -> Self:
-        """Set the priorities of stored items, as ``update_priority`` of the buffer does.
+        """Sets the priorities of stored items, as ``update_priority`` of the buffer does.
 
         Raises:
             ValueError: When traced, if the sampler has no priorities, or a shape differs.
@@ -213,13 +213,13 @@ class Manager(struct.PyTreeNode):
         return self.replace(buffer=self.buffer.update_priority(slots, priority, mask=mask))
 
     def baseline_value(self) -> Float[Array, ""]:
-        """Return the baseline after all batches so far; −inf before it is known."""
+        """Returns the baseline after all batches so far; −inf before it is known."""
         kept = _kept_scores(self.buffer) if self.baseline.uses_buffer else None
         full = self.buffer.size == self.buffer.capacity
         return baseline_value(self.baseline, self.average, kept, full)
 
     def metrics(self) -> dict[str, Array]:
-        """Return the buffer's metrics, and ``baseline``, ``batches`` and ``rows`` received."""
+        """Returns the buffer's metrics, and ``baseline``, ``batches`` and ``rows`` received."""
         return {
             **self.buffer.metrics(),
             "baseline": self.baseline_value(),
@@ -229,7 +229,7 @@ class Manager(struct.PyTreeNode):
 
 
 def outline(make: Callable[[int], Manager], num_workers: int) -> Manager:
-    """Return the shapes and the configuration of the manager that a function makes.
+    """Returns the shapes and the configuration of the manager that a function makes.
 
     Raises:
         ValueError: If it does not make a manager.
@@ -244,5 +244,5 @@ def outline(make: Callable[[int], Manager], num_workers: int) -> Manager:
 
 
 def _kept_scores(buffer: ItemBuffer) -> Float[Array, " N"] | None:
-    """Return the score in each slot, not finite in empty ones; None if none are kept."""
+    """Returns the score in each slot, not finite in empty ones; None if none are kept."""
     return buffer.by_slot().get("score")

@@ -122,7 +122,7 @@ class ReplaceWorst:
         age: Int[Array, " W"],
         spared: Int[Array, " W"] | None = None,
     ) -> Choice:
-        """Choose the ranks to replace. Ranks that pass the same arguments get the same choice.
+        """Chooses the ranks to replace. Ranks that pass the same arguments get the same choice.
 
         Args:
             key: The key that breaks ties and draws donors.
@@ -220,7 +220,7 @@ class Population(struct.PyTreeNode):
 
     @classmethod
     def create(cls, rule: ReplaceWorst, key: PRNGKeyArray, comm: "MPI.Intracomm") -> Self:
-        """Create this rank's part. Every rank of ``comm`` calls this with the same arguments.
+        """Creates this rank's part. Every rank of ``comm`` calls this with the same arguments.
 
         Args:
             rule: The rule that chooses the ranks to replace.
@@ -247,7 +247,7 @@ class Population(struct.PyTreeNode):
     def update(
         self, key: PRNGKeyArray, params: PyTree[Array], score: float | Float[Array, ""]
     ) -> tuple[Self, PyTree[Array], Bool[Array, ""]]:
-        """Count a call, and replace the worst ranks. Every rank calls this equally often.
+        """Counts a call, and replaces the worst ranks. Every rank calls this equally often.
 
         It works inside jit. A comparison exchanges one short message, and a sum of each parameter
         for each rank that is replaced.
@@ -288,7 +288,7 @@ class Population(struct.PyTreeNode):
         return cast("Self", after), params, replaced
 
     def metrics(self) -> dict[str, Array]:
-        """Return metrics of this rank, all scalars.
+        """Returns metrics of this rank, all scalars.
 
         Returns:
             ``score``, the mean score per call since it was last replaced, NaN without one;
@@ -359,7 +359,7 @@ def _go_on(
 
 
 def _average(choice: Choice, leaves: Sequence[Array], ranks: Ranks) -> list[Array]:
-    """Return the average of this rank's donors, in wide dtypes; its own leaves without donors."""
+    """Returns the average of this rank's donors, in wide dtypes; its own leaves without donors."""
     import mpi4jax
     from mpi4py import MPI
 
@@ -381,7 +381,7 @@ def _average(choice: Choice, leaves: Sequence[Array], ranks: Ranks) -> list[Arra
 
 
 def _mix(own: Array, other: Array, momentum: float) -> Array:
-    """Mix ``other`` with a share of ``own``, where that is finite, in the dtype of ``own``."""
+    """Mixes ``other`` with a share of ``own``, where that is finite, in the dtype of ``own``."""
     kept = jnp.asarray(momentum, other.dtype)
     mixed = kept * own.astype(other.dtype) + (1 - kept) * other
     return jnp.where(jnp.isfinite(own), mixed, other).astype(own.dtype)
@@ -401,7 +401,7 @@ def _as_int(x: Array) -> Int[Array, "..."]:
 
 
 def _share(ratio: float, ranks: int) -> int:
-    """Return this share of the ranks, rounded down, but at least one."""
+    """Returns this share of the ranks, rounded down, but at least one."""
     # In floating point, 0.29 * 100 is slightly less than 29.
     return max(1, math.floor(ratio * ranks + 1e-6))
 

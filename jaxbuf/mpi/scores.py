@@ -36,7 +36,7 @@ class StatefulScore(Protocol):
     """A score function with a state, which the manager keeps for it."""
 
     def init(self, num_workers: int) -> Any:
-        """Return the first state, a pytree of arrays."""
+        """Returns the first state, a pytree of arrays."""
         ...
 
     def update(
@@ -47,7 +47,7 @@ class StatefulScore(Protocol):
         mask: Bool[Array, " B"],
         sender: Int[Array, ""],
     ) -> tuple[Any, dict[str, Array]]:
-        """Return the state after a batch, and the scores of the batch."""
+        """Returns the state after a batch, and the scores of the batch."""
         ...
 
 
@@ -58,17 +58,17 @@ class _Stateless:
     function: ScoreFunction
 
     def init(self, num_workers: int) -> tuple[()]:
-        """Return the empty state."""
+        """Returns the empty state."""
         del num_workers
         return ()
 
     def update(self, state: Any, *given: Any) -> tuple[Any, dict[str, Array]]:
-        """Return the scores of a batch."""
+        """Returns the scores of a batch."""
         return state, self.function(*given)
 
 
 def with_state(scores: "ScoreFunction | StatefulScore") -> StatefulScore:
-    """Return a score function in the form of one with a state.
+    """Returns a score function in the form of one with a state.
 
     Raises:
         ValueError: If it is neither a function nor a ``StatefulScore``.
@@ -87,7 +87,7 @@ def with_state(scores: "ScoreFunction | StatefulScore") -> StatefulScore:
 def default_score(
     buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
 ) -> dict[str, Array]:
-    """Return the score +inf for every batch, the default of ``Manager``."""
+    """Returns the score +inf for every batch, the default of ``Manager``."""
     del buffer, batch, mask, sender
     return {"score": jnp.float32(jnp.inf)}
 
@@ -117,7 +117,7 @@ class Retained:
     def __call__(
         self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
     ) -> dict[str, Array]:
-        """Return the number of rows kept, as a float."""
+        """Returns the number of rows kept, as a float."""
         del sender
         # Only the occupancy is used, so XLA drops the rest of this add.
         score = batch.score if uses_score(buffer) else None
@@ -157,7 +157,7 @@ class Novelty:
     def __call__(
         self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
     ) -> dict[str, Array]:
-        """Return the mean distance; 0 for a batch without rows."""
+        """Returns the mean distance; 0 for a batch without rows."""
         del sender
         part, ball = Diversity(_FAR, self.p, self.field), Ball(_FAR, self.p)
         points = Points.of(part.points(batch.items))
@@ -180,7 +180,7 @@ class RewardSum:
     def __call__(
         self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
     ) -> dict[str, Array]:
-        """Return the sum."""
+        """Returns the sum."""
         del buffer, sender
         score = jnp.where(mask & ~jnp.isnan(batch.score), batch.score, jnp.float32(-jnp.inf))
         return {"reward_sum": jnp.sum(jnp.exp(score))}
@@ -223,7 +223,7 @@ class NewModes:
     def __call__(
         self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
     ) -> dict[str, Array]:
-        """Return the number of new modes, as a float."""
+        """Returns the number of new modes, as a float."""
         del sender
         is_mode = mask & (batch.score >= jnp.float32(self.threshold))
         part = Diversity(self.cutoff, self.p, self.field)
@@ -286,7 +286,7 @@ class WeightedSum:
         object.__setattr__(self, "alpha", alpha)
 
     def init(self, num_workers: int) -> Float[Array, " W"]:
-        """Return −inf for each worker, which stands for no average."""
+        """Returns −inf for each worker, which stands for no average."""
         return jnp.full((num_workers,), -jnp.inf, jnp.float32)
 
     def update(
@@ -297,7 +297,7 @@ class WeightedSum:
         mask: Bool[Array, " B"],
         sender: Int[Array, ""],
     ) -> tuple[Float[Array, " W"], dict[str, Array]]:
-        """Return the averages after a batch, and its scores."""
+        """Returns the averages after a batch, and its scores."""
         scores: dict[str, Array] = {}
         for part in self.parts:
             scores |= part(buffer, batch, mask, sender)
@@ -318,7 +318,7 @@ class WeightedSum:
 
 
 def _check_weights(weights: Any) -> tuple[tuple[str, float], ...]:
-    """Return the weights by name as sorted pairs."""
+    """Returns the weights by name as sorted pairs."""
     pairs = weights.items() if isinstance(weights, Mapping) else weights
     if not isinstance(weights, Mapping) and not (
         isinstance(weights, tuple)
@@ -339,7 +339,7 @@ def _check_weights(weights: Any) -> tuple[tuple[str, float], ...]:
 
 
 def _others(buffer: ItemBuffer, part: Diversity) -> Others:
-    """Return the coordinates of the buffer's items, stored ones if the buffer keeps them."""
+    """Returns the coordinates of the buffer's items, stored ones if the buffer keeps them."""
     kept = buffer.diversity
     if (
         kept is not None

@@ -56,7 +56,7 @@ def serve(
     save_every: float | None = None,
     report: Callable[[str], None] | None = print,
 ) -> Served:
-    """Answer the workers of a group until all of them have left. The manager's rank calls this.
+    """Answers the workers of a group until all of them have left. The manager's rank calls this.
 
     Each batch is stored and scored in one program, which updates the buffer in place, and answered
     before the next one. The batches of one worker are taken in the order in which it sent them. A
@@ -134,7 +134,7 @@ UPDATES = {Kind.SCORES: Manager.update_score, Kind.PRIORITIES: Manager.update_pr
 
 
 def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
-    """Return the schemas of the messages that depend on the manager.
+    """Returns the schemas of the messages that depend on the manager.
 
     Args:
         manager: The manager, or one with the same shapes and configuration.
@@ -166,7 +166,7 @@ def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
 
 @functools.cache
 def _compiled(function: Callable[..., Any], donates: bool) -> Any:
-    """Return the jitted function, compiled with options that depend on the backend."""
+    """Returns the jitted function, compiled with options that depend on the backend."""
     options = compiler_options()
     return jax.jit(function, donate_argnums=0 if donates else None, compiler_options=options)
 
@@ -174,7 +174,7 @@ def _compiled(function: Callable[..., Any], donates: bool) -> Any:
 def _take(
     manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
 ) -> tuple[Manager, Reply]:
-    """Store and score a batch; returns the new manager and the reply."""
+    """Stores and scores a batch; returns the new manager and the reply."""
     manager, reply = _insert(manager, batch, mask, sender)
     return manager, reply.replace(slots=None)
 
@@ -182,7 +182,7 @@ def _take(
 def _insert(
     manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
 ) -> tuple[Manager, Reply]:
-    """Store and score a batch as ``_take`` does; the reply has the slots of the rows."""
+    """Stores and scores a batch as ``_take`` does; the reply has the slots of the rows."""
     manager, scores, slots = manager.insert(
         batch.items, score=batch.score, mask=mask, sender=sender
     )
@@ -197,7 +197,7 @@ def _update(
     value: Float[Array, " R"],
     rows: Int[Array, ""],
 ) -> tuple[Manager, Int[Array, ""]]:
-    """Set values of the first ``rows`` slots; returns the manager, and how many were stale."""
+    """Sets values of the first ``rows`` slots; returns the manager, and how many were stale."""
     mask = jnp.arange(len(value), dtype=jnp.int32) < rows
     stale = jnp.sum(mask & ~manager.buffer.holds(slots), dtype=jnp.int32)
     return update(manager, slots, value, mask=mask), stale
@@ -277,7 +277,7 @@ class _Server:
         return Served(self._manager, self._traffic, tuple(self._faults))
 
     def _prepare(self) -> None:
-        """Trace all programs, so that a score function that cannot be traced fails at once."""
+        """Traces all programs, so that a score function that cannot be traced fails at once."""
         self._channel.add_schemas(schemas(self._manager, self._rows))
         self._senders = [np.int32(worker) for worker in range(self._channel.manager)]
         batch = self._channel.schemas[Kind.BATCH]
@@ -305,7 +305,7 @@ class _Server:
             self._look_at_the_clock()
 
     def _look_at_the_clock(self) -> None:
-        """Save the manager, and reassure workers that wait, if it is time."""
+        """Saves the manager, and reassures workers that wait, if it is time."""
         now = time.monotonic()
         if self._save_every is not None and now - self._saved > self._save_every:
             self._save()
@@ -316,7 +316,7 @@ class _Server:
                 self._send(worker, Kind.LEAVE, number=there)
 
     def _look_for_silence(self) -> None:
-        """Count workers that have been silent for too long as lost."""
+        """Counts workers that have been silent for too long as lost."""
         if self._channel.timeout is None:
             return
         now = time.monotonic()
@@ -358,7 +358,7 @@ class _Server:
         self._heard[worker] = time.monotonic()
 
     def _fault(self, worker: int, kind: int) -> str:
-        """Return the reason to refuse a message that can be read; empty to accept it."""
+        """Returns the reason to refuse a message that can be read; empty to accept it."""
         changes = (Kind.BATCH, Kind.INSERT, *UPDATES)
         if kind not in (*changes, Kind.METADATA_REQUEST, Kind.LEAVE, Kind.ABORT):
             return f"its kind is {kind}, which only a manager sends"
@@ -398,7 +398,7 @@ class _Server:
         self._traffic.count(message.source, updates=rows, stale=int(stale), handle=handle)
 
     def _change(self, program: Callable[..., Any], *args: Any) -> Any:
-        """Replace the manager by the first result of a program; returns the second one."""
+        """Replaces the manager by the first result of a program; returns the second one."""
         # The program consumes the manager: a signal must not come between it and its replacement.
         with _signals_later() if self._donates else contextlib.nullcontext():
             manager, result = program(self._manager, *args)
@@ -418,7 +418,7 @@ class _Server:
         self._traffic.count(worker, answered=size)
 
     def _finish_sending(self) -> None:
-        """Wait until all messages have left, except those to lost workers."""
+        """Waits until all messages have left, except those to lost workers."""
         wait = wire.Wait(self._channel.timeout)
         self._channel.collect()
         lost = self._workers(_Status.LOST)
@@ -435,7 +435,7 @@ class _Server:
             self._saved = time.monotonic()
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the workers about an error, and save the manager."""
+        """Tells the workers about an error, and saves the manager."""
         text = f"{self._name}, the manager, failed: {type(error).__name__}: {error}"
         if self._report is not None:
             self._report(text)

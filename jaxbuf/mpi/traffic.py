@@ -34,7 +34,7 @@ class Traffic:
         self._received = np.zeros((len(self.names),), np.int64)
 
     def count(self, worker: int, **amounts: float) -> None:
-        """Add to the counts of a worker.
+        """Adds to the counts of a worker.
 
         Args:
             worker: The number of the worker.
@@ -53,7 +53,7 @@ class Traffic:
                     self._received[worker] += int(amount)
 
     def metrics(self) -> dict[str, Any]:
-        """Return all counts and times as Python numbers.
+        """Returns all counts and times as Python numbers.
 
         Returns:
             ``requests``, ``batches``, ``rows``, ``bytes``, ``updates``, ``stale``,
@@ -68,7 +68,7 @@ class Traffic:
         return out
 
     def table(self) -> str:
-        """Return all counts and times as text: a line for each worker and one for the total."""
+        """Returns all counts and times as text: a line for each worker and one for the total."""
         metrics = self.metrics()
         shown = [name for name in _COUNTS if metrics[name] or name not in ("updates", "stale")]
         header = ["", *shown, *(f"{phase} ms" for phase in _PHASES), "MB/s"]

@@ -94,7 +94,7 @@ class Header(NamedTuple):
 
 
 def _size(leaf: Any) -> int:
-    """Return the bytes of an array of this shape and dtype."""
+    """Returns the bytes of an array of this shape and dtype."""
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
@@ -132,7 +132,7 @@ class Schema:
         self.checksum = zlib.crc32(repr((names, described)).encode())
 
     def fault(self, arrays: list[np.ndarray]) -> str:
-        """Return the reason why the numbers of a message cannot be used; empty if they can.
+        """Returns the reason why the numbers of a message cannot be used; empty if they can.
 
         A program adds up the bytes of flags, so a byte that is neither 0 nor 1 counts as many.
         """
@@ -144,7 +144,7 @@ class Schema:
         return ""
 
     def arrays(self, first: np.ndarray) -> list[np.ndarray]:
-        """Return the small arrays as views of a first piece, and memory for the large ones."""
+        """Returns the small arrays as views of a first piece, and memory for the large ones."""
         return [
             _zeros(leaf.shape, leaf.dtype)
             if start is None
@@ -195,7 +195,7 @@ class Sending(NamedTuple):
     memory: "_Memory"
 
     def done(self) -> bool:
-        """Return whether MPI no longer needs the memory."""
+        """Returns whether MPI no longer needs the memory."""
         return all(request.Test() for request in self.requests)
 
 
@@ -211,7 +211,7 @@ class _Memory:
         self._arrays: dict[Kind, tuple[list[np.ndarray], Any]] = {}
 
     def arrays(self, kind: Kind, schema: Schema) -> tuple[list[np.ndarray], Any]:
-        """Return the arrays of a message of this kind, as a list and as a pytree."""
+        """Returns the arrays of a message of this kind, as a list and as a pytree."""
         if kind not in self._arrays:
             arrays = schema.arrays(self.first)
             self._arrays[kind] = arrays, jax.tree.unflatten(schema.treedef, arrays)
@@ -274,7 +274,7 @@ class Channel:
         return f"{self.names[self.manager]}, the manager,"
 
     def add_schemas(self, schemas: Mapping[Kind, Schema]) -> None:
-        """Set the schemas that depend on what is exchanged, before the first message."""
+        """Sets the schemas that depend on what is exchanged, before the first message."""
         self.schemas |= schemas
         self._free.clear()
 
@@ -288,7 +288,7 @@ class Channel:
         rows: int = 0,
         tag: int | None = None,
     ) -> int:
-        """Begin to send a message.
+        """Begins to send a message.
 
         Args:
             kind: Its kind.
@@ -323,18 +323,18 @@ class Channel:
         return sum(part.size for part in parts)
 
     def collect(self) -> None:
-        """Forget messages that have been sent."""
+        """Forgets messages that have been sent."""
         done = [sending.done() for sending in self.sending]
         self._free += [x.memory for x, sent in zip(self.sending, done, strict=True) if sent]
         self.sending = [x for x, sent in zip(self.sending, done, strict=True) if not sent]
 
     def abandon(self) -> None:
-        """Keep messages that are on their way, and their memory, until the process ends."""
+        """Keeps messages that are on their way, and their memory, until the process ends."""
         _ABANDONED.extend(self.sending)
         self.sending = []
 
     def receive(self) -> Message | None:
-        """Return the next message that is complete or faulty; None if none has come yet."""
+        """Returns the next message that is complete or faulty; None if none has come yet."""
         self._give_back()
         mpi, status = self._mpi, self._status
         while matched := self.comm.Improbe(self._source, mpi.ANY_TAG, status):
@@ -391,7 +391,7 @@ class Channel:
         return self._go_on(_Partial(message, partial.memory, partial.missing[1:]))
 
     def _go_on(self, partial: _Partial) -> Message | None:
-        """Return the message if it is complete, and otherwise wait for its next large array."""
+        """Returns the message if it is complete, and otherwise waits for its next large array."""
         if partial.missing:
             # An earlier message that is still incomplete was cut short by an error of its sender.
             self._partial[partial.message.source] = partial
@@ -404,7 +404,7 @@ class Channel:
         return message._replace(tree=None, fault=fault) if fault else message
 
     def _give_back(self) -> None:
-        """Use the memory of the message that was returned last again."""
+        """Uses the memory of the message that was returned last again."""
         if self._lent is not None:
             self._free.append(self._lent)
             self._lent = None
@@ -415,7 +415,7 @@ class Channel:
         return _Memory(max(schema.size for schema in self.schemas.values()))
 
     def _fault(self, header: Header, tag: int, size: int) -> str:
-        """Return the reason why a header cannot be used; empty if it can."""
+        """Returns the reason why a header cannot be used; empty if it can."""
         if tag != self.tag:
             return (
                 f"its tag is {tag}; expected {self.tag}: a worker that has left may begin anew "
@@ -456,7 +456,7 @@ class Wait:
         self._began = self._idle_since = time.monotonic()
 
     def pause(self, sending: bool = False) -> bool:
-        """Wait for one step, a short one while ``sending``.
+        """Waits for one step, a short one while ``sending``.
 
         Returns:
             False, without waiting, if the time is over.
@@ -475,13 +475,13 @@ class Wait:
         return True
 
     def restart(self) -> Self:
-        """Begin again, with the same limit."""
+        """Begins again, with the same limit."""
         self._began = self._idle_since = time.monotonic()
         return self
 
 
 def note(text: str) -> np.ndarray:
-    """Return a text as an array of fixed size, without its middle if it is too long."""
+    """Returns a text as an array of fixed size, without its middle if it is too long."""
     raw = text.encode()
     if len(raw) > _NOTE_BYTES:
         # The type of an error is at the beginning of its text; the cause is often at the end.
@@ -493,12 +493,12 @@ def note(text: str) -> np.ndarray:
 
 
 def read_note(data: np.ndarray) -> str:
-    """Return the text that ``note`` turned into an array."""
+    """Returns the text that ``note`` turned into an array."""
     return bytes(data).rstrip(b"\0").decode(errors="replace")
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
-    """Return the memory of an array, ``[size]`` uint8; a copy if it is not contiguous."""
+    """Returns the memory of an array, ``[size]`` uint8; a copy if it is not contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
@@ -510,7 +510,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _count_run(group: "MPI.Intracomm") -> int:
-    """Return how often this rank has begun a run with the communicator, including this one."""
+    """Returns how often this rank has begun a run with the communicator, including this one."""
     from mpi4py import MPI
 
     global _runs

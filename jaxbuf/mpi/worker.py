@@ -179,7 +179,7 @@ class Worker:
         score: Float[Array, " B"] | None = None,
         mask: Bool[Array, " B"] | Bool[Array, "B T"] | None = None,
     ) -> Answer | None:
-        """Add a batch; every ``every``-th call sends what was added since the last message.
+        """Adds a batch; every ``every``-th call sends what was added since the last message.
 
         Args:
             items: Leaves ``[B, ...]``, like the example of the manager's buffer.
@@ -249,7 +249,7 @@ class Worker:
         *,
         mask: Bool[Array, " B"] | None = None,
     ) -> None:
-        """Set the scores of items of the manager's buffer. It does not wait for an answer.
+        """Sets the scores of items of the manager's buffer. It does not wait for an answer.
 
         The manager takes batches and new scores in the order in which this worker sends them. It
         drops rows whose item has left since, exactly as the buffer's own ``update_score`` does, and
@@ -276,7 +276,7 @@ class Worker:
         *,
         mask: Bool[Array, " B"] | None = None,
     ) -> None:
-        """Set the priorities of items of the manager's buffer, as ``update_score`` sets scores.
+        """Sets the priorities of items of the manager's buffer, as ``update_score`` sets scores.
 
         Raises:
             ValueError: If the sampler of the manager's buffer has no priorities, or a shape
@@ -287,7 +287,7 @@ class Worker:
         self._update(Kind.PRIORITIES, "priority", slots, priority, mask)
 
     def request_metadata(self) -> dict[str, Any]:
-        """Return the manager's current ``metrics()``: NumPy scalars by name.
+        """Returns the manager's current ``metrics()``: NumPy scalars by name.
 
         Raises:
             TimeoutError: If no answer came in time.
@@ -301,7 +301,7 @@ class Worker:
         return self._metadata.pop(self._requests)
 
     def drain(self, timeout: float | None = None) -> Drained:
-        """Send what is left, and collect all answers. It raises no error of the exchange.
+        """Sends what is left, and collects all answers. It raises no error of the exchange.
 
         Args:
             timeout: The longest time to wait, in seconds; that of the worker by default.
@@ -327,7 +327,7 @@ class Worker:
         return Drained(answers, missing, "; ".join(filter(None, reasons)))
 
     def exit(self, timeout: float | None = None) -> Drained:
-        """Drain, and leave the manager. Returns when all workers leave and the manager has saved.
+        """Drains, and leaves the manager. Returns when all workers leave and the manager has saved.
 
         Args:
             timeout: The longest time to wait for answers, and then for any sign of the manager, in
@@ -353,7 +353,7 @@ class Worker:
         return drained._replace(reason="; ".join(filter(None, [drained.reason, reason])))
 
     def metrics(self) -> dict[str, Any]:
-        """Return metrics as Python numbers.
+        """Returns metrics as Python numbers.
 
         Returns:
             The metrics of ``WorkerState.metrics``; the numbers of batches that were ``answered``,
@@ -385,7 +385,7 @@ class Worker:
             raise ExchangeError(drained.reason)
 
     def _update(self, kind: Kind, name: str, slots: Slots | None, value: Any, mask: Any) -> None:
-        """Send new values in as many messages as they need."""
+        """Sends new values in as many messages as they need."""
         self._check_open()
         if slots is None:
             raise ValueError(
@@ -427,7 +427,7 @@ class Worker:
         return not self._at_end.alive
 
     def _check_room(self, items: PyTree[Array]) -> int:
-        """Return the number of rows, if a message has room for them."""
+        """Returns the number of rows, if a message has room for them."""
         # Leaves without rows are refused when the step is traced.
         rows = max(
             (np.shape(leaf)[0] for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0
@@ -441,7 +441,7 @@ class Worker:
         return rows
 
     def _send_all(self, items: PyTree[Array], score: Any, mask: Any, rows: int) -> None:
-        """Send a batch as ``step`` would, but without a program to run and to wait for."""
+        """Sends a batch as ``step`` would, but without a program to run and to wait for."""
         leaves, structure = jax.tree.flatten((items, score, mask))
         check_there(leaves, "items")
         given = (structure, *map(jax.typeof, leaves))
@@ -460,7 +460,7 @@ class Worker:
             self._send_batch(Batch(jax.tree.map(_alike, state.items, items), score), mask)
 
     def _send_chosen(self, mask: Bool[Array, " R"], count: Int[Array, ""]) -> None:
-        """Begin to send rows that were kept, unless none of them is chosen."""
+        """Begins to send rows that were kept, unless none of them is chosen."""
         kept, self._adds, self._kept = self._kept, 0, 0
         if count:
             # The next add donates the state, so its rows are copied.
@@ -475,18 +475,18 @@ class Worker:
         self._send(kind, (batch, mask), number=self._batches, rows=len(mask))
 
     def _send(self, kind: Kind, tree: Any = (), number: int = 0, rows: int = 0) -> None:
-        """Begin to send a message; its arrays must not change any more."""
+        """Begins to send a message; its arrays must not change any more."""
         self._channel.send(kind, self._channel.manager, tree, number=number, rows=rows)
 
     def _poll(self) -> None:
-        """Take all messages that have come, without waiting."""
+        """Takes all messages that have come, without waiting."""
         while (message := self._channel.receive()) is not None:
             self._take(message)
         if self._channel.sending:
             self._channel.collect()
 
     def _wait(self, until: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until a condition holds; returns False if time is over or the manager has failed."""
+        """Waits until a condition holds; returns False if time is up or the manager has failed."""
         wait = wire.Wait(timeout)
         self._poll()
         while not until():
@@ -496,7 +496,7 @@ class Worker:
         return True
 
     def _wait_or_raise(self, until: Callable[[], bool], what: str = "") -> None:
-        """Wait as ``_wait`` does.
+        """Waits as ``_wait`` does.
 
         Args:
             until: The condition.
@@ -519,7 +519,7 @@ class Worker:
         return f"{self._channel.manager_name} has not answered {what} within {timeout:g} s"
 
     def _give_up(self) -> None:
-        """Stop waiting for answers; later ones are dropped."""
+        """Stops waiting for answers; later ones are dropped."""
         self._counts["given_up"] += len(self._waiting)
         self._waiting.clear()
 
@@ -561,7 +561,7 @@ class Worker:
 
 
 def _leave_early(channel: wire.Channel, reason: str) -> None:
-    """Tell the manager that a worker leaves early, unless it cannot be told any more."""
+    """Tells the manager that a worker leaves early, unless it cannot be told any more."""
     from mpi4py import MPI
 
     if not MPI.Is_finalized():
@@ -570,5 +570,5 @@ def _leave_early(channel: wire.Channel, reason: str) -> None:
 
 
 def _alike(like: Array, leaf: Any) -> Array:
-    """Return an array with the dtype of another one."""
+    """Returns an array with the dtype of another one."""
     return jnp.asarray(leaf, like.dtype)

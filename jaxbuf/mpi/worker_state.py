@@ -48,7 +48,7 @@ class WorkerState(struct.PyTreeNode):
         rows: int,
         filter: BaselineFilter | None = None,  # noqa: A002
     ) -> Self:
-        """Create a state without rows.
+        """Creates a state without rows.
 
         Args:
             example: One unbatched item.
@@ -73,7 +73,7 @@ class WorkerState(struct.PyTreeNode):
         )
 
     def add(self, items: PyTree[Array], score: Float[Array, " B"], mask: Bool[Array, " B"]) -> Self:
-        """Keep a batch, leaves ``[B, ...]``, for the next message. It must have room for it."""
+        """Keeps a batch, leaves ``[B, ...]``, for the next message. It must have room for it."""
         start = self.place[0]
 
         def put(kept: Array, rows: Array) -> Array:
@@ -89,7 +89,7 @@ class WorkerState(struct.PyTreeNode):
         )
 
     def contact(self) -> tuple[Self, Bool[Array, " R"], Int[Array, ""]]:
-        """Choose the rows to send, and forget all rows.
+        """Chooses the rows to send, and forgets all rows.
 
         Returns:
             The new state, the mask ``[R]`` of the rows to send, and their number ``[]``. If the
@@ -110,7 +110,7 @@ class WorkerState(struct.PyTreeNode):
         return state, sent.copy(), count.astype(jnp.int32)
 
     def metrics(self) -> dict[str, Array]:
-        """Return metrics, all scalars. Counts since creation wrap at 2**32.
+        """Returns metrics, all scalars. Counts since creation wrap at 2**32.
 
         Returns:
             ``adds``; the numbers of rows ``offered`` and ``sent``; the numbers of ``batches`` sent,
@@ -136,7 +136,7 @@ def step(
     needs_score: bool,
     sends: bool,
 ) -> tuple[WorkerState, Any]:
-    """Keep a batch; if it is time to send, also choose rows, as ``contact`` does."""
+    """Keeps a batch; if it is time to send, also chooses rows, as ``contact`` does."""
     if scoring_only:
         if mask is None:
             raise ValueError("with scoring_only pass mask=[B, T], which steps are valid")
@@ -151,7 +151,7 @@ def step(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def flush(state: WorkerState, baseline: Any) -> tuple[WorkerState, Any]:
-    """Choose the rows to send of all rows that are kept."""
+    """Chooses the rows to send of all rows that are kept."""
     state, *chosen = state.replace(baseline=baseline).contact()
     return state, chosen
 
@@ -159,7 +159,7 @@ def flush(state: WorkerState, baseline: Any) -> tuple[WorkerState, Any]:
 def first_state(
     data: PyTree[Array], rows: int, chosen: BaselineFilter | None, state: WorkerState | None
 ) -> WorkerState:
-    """Return an empty state, or a copy of a given one, so that the caller keeps its own."""
+    """Returns an empty state, or a copy of a given one, so that the caller keeps its own."""
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), data)
     empty = WorkerState.create(example, rows, chosen)
     if state is None:

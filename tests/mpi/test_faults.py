@@ -84,7 +84,7 @@ def _add(worker, low):
 
 
 def _run_killing(ranks, case, folder):
-    """Return the output of each rank where one is killed, whether or not the launcher sees it."""
+    """Returns the output of each rank where one is killed, whether or not the launcher sees it."""
     try:
         return run_ranks(ranks, __file__, case, folder, linger=folder / f"{case} is over")
     except RanksFailedError as failure:

@@ -80,7 +80,7 @@ _CASES_OF = {2: ("plain",), 3: ("prioritized", "diverse"), 4: ("prioritized",)}
 
 
 def _inputs(rank):
-    """Return the states, rewards and mask of each step of a rank."""
+    """Returns the states, rewards and mask of each step of a rank."""
     random = np.random.default_rng(rank)
     states = random.integers(0, 3, (_STEPS, _ROWS, _WIDTH)).astype(np.int32)
     reward = random.normal(size=(_STEPS, _ROWS)).astype(np.float32)
@@ -92,7 +92,7 @@ def _inputs(rank):
 
 
 def _train(count, batch, scored):
-    """Return the batch of a small training step, which depends on how often it was answered."""
+    """Returns the batch of a small training step, which depends on how often it was answered."""
     states, reward, mask = batch
     items = {
         "state": states + count,
@@ -265,7 +265,7 @@ def _run_case(name, communicators, rank, size):
 
 
 def _collectives(jaxpr):
-    """Return the names of the operations that communicate outside of branches."""
+    """Returns the names of the operations that communicate outside of branches."""
     names = []
     for equation in jaxpr.eqns:
         if equation.primitive.name.endswith("_mpi"):

@@ -32,7 +32,7 @@ _RULES = {
 
 
 def _choose(rule, score, age=None, spared=None, seed=0):
-    """Return the choice after checking it against the NumPy twin."""
+    """Returns the choice after checking it against the NumPy twin."""
     ranks = len(score)
     age = [1] * ranks if age is None else age
     key = jax.random.key(seed)
@@ -211,7 +211,7 @@ def _params(rank):
 
 
 def _scores(rank, ranks):
-    """Return scores such that each rank is worst in turn; some are missing or infinite."""
+    """Returns scores such that each rank is worst in turn; some are missing or infinite."""
     score = np.array([(rank + call // 3) % ranks for call in range(_CALLS)], np.float32) / ranks
     if rank == 1:
         score[:2] = np.nan

@@ -32,13 +32,13 @@ def _batches(rows=4, values=4, steps=12):
 
 
 def _held(buffer):
-    """Return the ids and states in the buffer."""
+    """Returns the ids and states in the buffer."""
     live = np.asarray(buffer.occupancy.live(jnp.arange(buffer.capacity)))
     return np.asarray(buffer.data["id"])[live], np.asarray(buffer.data["state"])[live]
 
 
 def _what_differs(item):
-    """Return the coordinates of the state that are not always zero."""
+    """Returns the coordinates of the state that are not always zero."""
     return item["state"][::9]
 
 

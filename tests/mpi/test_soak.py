@@ -29,7 +29,7 @@ _MOST_GROWTH = 4 * 2**20
 
 
 def _inputs(worker):
-    """Return items, scores and masks ``[_DIFFERENT, _ROWS, ...]`` that a worker sends in turn."""
+    """Returns items, scores and masks ``[_DIFFERENT, _ROWS, ...]`` that a worker sends in turn."""
     random = np.random.default_rng(worker)
     items = random.integers(0, 100, (_DIFFERENT, _ROWS, 8)).astype(np.int32)
     score = random.normal(size=(_DIFFERENT, _ROWS)).astype(np.float32)
@@ -37,7 +37,7 @@ def _inputs(worker):
 
 
 def _sent(worker):
-    """Return the scores of all rows that a worker sends."""
+    """Returns the scores of all rows that a worker sends."""
     _, score, mask = _inputs(worker)
     times, rest = divmod(_BATCHES, _DIFFERENT)
     scores = [score[k][mask[k]] for k in range(_DIFFERENT)]
@@ -61,7 +61,7 @@ def test_many_batches_lose_neither_rows_nor_memory():
 
 
 def _memory():
-    """Return the resident memory of this process, in bytes."""
+    """Returns the resident memory of this process, in bytes."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 

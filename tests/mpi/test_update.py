@@ -70,21 +70,21 @@ class Twin:
 
 
 def _scores(buffer):
-    """Return the score of each item by its number."""
+    """Returns the score of each item by its number."""
     live = np.asarray(buffer.live)
     scores = np.asarray(buffer.occupancy.score)[live].tolist()
     return dict(zip(np.asarray(buffer.data)[live].tolist(), scores, strict=True))
 
 
 def _batches(count, rows=_ROWS, worker=0):
-    """Return the numbers of items and their scores, all different, batch by batch."""
+    """Returns the numbers of items and their scores, all different, batch by batch."""
     random = np.random.default_rng(worker)
     items = np.arange(count * rows, dtype=np.int32).reshape(count, rows) + 1000 * worker
     return items, random.permutation(items.size).reshape(items.shape).astype(np.float32)
 
 
 def _new_scores(items, step):
-    """Return scores that no other item has, and no batch."""
+    """Returns scores that no other item has, and no batch."""
     random = np.random.default_rng((7, step))
     score = 100 * (step + 1) + random.permutation(len(items)) - 150 * random.integers(0, 2)
     return np.float32(score) + np.float32(0.5)

@@ -78,7 +78,7 @@ _BASELINES = {"min": Min(), "percentile": Percentile(0.1), "ema": EMA(0.1)}
 
 
 def _inputs(worker):
-    """Return the items, scores and mask of each add of a worker."""
+    """Returns the items, scores and mask of each add of a worker."""
     random = np.random.default_rng(worker)
     states = random.integers(0, 100, (_ADDS, _ROWS, 3)).astype(np.int32)
     score = random.permutation(_ADDS * _ROWS).reshape(_ADDS, _ROWS).astype(np.float32)
@@ -97,7 +97,7 @@ def _trajectories():
 
 
 def _reference(worker):
-    """Return a manager and its answers to one worker, computed in one process."""
+    """Returns a manager and its answers to one worker, computed in one process."""
     items, score, mask = _inputs(worker)
     manager, answers = _prioritized(1), []
     receive = jax.jit(Manager.receive)
