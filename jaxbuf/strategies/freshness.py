@@ -35,7 +35,7 @@ class FreshnessState(struct.PyTreeNode):
     """The state of ``Freshness``.
 
     Attributes:
-        versions: The version of the item in each slot, ``[N]``; the largest int32 where an item was
+        versions: The version of the item in each slot, ``[N]``; the least int32 where an item was
             too stale and retired.
         uses: The number of uses of the item in each slot, ``[N]``.
         oldest: A lower bound on the versions of all items that may still become too stale. While
@@ -206,6 +206,10 @@ class Freshness(Part):
         """Returns the versions and the uses of the items at ``index``."""
         return storage.select(index, (state.versions, state.uses))
 
+    def on_remove(self, state: FreshnessState, index: Int[Array, " B"]) -> FreshnessState:
+        """Forgets the uses of windows: one can be completed again, by other steps than before."""
+        return state.replace(uses=state.uses.at[index].set(0, mode="drop"))
+
     def on_use(
         self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
     ) -> tuple[FreshnessState, Bool[Array, " B"] | None]:
@@ -239,8 +243,9 @@ class Freshness(Part):
         """Counts the items that retired, and forgets the versions that were too old."""
         if event == "use":
             return state.more(retired_used=count)
-        # Writing the versions shows XLA that all of them have been read before they change.
-        versions = state.versions.at[index].set(_NEVER, mode="drop")
+        # A window that is completed again stays too stale. And writing the versions shows XLA that
+        # all of them have been read before they change.
+        versions = state.versions.at[index].set(_TOO_OLD, mode="drop")
         return state.replace(versions=versions).more(retired_stale=count)
 
     def known(self, state: FreshnessState, index: Int[Array, " B"]) -> dict[str, Array]:

@@ -236,6 +236,31 @@ def test_a_saved_buffer_fits_rings_of_another_length(tmp_path, length):
     assert firsts(advance(loaded, 8)) == []
 
 
+def test_windows_that_retired_are_completed_again_by_other_steps():
+    example = {"t": jnp.int32(0), "terminated": jnp.bool_(False)}
+    limits = jaxbuf.Freshness(max_use=2, max_staleness=3)
+    episodes = jaxbuf.Episodes()
+    buffer = create(limits, num_envs=1, sequence_length=3, example=example, episodes=episodes)
+    ends = jnp.array([[False, True, False, False]])
+    rows = {"t": steps(0, 4, num_envs=1), "terminated": ends}
+    buffer = jaxbuf.add(buffer, rows, version=jnp.array([[0, 2, 2, 2]], jnp.int32))
+    # The window from step 0 becomes too stale, and the one from step 1 is used twice.
+    buffer = advance(buffer, 3)
+    slots = buffer.latest(1).slots
+    buffer = mark(mark(buffer, slots), slots)
+    assert int(buffer.num_windows) == 0
+    buffer = buffer.drop_newest_episode()
+    rows = {"t": steps(4, 2, num_envs=1), "terminated": jnp.zeros((1, 2), bool)}
+    buffer = jaxbuf.add(buffer, rows)
+    testing.assert_valid(buffer)
+    # The first step of the one is as old as before; nobody has used the other with these steps.
+    batch = buffer.latest(2)
+    assert batch.data["t"][batch.valid].tolist() == [[1, 4, 5]]
+    assert int(buffer.metrics()["refused_stale"]) == 1
+    assert buffer.use_count(batch.slots).tolist() == [0, 0]
+    assert buffer.staleness(batch.slots).tolist() == [1, 0]
+
+
 def test_bad_use():
     plain = create(None)
     slots = plain.sample(KEY, 2).slots
