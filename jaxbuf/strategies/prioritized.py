@@ -116,7 +116,9 @@ class Prioritized(ShardableSampler):
 
     def mass(self, priority: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns ``(priority + epsilon) ** alpha``, clipped; 0 where the base is 0."""
-        base = priority + jnp.float32(self.epsilon)
+        # A negative priority is refused elsewhere. Here it must not make a NaN, which
+        # ``jax_debug_nans`` would raise.
+        base = jnp.maximum(priority + jnp.float32(self.epsilon), jnp.float32(0))
         if self.alpha == 1.0:
             mass = base
         elif self.alpha == 0.5:

@@ -114,3 +114,19 @@ def test_infinite_scores_make_no_nan(name, scores):
             buffer = buffer.add(rows, score=jnp.asarray(scores))
             operations.metrics(buffer, None, None, None)
             operations.draw(buffer, key)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.6])
+@pytest.mark.parametrize("priority", [[-1.0, 2.0], [jnp.inf, -jnp.inf]])
+def test_illegal_priorities_make_no_nan(alpha, priority):
+    illegal = jnp.asarray(priority)
+    sampler = jaxbuf.Prioritized(alpha=alpha)
+    with jax.disable_jit(), jax.debug_nans(True):
+        buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler)
+        buffer = buffer.add(jnp.arange(2))
+        buffer = buffer.update_priority(buffer.latest(2).slots, illegal)
+        rings = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sampler=sampler)
+        rings = rings.add(jnp.arange(2), priority=illegal)
+    refused = sum(not (0 <= p < np.inf) for p in priority)
+    for which in (buffer, rings):
+        assert int(which.metrics()["rejected"]) == refused
