@@ -1,5 +1,6 @@
 """An assertion that the fields of a buffer are consistent."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.buffers.created import is_created
-from jaxbuf.core import trees
+from jaxbuf.core import fields, trees
 from jaxbuf.core.problems import checked, first_wrong
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.testing import structures
@@ -183,8 +184,6 @@ def _look_up(buffer: Any) -> dict[str, Any]:
     begin = Rings.create(buffer.num_envs, buffer.length, 1, 1)
     rings, target, _, _ = begin.place(buffer.length, steps.valid)
     index = buffer.episode_index
-    new = index.episodes.init(buffer.data, buffer.rings.num_slots)
-    anew = new.extend(steps.data, begin, target, steps.valid)
     rank = jnp.broadcast_to(jnp.arange(buffer.length, dtype=jnp.int32), target.shape)
     env = jnp.broadcast_to(jnp.arange(buffer.num_envs, dtype=jnp.int32)[:, None], target.shape)
 
@@ -202,6 +201,15 @@ def _look_up(buffer: Any) -> dict[str, Any]:
             found["value"] = episode.value
         return {key: value.reshape(rank.shape) for key, value in found.items()}
 
+    ours = ask(index, buffer.rings, steps.position, buffer.data)
+    episodes, data = index.episodes, steps.data
+    names = (episodes.terminated, episodes.truncated)
+    if episodes.last is None and fields.truncation(data, *names) is None:
+        # ``end_episodes`` finds no flag to set in such steps, so only the index knows these ends.
+        data = {"steps": data, "last": episodes.flags(data)[0] | ours["is_last"]}
+        paths = {name: f"steps.{getattr(episodes, name)}" for name in ("terminated", "reward")}
+        episodes = dataclasses.replace(episodes, last="last", **paths)
+    anew = episodes.init(data, buffer.rings.num_slots).extend(data, begin, target, steps.valid)
     slot = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
     rows = buffer.rings.window(slot)
     together = jnp.sum(index.together(buffer.rings, slot), axis=1, dtype=jnp.int32)
@@ -221,8 +229,8 @@ def _look_up(buffer: Any) -> dict[str, Any]:
     aligned = index.steps_before(rows[:, 0]) % index.episodes.period == 0
     return {
         "valid": steps.valid,
-        "ours": ask(index, buffer.rings, steps.position, buffer.data),
-        "anew": ask(anew, rings, rank.astype(jnp.uint32), steps.data),
+        "ours": ours,
+        "anew": ask(anew, rings, rank.astype(jnp.uint32), data),
         "windows": whole & there & aligned,
     }
 

@@ -377,6 +377,18 @@ def test_the_index_knows_what_terminated_within_an_episode():
         testing.assert_valid(buffer.replace(data=buffer.data | {"terminated": changed}))
 
 
+def test_an_episode_can_end_without_a_flag_in_its_steps():
+    step = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+    episodes = jaxbuf.Episodes(record_return=True)
+    buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=episodes)
+    rows = {"reward": jnp.ones((1, 3)), "terminated": jnp.array([[False, True, False]])}
+    buffer = buffer.add(rows).end_episodes().add(rows)
+    testing.assert_valid(buffer)
+    changed = buffer.data["terminated"].at[0, 4].set(False)
+    with says("episode(...).value[0, 3] is 1.99", "expected -1000.0"):
+        testing.assert_valid(buffer.replace(data=buffer.data | {"terminated": changed}))
+
+
 def test_windows_of_one_episode_are_drawn_and_no_others():
     episodes = jaxbuf.Episodes(boundary="avoid", short_windows="never")
     buffer = trajectories(episodes=episodes)
