@@ -166,8 +166,8 @@ def check_scores(sampler: Sampler, occupancy: Occupancy, users: list[object]) ->
     if not users:
         other = ", or set priorities with update_priority" if sampler.uses_priority else ""
         raise ValueError(
-            "update_score was called, but no part of this buffer uses scores; create it with "
-            f"evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax(){other}"
+            "update_score was called, but no part of this buffer uses scores; create an "
+            f"ItemBuffer with evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax(){other}"
         )
     for told in sampler.told:
         if told.uses_score and _is_default(told, Sampler, "set_priority"):
