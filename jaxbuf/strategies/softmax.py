@@ -260,7 +260,14 @@ class Softmax(ShardableSampler):
         self, state: SoftmaxState, index: Int[Array, " B"], summaries: _Summary
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw from all shards gives each live item."""
-        return self._probability(summaries, state.masses.read(index)[1], state.reference)
+        index, mass = state.masses.read(index)
+        if self.replacement:
+            scale = self._scale(state.reference, summaries)
+            drawn = (mass > 0) & (state.masses.root("sum") * scale > 0)
+        else:
+            # Noise draws items whose masses vanish as well.
+            drawn = state.scores.read(index)[1] > -jnp.inf
+        return jnp.where(drawn, self._probability(summaries, mass, state.reference), 0.0)
 
     def support(self, state: SoftmaxState, occupancy: Occupancy) -> Support:
         """Returns the support: the items whose score is above −inf."""

@@ -79,6 +79,26 @@ def test_infinite_scores(replacement):
     np.testing.assert_array_equal(nothing.probability, 0)
 
 
+@pytest.mark.parametrize("replacement", [True, False])
+def test_an_item_that_is_never_drawn_has_probability_0_in_every_mixture(replacement):
+    softmax = jaxbuf.Softmax(replacement=replacement)
+    # A mass that vanishes is drawn only without replacement.
+    drawn = 2 if replacement else 3
+    for sampler in (softmax, jaxbuf.Blend((softmax,), (1,)), jaxbuf.Recent(0.0, 1, softmax)):
+        buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=sampler)
+        scores = jnp.array([0.0, 0.0, -INF, -300.0])
+        buffer, slots = buffer.insert(jnp.arange(4), score=scores)
+        probability = buffer.get(slots).probability
+        assert (probability > 0).tolist() == [True, True, False, not replacement]
+        assert buffer.support().count == drawn
+        assert buffer.can_sample(drawn)
+        assert not buffer.can_sample(drawn + 1)
+        if replacement:
+            batch = buffer.sample(jax.random.key(0), 4)
+            weights = jaxbuf.importance_weights(buffer, batch, 1.0, normalize="buffer")
+            np.testing.assert_allclose(weights, 1.0)
+
+
 def test_missing_rows_and_the_fallback():
     sample = jaxbuf.sample(fill([1, 2, 3], 9, replacement=False), jax.random.key(0), 12)
     assert sample.valid.tolist() == [True] * 3 + [False] * 9
