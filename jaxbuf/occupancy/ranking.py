@@ -221,11 +221,18 @@ def score_metrics(score: Float[Array, " N"], live: Bool[Array, " N"]) -> dict[st
 def to_rank(score: jax.Array) -> jax.Array:
     """Returns scores as unsigned numbers in the same order; -inf becomes the least, 2**23 - 1.
 
-    The result is never ``_FREE``.
+    Both zeros become 2**31. The result is never ``_FREE``.
     """
-    bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
+    bits = lax.bitcast_convert_type(score, jnp.uint32)
+    # By its bits, since a comparison of numbers may take the smallest ones for zeros.
+    bits = jnp.where(bits == jnp.uint32(1 << 31), jnp.uint32(0), bits)
     negative = bits >> jnp.uint32(31) == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def is_negative(number: jax.Array) -> jax.Array:
+    """Returns which numbers are below zero, however small."""
+    return to_rank(number) < jnp.uint32(1 << 31)
 
 
 def _from_rank(rank: jax.Array) -> jax.Array:

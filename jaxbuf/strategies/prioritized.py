@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from numpy.typing import NDArray
 
@@ -18,6 +19,7 @@ from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.occupancy.ranking import is_negative
 from jaxbuf.strategies.mass import (
     any_shard,
     change,
@@ -61,7 +63,8 @@ class Prioritized(ShardableSampler):
 
     This is proportional prioritization, with ``p`` the priority. An item with zero mass is never
     drawn (``0 ** 0`` is 0 here), unless all masses are zero; then all live items are equally
-    likely. Positive masses are clipped to ``[2**-126, 2**96]``.
+    likely. Positive priorities are at least ``2**-126``, and positive masses are clipped to
+    ``[2**-126, 2**96]``.
 
     Attributes:
         alpha: The exponent of priorities; 0 is uniform over the items with positive mass.
@@ -116,9 +119,11 @@ class Prioritized(ShardableSampler):
 
     def mass(self, priority: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns ``(priority + epsilon) ** alpha``, clipped; 0 where the base is 0."""
-        # A negative priority is refused elsewhere. Here it must not make a NaN, which
-        # ``jax_debug_nans`` would raise.
-        base = jnp.maximum(priority + jnp.float32(self.epsilon), jnp.float32(0))
+        # By its bits, since a comparison of numbers may take the smallest ones for zeros. A negative
+        # one is refused elsewhere, and must not make a NaN here, which ``jax_debug_nans`` would raise.
+        positive = lax.bitcast_convert_type(priority, jnp.int32) > 0
+        least = jnp.maximum(priority, jnp.float32(_LEAST_MASS))
+        base = jnp.where(positive, least, jnp.zeros_like(priority)) + jnp.float32(self.epsilon)
         if self.alpha == 1.0:
             mass = base
         elif self.alpha == 0.5:
@@ -130,7 +135,7 @@ class Prioritized(ShardableSampler):
 
     def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the priorities that are finite and not negative."""
-        return jnp.isfinite(value) & (value >= 0)
+        return jnp.isfinite(value) & ~is_negative(value)
 
     def on_change(
         self,

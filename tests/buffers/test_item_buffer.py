@@ -384,6 +384,15 @@ def test_negative_zero_is_a_zero_priority():
     assert_shares(buffer, {2: 1.0})
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_the_smallest_priorities_are_not_zero(alpha):
+    sampler = jaxbuf.Prioritized(alpha=alpha, replacement=False)
+    tiny = np.float32(1e-45)
+    buffer = create(4, sampler).add(integers(1, 2, 3), priority=floats(tiny, 0, tiny))
+    assert shares(buffer) == pytest.approx({1: 0.5, 3: 0.5})
+    assert create(4, sampler).add(integers(1), priority=floats(-tiny)).metrics()["rejected"] == 1
+
+
 def test_an_empty_batch_is_legal():
     buffer = jaxbuf.add(create(4), jnp.zeros((0,), jnp.int32))
     assert buffer.size == 0

@@ -61,6 +61,16 @@ def test_of_equal_scores_the_newer_stays():
     assert held(buffer) == [6, 7, 8]
 
 
+def test_the_smallest_scores_are_not_zero():
+    tiny = np.float32(1e-45)
+    buffer = jaxbuf.add(create(3), integers(1, 2, 3), score=floats(tiny, 2 * tiny, 0))
+    buffer = jaxbuf.add(buffer, integers(4, 5), score=floats(0, -tiny))
+    assert held(buffer) == [1, 2, 4]
+    sampler = jaxbuf.RankBased(by="score", replacement=False)
+    buffer = jaxbuf.add(create(3, sampler), integers(1, 2), score=floats(0, tiny))
+    testing.assert_valid(buffer)
+
+
 def test_infinite_scores_are_legal_and_nan_is_refused():
     buffer = jaxbuf.add(create(3), integers(1, 2, 3), score=floats(-INF, 5, INF))
     buffer = jaxbuf.add(buffer, integers(4), score=floats(-3e38))
