@@ -48,7 +48,7 @@ def check_wanted(batch_size: object) -> Int[Array, ""]:
 
 
 def check_slots(slots: object, name: str = "slots") -> Slots:
-    """Returns ``slots``, the slots of a sample, as JAX arrays.
+    """Returns ``slots``, the slots of a sample, as JAX arrays of int32 and uint32.
 
     Raises:
         ValueError: If they have no index and generation of integers of the same shape.
@@ -67,7 +67,20 @@ def check_slots(slots: object, name: str = "slots") -> Slots:
             f"{generation.dtype}{list(generation.shape)}; expected integers of the same shape, as "
             "in a sample"
         )
-    return trees.on_device(slots)
+    slots = trees.on_device(slots)
+    return Slots(slots.index.astype(jnp.int32), slots.generation.astype(jnp.uint32))
+
+
+def check_slot_rows(slots: object) -> Slots:
+    """Returns the slots of rows, ``[B]``.
+
+    Raises:
+        ValueError: If they are not slots, or have another shape.
+    """
+    slots = check_slots(slots)
+    if slots.index.ndim != 1:
+        raise ValueError(f"slots has shape {slots.index.shape}; expected (B,)")
+    return slots
 
 
 def check_sampler(sampler: object) -> None:
@@ -510,7 +523,7 @@ def check_update(
         ValueError: If the sampler has no priorities, or a shape differs.
     """
     needs_priority(sampler, "update_priority was called")
-    slots = check_slots(slots)
+    slots = check_slot_rows(slots)
     shape = slots.index.shape
     value = check_priority(priority, shape, "that of slots")
     return slots, value, check_mask(mask, shape)

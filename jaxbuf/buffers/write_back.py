@@ -24,18 +24,6 @@ AnyBuffer = TypeVar("AnyBuffer", bound=Base)
 Told = Callable[[Int[Array, "..."], PyTree[Array]], tuple[Int[Array, "..."], Rows]]
 
 
-def check_slots(slots: object) -> Slots:
-    """Returns the slots of rows, ``[B]``.
-
-    Raises:
-        ValueError: If they are not slots, or have another shape.
-    """
-    slots = common.check_slots(slots)
-    if slots.index.ndim != 1:
-        raise ValueError(f"slots has shape {slots.index.shape}; expected (B,)")
-    return Slots(slots.index.astype(jnp.int32), slots.generation.astype(jnp.uint32))
-
-
 def check_writable(
     parts: tuple[Part, ...], data: PyTree[Array], path: str | None, where: str, *, every: bool
 ) -> PyTree[Array]:

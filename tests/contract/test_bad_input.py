@@ -440,6 +440,33 @@ def test_slots_are_the_slots_of_a_sample():
         jaxbuf.importance_weights(buffer, batch.data, 0.4)
 
 
+@pytest.mark.parametrize("shape", [(), (2, 2)])
+def test_slots_are_rows(shape):
+    freshness = jaxbuf.Freshness(max_use=2)
+    sampler = jaxbuf.Prioritized()
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler, freshness=freshness)
+    slots = jaxbuf.Slots(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.uint32))
+    for call in (
+        lambda: buffer.update_priority(slots, jnp.ones(shape)),
+        lambda: buffer.mark_used(slots),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"slots has shape {shape}; expected (B,)")):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint32])
+def test_slots_may_be_integers_of_any_width(dtype):
+    freshness = jaxbuf.Freshness(max_use=2)
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler, freshness=freshness)
+    buffer, slots = buffer.insert(jnp.arange(3))
+    slots = jaxbuf.Slots(*(np.asarray(x).astype(dtype) for x in (slots.index, slots.generation)))
+    buffer = buffer.update_priority(slots, jnp.arange(3.0)).mark_used(slots)
+    np.testing.assert_array_equal(buffer.sampler_state.leaves, [0, 1, 2, 0])
+    assert buffer.use_count(slots).tolist() == [1, 1, 1]
+    assert buffer.staleness(slots).tolist() == [0, 0, 0]
+
+
 def test_buffers_side_by_side_need_vmap():
     buffers = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), create())
     for use in (

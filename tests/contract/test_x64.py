@@ -210,3 +210,15 @@ def test_changes_of_64_bit_fields():
     assert (slots.index.dtype, slots.generation.dtype) == (jnp.int32, jnp.uint32)
     assert int(buffer.metrics()["rejected"]) == 1
     jaxbuf.testing.assert_valid(buffer)
+
+
+def test_slots_of_64_bits():
+    freshness = jaxbuf.Freshness(max_use=2)
+    sampler = jaxbuf.Prioritized(alpha=1.0)
+    buffer = jaxbuf.ItemBuffer.create(np.float64(0), 5, sampler=sampler, freshness=freshness)
+    buffer, slots = buffer.insert(np.arange(3.0))
+    slots = jaxbuf.Slots(slots.index.astype(jnp.int64), slots.generation.astype(jnp.int64))
+    buffer = jax.jit(lambda buffer: buffer.update_priority(slots, np.arange(3.0)))(buffer)
+    buffer = buffer.mark_used(slots, mask=np.array([False, True, True]))
+    assert buffer.sampler_state.leaves.tolist() == [0, 1, 2, 0, 0]
+    assert buffer.use_count(slots).tolist() == [0, 1, 1]

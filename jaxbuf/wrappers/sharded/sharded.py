@@ -274,7 +274,7 @@ class Sharded(Shards):
             ValueError: When traced, if ``B`` is not a multiple of ``S``, or as raised by the
                 shards.
         """
-        slots, _ = self._check_slots(write_back.check_slots(slots))
+        slots, _ = self._check_slots(common.check_slot_rows(slots))
         count = slots.index.shape[0]
         steps = self.shards.step_axes
         field = fields.stored(self.shards.data, path, self.shards.have)
@@ -307,7 +307,7 @@ class Sharded(Shards):
             ValueError: When traced, if the sampler does not use scores, ``B`` is not a multiple of
                 ``S``, or a shape differs.
         """
-        slots, taken = self._check_slots(write_back.check_slots(slots), mask)
+        slots, taken = self._check_slots(common.check_slot_rows(slots), mask)
         shape = slots.index.shape
         score = storage.check_rows(score, "score", shape, np.float32, "that of slots")
         rows = (slots, taken, score)
@@ -321,7 +321,7 @@ class Sharded(Shards):
             ValueError: When traced, if the shards have no ``Removable``, ``B`` is not a multiple of
                 ``S``, or a shape differs.
         """
-        rows = self._check_slots(write_back.check_slots(slots), mask)
+        rows = self._check_slots(common.check_slot_rows(slots), mask)
         return on_shards.tell(self, rows, Body.remove)
 
     @program()
@@ -331,7 +331,7 @@ class Sharded(Shards):
         Raises:
             ValueError: If ``B`` is not a multiple of ``S``.
         """
-        slots, _ = self._check_slots(write_back.check_slots(slots))
+        slots, _ = self._check_slots(common.check_slot_rows(slots))
         return on_shards.ask(self, slots, on_shards.held) > 0
 
     @program()
@@ -343,7 +343,7 @@ class Sharded(Shards):
         Raises:
             ValueError: If ``B`` is not a multiple of ``S``.
         """
-        slots, _ = self._check_slots(write_back.check_slots(slots))
+        slots, _ = self._check_slots(common.check_slot_rows(slots))
         return draw.get(self, slots)
 
     @program()
@@ -490,8 +490,7 @@ class Sharded(Shards):
         self._check_rows("slots", shape[0])
         if mask is not None:
             mask = common.check_mask(mask, shape)
-        index = jnp.asarray(slots.index, jnp.int32)
-        return Slots(index, jnp.asarray(slots.generation, jnp.uint32)), mask
+        return slots, mask
 
     def _need_windows(self, method: str) -> None:
         """Checks that the shards hold windows.
