@@ -173,15 +173,15 @@ def _weights(
 ) -> Float[Array, " B"]:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     probability, valid, beta = lax.stop_gradient((probability, valid, beta))
-    probability = jnp.where(valid, probability, 1.0)
+    # A probability may underflow if a draw without replacement has taken all likely items.
+    tiny = jnp.finfo(jnp.float32).tiny
+    probability = jnp.where(valid, jnp.maximum(probability, tiny), 1.0)
     if buffer is None:
         least = jnp.min(probability, initial=1.0)
         ratio = probability / (lax.pmin(least, axes) if axes else least)
     elif normalize == "buffer":
         least = buffer.support().least_probability
-        # The least probability may underflow, and then so does that of a row.
-        tiny = jnp.finfo(jnp.float32).tiny
-        ratio = jnp.maximum(probability, tiny) / jnp.maximum(least, tiny)
+        ratio = probability / jnp.maximum(least, tiny)
     else:
         count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
         ratio = probability * count.astype(jnp.float32)

@@ -82,7 +82,8 @@ class Prioritized(ShardableSampler):
             mass, which reduces the variance and leaves the expected number of rows of each item
             unchanged. Ignored without replacement.
         replacement: Whether a batch may hold an item twice. If False, each row is drawn from the
-            remaining items, and ``probability`` is the probability of the first draw.
+            remaining items, and ``probability`` is the probability of the first draw (at least
+            2**-126).
 
     Raises:
         ValueError: If a number is out of range, or a flag is neither True nor False.
@@ -293,7 +294,8 @@ class Prioritized(ShardableSampler):
         """Returns the probability that a draw gives an item of this mass."""
         total = ends(summaries.total)[-1]
         uniform = share(jnp.sum(summaries.size, axis=0, dtype=jnp.int32))
-        part = over(mass, total)
+        least = jnp.where(mass > 0, jnp.float32(_LEAST_MASS), jnp.zeros_like(mass))
+        part = jnp.maximum(over(mass, total), least)
         if self.uniform_mix > 0:
             part = (1.0 - self.uniform_mix) * part + self.uniform_mix * uniform
         return jnp.where(total > 0, part, uniform)

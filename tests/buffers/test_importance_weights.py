@@ -137,6 +137,20 @@ def test_extreme_shares_stay_finite(normalize):
 
 
 @pytest.mark.parametrize("normalize", NORMALIZATIONS)
+@pytest.mark.parametrize("blended", [False, True])
+def test_a_probability_that_underflows_gives_finite_weights(blended, normalize):
+    sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
+    buffer = filled(jaxbuf.Blend((sampler,), (1,)) if blended else sampler, (1e28, 1e-35, 1e-20))
+    sample = draw(buffer, 3)
+    weights = np.asarray(jaxbuf.importance_weights(buffer, sample, 1.0, normalize=normalize))
+    assert sample.valid.all()
+    assert (sample.probability > 0).all()
+    assert buffer.can_sample(3)
+    chex.assert_tree_all_finite(weights)
+    assert (weights > 0).all()
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
 def test_probability_is_that_of_the_time_of_sampling(normalize):
     """Updating after sampling does not change the probability the weights are made of."""
     buffer = filled(jaxbuf.Prioritized(alpha=1.0), (1.0, 2.0, 5.0))
