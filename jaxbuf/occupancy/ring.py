@@ -81,7 +81,7 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is an item at ``index``."""
         # Without a sign, a negative number is past the end as well.
-        return index.astype(jnp.uint32) < self.held
+        return jnp.asarray(index).astype(jnp.uint32) < self.held
 
     def generation(self, index: Int[Array, "..."]) -> UInt[Array, "..."]:
         """Returns the lap in which ``index`` was written."""

@@ -40,6 +40,17 @@ def test_the_newest_places_are_live_in_every_state(capacity):
     assert rings.holds_step(row).tolist() == np.isin(row, newest).tolist()
 
 
+def test_a_place_may_be_a_number_of_python():
+    for kind in (Ring, QueueRing):
+        ring = kind(jnp.uint32(2), jnp.uint32(1), jnp.uint32(2), 3)
+        assert [bool(ring.live(index)) for index in (-1, 0, 1, 2, 3)] == [
+            False,
+            True,
+            True,
+            *2 * [False],
+        ]
+
+
 def test_the_largest_ring_knows_its_items():
     capacity, ends = 2**30, [-(2**31), -1, 2**30, 2**31 - 1]
     ring = QueueRing(jnp.uint32(5), jnp.uint32(3), jnp.uint32(capacity - 2), capacity)
