@@ -53,11 +53,12 @@ def _(
 
 
 def _to_all(leaf: Array, axis: str) -> Array:
-    return lax.all_to_all(leaf, axis, 0, 0, tiled=True)
+    # XLA refuses to send no rows.
+    return leaf if leaf.shape[0] == 0 else lax.all_to_all(leaf, axis, 0, 0, tiled=True)
 
 
 def _from_all(leaf: Array, axis: str) -> Array:
-    return lax.all_gather(leaf, axis, tiled=True)
+    return leaf if leaf.shape[0] == 0 else lax.all_gather(leaf, axis, tiled=True)
 
 
 def _bits(leaf: Array) -> Array:

@@ -73,6 +73,56 @@ def test_of_added_items():
     chex.assert_trees_all_equal(jaxbuf.add(buffer, items(0), donate=False), buffer)
 
 
+def sharded(make, exchange=True):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jaxbuf.Sharded.create(make, mesh, "data", shards=2, exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_of_a_sharded_buffer(exchange):
+    def make():
+        return jaxbuf.ItemBuffer.create(
+            EXAMPLE,
+            8,
+            sampler=jaxbuf.Prioritized(),
+            freshness=jaxbuf.Freshness(max_use=2),
+            parts=(jaxbuf.Removable(),),
+        )
+
+    buffer = sharded(make, exchange).add(items(6))
+    slots = none(buffer.sample(KEY, 4).slots)
+    for changed in (
+        buffer.update_priority(slots, jnp.zeros(0)),
+        buffer.set_field("action", slots, jnp.zeros(0, jnp.int32)),
+        buffer.mark_used(slots),
+        buffer.remove(slots),
+    ):
+        chex.assert_trees_all_equal(changed, buffer)
+    chex.assert_shape(buffer.use_count(slots), (0,))
+    chex.assert_shape(buffer.holds(slots), (0,))
+    chex.assert_tree_shape_prefix(buffer.get(slots), (0,))
+    assert buffer.get(slots).data["obs"].shape == (0, 2)
+
+
+def test_no_shard_keeps_the_largest_priority_of_another():
+    buffer = sharded(lambda: jaxbuf.ItemBuffer.create(EXAMPLE, 8, sampler=jaxbuf.Prioritized()))
+    buffer = buffer.add(items(4), priority=jnp.array([9.0, 1.0, 1.0, 1.0]))
+    chex.assert_trees_all_equal(buffer.add(items(0)), buffer)
+    after, slots = buffer.insert(items(0))
+    chex.assert_trees_all_equal(after, buffer)
+    chex.assert_shape(slots.index, (0,))
+    with pytest.raises(ValueError, match=r"^items\['action'\] has dtype float32"):
+        buffer.add({**items(0), "action": jnp.zeros(0)})
+
+
+def test_no_shard_of_rings_keeps_the_largest_priority_of_another():
+    buffer = sharded(
+        lambda: jaxbuf.TrajectoryBuffer.create(jnp.float32(0), 1, 8, sampler=jaxbuf.Prioritized())
+    )
+    buffer = buffer.add(jnp.ones((2, 4)), priority=jnp.array([[9.0] * 4, [1.0] * 4]))
+    chex.assert_trees_all_equal(buffer.add(jnp.ones((2, 0))), buffer)
+
+
 @pytest.mark.parametrize("method", ["update_priority", "update_score", "mark_used", "remove"])
 def test_a_mask_is_checked_without_rows(method):
     sampler = jaxbuf.RankBased(by="score") if method == "update_score" else jaxbuf.Prioritized()

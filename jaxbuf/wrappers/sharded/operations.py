@@ -110,8 +110,6 @@ def can_sample(buffer: Shards, wanted: Int[Array, ""]) -> Bool[Array, ""]:
 
 def add(buffer: AnyShards, items: PyTree[Array], given: dict[str, object]) -> AnyShards:
     """Adds one block of the rows to each shard."""
-    if jax.tree.leaves(items)[0].shape[0] == 0:
-        return buffer
 
     def put(shard: Any, items: PyTree[Array], given: dict[str, Any]) -> Body:
         return shard.add(items, **given)
@@ -144,8 +142,9 @@ def _put(
 
     def body(shards: Any, rows: Any, _: Any) -> Any:
         sampler = sampler_of(shards)
-        if sampler.uses_priority and "priority" not in given:
-            # New items get the largest priority of all shards.
+        some = any(leaf.size for leaf in jax.tree.leaves(rows[0]))
+        if sampler.uses_priority and "priority" not in given and some:
+            # New items get the largest priority of all shards. Without any, a shard would keep it.
             known = all_gather(summaries(shards), buffer.axis)
             state = lax.stop_gradient(shards.sampler_state)
             state = jax.vmap(lambda own: sampler.with_global_default(own, known))(state)
@@ -248,6 +247,8 @@ def _answers(buffer: Shards, rows: PyTree[Array], of: Callable[..., Any]) -> Any
         answers = jax.vmap(lambda shard, number: of(shard, number, rows))(shards, numbers)
 
         def own(leaf: Array) -> Array:
+            if count == 0:
+                return leaf[0]
             total = lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), buffer.axis)
             return total.reshape(-1, count)[lax.axis_index(buffer.axis)]
 
