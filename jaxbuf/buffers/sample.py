@@ -128,7 +128,8 @@ def importance_weights(
             drawn. None does not normalize.
 
     Returns:
-        Weights, ``[B]``; 0 where the sample is invalid.
+        Weights, ``[B]``; 0 where the sample is invalid, and where its probability is 0: an item
+        that was looked up with ``get``, and would not be drawn.
 
     Raises:
         ValueError: If ``normalize`` is none of these, or ``sample`` is not a sample.
@@ -173,7 +174,9 @@ def _weights(
 ) -> Float[Array, " B"]:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     probability, valid, beta = lax.stop_gradient((probability, valid, beta))
-    # A probability may underflow if a draw without replacement has taken all likely items.
+    # An item of ``get`` may be one that is never drawn. Other probabilities may be so small that the
+    # largest weight would be infinite.
+    valid &= probability > 0
     tiny = jnp.finfo(jnp.float32).tiny
     probability = jnp.where(valid, jnp.maximum(probability, tiny), 1.0)
     if buffer is None:

@@ -235,3 +235,15 @@ def test_weights_are_at_most_one_if_the_least_probability_underflows():
     batch = buffer.sample(jax.random.key(0), 8)
     weights = jaxbuf.importance_weights(buffer, batch, 1.0, normalize="buffer")
     assert (weights <= 1).all()
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_an_item_that_is_never_drawn_has_no_weight(normalize):
+    buffer = filled(jaxbuf.Prioritized(alpha=1.0), (1.0, 0.0, 3.0))
+    batch = buffer.get(buffer.latest(3).slots)
+    assert batch.valid.all()
+    weights = jaxbuf.importance_weights(buffer, batch, 0.5, normalize=normalize)
+    others = jax.tree.map(lambda leaf: leaf[jnp.array([0, 2])], batch)
+    expected = jaxbuf.importance_weights(buffer, others, 0.5, normalize=normalize)
+    assert weights[1] == 0
+    np.testing.assert_array_equal(weights[jnp.array([0, 2])], expected)

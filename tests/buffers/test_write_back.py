@@ -379,6 +379,18 @@ def test_get_knows_the_probability_of_a_draw(sampler):
     np.testing.assert_allclose(buffer.get(batch.slots).probability, batch.probability, rtol=1e-6)
 
 
+@pytest.mark.parametrize("replacement", [True, False])
+def test_the_probability_of_an_item_that_is_never_drawn_is_0(replacement):
+    buffer, slots = filled(sampler=jaxbuf.Softmax(replacement=replacement))
+    buffer = buffer.update_score(slots, jnp.array([1.0, -INF, 2.0, -200.0]))
+    probability = np.asarray(buffer.get(slots).probability)
+    law = np.exp([1.0, -INF, 2.0])
+    np.testing.assert_allclose(probability[:3], law / law.sum(), rtol=1e-5)
+    # Only draws without replacement reach the last one, after all others.
+    assert probability[1] == 0
+    assert (probability[3] > 0) == (not replacement)
+
+
 def test_the_probability_of_an_own_sampler_is_not_known():
     @dataclasses.dataclass(frozen=True)
     class First(jaxbuf.strategies.Sampler):
