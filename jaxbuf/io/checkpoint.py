@@ -339,7 +339,8 @@ def _other_envs(
         if field and configuration.get(rings) == "Rings":
             buffer = rings.removesuffix(".inner").removesuffix(".occupancy")
             have, want = saved[name].shape, given[name].shape
-            if have[-1:] != want[-1:] and have[:-1] == want[:-1]:
+            # Items have no environments, and a cursor without axes.
+            if have and want and have[-1] != want[-1] and have[:-1] == want[:-1]:
                 more = f"has num_envs {want[-1]}, but the checkpoint has {have[-1]}"
                 found.append(f"like{buffer} {more}")
     return found

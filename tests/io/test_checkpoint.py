@@ -240,6 +240,22 @@ def test_of_trajectories_windows_and_periods_are_compared(tmp_path):
         jaxbuf.load(tmp_path, trajectories(num_envs=3))
 
 
+@pytest.mark.parametrize("resize", [False, True])
+def test_rings_are_not_loaded_as_items_nor_items_as_rings(tmp_path, resize):
+    kinds = {
+        "rings": trajectories(),
+        "items": item_buffer(),
+        "queue": jaxbuf.Queue.create(ITEM, 8),
+    }
+    for name, buffer in kinds.items():
+        jaxbuf.save(tmp_path / name, buffer)
+        for other, like in kinds.items():
+            if other != name:
+                message = f"like is {type(like).__name__}, but the checkpoint has"
+                with pytest.raises(ValueError, match=message):
+                    jaxbuf.load(tmp_path / name, like, resize=resize)
+
+
 def test_bad_arguments_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
         jaxbuf.load(tmp_path / "nowhere", item_buffer())
