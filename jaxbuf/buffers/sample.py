@@ -174,8 +174,8 @@ def _weights(
 ) -> Float[Array, " B"]:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     probability, valid, beta = lax.stop_gradient((probability, valid, beta))
-    # An item of ``get`` may be one that is never drawn. Other probabilities may be so small that the
-    # largest weight would be infinite.
+    # ``get`` returns items that are never drawn as well. Of others, the probability may be so small
+    # that the largest weight would be infinite.
     valid &= probability > 0
     tiny = jnp.finfo(jnp.float32).tiny
     probability = jnp.where(valid, jnp.maximum(probability, tiny), 1.0)

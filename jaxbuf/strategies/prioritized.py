@@ -120,8 +120,8 @@ class Prioritized(ShardableSampler):
 
     def mass(self, priority: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns ``(priority + epsilon) ** alpha``, clipped; 0 where the base is 0."""
-        # By its bits, since a comparison of numbers may take the smallest ones for zeros. A negative
-        # one is refused elsewhere, and must not make a NaN here, which ``jax_debug_nans`` would raise.
+        # By its bits, since a comparison of numbers may take the smallest ones for zeros. Negative
+        # ones are refused elsewhere, and must not make a NaN here: ``jax_debug_nans`` would raise.
         positive = lax.bitcast_convert_type(priority, jnp.int32) > 0
         least = jnp.maximum(priority, jnp.float32(_LEAST_MASS))
         base = jnp.where(positive, least, jnp.zeros_like(priority)) + jnp.float32(self.epsilon)

@@ -204,7 +204,7 @@ def test_a_diversity_filter_keeps_no_scores():
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
-        (jaxbuf.Uniform(), r"no part of this buffer uses scores; create an ItemBuffer with evictor="),
+        (jaxbuf.Uniform(), r"no part of this buffer uses scores; create an ItemBuffer with"),
         (jaxbuf.Prioritized(), r"no part .*, or set priorities with update_priority"),
     ],
 )
