@@ -10,7 +10,14 @@ from jaxbuf.strategies.protocols import Evictor
 
 @dataclasses.dataclass(frozen=True)
 class Oldest(Evictor):
-    """First in, first out: evicts the oldest item."""
+    """First in, first out: evicts the oldest item.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, evictor=jaxbuf.Oldest())
+        >>> buffer.add(jnp.arange(5)).latest(3).data.tolist()
+        [2, 3, 4]
+    """
 
     def init(self, capacity: int) -> Ring:
         """Returns an empty ring."""

@@ -88,6 +88,14 @@ class Prioritized(ShardableSampler):
     Raises:
         ValueError: If a number is out of range, or a flag is neither True nor False.
 
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> sampler = jaxbuf.Prioritized(alpha=1.0)
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=sampler)
+        >>> buffer, slots = buffer.insert(jnp.arange(3), priority=jnp.array([1.0, 0.0, 3.0]))
+        >>> buffer.get(slots).probability.tolist()
+        [0.25, 0.0, 0.75]
+
     References:
         Schaul et al., Prioritized Experience Replay, ICLR 2016, section 3.3.
     """

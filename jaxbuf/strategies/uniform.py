@@ -24,6 +24,14 @@ class Uniform(ShardableSampler):
 
     Raises:
         ValueError: If ``replacement`` is neither True nor False.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxbuf
+        >>> sampler = jaxbuf.Uniform(replacement=False)
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=sampler)
+        >>> batch = buffer.add(jnp.arange(3)).sample(jax.random.key(0), 4)
+        >>> sorted(batch.data[:3].tolist()), batch.valid.tolist()
+        ([0, 1, 2], [True, True, True, False])
     """
 
     replacement: bool = True
