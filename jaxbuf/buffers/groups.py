@@ -1,7 +1,7 @@
 """Several items of one group at a time."""
 
-import functools
-from typing import Any, Literal, get_args
+import math
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks, describe, fields, numbers, storage, trees
+from jaxbuf.core import checks, describe, fields, numbers, sorting, storage, trees
+from jaxbuf.core.program import program
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.varying import vary_with
+from jaxbuf.occupancy.protocol import Occupancy
 
 Order = Literal["age", "random"]
 Padding = Literal["none", "random"]
@@ -45,6 +47,31 @@ class Groups(struct.PyTreeNode):
     _repr_html_ = describe.rich
 
 
+def _check_ids(groups: object, num_groups: int) -> Any:
+    """Returns the ids of groups, as a NumPy array if they are known.
+
+    Raises:
+        ValueError: If they are not integers, or one is known to be out of range.
+    """
+    ids = numbers.ids(groups, "groups")
+    wrong = ids[(ids < 0) | (ids >= num_groups)] if isinstance(ids, np.ndarray) else ()
+    if len(wrong) > 0:
+        raise ValueError(
+            f"groups has id {wrong[0]}; expected ids from 0 to num_groups - 1, which is "
+            f"{num_groups - 1}"
+        )
+    return ids
+
+
+def _known_ids(buffer: object, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments, after a check of ids that are not known once they are traced."""
+    del buffer
+    if np.ndim(given.get("groups")) == 0 or "num_groups" not in given:
+        return given
+    return {**given, "groups": _check_ids(given["groups"], given["num_groups"])}
+
+
+@program(static=None, before=_known_ids)
 def sample_groups(
     buffer: ItemBuffer,
     key: PRNGKeyArray,
@@ -60,8 +87,9 @@ def sample_groups(
     """Draws groups of items with equal probability, and some items of each group.
 
     A group consists of all items with the same id, such as an episode, an environment or a class.
-    The function is jitted. Each call sorts the buffer's slots by group, which takes
-    ``O(N log N)``.
+    A call from Python is one compiled program. It counts the items of the chosen groups in blocks
+    of slots, which takes ``O(N + B * sqrt(N * K))`` steps and numbers for ``N`` slots. If items do
+    not lie in the order of their ages, ``order="age"`` sorts all slots first: 0.2 s for 2**20.
 
     Args:
         buffer: The buffer to draw from.
@@ -121,126 +149,122 @@ def sample_groups(
             f"group is {group!r}, which is {found[0]} of shape {found[1]} in an item; expected one "
             "integer"
         )
-    chosen = None
-    if np.ndim(groups) == 0:
-        count = common.check_count("groups", groups)
-    else:
-        wanted = numbers.ids(groups, "groups")
-        if isinstance(wanted, np.ndarray):
-            wrong = wanted[(wanted < 0) | (wanted >= num_groups)]
-            if wrong.size:
-                raise ValueError(
-                    f"groups has id {wrong[0]}; expected ids from 0 to num_groups - 1, which is "
-                    f"{num_groups - 1}"
-                )
-        count = wanted.shape[0]
-        chosen = storage.check_rows(wanted, "groups", (count,), np.int32, "(B,)")
-    return _sample(
-        buffer,
-        key,
-        chosen,
-        count=count,
-        num_groups=num_groups,
-        size=size,
-        field=group,
-        random=order == "random",
-        padded=padding == "random",
-        replacement=checks.check_flag("replacement", replacement),
-    )
+    replacement = checks.check_flag("replacement", replacement)
+    one = np.ndim(groups) == 0
+    wanted = () if one else _check_ids(groups, num_groups)
+    count = common.check_count("groups", groups) if one else wanted.shape[0]
 
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("count", "num_groups", "size", "field", "random", "padded", "replacement"),
-)
-def _sample(
-    buffer: ItemBuffer,
-    key: PRNGKeyArray,
-    chosen: Int[Array, " B"] | None,
-    *,
-    count: int,
-    num_groups: int,
-    size: int,
-    field: str,
-    random: bool,
-    padded: bool,
-    replacement: bool,
-) -> Groups:
-    draw_key, order_key, *pad_keys = jax.random.split(key, 3 if padded else 2)
+    draw_key, order_key, *pad_keys = jax.random.split(key, 3 if padding == "random" else 2)
     slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
     live = buffer.occupancy.live(slot)
-    ids = fields.find(buffer.data, field)
     inside = (ids >= 0) & (ids < num_groups)
-    name = jnp.where(live & inside, ids.astype(jnp.int32), num_groups)
-    if not random:
-        slot = _by_age(buffer.occupancy, slot, live)
-        name = name[slot]
-    place, bound = _by_group(name, num_groups)
-    first, members = bound[:-1], jnp.diff(bound)
-    if chosen is None:
-        group, there = _draw_groups(draw_key, members > 0, count, replacement)
+    name = jnp.where(live & inside, ids.astype(jnp.int32), num_groups)  # [N]
+    if one:
+        some = jnp.zeros((num_groups + 1,), bool).at[name].set(True)[:num_groups]
+        chosen, exists = _draw_groups(draw_key, some, count, replacement)  # [B]
     else:
-        there = (chosen >= 0) & (chosen < num_groups)
-        group = jnp.where(there, chosen, 0)
-    held = jnp.where(there, members[group], 0)
-    row = jnp.arange(size, dtype=jnp.int32)[None]
-    if random:
+        chosen = storage.check_rows(wanted, "groups", (count,), np.int32, "(B,)")
+        exists = (chosen >= 0) & (chosen < num_groups)
+    # Rows of the same group share one of the rows as the number of their group.
+    row = jnp.arange(count, dtype=jnp.int32)
+    number = jnp.full((num_groups + 1,), count, jnp.int32)
+    number = number.at[jnp.where(exists, chosen, num_groups + 1)].set(row, mode="drop")
+    if order == "age":
+        slot = _by_age(buffer.occupancy, slot, live)
+    members = _Members.of(number[name[slot]], count, size)
+    number = number.at[chosen].get(mode="clip")
+    held = jnp.where(exists, members.count(number), 0)  # [B]
+
+    place = jnp.arange(size, dtype=jnp.int32)[None]
+    if order == "random":
         rank = _shuffled(random_words(order_key, (count, size)), held)
     else:
         starts = jnp.maximum(held - size, 0) + 1
         start = scale_word(random_words(order_key, (count,)), starts.astype(jnp.uint32))
-        rank = start.astype(jnp.int32)[:, None] + row
-    valid = row < held[:, None]
+        rank = start.astype(jnp.int32)[:, None] + place
+    valid = place < held[:, None]
     for pad_key in pad_keys:
         # All items of a group that is too small were drawn, so any item of it may be repeated.
         spare = scale_word(random_words(pad_key, (count, size)), held[:, None].astype(jnp.uint32))
         rank = jnp.where(valid, rank, spare.astype(jnp.int32))
         valid = jnp.broadcast_to(held[:, None] > 0, valid.shape)
-    at = place.at[first[group][:, None] + rank].get(mode="clip")
-    index = jnp.where(valid, slot[at], buffer.capacity)
+    at = members.at(number, rank)  # [B, K]
+    index = jnp.where(valid, slot.at[at].get(mode="clip"), buffer.capacity)
     rows = storage.read(buffer.data, index.reshape(-1))
     return Groups(
         data=jax.tree.map(lambda leaf: leaf.reshape(count, size, *leaf.shape[1:]), rows),
         slots=Slots(index=index, generation=buffer.occupancy.generation(index)),
-        group=jnp.where(there, group, num_groups),
+        group=jnp.where(exists, chosen, num_groups),
         valid=valid,
         ignored=jnp.sum(live & ~inside, dtype=jnp.int32),
     )
 
 
+class _Members(NamedTuple):
+    """The members of ``B`` groups among ``N`` places, counted in ``M`` blocks of ``W`` places.
+
+    Attributes:
+        number: The number of the group of each place, ``[M, W]``; ``B`` for none of them.
+        until: The number of members of each group up to the end of each block, ``[B, M]``.
+    """
+
+    number: Int[Array, "M W"]
+    until: Int[Array, "B M"]
+
+    @classmethod
+    def of(cls, number: Int[Array, " N"], groups: int, size: int) -> "_Members":
+        """Counts the members, to look up about ``size`` of each group."""
+        # A lookup compares with all blocks and with all places of one.
+        width = max(math.isqrt(number.shape[0] // size), 1)
+        padding = (0, -number.shape[0] % width)
+        number = jnp.pad(number, padding, constant_values=groups).reshape(-1, width)
+        block = jnp.arange(number.shape[0], dtype=jnp.int32)[:, None]
+        counts = jnp.zeros((groups, number.shape[0]), jnp.int32)
+        counts = counts.at[number, block].add(1, mode="drop")
+        return cls(number, jnp.cumsum(counts, axis=1, dtype=jnp.int32))
+
+    def count(self, number: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Returns the number of members of some groups."""
+        return self.until.at[number, -1].get(mode="clip")
+
+    def at(self, number: Int[Array, " B"], rank: Int[Array, "B K"]) -> Int[Array, "B K"]:
+        """Returns the places of members by their rank; arbitrary if there are not as many."""
+        until = self.until.at[number].get(mode="clip")[:, None]  # [B, 1, M]
+        passed = until <= rank[..., None]  # [B, K, M]
+        block = jnp.sum(passed, axis=-1, dtype=jnp.int32)
+        rank = rank - jnp.max(jnp.where(passed, until, 0), axis=-1)
+        is_member = self.number.at[block].get(mode="clip") == number[:, None, None]  # [B, K, W]
+        before = jnp.cumsum(is_member, axis=-1, dtype=jnp.int32) <= rank[..., None]
+        return block * self.number.shape[1] + jnp.sum(before, axis=-1, dtype=jnp.int32)
+
+
 def _draw_groups(
-    key: PRNGKeyArray, there: Bool[Array, " G"], count: int, replacement: bool
+    key: PRNGKeyArray, some: Bool[Array, " G"], count: int, replacement: bool
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Draws groups that have items, and returns them with a mask of the rows that hold one."""
-    total = jnp.sum(there, dtype=jnp.int32)
+    total = jnp.sum(some, dtype=jnp.int32)
     if replacement:
         rank = scale_word(random_words(key, (count,)), total.astype(jnp.uint32)).astype(jnp.int32)
-        until = jnp.cumsum(there, dtype=jnp.int32)
+        until = jnp.cumsum(some, dtype=jnp.int32)
         group = jnp.searchsorted(until, rank, side="right").astype(jnp.int32)
-        return jnp.minimum(group, there.size - 1), jnp.broadcast_to(total > 0, (count,))
-    group = jnp.arange(there.size, dtype=jnp.int32)
-    lot = random_words(key, there.shape)
-    _, _, group = lax.sort((~there, lot, group), num_keys=2)
+        return jnp.minimum(group, some.size - 1), jnp.broadcast_to(total > 0, (count,))
+    # The groups with the smallest words, none of which is that of a group without items.
+    word = jnp.where(some, jnp.maximum(~random_words(key, some.shape), 1), 0)
+    _, group = sorting.largest(word, min(count, some.size))
     row = jnp.arange(count, dtype=jnp.int32)
     return group.at[row].get(mode="clip"), row < total
 
 
-def _by_age(occupancy: Any, slot: Int[Array, " N"], live: Bool[Array, " N"]) -> Int[Array, " N"]:
+def _by_age(
+    occupancy: Occupancy, slot: Int[Array, " N"], live: Bool[Array, " N"]
+) -> Int[Array, " N"]:
     """Returns the slots in the order of their items' ages, oldest first."""
     found = occupancy.in_order()
     if found is not None:
         return found[0]
     # Of two generations the later is larger, unless they have wrapped in between.
     generation = occupancy.generation(slot)
-    age = (generation - generation[jnp.argmax(live)]).astype(jnp.int32)
-    return lax.sort((age, slot), num_keys=1)[1]
-
-
-def _by_group(name: Int[Array, " N"], num_groups: int) -> tuple[Int[Array, " N"], Int[Array, " M"]]:
-    """Returns all places sorted by name, then place, and the first place of each group."""
-    place = jnp.arange(name.shape[0], dtype=jnp.int32)
-    rising, place = lax.sort((name, place), num_keys=1)
-    return place, jnp.searchsorted(rising, jnp.arange(num_groups + 1, dtype=name.dtype))
+    return sorting.order(generation - generation[jnp.argmax(live)] + jnp.uint32(2**31))
 
 
 def _shuffled(words: UInt[Array, "B K"], held: Int[Array, " B"]) -> Int[Array, "B K"]:

@@ -40,14 +40,15 @@ _STORED = ("items", "steps", "fragments")
 
 def program(
     *,
-    static: tuple[str, ...] = (),
+    static: tuple[str, ...] | None = (),
     keeps: tuple[str, ...] = (),
     before: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator that makes an operation of a function, or of a method of a buffer.
 
     Args:
-        static: The names of the arguments that must be known when the function is traced.
+        static: The names of the arguments that must be known when the function is traced; None if
+            the values decide, as in ``Operation``.
         keeps: The names of fields of ``self`` that the method neither reads nor changes. They do
             not pass through the program, and a result of the same class has the same arrays.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check

@@ -19,7 +19,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import native
+from jaxbuf.core import native, sorting
 from jaxbuf.core.problems import Checked, differing, first_wrong
 from jaxbuf.core.random import scale_word
 from jaxbuf.occupancy.protocol import ItemOccupancy
@@ -135,7 +135,7 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         """Returns all slots in the order in which their items arrived, and which are live."""
         slot = jnp.arange(self.capacity, dtype=jnp.int32)
         # Numbers wrap; relative to the next one they are in order.
-        order = jnp.argsort(self.generation(slot) - self.arrivals)
+        order = sorting.order(self.generation(slot) - self.arrivals)
         return order, self.live(order)
 
     def item_ages(self) -> UInt[Array, " N"]:
@@ -193,17 +193,18 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
 
     def metrics(self) -> dict[str, Array]:
         """Returns the smallest, largest and mean score of the live items; 0 without items."""
-        return score_metrics(self.score, self.scored)
+        return score_metrics(self.score, self.scored, jnp.sum(self.scored, dtype=jnp.int32))
 
     @property
     def _ranks(self) -> UInt[Array, " N"]:
         return self.nodes[..., : self.capacity, 0]
 
 
-def score_metrics(score: Float[Array, " N"], live: Bool[Array, " N"]) -> dict[str, Array]:
-    """Returns ``score_min``, ``score_max`` and ``score_mean`` of live slots; 0 without any."""
-    some = jnp.any(live)
-    count = jnp.maximum(jnp.sum(live, dtype=jnp.int32), 1).astype(jnp.float32)
+def score_metrics(
+    score: Float[Array, " N"], live: Bool[Array, " N"], size: Int[Array, ""]
+) -> dict[str, Array]:
+    """Returns ``score_min``, ``score_max`` and ``score_mean`` of the live slots; 0 without any."""
+    some, count = size > 0, jnp.maximum(size, 1).astype(jnp.float32)
     nothing = jnp.float32(0)
     least = jnp.min(jnp.where(live, score, jnp.inf))
     largest = jnp.max(jnp.where(live, score, -jnp.inf))

@@ -268,7 +268,8 @@ class Freshness(Part):
     def metrics(self, state: FreshnessState, occupancy: Occupancy) -> dict[str, Array]:
         """Returns counts, and the uses and staleness of the live items, 0 if there are none."""
         live = occupancy.live(jnp.arange(state.uses.shape[-1], dtype=jnp.int32))
-        count = jnp.maximum(jnp.sum(live, dtype=jnp.int32), 1).astype(jnp.float32)
+        size = occupancy.size
+        count = jnp.maximum(size, 1).astype(jnp.float32)
         uses = jnp.where(live, state.uses, 0)
         staleness = state.version - state.versions
         largest = jnp.max(jnp.where(live, staleness, -_NEVER))
@@ -279,7 +280,7 @@ class Freshness(Part):
             "retired_stale": state.count("retired_stale"),
             "use_max": jnp.max(uses),
             "use_mean": jnp.sum(uses.astype(jnp.float32) / count),
-            "staleness_max": jnp.where(jnp.any(live), largest, 0),
+            "staleness_max": jnp.where(size > 0, largest, 0),
             "staleness_mean": jnp.sum(staleness.astype(jnp.float32) / count),
         }
 

@@ -18,13 +18,13 @@ from jaxbuf.core import checks
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.types import Function
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import is_negative
 from jaxbuf.strategies.mass import (
     any_shard,
     change,
     draw_distinct,
-    effective_size,
     ends,
     least_positive,
     over,
@@ -246,28 +246,20 @@ class Prioritized(ShardableSampler):
         ``effective_sample_size`` is the number of equally likely items with the same diversity, the
         inverse of the sum of squared probabilities.
         """
-        slot = jnp.arange(state.capacity, dtype=jnp.int32)
-        live = occupancy.live(slot)
-        size = occupancy.size
-        mass = state.leaves
-        priority = self.priority(mass)
-        count = jnp.maximum(size, 1).astype(jnp.float32)
-        some = size > 0
-        largest = jnp.max(mass)
+        size, mass, largest = occupancy.size, state.leaves, state.root("max")
+        some, count = size > 0, jnp.maximum(size, 1).astype(jnp.float32)
+        # Empty slots have no mass. An item without mass has the least priority, which is 0.
+        least = jnp.where(state.nnz < size, 0.0, state.root("min_positive"))
         scaled = over(mass, largest)
-        squares = jnp.sum(scaled * scaled)
-        spread = over(jnp.sum(scaled) ** 2, squares)
-        if self.uniform_mix > 0:
-            probability = self._probability(self.summaries(state, occupancy), mass)
-            spread = effective_size(jnp.where(live, probability, 0.0))
-        least = jnp.min(jnp.where(live, priority, jnp.inf))
+        squares = over(jnp.sum(scaled * scaled), jnp.sum(scaled) ** 2)
+        mix = self.uniform_mix
+        squares = (1 - mix) ** 2 * squares + mix * (2 - mix) / count
+        spread = jnp.where(largest > 0, over(1.0, squares), size.astype(jnp.float32))
         return {
-            "priority_min": jnp.where(some, least, 0.0),
-            "priority_max": jnp.max(jnp.where(live, priority, 0.0)),
-            "priority_mean": jnp.sum(jnp.where(live, priority, 0.0) / count),
-            "effective_sample_size": jnp.where(
-                largest > 0, spread, jnp.where(some, size.astype(jnp.float32), 0.0)
-            ),
+            "priority_min": self.priority(least),
+            "priority_max": self.priority(largest),
+            "priority_mean": jnp.sum(self.priority(mass, _quick_power) / count),
+            "effective_sample_size": jnp.where(some, spread, 0.0),
         }
 
     def check_valid(
@@ -279,11 +271,13 @@ class Prioritized(ShardableSampler):
         wrong = ~live & (mass != 0)
         yield from first_wrong(f"{name}.leaves", mass, wrong, "0, for there is no item")
 
-    def priority(self, mass: Float[Array, " N"]) -> Float[Array, " N"]:
+    def priority(
+        self, mass: Float[Array, "..."], power: Function = jnp.power
+    ) -> Float[Array, "..."]:
         """Returns the priority with this mass; 1 if alpha is 0, where masses do not tell."""
         if self.alpha == 0.0:
             return jnp.where(mass > 0, 1.0, 0.0)
-        base = jnp.power(mass, jnp.float32(1.0 / self.alpha))
+        base = mass if self.alpha == 1.0 else power(mass, jnp.float32(1.0 / self.alpha))
         return jnp.where(mass > 0, jnp.maximum(base - jnp.float32(self.epsilon), 0.0), 0.0)
 
     def _new_masses(
@@ -339,6 +333,11 @@ class Prioritized(ShardableSampler):
         index, mass = state.find(point.place, point.refine)
         index = occupancy.draw_where(~point.by_mass, point.word, index)
         return (index, mass) if self.uniform_mix == 0 else state.read(index)
+
+
+def _quick_power(base: Float[Array, "..."], exponent: Array) -> Float[Array, "..."]:
+    """Returns ``base ** exponent`` to about six digits, in an eighth of the time on a CPU."""
+    return jnp.exp2(jnp.log2(base) * exponent)
 
 
 class _Point(NamedTuple):

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
 
-from jaxbuf.core import checks, sizes
+from jaxbuf.core import checks, sizes, sorting
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import is_negative, score_metrics, to_rank
-from jaxbuf.strategies.mass import change, draw_distinct, over, points
+from jaxbuf.strategies.mass import change, draw_distinct, effective_size, over, points
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 
@@ -204,14 +204,10 @@ class RankBased(KnownSampler):
         """
         live = occupancy.live(jnp.arange(state.values.capacity, dtype=jnp.int32))
         share = over(state.masses.leaves, state.masses.root("sum"))
-        squares = jnp.sum(share * share)
-        named = {
-            name.replace("score", self.by): number
-            for name, number in score_metrics(state.values.leaves, live).items()
-        }
+        found = score_metrics(state.values.leaves, live, occupancy.size)
         return {
-            **named,
-            "effective_sample_size": jnp.where(squares > 0, over(1.0, squares), 0.0),
+            **{name.replace("score", self.by): number for name, number in found.items()},
+            "effective_sample_size": effective_size(share),
             "changes_since_sort": state.changes,
         }
 
@@ -290,21 +286,4 @@ class RankBased(KnownSampler):
         place = jnp.where(masses.leaves > 0, ~to_rank(values.leaves), jnp.uint32(2**32 - 1))
         mass = jnp.where(slot < masses.nnz, self.mass(slot + 1), 0.0)
         by_slot = jnp.zeros(slot.shape, jnp.float32)
-        return masses.set_all(by_slot.at[_order(place)].set(mass, unique_indices=True))
-
-
-def _order(number: UInt[Array, " N"]) -> Int[Array, " N"]:
-    """Returns where the numbers are from the smallest to the largest, of equal ones the first.
-
-    XLA sorts single numbers several times faster than pairs on a CPU. Therefore the numbers are
-    sorted by a part of their bits at a time, from the lowest to the highest, and the places of the
-    sort before fill the lower bits.
-    """
-    bits = max((number.shape[0] - 1).bit_length(), 1)
-    before = jnp.arange(number.shape[0], dtype=jnp.uint32)
-    order = before.astype(jnp.int32)
-    for shift in range(0, 32, 32 - bits):
-        part = number[order] >> jnp.uint32(shift) << jnp.uint32(bits)
-        place = lax.sort(part | before) & jnp.uint32(2**bits - 1)
-        order = order[place.astype(jnp.int32)]
-    return order
+        return masses.set_all(by_slot.at[sorting.order(place)].set(mass, unique_indices=True))

@@ -13,8 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
 
-from jaxbuf.core import checks
-from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core import checks, sorting
 from jaxbuf.core.order import after
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
@@ -38,7 +37,6 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 # masses; beyond it masses are recomputed. Given the range of float32, masses down to exp(-67) times
 # the largest one can then be distinguished from zero.
 _DRIFT = 20.0
-_CHUNK = 128
 
 
 class SoftmaxState(struct.PyTreeNode):
@@ -287,7 +285,7 @@ class Softmax(ShardableSampler):
         live = occupancy.live(jnp.arange(state.scores.capacity, dtype=jnp.int32))
         probability = over(state.masses.leaves, state.masses.root("sum"))
         return {
-            **score_metrics(state.scores.leaves, live),
+            **score_metrics(state.scores.leaves, live, occupancy.size),
             "effective_sample_size": effective_size(probability),
         }
 
@@ -376,22 +374,6 @@ class Softmax(ShardableSampler):
             1.0 + jax.random.uniform(another, score.shape, jnp.float32)
         )
         rank = jnp.where(finite, noisy, jnp.where(score > 0, infinite, -jnp.inf))
-        value, index = _top(rank, min(batch_size, score.shape[0]))
+        value, index = sorting.largest(rank, min(batch_size, score.shape[0]))
         short = (0, batch_size - index.shape[0])
         return jnp.pad(index, short), jnp.pad(value > -jnp.inf, short)
-
-
-def _top(value: Float[Array, " N"], count: int) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
-    """Returns the ``count`` largest of many values, and their indices.
-
-    They lie in the chunks with the largest maxima, so only these chunks are sorted.
-    """
-    chunks = -(-value.shape[0] // _CHUNK)
-    if chunks <= count:
-        largest, index = lax.top_k(value, count)
-        return largest, index
-    padding = (0, chunks * _CHUNK - value.shape[0])
-    grid = jnp.pad(value, padding, constant_values=-jnp.inf).reshape(chunks, _CHUNK)
-    _, best = lax.top_k(jnp.max(grid, axis=1), count)
-    found, at = lax.top_k(grid[best].reshape(-1), count)
-    return found, best[quotient(at, _CHUNK)] * _CHUNK + remainder(at, _CHUNK)

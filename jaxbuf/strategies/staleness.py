@@ -12,7 +12,7 @@ from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, effective_size, over
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.strategies.protocols import Draw, KnownSampler, Support, everywhere, support_of
+from jaxbuf.strategies.protocols import Draw, KnownSampler, Support, support_of
 
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 
@@ -135,12 +135,11 @@ class Staleness(KnownSampler):
         self, state: Visits, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
-        mass = self._masses(state, occupancy)
-        return over(mass.at[index].get(mode="clip"), jnp.sum(mass))
+        return self._law(state, occupancy).at[index].get(mode="clip")
 
     def support(self, state: Visits, occupancy: Occupancy) -> Support:
         """Returns the items that the last batch did not have; all items if it had all of them."""
-        return support_of(everywhere(self, state, occupancy))
+        return support_of(self._law(state, occupancy))
 
     def metrics(self, state: Visits, occupancy: Occupancy) -> dict[str, Array]:
         """Returns the largest and mean number of batches since items were drawn."""
@@ -150,8 +149,13 @@ class Staleness(KnownSampler):
         return {
             "batches_since_drawn_max": jnp.max(age),
             "batches_since_drawn_mean": jnp.sum(age / count),
-            "effective_sample_size": effective_size(everywhere(self, state, occupancy)),
+            "effective_sample_size": effective_size(self._law(state, occupancy)),
         }
+
+    def _law(self, state: Visits, occupancy: Occupancy) -> Float[Array, " N"]:
+        """Returns the probability of each slot."""
+        mass = self._masses(state, occupancy)
+        return over(mass, jnp.sum(mass))
 
     def _masses(self, state: Visits, occupancy: Occupancy) -> Float[Array, " N"]:
         """Returns the mass of each slot; that of the stalest item is 1."""

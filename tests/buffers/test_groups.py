@@ -12,7 +12,6 @@ import pytest
 from scipy import stats
 
 import jaxbuf
-from jaxbuf.buffers import groups
 
 ITEM = {"group": jnp.int32(0), "info": {"time": jnp.int32(0)}}
 
@@ -136,13 +135,40 @@ def test_windows_of_a_group_are_equally_likely():
     assert stats.chisquare(list(starts.values())).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("num_groups", [5, 2**16])
-def test_sorting_by_group(num_groups):
-    """With and without room for a name and a place in one word."""
-    name = np.random.default_rng(0).integers(0, num_groups + 1, 2**16).astype(np.int32)
-    place, bound = jax.jit(groups._by_group, static_argnums=1)(name, num_groups)
-    np.testing.assert_array_equal(place, np.argsort(name, kind="stable"))
-    np.testing.assert_array_equal(bound, np.searchsorted(np.sort(name), np.arange(num_groups + 1)))
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_blocks_of_any_size_agree_with_lists(size):
+    """Groups that repeat, one without items, and blocks that do not divide the capacity."""
+    group = np.random.default_rng(size).integers(0, 9, 1003)
+    group[group == 6] = 7
+    wanted = np.array([3, 6, 3, 0, 8, 3])
+    buffer = jaxbuf.add(filled(group[:700], 1003), items(group[700:], 700))
+    drawn = jaxbuf.sample_groups(
+        buffer, jax.random.key(0), wanted, num_groups=9, size=size, order="random"
+    )
+    for row, (number, times) in enumerate(rows(drawn)):
+        assert number == wanted[row]
+        assert len(set(times)) == len(times) == (0 if number == 6 else size)
+        assert np.all(group[times] == number)
+    draw = jax.jit(
+        jax.vmap(lambda key: jaxbuf.sample_groups(buffer, key, wanted, num_groups=9, size=size))
+    )
+    for batch in np.asarray(draw(jax.random.split(jax.random.key(1), 20)).data["info"]["time"]):
+        for row in (0, 2, 3, 4, 5):
+            times = np.flatnonzero(group == wanted[row])
+            first = np.flatnonzero(times == batch[row, 0])[0]
+            np.testing.assert_array_equal(batch[row], times[first : first + size])
+
+
+@pytest.mark.parametrize("order", ["age", "random"])
+@pytest.mark.parametrize("groups", [4, np.array([0, 1, 2, 2])])
+def test_nothing_sorts_all_slots(groups, order):
+    buffer = filled([i % 5 for i in range(1000)])
+    lowered = jax.jit(
+        lambda buffer, key: jaxbuf.sample_groups(
+            buffer, key, groups, num_groups=5, size=2, order=order
+        )
+    ).lower(buffer, jax.random.key(0))
+    assert "stablehlo.sort" not in lowered.as_text()
 
 
 def test_alone_in_jit_and_under_vmap_agree():

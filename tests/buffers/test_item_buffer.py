@@ -212,6 +212,35 @@ def test_metrics_of_priorities():
     assert metrics["effective_sample_size"] == pytest.approx(36.0 / 18.5, rel=1e-6)
 
 
+@pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_metrics_of_priorities_agree_with_numpy(alpha, mix):
+    sampler = jaxbuf.Prioritized(alpha=alpha, epsilon=0.01, uniform_mix=mix)
+    options = {"sampler": sampler, "parts": (jaxbuf.Removable(),)}
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 40, **options)
+    priority = np.random.default_rng(0).lognormal(0, 3, 30).astype(np.float32)
+    buffer, slots = buffer.insert(jnp.arange(30), priority=priority)
+    buffer = buffer.remove(jax.tree.map(lambda leaf: leaf[:4], slots))
+    metrics, kept = buffer.metrics(), priority[4:].astype(float)
+    mass = (kept + 0.01) ** alpha
+    law = (1 - mix) * mass / mass.sum() + mix / 26
+    reported = kept if alpha > 0 else np.ones(26)
+    expected = {
+        "priority_min": reported.min(),
+        "priority_max": reported.max(),
+        "priority_mean": reported.mean(),
+        "effective_sample_size": 1 / (law**2).sum(),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_metrics_compute_no_power_of_every_slot():
+    buffer = create(40, jaxbuf.Prioritized())
+    text = jax.jit(lambda buffer: buffer.metrics()).lower(buffer).as_text()
+    assert "40xf32" not in "".join(line for line in text.splitlines() if "stablehlo.power" in line)
+
+
 def test_both_kinds_of_key_are_taken():
     buffer = jaxbuf.add(create(4, jaxbuf.Uniform()), integers(1, 2, 3))
     new, old = (jaxbuf.sample(buffer, k, 9) for k in (jax.random.key(7), jax.random.PRNGKey(7)))

@@ -1,0 +1,53 @@
+"""Sorts of many numbers, in less time than XLA:CPU takes for pairs of numbers."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, Shaped, UInt
+
+from jaxbuf.core.division import quotient, remainder
+
+_CHUNK = 128
+
+
+def order(number: UInt[Array, " N"]) -> Int[Array, " N"]:
+    """Returns where the numbers are from the smallest to the largest, of equal ones the first.
+
+    XLA sorts single numbers several times faster than pairs on a CPU. Therefore the numbers are
+    sorted by a part of their bits at a time, from the lowest to the highest, and the places of the
+    sort before fill the lower bits.
+
+    Example:
+        >>> order(jnp.array([7, 2**32 - 1, 0, 7], jnp.uint32)).tolist()
+        [2, 0, 3, 1]
+    """
+    bits = max((number.shape[0] - 1).bit_length(), 1)
+    before = jnp.arange(number.shape[0], dtype=jnp.uint32)
+    found = before.astype(jnp.int32)
+    for shift in range(0, 32, 32 - bits):
+        part = number[found] >> jnp.uint32(shift) << jnp.uint32(bits)
+        place = lax.sort(part | before) & jnp.uint32(2**bits - 1)
+        found = found[place.astype(jnp.int32)]
+    return found
+
+
+def largest(value: Shaped[Array, " N"], count: int) -> tuple[Shaped[Array, " B"], Int[Array, " B"]]:
+    """Returns the ``count`` largest of many numbers, from the largest on, and where they are.
+
+    They lie in the chunks with the largest maxima, so only these chunks are sorted. The numbers are
+    floats of at least −inf, or integers of at least 0.
+
+    Example:
+        >>> value, index = largest(jnp.arange(1000.0) % 400, 3)
+        >>> value.tolist(), sorted(index.tolist())
+        ([399.0, 399.0, 398.0], [398, 399, 799])
+    """
+    chunks = -(-value.shape[0] // _CHUNK)
+    if chunks <= count:
+        found, index = lax.top_k(value, count)
+        return found, index
+    padding = (0, chunks * _CHUNK - value.shape[0])
+    least = -jnp.inf if jnp.issubdtype(value.dtype, jnp.floating) else 0
+    grid = jnp.pad(value, padding, constant_values=least).reshape(chunks, _CHUNK)
+    _, best = lax.top_k(jnp.max(grid, axis=1), count)
+    found, at = lax.top_k(grid[best].reshape(-1), count)
+    return found, best[quotient(at, _CHUNK)] * _CHUNK + remainder(at, _CHUNK)
