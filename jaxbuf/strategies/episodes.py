@@ -452,37 +452,37 @@ class EpisodeIndex(struct.PyTreeNode):
         """
         avoid, further = self.episodes.boundary == "avoid", rings.sequence_length - 1
         rows = min(most + further, rings.length)
-        age = jnp.arange(rows, dtype=jnp.int32)[None]
-        env = jnp.arange(rings.num_envs, dtype=jnp.int32)[:, None]
-        place = remainder(rings.cursor[:, None].astype(jnp.int32) - 1 - age, rings.length)
-        row = (env * rings.length + place).reshape(-1)
-        behind = self.steps_before(row).reshape(place.shape)
-        # The age of the last step of each step's episode; -1 while the episode is open.
-        over = jnp.concatenate([self.run[:, None] == 0, behind[:, :-1] == 0], axis=1)
-        last = lax.cummax(jnp.where(over, age, -1), axis=1)
+        # The axis of time comes first, [H, E]: XLA:CPU takes maxima over it in a sixth of the time.
+        age = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        env = jnp.arange(rings.num_envs, dtype=jnp.int32)
+        place = remainder(rings.cursor.astype(jnp.int32)[None] - 1 - age, rings.length)
+        stored = {"behind": self.behind}
+        if self.episodes.short_windows == "terminated":
+            stored["terminated"] = self.episodes.flags(steps)[0]
+        runs = storage.read_runs(stored, env, place[-1], rows)  # [E, H], the earliest first
+        found = {name: run.T[::-1].astype(jnp.int32) for name, run in runs.items()}
+        behind, terminated = found["behind"], found.get("terminated", jnp.int32(0))
+        # Twice the age of the last step of each step's episode, plus 1 if it terminated; negative
+        # while the episode is open.
+        over = jnp.concatenate([self.run[None] == 0, behind[:-1] == 0])
+        code = lax.cummax(jnp.where(over, 2 * age + terminated, -2), axis=0)
+        last, well = code >> 1, (code & 1) == 1
         short = (last >= 0) & (age - last < further) if avoid else jnp.zeros(last.shape, bool)
         end = jnp.where(short, last, age - further)
-        if self.episodes.short_windows == "never":
-            complete = ~short
-        elif self.episodes.short_windows == "ended":
-            complete = jnp.ones(short.shape, bool)
-        else:
-            terminated, _ = self.episodes.flags(steps)
-            terminated = storage.read(terminated.reshape(-1), row).reshape(place.shape)
-            complete = ~short | jnp.take_along_axis(terminated, jnp.maximum(last, 0), axis=1)
-        new, held = count[:, None], rings.held[:, None].astype(jnp.int32) - rings.ignored
+        complete = ~short | (self.episodes.short_windows == "ended") | well
+        new, held = count[None], rings.held.astype(jnp.int32)[None] - rings.ignored
         starts = (age < held) & (remainder(place, rings.period) == 0)
         if self.episodes.period > 1:
             starts &= remainder(behind, self.episodes.period) == 0
-        at = env * rings.starts + quotient(place, rings.period)
+        at = env[None] * rings.starts + quotient(place, rings.period)
         refused = starts & ~complete & (age >= further) & (age - further < new)
         starts &= complete & (end >= 0) & (end < new)
         began = (age < new) & ~starts & (remainder(place, rings.period) == 0)
         return Completed(
-            slots=jnp.where(starts, at, rings.num_slots),
-            end=end,
-            short=short,
-            broken=jnp.where(began, at, rings.num_slots)[:, :most],
+            slots=jnp.where(starts, at, rings.num_slots).T,
+            end=end.T,
+            short=short.T,
+            broken=jnp.where(began, at, rings.num_slots)[:most].T,
             refused=jnp.sum(refused, dtype=jnp.uint32),
         )
 
