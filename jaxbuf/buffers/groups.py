@@ -63,15 +63,22 @@ def _check_ids(groups: object, num_groups: int) -> Any:
     return ids
 
 
-def _known_ids(buffer: object, given: dict[str, Any]) -> dict[str, Any]:
+def _known(buffer: object, given: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments, after a check of ids that are not known once they are traced."""
     del buffer
-    if np.ndim(given.get("groups")) == 0 or "num_groups" not in given:
-        return given
-    return {**given, "groups": _check_ids(given["groups"], given["num_groups"])}
+    if not {"groups", "num_groups"} <= given.keys():
+        return given  # Python says what is missing.
+    groups = given["groups"]
+    if np.ndim(groups) == 0:
+        return {**given, "groups": common.check_count("groups", groups)}
+    return {**given, "groups": _check_ids(groups, given["num_groups"])}
 
 
-@program(static=None, before=_known_ids)
+@program(
+    static=("num_groups", "size", "group", "order", "padding", "replacement"),
+    by_value=("groups",),
+    before=_known,
+)
 def sample_groups(
     buffer: ItemBuffer,
     key: PRNGKeyArray,

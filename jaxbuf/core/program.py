@@ -40,15 +40,16 @@ _STORED = ("items", "steps", "fragments")
 
 def program(
     *,
-    static: tuple[str, ...] | None = (),
+    static: tuple[str, ...] = (),
+    by_value: tuple[str, ...] = (),
     keeps: tuple[str, ...] = (),
     before: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator that makes an operation of a function, or of a method of a buffer.
 
     Args:
-        static: The names of the arguments that must be known when the function is traced; None if
-            the values decide, as in ``Operation``.
+        static: The names of the arguments that must be known when the function is traced.
+        by_value: The names of arguments that are static if they are Python integers or strings.
         keeps: The names of fields of ``self`` that the method neither reads nor changes. They do
             not pass through the program, and a result of the same class has the same arrays.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
@@ -56,7 +57,7 @@ def program(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        operation = Operation(function, static, keeps, before)
+        operation = Operation(function, static, keeps, before, by_value)
 
         @functools.wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> R:
@@ -82,6 +83,7 @@ class Operation:
             static.
         keeps: As for ``program``.
         before: As for ``program``.
+        by_value: As for ``program``.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Operation:
         static: tuple[str, ...] | None = None,
         keeps: tuple[str, ...] = (),
         before: Function | None = None,
+        by_value: tuple[str, ...] = (),
     ) -> None:
         first, *others = inspect.signature(function).parameters.values()
         self.function, self.keeps, self.before = function, keeps, before
@@ -98,7 +101,7 @@ class Operation:
         named = others if self.is_method else [first, *others]
         self.names = [x.name for x in named if x.kind is x.POSITIONAL_OR_KEYWORD]
         self.defaults = {x.name: x.default for x in named}
-        self.traced = set() if static is None else {x.name for x in named} - set(static)
+        self.traced = set() if static is None else {x.name for x in named} - {*static, *by_value}
         self.static = set(static or ())
         self.stores = static is not None
 
