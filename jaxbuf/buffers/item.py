@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from jaxbuf.buffers import common
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import describe, sizes, storage
-from jaxbuf.core.donation import check_there
+from jaxbuf.core import describe, sizes, storage, trees
+from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
@@ -128,7 +128,7 @@ class ItemBuffer(Body):
     @property
     def size(self) -> Int[Array, ""]:
         """The number of items that the buffer holds."""
-        check_there(self.counters, "buffer")
+        check_readable(self)
         return self.occupancy.size
 
     @property
@@ -146,7 +146,8 @@ class ItemBuffer(Body):
         >>> np.setdiff1d(stored, buffer.data["row"][buffer.live]).tolist()
         [0, 1, 2]
         """
-        return self.occupancy.live(jnp.arange(self.capacity, dtype=jnp.int32))
+        check_readable(self)
+        return trees.on_device(self.occupancy).live(jnp.arange(self.capacity, dtype=jnp.int32))
 
     @program(keeps=("data",))
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:

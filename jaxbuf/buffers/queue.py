@@ -12,7 +12,7 @@ from jaxbuf.buffers import common
 from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, describe, sizes, storage, trees
-from jaxbuf.core.donation import check_there
+from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ring import QueueRing
@@ -84,7 +84,7 @@ class Queue(Created, struct.PyTreeNode):
     @property
     def size(self) -> Int[Array, ""]:
         """The number of items in the queue."""
-        check_there(self.counters, "buffer")
+        check_readable(self)
         return self.occupancy.size
 
     def can_add(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:

@@ -16,7 +16,7 @@ from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_whe
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
 from jaxbuf.core.division import quotient, remainder
-from jaxbuf.core.donation import check_there
+from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
@@ -255,12 +255,13 @@ class TrajectoryBuffer(OldLookups, Body):
     @property
     def size(self) -> Int[Array, ""]:
         """The number of steps held, of all environments together."""
-        check_there(self.counters, "buffer")
+        check_readable(self)
         return self.rings.steps
 
     @property
     def num_windows(self) -> Int[Array, ""]:
         """The number of windows that can be drawn, of all environments together."""
+        check_readable(self)
         return self.occupancy.size
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
@@ -422,12 +423,13 @@ class TrajectoryBuffer(OldLookups, Body):
         are unsigned and wrap at 2**32, so that differences of positions stay correct. ``clear``
         does not reset them, but continues from a later multiple of ``length``.
         """
+        check_readable(self)
         return self.rings.end
 
     @property
     def earliest_position(self) -> UInt[Array, " E"]:
         """The position of the earliest step held of each environment; the end position if empty."""
-        return self.rings.end - self.rings.held
+        return self.end_position - self.rings.held
 
     @program(keeps=("data",))
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:

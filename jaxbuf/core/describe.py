@@ -43,7 +43,7 @@ def text(self: object) -> str:
 
 def rich(self: object) -> str:
     """Returns the same description as HTML, for a notebook."""
-    title, _, rows = html.escape(text(self)).partition("\n")
+    title, _, rows = html.escape(repr(self)).partition("\n")
     return f"<div><strong>{title}</strong><pre>{rows}</pre></div>"
 
 
@@ -80,7 +80,7 @@ def _kind(node: object) -> str:
         return f"{node.dtype}[{', '.join(map(str, node.shape))}]" if node.shape else str(node.dtype)
     if type(node).__repr__ is text:
         return type(node).__name__
-    if dataclasses.is_dataclass(node) and jax.tree.leaves(node) != [node]:
+    if dataclasses.is_dataclass(node) and not jax.tree_util.all_leaves([node]):
         inner = [
             f"{field.name}={_kind(value)}"
             for field in dataclasses.fields(node)

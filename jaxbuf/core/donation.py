@@ -45,18 +45,36 @@ def one_leaf(tree: Any) -> Any:
     return next(iter(jax.tree.leaves(tree)), None) if counters is None else counters
 
 
+def check_readable(buffer: Any) -> None:
+    """Checks that a buffer has numbers to read, after a look at one of its leaves.
+
+    Raises:
+        ValueError: If it was donated, or has shapes in place of arrays.
+    """
+    one = one_leaf(buffer)
+    if isinstance(one, jax.ShapeDtypeStruct):
+        raise ValueError(
+            "buffer has shapes in place of arrays, as jax.eval_shape returns it; create it outside "
+            "of jax.eval_shape, or work on it inside"
+        )
+    check_there(one, "buffer")
+
+
 def check_single(buffer: Any) -> Any:
     """Returns a buffer with its leaves as JAX arrays, after a look at one of them.
 
     Raises:
-        ValueError: If it was donated, or is a batch of buffers, as ``vmap`` returns them.
+        ValueError: If it was donated, has shapes in place of arrays, or is a batch of buffers, as
+            ``vmap`` returns them.
     """
     one = one_leaf(buffer)
     if isinstance(one, jax.Array):
         if not isinstance(one, jax.core.Tracer) and one.is_deleted():
-            check_there(buffer, "buffer")
-    elif isinstance(one, np.ndarray):
+            check_readable(buffer)
+    elif isinstance(one, np.ndarray | np.generic):
         buffer = trees.on_device(buffer)
+    else:
+        check_readable(buffer)
     if np.ndim(getattr(buffer, "counters", ())) > 1:
         count = " × ".join(str(axis) for axis in buffer.counters.shape[:-1])
         raise ValueError(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.created import is_created
-from jaxbuf.core import checks
+from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_there
 from jaxbuf.wrappers.hosted import Hosted
 from jaxbuf.wrappers.sharded.sharded import Sharded
@@ -106,9 +106,7 @@ def plot(buffer: Any) -> "Figure":
         raise ImportError(
             "plot needs matplotlib; install it with `pip install matplotlib`"
         ) from error
-    parts = _parts(buffer)
-    for part in parts:
-        _check(part)
+    parts = [_checked(part) for part in _parts(buffer)]
     looks = [(_title(part), _map(part), _panels(part)) for part in parts]
     heights = [2.4 + 2.2 * _rows(panels) for _, _, panels in looks]
 
@@ -138,7 +136,12 @@ def _parts(buffer: Any) -> list[Any]:
     return [one for part in as_buffer(buffer).members for one in _parts(part)] or [buffer]
 
 
-def _check(buffer: Any) -> None:
+def _checked(buffer: Any) -> Any:
+    """Returns a buffer with its leaves as jax arrays.
+
+    Raises:
+        ValueError: If it cannot be drawn.
+    """
     if not is_created(buffer):
         one = "jax.tree.map(lambda leaf: leaf[0], buffer.shards)"
         advice = {Sharded: f"; plot one shard: {one}", Hosted: "; plot buffer.buffer"}
@@ -160,6 +163,7 @@ def _check(buffer: Any) -> None:
             f"buffer is {buffer.counters.shape[0]} stacked ones; plot one of them: "
             "jax.tree.map(lambda leaf: leaf[0], buffer)"
         )
+    return trees.on_device(buffer)
 
 
 def _map(buffer: Any) -> _Map:

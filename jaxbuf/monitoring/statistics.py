@@ -19,7 +19,7 @@ from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.retire import known
 from jaxbuf.buffers.sample import Sample, check_sample
-from jaxbuf.core import checks, describe, storage
+from jaxbuf.core import checks, describe, storage, trees
 from jaxbuf.core.division import remainder
 from jaxbuf.wrappers.abilities import PRIORITIES
 
@@ -111,7 +111,7 @@ class Statistics(struct.PyTreeNode):
             ValueError: When traced, if ``priority`` is given and the buffer has none, or its shape
                 differs.
         """
-        _check_buffer(buffer)
+        buffer = _checked(buffer)
         check_sample("batch", batch)
         valid, values = batch.valid, _values(buffer, batch, priority)
         count = jnp.sum(valid, dtype=jnp.int32)
@@ -162,7 +162,7 @@ class Statistics(struct.PyTreeNode):
             ``priority_min``: the mean of the last samples' means, the largest of their maxima and
             the smallest of their minima; 0 before the first sample.
         """
-        _check_buffer(buffer)
+        buffer = _checked(buffer)
         sampled, size, adds, uses = (self.counters[..., i] for i in range(1, 5))
         now = buffer.size.astype(jnp.uint32)
         pushed = buffer.counters[..., 0] - adds
@@ -196,8 +196,8 @@ class Statistics(struct.PyTreeNode):
         return self.replace(counters=_begin(buffer, self.counters[0]))
 
 
-def _check_buffer(buffer: Any) -> None:
-    """Checks that a buffer counts its items.
+def _checked(buffer: Any) -> Any:
+    """Returns a buffer that counts its items, with its leaves as jax arrays.
 
     Raises:
         ValueError: If it is a ``Mixture``, whose parts do, or not a buffer.
@@ -212,10 +212,11 @@ def _check_buffer(buffer: Any) -> None:
         raise ValueError(
             f"buffer is {checks.kind_of(buffer)}; expected an ItemBuffer, TrajectoryBuffer or Queue"
         )
+    return trees.on_device(buffer)
 
 
 def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 5"]:
-    _check_buffer(buffer)
+    buffer = _checked(buffer)
     size = buffer.size.astype(jnp.uint32)
     nothing = jnp.uint32(0)
     uses = _uses(buffer) if _counts_uses(buffer) else nothing

@@ -115,6 +115,8 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         inner = describe.text(self.buffer).replace("\n", "\n  ")
         return f"Hosted: on {self.device}, batches go to {self.to}\n  {inner}"
 
+    _repr_html_ = describe.rich
+
     @property
     def capacity(self) -> int:
         """The largest number of items, or steps, that the buffer can hold."""

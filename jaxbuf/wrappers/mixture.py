@@ -18,6 +18,7 @@ from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample
 from jaxbuf.core import checks, describe, storage, trees
+from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
@@ -136,6 +137,7 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
     @property
     def occupancy(self) -> Contents:
         """An object whose ``size`` is the number of items, or windows, in all parts."""
+        check_readable(self)
         return Contents(_total([part.occupancy.size for part in self.parts]))
 
     def counts(self, batch_size: int) -> tuple[int, ...]:

@@ -1,13 +1,19 @@
 """The text that buffers print, in all contexts."""
 
+import functools
+import html
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import struct
 
 import jaxbuf
+from jaxbuf.core import describe
 from jaxbuf.core.sizes import format_bytes
+from tests import operations
 
 ITEM = {"obs": jnp.zeros((2, 3), jnp.uint8), "reward": jnp.float32(0)}
 STEP = {"obs": jnp.zeros(3), "terminated": jnp.bool_(False)}
@@ -126,6 +132,37 @@ def test_without_arrays_in_it(create):
         assert kind in other._repr_html_()
     assert kind in str(jax.tree.map(lambda leaf: leaf.shape, buffer))
     assert kind in str(jax.tree.map(lambda _: jnp.float32(0), buffer))
+
+
+class Picture(struct.PyTreeNode):
+    pixels: jax.Array
+
+
+OF_ANY_KIND = {name: functools.partial(operations.empty, name) for name in operations.BUFFERS} | {
+    "items with one array": lambda: jax.eval_shape(
+        lambda: jaxbuf.ItemBuffer.create(Picture(jnp.zeros(4)), 8)
+    ),
+    "a mixture of mixtures": lambda: jax.eval_shape(
+        lambda: jaxbuf.Mixture.create([mixture(), mixture()], [1, 1])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANY_KIND)
+def test_a_copy_on_the_host_has_the_same_text(name):
+    shapes = OF_ANY_KIND[name]()
+    host = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    expected = str(shapes).replace(" (without contents)", "", 1)
+    assert str(host) == expected
+    assert host._repr_html_() == describe.rich(host)
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf] * 2), host)
+    assert str(stacked).splitlines()[0].startswith(type(host).__name__)
+
+
+def test_a_hosted_buffer_in_a_notebook():
+    hosted = jaxbuf.Hosted.create(items)
+    assert html.escape(str(hosted).splitlines()[-1]) in hosted._repr_html_()
+    assert str(jax.device_get(hosted)) == str(hosted)
 
 
 def test_after_donation():

@@ -138,3 +138,43 @@ def test_as_those_of_jax_arrays(name):
     assert all(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(host))
     for operate in operations.values():
         chex.assert_trees_all_equal(operate(host), operate(buffer))
+
+
+# What a buffer tells of itself without a program.
+PROPERTIES = {
+    "uniform": ("size", "live"),
+    "fresh": ("size", "live"),
+    "windows": ("size", "num_windows", "end_position", "earliest_position"),
+    "fresh windows": ("size", "num_windows"),
+    "queue": ("size",),
+    "mixture": ("size", "occupancy"),
+}
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_properties_of_host_copies_and_of_buffers_without_numbers(name):
+    buffer = CASES[name][0]()
+    host, shapes = jax.device_get(buffer), jax.eval_shape(lambda: buffer)
+    gone = jax.tree.map(jnp.copy, buffer)
+    for leaf in jax.tree.leaves(gone):
+        leaf.delete()
+    for found in PROPERTIES[name]:
+        chex.assert_trees_all_equal(getattr(host, found), getattr(buffer, found))
+        with pytest.raises(ValueError, match=r"was donated|shapes in place of arrays"):
+            getattr(gone, found)
+        with pytest.raises(ValueError, match="shapes in place of arrays"):
+            getattr(shapes, found)
+    for other, match in ((gone, "was donated"), (shapes, "shapes in place of arrays")):
+        for look in (lambda b: b.metrics(), lambda b: b.can_sample(1)):
+            with pytest.raises(ValueError, match=match):
+                look(other)
+
+
+@pytest.mark.parametrize("name", ["fresh", "fresh windows", "queue"])
+def test_statistics_of_host_copies(name):
+    buffer = CASES[name][0]()
+    host = jax.device_get(buffer)
+    chex.assert_trees_all_equal(
+        jaxbuf.Statistics.create(host).metrics(host),
+        jaxbuf.Statistics.create(buffer).metrics(buffer),
+    )

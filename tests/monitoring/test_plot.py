@@ -288,3 +288,18 @@ def test_items_of_later_versions_than_the_learners_are_shown():
     shown = drawn(jaxbuf.plot(buffer))["staleness"].patches[0].get_data()
     assert shown.values.tolist() == [1, 0, 1, 1]
     np.testing.assert_array_equal(shown.edges, [-3.5, -2.5, -1.5, -0.5, 0.5])
+
+
+def test_copies_on_the_host_are_drawn_alike():
+    rings = jaxbuf.TrajectoryBuffer.create(
+        jnp.float32(0), 2, 6, sequence_length=2, freshness=jaxbuf.Freshness(max_use=2)
+    )
+    lowest = jaxbuf.ItemBuffer.create(jnp.zeros(2), 4, evictor=jaxbuf.Lowest())
+    lowest = lowest.add(jnp.ones((3, 2)), score=jnp.arange(3.0))
+    ranked = jaxbuf.ItemBuffer.create(jnp.zeros(2), 4, sampler=jaxbuf.RankBased())
+    ranked = ranked.add(jnp.ones((3, 2)))
+    mixture = jaxbuf.Mixture.create([rings.add(jnp.ones((2, 4))), lowest, ranked], [1, 1, 1])
+    figures = [jaxbuf.plot(copy) for copy in (mixture, jax.device_get(mixture))]
+    ours, theirs = ([axes for axes in figure.axes if axes.get_title()] for figure in figures)
+    assert [axes.get_title() for axes in ours] == [axes.get_title() for axes in theirs]
+    assert [counted(axes) for axes in ours] == [counted(axes) for axes in theirs]
