@@ -2,11 +2,25 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
 
 from jaxbuf.core import checks
+
+
+class Share(NamedTuple):
+    """The share of one buffer in each batch.
+
+    Attributes:
+        buffer: The buffer; None if its items are taken out, once each, and so are certain.
+        slots: Its number of slots.
+        fraction: The fraction of the rows that come from it.
+    """
+
+    buffer: Any
+    slots: int
+    fraction: float
 
 
 class Buffer:
@@ -97,6 +111,15 @@ class Buffer:
         if rows > room:
             raise ValueError(f"{asks}, but the {text.format(room)}; this would wait for ever")
 
+    def shares(self: Any, rows: int) -> list[Share]:
+        """Returns the buffers that a batch comes from, in the order of their slots.
+
+        Args:
+            rows: The number of rows of the batch.
+        """
+        del rows
+        return [Share(self, self.capacity, 1.0)]
+
     def known_options(self, given: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of ``add``, after checks of numbers that are still known."""
         return given
@@ -117,6 +140,10 @@ class _Other(Buffer):
 
     def inside(self) -> tuple[Any, int]:
         return self.thing, 0
+
+    def shares(self, rows: int) -> list[Share]:
+        del rows
+        return [Share(self.thing, self.thing.capacity, 1.0)]
 
     def _kind(self) -> str:
         return checks.kind_of(self.thing)

@@ -71,15 +71,15 @@ def check_slots(slots: object, name: str = "slots") -> Slots:
     return Slots(slots.index.astype(jnp.int32), slots.generation.astype(jnp.uint32))
 
 
-def check_slot_rows(slots: object) -> Slots:
+def check_slot_rows(slots: object, name: str = "slots") -> Slots:
     """Returns the slots of rows, ``[B]``.
 
     Raises:
         ValueError: If they are not slots, or have another shape.
     """
-    slots = check_slots(slots)
+    slots = check_slots(slots, name)
     if slots.index.ndim != 1:
-        raise ValueError(f"slots has shape {slots.index.shape}; expected (B,)")
+        raise ValueError(f"{name} has shape {slots.index.shape}; expected (B,)")
     return slots
 
 

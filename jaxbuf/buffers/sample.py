@@ -11,7 +11,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.buffers.buffer import as_buffer
+from jaxbuf.buffers import common
+from jaxbuf.buffers.buffer import Share, as_buffer
 from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, describe, storage
 from jaxbuf.core.program import program
@@ -20,6 +21,7 @@ from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
 
 Normalize = Literal["batch", "buffer", "mean"]
+Within = Literal["part"]
 
 
 class Sample(struct.PyTreeNode):
@@ -110,12 +112,18 @@ def importance_weights(
     sample: Sample,
     beta: float | Float[Array, ""],
     normalize: Normalize | None = "batch",
+    *,
+    within: Within | None = None,
 ) -> Float[Array, " B"]:
     """Returns weights that correct the bias of prioritized sampling: ``(N · P(i)) ** -beta``.
 
     ``N`` is the number of items, or windows, in the buffer. The weights are normalized as chosen by
     ``normalize``. They are computed from ratios of probabilities, so that neither tiny
     probabilities nor large buffers overflow.
+
+    Of a ``Mixture`` they undo the ratios of its parts as well, because ``N`` counts the items of
+    all parts together. With ``within="part"``, ``N`` and ``P`` are those of the part that a row
+    comes from, so that the ratios remain.
 
     Args:
         buffer: The buffer from which the sample was drawn, in its state at that time.
@@ -126,13 +134,20 @@ def importance_weights(
             largest weight of the whole buffer; with either, weights only scale updates down.
             ``"mean"`` is ALF's ``(p · nnz / Σp) ** -beta``, which counts only items that can be
             drawn. None does not normalize.
+        within: None weighs all items of a ``Mixture`` alike, and ``"part"`` the items of each part,
+            as the part itself would in a batch of its own; a part that is a mixture is taken apart
+            too. All parts are then divided by the same largest weight, that of the batch or of the
+            parts, so that no part gains by it. Rows that were taken out of a ``Queue`` have the
+            weight of an item that is drawn uniformly. The sample must be whole, as it was drawn,
+            because its number of rows tells the shares of the parts. Of other buffers, ``"part"``
+            is the buffer itself.
 
     Returns:
         Weights, ``[B]``; 0 where the sample is invalid, and where its probability is 0: an item
         that was looked up with ``get``, and would not be drawn.
 
     Raises:
-        ValueError: If ``normalize`` is none of these, or ``sample`` is not a sample.
+        ValueError: If ``normalize`` or ``within`` is none of these, or ``sample`` is not a sample.
 
     References:
         Schaul et al., Prioritized Experience Replay, ICLR 2016, section 3.4.
@@ -147,6 +162,8 @@ def importance_weights(
         >>> [round(float(w), 4) for w in weights[jnp.argsort(batch.data)]]
         [1.0, 0.8467, 0.717, 0.6071]
     """
+    if within is not None and (not isinstance(within, str) or within != "part"):
+        raise ValueError(f'within is {checks.name_of(within)}; choose "part" or None')
     if normalize is not None and (
         not isinstance(normalize, str) or normalize not in get_args(Normalize)
     ):
@@ -157,10 +174,11 @@ def importance_weights(
     if not isinstance(beta, jax.Array | np.ndarray):
         beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
     # Relative to the largest weight of the batch they do not depend on the buffer.
-    whole = None if normalize == "batch" else buffer
+    whole = None if normalize == "batch" and within is None else buffer
+    slots = None if within is None else common.check_slot_rows(sample.slots, "sample.slots")
     # Each device of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
     axes = as_buffer(buffer).batch_axes
-    return _weights(whole, sample.probability, sample.valid, beta, normalize, axes)
+    return _weights(whole, sample.probability, sample.valid, beta, normalize, axes, slots)
 
 
 @program(static=("normalize", "axes"))
@@ -171,6 +189,7 @@ def _weights(
     beta: float | Float[Array, ""],
     normalize: Normalize | None,
     axes: tuple[str, ...],
+    slots: Slots | None = None,
 ) -> Float[Array, " B"]:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     probability, valid, beta = lax.stop_gradient((probability, valid, beta))
@@ -179,7 +198,17 @@ def _weights(
     valid &= probability > 0
     tiny = jnp.finfo(jnp.float32).tiny
     probability = jnp.where(valid, jnp.maximum(probability, tiny), 1.0)
-    if buffer is None:
+    if slots is not None:
+        shares = as_buffer(buffer).shares(probability.shape[0])
+        counts, least = _known_of(shares, normalize)
+        # The share of the part cancels out, so that only the draw within the part counts.
+        scale = counts / np.asarray([share.fraction or 1.0 for share in shares], np.float32)
+        ratio = probability * scale.at[_part_of(slots, shares)].get(mode="clip")
+        if normalize == "batch":
+            least = jnp.min(ratio, where=valid, initial=jnp.finfo(jnp.float32).max)
+            least = lax.pmin(least, axes) if axes else least
+        ratio = ratio / least
+    elif buffer is None:
         least = jnp.min(probability, initial=1.0)
         ratio = probability / (lax.pmin(least, axes) if axes else least)
     elif normalize == "buffer":
@@ -189,6 +218,38 @@ def _weights(
         count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
         ratio = probability * count.astype(jnp.float32)
     return jnp.where(valid, ratio**-beta, 0.0)
+
+
+def _part_of(slots: Slots, shares: list[Share]) -> Int[Array, " B"]:
+    """Returns the number of the share that each row comes from, ``[B]``; the last if invalid."""
+    ends = np.cumsum([share.slots for share in shares[:-1]], dtype=np.int32)
+    return jnp.sum(slots.index[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+
+
+def _known_of(
+    shares: list[Share], normalize: Normalize | None
+) -> tuple[Float[Array, " S"], Float[Array, ""]]:
+    """Returns the items of each share, and the least of ``N · P`` if the weights need it, or 1.
+
+    An item that was taken out of a queue counts as one that is drawn uniformly.
+    """
+    most = jnp.finfo(jnp.float32).max
+    counts, products = list[Array](), list[Array]()
+    for buffer, _, fraction in shares:
+        count, least = jnp.float32(1), jnp.float32(1)
+        if buffer is not None and normalize in ("buffer", "mean"):
+            known = buffer.support()
+            count = known.count if normalize == "mean" else buffer.occupancy.size
+            least = jnp.asarray(known.least_probability)
+        elif buffer is not None:
+            count = buffer.occupancy.size
+        # A part without items gives no rows.
+        counts.append(jnp.maximum(jnp.asarray(count).astype(jnp.float32), 1.0))
+        drawn = (least > 0) & (fraction > 0)
+        least = jnp.maximum(least, jnp.finfo(jnp.float32).tiny)
+        products.append(jnp.where(drawn, least * counts[-1], most))
+    lightest = jnp.min(jnp.stack(products)) if normalize == "buffer" else jnp.float32(1)
+    return jnp.stack(counts), lightest
 
 
 def check_sample(name: str, sample: object) -> None:

@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, doors
-from jaxbuf.buffers.buffer import Buffer, as_buffer
+from jaxbuf.buffers.buffer import Buffer, Share, as_buffer
 from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.core import checks, describe, trees
@@ -149,6 +149,15 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
     def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
         """Checks that the buffer inside can ever hold so many items, or windows."""
         as_buffer(self.buffer).check_room(asks, rows, sequence_length)
+
+    def shares(self, rows: int) -> list[Share]:
+        """Returns the buffers that a batch comes from, each of them hosted."""
+        return [
+            share
+            if share.buffer is None
+            else share._replace(buffer=self.replace(buffer=share.buffer))
+            for share in as_buffer(self.buffer).shares(rows)
+        ]
 
     @property
     def occupancy(self) -> Contents:

@@ -12,7 +12,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.buffer import Buffer, as_buffer
+from jaxbuf.buffers.buffer import Buffer, Share, as_buffer
 from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.queue import Queue
@@ -44,7 +44,8 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
     all parts: the slots of a part follow those of the parts before it, so that ``update_priority``
     reaches the right part. The ``probability`` of a row is the part's share of the batch, times the
     probability within the part. ``importance_weights`` are therefore relative to a uniform draw
-    from the items of all parts, whatever their samplers.
+    from the items of all parts, whatever their samplers. If the ratios are to remain, weigh the
+    rows within their parts: ``importance_weights(..., within="part")``.
 
     An empty part returns rows that are not valid, and the other parts are not affected, so that
     shapes and the numbers of rows do not depend on the contents of the parts. Use ``can_sample``
@@ -151,6 +152,22 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
         whole, rest = product >> 32, product & np.uint64(2**32 - 1)
         counts = _largest_remainders(rows, whole.astype(np.int64), rest)
         return tuple(int(count) for count in counts)
+
+    def shares(self, rows: int) -> list[Share]:
+        """Returns the buffers that a batch comes from; a part may be a mixture of several.
+
+        A part that gives no row to a batch so small has its ratio as its share.
+        """
+        counts = self.counts(rows) if rows else [0] * len(self.parts)
+        found: list[Share] = []
+        for part, ratio, count in zip(self.parts, self.ratios, counts, strict=True):
+            known, fraction = as_buffer(part), count / rows if count else ratio
+            if known.is_queue:
+                found.append(Share(None, part.capacity, fraction))
+            else:
+                inner = known.shares(count)
+                found += [one._replace(fraction=one.fraction * fraction) for one in inner]
+        return found
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether every part can fill its rows of a batch, and has at least one item.

@@ -39,6 +39,35 @@ def shares(ratios, rows):
     return counts
 
 
+def weights_within_parts(parts, rows, beta, normalize):
+    """Weights of rows within the parts of a mixture, each row by itself.
+
+    Args:
+        parts: for each part the probability of each of its items in a draw from it alone, by
+            name; a part whose rows are taken out has None.
+        rows: for each row the part and the name of the item, or None for an invalid row.
+        beta: the exponent.
+        normalize: as in ``importance_weights``.
+    """
+
+    def times(part, name):
+        law = parts[part]
+        if law is None:
+            return 1.0
+        drawn = sum(share > 0 for share in law.values())
+        return law[name] * (drawn if normalize == "mean" else len(law))
+
+    found = [None if row is None else times(*row) for row in rows]
+    least = 1.0
+    if normalize == "batch":
+        least = min((x for x in found if x), default=1.0)
+    if normalize == "buffer":
+        every = [times(i, name) for i, law in enumerate(parts) for name in law or ()]
+        every += [1.0 for law in parts if law is None]
+        least = min(x for x in every if x)
+    return [(x / least) ** -beta if x else 0.0 for x in found]
+
+
 class RecentItemBuffer(reference.ItemBuffer):
     """The twin of an ``ItemBuffer`` of which a part of every batch is recent."""
 

@@ -349,3 +349,125 @@ def test_weights_beside_a_queue_follow_the_probabilities():
     assert int(mixture.clear().size) == 0
     with pytest.raises(ValueError, match=r"data of samples of buffers\[1\] is int32"):
         jaxbuf.Mixture.create([jaxbuf.Queue.create(jnp.float32(0), 4), part(0, 1, 2)], [1, 1])
+
+
+def weights_of(buffer, sample, beta, normalize, **options):
+    return jaxbuf.importance_weights(buffer, sample, beta, normalize, **options)
+
+
+def law_of(buffer):
+    """The probabilities of the items in a draw from a buffer with proportional priorities."""
+    live = np.asarray(buffer.live)
+    names, masses = np.asarray(buffer.data)[live].tolist(), np.ones(live.sum())
+    if not isinstance(buffer.sampler, jaxbuf.Uniform):
+        masses = np.asarray(buffer.sampler_state.leaves, np.float64)[: buffer.capacity][live]
+    return dict(zip(names, (masses / masses.sum()).tolist(), strict=True))
+
+
+def leaf_parts(mixture):
+    return [
+        leaf
+        for part in mixture.parts
+        for leaf in (leaf_parts(part) if isinstance(part, jaxbuf.Mixture) else [part])
+    ]
+
+
+def skewed(first, *priorities):
+    return part(first, len(priorities), len(priorities) + 1, priority=jnp.array(priorities))
+
+
+WEIGHED = {
+    "one offline and one online": lambda: (
+        jaxbuf.Mixture.create(
+            [part(0, 40, 50, jaxbuf.Uniform()), skewed(100, 1.0, 0.0, 6.0)], [1, 1]
+        ),
+        10,
+    ),
+    "shares that are rounded": lambda: (
+        jaxbuf.Mixture.create([skewed(0, 1.0, 3.0), skewed(100, 2.0, 1.0, 7.0, 4.0)], [2, 1]),
+        7,
+    ),
+    "an empty part and one without rows": lambda: (
+        jaxbuf.Mixture.create([part(0, 0, 4), skewed(100, 2.0, 5.0), part(200, 3, 3)], [1, 3, 0]),
+        8,
+    ),
+    "a mixture as a part": lambda: (
+        jaxbuf.Mixture.create(
+            [
+                jaxbuf.Mixture.create([skewed(0, 1.0, 2.0), part(100, 9, 9)], [3, 1]),
+                skewed(200, 5.0, 1.0, 1.0),
+            ],
+            [1, 2],
+        ),
+        11,
+    ),
+    "fewer items than rows": lambda: (
+        jaxbuf.Mixture.create(
+            [
+                part(0, 2, 4, jaxbuf.Uniform(replacement=False)),
+                skewed(100, 1.0, 2.0),
+            ],
+            [1, 1],
+        ),
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHED)
+def test_weights_within_each_part_are_those_of_a_naive_model(case):
+    mixture, rows = WEIGHED[case]()
+    sample = jaxbuf.sample(mixture, jax.random.key(4), rows)
+    laws = [law_of(leaf) for leaf in leaf_parts(mixture)]
+    drawn = [
+        ((int(name) // 100), int(name)) if valid else None
+        for name, valid in zip(sample.data, sample.valid, strict=True)
+    ]
+    hosted = jaxbuf.Hosted.create(lambda: mixture)
+    jitted = jax.jit(weights_of, static_argnums=(3,), static_argnames="within")
+    for normalize in ("batch", "buffer", "mean", None):
+        expected = reference.weights_within_parts(laws, drawn, 0.6, normalize)
+        for weigh, buffer in ((weights_of, mixture), (jitted, mixture), (weights_of, hosted)):
+            weights = weigh(buffer, sample, 0.6, normalize, within="part")
+            np.testing.assert_allclose(weights, expected, rtol=2e-6)
+
+
+def test_weights_within_each_part_keep_the_ratio_that_was_chosen():
+    """Half of the rows are from 40 items, and half from 4."""
+    offline = part(0, 40, 40, jaxbuf.Uniform())
+    online = skewed(100, 1.0, 2.0, 3.0, 4.0)
+    mixture = jaxbuf.Mixture.create([offline, online], [1, 1])
+    sample = jaxbuf.sample(mixture, jax.random.key(0), 20_000)
+    pooled = np.asarray(jaxbuf.importance_weights(mixture, sample, 1.0, None))
+    within = np.asarray(jaxbuf.importance_weights(mixture, sample, 1.0, None, within="part"))
+    np.testing.assert_allclose(within[:10_000], 1.0, rtol=1e-6)
+    assert within[10_000:].mean() == pytest.approx(1.0, abs=0.03)
+    value = np.asarray(sample.data, np.float64)
+    assert (within * value).mean() == pytest.approx((19.5 + 101.5) / 2, rel=0.02)
+    assert (pooled * value).mean() == pytest.approx((780 + 406) / 44, rel=0.03)
+
+
+def test_weights_of_rows_that_a_queue_gave():
+    queue = jaxbuf.Queue.create(ITEM, 8).add(jnp.arange(4, dtype=jnp.int32))
+    mixture = jaxbuf.Mixture.create([queue, skewed(100, 1.0, 3.0)], [1, 1])
+    after, batch = jaxbuf.next_batch(mixture, jax.random.key(1), 6, donate=False)
+    laws = [None, law_of(mixture.parts[1])]
+    drawn = [((int(name) // 100), int(name)) for name in batch.data]
+    for normalize in ("batch", "buffer", "mean", None):
+        weights = weights_of(after, batch, 0.5, normalize, within="part")
+        expected = reference.weights_within_parts(laws, drawn, 0.5, normalize)
+        np.testing.assert_allclose(weights, expected, rtol=2e-6)
+
+
+def test_within_a_buffer_that_is_no_mixture():
+    buffer = skewed(0, 1.0, 2.0, 5.0)
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 8)
+    for normalize in ("batch", "buffer", "mean", None):
+        np.testing.assert_allclose(
+            weights_of(buffer, sample, 0.4, normalize, within="part"),
+            weights_of(buffer, sample, 0.4, normalize),
+            rtol=2e-6,
+        )
+    for wrong in ("parts", 0, True):
+        with pytest.raises(ValueError, match='choose "part" or None'):
+            weights_of(buffer, sample, 0.4, None, within=wrong)
