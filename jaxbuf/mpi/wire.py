@@ -154,9 +154,14 @@ class Schema:
 
 
 _NOTE = Schema(jax.ShapeDtypeStruct((_NOTE_BYTES,), np.uint8))
-_NOTES = (Kind.ABORT, Kind.REFUSAL)
-# Kinds that are not listed have no arrays.
-_SCHEMAS = {kind: _NOTE if kind in _NOTES else Schema(()) for kind in Kind}
+_NOTHING = Schema(())
+# Other kinds have a schema only once it is known what is exchanged, and only if that is of use.
+_SCHEMAS = {
+    Kind.METADATA_REQUEST: _NOTHING,
+    Kind.LEAVE: _NOTHING,
+    Kind.ABORT: _NOTE,
+    Kind.REFUSAL: _NOTE,
+}
 
 
 class Message(NamedTuple):
@@ -427,8 +432,11 @@ class Channel:
             other = header.magic >> 8 == MAGIC >> 8
             hint = ": both ends need the same version of jaxbuf" if other else ""
             return f"its magic number is {header.magic:#x}; expected {MAGIC:#x}{hint}"
-        if header.kind not in self.schemas:
+        if header.kind not in iter(Kind):
             return f"its kind is {header.kind}; expected 1 to {len(Kind)}"
+        if header.kind not in self.schemas:
+            name = Kind(header.kind).name
+            return f"its kind is {header.kind}, {name}, which the buffer has no use for"
         schema = self.schemas[Kind(header.kind)]
         if header.number < 0:
             return f"its number is {header.number}; expected at least 0"

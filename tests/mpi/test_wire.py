@@ -1,8 +1,12 @@
 """Messages as they are read from their bytes, without ranks that send them."""
 
+import collections
 import importlib.util
+import sys
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,7 +15,10 @@ pytest.importorskip("mpi4py")
 if importlib.util.find_spec("mpi4jax") is None:
     pytest.skip("mpi4jax is not installed", allow_module_level=True)
 
-from jaxbuf.mpi import wire
+import jaxbuf
+from jaxbuf.mpi import serve, wire
+from jaxbuf.mpi.manager import Manager
+from jaxbuf.mpi.serve import schemas
 
 ROWS = 4
 
@@ -67,3 +74,159 @@ def test_a_large_array_of_flags_is_looked_at_too():
     assert schema(width).starts[0] is None
     message = received(schema(width), batch(width, done=3))
     assert message.fault == "its array [0]['done'] has the byte 3 as a flag; expected 0 or 1"
+
+
+class Peers:
+    """A communicator whose other ranks have sent all of their messages already.
+
+    Attributes:
+        came: Messages that the manager receives: the sender, the tag and the bytes.
+        sent: First pieces that the manager sends: the receiver, the kind and the number.
+    """
+
+    def __init__(self, size):
+        self.size, self.came, self.sent = size, collections.deque(), []
+
+    def Get_rank(self):
+        return self.size - 1
+
+    def Get_size(self):
+        return self.size
+
+    def Get_group(self):
+        return types.SimpleNamespace(Translate_ranks=lambda ranks, world: ranks)
+
+    def Get_attr(self, key):
+        return None
+
+    def Set_attr(self, key, value):
+        pass
+
+    def Improbe(self, source, tag, status):
+        if not self.came:
+            return None
+        status.came = self.came.popleft()
+
+        def receive(into):
+            memory, _ = into
+            assert memory.size == len(status.came[2])
+            memory[...] = np.frombuffer(status.came[2], np.uint8)
+
+        return types.SimpleNamespace(Recv=receive)
+
+    def Isend(self, piece, dest, tag):
+        data = np.asarray(piece[0])
+        if tag % 2 == 0:
+            header = wire.Header(*data[: wire.HEADER.itemsize].view(wire.HEADER)[0].tolist())
+            self.sent.append((dest, wire.Kind(header.kind), header.number))
+        return types.SimpleNamespace(Test=lambda: True)
+
+
+class Status:
+    def Get_source(self):
+        return self.came[0]
+
+    def Get_tag(self):
+        return self.came[1]
+
+    def Get_count(self, kind):
+        return len(self.came[2])
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    import mpi4py
+
+    comm = Peers(3)
+    mpi = types.SimpleNamespace(
+        COMM_WORLD=comm,
+        UNDEFINED=-1,
+        ANY_SOURCE=-1,
+        ANY_TAG=-1,
+        BYTE=None,
+        Status=Status,
+        Comm=types.SimpleNamespace(Create_keyval=lambda: 0),
+    )
+    monkeypatch.setattr(wire, "_runs", None)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    monkeypatch.setattr(mpi4py, "MPI", mpi, raising=False)
+    return comm
+
+
+TAG = wire.FIRST_TAG + 2
+
+
+def piece(kind, number=0, rows=0, schema=None, magic=wire.MAGIC, checksum=None, more=b""):
+    """The bytes of a first piece, with zeros in its arrays."""
+    schema = wire.Schema(()) if schema is None else schema
+    data = np.zeros(schema.size, np.uint8)
+    checksum = schema.checksum if checksum is None else checksum
+    data[: wire.HEADER.itemsize].view(wire.HEADER)[0] = magic, kind, number, rows, checksum
+    return data.tobytes() + more
+
+
+MANAGED = {
+    "uniform": {},
+    "scores": {"evictor": jaxbuf.Lowest()},
+    "priorities": {"sampler": jaxbuf.Prioritized()},
+}
+
+
+def manager(name):
+    item = {"obs": jnp.zeros(2), "done": jnp.bool_(False)}
+    return Manager.create(jaxbuf.ItemBuffer.create(item, 4, **MANAGED[name]), 2)
+
+
+def served(peers, name):
+    """Serves until both workers have left."""
+    peers.came += [(worker, TAG, piece(wire.Kind.LEAVE)) for worker in (0, 1)]
+    communicators = types.SimpleNamespace(group=peers, managers=peers)
+    return serve(communicators, manager(name), rows=ROWS, report=None)
+
+
+def test_new_values_that_a_buffer_has_no_use_for_are_refused(peers):
+    """With or without arrays; a header alone once ended the manager."""
+    values = schemas(manager("scores"), ROWS)[wire.Kind.SCORES]
+    kinds = wire.Kind.SCORES, wire.Kind.PRIORITIES
+    for kind in kinds:
+        peers.came += [(0, TAG, piece(kind, 5)), (0, TAG, piece(kind, 6, 2, values))]
+    faults = served(peers, "uniform").faults
+    for kind, fault in zip(np.repeat(kinds, 2), faults, strict=True):
+        assert f"its kind is {kind}, {wire.Kind(kind).name}, which the buffer" in fault
+    refused = [number for to, kind, number in peers.sent if kind == wire.Kind.REFUSAL]
+    assert refused == [5, 6, 5, 6]
+
+
+@pytest.mark.parametrize("name", MANAGED)
+def test_no_message_ends_a_manager(peers, name):
+    """Legal messages of which one field, the size, or all bytes are wrong."""
+    rng = np.random.default_rng(0)
+    known = schemas(manager(name), ROWS)
+    odd = (-(2**63), -1, 0, 1, 3, ROWS, ROWS + 1, 2**31, 2**62, 2**63 - 1)
+    for _ in range(150):
+        kind = int(rng.integers(1, len(wire.Kind) + 1))
+        if kind in (wire.Kind.LEAVE, wire.Kind.ABORT):
+            continue  # They are legal, and the worker is not heard after them.
+        schema = known.get(wire.Kind(kind))
+        given = {"kind": kind, "schema": schema, "rows": ROWS if schema and schema.rows else 0}
+        field = rng.choice(
+            ["kind", "number", "rows", "checksum", "magic", "more", "schema", "bytes"]
+        )
+        if field in ("kind", "number", "rows", "checksum", "magic"):
+            given[field] = int(rng.choice(odd))
+        elif field == "more":
+            given["more"] = bytes(int(rng.integers(1, 70)))
+        elif field == "schema":
+            given["schema"] = None
+        data = piece(**given)
+        if field == "bytes":
+            start, size = wire.HEADER.itemsize, len(data)
+            noise = rng.bytes(size - start)
+            data = (data[:start] + noise)[
+                : int(rng.integers(0, size + 1)) if rng.random() < 0.5 else size
+            ]
+        source, tag = int(rng.integers(0, 2)), int(rng.choice([TAG] * 6 + [0, TAG + 1, TAG + 2]))
+        peers.came.append((source, tag, data))
+    faults = served(peers, name).faults
+    assert len(faults) > 30
+    assert not any("Error" in fault for fault in faults)
