@@ -358,7 +358,7 @@ class Body(Base, Created):
             >>> buffer.latest(3).data["value"].tolist()
             [0.0, 10.0, 20.0]
         """
-        slots = common.check_slot_rows(slots)
+        slots = common.check_slots(slots)
         rows, steps = slots.index.shape[0], self.step_axes
         data = self._folded(self.data)
         field = write_back.check_writable(self.extras, data, path, self.have, every=False)
@@ -469,7 +469,7 @@ class Body(Base, Created):
             >>> sorted(buffer.add(jnp.array([7]), score=jnp.array([1.0])).data.tolist())
             [0, 1, 7]
         """
-        slots = common.check_slot_rows(slots)
+        slots = common.check_slots(slots)
         write_back.check_scores(self.sampler, self.occupancy, self._score_users)
         shape = slots.index.shape
         score = storage.check_rows(score, "score", shape, np.float32, "that of slots")
@@ -507,7 +507,7 @@ class Body(Base, Created):
             >>> buffer.holds(slots).tolist(), int(buffer.size)
             ([True, False, True], 2)
         """
-        slots = common.check_slot_rows(slots)
+        slots = common.check_slots(slots)
         taken = common.check_mask(mask, slots.index.shape)
         changed, count = write_back.remove(self, slots, taken)
         if "removed" not in self.counter_names:
@@ -521,7 +521,7 @@ class Body(Base, Created):
         Raises:
             ValueError: When traced, if ``slots`` are not the slots of a sample, ``[B]``.
         """
-        slots = common.check_slot_rows(slots)
+        slots = common.check_slots(slots)
         return self.occupancy.holds(slots)
 
     @program()
@@ -547,7 +547,7 @@ class Body(Base, Created):
             >>> batch.valid.tolist(), batch.data[2:].tolist()
             ([False, False, True, True], [2, 3])
         """
-        slots = common.check_slot_rows(slots)
+        slots = common.check_slots(slots)
         held = self.occupancy.holds(slots)
         index = jnp.where(held, slots.index, self.occupancy.capacity)
         return self.gather(Draw(index, write_back.probability(self, index), held))
@@ -568,7 +568,7 @@ class Body(Base, Created):
             ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
         """
         self.need("counts_uses", "mark_used was called, but ")
-        slots = common.check_slot_rows(slots)
+        slots = common.check_slots(slots)
         taken = common.check_mask(mask, slots.index.shape)
         if slots.index.size == 0:
             return self

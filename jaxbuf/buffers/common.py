@@ -48,10 +48,10 @@ def check_wanted(batch_size: object) -> Int[Array, ""]:
 
 
 def check_slots(slots: object, name: str = "slots") -> Slots:
-    """Returns ``slots``, the slots of a sample, as JAX arrays of int32 and uint32.
+    """Returns ``slots``, the slots of a sample, as JAX arrays ``[B]`` of int32 and uint32.
 
     Raises:
-        ValueError: If they have no index and generation of integers of the same shape.
+        ValueError: If they have no index and generation of integers of the same shape, ``[B]``.
     """
     arrays = jax.Array | np.ndarray
     if not isinstance(slots, Slots) or not all(
@@ -67,20 +67,10 @@ def check_slots(slots: object, name: str = "slots") -> Slots:
             f"{generation.dtype}{list(generation.shape)}; expected integers of the same shape, as "
             "in a sample"
         )
+    if index.ndim != 1:
+        raise ValueError(f"{name} has shape {index.shape}; expected (B,)")
     slots = trees.on_device(slots)
     return Slots(slots.index.astype(jnp.int32), slots.generation.astype(jnp.uint32))
-
-
-def check_slot_rows(slots: object, name: str = "slots") -> Slots:
-    """Returns the slots of rows, ``[B]``.
-
-    Raises:
-        ValueError: If they are not slots, or have another shape.
-    """
-    slots = check_slots(slots, name)
-    if slots.index.ndim != 1:
-        raise ValueError(f"{name} has shape {slots.index.shape}; expected (B,)")
-    return slots
 
 
 def check_sampler(sampler: object) -> None:
@@ -523,7 +513,7 @@ def check_update(
         ValueError: If the sampler has no priorities, or a shape differs.
     """
     needs_priority(sampler, "update_priority was called")
-    slots = check_slot_rows(slots)
+    slots = check_slots(slots)
     shape = slots.index.shape
     value = check_priority(priority, shape, "that of slots")
     return slots, value, check_mask(mask, shape)

@@ -175,7 +175,7 @@ def importance_weights(
         beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
     # Relative to the largest weight of the batch they do not depend on the buffer.
     whole = None if normalize == "batch" and within is None else buffer
-    slots = None if within is None else common.check_slot_rows(sample.slots, "sample.slots")
+    slots = None if within is None else common.check_slots(sample.slots, "sample.slots")
     # Each device of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
     axes = as_buffer(buffer).batch_axes
     return _weights(whole, sample.probability, sample.valid, beta, normalize, axes, slots)

@@ -469,6 +469,8 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
     def _call(self, method: str, given: dict[str, object], donate: object = ...) -> Any:
         """Calls a method of the buffer, with its arguments on the CPU device."""
         given = self._here(method, given)
+        if given.get("slots", ...) is None:
+            common.check_slots(None)
         with _no_mesh():
             return doors.call(method, self.buffer, donate=donate, **given)
 

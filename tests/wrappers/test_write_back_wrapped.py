@@ -1,5 +1,7 @@
 """Changes of stored items through the buffers that hold other buffers."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
+from jaxbuf.core.slots import Slots
 
 KEY = jax.random.key(0)
 REMOVABLE = (jaxbuf.Removable(),)
@@ -384,3 +387,120 @@ def test_shards_check_what_they_are_given():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+LIMITS = {"freshness": jaxbuf.Freshness(max_use=2, max_staleness=3)}
+ABLE = {"sampler": jaxbuf.Prioritized(), "parts": (jaxbuf.Removable(),), **LIMITS}
+
+
+def _able_items():
+    return jaxbuf.ItemBuffer.create({"x": jnp.float32(0)}, 4, **ABLE)
+
+
+def _able_windows():
+    step = {"x": jnp.float32(0), "terminated": jnp.bool_(False)}
+    episodes = jaxbuf.Episodes(boundary="mask")
+    return jaxbuf.TrajectoryBuffer.create(step, 2, 4, episodes=episodes, **ABLE)
+
+
+def _in_shards(make):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jaxbuf.Sharded.create(make, mesh, "d", shards=2)
+
+
+TAKES_SLOTS = {
+    "items": _able_items,
+    "windows": _able_windows,
+    "mixture": lambda: jaxbuf.Mixture.create([_able_items(), _able_items()], [1, 1]),
+    "mixture of windows": lambda: jaxbuf.Mixture.create([_able_windows()], [1]),
+    "sharded": lambda: _in_shards(_able_items),
+    "sharded windows": lambda: _in_shards(_able_windows),
+    "hosted": lambda: jaxbuf.Hosted.create(_able_items),
+}
+BY_SLOTS = {
+    "update_priority": lambda buffer, slots: buffer.update_priority(slots, jnp.ones(4)),
+    "set_field": lambda buffer, slots: buffer.set_field("x", slots, jnp.ones(4)),
+    "remove": lambda buffer, slots: buffer.remove(slots),
+    "holds": lambda buffer, slots: buffer.holds(slots),
+    "get": lambda buffer, slots: buffer.get(slots),
+    "mark_used": lambda buffer, slots: buffer.mark_used(slots),
+    "use_count": lambda buffer, slots: buffer.use_count(slots),
+    "staleness": lambda buffer, slots: buffer.staleness(slots),
+    "locate": lambda buffer, slots: buffer.locate(slots),
+    "episode": lambda buffer, slots: buffer.episode(slots),
+    "episode_mask": lambda buffer, slots: buffer.episode_mask(slots),
+    "part_of": lambda buffer, slots: buffer.part_of(slots),
+    "part_slots": lambda buffer, slots: buffer.part_slots(slots, 0),
+}
+
+
+def _slots(index, generation):
+    return Slots(np.zeros(index, np.int32), np.zeros(generation, np.uint32))
+
+
+NO_SLOTS = {
+    "without an axis": (_slots((), ()), r"has shape \(\); expected \(B,\)"),
+    "two axes": (_slots((2, 2), (2, 2)), r"has shape \(2, 2\); expected \(B,\)"),
+    "lengths": (_slots(4, 2), "expected integers of the same shape"),
+    "floats": (Slots(np.zeros(4, np.float32), np.zeros(4, np.uint32)), "expected integers"),
+    "flags": (Slots(np.zeros(4, bool), np.zeros(4, np.uint32)), "expected integers"),
+    "None": (None, "expected the slots of a sample|positions is None"),
+    "an array": (np.zeros(4, np.int32), "expected the slots of a sample|positions is None"),
+    "a list": (Slots([0] * 4, [0] * 4), "expected the slots of a sample"),
+}
+
+
+def _refuses(buffer):
+    """Calls everything that takes slots with what are none."""
+    for method in BY_SLOTS.keys() & set(dir(buffer)):
+        for slots, match in NO_SLOTS.values():
+            with pytest.raises(ValueError, match=rf"{match}|{method} was called"):
+                BY_SLOTS[method](buffer, slots)
+
+
+@pytest.mark.parametrize("name", TAKES_SLOTS)
+def test_what_are_no_slots_of_rows_is_refused_by_everything_that_takes_slots(name):
+    # One trace for all calls; a hosted buffer is called from Python.
+    if name == "hosted":
+        _refuses(TAKES_SLOTS[name]())
+    else:
+        jax.eval_shape(_refuses, TAKES_SLOTS[name]())
+
+
+@pytest.mark.parametrize("method", ["use_count", "episode", "locate"])
+def test_slots_without_an_axis_are_refused_from_python(method):
+    with pytest.raises(ValueError, match=r"has shape \(\); expected \(B,\)"):
+        BY_SLOTS[method](_able_windows(), NO_SLOTS["without an axis"][0])
+
+
+ROWS = {"x": np.ones(4, np.float32)}
+STEPS = {"x": np.ones((4, 3), np.float32), "terminated": np.zeros((4, 3), bool)}
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    ("make", "items", "options", "message"),
+    [
+        (_able_items, ROWS, {"mask": np.ones(2, bool)}, "mask has shape (2,); expected (4,)"),
+        (_able_items, ROWS, {"mask": np.ones(3, bool)}, "mask has shape (3,); expected (4,)"),
+        (_able_items, ROWS, {"priority": np.ones((4, 2), np.float32)}, "expected (4,)"),
+        (_able_items, ROWS, {"version": np.ones(4, np.float32)}, "version has dtype float32"),
+        (_able_items, {"x": np.ones((4, 3), np.float32)}, {}, "items['x'] has shape (4, 3)"),
+        (_able_windows, STEPS, {"mask": np.ones((2, 3), bool)}, "(2, 3); expected (4, 3)"),
+        (_able_windows, STEPS, {"priority": np.ones(2, np.float32)}, "(2,); expected (4, 3)"),
+        (
+            _able_windows,
+            jax.tree.map(lambda leaf: leaf[:2], STEPS),
+            {},
+            "has shape (2, 3); expected (4, T)",
+        ),
+    ],
+)
+def test_shapes_in_the_errors_of_an_add_are_those_of_all_shards(
+    make, items, options, message, jitted
+):
+    def add(buffer):
+        return buffer.add(items, **options)
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        (jax.jit(add) if jitted else add)(_in_shards(make))

@@ -193,13 +193,16 @@ class Sharded(Shards):
             ValueError: When traced, if ``B`` is not a multiple of ``S``, or as raised by the
                 shards' ``add``.
         """
-        given = self._check_add("add", items, options)
-        return on_shards.add(self, items, given)
+        return self._put("add", on_shards.add, items, options)
 
-    def _check_add(
-        self, method: str, items: PyTree[Array], options: dict[str, object]
-    ) -> dict[str, object]:
-        """Returns the options of an ``add`` that are given, and checks them and the rows."""
+    def _put(
+        self, method: str, put: Function, items: PyTree[Array], options: dict[str, object]
+    ) -> Any:
+        """Returns ``put(self, items, options)`` with the options that are given.
+
+        Raises:
+            ValueError: If an argument is wrong, in the shapes that the caller knows.
+        """
         given = {name: value for name, value in options.items() if value is not None}
         check_options(self.shards, method, given)
         if "env_ids" in given:
@@ -211,8 +214,18 @@ class Sharded(Shards):
             name = path[0].key + jax.tree_util.keystr(path[1:])
             if not np.ndim(leaf):
                 raise ValueError(f"{name} has shape (); expected a row for each item, (B, ...)")
-            self._check_rows(name, np.shape(leaf)[0])
-        return given
+            if path[0].key == "items":
+                self._check_rows(name, np.shape(leaf)[0])
+        try:
+            return put(self, items, given)
+        except (TypeError, ValueError):
+            # A shard knows its own rows only. One buffer for all rows names what is wrong.
+            here = here_of(self.shards)
+            sizes = {"num_envs": here * self.shards.num_envs} if self.shards.num_envs else {}
+            one = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], self.shards))
+            whole = jax.eval_shape(lambda: one.anew(**sizes))
+            jax.eval_shape(lambda buffer: getattr(buffer, method)(items, **given), whole)
+            raise
 
     @program(static=("batch_size",))
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -256,8 +269,7 @@ class Sharded(Shards):
         Raises:
             ValueError: When traced, as raised by ``add``, or if the shards hold windows.
         """
-        given = self._check_add("insert", items, options)
-        return on_shards.insert(self, items, given)
+        return self._put("insert", on_shards.insert, items, options)
 
     @program(static=("path",))
     def set_field(
@@ -274,7 +286,7 @@ class Sharded(Shards):
             ValueError: When traced, if ``B`` is not a multiple of ``S``, or as raised by the
                 shards.
         """
-        slots, _ = self._check_slots(common.check_slot_rows(slots))
+        slots, _ = self._check_slots(slots)
         count = slots.index.shape[0]
         steps = self.shards.step_axes
         field = fields.stored(self.shards.data, path, self.shards.have)
@@ -307,7 +319,7 @@ class Sharded(Shards):
             ValueError: When traced, if the sampler does not use scores, ``B`` is not a multiple of
                 ``S``, or a shape differs.
         """
-        slots, taken = self._check_slots(common.check_slot_rows(slots), mask)
+        slots, taken = self._check_slots(slots, mask)
         shape = slots.index.shape
         score = storage.check_rows(score, "score", shape, np.float32, "that of slots")
         rows = (slots, taken, score)
@@ -321,7 +333,7 @@ class Sharded(Shards):
             ValueError: When traced, if the shards have no ``Removable``, ``B`` is not a multiple of
                 ``S``, or a shape differs.
         """
-        rows = self._check_slots(common.check_slot_rows(slots), mask)
+        rows = self._check_slots(slots, mask)
         return on_shards.tell(self, rows, Body.remove)
 
     @program()
@@ -331,7 +343,7 @@ class Sharded(Shards):
         Raises:
             ValueError: If ``B`` is not a multiple of ``S``.
         """
-        slots, _ = self._check_slots(common.check_slot_rows(slots))
+        slots, _ = self._check_slots(slots)
         return on_shards.ask(self, slots, on_shards.held) > 0
 
     @program()
@@ -343,7 +355,7 @@ class Sharded(Shards):
         Raises:
             ValueError: If ``B`` is not a multiple of ``S``.
         """
-        slots, _ = self._check_slots(common.check_slot_rows(slots))
+        slots, _ = self._check_slots(slots)
         return draw.get(self, slots)
 
     @program()
