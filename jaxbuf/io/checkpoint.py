@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxbuf.buffers.created import is_created
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_there
 from jaxbuf.io import earlier, records, resizing, structure, versions, zarr
@@ -218,7 +219,17 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     target = earlier.as_saved(sized, saved, configuration)
     gone = {name for name in saved if earlier.was_empty(name, saved[name], configuration)}
     wanted = {name: leaf for name, leaf in saved.items() if name not in gone}
-    _compare(version, configuration, wanted, target, resize)
+    try:
+        _compare(version, configuration, wanted, target, resize)
+    except ValueError as error:
+        if manifest["format"] == 1 and any(
+            map(is_created, jax.tree.leaves(like, is_leaf=is_created))
+        ):
+            raise ValueError(
+                f"{error}. It was written by jaxbuf 0.1.0, whose buffers this version cannot load: "
+                "write their items to files with that version, and add them to a new buffer"
+            ) from None
+        raise
 
     names = [*structure.leaves(target, "like")]
     places = dict(zip(names, jax.tree.leaves(target), strict=True))

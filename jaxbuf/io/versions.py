@@ -40,7 +40,7 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
         folder: The folder, which is created if needed. Entries without a manifest of jaxbuf are
             left alone.
         write: Called with a new, empty folder to which it writes the version, including
-            ``manifest.json``.
+            ``manifest.json``. If it fails, what it has written is removed.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,10 +55,15 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
         previous = find(folder)
         new = unfinished(folder, 1 + number(previous[-1]) if previous else 0)
         new.mkdir()
-        write(new)
-        for path in [*new.rglob("*"), new]:
-            records.sync(path)
-        new.rename(new.with_suffix(""))
+        try:
+            write(new)
+            for path in [*new.rglob("*"), new]:
+                records.sync(path)
+            new.rename(new.with_suffix(""))
+        except BaseException:
+            # It would take space, which may be what was missing.
+            shutil.rmtree(new, ignore_errors=True)
+            raise
         records.sync(folder)
         for entry in previous:
             if _has_manifest(entry) and not entry.is_symlink():

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -402,6 +403,49 @@ def test_a_checkpoint_of_format_1_is_read_and_replaced(tmp_path):
     assert_same(jaxbuf.load(tmp_path, tree), tree)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["jaxbuf-00000008", "jaxbuf.lock"]
+
+
+def test_the_version_of_a_buffer_that_cannot_be_loaded_is_named(tmp_path):
+    """Buffers of version 0.1.0 had other leaves than those of today."""
+    buffer = item_buffer(sampler=jaxbuf.Prioritized()).add(items(1, 2))
+    tree = {"buffer": buffer, "step": jnp.int32(3)}
+    jaxbuf.save(tmp_path, {"buffer": buffer.data, "step": jnp.int32(3)})
+    as_format_1(tmp_path)
+    with pytest.raises(ValueError, match=r"is of something else: .* written by jaxbuf 0\.1\.0"):
+        jaxbuf.load(tmp_path, tree)
+    with pytest.raises(ValueError, match="is of something else") as refusal:
+        jaxbuf.load(tmp_path, {"step": jnp.int32(3)})
+    assert "0.1.0" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("failure", ["a full disk", "an interrupt", "an error"])
+def test_a_save_that_fails_leaves_nothing_that_takes_space(tmp_path, monkeypatch, failure):
+    tree = {"i": jnp.int32(1), "much": jnp.arange(2.0**16)}
+    jaxbuf.save(tmp_path, tree)
+    # As a save leaves it that was killed.
+    (tmp_path / "jaxbuf-00000001.new").mkdir()
+    (tmp_path / "jaxbuf-00000001.new" / "half").write_text("half")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as patch:
+        if failure == "a full disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+        else:
+            error = KeyboardInterrupt if failure == "an interrupt" else OSError
+
+            def stop(path, record):
+                del path, record
+                raise error
+
+            patch.setattr(records, "write", stop)
+        try:
+            with pytest.raises((OSError, KeyboardInterrupt)):
+                jaxbuf.save(tmp_path, {"i": jnp.int32(2), "much": tree["much"] * 1.5})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["jaxbuf-00000000", "jaxbuf.lock"]
+    assert_same(jaxbuf.load(tmp_path, tree), tree)
+    jaxbuf.save(tmp_path, {**tree, "i": jnp.int32(3)})
+    assert int(jaxbuf.load(tmp_path, tree)["i"]) == 3
 
 
 def test_all_is_on_disk_before_the_version_before_goes(tmp_path, monkeypatch):
