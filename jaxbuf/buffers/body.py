@@ -388,9 +388,10 @@ class Body(Base, Created):
         needs; under ``jax.vmap``, the field is copied once. This includes steps whose windows are
         not drawn because they have retired, were removed, or are not complete.
 
-        To use new parameters without compiling again, call it inside your own ``jax.jit``, with
-        the parameters as an argument. ``fn`` runs once for each batch, so ``jax.debug.callback``
-        in it can report progress.
+        Each call from Python traces ``fn`` and compiles anew, because ``fn`` may compute something
+        else by now. To compile once for all calls, call it inside your own ``jax.jit``, with the
+        parameters that ``fn`` reads as an argument: there, ``fn`` is traced with the rest of your
+        program. It runs once for each batch, so ``jax.debug.callback`` in it can report progress.
 
         Args:
             path: The name of the field, as for ``set_field``.

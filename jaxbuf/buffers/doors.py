@@ -79,7 +79,7 @@ def call(
     return _operation(function)((buffer, *args), given, donate=donates)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _operation(method: Function) -> Operation:
     """Returns the operation of a method, which may be that of somebody else's buffer."""
     return getattr(method, "operation", None) or Operation(method)
@@ -106,7 +106,8 @@ def add(
         **options: Options of the buffer's own ``add``: ``priority``, ``score``, ``version``,
             ``session`` or ``mask`` for an ``ItemBuffer``, ``env_ids`` for a ``TrajectoryBuffer``,
             ``part`` for a ``Mixture``. Options that are None are ignored. If you wrote the buffer
-            class yourself, Python integers, booleans and strings are static, and arrays traced.
+            class yourself, Python integers, booleans, strings and functions are static, arrays are
+            traced, and a call with a function compiles anew.
 
     Returns:
         The buffer with the items.
@@ -455,14 +456,14 @@ def map_field(
 ) -> AnyBuffer:
     """Computes a field of all items anew: ``buffer.map_field(path, fn, ...)``, compiled, in place.
 
-    It compiles once for each function object ``fn``, and arrays that the function uses are
-    constants of the program. To use new parameters each time, call the method inside your own
-    ``jax.jit``, which takes them as an argument.
+    Each call from Python traces ``fn`` and compiles anew, because ``fn`` may compute something else
+    by now: it may be a method of an agent, or read the parameters of a module. To compile once for
+    all calls, call this in your own ``jax.jit``, with the parameters as an argument.
 
     Args:
         buffer: Any buffer that is sampled. It is consumed: use the result instead.
         path: The name of the field; static. None means whole items.
-        fn: A function of items ``[B, ...]``, which returns their new values; static.
+        fn: A function of items ``[B, ...]``, which returns their new values; traced at each call.
         donate: As for ``jaxbuf.add``.
         **options: ``batch_size``, the number of items for each call of ``fn``.
 

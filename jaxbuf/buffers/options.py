@@ -50,13 +50,13 @@ def check_options(
     return own
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _methods(kind: type) -> dict[str, Function]:
     """Returns the methods of a class by name, those of its bases included."""
     return dict(inspect.getmembers(kind, callable))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _parameters(method: Function) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(method).parameters
 

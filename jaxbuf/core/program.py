@@ -5,6 +5,9 @@ plain function. Called from Python it is compiled once for each shape and config
 call is one program and not one for each operation on an array. The function checks its arguments
 itself, which happens while it is traced. Only what it could not see there is looked at before: the
 numbers of NumPy's 64-bit arrays, which JAX would truncate, and whether the buffer was donated.
+
+An operation that takes a function of the caller is compiled at each call instead, and then dropped:
+the function may be a method of an agent that has learned since, which no comparison would show.
 """
 
 import functools
@@ -79,8 +82,8 @@ class Operation:
     Args:
         function: The function; a method if its first argument is ``self``.
         static: The names of its static arguments. For options that it does not name, and for all
-            arguments if this is None, the value decides: Python integers, booleans and strings are
-            static.
+            arguments if this is None, the value decides: Python integers, booleans, strings and
+            functions are static.
         keeps: As for ``program``.
         before: As for ``program``.
         by_value: As for ``program``.
@@ -152,6 +155,7 @@ class Operation:
         stored = getattr(first, "data", ()) if self.stores else ()
         traced: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
+        make = _compiled
         for name in sorted(given):
             value = given[name]
             if value is None and self.defaults.get(name) is None:
@@ -160,12 +164,14 @@ class Operation:
                 traced[name] = _seen(name, value, stored)
             else:
                 fixed[name] = int(value) if isinstance(value, np.integer) else value
+                if callable(value):
+                    # It is the same object, or an equal one, after what it reads has changed.
+                    make = _compile
         kept = {name: getattr(first, name) for name in self.keeps}
         if kept:
             first = _with(first, dict.fromkeys(kept, ()))
         platform = platform_of(one_leaf(first if self.is_method else traced))
-        compiled = _compiled(self, donate, platform, tuple(fixed), *fixed.values())
-        result = compiled(first, traced)
+        result = make(self, donate, platform, tuple(fixed), *fixed.values())(first, traced)
         return _with(result, kept) if kept and isinstance(result, type(first)) else result
 
 
@@ -238,7 +244,9 @@ def _seen(name: str, value: Any, stored: PyTree) -> Any:
 
 
 def _is_static(value: object) -> bool:
-    return isinstance(value, int | str | np.integer)
+    if isinstance(value, int | str | np.integer):
+        return True
+    return callable(value) and jax.tree_util.all_leaves([value])
 
 
 def _with(buffer: Any, fields: dict[str, Any]) -> Any:
@@ -253,11 +261,10 @@ def _options(platform: str) -> dict[str, str] | None:
     return dict([fast]) if platform == "cpu" and takes_option(*fast) else None
 
 
-@functools.lru_cache(maxsize=None, typed=True)
-def _compiled(
+def _compile(
     operation: Operation, donate: bool, platform: str, names: tuple[str, ...], *values: Any
 ) -> Function:
-    """Returns the one jitted form of an operation for a platform and static arguments."""
+    """Returns a new jitted form of an operation for a platform and static arguments."""
     fixed = dict(zip(names, values, strict=True))
 
     def run(first: Any, traced: dict[str, Any]) -> Any:
@@ -268,6 +275,9 @@ def _compiled(
 
     run.__name__ = run.__qualname__ = operation.function.__name__
     return jax.jit(run, donate_argnums=0 if donate else None, compiler_options=_options(platform))
+
+
+_compiled = functools.lru_cache(maxsize=1024, typed=True)(_compile)
 
 
 with jax.ensure_compile_time_eval():

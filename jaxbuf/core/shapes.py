@@ -2,15 +2,15 @@
 
 import inspect
 import warnings
-from collections.abc import Hashable
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 _MOST = 10
-# The shapes of each configuration; None after the warning.
-_seen: dict[Hashable, set[Hashable] | None] = {}
+# The hashes of the shapes of each configuration, by its own hash, so that nothing of the caller is
+# kept alive; None after the warning.
+_seen: dict[int, set[int] | None] = {}
 
 
 def note(buffer: PyTree, items: PyTree, call: str) -> None:
@@ -21,11 +21,11 @@ def note(buffer: PyTree, items: PyTree, call: str) -> None:
         items: The rows that it gets.
         call: The name of the function, for the warning.
     """
-    configuration = (call, jax.tree.structure(buffer))
+    configuration = hash((call, jax.tree.structure(buffer)))
     shapes = _seen.setdefault(configuration, set())
     if shapes is None:
         return
-    shapes.add(tuple(np.shape(leaf) for leaf in jax.tree.leaves(items)))
+    shapes.add(hash(tuple(np.shape(leaf) for leaf in jax.tree.leaves(items))))
     if len(shapes) < _MOST:
         return
     _seen[configuration] = None

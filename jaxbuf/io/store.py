@@ -442,7 +442,8 @@ class Store:
                 ``Hosted`` or ``Sharded``.
             start: First row, at most ``len(store)``.
             stop: Row after the last, from ``start`` to ``len(store)``, which is the default.
-            priority: Returns the priorities of rows ``[B]``, given their leaves ``[B, ...]``.
+            priority: Returns the priorities of rows ``[B]``, given their leaves ``[B, ...]``. It is
+                called from Python, once for each ``rows_at_a_time``, and not traced.
             score: Returns their scores, likewise.
             rows_at_a_time: Number of rows in memory besides the buffer.
 

@@ -1,6 +1,7 @@
 """Reports on which parts of a buffer a step updates in place, and which it copies."""
 
 import dataclasses
+import functools
 import math
 import re
 import warnings
@@ -224,7 +225,12 @@ def compile_step(
         fn, args = getattr(fn, "__func__", fn), (owner, *args)
     jitted: Any = fn
     if not hasattr(fn, "trace"):
-        jitted = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
+        # JAX would remember the trace of ``fn`` itself; what it reads may have changed.
+        @functools.wraps(fn)
+        def anew(*args: Any) -> Any:
+            return fn(*args)
+
+        jitted = jax.jit(anew, donate_argnums=donate_argnums, static_argnums=static_argnums)
     with warnings.catch_warnings():
         # The report says which arguments are donated in vain.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")

@@ -73,7 +73,8 @@ class Manager(struct.PyTreeNode):
             scores: Scores a batch. Either a pure function of the buffer before the batch is stored,
                 the batch, the mask of its rows ``[B]`` and the number of the worker ``[]``, which
                 returns a dict of arrays; or a ``StatefulScore``. It is configuration, so pass the
-                same object each time.
+                same object each time. It is traced once for each program, not for each batch:
+                parameters that change belong in the state of a ``StatefulScore``.
             store: Whether batches are stored, or only scored.
 
         Raises:

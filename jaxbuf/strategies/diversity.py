@@ -82,7 +82,9 @@ class Diversity(Part):
             function of one item, or a tuple of these, whose values are concatenated (for example a
             state and its condition). None compares the whole item. The resulting arrays are
             compared coordinate by coordinate. A function is part of the configuration: pass the
-            same one each time.
+            same one each time. It is traced when a program that uses the buffer is, not at each
+            call, and points that are stored are not computed again, so it must not depend on
+            anything that changes, such as the parameters of a network that learns.
         within_batch: ``"suppress"`` compares a row with all higher-ranked rows, added or not;
             ``"greedy"`` compares it only with the higher-ranked rows that are added (so that reason
             3 comes before reason 2).

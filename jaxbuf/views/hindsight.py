@@ -57,7 +57,7 @@ def hindsight(
             one. The default is ``T``. A row is not relabeled unless ``t < length``.
         reward_fn: A function of the goals that the rows of the batch achieved and of the desired
             goals, leaves ``[B, *goal]`` or ``[B, L, *goal]``. It returns rewards ``[B]`` or
-            ``[B, L]``.
+            ``[B, L]``. It is called at each call, and traced with the rest of your own ``jax.jit``.
         strategy: The source of new goals, from which they are drawn uniformly: ``"final"`` takes
             the last goal that the episode achieved, ``"future"`` a goal that it achieved at ``t``
             or later, ``"episode"`` a goal that it achieved at any time, and ``"random"`` a goal

@@ -173,10 +173,11 @@ class Holder(Generic[State]):
         """Changes the state: ``state, result = function(state)``.
 
         Args:
-            function: Returns the new state and a result. If it raises, the state is unchanged;
-                once it has donated the old state, it must not raise.
-            when: A condition on the state that must be true first. It is checked after every
-                change, and every ``recheck`` seconds.
+            function: Returns the new state and a result. It is called from Python each time, not
+                traced. If it raises, the state is unchanged; once it has donated the old state, it
+                must not raise.
+            when: A condition on the state that must be true first. It is called from Python after
+                every change, and every ``recheck`` seconds.
             timeout: The most seconds to wait for the condition; by default there is no limit.
 
         Returns:
@@ -205,7 +206,7 @@ class Holder(Generic[State]):
         return a copy instead.
 
         Args:
-            function: A function of the state.
+            function: A function of the state, called from Python.
             when: As for ``apply``.
             timeout: As for ``apply``.
 

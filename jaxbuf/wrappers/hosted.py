@@ -175,8 +175,9 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         """Changes the buffer inside: ``buffer, result = function(buffer, *arguments)``.
 
         Args:
-            function: Returns the new buffer and a result. It is called from Python, with the CPU as
-                the device of its arrays; functions of ``jaxbuf`` update the buffer in place there.
+            function: Returns the new buffer and a result. It is called from Python each time, not
+                traced, with the CPU as the device of its arrays; functions of ``jaxbuf`` update the
+                buffer in place there.
             arguments: Pytrees, whose arrays are transferred to the host.
 
         Returns:
@@ -377,7 +378,10 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
     def map_field(
         self, path: str | None, fn: Function, *, donate: bool = True, **options: object
     ) -> Self:
-        """Computes one field of all items anew, on the CPU; like ``jaxbuf.map_field``."""
+        """Computes one field of all items anew, on the CPU; like ``jaxbuf.map_field``.
+
+        Each call traces ``fn`` and compiles anew.
+        """
         options = self._here("map_field", options)
         with _no_mesh():
             buffer = doors.map_field(self.buffer, path, fn, donate=donate, **options)

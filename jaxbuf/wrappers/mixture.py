@@ -463,6 +463,8 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
     def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
         """Computes one field of all items, or steps, of all parts anew; see ``ItemBuffer``.
 
+        Each call from Python traces ``fn`` and compiles anew.
+
         Raises:
             ValueError: When traced, as raised by the parts.
         """

@@ -175,6 +175,7 @@ def test_a_function_is_compiled_once(name, make, others, options):
     before = jax.device_get(buffer)
     with traces.counted_traces() as traced:
         again = [changed(function(make(), *args, donate=False, **options)) for _ in range(2)]
-    assert not traced
+    # A function of the caller may compute something else at each call.
+    assert bool(traced) == (name == "map_field")
     for buffer in again:
         chex.assert_trees_all_equal(jax.device_get(buffer), before)

@@ -1127,7 +1127,7 @@ def test_functions_do_what_methods_do_and_donate(name):
         DOORS[name](changed, slots, colour=3)
 
 
-def test_a_function_is_traced_once():
+def test_a_function_is_traced_at_each_call():
     traced = []
 
     def fn(batch):
@@ -1135,9 +1135,11 @@ def test_a_function_is_traced_once():
         return batch["reward"] + 1.0
 
     buffer, _ = filled()
+    counts = []
     for _ in range(3):
         buffer = jaxbuf.map_field(buffer, "reward", fn, batch_size=3)
-    assert len(traced) <= 2
+        counts.append(len(traced))
+    assert counts == [counts[0], 2 * counts[0], 3 * counts[0]]
     assert buffer.data["reward"][:4].tolist() == [3.0, 4.0, 5.0, 6.0]
 
 

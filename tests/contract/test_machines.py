@@ -127,6 +127,8 @@ class TreeMachine(RuleBasedStateMachine):
 accepts = jax.jit(jaxbuf.Queue.accepts, static_argnums=1)
 take = jax.jit(jaxbuf.Queue.take, static_argnums=1)
 clear = jax.jit(lambda buffer: buffer.clear())
+# From Python it would be compiled at each call.
+add_one = jax.jit(lambda buffer: buffer.map_field("tag", one_more, batch_size=4))
 
 
 @jax.jit
@@ -278,7 +280,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule()
     def map_field(self):
-        self.buffer = jaxbuf.map_field(self.buffer, "tag", one_more, batch_size=4)
+        self.buffer = add_one(self.buffer)
         self.tags = {number: self.tags.get(number, 0) + 1 for number in range(self.clock)}
 
     @rule()

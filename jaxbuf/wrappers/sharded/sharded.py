@@ -76,7 +76,8 @@ class Sharded(Shards):
         """Creates an empty buffer, whose arrays are allocated on their own devices.
 
         Args:
-            make: A function that creates one shard, an ``ItemBuffer`` or a ``TrajectoryBuffer``.
+            make: A function that creates one shard, an ``ItemBuffer`` or a ``TrajectoryBuffer``;
+                traced at each call.
             mesh: The mesh of devices. Create it with axes of type ``jax.sharding.AxisType.Auto``,
                 unless your loss chooses the sharding of its gradients.
             axis: The axis of the mesh along which to lay out the shards.
@@ -112,7 +113,8 @@ class Sharded(Shards):
                 f"make is {checks.kind_of(make)}; expected a function that creates one shard, such "
                 "as lambda: jaxbuf.ItemBuffer.create(...)"
             )
-        one = on_shards.check_shard(jax.eval_shape(make))
+        # JAX would remember the shapes of a function; what this one reads may have changed.
+        one = on_shards.check_shard(jax.eval_shape(lambda: make()))
         if one.capacity * count >= 2**31:
             raise ValueError("shards have 2**31 slots or more; expected fewer in all")
 
@@ -302,6 +304,8 @@ class Sharded(Shards):
     @program(static=("path", "fn", "batch_size"))
     def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
         """Computes one field of all items, or steps, anew, each where it is; see ``ItemBuffer``.
+
+        Each call from Python traces ``fn`` and compiles anew.
 
         Raises:
             ValueError: When traced, as raised by the shards.
