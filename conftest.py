@@ -13,6 +13,9 @@ import pytest
 collect_ignore_glob: list[str] = []
 if importlib.util.find_spec("mpi4jax") is None:
     collect_ignore_glob.append("jaxbuf/mpi/*")
+# jax.export cannot serialize without it.
+if importlib.util.find_spec("flatbuffers") is None:
+    collect_ignore_glob.append("docs/guides/export.md")
 
 # Programs are compiled once: for the next run, and for the processes that tests start.
 CACHE = Path(__file__).parent / ".cache" / "jax"

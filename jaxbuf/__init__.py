@@ -36,6 +36,8 @@ from jaxbuf.buffers.presets import (
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, importance_weights
 from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
+from jaxbuf.core import exporting, native
+from jaxbuf.core.exporting import export_checks
 from jaxbuf.core.native import native_available
 from jaxbuf.core.program import compiler_options
 from jaxbuf.core.slots import Slots
@@ -134,6 +136,7 @@ __all__ = [
     "drop_newest_episode",
     "end_episodes",
     "explain_memory",
+    "export_checks",
     "from_minari",
     "hindsight",
     "importance_weights",
@@ -163,6 +166,9 @@ __all__ = [
     "update_priority",
     "update_score",
 ]
+
+native.register()
+exporting.register_all()
 
 
 def __getattr__(name: str) -> Any:

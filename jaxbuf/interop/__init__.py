@@ -3,6 +3,7 @@
 None of these libraries is imported here: the functions only read what their objects offer.
 """
 
+from jaxbuf.core import exporting
 from jaxbuf.interop._rollout import rollout
 from jaxbuf.interop.brax_env import FinalObs, brax_transitions
 from jaxbuf.interop.gymnasium_env import VectorStep, gymnasium_transitions, transition_like
@@ -19,3 +20,5 @@ __all__ = [
     "rollout",
     "transition_like",
 ]
+
+exporting.register_all()

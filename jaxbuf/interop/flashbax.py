@@ -62,7 +62,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
-from jaxbuf.core import describe, numbers, trees
+from jaxbuf.core import describe, exporting, numbers, trees
 from jaxbuf.core.checks import check_flag, check_fraction
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
@@ -854,3 +854,5 @@ for _name in (
 ):
     sys.modules[f"{__name__}.{_name}"] = sys.modules[f"{__name__}.buffers.{_name}"] = buffers
 sys.modules[f"{__name__}.buffers"] = buffers
+
+exporting.register_all()

@@ -12,6 +12,7 @@ if _MISSING:
         "MPI yet, pip install mpich first: mpi4jax is built against it)"
     )
 
+from jaxbuf.core import exporting  # noqa: E402
 from jaxbuf.mpi.baseline import (  # noqa: E402
     EMA,
     Baseline,
@@ -89,3 +90,5 @@ __all__ = [
     "serve",
     "update_average",
 ]
+
+exporting.register_all()

@@ -28,7 +28,7 @@ from jaxbuf.core import versions
 from jaxbuf.core.types import Function
 from jaxbuf.core.varying import vary_with
 
-_KERNELS = ("set_leaves", "find", "read", "place", "mark", "keep_last", "take")
+KERNELS = ("set_leaves", "find", "read", "place", "mark", "keep_last", "take")
 
 
 @functools.cache
@@ -44,46 +44,55 @@ def native_available() -> bool:
         >>> jaxbuf.native_available() in (True, False)
         True
     """
-    # In an editable install the library and the source are in different folders.
-    built = (Path(folder) / "libjaxbuf.so" for folder in __path__)
-    path = next(filter(Path.exists, built), None)
+    path = _built()
     if path is None:
         return False
-    library = _load(path)
+    library, reason = _load(path)
     if library is None:
-        return False
-    for name in _KERNELS:
+        warnings.warn(
+            f"jaxbuf runs without its kernels for the CPU, and more slowly: {path} {reason}. To "
+            "build them for this environment: pip install --force-reinstall --no-deps "
+            "--no-cache-dir jaxbuf, or from a clone: pip install --force-reinstall --no-deps .",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return library is not None
+
+
+def register() -> None:
+    """Registers the kernels with JAX, so that a program compiled elsewhere finds them."""
+    path = _built()
+    library = None if path is None else _load(path)[0]
+    for name in () if library is None else KERNELS:
         target = jax.ffi.pycapsule(library[f"jaxbuf_{name}"])
         jax.ffi.register_ffi_target(f"jaxbuf_{name}", target, platform="cpu")
-    return True
 
 
-def _load(path: Path) -> ctypes.CDLL | None:
-    """Returns the library of the kernels, or warns and returns None if it does not fit."""
+def _built() -> Path | None:
+    # In an editable install the library and the source are in different folders.
+    built = (Path(folder) / "libjaxbuf.so" for folder in __path__)
+    return next(filter(Path.exists, built), None)
+
+
+def _load(path: Path) -> tuple[ctypes.CDLL | None, str]:
+    """Returns the library of the kernels, or None and the reason why it does not fit."""
     try:
         library = ctypes.CDLL(str(path))
         built, here = library.jaxbuf_ffi_version(), versions.ffi_version()
         # A library of an older version of the package may lack some.
-        for name in _KERNELS:
+        for name in KERNELS:
             _ = library[f"jaxbuf_{name}"]
     except (OSError, AttributeError) as error:
         reason = f"cannot be loaded ({error})"
     else:
         # XLA takes handlers of its own version of the interface and of older ones.
         if built >> 16 == here >> 16 and built <= here:
-            return library
+            return library, ""
         reason = (
             f"were built for version {built >> 16}.{built & 0xFFFF} of XLA's interface, but jaxlib "
             f"{importlib.metadata.version('jaxlib')} has {here >> 16}.{here & 0xFFFF}"
         )
-    warnings.warn(
-        f"jaxbuf runs without its kernels for the CPU, and more slowly: {path} {reason}. To build "
-        "them for this environment: pip install --force-reinstall --no-deps --no-cache-dir jaxbuf, "
-        "or from a clone: pip install --force-reinstall --no-deps .",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return None
+    return None, reason
 
 
 # Part of the key of jit's cache: a program compiled without the kernels is not reused with them.
