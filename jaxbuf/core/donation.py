@@ -39,6 +39,35 @@ def check_there(tree: object, name: str) -> None:
         )
 
 
+def check_apart(buffer: object, arguments: dict[str, Any]) -> None:
+    """Checks that no array of a buffer that is donated appears in it twice, or in an argument.
+
+    Raises:
+        ValueError: If one does; the message names both places.
+    """
+    places: dict[int, str] = {}
+    for root, tree in {"buffer": buffer, **arguments}.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = root + jax.tree_util.keystr(path)
+            # An array may appear in several places of the other arguments, which nothing updates.
+            for memory in _memory(leaf):
+                if memory in places and (root == "buffer" or places[memory].startswith("buffer")):
+                    raise ValueError(
+                        f"{name} shares its memory with {places[memory]}, which this call updates "
+                        f"in place; pass a copy of it, jnp.copy(...), or donate=False"
+                    )
+                places.setdefault(memory, name)
+
+
+def _memory(leaf: object) -> set[int]:
+    """Returns the addresses of the memory of an array; none if it has no elements."""
+    if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
+        return set()
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
+
+
 def one_leaf(tree: Any) -> Any:
     """Returns the leaf of a buffer that is looked at in place of all others; None without one."""
     counters = getattr(tree, "counters", None)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxbuf.core import numbers, shapes, trees
-from jaxbuf.core.donation import check_single, check_there, one_leaf
+from jaxbuf.core.donation import check_apart, check_single, check_there, one_leaf
 from jaxbuf.core.random import check_key
 from jaxbuf.core.types import Dtype, Function
 from jaxbuf.core.versions import takes_option, trace_state
@@ -136,13 +136,21 @@ class Operation:
             wrong = error
         except ValueError as error:
             _forget_frames(error)
+            if "donate" in str(error):
+                self._check_memory(args, options, donate)
             raise
         except RuntimeError:
-            # An array was donated, but not the one that was looked at.
-            check_there((args, options), "buffer")
+            self._check_memory(args, options, donate)
             raise
         jax.eval_shape(lambda: self.function(*args, **options))
         raise wrong
+
+    def _check_memory(self, args: tuple[Any, ...], options: dict[str, Any], donate: bool) -> None:
+        """Checks what XLA refuses: arrays that are gone, or that a donated buffer shares."""
+        # An array was donated, but not the one that was looked at.
+        check_there((args, options), "buffer")
+        if donate:
+            check_apart(args[0], dict(zip(self.names, args[1:], strict=False)) | options)
 
     def _run(self, first: Any, args: tuple[Any, ...], options: dict[str, Any], donate: bool) -> Any:
         values = args[1:] if self.is_method else args
