@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.core import trees
@@ -63,7 +64,7 @@ def _memory(leaf: object) -> set[int]:
     """Returns the addresses of the memory of an array; none if it has no elements."""
     if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
         return set()
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
 

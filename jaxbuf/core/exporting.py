@@ -82,10 +82,10 @@ def _register(kind: type[Any]) -> None:
         named = {name: _decode(value) for name, value in json.loads(text).items()}
         return tuple(named[name] for name in static)
 
-    def build(values: Any, children: Sequence[Any]) -> Any:
+    def build(aux_data: Any, children: Sequence[Any]) -> Any:
         # Its leaves are numbers that stand for arrays, which the class itself would refuse.
         made = object.__new__(kind)
-        for name, value in zip([*static, *traced], [*values, *children], strict=True):
+        for name, value in zip([*static, *traced], [*aux_data, *children], strict=True):
             object.__setattr__(made, name, value)
         return made
 

@@ -63,7 +63,9 @@ def register() -> None:
     """Registers the kernels with JAX, so that a program compiled elsewhere finds them."""
     path = _built()
     library = None if path is None else _load(path)[0]
-    for name in () if library is None else KERNELS:
+    if library is None:
+        return
+    for name in KERNELS:
         target = jax.ffi.pycapsule(library[f"jaxbuf_{name}"])
         jax.ffi.register_ffi_target(f"jaxbuf_{name}", target, platform="cpu")
 
