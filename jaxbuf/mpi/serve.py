@@ -4,10 +4,8 @@ import contextlib
 import enum
 import functools
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +17,7 @@ from jaxbuf.buffers import common
 from jaxbuf.core import checks
 from jaxbuf.core.donation import is_gone
 from jaxbuf.core.program import compiler_options
+from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.slots import Slots
 from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
@@ -206,26 +205,6 @@ def _update(
 _updates = {kind: functools.partial(_update, update) for kind, update in UPDATES.items()}
 
 
-@contextlib.contextmanager
-def _signals_later() -> Generator[None]:
-    """Handles SIGINT and SIGTERM after the block, if they come during it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[Any, Any]] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, lambda *call: came.append(call))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in came:
-            handlers[number](number, frame)
-
-
 class _Status(enum.Enum):
     """The state of a worker, as its manager knows it."""
 
@@ -400,7 +379,7 @@ class _Server:
     def _change(self, program: Callable[..., Any], *args: Any) -> Any:
         """Replaces the manager by the first result of a program; returns the second one."""
         # The program consumes the manager: a signal must not come between it and its replacement.
-        with _signals_later() if self._donates else contextlib.nullcontext():
+        with DeferredSignals() if self._donates else contextlib.nullcontext():
             manager, result = program(self._manager, *args)
             # Raises errors of the program before the manager is replaced, and frees the arguments.
             jax.block_until_ready(result)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxbuf.buffers import common
 from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.donation import check_there
+from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.slots import Slots
 from jaxbuf.mpi import wire, worker_state
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
@@ -217,13 +218,15 @@ class Worker:
         if self._sends_all and not self._kept:
             self._send_all(items, score, mask, rows)
         else:
-            self._state, chosen = self._step(
-                self._state, self._baseline, items, score, mask, sends=sends
-            )
-            self._adds += 1
-            self._kept += rows
-            if sends:
-                self._send_chosen(*chosen)
+            # The step consumes the state: no signal must come before the new one is stored.
+            with DeferredSignals():
+                self._state, chosen = self._step(
+                    self._state, self._baseline, items, score, mask, sends=sends
+                )
+                self._adds += 1
+                self._kept += rows
+                if sends:
+                    self._send_chosen(*chosen)
         if not sends:
             self._poll()
             return None
@@ -309,8 +312,9 @@ class Worker:
         timeout = self._channel.timeout if timeout is None else timeout
         self._poll()
         if self._kept and not self._failure and not self._has_left:
-            self._state, chosen = worker_state.flush(self._state, self._baseline)
-            self._send_chosen(*chosen)
+            with DeferredSignals():
+                self._state, chosen = worker_state.flush(self._state, self._baseline)
+                self._send_chosen(*chosen)
         self._wait(lambda: not self._waiting and not self._channel.sending, timeout)
         reasons = [self._failure]
         if self._kept and not self._has_left:

@@ -7,7 +7,7 @@ to wait or to skip a step that is not allowed.
 
 import fractions
 import math
-from typing import Any, Self
+from typing import Any, Never, NoReturn, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +80,7 @@ class RateLimiter(struct.PyTreeNode):
         samples_per_insert: float,
         min_size: int = 1,
         tolerance: float | tuple[float, float] = math.inf,
+        **unknown: Never,
     ) -> Self:
         """Creates a limiter with all counts at zero.
 
@@ -92,12 +93,21 @@ class RateLimiter(struct.PyTreeNode):
                 ``(low, high)``. By default only ``min_size`` is enforced. If ``n`` items are
                 inserted and ``m`` sampled at a time, choose at least ``n * samples_per_insert +
                 m``. With a smaller tolerance, inserts and samples may both be refused from some
-                time on, and a caller that waits for them waits forever.
+                time on, and a caller that waits for them waits forever, unless it is a ``Holder``,
+                which then lets rows in.
+            **unknown: None; names of other libraries raise an error with those of this one.
 
         Raises:
-            ValueError: If a number is out of range, or the tolerance is so small that inserts and
-                samples would block each other.
+            ValueError: If a number is out of range, an option is unknown, or the tolerance is so
+                small that inserts and samples would block each other.
         """
+        if unknown:
+            _refuse_option(
+                cls,
+                unknown,
+                "samples_per_insert, min_size (Reverb's min_size_to_sample) and tolerance (its "
+                "error_buffer, or a pair of min_diff and max_diff)",
+            )
         ratio = checks.check_number(
             "samples_per_insert",
             samples_per_insert,
@@ -250,6 +260,7 @@ class ThroughputLimiter(struct.PyTreeNode):
         samples_per_insert: tuple[float, float] = (0.0, math.inf),
         window: float = 30.0,
         min_batches: float = 1.0,
+        **unknown: Never,
     ) -> Self:
         """Creates a limiter with all counts at zero.
 
@@ -258,10 +269,19 @@ class ThroughputLimiter(struct.PyTreeNode):
             window: The time after which a count has decayed to 1%, in seconds.
             min_batches: The size that the buffer needs before sampling, as a multiple of the number
                 of items requested; at least 1.
+            **unknown: None; names of other libraries raise an error with those of this one.
 
         Raises:
-            ValueError: If a number is out of range.
+            ValueError: If a number is out of range, or an option is unknown.
         """
+        if unknown:
+            _refuse_option(
+                cls,
+                unknown,
+                "samples_per_insert (bounds: the inverses of the max and min of DI-engine's "
+                "push_sample_rate_limit), window (its window_seconds) and min_batches (its "
+                "sample_min_limit_ratio)",
+            )
         return cls(
             counts=jnp.zeros((2,), jnp.float32),
             samples_per_insert=_check_bounds("samples_per_insert", samples_per_insert),
@@ -313,6 +333,11 @@ class ThroughputLimiter(struct.PyTreeNode):
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor: the recent ``inserts`` and ``samples``."""
         return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}
+
+
+def _refuse_option(limiter: type, unknown: dict[str, Never], known: str) -> NoReturn:
+    name, create = next(iter(unknown)), f"{limiter.__name__}.create"
+    raise ValueError(f"{name} was given, but {create} has no use for it; it takes {known}")
 
 
 def _check_bounds(name: str, bounds: object) -> tuple[float, float]:

@@ -1,10 +1,12 @@
 """A buffer for several threads, which change it in turn and wait until they can go on."""
 
+import contextlib
+import dataclasses
 import functools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
@@ -17,9 +19,10 @@ from jaxbuf.buffers import common, doors
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.options import check_options
-from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.sample import Normalize, Sample, importance_weights
 from jaxbuf.core import checks, trees
 from jaxbuf.core.program import program
+from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.slots import Slots
 
 State = TypeVar("State")
@@ -28,6 +31,9 @@ Result = TypeVar("Result")
 # Seconds after which a limiter that depends on a clock is asked again.
 _RECHECK = 0.1
 _METHODS = ("can_insert", "can_sample", "inserted", "sampled")
+# More rows, and more seconds, than there will ever be.
+_MANY_ROWS = 2**31 - 1
+_MANY_SECONDS = 1e9
 
 
 class Limiter(Protocol):
@@ -73,8 +79,22 @@ class Holder(Generic[State]):
     ``sample`` and ``take`` until it allows to sample them. They count the rows afterwards. For
     rings, the inserted rows are steps. ``apply`` and ``read`` do not ask the limiter.
 
+    The limiter holds an ``add`` back only while a sample could go on. As long as the last
+    ``sample`` that was asked for is refused, for lack of items or by the limiter, rows are let in.
+    They are counted, so samples make up for them later. So the two never wait for each other,
+    however many rows they ask for. The error of a ``RateLimiter`` is never below its range, and
+    once there are enough items, it returns into the range, or, if that is narrower than ``n *
+    samples_per_insert + m``, into one that is so wide, for ``n`` rows inserted and ``m`` sampled at
+    a time. Give the limiter a ``min_size`` of at least ``m`` to draw no more from the first rows.
+
     In a ``with`` statement, the holder stops at the end of the block. If the block raises an error,
     waiting threads raise ``Stopped`` with that error as the cause, instead of waiting forever.
+
+    Ctrl-C, or any other signal whose handler raises, leaves the state as it was before or after a
+    call, so that it can be saved: ``holder.read(lambda buffer: jaxbuf.save(path, buffer))``. In the
+    main thread the signal is handled when the call returns or has to wait. It interrupts waiting
+    within a tenth of a second, and also the function that is passed to ``read``, but neither that
+    of ``apply`` nor a compilation.
 
     Args:
         state: The state to hold. It is consumed: do not use it again.
@@ -137,9 +157,14 @@ class Holder(Generic[State]):
         self._limiter: Any = limiter
         self._asked = time.monotonic()
         self._recheck = recheck
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._stopped = False
         self._cause: BaseException | None = None
+        # The requests that were refused, and not granted since.
+        self._refused: set[_Request] = set()
+        # The smallest requests to insert, and to sample, so far.
+        self._smallest: dict[bool, _Request] = {}
+        self._has_applied = False
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +185,7 @@ class Holder(Generic[State]):
     @property
     def limiter(self) -> Any:
         """The limiter with the counts of all rows so far; None without one."""
-        with self._turn:
+        with self._turn():
             return self._limiter_now()
 
     def apply(
@@ -175,7 +200,8 @@ class Holder(Generic[State]):
         Args:
             function: Returns the new state and a result. It is called from Python each time, not
                 traced. If it raises, the state is unchanged; once it has donated the old state, it
-                must not raise.
+                must not raise. Ctrl-C waits until it returns, so do there only what needs the
+                state.
             when: A condition on the state that must be true first. It is called from Python after
                 every change, and every ``recheck`` seconds.
             timeout: The most seconds to wait for the condition; by default there is no limit.
@@ -187,11 +213,8 @@ class Holder(Generic[State]):
             TimeoutError: If the condition was not met in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
-        with self._turn:
-            self._wait(when, timeout)
-            self._state, result = function(self._state)
-            self._turn.notify_all()
-            return result
+        self._has_applied = True
+        return self._apply(function, when, timeout)
 
     def read(
         self,
@@ -214,10 +237,11 @@ class Holder(Generic[State]):
             TimeoutError: If the condition was not met in time.
             Stopped: If there is a condition and the holder was stopped, before or meanwhile.
         """
-        with self._turn:
+        with self._turn() as signals:
             if when is not None:
-                self._wait(when, timeout)
-            return function(self._state)
+                self._wait(signals, when, timeout)
+            with signals.passing():
+                return function(self._state)
 
     def add(
         self,
@@ -239,27 +263,16 @@ class Holder(Generic[State]):
 
         Raises:
             ValueError: If there are more rows than a ``Queue`` can hold, or than the limiter can
-                ever allow.
+                ever allow; or if neither an ``add`` nor a ``take`` of the sizes so far can go on.
             TimeoutError: If the rows did not fit in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
-        when = None
-        if as_buffer(self._state).is_queue:
-            # Items without rows fit, so that ``doors.add`` raises at once if they are malformed.
-            most = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
-            as_buffer(self._state).check_room(f"items asks for {most} rows at a time", most)
-            when = functools.partial(_asked, "can_add", most)
-
-        rows = 0
-        if self._limiter is not None:
-            rows = _count_rows(self._state, items, mask, options.get("part"))
-            _check_rate(self._limiter, f"items asks for {rows} rows at a time", "can_insert", rows)
-
-        with self._turn:
-            self._wait(self._allowed("can_insert", rows, when), timeout)
+        request = self._insert_request(items, mask, options.get("part"))
+        with self._turn() as signals:
+            self._wait_for(signals, request, timeout)
             self._state = doors.add(cast("Any", self._state), items, mask=mask, **options)
-            self._count("inserted", rows)
-            self._turn.notify_all()
+            self._count("inserted", request.rows)
+            self._changed.notify_all()
 
     def sample(
         self,
@@ -285,35 +298,63 @@ class Holder(Generic[State]):
 
         Raises:
             ValueError: If the buffer can never hold that many items or, for a
-                ``TrajectoryBuffer``, windows; if the limiter can never allow that many rows; or if
-                the buffer does not take one of the options.
+                ``TrajectoryBuffer``, windows, or as many as the limiter wants for it; if the
+                limiter can never allow that many rows; or if the buffer does not take one of the
+                options.
             TimeoutError: If there was not enough in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
-        given = {name: value for name, value in options.items() if value is not None}
-        check_options(self._state, "sample", given)
-        rows = enough = common.check_batch_size(batch_size)
-        asks = f"batch_size asks for {enough} rows at a time"
-        if least is not None:
-            enough = common.check_count("least", least)
-            asks = f"least asks for {enough} rows at a time"
-        length = given.get("sequence_length")
-        if length is not None:
-            length = common.check_count("sequence_length", length)
-        state = as_buffer(self._state)
-        state.check_room(asks, enough, length)
-        _check_rate(self._limiter, f"batch_size asks for {rows} rows at a time", "can_sample", rows)
-        when = functools.partial(_asked, "can_sample", enough)
-        one, _ = state.inside()
-        if length is not None and is_created(one) and one.num_envs:
-            when = functools.partial(_has_windows, length, enough)
-        with self._turn:
-            self._wait(self._allowed("can_sample", rows, when), timeout)
-            batch = doors.sample(cast("Any", self._state), key, batch_size, **given)
-            if self._limiter is not None:
-                self._count("sampled", rows)
-                self._turn.notify_all()
-            return batch
+        return self._sample(key, batch_size, least, timeout, options, lambda _, batch: batch)
+
+    def sample_with_weights(
+        self,
+        key: PRNGKeyArray,
+        batch_size: int,
+        beta: float | Float[Array, ""],
+        normalize: Normalize | None = "batch",
+        *,
+        least: int | None = None,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> tuple[Sample, Float[Array, " B"]]:
+        """Samples as ``sample`` does; also returns the importance weights of the rows.
+
+        Weights depend on the buffer as it was when the batch was drawn. Between two calls another
+        thread may change it; this is one call.
+
+        Args:
+            key: As for ``sample``.
+            batch_size: As for ``sample``.
+            beta: As for ``jaxbuf.importance_weights``.
+            normalize: As for ``jaxbuf.importance_weights``.
+            least: As for ``sample``.
+            timeout: As for ``sample``.
+            **options: As for ``sample``.
+
+        Returns:
+            The ``Sample``, and its weights, ``[B]``.
+
+        Raises:
+            ValueError: As for ``sample`` and ``jaxbuf.importance_weights``.
+            TimeoutError: If there was not enough in time.
+            Stopped: If the holder was stopped, before or meanwhile.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(
+            ...     jnp.float32(0), capacity=8, sampler=jaxbuf.Prioritized()
+            ... )
+            >>> holder = jaxbuf.Holder(buffer)
+            >>> holder.add(jnp.arange(4.0), priority=jnp.array([1.0, 1.0, 2.0, 4.0]))
+            >>> batch, weights = holder.sample_with_weights(jax.random.key(0), 4, beta=0.4)
+            >>> batch.data.shape, weights.shape, float(weights.max())
+            ((4,), (4,), 1.0)
+        """
+
+        def weigh(state: Any, batch: Sample) -> tuple[Sample, Float[Array, " B"]]:
+            return batch, importance_weights(state, batch, beta, normalize)
+
+        return self._sample(key, batch_size, least, timeout, options, weigh)
 
     def update_priority(
         self,
@@ -339,7 +380,7 @@ class Holder(Generic[State]):
         def change(state: Any) -> tuple[Any, None]:
             return doors.update_priority(state, slots, priority, **options), None
 
-        self.apply(change, timeout=timeout)
+        self._apply(change, None, timeout)
 
     def take(self, batch_size: int, *, timeout: float | None = None) -> Sample:
         """Takes the oldest items from the ``Queue`` as soon as it holds enough.
@@ -353,20 +394,21 @@ class Holder(Generic[State]):
 
         Raises:
             ValueError: If the queue can never hold that many items, or the limiter can never allow
-                them.
+                them; or if neither an ``add`` nor a ``take`` of the sizes so far can go on.
             TimeoutError: If there was not enough in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
         check_options(self._state, "take", {})
         rows = common.check_batch_size(batch_size)
-        as_buffer(self._state).check_room(f"batch_size asks for {rows} rows at a time", rows)
-        when = functools.partial(_asked, "can_sample", rows)
-        with self._turn:
-            self._wait(self._allowed("can_sample", rows, when), timeout)
+        asks = f"batch_size asks for {rows} rows at a time"
+        as_buffer(self._state).check_room(asks, rows)
+        _check_rate(self._limiter, asks, "can_sample", rows)
+        with self._turn() as signals:
+            self._wait_for(signals, _Request(asks, False, rows, rows), timeout)
             taken: tuple[Any, Sample] = doors.take(cast("Any", self._state), rows)
             self._state, batch = taken
             self._count("sampled", rows)
-            self._turn.notify_all()
+            self._changed.notify_all()
             return batch
 
     def stop(self, cause: BaseException | None = None) -> None:
@@ -376,26 +418,83 @@ class Holder(Generic[State]):
             cause: The error because of which it stops, if any, which ``Stopped`` then names. Call
                 this in an actor that cannot go on, so that the learner does not wait for it.
         """
-        with self._turn:
-            if not self._stopped:
-                self._stopped, self._cause = True, cause
-            self._turn.notify_all()
+        if not self._stopped:
+            # At once, in case that an interrupt comes while this waits for its turn.
+            self._cause, self._stopped = cause, True
+        with self._turn():
+            pass
 
-    def _allowed(
-        self, question: str, rows: int, when: Callable[[Any], Any] | None
-    ) -> Callable[[Any], Any] | None:
-        """Returns a condition: ``when``, and the limiter's answer."""
-        if self._limiter is None:
-            return when
+    @contextlib.contextmanager
+    def _turn(self) -> Generator[DeferredSignals]:
+        """The turn of one thread, in which no signal comes between two steps."""
+        with DeferredSignals() as signals:
+            while not self._changed.acquire(timeout=signals.pause):
+                signals.deliver()
+            try:
+                yield signals
+            finally:
+                if self._stopped:
+                    self._changed.notify_all()
+                self._changed.release()
 
-        def allowed(state: Any) -> bool:
-            if when is not None and not bool(when(state)):
-                return False
-            # As a Python number, since the state may be on other devices than the limiter.
-            size = int(_size(state))
-            return bool(getattr(self._limiter_now(), question)(size, rows))
+    def _apply(
+        self,
+        function: Callable[[State], tuple[State, Result]],
+        when: Callable[[State], Any] | None,
+        timeout: float | None,
+    ) -> Result:
+        with self._turn() as signals:
+            self._wait(signals, when, timeout)
+            self._state, result = function(self._state)
+            self._changed.notify_all()
+            return result
 
-        return allowed
+    def _insert_request(self, items: Any, mask: Any, part: Any) -> "_Request":
+        """Returns the request of an ``add``."""
+        needs = rows = 0
+        if as_buffer(self._state).is_queue:
+            # Items without rows fit, so that ``doors.add`` raises at once if they are malformed.
+            needs = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
+            as_buffer(self._state).check_room(f"items asks for {needs} rows at a time", needs)
+        if self._limiter is not None:
+            rows = _count_rows(self._state, items, mask, part)
+            _check_rate(self._limiter, f"items asks for {rows} rows at a time", "can_insert", rows)
+        return _Request(f"items asks for {needs or rows} rows at a time", True, rows, needs)
+
+    def _sample(
+        self,
+        key: PRNGKeyArray,
+        batch_size: int,
+        least: int | None,
+        timeout: float | None,
+        options: dict[str, Any],
+        finish: Callable[[Any, Sample], Result],
+    ) -> Result:
+        """Samples as soon as it can; returns ``finish(state, batch)``."""
+        given = {name: value for name, value in options.items() if value is not None}
+        check_options(self._state, "sample", given)
+        rows = enough = common.check_batch_size(batch_size)
+        asks = wanted = f"batch_size asks for {rows} rows at a time"
+        if least is not None:
+            enough = common.check_count("least", least)
+            wanted = f"least asks for {enough} rows at a time"
+        length = given.get("sequence_length")
+        if length is not None:
+            length = common.check_count("sequence_length", length)
+        state = as_buffer(self._state)
+        state.check_room(wanted, enough, length)
+        _check_rate(self._limiter, asks, "can_sample", rows)
+        one, _ = state.inside()
+        if not (is_created(one) and one.num_envs):
+            length = None
+        with self._turn() as signals:
+            self._wait_for(signals, _Request(wanted, False, rows, enough, length), timeout)
+            batch = doors.sample(cast("Any", self._state), key, batch_size, **given)
+            result = finish(self._state, batch)
+            if self._limiter is not None:
+                self._count("sampled", rows)
+                self._changed.notify_all()
+            return result
 
     def _limiter_now(self) -> Any:
         """Returns the limiter at the present time; the caller has the lock."""
@@ -409,26 +508,189 @@ class Holder(Generic[State]):
         if self._limiter is not None:
             self._limiter = getattr(self._limiter_now(), event)(rows)
 
-    def _wait(self, when: Callable[[State], Any] | None, timeout: float | None) -> None:
+    def _wait_for(
+        self, signals: DeferredSignals, request: "_Request", timeout: float | None
+    ) -> None:
+        """Waits until a request is granted; the caller has the lock before and after."""
+        smallest = self._smallest.setdefault(request.inserts, request)
+        if 0 < request.needs < smallest.needs:
+            self._smallest[request.inserts] = request
+        grants = functools.partial(self._grants, request)
+        self._wait(signals, grants, timeout, lambda: self._explain(request))
+
+    def _grants(self, request: "_Request", state: Any) -> bool:
+        """Returns whether a call can go on now, and remembers it if not.
+
+        Raises:
+            ValueError: If it never can.
+        """
+        if self._can_go_on(request, state):
+            self._refused.discard(request)
+            return True
+        if request not in self._refused:
+            self._refused.add(request)
+            self._check_capacity(request, state)
+        self._check_stuck(request, state)
+        return False
+
+    def _can_go_on(self, request: "_Request", state: Any) -> bool:
+        """Returns whether a request fits the state, and the limiter does not hold it back."""
+        if not request.fits(state):
+            return False
+        if self._limiter is None or request.rows == 0 or self._limiter_allows(request, state):
+            return True
+        # Inserts are held back for the sake of samples, so not while these cannot go on either.
+        return request.inserts and self._is_sample_refused(state)
+
+    def _is_sample_refused(self, state: Any) -> bool:
+        """Returns whether a sample was refused that could still not go on."""
+        samples = [request for request in self._refused if not request.inserts]
+        still = {request for request in samples if not self._can_go_on(request, state)}
+        self._refused.difference_update({*samples} - still)
+        return bool(still)
+
+    def _limiter_allows(self, request: "_Request", state: Any) -> bool:
+        ask = getattr(self._limiter_now(), request.question)
+        # As a Python number, since the state may be on other devices than the limiter.
+        return bool(ask(int(_size(state)), request.rows))
+
+    def _check_capacity(self, request: "_Request", state: Any) -> None:
+        """Checks that the limiter would allow to sample after any number of inserts.
+
+        Raises:
+            ValueError: If it never does, however full the buffer is.
+        """
+        capacity = getattr(state, "capacity", math.inf)
+        if self._limiter is None or request.inserts or not math.isfinite(capacity):
+            return
+        limiter, after = self._limiter, _optional(self._limiter, "after")
+        later = limiter if after is None else after(_MANY_SECONDS)
+        if not bool(later.inserted(_MANY_ROWS).can_sample(int(capacity), request.rows)):
+            raise ValueError(
+                f"{request.asks}, but limiter never allows that in a buffer for {capacity} rows; "
+                "this would wait for ever: make the capacity larger, or what limiter wants in the "
+                f"buffer smaller: {limiter}"
+            )
+
+    def _check_stuck(self, request: "_Request", state: Any) -> None:
+        """Checks that a ``Queue`` is not stuck: too full for an insert, and too empty for a take.
+
+        Raises:
+            ValueError: If both were refused, and none of the sizes that were asked for so far fits.
+        """
+        smallest = self._smallest.values()
+        if not as_buffer(state).is_queue or self._has_applied or len(smallest) < 2:
+            return
+        if all(other.inserts == request.inserts for other in self._refused):
+            return
+        # A limiter that depends on a clock may allow a take later.
+        asked = self._limiter is not None and _optional(self._limiter, "after") is None
+        for other in smallest:
+            refused = not other.inserts and asked and not self._limiter_allows(other, state)
+            if other.fits(state) and not refused:
+                return
+        insert, take = (self._smallest[inserts] for inserts in (True, False))
+        # Those that wait for this one hear of it as well.
+        self._changed.notify_all()
+        raise ValueError(
+            f"the queue holds {int(_size(state))} items of at most {state.capacity}, so that "
+            f"neither an add of {insert.needs} rows nor a take of {take.needs} can go on; this "
+            f"would wait for ever: make the capacity at least {insert.needs + take.needs}, or add "
+            f"or take fewer rows at a time{self._limits()}"
+        )
+
+    def _explain(self, request: "_Request") -> str:
+        """Returns the reason why a request is not granted."""
+        if not request.fits(self._state):
+            return f"{request.asks}, but {request.describe(self._state)}"
+        return f"{request.asks}, which the limiter does not allow now{self._limits()}"
+
+    def _limits(self) -> str:
+        """Returns the numbers of the limiter, as the end of a message."""
+        metrics = _optional(self._limiter, "metrics")
+        if metrics is None:
+            return ""
+        numbers = [f"{name} {float(value):g}" for name, value in metrics().items()]
+        return f"; the limiter is at {', '.join(numbers)}"
+
+    def _wait(
+        self,
+        signals: DeferredSignals,
+        when: Callable[[State], Any] | None,
+        timeout: float | None,
+        explain: Callable[[], str] = lambda: "the condition is not met",
+    ) -> None:
         """Waits for a condition; the caller has the lock before and after."""
-        deadline = None
+        deadline = math.inf
         if timeout is not None:
             timeout = checks.check_number(
                 "timeout", timeout, "seconds, or None", lambda x: not math.isnan(x)
             )
             deadline = time.monotonic() + timeout
+        recheck = math.inf if self._recheck is None else self._recheck
         while not self._stopped:
             if when is None or bool(when(self._state)):
                 return
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError(f"the state did not get there within {timeout} s")
-            pauses = [pause for pause in (left, self._recheck) if pause is not None]
-            self._turn.wait(min(pauses, default=None))
+            now = time.monotonic()
+            if now >= deadline:
+                raise TimeoutError(f"the state did not get there within {timeout} s: {explain()}")
+            self._pause(signals, min(deadline, now + recheck))
         if self._cause is None:
             raise Stopped("the holder was stopped")
         kind = type(self._cause).__name__
         raise Stopped(f"the holder was stopped by {kind}: {self._cause}") from self._cause
+
+    def _pause(self, signals: DeferredSignals, end: float) -> None:
+        """Waits for a change until a time, without the lock."""
+        while (left := end - time.monotonic()) > 0:
+            if signals.deliver() or self._changed.wait(min(left, signals.pause)):
+                return
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A request to insert, or to sample.
+
+    Attributes:
+        asks: The request in words, such as "batch_size asks for 8 rows at a time".
+        inserts: Whether it inserts.
+        rows: The number of rows that the limiter is asked about.
+        needs: The number of rows that the buffer must have room for, or of items or windows that it
+            must hold; 0 if any state will do.
+        length: The length of windows, if it is not that of the buffer.
+    """
+
+    asks: str
+    inserts: bool
+    rows: int
+    needs: int
+    length: int | None = None
+
+    @property
+    def question(self) -> str:
+        """The method of the limiter to ask."""
+        return "can_insert" if self.inserts else "can_sample"
+
+    def fits(self, state: Any) -> bool:
+        """Returns whether the buffer has enough room, or items."""
+        if self.needs == 0:
+            return True
+        if self.length is not None:
+            return bool(_count_windows(state, self.length) >= self.needs)
+        return bool(doors.call("can_add" if self.inserts else "can_sample", state, self.needs))
+
+    def describe(self, state: Any) -> str:
+        """Returns what there is in place of it."""
+        if self.length is not None:
+            windows = int(_count_windows(state, self.length))
+            return f"the buffer holds {windows} windows of {self.length} steps"
+        size, capacity = getattr(state, "size", "some"), getattr(state, "capacity", "some")
+        held = f"the buffer holds {size} of at most {capacity} rows"
+        support = _optional(state, "support")
+        if self.inserts or support is None:
+            return held
+        things = "windows" if as_buffer(state).num_envs else "items"
+        return f"{held}, and {int(support().count)} {things} can be drawn"
 
 
 def _check_limiter(limiter: object, state: object) -> None:
@@ -450,9 +712,9 @@ def _check_limiter(limiter: object, state: object) -> None:
         )
 
 
-def _optional(limiter: object, method: str) -> Callable[..., Any] | None:
-    """Returns a method that a limiter need not have, or None."""
-    return getattr(limiter, method, None)
+def _optional(thing: object, method: str) -> Callable[..., Any] | None:
+    """Returns a method that a limiter, or your own buffer, need not have, or None."""
+    return getattr(thing, method, None)
 
 
 def _check_rate(limiter: object, asks: str, method: str, rows: int) -> None:
@@ -487,11 +749,6 @@ def _count_rows(state: Any, items: Any, mask: Any, part: Any) -> int:
     return 0
 
 
-def _has_windows(sequence_length: int, rows: int, state: Any) -> Array:
-    """Returns whether rings hold so many windows of a length, all shards together."""
-    return _count_windows(state, sequence_length) >= rows
-
-
 @program(static=("sequence_length",))
 def _count_windows(state: Any, sequence_length: Any) -> Array:
     rings: Any = as_buffer(state).inside()[0].rings
@@ -501,8 +758,3 @@ def _count_windows(state: Any, sequence_length: Any) -> Array:
 @program()
 def _size(state: Any) -> Array:
     return state.size
-
-
-def _asked(method: str, rows: int, state: Any) -> Array:
-    """Returns whether the state's method ``method`` allows ``rows`` rows."""
-    return doors.call(method, state, rows)
