@@ -126,7 +126,8 @@ def importance_weights(
     comes from, so that the ratios remain.
 
     Args:
-        buffer: The buffer from which the sample was drawn, in its state at that time.
+        buffer: The buffer from which the sample was drawn, in its state at that time. A ``Holder``
+            has ``sample_with_weights`` for both at once.
         sample: The sample.
         beta: The strength of the correction, from 0 (none) to 1 (full). It is traced, so annealing
             it does not cause a retrace.

@@ -285,6 +285,9 @@ class Holder(Generic[State]):
     ) -> Sample:
         """Calls ``jaxbuf.sample`` on the buffer as soon as it holds enough.
 
+        For importance weights use ``sample_with_weights``, for the next batch of a pass
+        ``apply(lambda buffer: jaxbuf.next_batch(buffer, key, batch_size))``.
+
         Args:
             key: A PRNG key.
             batch_size: Number of rows ``B``.
@@ -590,13 +593,18 @@ class Holder(Generic[State]):
             if other.fits(state) and not refused:
                 return
         insert, take = (self._smallest[inserts] for inserts in (True, False))
-        # Those that wait for this one hear of it as well.
+        advice = (
+            "let the limiter sample each row once, or leave it out"
+            if take.fits(state)
+            else f"make the capacity at least {insert.needs + take.needs}, or add or take fewer "
+            "rows at a time"
+        )
+        # Waiting threads wake up to raise this error as well.
         self._changed.notify_all()
         raise ValueError(
             f"the queue holds {int(_size(state))} items of at most {state.capacity}, so that "
             f"neither an add of {insert.needs} rows nor a take of {take.needs} can go on; this "
-            f"would wait for ever: make the capacity at least {insert.needs + take.needs}, or add "
-            f"or take fewer rows at a time{self._limits()}"
+            f"would wait for ever: {advice}{self._limits()}"
         )
 
     def _explain(self, request: "_Request") -> str:

@@ -125,10 +125,10 @@ def test_a_holder_keeps_its_state_wherever_a_call_is_interrupted(name):
     assert steps > 100
 
 
-def interrupt_soon():
+def interrupt_soon(delay=0.05):
     """Sends Ctrl-C while the main thread waits."""
     main = threading.main_thread().ident
-    timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer = threading.Timer(delay, lambda: signal.pthread_kill(main, signal.SIGINT))
     timer.start()
     return timer
 
@@ -159,6 +159,21 @@ def test_waiting_and_reading_can_be_interrupted():
     with pytest.raises(KeyboardInterrupt), holder:
         raise KeyboardInterrupt
     assert holder.stopped
+
+
+def test_a_loop_that_a_signal_ends_has_a_buffer_to_save():
+    """The program of the guide on resuming, interrupted in the middle of a step."""
+    random = np.random.default_rng(0)
+    buffer = items()
+    for delay in random.uniform(0.0, 0.02, 25):
+        stop = []
+        signal.signal(signal.SIGINT, lambda *_, stop=stop: stop.append(True))
+        timer = interrupt_soon(delay)
+        while not stop:
+            buffer = jaxbuf.add(buffer, ROWS)
+            buffer = jaxbuf.update_priority(buffer, jaxbuf.sample(buffer, KEY, 2).slots, ROWS)
+        timer.join()
+        assert int(buffer.size) > 0
 
 
 def test_signals_are_handled_after_the_block_once_each_and_in_order():

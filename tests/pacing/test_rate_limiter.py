@@ -261,6 +261,19 @@ BAD = [
         "samples_per_insert is (2.0, 1.0); expected bounds",
     ),
     (throughput(samples_per_insert=(-1, 1.0)), "samples_per_insert is (-1, 1.0); expected bounds"),
+    *(
+        (
+            lambda name=name: jaxbuf.RateLimiter.create(samples_per_insert=2.0, **{name: 3}),
+            f"{name} was given, but RateLimiter.create has no use for it; it takes "
+            "samples_per_insert, min_size (Reverb's min_size_to_sample) and tolerance (its "
+            "error_buffer,",
+        )
+        for name in ("error_buffer", "samples_per_insert_ratio", "min_size_to_sample", "max_diff")
+    ),
+    (
+        throughput(window_seconds=3),
+        "window_seconds was given, but ThroughputLimiter.create has no use for it; it takes",
+    ),
     (throughput(window=0), "window is 0; expected a positive number of seconds"),
     (throughput(min_batches=0.5), "min_batches is 0.5; expected a number of at least 1"),
 ]

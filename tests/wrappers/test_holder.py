@@ -1,6 +1,8 @@
 """`Holder`: threads that wait for each other, and nothing lost between them."""
 
 import concurrent.futures
+import contextlib
+import fractions
 import itertools
 import math
 import re
@@ -389,6 +391,320 @@ def test_the_most_windows_that_a_buffer_can_hold(sequence_length, period, ignore
         holder.sample(jax.random.key(0), buffer.max_windows + 1)
 
 
+class Model:
+    """The rules of a limiter in a holder, and a buffer of which only the number of items counts.
+
+    An insert is held back for the sake of samples, so not while one that was asked for cannot go
+    on. Beside that the rules are those of Reverb.
+    """
+
+    def __init__(self, ratio, low, high, min_size, capacity):
+        self.ratio, self.low, self.high = (fractions.Fraction(str(x)) for x in (ratio, low, high))
+        self.min_size, self.capacity = min_size, capacity
+        self.size, self.error, self.refused = 0, fractions.Fraction(0), set()
+
+    def can_sample(self, rows):
+        enough = self.size >= max(rows, self.min_size)
+        return enough and self.error - rows >= self.low
+
+    def add(self, rows):
+        few = self.size + rows <= self.min_size
+        if not few and self.error + rows * self.ratio > self.high:
+            self.refused = {size for size in self.refused if not self.can_sample(size)}
+            if not self.refused:
+                return False
+        self.size = min(self.size + rows, self.capacity)
+        self.error += rows * self.ratio
+        return True
+
+    def sample(self, rows):
+        if not self.can_sample(rows):
+            self.refused.add(rows)
+            return False
+        self.refused.discard(rows)
+        self.error -= rows
+        return True
+
+
+def goes(call, *arguments, **options):
+    try:
+        call(*arguments, timeout=0, **options)
+    except TimeoutError:
+        return False
+    return True
+
+
+# The tolerance is the rule of ``RateLimiter.create``, less, and much less.
+@pytest.mark.parametrize(
+    ("ratio", "least", "share"), [(0.5, 1, 1.0), (1.0, 20, 0.4), (8.0, 1, 1.0), (8.0, 20, 0.7)]
+)
+def test_adds_and_samples_never_wait_for_each_other(ratio, least, share):
+    inserts, samples = (1, 3, 4), (2, 8)
+    tolerance = share * (max(inserts) * ratio + max(samples))
+    limiter = jaxbuf.RateLimiter.create(ratio, least, tolerance)
+    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 24), limiter=limiter)
+    model = Model(ratio, *limiter.range, least, 24)
+    random = np.random.default_rng(1)
+    rows = {n: np.zeros(n, np.int32) for n in inserts}
+    widest, within = max(limiter.range[1], limiter.range[0] + 8 + 4 * ratio), False
+    for n, m in zip(random.choice(inserts, 80), random.choice(samples, 80), strict=True):
+        added = goes(holder.add, rows[n])
+        sampled = goes(holder.sample, jax.random.key(0), int(m))
+        assert (added, sampled) == (model.add(int(n)), model.sample(int(m)))
+        # Whatever the sizes and the tolerance: if a sample is refused, the next insert is not.
+        assert sampled or goes(holder.add, rows[n])
+        assert sampled or model.add(int(n))
+        assert model.error >= min(model.low, 0)
+        # Once there were enough items for all, the error returns, and stays.
+        within |= model.size >= max(least, 8) and model.error <= widest
+        assert not within or model.error <= widest
+    assert within
+    metrics = {name: float(value) for name, value in holder.limiter.metrics().items()}
+    assert metrics["error"] == float(model.error)
+    assert metrics["error"] == metrics["inserts"] * ratio - metrics["samples"]
+
+
+def sharded_items(capacity):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=auto, devices=jax.devices()[:1])
+    return jaxbuf.Sharded.create(
+        lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), capacity), mesh, "data", shards=2
+    )
+
+
+def by_part(number):
+    # One part in turn, and the other one only rarely.
+    return {"part": int(number % 7 == 0)}
+
+
+# Of each: a buffer, the rows that are added, the batch size, and options.
+SHORT = {
+    "items": (lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), 64), 1, 32, {}, {}),
+    "windows": (lambda: rings(32, 4), (2, 1), 16, {}, {}),
+    "longer windows": (lambda: rings(32, 2), (2, 1), 16, {}, {"sequence_length": 6}),
+    "used up": (
+        lambda: jaxbuf.ItemBuffer.create(
+            jnp.int32(0), 64, freshness=jaxbuf.Freshness(max_use=1), sampler=jaxbuf.Uniform(False)
+        ),
+        1,
+        16,
+        {},
+        {},
+    ),
+    "sharded": (lambda: sharded_items(32), 2, 32, {}, {}),
+    "hosted": (
+        lambda: jaxbuf.Hosted.create(lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), 64)),
+        1,
+        32,
+        {},
+        {},
+    ),
+    "mixture": (
+        lambda: jaxbuf.Mixture.create(
+            [jaxbuf.ItemBuffer.create(jnp.int32(0), 64) for _ in range(2)], [1, 1]
+        ),
+        1,
+        16,
+        by_part,
+        {},
+    ),
+    "fewer than the batch": (
+        lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), 64),
+        1,
+        32,
+        {},
+        {"least": 12},
+    ),
+}
+LIMITERS = {
+    "rate": lambda n, m: jaxbuf.RateLimiter.create(8.0, tolerance=8.0 * n + m),
+    "narrow": lambda n, m: jaxbuf.RateLimiter.create(1.0, tolerance=4.0 + m / 2),
+    "throughput": lambda n, m: jaxbuf.ThroughputLimiter.create(samples_per_insert=(1.0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("limit", LIMITERS.values(), ids=LIMITERS)
+def test_every_buffer_goes_on_until_it_has_enough(name, limit):
+    create, shape, batch_size, options, sampling = SHORT[name]
+    rows = np.zeros(shape, np.int32)
+    holder = Holder(create(), limiter=limit(rows.size, batch_size))
+    sampled = refused = 0
+    for number in range(400):
+        chosen = options(number) if callable(options) else options
+        added = goes(holder.add, rows, **chosen)
+        key = jax.random.key(number)
+        drawn = goes(holder.sample, key, batch_size, **sampling)
+        # A limiter with a clock may refuse a little later what it allowed.
+        refused = 0 if added or drawn else refused + 1
+        assert refused < 2
+        sampled += drawn
+        if sampled == 3:
+            break
+    assert sampled == 3
+
+
+@pytest.mark.parametrize(
+    ("limiter", "capacity"),
+    [
+        (jaxbuf.RateLimiter.create(1.0, 10), 8),
+        (jaxbuf.ThroughputLimiter.create(min_batches=3.0), 8),
+        (jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.0, 0.0)), 8),
+    ],
+)
+def test_a_limiter_that_wants_more_than_the_buffer_holds_is_not_waited_for(limiter, capacity):
+    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), capacity), limiter=limiter)
+    message = (
+        "batch_size asks for 4 rows at a time, but limiter never allows that in a buffer for 8"
+    )
+    with pytest.raises(ValueError, match=message):
+        holder.sample(jax.random.key(0), 4)
+
+
+@pytest.mark.parametrize("inserted", range(1, 6))
+def test_a_queue_that_is_stuck_says_so_and_no_other(inserted):
+    """Both sides wait if the size is above ``5 - inserted`` and below ``taken``."""
+    for taken in range(1, 6):
+        holder, size = queue(5), 0
+        rows = np.zeros(inserted, np.int32)
+        for _ in range(12):
+            if size + inserted <= 5:
+                assert goes(holder.add, rows)
+                size += inserted
+            if size >= taken:
+                assert goes(holder.take, taken)
+                size -= taken
+            elif size + inserted > 5:
+                assert not goes(holder.take, taken)
+                message = f"queue holds {size} items of at most 5, so that neither an add of"
+                with pytest.raises(ValueError, match=f"{message} {inserted} rows nor a take of"):
+                    holder.add(rows)
+                # One that is small enough helps.
+                assert goes(holder.take, 1)
+                size -= 1
+                break
+        assert holder.read(lambda queue: int(queue.size)) == size
+
+
+def test_threads_that_are_stuck_all_hear_of_it(threads):
+    holder = queue(10)
+    holder.add(np.zeros(6, np.int32))
+    adds = threads.submit(holder.add, np.zeros(6, np.int32))
+    assert still_waits(adds)
+    takes = threads.submit(holder.take, 8)
+    message = "an add of 6 rows nor a take of 8 can go on.*make the capacity at least 14"
+    for stuck in (takes, adds):
+        with pytest.raises(ValueError, match=message):
+            stuck.result(LIMIT)
+
+
+def test_a_queue_whose_limiter_holds_takes_back_says_so():
+    """Each row of a queue is sampled once, so half a sample for each insert fills it."""
+    limiter = jaxbuf.RateLimiter.create(0.5, tolerance=3.0)
+    holder = Holder(jaxbuf.Queue.create(jnp.int32(0), 4), limiter=limiter)
+    message = "take of 1 can go on; this would wait for ever: let the limiter.* is at error -2"
+
+    def run():
+        for _ in range(20):
+            goes(holder.add, integers(1))
+            goes(holder.take, 1)
+            goes(holder.add, integers(1))
+
+    with pytest.raises(ValueError, match=message):
+        run()
+
+
+# The state, the call, and the end of its message.
+LATE = [
+    (
+        lambda: items(8),
+        lambda holder: holder.sample(jax.random.key(0), 3, timeout=0),
+        "batch_size asks for 3 rows at a time, but the buffer holds 2 of at most 8 rows, and 2",
+    ),
+    (
+        lambda: Holder(rings(8, 2)),
+        lambda holder: holder.sample(jax.random.key(0), 3, sequence_length=1, timeout=0),
+        "batch_size asks for 3 rows at a time, but the buffer holds 2 windows of 1 steps",
+    ),
+    (
+        lambda: queue(3),
+        lambda holder: holder.add(integers(1, 2), timeout=0),
+        "items asks for 2 rows at a time, but the buffer holds 2 of at most 3 rows",
+    ),
+    (
+        lambda: Holder(
+            jaxbuf.ItemBuffer.create(jnp.int32(0), 8), limiter=jaxbuf.RateLimiter.create(1, 1, 1)
+        ),
+        lambda holder: holder.add(integers(1, 2), timeout=0),
+        "items asks for 2 rows at a time, which the limiter does not allow now; the limiter is at "
+        "error 2, inserts 2, samples 0",
+    ),
+    (
+        lambda: items(8),
+        lambda holder: holder.apply(lambda buffer: (buffer, None), when=lambda _: False, timeout=0),
+        "the condition is not met",
+    ),
+]
+
+
+@pytest.mark.parametrize(("create", "call", "message"), LATE)
+def test_a_timeout_says_what_it_waited_for_and_what_was_there(create, call, message):
+    holder = create()
+    holder.add(integers(0, 1))  # Two rows, or a step of each of two environments.
+    with pytest.raises(TimeoutError, match=re.escape(f"within 0.0 s: {message}")):
+        call(holder)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e10, threading.TIMEOUT_MAX])
+def test_any_timeout_can_be_waited_for(threads, timeout):
+    holder = Holder(jaxbuf.Queue.create(jnp.int32(0), 4), recheck=1e12)
+    waiter = threads.submit(holder.take, 1, timeout=timeout)
+    assert still_waits(waiter)
+    holder.add(integers(3), timeout=timeout)
+    assert waiter.result(LIMIT).data.tolist() == [3]
+    with pytest.raises(TimeoutError):
+        holder.take(1, timeout=-math.inf)
+
+
+def test_weights_are_of_the_state_that_was_sampled(threads):
+    """Of a uniform draw each is 1, for the number of items at that time alone."""
+    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 4096))
+    holder.add(integers(0, 1, 2, 3))
+
+    def act():
+        while not holder.stopped:
+            holder.add(integers(0, 1))
+            time.sleep(0.001)
+
+    actor = threads.submit(act)
+    for number in range(40):
+        key = jax.random.key(number)
+        batch, weights = holder.sample_with_weights(key, 4, 1.0, None, timeout=LIMIT)
+        assert batch.data.shape == (4,)
+        np.testing.assert_allclose(weights, 1.0, rtol=1e-5)
+    holder.stop()
+    with contextlib.suppress(Stopped):
+        actor.result(LIMIT)
+
+
+@pytest.mark.parametrize("normalize", ["batch", "buffer", "mean", None])
+def test_weights_with_a_limiter_and_options(normalize):
+    def create():
+        return rings(8, 2, sampler=jaxbuf.Prioritized())
+
+    holder = Holder(create(), limiter=jaxbuf.RateLimiter.create(1.0, 2))
+    rows, priority = jnp.arange(8, dtype=jnp.int32).reshape(2, 4), jnp.arange(1.0, 9.0)
+    holder.add(rows, priority=priority.reshape(2, 4))
+    key, options = jax.random.key(0), {"sequence_length": 3}
+    batch, weights = holder.sample_with_weights(key, 4, 0.4, normalize, timeout=0, **options)
+    buffer = jaxbuf.add(create(), rows, priority=priority.reshape(2, 4))
+    expected = jaxbuf.sample(buffer, key, 4, **options)
+    np.testing.assert_array_equal(batch.data, expected.data)
+    expected = jaxbuf.importance_weights(buffer, expected, 0.4, normalize)
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    assert int(holder.limiter.metrics()["samples"]) == 4
+
+
 def limited(*arguments):
     limiter = jaxbuf.RateLimiter.create(*arguments)
     return Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 512), limiter=limiter)
@@ -446,6 +762,14 @@ BAD = [
     (
         lambda: items(2).sample(jax.random.key(0), 3, least=0),
         "least is 0; expected an integer",
+    ),
+    (
+        lambda: items(2).sample_with_weights(jax.random.key(0), 3, 0.4),
+        "batch_size asks for 3 rows at a time",
+    ),
+    (
+        lambda: Holder(recent(0.5)).sample_with_weights(jax.random.key(0), 3, 0.4, "max"),
+        "normalize is 'max'; choose",
     ),
 ]
 
