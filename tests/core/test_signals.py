@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import signal
-import sys
 import threading
 from collections import deque
 
@@ -15,6 +14,7 @@ import jaxbuf
 from jaxbuf.core import signals
 from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.wrappers import holder as holders
+from tests.interrupts import interrupt_everywhere
 
 LIMIT = 60.0
 KEY = jax.random.key(0)
@@ -30,50 +30,6 @@ def _handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-class Interrupt:
-    """Sends this process Ctrl-C at step ``at`` of what runs inside, and counts the steps.
-
-    A step is a line of any code in Python, or an instruction in the files of ``finely``. The
-    signal comes as a real one does: its handler runs before the step.
-    """
-
-    def __init__(self, at, finely=()):
-        self.at, self.finely, self.steps = at, finely, 0
-
-    def __enter__(self):
-        self.before = sys.gettrace()
-        sys.settrace(self.enter)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(self.before)
-
-    def enter(self, frame, *_):
-        if frame.f_code is Interrupt.__exit__.__code__:
-            return None
-        frame.f_trace_opcodes = frame.f_code.co_filename in self.finely
-        return self.step()
-
-    def step(self, *_):
-        self.steps += 1
-        if self.steps - 1 == self.at:
-            signal.raise_signal(signal.SIGINT)
-        return self.step
-
-
-def interrupt_everywhere(call, check, finely=()):
-    """Calls again and again, with an interrupt at one of the steps; checks what is left then."""
-    call()
-    with Interrupt(None, finely) as whole:
-        call()
-    for at in range(0, whole.steps, 1 if finely else 3):
-        with pytest.raises(KeyboardInterrupt), Interrupt(at, finely):
-            call()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        check()
-    return whole.steps
 
 
 def items():
@@ -115,14 +71,20 @@ def test_a_holder_keeps_its_state_wherever_a_call_is_interrupted(name):
     create, call = CALLS[name]
     holder = create()
 
+    def read():
+        sizes.append(holder.read(lambda buffer: int(buffer.size)))
+
     def check():
         # Another thread can have its turn, and finds a state that can be read.
-        assert pool.submit(holder.read, lambda buffer: int(buffer.size)).result(LIMIT) >= 1
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(LIMIT)
+        assert sizes
+        assert sizes.pop() >= 1
 
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        finely = (signals.__file__, holders.__file__) if name == "add" else ()
-        steps = interrupt_everywhere(lambda: call(holder), check, finely)
-    assert steps > 100
+    sizes = []
+    finely = (signals.__file__, holders.__file__) if name == "add" else ()
+    assert interrupt_everywhere(lambda: call(holder), check, finely) > 100
 
 
 def interrupt_soon(delay=0.05):

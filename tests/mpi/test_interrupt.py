@@ -1,4 +1,4 @@
-"""A signal while the manager stores a batch leaves a manager that can be saved."""
+"""A signal while a rank stores a batch leaves a manager, or a worker's state, to be saved."""
 
 import signal
 import subprocess
@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from tests.interrupts import interrupt_everywhere
 
 try:
-    from jaxbuf.mpi import Manager
+    from jaxbuf.mpi import Manager, Worker
 except (ImportError, RuntimeError):
     pytest.skip("needs MPI", allow_module_level=True)
 
@@ -46,6 +47,35 @@ def check():
     ):
         server._answer(message)
     assert int(server._manager.buffer.size) == 2
+
+
+def check_worker():
+    """A worker that keeps its rows for a later message, and is never asked to send one."""
+    channel = mock.MagicMock(sending=[])
+    channel.receive.return_value = None
+    group = SimpleNamespace(Get_size=lambda: 2)
+    communicators = SimpleNamespace(group=group, agents=object())
+
+    def manager(workers):
+        return Manager.create(jaxbuf.reward_prioritized(jnp.float32(0), 4), workers)
+
+    with mock.patch.object(sys.modules["jaxbuf.mpi.wire"], "Channel", return_value=channel):
+        worker = Worker(communicators, manager, rows=4000, every=10**6, timeout=None)
+    rows = np.ones(1, np.float32)
+
+    def readable():
+        assert np.isfinite(worker.state.items).all()
+        assert int(worker.state.place[0]) == worker._kept
+
+    interrupt_everywhere(lambda: worker.add(rows, score=rows), readable)
+    assert worker._kept > 50
+    worker._at_end.detach()
+
+
+def test_a_signal_while_a_worker_keeps_rows_leaves_them():
+    program = "from tests.mpi.test_interrupt import check_worker; check_worker()"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=120)
 
 
 def test_a_signal_while_a_reply_is_waited_for_leaves_a_manager():
