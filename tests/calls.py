@@ -824,6 +824,15 @@ CALLS: dict[str, Call] = {
     "Holder.sample": on_holder(
         "plain", "sample", **SAMPLING, least=(1, "count or none"), timeout=(0.0, "time")
     ),
+    "Holder.sample_with_weights": on_holder(
+        "plain",
+        "sample_with_weights",
+        **SAMPLING,
+        beta=(0.4, "beta"),
+        normalize=("batch", "choice"),
+        least=(1, "count or none"),
+        timeout=(0.0, "time"),
+    ),
     "Holder.take": on_holder("queue", "take", batch_size=(1, "count"), timeout=(0.0, "time")),
     "Monitor": call(
         jaxbuf.Monitor,

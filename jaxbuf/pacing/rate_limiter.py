@@ -7,7 +7,7 @@ to wait or to skip a step that is not allowed.
 
 import fractions
 import math
-from typing import Any, Never, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +80,7 @@ class RateLimiter(struct.PyTreeNode):
         samples_per_insert: float,
         min_size: int = 1,
         tolerance: float | tuple[float, float] = math.inf,
-        **unknown: Never,
+        **unknown: object,
     ) -> Self:
         """Creates a limiter with all counts at zero.
 
@@ -260,7 +260,7 @@ class ThroughputLimiter(struct.PyTreeNode):
         samples_per_insert: tuple[float, float] = (0.0, math.inf),
         window: float = 30.0,
         min_batches: float = 1.0,
-        **unknown: Never,
+        **unknown: object,
     ) -> Self:
         """Creates a limiter with all counts at zero.
 
@@ -335,7 +335,7 @@ class ThroughputLimiter(struct.PyTreeNode):
         return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}
 
 
-def _refuse_option(limiter: type, unknown: dict[str, Never], known: str) -> NoReturn:
+def _refuse_option(limiter: type, unknown: dict[str, object], known: str) -> NoReturn:
     name, create = next(iter(unknown)), f"{limiter.__name__}.create"
     raise ValueError(f"{name} was given, but {create} has no use for it; it takes {known}")
 
