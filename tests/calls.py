@@ -829,7 +829,7 @@ CALLS: dict[str, Call] = {
         "sample_with_weights",
         **SAMPLING,
         beta=(0.4, "beta"),
-        normalize=("batch", "choice"),
+        normalize=("batch", "choice or none"),
         least=(1, "count or none"),
         timeout=(0.0, "time"),
     ),

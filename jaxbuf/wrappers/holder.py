@@ -79,9 +79,9 @@ class Holder(Generic[State]):
     ``sample`` and ``take`` until it allows to sample them. They count the rows afterwards. For
     rings, the inserted rows are steps. ``apply`` and ``read`` do not ask the limiter.
 
-    The limiter holds an ``add`` back only while a sample could go on. As long as the last
-    ``sample`` that was asked for is refused, for lack of items or by the limiter, rows are let in.
-    They are counted, so samples make up for them later. So the two never wait for each other,
+    The limiter holds an ``add`` back only while a sample could go on. As long as a ``sample``
+    that was asked for is refused, for lack of items or by the limiter, rows are let in. They are
+    counted, so samples make up for them later. So the two never wait for each other,
     however many rows they ask for. The error of a ``RateLimiter`` is never below its range, and
     once there are enough items, it returns into the range, or, if that is narrower than ``n *
     samples_per_insert + m``, into one that is so wide, for ``n`` rows inserted and ``m`` sampled at
@@ -533,6 +533,8 @@ class Holder(Generic[State]):
         if request not in self._refused:
             self._refused.add(request)
             self._check_capacity(request, state)
+            # For the sake of this sample inserts may go on that were held back.
+            self._changed.notify_all()
         self._check_stuck(request, state)
         return False
 

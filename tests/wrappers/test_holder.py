@@ -544,6 +544,27 @@ def test_every_buffer_goes_on_until_it_has_enough(name, limit):
     assert sampled == 3
 
 
+@pytest.mark.parametrize("name", ["items", "windows"])
+@pytest.mark.parametrize("limit", LIMITERS.values(), ids=LIMITERS)
+def test_an_actor_that_is_held_back_goes_on_for_a_learner_that_comes(name, limit, threads):
+    create, shape, batch_size, _, _ = SHORT[name]
+    rows = np.zeros(shape, np.int32)
+    holder = Holder(create(), limiter=limit(rows.size, batch_size))
+
+    def act():
+        with contextlib.suppress(Stopped):
+            while True:
+                holder.add(rows)
+
+    # Without a clock, only the learner can wake the actor up.
+    actor = threads.submit(act)
+    time.sleep(MOMENT)
+    for number in range(3):
+        assert holder.sample(jax.random.key(number), batch_size, timeout=LIMIT).valid.all()
+    holder.stop()
+    actor.result(LIMIT)
+
+
 @pytest.mark.parametrize(
     ("limiter", "capacity"),
     [
