@@ -557,11 +557,11 @@ def test_an_actor_that_is_held_back_goes_on_for_a_learner_that_comes(name, limit
                 holder.add(rows)
 
     # Without a clock, only the learner can wake the actor up.
-    actor = threads.submit(act)
-    time.sleep(MOMENT)
-    for number in range(3):
-        assert holder.sample(jax.random.key(number), batch_size, timeout=LIMIT).valid.all()
-    holder.stop()
+    with holder:
+        actor = threads.submit(act)
+        time.sleep(MOMENT)
+        for number in range(3):
+            assert holder.sample(jax.random.key(number), batch_size, timeout=LIMIT).valid.all()
     actor.result(LIMIT)
 
 
