@@ -332,8 +332,9 @@ class Body(Base, Created):
         ``Episodes``), only the real steps are written.
 
         Args:
-            path: The name of the field, with dots between the names of nested fields. It may also
-                name a part of an item that holds several fields; None writes whole items.
+            path: The name of the field: the keys, attributes or indices that lead to it, with dots
+                between them. A key may have dots itself, such as ``"observation.state"``. It may
+                also name a part of an item that holds several fields; None writes whole items.
             slots: The slots of the items, ``sample.slots``, ``[B]``.
             value: The new values, leaves ``[B, *shape]`` with the example's dtypes; for windows
                 ``[B, sequence_length, *shape]``.
@@ -371,7 +372,7 @@ class Body(Base, Created):
         taken = taken.reshape(rows, *[-1] * (row.ndim - taken.ndim), *taken.shape[1:])
         row = keep_last(jnp.where(taken, row, self.capacity), self.capacity)
         flat = jax.tree.map(lambda leaf: leaf.reshape(row.size, *leaf.shape[row.ndim :]), value)
-        data = fields.written(data, path, storage.write(field, flat, row.reshape(-1)))
+        data = fields.replace(data, path, storage.write(field, flat, row.reshape(-1)))
         # Only items carry gradients.
         state, states = lax.stop_gradient((self.sampler_state, self.extra_states))
         if write_back.listens(self.extras):

@@ -526,8 +526,6 @@ class TrajectoryBuffer(OldLookups, Body):
             [0.0, 1.0, 7.0]
         """
         field = fields.need(self.data, path, "path", "steps have")
-        if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(field)):
-            raise ValueError(f"path is {path!r}, which leads to no arrays")
         env, position, shape = broadcast_steps(env_ids, positions)
         row = self.rings.locate(env, position)
         held = row < self.capacity

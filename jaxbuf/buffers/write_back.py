@@ -95,14 +95,14 @@ def map_field(
         def part(leaf: Array) -> Array:
             return lax.dynamic_slice_in_dim(leaf, first, rows)
 
-        old = jax.tree.map(part, fields.written(data, path, field))
+        old = jax.tree.map(part, fields.replace(data, path, field))
         new, _ = storage.check(field, fn(trees.choose(there, old, spare)), "fn(items)", (rows,))
         new = trees.choose(there, new, fields.stored(old, path, ""))
         field = jax.tree.map(
             lambda leaf, rows: lax.dynamic_update_slice_in_dim(leaf, rows, first, 0), field, new
         )
         if heard:
-            items = jax.tree.map(part, lax.stop_gradient(fields.written(data, path, field)))
+            items = jax.tree.map(part, lax.stop_gradient(fields.replace(data, path, field)))
             states = follow(buffer, states, *told(jnp.where(there, row, size), items), path)
         return field, states
 
@@ -112,7 +112,7 @@ def map_field(
         lambda: lax.fori_loop(0, -(-size // rows), step, begin),
         lambda: begin,
     )
-    return fields.written(data, path, field), states if heard else buffer.extra_states
+    return fields.replace(data, path, field), states if heard else buffer.extra_states
 
 
 def update_score(

@@ -1,138 +1,165 @@
-"""Access to fields of a pytree by dotted names, which lead through keys and attributes."""
+"""Access to fields of a pytree by name, as JAX's key paths name them.
 
-import dataclasses
-from typing import Any
+The name of a field is what ``jax.tree_util.keystr(path, simple=True, separator=".")`` returns for
+the path that leads to it: the keys, attributes and indices on the way, with dots between them. A
+key may have dots of its own. All containers that JAX knows are known here, and no others.
+"""
+
+from collections.abc import Iterator
 
 import jax
 from jaxtyping import PyTree
 
 from jaxbuf.core import checks
 
+# The place of a field: the number of the child to go to, at each level from the top.
+Place = tuple[int, ...]
 
-def find(tree: PyTree, path: str) -> PyTree:
-    """Returns the field at a dotted path; None if it is missing or None.
+
+def find(tree: PyTree, name: str) -> PyTree:
+    """Returns the field of this name; None if it is missing or holds nothing.
+
+    Raises:
+        ValueError: If there are two fields of this name.
 
     Example:
-        >>> find({"obs": {"goal": 1}}, "obs.goal"), find({"obs": 1}, "obs.goal")
-        (1, None)
+        >>> find({"obs": {"goal": 1}}, "obs.goal"), find({"obs.goal": 1}, "obs.goal")
+        (1, 1)
+        >>> find({"obs.goal": 1, "obs": {"goal": 2}}, "obs.goal")
+        Traceback (most recent call last):
+        ValueError: 'obs.goal' could be ['obs']['goal'] or ['obs.goal']; rename one of these fields
     """
-    at = tree
-    for part in path.split("."):
-        at = _step(at, part)
-    return at if jax.tree.leaves(at) else None
+    place = _locate(tree, name)
+    if place is None:
+        return None
+    for i in place:
+        tree = _children(tree)[0][i][1]
+    return tree
 
 
-def need(tree: PyTree, path: str, name: str, where: str) -> PyTree:
-    """Returns the field at a dotted path, which must exist.
+def need(tree: PyTree, name: str, argument: str, where: str) -> PyTree:
+    """Returns the field of this name, which must exist.
 
     Args:
         tree: The tree that has the field.
-        path: The path.
-        name: The name, in errors, of the argument that gave the path.
+        name: The name of the field.
+        argument: The name, in errors, of the argument that gave it.
         where: A phrase for the tree in errors, such as "the window has".
 
     Raises:
-        ValueError: If the tree has no such field; the message lists its fields.
+        ValueError: If the tree has no such field; the message lists its fields. Or if it has two.
 
     Example:
         >>> need({"obs": {"goal": 1}, "reward": 2}, "gain", "reward", "the window has")
         Traceback (most recent call last):
         ValueError: reward is 'gain', but the window has no such field; there are obs.goal, reward
     """
-    checks.check_field(name, path)
-    found = find(tree, path)
+    found = find(tree, checks.check_field(argument, name))
     if found is None:
-        paths = jax.tree_util.tree_leaves_with_path(tree)
-        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
-        known = f"there are {', '.join(names)}" if any(names) else "an array has no fields"
-        raise ValueError(f"{name} is {path!r}, but {where} no such field; {known}")
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+        known = f"there are {', '.join(names)}" if any(paths) else "an array has no fields"
+        raise ValueError(f"{argument} is {name!r}, but {where} no such field; {known}")
     return found
 
 
 def truncation(tree: PyTree, terminated: str, given: str | None) -> str | None:
-    """Returns the path of the flags for truncated episodes.
+    """Returns the name of the flags for truncated episodes.
 
     Args:
         tree: The tree that has the flags.
-        terminated: Path of the flags for terminated episodes.
-        given: The path if it is known.
+        terminated: Name of the flags for terminated episodes.
+        given: The name if it is known.
 
     Returns:
-        ``given`` if it is not None; else the path of a field ``truncated`` beside ``terminated``,
+        ``given`` if it is not None; else the name of a field ``truncated`` beside ``terminated``,
         or of such a field at the top level; None if the tree has neither.
 
     Example:
         >>> truncation({"done": {"terminated": 0, "truncated": 1}}, "done.terminated", None)
         'done.truncated'
+        >>> truncation({"next.done": 0, "next.truncated": 1}, "next.done", None)
+        'next.truncated'
     """
     if given is not None:
         return given
     beside = checks.check_field("terminated", terminated).rpartition(".")[0]
-    paths = (f"{beside}.truncated", "truncated") if beside else ("truncated",)
-    return next((path for path in paths if find(tree, path) is not None), None)
+    names = (f"{beside}.truncated", "truncated") if beside else ("truncated",)
+    return next((name for name in names if find(tree, name) is not None), None)
 
 
-def replace(tree: PyTree, path: str, value: object) -> PyTree:
-    """Returns the tree with another value at a dotted path, which must exist.
-
-    Dicts, named tuples and dataclasses along the path are copied, never changed.
+def replace(tree: PyTree, name: str | None, value: object) -> PyTree:
+    """Returns the tree with another value of a field, which must exist; None replaces all.
 
     Example:
-        >>> replace({"obs": {"goal": 1, "arm": 2}}, "obs.goal", 3)
-        {'obs': {'goal': 3, 'arm': 2}}
+        >>> replace({"arm": 1, "obs": {"goal": 2}}, "obs.goal", 3)
+        {'arm': 1, 'obs': {'goal': 3}}
     """
-    part, _, rest = path.partition(".")
-    changed = replace(_step(tree, part), rest, value) if rest else value
-    if isinstance(tree, dict):
-        return {**tree, part: changed}
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return dataclasses.replace(tree, **{part: changed})
-    named: Any = tree
-    return named._replace(**{part: changed})
+    place = () if name is None else _locate(tree, name)
+    assert place is not None
+    return _put(tree, place, value)
 
 
-def stored(tree: PyTree, path: str | None, where: str) -> PyTree:
-    """Returns the field of a storage at a dotted path, which must exist; None names all of it.
+def stored(tree: PyTree, name: str | None, where: str) -> PyTree:
+    """Returns the field of a storage, which must exist; None names all of it.
 
     Raises:
-        ValueError: If there is no such field, or the path leads into an array.
+        ValueError: If there is no such field, or there are two.
 
     Example:
         >>> stored({"obs": {"goal": 1}, "reward": 2}, "gain", "items have")
         Traceback (most recent call last):
         ValueError: path is 'gain', but items have no such field; there are obs.goal, reward
     """
-    if path is None:
-        return tree
-    found, at = need(tree, path, "path", where), tree
-    for part in path.split("."):
-        # An array has attributes, such as its transpose, that are no fields.
-        if jax.tree_util.all_leaves([at]):
-            raise ValueError(f"path is {path!r}, which leads into an array; name the field itself")
-        at = _step(at, part)
-    return found
+    return tree if name is None else need(tree, name, "path", where)
 
 
-def written(tree: PyTree, path: str | None, value: PyTree) -> PyTree:
-    """Returns the tree with another value at a dotted path, as ``replace``; None replaces all."""
-    return value if path is None else replace(tree, path, value)
-
-
-def overlap(path: str | None, other: str | None) -> bool:
-    """Returns whether one of two fields is, or is within, the other; None is all fields.
+def overlap(tree: PyTree, name: str | None, other: str | None) -> bool:
+    """Returns whether one of two fields of a tree is, or is within, the other; None is all fields.
 
     Example:
-        >>> overlap("obs", "obs.goal"), overlap("obs.goal", None), overlap("obs", "observed")
-        (True, True, False)
+        >>> tree = {"obs": {"goal": 1}, "obs.x": 2}
+        >>> [overlap(tree, "obs", other) for other in ("obs.goal", "obs.x", None)]
+        [True, False, True]
     """
-    if path is None or other is None:
-        return True
-    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
+    places = [() if x is None else _locate(tree, x) for x in (name, other)]
+    return all(a == b for a, b in zip(*(place or () for place in places), strict=False))
 
 
-def _step(tree: PyTree, part: str) -> PyTree:
-    """Returns the value of a key or an attribute; None if there is no such one."""
-    if isinstance(tree, dict):
-        return tree.get(part)
-    # The name is a part of the user's path, and the tree may be of any class of the user.
-    return getattr(tree, part, None)
+def _locate(tree: PyTree, name: str) -> Place | None:
+    """Returns the place of the field of this name, or None if it is missing or has no leaves.
+
+    Raises:
+        ValueError: If there are two.
+    """
+    found = dict(_search(tree, name))
+    if len(found) > 1:
+        paths = " or ".join(sorted(map(jax.tree_util.keystr, found.values())))
+        raise ValueError(f"{name!r} could be {paths}; rename one of these fields")
+    return next(iter(found), None)
+
+
+def _search(node: PyTree, name: str) -> Iterator[tuple[Place, tuple[object, ...]]]:
+    """Yields the places of the fields of this name, and their key paths."""
+    for i, (path, child) in enumerate(_children(node)[0]):
+        key = jax.tree_util.keystr(path, simple=True)
+        if name == key and jax.tree.leaves(child):
+            yield (i,), path
+        elif name.startswith(f"{key}."):
+            for place, rest in _search(child, name[len(key) + 1 :]):
+                yield (i, *place), (*path, *rest)
+
+
+def _put(node: PyTree, place: Place, value: object) -> PyTree:
+    if not place:
+        return value
+    children, treedef = _children(node)
+    values = [child for _, child in children]
+    values[place[0]] = _put(values[place[0]], place[1:], value)
+    return jax.tree.unflatten(treedef, values)
+
+
+def _children(node: PyTree) -> tuple[list[tuple[tuple[object, ...], PyTree]], object]:
+    """Returns the children of a node with their keys, and its structure; an array has none."""
+    children, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return ([], treedef) if jax.tree_util.treedef_is_leaf(treedef) else (children, treedef)

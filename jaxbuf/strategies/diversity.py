@@ -200,7 +200,7 @@ class Diversity(Part):
         """Stores the compared parts of changed items."""
         # What a function of an item depends on is not known.
         compared = _parts(self.field) or (None,)
-        if not any(not isinstance(x, str) or fields.overlap(path, x) for x in compared):
+        if not any(not isinstance(x, str) or fields.overlap(rows.items, path, x) for x in compared):
             return state
         return self.on_add(state, index, rows)
 

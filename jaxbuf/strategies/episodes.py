@@ -212,13 +212,13 @@ class Episodes(Part):
         """
         truncated = fields.truncation(data, self.terminated, self.truncated)
         for flag in (self.terminated, truncated, self.last):
-            if flag is not None and fields.overlap(path, flag):
+            if flag is not None and fields.overlap(data, path, flag):
                 raise ValueError(
                     f"path is {path!r}, but episodes knows the ends of episodes from {flag!r}, "
                     "which cannot be changed; name another field, or end open episodes with "
                     "end_episodes"
                 )
-        if self.record_return and not every and fields.overlap(path, self.reward):
+        if self.record_return and not every and fields.overlap(data, path, self.reward):
             raise ValueError(
                 f"path is {path!r}, but episodes records the returns of {self.reward!r}; change "
                 "the rewards of all steps with map_field, which records the returns anew, or "
@@ -234,7 +234,7 @@ class Episodes(Part):
     ) -> "EpisodeIndex":
         """Records the returns anew if the rewards of all steps have changed."""
         assert isinstance(occupancy, Rings)
-        if not (self.record_return and fields.overlap(path, self.reward)):
+        if not (self.record_return and fields.overlap(data, path, self.reward)):
             return state
         return state.recorded_anew(occupancy, data)
 

@@ -101,7 +101,7 @@ def test_the_last_accepted_row_wins():
     ("path", "value", "message"),
     [
         ("gain", jnp.zeros(4), "path is 'gain', but items have no such field; there are hidden.h"),
-        ("reward.T", jnp.zeros(4), "path is 'reward.T', which leads into an array"),
+        ("reward.T", jnp.zeros(4), "path is 'reward.T', but items have no such field"),
         (3, jnp.zeros(4), "path is 3; expected the name of a field"),
         ("reward", jnp.zeros(3), r"value has shape \(3,\); expected \(4,\)"),
         ("reward", jnp.zeros(4, jnp.int32), "value has dtype int32; expected float32"),
