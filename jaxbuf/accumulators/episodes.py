@@ -123,7 +123,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
         num_envs = common.check_count("num_envs", num_envs)
         max_length = common.check_count("max_length", max_length)
         per_add, waiting = check_line(num_envs, max_length, per_add, waiting)
-        data = storage.allocate(example, (num_envs + waiting, max_length))
+        data = storage.allocate(example, (num_envs + waiting, max_length), "max_length")
         names = [("terminated", terminated)]
         truncated = fields.truncation(data, terminated, truncated)
         if truncated is not None:

@@ -1,7 +1,6 @@
 """The fields of a buffer, which stand below the operations on them."""
 
 import abc
-import dataclasses
 from typing import Any, Self, TypeVar
 
 import jax
@@ -9,6 +8,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, PyTree, UInt
 
+from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.part import Part
@@ -17,7 +17,7 @@ from jaxbuf.strategies.protocols import Sampler
 SomeBuffer = TypeVar("SomeBuffer", bound="Base")
 
 
-class Base(struct.PyTreeNode):
+class Base(Buffer, struct.PyTreeNode):
     """The fields of a buffer with slots for items, or for windows of steps.
 
     Attributes:
@@ -40,11 +40,6 @@ class Base(struct.PyTreeNode):
     sampler: Sampler = struct.field(pytree_node=False)
     extras: tuple[Part, ...] = struct.field(pytree_node=False)
 
-    def __init_subclass__(cls, **options: Any):
-        super().__init_subclass__(**options)
-        # flax sets this method of each class.
-        cls.replace = _replace
-
     @property
     @abc.abstractmethod
     def capacity(self) -> int:
@@ -60,26 +55,19 @@ class Base(struct.PyTreeNode):
         states = lax.stop_gradient(self.extra_states)
         return self.replace(extra_states=(*states[:i], state, *states[i + 1 :]))
 
-
-def _replace(self: SomeBuffer, **updates: Any) -> SomeBuffer:
-    """Returns the buffer with other fields.
-
-    Raises:
-        ValueError: If the sampler, the evictor or a part is replaced, but not its state, which says
-            nothing to the new one. Limits on freshness may change, as may a sampler that keeps no
-            state.
-    """
-    for name, of_state in _STATES.items():
-        if name not in updates or of_state in updates or not hasattr(self, name):
-            continue
-        new, old = updates[name], getattr(self, name)
-        if new != old and _keeps(self, name, new):
-            raise ValueError(
-                f"{name} is {new}, but {of_state} was made by {old}, and the two do not fit; "
-                f"create another buffer with {name}={new} and add the data, or replace "
-                f"{of_state} too"
-            )
-    return dataclasses.replace(self, **updates)
+    def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
+        """Returns new fields after a check that strategies and their states fit each other."""
+        for name, of_state in _STATES.items():
+            if name not in updates or of_state in updates or not hasattr(self, name):
+                continue
+            new, old = updates[name], getattr(self, name)
+            if new != old and _keeps(self, name, new):
+                raise ValueError(
+                    f"{name} is {new}, but {of_state} was made by {old}, and the two do not fit; "
+                    f"create another buffer with {name}={new} and add the data, or replace "
+                    f"{of_state} too"
+                )
+        return super().checked(updates)
 
 
 # What keeps the state of each part of the configuration.

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from flax import struct
 from jaxtyping import PyTree
 
 from jaxbuf.core import checks
@@ -35,6 +36,67 @@ class Buffer:
     is_queue: bool = False
     runs_in_programs: bool = True
     on_one_device: bool = True
+
+    def __init_subclass__(cls, **options: Any):
+        if not issubclass(cls, struct.PyTreeNode):
+            super().__init_subclass__(**options)
+            return
+        # flax gives each class an ``==`` of its fields, and a ``replace``, which hide those below.
+        super().__init_subclass__(**({"eq": False} | options))
+        del cls.replace
+
+    def replace(self: Any, **updates: Any) -> Any:
+        """Returns the buffer with other fields.
+
+        Raises:
+            ValueError: When traced, if the new storage, or that of a buffer inside, differs from
+                the present one in its structure, a shape or a dtype; the message names the leaf. If
+                the sampler, the evictor or a part is replaced, but not its state, which says
+                nothing to the new one. Limits on freshness may change, as may a sampler that keeps
+                no state.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create({"x": jnp.float32(0)}, 8)
+            >>> buffer.replace(data={"x": jnp.zeros(3)})
+            Traceback (most recent call last):
+            ValueError: data['x'] has shape (3,); expected (8,)
+        """
+        return dataclasses.replace(self, **self.checked(updates))
+
+    def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
+        """Returns new fields as ``replace`` takes them, after its checks."""
+        return updates
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or type(self) is not type(other):
+            return self is other
+        raise TypeError(
+            f"== of {self._kind()} has no single answer, since its arrays may be large or traced; "
+            "compare with chex.assert_trees_all_equal(a, b), or jaxbuf.testing.assert_holds(buffer,"
+            " items) for the items"
+        )
+
+    def __hash__(self) -> int:
+        raise TypeError(
+            f"{self._kind()} has no hash, since its arrays change; pass it to jax.jit as an "
+            "argument that is not static"
+        )
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._kind()} has no len, which a traced program would not know; buffer.size is the "
+            "number that it holds, and buffer.capacity the most that it can hold"
+        )
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(
+            f"{self._kind()} has no items by number; buffer.get(slots) returns the items in slots, "
+            "buffer.latest(n) the newest ones, and buffer.data has the storage"
+        )
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -77,6 +139,11 @@ class Buffer:
             f"buffer is {self._kind()}, which keeps no items of its own; pass one of its parts, or "
             "another buffer"
         )
+
+    @property
+    def storage(self) -> PyTree:
+        """Arrays with the structure and the dtypes of items, or steps, and with any shapes."""
+        return as_buffer(self.members[0]).storage if self.members else ()
 
     def inside(self) -> tuple[Any, int]:
         """Returns the buffer inside of wrappers, and the number of its shards.

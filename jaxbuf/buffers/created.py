@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, PyTree
 
 from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.core.storage import has_shapes, like
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.moves import Moves
 
@@ -50,6 +51,11 @@ class Created(Buffer):
         )
 
     @property
+    def storage(self) -> PyTree[Array]:
+        """The storage, ``data``."""
+        return self.data
+
+    @property
     def num_slots(self) -> int:
         """The number of slots of items, or of windows."""
         return self.occupancy.num_slots
@@ -58,6 +64,12 @@ class Created(Buffer):
     def sizes(self: Any) -> dict[str, int]:
         """The sizes that ``create`` takes, by name."""
         return {"capacity": self.capacity}
+
+    def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
+        """Returns new fields after a check that a new storage is like the present one."""
+        if "data" in updates:
+            updates = {**updates, "data": like(self.data, updates["data"], "data")}
+        return super().checked(updates)
 
     def options(self) -> dict[str, Any]:
         """Returns the other arguments of ``create``, by name."""
@@ -89,3 +101,19 @@ class Created(Buffer):
 def is_created(node: object) -> bool:
     """Returns whether a node of a pytree is a buffer that holds items of its own."""
     return isinstance(node, Created)
+
+
+def check_alike(name: str, before: object, after: object) -> None:
+    """Checks that buffers inside of another one hold the same kind of items as those before them.
+
+    Raises:
+        ValueError: If a structure, shape or dtype of items differs; the message names the leaf.
+    """
+
+    def inside(tree: object) -> list[tuple[Any, Any]]:
+        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_created)
+        return [(path, node) for path, node in pairs if is_created(node)]
+
+    for (_, old), (path, new) in zip(inside(before), inside(after), strict=False):
+        if has_shapes(old.data):
+            like(old.example, new.example, f"{name}{jax.tree_util.keystr(path)}.data")

@@ -101,7 +101,8 @@ def add(
     Args:
         buffer: Any buffer. It is consumed: use the result instead.
         items: The items, leaves ``[B, ...]``; for a ``TrajectoryBuffer`` steps, leaves
-            ``[num_envs, ...]`` or ``[num_envs, T, ...]``.
+            ``[num_envs, ...]`` or ``[num_envs, T, ...]``. They have the example's dtypes. Python's
+            numbers are cast to them, and NumPy's numbers of 64 bits to 32 if they fit.
         donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
         **options: Options of the buffer's own ``add``: ``priority``, ``score``, ``version``,
             ``session`` or ``mask`` for an ``ItemBuffer``, ``env_ids`` for a ``TrajectoryBuffer``,

@@ -101,7 +101,7 @@ class ItemBuffer(Body):
         for part in extras:
             if not part.of_items:
                 raise ValueError(f"an ItemBuffer cannot have {part}, which is a part for windows")
-        data = storage.allocate(example, (capacity,))
+        data = storage.allocate(example, (capacity,), "capacity")
         occupancy: ItemOccupancy = evictor.init(capacity)
         if any(part.removes for part in extras):
             common.check_removes(sampler, "an item retires")
@@ -168,7 +168,8 @@ class ItemBuffer(Body):
         """Adds a batch of items; if there are more than ``capacity``, the last ones are kept.
 
         Args:
-            items: The items, leaves ``[B, *shape]`` with the example's dtypes.
+            items: The items, leaves ``[B, *shape]`` with the example's dtypes. Python's numbers are
+                cast to them, and NumPy's numbers of 64 bits to 32 if they fit.
             priority: Priorities, ``[B]``, finite and not negative. A row with any other priority is
                 refused and counted in ``metrics()["rejected"]``. By default new items get the
                 larger of the sampler's ``initial_priority`` and the largest priority in the buffer.

@@ -28,7 +28,7 @@ def check_options(
             an option.
     """
     own = _methods(type(buffer)).get(method)
-    if own is None or jax.tree_util.all_leaves([buffer]):
+    if own is None or hasattr(own, "remedy") or jax.tree_util.all_leaves([buffer]):
         raise ValueError(f"{argument} is {_no_buffer(buffer, method)}")
     parameters = _parameters(own) if options else {}
     # A method with ``**options`` takes any, and checks them itself.
@@ -67,11 +67,12 @@ def _no_buffer(thing: object, method: str) -> str:
         has = ", ".join(
             name
             for name, member in methods.items()
-            if inspect.isfunction(member) and not name.startswith("_")
+            if inspect.isfunction(member) and not hasattr(member, "remedy") and name[0] != "_"
             # Nor what code of this library asks a buffer.
             if not hasattr(Buffer, name)
         )
-        return f"{checks.kind_of(thing)}, which has no method {method}; it has {has}"
+        more = "; " + vars(methods[method])["remedy"] if method in methods else ""
+        return f"{checks.kind_of(thing)}, which has no method {method}; it has {has}{more}"
     return f"{checks.kind_of(thing)}; expected a buffer, such as one of jaxbuf.ItemBuffer.create"
 
 
@@ -83,4 +84,5 @@ def absent(method: str, remedy: str) -> Function:
 
     refuse.__name__ = refuse.__qualname__ = method
     refuse.__doc__ = f"Raises an error: {remedy}."
+    vars(refuse)["remedy"] = remedy
     return refuse

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.created import Created
+from jaxbuf.buffers.options import absent
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, describe, sizes, storage, trees
 from jaxbuf.core.donation import check_readable
@@ -71,7 +72,7 @@ class Queue(Created, struct.PyTreeNode):
         """
         capacity = sizes.check_count("capacity", capacity)
         return cls(
-            data=storage.allocate(example, (capacity,)),
+            data=storage.allocate(example, (capacity,), "capacity"),
             occupancy=QueueRing.create(capacity),
             counters=counters.tally(COUNTS, {}),
         )
@@ -177,6 +178,11 @@ class Queue(Created, struct.PyTreeNode):
             counters=self.counters + counters.tally(COUNTS, {"taken": count}),
         )
         return queue, sample
+
+    sample, next_batch = (
+        absent(name, "use take(batch_size), which returns the queue without these items as well")
+        for name in ("sample", "next_batch")
+    )
 
     @program()
     def clear(self) -> Self:

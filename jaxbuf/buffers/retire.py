@@ -1,5 +1,6 @@
 """Retirement of items, which may be anywhere in a buffer: parts ask for it."""
 
+import dataclasses
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -47,12 +48,12 @@ def on_version(
     """Tells all parts of the learner's version, and retires the items that one of them returns."""
     size = buffer.occupancy.size
     # The loops do not carry the data of the items.
-    bare = lax.stop_gradient(buffer.replace(data=()))
+    bare = lax.stop_gradient(dataclasses.replace(buffer, data=()))
     for i, part in enumerate(bare.extras):
         if part.uses_version:
             state = common.hear(part, "on_version", bare.extra_states[i], version, session, size)
             bare = _look(bare.with_state(i, state), i)
-    return bare.replace(data=buffer.data)
+    return dataclasses.replace(bare, data=buffer.data)
 
 
 def check_version(version: object, session: object) -> tuple[Int[Array, ""], Int[Array, ""] | None]:

@@ -159,7 +159,7 @@ class TrajectoryBuffer(OldLookups, Body):
                 raise ValueError(
                     f"a TrajectoryBuffer cannot have {part}, which is a part for items"
                 )
-        data = storage.allocate(example, (num_envs, length))
+        data = storage.allocate(example, (num_envs, length), "length")
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
         picks = any(part.removes for part in extras)
         occupancy = Subset.create(rings, rings.num_slots) if picks else rings

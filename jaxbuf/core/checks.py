@@ -65,7 +65,8 @@ def check_flag(name: str, value: object) -> bool:
 def check_number(name: str, value: object, expected: str, legal: Callable[[float], bool]) -> float:
     """Returns a number that is known when the program is traced, as a Python float.
 
-    NumPy scalars are converted because as configuration they would cause retracing.
+    NumPy scalars are converted because as configuration they would cause retracing. A number of
+    fewer than 64 bits becomes the shortest decimal that is rounded to it.
 
     Args:
         name: Its name in errors.
@@ -77,6 +78,8 @@ def check_number(name: str, value: object, expected: str, legal: Callable[[float
         ValueError: If it is not one real number, or not a legal one.
 
     Example:
+        >>> check_number("alpha", np.float32(0.6), "a number", lambda x: x >= 0)
+        0.6
         >>> check_number("alpha", "0.6", "a number of at least 0", lambda x: x >= 0)
         Traceback (most recent call last):
         ValueError: alpha is '0.6'; expected a number of at least 0
@@ -249,7 +252,8 @@ def _as_float(value: object) -> float | None:
         return None
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating))
-        return float(value) if real and value.shape == () else None
+        # The shortest decimal of ``np.float32(0.6)`` is 0.6, which equals what a user would write.
+        return float(str(np.asarray(value)[()])) if real and value.shape == () else None
     if not isinstance(value, int | float):
         return None
     # The largest Python integers do not fit a float.

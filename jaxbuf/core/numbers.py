@@ -1,5 +1,6 @@
 """Conversion of numbers from the dtype that they arrive in to the one that is stored."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,16 @@ from jaxtyping import Array, Int, PyTree
 from jaxbuf.core import checks, trees
 from jaxbuf.core.types import Dtype
 
+# NumPy makes numbers of 64 bits where nobody has asked for them, so they count as those of 32 bits.
+_HALF: dict[Dtype, Dtype] = {
+    np.dtype(wide): np.dtype(half)
+    for wide, half in {
+        "int64": "int32",
+        "uint64": "uint32",
+        "float64": "float32",
+        "complex128": "complex64",
+    }.items()
+}
 # Implicit casts only go up: bool, integer, floating, complex.
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
@@ -103,6 +114,19 @@ def may_become(got: Dtype, want: Dtype) -> bool:
     return _KINDS[_kind(got)] <= _KINDS[_kind(want)]
 
 
+def counts_as(value: object, dtype: Dtype) -> bool:
+    """Returns whether these are NumPy's numbers of 64 bits, and ``dtype`` the one of 32 bits.
+
+    Such numbers are accepted where they fit, with ``jax_enable_x64`` and without. Arrays of JAX are
+    not: with ``jax_enable_x64`` they have 64 bits because somebody has asked for them.
+
+    Example:
+        >>> counts_as(np.zeros(3), np.dtype("float32")), counts_as(np.zeros(3), np.dtype("int32"))
+        (True, False)
+    """
+    return isinstance(value, np.ndarray | np.generic) and _HALF.get(value.dtype) == dtype
+
+
 def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -> Any:
     """Returns ``value`` in another dtype, if its numbers fit it.
 
@@ -170,17 +194,18 @@ def integers(value: object, name: str) -> Int[Array, "..."]:
     return own(value, name, np.dtype("int32"))
 
 
-def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
-    """Returns a pytree whose numbers are as ``jax.jit`` would convert them, if they fit.
+def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:
+    """Returns a pytree whose numbers are as the storage holds them, or else JAX, if they fit.
 
     Call it on arguments of a jitted function: ``jax.jit`` silently truncates NumPy's 64-bit
-    numbers to 32 bits unless JAX has 64-bit numbers enabled.
+    numbers to 32 bits unless JAX has 64-bit numbers enabled, and keeps them if it has.
 
     Args:
         tree: Any pytree.
         name: Its name in errors.
-        like: A pytree with the dtypes that Python numbers and weakly typed arrays will be cast
-            to; ignored unless it has the same number of leaves.
+        like: Returns a pytree with the dtypes that Python numbers and weakly typed arrays will be
+            cast to, and NumPy's numbers of 64 bits to those of 32; ignored unless it has the same
+            number of leaves.
 
     Returns:
         The tree with copies of its NumPy arrays, which their owner may write again.
@@ -191,18 +216,20 @@ def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
     leaves = trees.leaves(tree, name)
     if not any(_may_change(leaf) for leaf in leaves):
         return trees.owned(tree)
-    if tree is leaves[0] and isinstance(tree, int | float) and not jax.tree.leaves(like):
+    kept = jax.tree.leaves(trees.match(tree, like()))
+    if tree is leaves[0] and isinstance(tree, int | float) and not kept:
         return tree
-    kept = jax.tree.leaves(trees.match(tree, like))
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     known = len(kept) == len(leaves)
     out: list[Any] = []
     for i, (path, leaf) in enumerate(paths):
         label = name + jax.tree_util.keystr(path)
         if isinstance(leaf, np.ndarray | np.generic):
-            changes = _may_change(leaf)
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if changes else leaf.dtype
-            leaf = convert(leaf, label, dtype) if changes else leaf.copy()
+            dtype = leaf.dtype
+            if _may_change(leaf):
+                fits = known and counts_as(leaf, kept[i].dtype)
+                dtype = kept[i].dtype if fits else jax.dtypes.canonicalize_dtype(dtype)
+            leaf = leaf.copy() if dtype == leaf.dtype else convert(leaf, label, dtype)
         elif known and _may_change(leaf):
             convert(leaf, label, kept[i].dtype)
         out.append(leaf)
@@ -212,7 +239,7 @@ def narrow(tree: PyTree, name: str, like: PyTree) -> PyTree:
 def _may_change(leaf: object) -> bool:
     """Returns whether a leaf's numbers may change when it is traced or stored."""
     if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind in _KINDS and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+        return leaf.dtype in _HALF
     if isinstance(leaf, jax.Array):
         return getattr(leaf, "weak_type", False)  # Arrays of PRNG keys have none.
     return isinstance(leaf, int | float)

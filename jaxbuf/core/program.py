@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxbuf.core import numbers, shapes, trees
+from jaxbuf.core import fields, numbers, shapes, trees
 from jaxbuf.core.donation import check_apart, check_single, check_there, one_leaf
 from jaxbuf.core.random import check_key
 from jaxbuf.core.types import Dtype, Function
@@ -160,7 +160,6 @@ class Operation:
         given |= options
         if self.before is not None:
             given = self.before(first, given)
-        stored = getattr(first, "data", ()) if self.stores else ()
         traced: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
         make = _compiled
@@ -169,7 +168,8 @@ class Operation:
             if value is None and self.defaults.get(name) is None:
                 continue  # As if it had not been given.
             if name in self.traced or not (name in self.static or _is_static(value)):
-                traced[name] = _seen(name, value, stored)
+                kept_in = functools.partial(_kept_in, first if self.stores else (), name, given)
+                traced[name] = _seen(name, value, kept_in)
             else:
                 fixed[name] = int(value) if isinstance(value, np.integer) else value
                 if callable(value):
@@ -232,7 +232,16 @@ def _forget_frames(error: Exception) -> None:
     notes[:] = [note for note in notes if "JAX has removed its internal frames" not in note]
 
 
-def _seen(name: str, value: Any, stored: PyTree) -> Any:
+def _kept_in(first: Any, name: str, given: dict[str, Any]) -> PyTree:
+    """Returns arrays with the dtypes of the storage that an argument is written to, or ``()``."""
+    stored = getattr(first, "storage", getattr(first, "data", ()))
+    path = given.get("path")
+    if name == "value" and isinstance(path, str):
+        return fields.find(stored, path)
+    return stored if name in (*_STORED, "value") else ()
+
+
+def _seen(name: str, value: Any, kept_in: Callable[[], PyTree]) -> Any:
     """Returns an argument as a program takes it, with copies of its NumPy arrays.
 
     Raises:
@@ -246,7 +255,7 @@ def _seen(name: str, value: Any, stored: PyTree) -> Any:
     if dtype is None and isinstance(value, jax.Array) and not getattr(value, "weak_type", False):
         return value
     if dtype is None:
-        return numbers.narrow(value, name, stored if name in _STORED else ())
+        return numbers.narrow(value, name, kept_in)
     converted = numbers.convert(value, name, dtype, infinite=name == "priority")
     return trees.owned(value) if converted is value else converted
 
@@ -257,10 +266,10 @@ def _is_static(value: object) -> bool:
     return callable(value) and jax.tree_util.all_leaves([value])
 
 
-def _with(buffer: Any, fields: dict[str, Any]) -> Any:
+def _with(buffer: Any, updates: dict[str, Any]) -> Any:
     """Returns a frozen dataclass with other fields, in a fifth of the time of its ``replace``."""
     changed = object.__new__(type(buffer))
-    vars(changed).update(vars(buffer), **fields)
+    vars(changed).update(vars(buffer), **updates)
     return changed
 
 

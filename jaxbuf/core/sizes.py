@@ -2,7 +2,10 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.core
@@ -14,6 +17,14 @@ from jaxbuf.core.types import Dtype
 MOST_ROWS = 2**30
 # Counts of rows on disk, steps or bytes need not fit a JAX array.
 MOST_ON_HOST = 2**63 - 1
+# To ask how much memory is left takes as long as to clear so many bytes, or less.
+_WORTH_A_LOOK = 2**27
+_MEMORY = Path("/proc/meminfo")
+# The limits of a container, in both versions of control groups.
+_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 # XLA counts the bytes of an array in a signed 64-bit integer, and aborts where it overflows.
 _MOST_BYTES = MOST_ON_HOST
 
@@ -87,6 +98,57 @@ expected less than 2**63
             f"{name} as {dtype}{list(shape)} takes {size} bytes; expected less than 2**63"
         )
     return math.prod(shape) * dtype.itemsize
+
+
+def check_memory(
+    label: str, needed: int, name: str, count: int, devices: Sequence[Any] = ()
+) -> None:
+    """Checks that there is memory for arrays that are to be allocated.
+
+    Args:
+        label: The largest of them, as the beginning of the error.
+        needed: The bytes of all of them on a device.
+        name: The name of the size that they are proportional to, such as ``"capacity"``.
+        count: This size.
+        devices: The devices of this process; by default the default one.
+
+    Raises:
+        ValueError: If there is less; the message has the size that would fit.
+    """
+    if needed < _WORTH_A_LOOK:
+        return
+    device = devices[0] if devices else _default_device()
+    name_of_device, left = str(device), math.inf
+    if device.platform == "cpu":
+        # All of them share one memory.
+        name_of_device, left = "this machine", _host_memory_left()
+        needed *= max(len(devices), 1)
+    elif known := device.memory_stats():
+        left = known.get("bytes_limit", math.inf) - known.get("bytes_in_use", 0)
+    if needed > left:
+        fits = int(left / needed * count)
+        most = f"{name}={fits} would fit" if fits else f"not even {name}=1 would fit"
+        raise ValueError(
+            f"{label} could not be allocated: {format_bytes(needed)} are needed in all, and "
+            f"{name_of_device} has {format_bytes(int(left))} left; {most}"
+        )
+
+
+def _default_device() -> Any:
+    chosen: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
+def _host_memory_left() -> float:
+    """Returns the bytes that Linux can still give this process; inf on another system."""
+    found = [math.inf]
+    with contextlib.suppress(OSError):
+        lines = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+) kB$", _MEMORY.read_text(), re.M)
+        found += [1024.0 * sum(map(int, lines))] if lines else []
+    for limit in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(limit.read_text()))
+    return min(found)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Pytrees of slots: allocation, checks of incoming items, and writing and reading of rows."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from jaxbuf.core import native, numbers, sizes, trees
+from jaxbuf.core import checks, native, numbers, sizes, trees
 from jaxbuf.core.division import remainder
+from jaxbuf.core.program import is_outside
 from jaxbuf.core.types import Dtype
 
 # The dtypes that the kernels take.
@@ -19,37 +21,61 @@ _KINDS = "biufc"
 _NAMED = 6
 
 
-def allocate(example: PyTree, leading: Sequence[int]) -> PyTree[Array]:
+def allocate(example: PyTree, leading: Sequence[int], size: str = "rows") -> PyTree[Array]:
     """Returns zeros for ``prod(leading)`` items like ``example``.
 
     Args:
         example: One unbatched item: a pytree of arrays, scalars or ``jax.ShapeDtypeStruct``.
         leading: The shape to put before each leaf's own.
+        size: The name of the last number of ``leading``, for errors.
 
     Returns:
         The same pytree with leaves ``[*leading, *shape]`` in exactly the example's dtypes. No two
         leaves share memory, so that the whole can be donated.
 
     Raises:
-        ValueError: If the example has no leaves, a leaf that no array can hold, or one for which
-            memory does not suffice.
+        ValueError: If the example has no leaves, a leaf that no array can hold, or is a shape; or
+            if it needs more memory than there is, with the largest size that fits.
     """
     trees.leaves(example, "example")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(example)
     if not leaves:
         raise ValueError("example has no leaves; pass one unbatched item, a pytree of arrays")
-    return jax.tree.unflatten(
-        treedef, [_zeros(leaf, leading, _name("example", path)) for path, leaf in leaves]
-    )
+    _check_no_shape(leaves)
+    names = [_name("example", path) for path, _ in leaves]
+    arrays: list[jax.ShapeDtypeStruct] = []
+    for name, (_, leaf) in zip(names, leaves, strict=True):
+        like = numbers.abstract(leaf, name)
+        arrays.append(jax.ShapeDtypeStruct((*leading, *like.shape), like.dtype))
+    needed = [sizes.check_bytes(n, x.shape, x.dtype) for n, x in zip(names, arrays, strict=True)]
+    labels = [
+        f"{name} as {array.dtype}{list(array.shape)}, which takes {count} bytes,"
+        for name, array, count in zip(names, arrays, needed, strict=True)
+    ]
+    if is_outside():
+        sizes.check_memory(labels[needed.index(max(needed))], sum(needed), size, leading[-1])
+    return jax.tree.unflatten(treedef, list(map(_zeros, arrays, labels)))
 
 
-def _zeros(leaf: object, leading: Sequence[int], name: str) -> Array:
-    """Returns zeros for one leaf of an example."""
-    like = numbers.abstract(leaf, name)
-    shape = (*leading, *like.shape)
-    size = sizes.check_bytes(name, shape, like.dtype)
-    with sizes.allocating(f"{name} as {like.dtype}{list(shape)}, which takes {size} bytes,"):
-        return jnp.zeros(shape, like.dtype)
+def _zeros(like: jax.ShapeDtypeStruct, label: str) -> Array:
+    with sizes.allocating(label):
+        return jnp.zeros(like.shape, like.dtype)
+
+
+def _check_no_shape(leaves: list[tuple[tuple[Any, ...], Any]]) -> None:
+    """Checks that the leaves of an example are not the lengths of axes, in a tuple or a list.
+
+    Raises:
+        ValueError: If they are integers of Python, some of them in such a sequence.
+    """
+    whole = all(type(leaf) is int for _, leaf in leaves)
+    for path, _ in leaves:
+        if whole and path and isinstance(path[-1], jax.tree_util.SequenceKey):
+            axes = tuple(leaf for other, leaf in leaves if other[:-1] == path[:-1])
+            raise ValueError(
+                f"{_name('example', path[:-1])} is the integers {axes}, of which each would be an "
+                f"array; if this is a shape, pass jax.ShapeDtypeStruct({axes}, jnp.float32)"
+            )
 
 
 def check(
@@ -72,8 +98,8 @@ def check(
 
     Returns:
         The items as arrays of the storage's dtypes, in its structure, and the lengths of the
-        leading axes. Only Python scalars and weakly typed arrays are cast. Leaves are paired by
-        key, whatever the kinds and orders of the mappings.
+        leading axes. Only Python scalars, weakly typed arrays, and NumPy's numbers of 64 bits that
+        fit in 32 are cast. Leaves are paired by key, whatever the kinds and orders of mappings.
 
     Raises:
         ValueError: If the structure, a shape or a dtype differs; the message names the leaf.
@@ -88,7 +114,9 @@ def check(
     for (path, stored), leaf in zip(paths, jax.tree.leaves(items), strict=True):
         label = _name(name, path)
         shape, dtype = stored.shape[skip:], stored.dtype
-        got = numbers.given(leaf, label)
+        # What has no numbers itself, such as a ``jax.ShapeDtypeStruct``, takes others without.
+        concrete = isinstance(stored, jax.Array | np.ndarray)
+        got = numbers.given(leaf, label) if concrete else numbers.abstract(leaf, label)
         expected = (*axes, *shape)
         if len(got.shape) != len(expected) or any(
             isinstance(want, int) and want != have
@@ -108,14 +136,31 @@ def check(
                     f"{lengths[axis]}; all leaves need the same"
                 )
         owner = owner or label
-        if got.dtype != dtype and not (got.weak_type and numbers.may_become(got.dtype, dtype)):
+        loose = got.weak_type and numbers.may_become(got.dtype, dtype)
+        if got.dtype != dtype and not (loose or numbers.counts_as(leaf, dtype)):
             raise ValueError(
                 f"{label} has dtype {got.dtype}; expected {dtype} "
                 f"(cast it yourself: nothing is cast silently)"
             )
-        out.append(numbers.own(leaf, label, dtype))
+        out.append(numbers.own(leaf, label, dtype) if concrete else leaf)
     sizes = tuple(axis if isinstance(axis, int) else lengths[axis] for axis in axes)
     return jax.tree.unflatten(treedef, out), sizes
+
+
+def like(storage: PyTree, other: PyTree, name: str) -> PyTree:
+    """Returns another storage in place of one, after a check that the two are alike.
+
+    Where the present one holds no arrays, but for example shardings, there is nothing to check.
+
+    Raises:
+        ValueError: If the structure, a shape or a dtype differs; the message names the leaf.
+    """
+    return check(storage, other, name, (), 0)[0] if has_shapes(storage) else other
+
+
+def has_shapes(tree: PyTree) -> bool:
+    """Returns whether the leaves of a tree are arrays, or have their shapes and dtypes."""
+    return all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(tree))
 
 
 def check_rows(
@@ -266,11 +311,13 @@ def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:
     if want == got:
         return
     # A list of rows, as a Python loop collects them.
-    if isinstance(items, list) and items and jax.tree.structure(items[0]) == want:
+    if isinstance(items, list | tuple) and items and jax.tree.structure(items[0]) == want:
+        rows: Any = items
         raise ValueError(
-            f"{name} is a list of {len(items)}; stack them: "
+            f"{name} is {checks.kind_of(items)} of {len(rows)}; stack them: "
             f"jax.tree.map(lambda *rows: jnp.stack(rows), *{name})"
         )
+    _check_mappings(storage, items, name)
     have = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(items)}
     need = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(storage)}
     for key in sorted(need - have):
@@ -281,6 +328,23 @@ def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:
     more = [f"{len(parts) - _NAMED} more"] if len(parts) > _NAMED else []
     detail = "; ".join(parts[:_NAMED] + more) or f"{name} is {got}; the example is {want}"
     raise ValueError(f"{name} has another structure than the example: {detail}")
+
+
+def _check_mappings(storage: PyTree, items: PyTree, name: str) -> None:
+    """Checks that there is a mapping wherever the example has one.
+
+    Raises:
+        ValueError: If something else is there.
+    """
+    if not isinstance(storage, Mapping):
+        return
+    stored: Mapping[Any, Any] = storage
+    if not isinstance(items, Mapping):
+        keys = ", ".join(map(repr, stored))
+        raise ValueError(f"{name} is {checks.kind_of(items)}; expected a dict with {keys}")
+    given: Mapping[Any, Any] = items
+    for key in stored.keys() & given.keys():
+        _check_mappings(stored[key], given[key], f"{name}[{key!r}]")
 
 
 def _name(root: str, path: tuple[object, ...]) -> str:

@@ -1,5 +1,6 @@
 """States of flashbax's buffers, which are plain arrays, as buffers of jaxbuf."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ def of_arrays(arrays: dict[str, Any]) -> TrajectoryBuffer:
         running = numbers.integers(arrays["running_index"], "running_index")
         lap = running.astype(jnp.uint32)[..., None] // jnp.uint32(length) + jnp.uint32(1)
         placed = placed.replace(lap=jnp.broadcast_to(lap, placed.lap.shape))
-    return empty.replace(data=data, occupancy=placed)
+    return dataclasses.replace(empty, data=data, occupancy=placed)
 
 
 def changed(buffer: TrajectoryBuffer, arrays: dict[str, Any]) -> TrajectoryBuffer:
@@ -67,7 +68,7 @@ def changed(buffer: TrajectoryBuffer, arrays: dict[str, Any]) -> TrajectoryBuffe
         data = numbers.arrays(arrays["experience"], "experience")
         leading = jax.tree.leaves(buffer.data)[0].shape[: buffer.rings.cursor.ndim + 1]
         _check_leading(data, leading)
-        buffer = buffer.replace(data=data)
+        buffer = dataclasses.replace(buffer, data=data)
     if "current_index" in arrays or "is_full" in arrays:
         if buffer.sampler.uses_priority:
             raise ValueError(

@@ -197,9 +197,9 @@ class Store:
         """Appends items, and returns once they are on disk.
 
         Args:
-            items: Leaves ``[B, *shape]``, in the example's dtypes, on the host or a device. If
-                ``jax_enable_x64`` is off, dtypes of 32 and 64 bits are interchangeable as long as
-                the values fit.
+            items: Leaves ``[B, *shape]``, in the example's dtypes, on the host or a device. NumPy's
+                numbers of 64 bits are accepted for 32 bits as long as they fit; if
+                ``jax_enable_x64`` is off, so are all numbers of 32 bits for 64.
             mask: The rows to take, ``[B]``.
             start: The number that the first row is to have. Rows that an earlier run of the same
                 program has written are left as they are, and only the rest is written. A run that
@@ -912,7 +912,8 @@ class Store:
                 name = f"items{jax.tree_util.keystr(path)}"
                 raise ValueError(f"{name} is a {type(leaf).__name__}; expected an array") from error
             canonical = jax.dtypes.canonicalize_dtype
-            if structure.is_key(got.dtype) or canonical(got.dtype) != canonical(like.dtype):
+            same = not structure.is_key(got.dtype) and canonical(got.dtype) == canonical(like.dtype)
+            if not (same or numbers.counts_as(leaf, like.dtype)):
                 return leaf
             return jax.ShapeDtypeStruct(got.shape, like.dtype)
 

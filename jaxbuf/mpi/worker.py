@@ -202,7 +202,7 @@ class Worker:
         self._check_open()
         if self._state.filter is not None and score is None:
             raise ValueError("the filter needs the score of items; pass score=[B]")
-        items = numbers.narrow(items, "items", self._state.items)
+        items = numbers.narrow(items, "items", lambda: self._state.items)
         items = trees.match(self._state.items, items)
         score = numbers.convert(score, "score", np.dtype("float32"))
         # Messages leave, and programs run, after this call has returned.

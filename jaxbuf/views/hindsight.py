@@ -150,7 +150,7 @@ def hindsight(
     asked = [_field(batch, path, "goal") for path in goals]
     rows = rewards.shape[:1]
     t = _counts(t, "t", rows)
-    look_up, length = _episodes(achieved_goals, length, rows)
+    look_up, length = _episodes(achieved_goals, now, length, rows)
 
     coin_key, row_key, step_key = jax.random.split(key, 3)
     own = jnp.arange(*rows, dtype=jnp.int32)
@@ -212,7 +212,7 @@ def _over(mask: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
 
 
 def _episodes(
-    achieved_goals: PyTree[Array] | Lookup, length: Any, rows: tuple[int, ...]
+    achieved_goals: PyTree[Array] | Lookup, now: PyTree[Array], length: Any, rows: tuple[int, ...]
 ) -> tuple[Lookup, Int[Array, " B"]]:
     """Returns a function that looks up goals, and the number of steps of each episode."""
     if isinstance(achieved_goals, type):
@@ -222,7 +222,8 @@ def _episodes(
         if length is None:
             raise ValueError("achieved_goals is a function; pass length=[B] as well")
         return achieved_goals, _counts(length, "length", rows)
-    stored = numbers.arrays(achieved_goals, "achieved_goals")
+    goals = numbers.narrow(achieved_goals, "achieved_goals", lambda: now)
+    stored = numbers.arrays(goals, "achieved_goals")
     shapes = [leaf.shape[:2] for leaf in jax.tree.leaves(stored)]
     if not shapes or any(len(s) < 2 or s[:1] != rows or s != shapes[0] for s in shapes):
         raise ValueError(
@@ -261,7 +262,7 @@ def _check_goals(
 
 def _earned(value: Any, rewards: Array) -> Array:
     """Returns the output of a reward function, after checking its shape and dtype."""
-    earned = jnp.asarray(trees.owned(value))
+    earned = jnp.asarray(numbers.narrow(value, "reward_fn(achieved, goal)", lambda: rewards))
     if earned.shape != rewards.shape or (earned.dtype != rewards.dtype and not earned.weak_type):
         raise ValueError(
             f"reward_fn gives {earned.dtype} of shape {earned.shape}; expected {rewards.dtype} of "

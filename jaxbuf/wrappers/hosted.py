@@ -1,6 +1,7 @@
 """A buffer in host memory that sends its batches to an accelerator."""
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
@@ -12,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common, doors
 from jaxbuf.buffers.buffer import Buffer, Share, as_buffer
+from jaxbuf.buffers.created import check_alike
 from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.core import checks, describe, trees
@@ -142,9 +144,20 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         """The shapes and dtypes of an item, or of a step."""
         return as_buffer(self.buffer).example
 
+    @property
+    def storage(self) -> PyTree[Array]:
+        """The storage of the buffer inside."""
+        return as_buffer(self.buffer).storage
+
     def inside(self) -> tuple[Any, int]:
         """Returns the buffer inside, and its number of shards, which is 0."""
         return as_buffer(self.buffer).inside()
+
+    def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
+        """Returns new fields after a check that the buffer inside holds the same kind of items."""
+        if "buffer" in updates:
+            check_alike("buffer", self.buffer, updates["buffer"])
+        return super().checked(updates)
 
     def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
         """Checks that the buffer inside can ever hold so many items, or windows."""
@@ -237,7 +250,9 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         """
         items, options = self._here("add", (items, options))
         with _no_mesh():
-            return self.replace(buffer=doors.add(self.buffer, items, donate=donate, **options))
+            return dataclasses.replace(
+                self, buffer=doors.add(self.buffer, items, donate=donate, **options)
+            )
 
     def sample(self, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
         """Draws a batch on the host, and transfers it to ``to``.
@@ -281,7 +296,7 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         self._check_rows(common.check_batch_size(batch_size))
         with _no_mesh():
             buffer, batch = doors.next_batch(self.buffer, key, batch_size, donate=donate)
-        return self.replace(buffer=buffer), jax.device_put(batch, self.to)
+        return dataclasses.replace(self, buffer=buffer), jax.device_put(batch, self.to)
 
     def sample_range(
         self,
@@ -337,7 +352,7 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         slots, priority, options = self._here("update_priority", given)
         with _no_mesh():
             buffer = doors.update_priority(self.buffer, slots, priority, donate=donate, **options)
-        return self.replace(buffer=buffer)
+        return dataclasses.replace(self, buffer=buffer)
 
     def insert(
         self, items: PyTree[Array], *, donate: bool = True, **options: object
@@ -346,7 +361,7 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         items, options = self._here("insert", (items, options))
         with _no_mesh():
             buffer, slots = doors.insert(self.buffer, items, donate=donate, **options)
-        return self.replace(buffer=buffer), slots
+        return dataclasses.replace(self, buffer=buffer), slots
 
     def set_field(
         self,
@@ -373,7 +388,7 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         slots, value, options = self._here("set_field", (slots, value, options))
         with _no_mesh():
             buffer = doors.set_field(self.buffer, path, slots, value, donate=donate, **options)
-        return self.replace(buffer=buffer)
+        return dataclasses.replace(self, buffer=buffer)
 
     def map_field(
         self, path: str | None, fn: Function, *, donate: bool = True, **options: object
@@ -385,7 +400,7 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         options = self._here("map_field", options)
         with _no_mesh():
             buffer = doors.map_field(self.buffer, path, fn, donate=donate, **options)
-        return self.replace(buffer=buffer)
+        return dataclasses.replace(self, buffer=buffer)
 
     def update_score(
         self, slots: Slots, score: Float[Array, " B"], *, donate: bool = True, **options: object
@@ -394,14 +409,14 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         slots, score, options = self._here("update_score", (slots, score, options))
         with _no_mesh():
             buffer = doors.update_score(self.buffer, slots, score, donate=donate, **options)
-        return self.replace(buffer=buffer)
+        return dataclasses.replace(self, buffer=buffer)
 
     def remove(self, slots: Slots, *, donate: bool = True, **options: object) -> Self:
         """Removes sampled items, or windows, like ``remove`` of the buffer inside."""
         slots, options = self._here("remove", (slots, options))
         with _no_mesh():
             buffer = doors.remove(self.buffer, slots, donate=donate, **options)
-        return self.replace(buffer=buffer)
+        return dataclasses.replace(self, buffer=buffer)
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
         """Returns whether sampled items are still there, ``[B]``, on ``device``."""
@@ -480,7 +495,7 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
 
     def _change(self, method: str, given: dict[str, object], donate: bool) -> Self:
         donate = checks.check_flag("donate", donate)
-        return self.replace(buffer=self._call(method, given, donate))
+        return dataclasses.replace(self, buffer=self._call(method, given, donate))
 
     def _here(self, method: str, tree: PyTree) -> PyTree:
         """Returns the tree with its arrays on the CPU device.

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UI
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.buffer import Buffer, Share, as_buffer
+from jaxbuf.buffers.created import check_alike
 from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.queue import Queue
@@ -191,6 +192,12 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
             if ratio > 0
         ]
         return jnp.all(jnp.stack(able), axis=0)
+
+    def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
+        """Returns new fields after a check that the parts hold the same kind of items."""
+        if "parts" in updates:
+            check_alike("parts", self.parts, updates["parts"])
+        return super().checked(updates)
 
     def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
         """Checks that each part can ever hold its share of so many items, or windows."""

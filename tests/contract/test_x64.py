@@ -190,7 +190,7 @@ def test_64_bit_numbers_are_kept():
     assert buffer.data["time"].tolist() == given["time"].tolist()
     assert buffer.data["value"].tolist() == given["value"].tolist()
     with pytest.raises(ValueError, match="dtype int64; expected int32"):
-        buffer.add({**given, "narrow": np.arange(4)})
+        buffer.add({**given, "narrow": jnp.arange(4)})
 
 
 def test_changes_of_64_bit_fields():

@@ -236,3 +236,96 @@ def test_what_cannot_be_seen_is_traced_as_before():
     buffer = jaxbuf.ItemBuffer.create(np.int32(0), 4)
     added = jax.jit(lambda b, x: b.add(x))(buffer, np.arange(4))
     chex.assert_trees_all_equal(added.data, np.arange(4, dtype=np.int32))
+
+
+ITEM = {"x": np.zeros(2, np.float32), "n": np.int32(0)}
+
+
+def wide(x=0.5, n=7):
+    """Four rows of NumPy's own dtypes, as ``np.array([0.5])`` and ``np.arange(4)`` have them."""
+    return {"x": np.full((4, 2), x), "n": np.array([0, 1, n, 2])}
+
+
+def of_rings(rows):
+    return jax.tree.map(lambda leaf: leaf[None], rows)
+
+
+def added(buffer):
+    return lambda rows: jaxbuf.add(buffer(), rows)
+
+
+def fields_set(rows):
+    buffer = jaxbuf.ItemBuffer.create(ITEM, 4)
+    buffer = buffer.add(jax.tree.map(lambda x: jnp.stack([x] * 4), ITEM))
+    slots = buffer.latest(4).slots
+    for name, value in rows.items():
+        buffer = jaxbuf.set_field(buffer, name, slots, value)
+    return buffer
+
+
+def held(rows):
+    holder = jaxbuf.Holder(jaxbuf.Queue.create(ITEM, 4))
+    holder.add(rows)
+    return holder.take(4)
+
+
+def sharded():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jaxbuf.Sharded.create(lambda: jaxbuf.ItemBuffer.create(ITEM, 2), mesh, "d", shards=2)
+
+
+def mixed(rows):
+    parts = [jaxbuf.ItemBuffer.create(ITEM, 4) for _ in range(2)]
+    return jaxbuf.add(jaxbuf.Mixture.create(parts, [1, 1]), rows, part=1).parts[1]
+
+
+def accumulated(rows):
+    example = {**ITEM, "terminated": np.bool_(False)}
+    steps = of_rings({**rows, "terminated": np.arange(4) == 3})
+    return jaxbuf.EpisodeAccumulator.create(example, 1, 4).add(steps)[1].steps
+
+
+def stored(rows, folder):
+    with jaxbuf.Store(folder, ITEM) as store:
+        store.append(rows)
+        return jax.tree.map(np.asarray, store.read(np.arange(4)))
+
+
+TAKERS = {
+    "method": lambda rows: jaxbuf.ItemBuffer.create(ITEM, 4).add(rows),
+    "function": added(lambda: jaxbuf.ItemBuffer.create(ITEM, 4)),
+    "insert": lambda rows: jaxbuf.insert(jaxbuf.ItemBuffer.create(ITEM, 4), rows)[0],
+    "queue": added(lambda: jaxbuf.Queue.create(ITEM, 4)),
+    "rings": lambda rows: jaxbuf.add(jaxbuf.TrajectoryBuffer.create(ITEM, 1, 4), of_rings(rows)),
+    "set_field": fields_set,
+    "hosted": added(lambda: jaxbuf.Hosted.create(lambda: jaxbuf.ItemBuffer.create(ITEM, 4))),
+    "sharded": added(sharded),
+    "mixture": mixed,
+    "holder": held,
+    "accumulator": accumulated,
+    "closure": lambda rows: jax.jit(lambda b: b.add(rows))(jaxbuf.ItemBuffer.create(ITEM, 4)),
+}
+
+
+@pytest.mark.parametrize("taker", [*TAKERS, "store"])
+def test_numbers_of_numpy_are_taken_with_x64_and_without(taker, tmp_path):
+    """Both modes have one rule for rows on the host; only arrays of JAX have a dtype on purpose."""
+    for x64 in (True, False):
+        with jax.enable_x64(x64):
+            take = TAKERS.get(taker) or (lambda rows: stored(rows, tmp_path / f"{x64}"))  # noqa: B023
+            rows = wide()
+            found = [*jax.tree.leaves(take(rows))]
+            want = {jnp.dtype(jnp.float32): rows["x"], jnp.dtype(jnp.int32): rows["n"]}
+            for dtype, value in want.items():
+                same = [x for x in found if x.dtype == dtype and np.size(x) == value.size]
+                assert any(np.array_equal(np.ravel(x), np.ravel(value)) for x in same), dtype
+            with pytest.raises(
+                ValueError, match=r"(\['n'\]|value)\[.*2\] is 1099511627783; expected"
+            ):
+                take(wide(n=LARGE))
+            with pytest.raises(ValueError, match=r"(\['x'\]|value)\[.*0\] is 1e\+300; expected"):
+                take(wide(x=1e300))
+            if x64:
+                message = r"(\['n'\]|value) has dtype int64; expected int32 \(cast it yourself"
+                with pytest.raises(ValueError, match=message):
+                    take({**wide(), "n": jnp.asarray(wide()["n"])})

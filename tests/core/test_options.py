@@ -21,8 +21,9 @@ def items(**options):
 
 def mixture():
     rings = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 4, sequence_length=1)
-    inner = items(sampler=jaxbuf.Prioritized(alpha=1.0))
-    return jaxbuf.Mixture.create([inner.replace(data=inner.data[:, None]), rings], [1, 1])
+    item = jax.ShapeDtypeStruct((1,), jnp.float32)
+    inner = jaxbuf.ItemBuffer.create(item, 8, sampler=jaxbuf.Prioritized(alpha=1.0))
+    return jaxbuf.Mixture.create([inner, rings], [1, 1])
 
 
 class Pile(struct.PyTreeNode):
@@ -165,6 +166,40 @@ def test_what_cannot_do_it(name):
     queue = jaxbuf.Queue.create(ITEM, 4)
     with pytest.raises(ValueError, match=f"buffer is a Queue, which has no method {name}; it has"):
         CALLS[name](queue)
+
+
+@pytest.mark.parametrize("name", ["sample", "next_batch"])
+def test_a_queue_says_take(name):
+    queue, message = (
+        jaxbuf.Queue.create(ITEM, 4),
+        r"use take\(batch_size\), which returns the queue",
+    )
+    for call in (getattr(jaxbuf, name), lambda *args: getattr(queue, name)(*args[1:])):
+        with pytest.raises(ValueError, match=message):
+            call(queue, KEY, 2)
+    for wrap in (jaxbuf.Holder, lambda one: jaxbuf.Hosted(lambda: one)):
+        with pytest.raises(ValueError, match=message):
+            wrap(queue).sample(KEY, 2)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, jnp.float32])
+def test_numbers_of_configuration_are_those_that_were_written(kind):
+    """A number of 32 bits is the same configuration, and so the same program, as the decimal."""
+    makers = [
+        lambda x: jaxbuf.Prioritized(alpha=x, initial_priority=x, epsilon=x, uniform_mix=x),
+        lambda x: jaxbuf.Softmax(temperature=x),
+        lambda x: jaxbuf.Recent(ratio=x, steps=2),
+        lambda x: jaxbuf.RankBased(alpha=x),
+        lambda x: jaxbuf.Staleness(alpha=x),
+        lambda x: jaxbuf.Blend([jaxbuf.Uniform(), jaxbuf.Prioritized()], [x, 1]),
+        lambda x: jaxbuf.Diversity(cutoff=x, p=x),
+        lambda x: jaxbuf.Episodes(discount=x, default_return=x, reward_clip=(-x, x)),
+        lambda x: jaxbuf.Mixture.create([items(), items()], [x, 1]).ratios,
+    ]
+    for make in makers:
+        one, other = make(kind(0.6)), make(0.6)
+        assert one == other
+        assert hash(one) == hash(other)
 
 
 PRIORITIZED = jaxbuf.Prioritized(alpha=0.6)

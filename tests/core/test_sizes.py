@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.core.sizes import check_count
+from jaxbuf.core import sizes
+from jaxbuf.core.sizes import check_count, format_bytes
 
 HUGE = jax.ShapeDtypeStruct((2**40,), jnp.float32)
 TERMINATED = np.bool_(False)
@@ -150,3 +151,55 @@ def test_a_batch_that_no_array_can_be(draw):
     example = jax.ShapeDtypeStruct((2**33,), jnp.float32)
     with pytest.raises(ValueError, match=r"a batch as float32\[.*\] takes \d+ bytes; expected"):
         jax.eval_shape(lambda: draw(example))
+
+
+SHAPES = {
+    "items": lambda n: jaxbuf.ItemBuffer.create(np.zeros((1024, 1024), np.float32), n),
+    "queue": lambda n: jaxbuf.Queue.create(np.zeros((1024, 1024), np.float32), n),
+    "rings": lambda n: jaxbuf.TrajectoryBuffer.create(
+        {"a": np.zeros((512, 1024), np.float32), "b": np.zeros((256, 1024), np.float32)}, 1, n
+    ),
+    "sharded": lambda n: jaxbuf.Sharded.create(
+        lambda: jaxbuf.ItemBuffer.create(np.zeros((1024, 1024), np.float32), n),
+        jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)),
+        "d",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_size_that_would_fit_is_named(kind, monkeypatch, tmp_path):
+    """A machine with 1 GiB, of which half is left, and a container with less."""
+    free, limit = tmp_path / "meminfo", tmp_path / "limit"
+    free.write_text("MemTotal: 1048576 kB\nMemAvailable:  409600 kB\nSwapFree:  114688 kB\n")
+    limit.write_text("max\n")
+    monkeypatch.setattr(sizes, "_MEMORY", free)
+    monkeypatch.setattr(sizes, "_LIMITS", (limit, tmp_path / "none"))
+    row = 3 * 2**20 if kind == "rings" else 2**22
+    fits = 2**29 // row
+    name = "length" if kind == "rings" else "capacity"
+    # Besides the items themselves a shard needs a few bytes.
+    message = rf" 512.0 MiB left; {name}.*={fits - (kind == 'sharded')} would fit"
+    needed = rf"{format_bytes(1024 * row)} are needed in all"
+    with pytest.raises(ValueError, match=needed + ".*" + message):
+        SHAPES[kind](1024)
+    limit.write_text(f"{2**20}\n")
+    with pytest.raises(ValueError, match=rf"1.0 MiB left; not even {name}.*=1 would fit"):
+        SHAPES[kind](64)
+    # Nothing is allocated where only shapes are asked for.
+    assert jax.eval_shape(lambda: SHAPES["items"](1024)).capacity == 1024
+
+
+@pytest.mark.parametrize(
+    "example", [(84, 84, 4), [3], {"obs": (84, 84), "reward": ()}, {"obs": [4], "action": 1}]
+)
+def test_a_shape_is_no_example(example):
+    for create in (
+        lambda: jaxbuf.ItemBuffer.create(example, 4),
+        lambda: jaxbuf.Queue.create(example, 4),
+        lambda: jaxbuf.TrajectoryBuffer.create(example, 1, 4),
+    ):
+        with pytest.raises(ValueError, match=r"if this is a shape, pass jax.ShapeDtypeStruct\(\("):
+            create()
+    for legal in ({"a": 1, "b": 2}, (1.0, 2), (jnp.int32(1), 2), 3):
+        assert jaxbuf.Queue.create(legal, 2).size == 0

@@ -405,7 +405,7 @@ def test_windows_of_one_episode_are_drawn_and_no_others():
 def test_shapes_and_dtypes_are_those_of_a_new_buffer():
     buffer = prioritized(rows=5, capacity=9)
     with says("buffer.data is float32[8]; expected float32[9]"):
-        testing.assert_valid(buffer.replace(data=buffer.data[:8]))
+        testing.assert_valid(dataclasses.replace(buffer, data=buffer.data[:8]))
     with says("buffer.counters is int32[2]; expected uint32[2]"):
         testing.assert_valid(buffer.replace(counters=buffer.counters.astype(jnp.int32)))
     with says("buffer is not built as its configuration says"):

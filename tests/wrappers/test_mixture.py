@@ -1,5 +1,6 @@
 """`Mixture`: exact shares, honest probabilities, and priorities that reach the right buffer."""
 
+import dataclasses
 import math
 import re
 
@@ -89,7 +90,7 @@ def test_probabilities_weights_and_frequencies():
         part(100, 4, 5, priority=jnp.array([1.0, 2.0, 0.0, 5.0])),
     ]
     # Windows have a time axis, so items need one as well.
-    wide = [buffer.replace(data=buffer.data[:, None]) for buffer in both]
+    wide = [dataclasses.replace(buffer, data=buffer.data[:, None]) for buffer in both]
     mixture = jaxbuf.Mixture.create([*wide, rings], [2, 1, 1])
     sample = jax.jit(jax.vmap(lambda key: mixture.sample(key, 8)))(
         jax.random.split(jax.random.key(1), 1000)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.buffers.created import check_alike
 from jaxbuf.core.versions import reshard
 
 _EXPLICIT = jax.sharding.AxisType.Explicit
@@ -31,6 +32,12 @@ class Shards(Buffer, struct.PyTreeNode):
     def capacity(self) -> int:
         """The largest number of items, or steps, that all shards together can hold."""
         return self.num_shards * self.shards.capacity
+
+    def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
+        """Returns new fields after a check that the shards hold the same kind of items."""
+        if "shards" in updates:
+            check_alike("shards", self.shards, updates["shards"])
+        return super().checked(updates)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from jaxbuf.buffers.options import absent, check_options
 from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, fields, sizes, storage, trees
-from jaxbuf.core.program import program
+from jaxbuf.core.program import is_outside, program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
@@ -118,12 +118,21 @@ class Sharded(Shards):
         if one.capacity * count >= 2**31:
             raise ValueError("shards have 2**31 slots or more; expected fewer in all")
 
+        if is_outside():
+            arrays = jax.tree.leaves(one)
+            each = sum(sizes.check_bytes("a shard", x.shape, x.dtype) for x in arrays)
+            label, rows = "what each device keeps of the shards", one.capacity
+            need = each * count // devices
+            sizes.check_memory(label, need, "capacity of a shard", rows, mesh.local_devices)
+
         def build() -> Body:
             return jax.tree.map(lambda leaf: jnp.stack([leaf] * count), make())
 
         sharding = jax.NamedSharding(mesh, jax.P(axis))
+        with sizes.allocating("what the shards keep of their items"):
+            built: Any = jax.jit(build, out_shardings=sharding)()
         return cls(
-            shards=jax.jit(build, out_shardings=sharding)(),
+            shards=built,
             num_shards=count,
             mesh=mesh,
             axis=axis,
@@ -144,6 +153,11 @@ class Sharded(Shards):
     def example(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of an item, or of a step."""
         return self.shards.example
+
+    @property
+    def storage(self) -> PyTree[Array]:
+        """The storage of the shards."""
+        return self.shards.data
 
     def inside(self) -> tuple[Body, int]:
         """Returns the shards, and their number."""
