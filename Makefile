@@ -40,7 +40,7 @@ PACKAGE := pyproject.toml CMakeLists.txt jaxbuf/core/native/kernels.cc
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-mpi test test-quick test-versions notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled clean
+.PHONY: help demo demo-mpi test test-quick test-versions notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled benchmark-tpu-compiled clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -100,11 +100,15 @@ benchmark-gpu: $(STAMPS)/benchmark-$(CUDA)  ## check and time jaxbuf and flashba
 	@$(RUN) -m benchmarks.gpu $(ARGS)
 
 benchmark-gpu-compiled: $(STAMPS)/python  ## count what the programs for an NVIDIA GPU do, without one (ARGS: its options)
-	@PYTHON="$(PYTHON)" scripts/install_cuda.sh $(CUDA)
+	@PYTHON="$(PYTHON)" scripts/install_compiler.sh $(CUDA)
 	@TF_CPP_MIN_LOG_LEVEL=3 .venv-cuda/bin/python -m benchmarks.gpu_compiled $(ARGS)
 
+benchmark-tpu-compiled: $(STAMPS)/python  ## count what the programs for a TPU do, without one (ARGS: its options, e.g. --check)
+	@PYTHON="$(PYTHON)" scripts/install_compiler.sh tpu
+	@TF_CPP_MIN_LOG_LEVEL=3 .venv-tpu/bin/python -m benchmarks.tpu_compiled $(ARGS)
+
 clean:  ## remove .venv and all that was built or cached
-	rm -rf .venv .venv-torch .venv-cuda .venv-versions build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch .venv-cuda .venv-tpu .venv-versions build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One empty file per finished installation; all of them go with .venv. pip is quiet, so each says that it has begun.

@@ -21,16 +21,13 @@ jaxbuf and flashbax are compiled alike, flashbax for the GPU path that it has. T
 import argparse
 import dataclasses
 import functools
-import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
@@ -38,41 +35,36 @@ from jax.sharding import SingleDeviceSharding
 import jaxbuf
 from benchmarks import hlo, report
 from benchmarks.__main__ import pattern
+from benchmarks.compiling import (
+    ABOUT,
+    LIBRARIES,
+    OPTIONS,
+    Job,
+    bind_scored,
+    chosen,
+    for_device,
+    lines,
+    lowered,
+)
 from benchmarks.gpu import GATHER, LARGEST_POWER, REPLAY
-from benchmarks.harness import Options, Unavailable
-from benchmarks.jax_loops import Binding, scan_cycle
+from benchmarks.harness import Unavailable
+from benchmarks.jax_loops import scan_cycle
 from benchmarks.programs import memory_beyond
 from benchmarks.rows import freshness, gflownet, per, windows
 from benchmarks.rows.growth import SMALL
-from benchmarks.running import progress_bar
-from benchmarks.workload import Workload
+from benchmarks.transitions import Transitions
 
 DEVICE = Path(__file__).with_name("h200.txtpb")
 SCAN_LENGTH = 100
-OPERATIONS = ("add", "sample", "update", "cycle")
-OPTIONS = Options()
+STATES = Transitions(
+    {
+        "state": jax.ShapeDtypeStruct((64,), np.dtype(np.float32)),
+        "reward": jax.ShapeDtypeStruct((), np.dtype(np.float32)),
+    }
+)
+"""States of a GFlowNet."""
 
-LIBRARIES = ("jaxbuf", "flashbax")
 COUNTS = ("kernels", "waits", "beside", "copied")
-
-Bind = Callable[[Workload], Binding]
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A program to compile.
-
-    Attributes:
-        name: Of the buffer.
-        workload: The job.
-        binds: Makes each library's binding.
-        seeds: How many buffers there are, by `vmap`.
-    """
-
-    name: str
-    workload: Workload
-    binds: Mapping[str, Bind]
-    seeds: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,50 +77,18 @@ class Counts:
     copied: int
 
 
-def _bind_scored(workload: Workload, *, create: Callable[[Any, int], Any]) -> Binding:
-    """Buffers of the highest scores."""
-    example = {
-        "state": jax.ShapeDtypeStruct((64,), jnp.float32),
-        "reward": jax.ShapeDtypeStruct((), jnp.float32),
-    }
-    return Binding(
-        create=lambda: create(example, workload.capacity),
-        add=lambda buffer, items: buffer.add(items, score=items["reward"]),
-        sample=lambda buffer, key: buffer.sample(key, workload.sample_size),
-        call_add=jaxbuf.add,
-        call_sample=jaxbuf.sample,
-        data=lambda sample: sample.data,
-        arguments=lambda items: (
-            {
-                name: jnp.zeros((workload.add_size, *leaf.shape), leaf.dtype)
-                for name, leaf in example.items()
-            },
-        ),
-    )
-
-
-def _for_gpu(bind: Callable[..., Binding]) -> Bind:
-    """Flashbax takes its path for a GPU only if it finds one."""
-
-    def bind_gpu(workload: Workload) -> Binding:
-        with mock.patch.object(jax, "devices"):
-            return bind(workload, OPTIONS, "gpu")
-
-    return bind_gpu
-
-
 def jobs() -> list[Job]:
     """All of them."""
     replay = {
         "jaxbuf": lambda job: per.bind_jaxbuf(job, OPTIONS),
-        "flashbax": _for_gpu(per.bind_flashbax),
+        "flashbax": for_device(per.bind_flashbax, "gpu"),
     }
     steps = {
         "jaxbuf": lambda job: windows.bind_jaxbuf(job, OPTIONS),
-        "flashbax": _for_gpu(windows.bind_flashbax),
+        "flashbax": for_device(windows.bind_flashbax, "gpu"),
     }
     first = next(iter(REPLAY.values()))
-    scored = dataclasses.replace(first, capacity=2**17, add_size=256)
+    scored = dataclasses.replace(first, transitions=STATES, capacity=2**17, add_size=256)
     rewards = {
         "highest rewards": jaxbuf.reward_prioritized,
         "highest rewards, softmax": gflownet.preset(None),
@@ -148,7 +108,7 @@ def jobs() -> list[Job]:
             {"jaxbuf": lambda job: freshness.bind_freshness(job, OPTIONS, freshness.NEVER)},
         ),
         *(
-            Job(name, scored, {"jaxbuf": functools.partial(_bind_scored, create=create)})
+            Job(name, scored, {"jaxbuf": functools.partial(bind_scored, create=create)})
             for name, create in rewards.items()
         ),
     ]
@@ -185,70 +145,17 @@ def count(program: Any, capacity: int, calls: int = 1) -> Counts:
 
 def counted(job: Job, library: str, operation: str) -> Counts | None:
     """Counts the work of an operation of a library; None if the library lacks it."""
-    if library not in job.binds:
-        return None
-    workload, binding = job.workload, job.binds[library](job.workload)
-    if operation == "update" and binding.update is None:
-        return None
-    state, key = _shapes(binding.create), _shapes(lambda: jax.random.key(0))
-    new = workload.transitions.items(np.arange(workload.add_size))
-    items = _shapes(lambda: binding.arguments(new)[0])
-    slots = _shapes(lambda state, key: binding.slots(binding.sample(state, key)), state, key)
-    priority = _shapes(lambda: jnp.zeros(workload.sample_size))
-    keys = _shapes(lambda: jax.random.split(jax.random.key(0), SCAN_LENGTH))
-    priorities = _shapes(lambda: jnp.zeros((SCAN_LENGTH, workload.sample_size)))
-    function, *arguments = {
-        "add": (binding.add, state, items),
-        "sample": (binding.sample, state, key),
-        "update": (binding.update, state, slots, priority),
-        "cycle": (scan_cycle(binding), state, items, keys, priorities),
-    }[operation]
-    if job.seeds > 1:
-        function = jax.vmap(function)
-        arguments = jax.tree.map(
-            lambda leaf: leaf.update(shape=(job.seeds, *leaf.shape)), arguments
-        )
-    donated = None if operation == "sample" else 0
-    program = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
-    return count(program, workload.capacity, SCAN_LENGTH if operation == "cycle" else 1)
-
-
-def _shapes(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The arrays that a function returns, as what they are on the device."""
     where = SingleDeviceSharding(device())
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        jax.eval_shape(function, *arguments),
-    )
+    program = lowered(job, library, operation, lambda spec: where, scan_cycle, SCAN_LENGTH)
+    if program is None:
+        return None
+    calls = SCAN_LENGTH if operation == "cycle" else 1
+    return count(program.compile(), job.workload.capacity, calls)
 
 
-def table(chosen: Sequence[tuple[Job, str]]) -> str:
-    """A table of the work of these operations, a line for each.
-
-    Raises:
-        Unavailable: If there is no compiler for the device.
-    """
-    header = ["buffer", "operation", "slots", "batch"]
-    header += [f"{library} {what}" for library in LIBRARIES for what in COUNTS]
-    lines: list[list[str]] = []
-    with progress_bar(len(chosen), "operation") as bar:
-        for job, operation in chosen:
-            bar.set_description(f"{job.name}: {operation}", refresh=False)
-            workload = job.workload
-            found = [counted(job, library, operation) for library in LIBRARIES]
-            if any(found):
-                batch = workload.add_size if operation == "add" else workload.sample_size
-                cells = map(_cells, found)
-                about = [job.name, operation, f"{workload.capacity:,}", f"{batch:,}"]
-                lines.append([*about, *itertools.chain.from_iterable(cells)])
-            bar.update()
-    return report.aligned(header, lines)
-
-
-def _cells(counts: Counts | None) -> list[str]:
-    if counts is None:
-        return ["–"] * len(COUNTS)
-    return [f"{number:,}" for number in dataclasses.astuple(counts)]
+def _cells(job: Job, library: str, operation: str) -> list[str] | None:
+    counts = counted(job, library, operation)
+    return None if counts is None else [f"{number:,}" for number in dataclasses.astuple(counts)]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -265,16 +172,10 @@ def main(arguments: Sequence[str]) -> int:
         metavar="PATTERN",
         help="regular expression searched in BUFFER/OPERATION",
     )
-    options = Options(only=parser.parse_args(arguments).only)
-    chosen = [
-        (job, operation)
-        for job, operation in itertools.product(jobs(), OPERATIONS)
-        if options.wants(job.name, operation)
-    ]
+    only = parser.parse_args(arguments).only
+    header = [*ABOUT, *(f"{library} {what}" for library in LIBRARIES for what in COUNTS)]
     try:
-        if not chosen:
-            raise Unavailable(f"nothing matches --only {options.only}")
-        print(f"\n{table(chosen)}")
+        print(f"\n{report.aligned(header, list(lines(chosen(jobs(), only), _cells)))}")
     except Unavailable as reason:
         print(f"{parser.prog}: {reason}", file=sys.stderr)
         return 2

@@ -1,13 +1,21 @@
 """Counts what a compiled program has a device do."""
 
+import functools
 import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxbuf.testing import hlo
 from jaxbuf.testing.hlo import Instruction
 
 _BODY = re.compile(r"body=%?([\w.\-]+)")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_CYCLES = re.compile(r'estimated_cycles"?:"(\d+)"')
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_INDEX = re.compile(r"index=(\d+)")
+_NUMBER = re.compile(r"-?\d+")
+_ORIGIN = re.compile(r'op_name="([^"]*)"')
 # These only name memory, so that there is nothing to run.
 _NOTHING = frozenset(
     [
@@ -71,3 +79,111 @@ def work(text: str, smallest: int) -> Work:
         return Work(times * kernels, waits + times * inner_waits, times * copied)
 
     return of_computation(entry)
+
+
+class Estimate(NamedTuple):
+    """XLA's expectation of one call of a program for a TPU.
+
+    Attributes:
+        cycles: The sum of the cycles that XLA expects of each operation.
+        operations: The number of operations with such an estimate that run.
+    """
+
+    cycles: int
+    operations: int
+
+
+def estimate(text: str) -> Estimate:
+    """The cycles that XLA expects a program for a TPU to take, and its operations.
+
+    The body of a loop that counts from a number to another one counts as often as it runs, and once
+    if its length is known at run time only. Of a conditional the branch that takes the most cycles
+    counts.
+    """
+    computations, entry = hlo.parse(text)
+
+    @functools.cache
+    def of_computation(name: str) -> Estimate:
+        inside = {instruction.name: instruction for instruction in computations[name]}
+        totals = [of_instruction(instruction, inside) for instruction in inside.values()]
+        return Estimate(*map(sum, zip(*totals, strict=True)))
+
+    def of_instruction(instruction: Instruction, inside: Mapping[str, Instruction]) -> Estimate:
+        opcode, rest = instruction.opcode, instruction.rest
+        if opcode == "while":
+            times, body = _times(instruction, inside, computations), _BODY.findall(rest)[0]
+            return Estimate(*(times * number for number in of_computation(body)))
+        if opcode in ("conditional", "call"):
+            return max(map(of_computation, instruction.called))
+        cycles = _CYCLES.search(rest)
+        return Estimate(int(cycles[1]), 1) if cycles else Estimate(0, 0)
+
+    return of_computation(entry)
+
+
+def dearest(text: str, count: int) -> list[tuple[int, str, str]]:
+    """The operations of a program for a TPU that XLA expects to take the most cycles.
+
+    Args:
+        text: The program.
+        count: The number of operations to return.
+
+    Returns:
+        The cycles of each when it runs once, its name and type, and what it was in JAX.
+    """
+    found = [
+        (int(cycles[1]), f"{instruction.name} = {instruction.type}", origin[1] if origin else "")
+        for instructions in hlo.parse(text)[0].values()
+        for instruction in instructions
+        if (cycles := _CYCLES.search(instruction.rest))
+        for origin in [_ORIGIN.search(instruction.rest)]
+    ]
+    return sorted(found, reverse=True)[:count]
+
+
+def _times(
+    loop: Instruction,
+    inside: Mapping[str, Instruction],
+    computations: Mapping[str, Sequence[Instruction]],
+) -> int:
+    """The number of times that a loop runs, where its text tells it; otherwise 1.
+
+    The compiler for TPUs does not note it down. It is known if all that the loop asks before each
+    step is whether a number, which has a known value before the loop, is less than another one.
+
+    Args:
+        loop: The loop.
+        inside: The instructions of the computation that it is in, by name.
+        computations: All computations.
+    """
+    if trips := _TRIPS.search(loop.rest):
+        return int(trips[1])
+    condition = [*computations[_CONDITION.findall(loop.rest)[0]]]
+    for fusion in [each for each in condition if each.opcode == "fusion"]:
+        condition += [each for name in fusion.called for each in computations[name]]
+    places, compares, ends = (
+        [each for each in condition if each.opcode == opcode]
+        for opcode in ("get-tuple-element", "compare", "constant")
+    )
+    [begin] = [inside[name] for name in _operands(loop)]
+    known = [len(places), len(compares), len(ends)] == [1, 1, 1] and begin.opcode == "tuple"
+    if not known or "direction=LT" not in compares[0].rest:
+        return 1
+    [index] = _INDEX.findall(places[0].rest)
+    start = _source(_operands(begin)[int(index)], inside)
+    first, last = _NUMBER.match(start.rest), _NUMBER.match(ends[0].rest)
+    if start.opcode != "constant" or not first or not last:
+        return 1
+    return max(int(last[0]) - int(first[0]), 0)
+
+
+def _source(name: str, inside: Mapping[str, Instruction]) -> Instruction:
+    """The instruction that an array is a copy of."""
+    while inside[name].opcode in ("copy", "copy-start", "copy-done", "bitcast"):
+        name = _operands(inside[name])[0]
+    return inside[name]
+
+
+def _operands(instruction: Instruction) -> list[str]:
+    """The names of the operands of an instruction."""
+    return _OPERAND.findall(instruction.rest.split(")")[0])

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ DISTRIBUTIONS = (
     "jaxlib",
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
+    "libtpu",
     "numpy",
     "flashbax",
     "cpprb",
@@ -36,14 +38,19 @@ def machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "load average before": f"{os.getloadavg()[0]:.1f}",
         "device": f"{jax.default_backend()} ({jax.devices()[0].device_kind})",
-        "Python": platform.python_version(),
     }
+    return facts | versions()
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the libraries that are there."""
+    found = {"Python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
-            facts[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return facts
+    return found
 
 
 def _cpu_model() -> str:
@@ -228,6 +235,22 @@ Repeat with `{command}`.
 def write(path: Path, text: str) -> None:
     """Writes a report, and keeps the notes below the tables of the previous one."""
     path.write_text(text + _notes(path))
+
+
+def section(text: str, heading: str) -> str:
+    """Returns what is below a heading, up to the next one; nothing if there is no such heading."""
+    _, _, below = text.partition(f"\n{heading}\n")
+    return re.split("^#", below, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def write_section(path: Path, heading: str, text: str) -> None:
+    """Replaces what is below a heading of a file, which comes last if it is not there yet."""
+    whole = path.read_text() if path.exists() else ""
+    if f"\n{heading}\n" not in whole:
+        whole = f"{whole.rstrip()}\n\n{heading}\n"
+    before, _, below = whole.partition(f"\n{heading}\n")
+    rest = below.removeprefix(section(whole, heading))
+    path.write_text(f"{before}\n{heading}\n\n{text}\n" + (f"\n{rest}" if rest else ""))
 
 
 def as_json(

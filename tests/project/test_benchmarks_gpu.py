@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from benchmarks import equality, gpu, gpu_compiled, limits
+from benchmarks import compiling, equality, gpu, gpu_compiled, limits
 from benchmarks.harness import Operation, Options, Row, Unavailable, UnequalWork
 from benchmarks.jax_loops import JaxSubject
 from benchmarks.rows import per
@@ -113,7 +113,7 @@ def test_samples_that_are_checked_often_stay_small():
 
 def test_what_is_compiled_for_a_gpu_is_counted(monkeypatch, capsys):
     small = dataclasses.replace(SMALL, capacity=512)
-    scored = functools.partial(gpu_compiled._bind_scored, create=jaxbuf.reward_prioritized)
+    scored = functools.partial(compiling.bind_scored, create=jaxbuf.reward_prioritized)
     first = dataclasses.replace(gpu_compiled.jobs()[0], workload=small)
     jobs = [first, gpu_compiled.Job("scored", small, {"jaxbuf": scored})]
     monkeypatch.setattr(gpu_compiled, "jobs", lambda: jobs)
@@ -151,7 +151,7 @@ def test_without_a_compiler_for_gpus_it_says_how_to_get_one(monkeypatch, capsys)
     gpu_compiled.device.cache_clear()
 
 
-SECTION = RESULTS.split("\n### For a GPU, without one\n")[1]
+SECTION = RESULTS.split("\n### For a GPU, without one\n")[1].split("\n## ")[0]
 COUNTED = {
     tuple(cells[:4]): int(cells[4])
     for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in SECTION.splitlines())
