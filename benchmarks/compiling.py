@@ -73,7 +73,7 @@ def bind_scored(workload: Workload, *, create: Callable[[Any, int], Any]) -> Bin
         add=lambda buffer, items: buffer.add(items, score=items["reward"]),
         sample=lambda buffer, key: buffer.sample(key, workload.sample_size),
         call_add=jaxbuf.add,
-        call_sample=jaxbuf.sample,
+        call_sample=lambda buffer, key: jaxbuf.sample(buffer, key, workload.sample_size),
         data=lambda sample: sample.data,
     )
 
@@ -120,7 +120,7 @@ def lowered(
     new = workload.transitions.items(np.arange(workload.add_size))
     items = shapes(lambda: binding.arguments(new)[0], spec=rows)
     size = workload.sample_size
-    function, *arguments = {
+    made: dict[str, Callable[[], tuple[Any, ...]]] = {
         "add": lambda: (binding.add, state, items),
         "sample": lambda: (binding.sample, state, key),
         "update": lambda: (
@@ -136,7 +136,8 @@ def lowered(
             shapes(lambda: jax.random.split(jax.random.key(0), length)),
             shapes(lambda: jnp.zeros((length, size)), spec=row),
         ),
-    }[operation]()
+    }
+    function, *arguments = made[operation]()
     if job.seeds > 1:
         function = jax.vmap(function)
         arguments = jax.tree.map(

@@ -28,7 +28,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -263,11 +263,9 @@ def scan_cycle(binding: Binding) -> Callable[..., Any]:
     return program
 
 
-@contextlib.contextmanager
-def on_a_tpu() -> Iterator[None]:
+def on_a_tpu() -> contextlib.AbstractContextManager[Any]:
     """Has buffers created, and programs traced, as where a TPU is the default device."""
-    with mock.patch.object(jax, "default_backend", return_value="tpu"):
-        yield
+    return mock.patch.object(jax, "default_backend", return_value="tpu")
 
 
 def counted(job: Job, library: str, operation: str, most: int = 0) -> list[str] | None:
@@ -302,7 +300,8 @@ def counted(job: Job, library: str, operation: str, most: int = 0) -> list[str] 
             print(f"{cycles:12,}  {name[:80]:80}  {origin[-80:]}")
     calls = SCAN_LENGTH if operation == "cycle" else 1
     cycles, operations = (number // calls for number in hlo.estimate(text))
-    beside = program.memory_analysis().temp_size_in_bytes
+    memory: Any = program.memory_analysis()
+    beside = memory.temp_size_in_bytes
     found, _ = devices.collectives(text)
     named = ", ".join(f"{number} {name}" for name, number in sorted(found.items()))
     return [f"{cycles:,}", f"{operations:,}", f"{beside:,}", f"{seconds:.1f}", named or "none"]
