@@ -157,16 +157,15 @@ def sample_groups(
             "integer"
         )
     replacement = checks.check_flag("replacement", replacement)
-    one = np.ndim(groups) == 0
-    wanted = () if one else _check_ids(groups, num_groups)
-    count = common.check_count("groups", groups) if one else wanted.shape[0]
+    wanted = None if np.ndim(groups) == 0 else _check_ids(groups, num_groups)
+    count = common.check_count("groups", groups) if wanted is None else wanted.shape[0]
 
     draw_key, order_key, *pad_keys = jax.random.split(key, 3 if padding == "random" else 2)
     slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
     live = buffer.occupancy.live(slot)
     inside = (ids >= 0) & (ids < num_groups)
     name = jnp.where(live & inside, ids.astype(jnp.int32), num_groups)  # [N]
-    if one:
+    if wanted is None:
         some = jnp.zeros((num_groups + 1,), bool).at[name].set(True)[:num_groups]
         chosen, exists = _draw_groups(draw_key, some, count, replacement)  # [B]
     else:
@@ -180,7 +179,7 @@ def sample_groups(
         slot = _by_age(buffer.occupancy, slot, live)
     members = _Members.of(number[name[slot]], count, size)
     number = number.at[chosen].get(mode="clip")
-    held = jnp.where(exists, members.count(number), 0)  # [B]
+    held = jnp.where(exists, members.held(number), 0)  # [B]
 
     place = jnp.arange(size, dtype=jnp.int32)[None]
     if order == "random":
@@ -230,8 +229,8 @@ class _Members(NamedTuple):
         counts = counts.at[number, block].add(1, mode="drop")
         return cls(number, jnp.cumsum(counts, axis=1, dtype=jnp.int32))
 
-    def count(self, number: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Returns the number of members of some groups."""
+    def held(self, number: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Returns how many members some groups have."""
         return self.until.at[number, -1].get(mode="clip")
 
     def at(self, number: Int[Array, " B"], rank: Int[Array, "B K"]) -> Int[Array, "B K"]:

@@ -432,7 +432,7 @@ class Channel:
             other = header.magic >> 8 == MAGIC >> 8
             hint = ": both ends need the same version of jaxbuf" if other else ""
             return f"its magic number is {header.magic:#x}; expected {MAGIC:#x}{hint}"
-        if header.kind not in iter(Kind):
+        if header.kind not in [*Kind]:
             return f"its kind is {header.kind}; expected 1 to {len(Kind)}"
         if header.kind not in self.schemas:
             name = Kind(header.kind).name
