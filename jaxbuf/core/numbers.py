@@ -37,7 +37,7 @@ def abstract(value: object, name: str) -> jax.ShapeDtypeStruct:
     else:
         try:
             # Only a Python integer can be too large to have a type.
-            aval = jax.typeof(value * 0 if type(value) is int else value)
+            aval = jax.typeof(value * 0 if type(value) is int else trees.native(value))
         except TypeError as error:
             kind = checks.kind_of(value)
             raise ValueError(f"{name} is {kind}; expected an array of numbers") from error
@@ -101,7 +101,7 @@ def ids(value: object, name: str) -> Any:
         return value
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value
-    return np.array(value)
+    return trees.native(np.array(value))
 
 
 def is_number(dtype: Dtype) -> bool:
@@ -124,7 +124,9 @@ def counts_as(value: object, dtype: Dtype) -> bool:
         >>> counts_as(np.zeros(3), np.dtype("float32")), counts_as(np.zeros(3), np.dtype("int32"))
         (True, False)
     """
-    return isinstance(value, np.ndarray | np.generic) and _HALF.get(value.dtype) == dtype
+    if not isinstance(value, np.ndarray | np.generic):
+        return False
+    return _HALF.get(value.dtype.newbyteorder("=")) == dtype
 
 
 def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -> Any:
@@ -225,6 +227,7 @@ def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:
     for i, (path, leaf) in enumerate(paths):
         label = name + jax.tree_util.keystr(path)
         if isinstance(leaf, np.ndarray | np.generic):
+            leaf = trees.native(leaf)
             dtype = leaf.dtype
             if _may_change(leaf):
                 fits = known and counts_as(leaf, kept[i].dtype)
@@ -239,7 +242,7 @@ def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:
 def _may_change(leaf: object) -> bool:
     """Returns whether a leaf's numbers may change when it is traced or stored."""
     if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype in _HALF
+        return not leaf.dtype.isnative or leaf.dtype in _HALF
     if isinstance(leaf, jax.Array):
         return getattr(leaf, "weak_type", False)  # Arrays of PRNG keys have none.
     return isinstance(leaf, int | float)

@@ -19,7 +19,7 @@ def check_key(key: object) -> PRNGKeyArray:
     Raises:
         ValueError: If it is not a key from ``jax.random.key`` or ``jax.random.PRNGKey``.
     """
-    kind = type(key).__name__
+    key, kind = trees.native(key), type(key).__name__
     if isinstance(key, jax.Array | np.ndarray):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == 0 if typed else key.dtype == np.uint32 and key.ndim == 1:

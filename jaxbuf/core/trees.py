@@ -32,6 +32,13 @@ all strings or all integers (Comparator raised exception while sorting pytree di
         ) from error
 
 
+def native(leaf: Any) -> Any:
+    """Returns a leaf; a NumPy array in the byte order of this machine, which JAX needs."""
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+        return leaf.astype(leaf.dtype.newbyteorder("="))
+    return leaf
+
+
 def owned(tree: Tree) -> Tree:
     """Returns the tree with copies of its NumPy arrays, which their owner may write again.
 
@@ -42,7 +49,12 @@ def owned(tree: Tree) -> Tree:
     # Few classes are looked at instead of many leaves, because each call from Python comes here.
     if not any(issubclass(kind, np.ndarray) for kind in set(map(type, jax.tree.leaves(tree)))):
         return tree
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
+
+    def copy(leaf: Any) -> Any:
+        known = isinstance(leaf, np.ndarray)
+        return (leaf.copy() if leaf.dtype.isnative else native(leaf)) if known else leaf
+
+    return jax.tree.map(copy, tree)
 
 
 def on_device(tree: Tree) -> Tree:

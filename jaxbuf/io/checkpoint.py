@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxbuf.buffers.created import is_created
-from jaxbuf.core import checks
+from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_there
 from jaxbuf.io import earlier, records, resizing, structure, versions, zarr
 from jaxbuf.io.structure import Leaf
@@ -681,7 +681,8 @@ def _restore(read: Callable[[Any], Any], saved: Leaf, record: dict[str, Any], li
         return jax.jit(wrap, out_shardings=_sharding(like))(words)
 
     def numbers(index: Any) -> np.ndarray[Any, Any]:
-        return np.ascontiguousarray(read(index)).view(jnp.dtype(saved.dtype))[..., 0]
+        array = np.ascontiguousarray(read(index)).view(jnp.dtype(saved.dtype))[..., 0]
+        return trees.native(array)
 
     scalar = isinstance(like, bool | int | float | complex)
     if saved.scalar and scalar:

@@ -45,7 +45,12 @@ class Leaf:
             return False
         if (self.scalar or other.scalar) and not is_key(self.dtype) and not is_key(other.dtype):
             return jnp.dtype(self.dtype).kind == jnp.dtype(other.dtype).kind
-        return self.dtype == other.dtype
+        return _native(self.dtype) == _native(other.dtype)
+
+
+def _native(dtype: str) -> str:
+    """Returns the name of a dtype without its byte order."""
+    return np.dtype(dtype).newbyteorder("=").name if dtype.startswith(">") else dtype
 
 
 def is_key(dtype: Any) -> bool:

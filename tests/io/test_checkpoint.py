@@ -1073,3 +1073,13 @@ def test_orbax_is_imported_where_it_is_needed_only():
         "import sys, jaxbuf; sys.exit(bool({'orbax', 'tensorstore', 'minari'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_arrays_of_another_byte_order_come_back(tmp_path):
+    saved = {"x": np.asarray([1.5, -2], ">f4"), "n": np.asarray(7, ">i2")}
+    jaxbuf.save(tmp_path, saved)
+    for like in (saved, {"x": np.zeros(2, np.float32), "n": np.int16(0)}):
+        found = jaxbuf.load(tmp_path, like)
+        assert (found["x"].tolist(), int(found["n"])) == ([1.5, -2], 7)
+    found = jaxbuf.load(tmp_path, {"x": jnp.zeros(2), "n": jnp.int16(0)})
+    assert (found["x"].tolist(), int(found["n"])) == ([1.5, -2], 7)
