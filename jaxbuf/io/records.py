@@ -18,7 +18,8 @@ def write(file: Path, record: dict[str, Any]) -> None:
     # What is left there may be a link to another file.
     new.unlink(missing_ok=True)
     with new.open("x") as stream:
-        json.dump({**record, "crc32": _checksum(record)}, stream)
+        # json.dump would encode it in Python, which takes ten times as long.
+        stream.write(json.dumps({**record, "crc32": _checksum(record)}))
         stream.flush()
         os.fsync(stream.fileno())
     new.replace(file)

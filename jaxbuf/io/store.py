@@ -1,20 +1,24 @@
 """A dataset on disk, for more items than memory holds.
 
-Each leaf is a zarr array. One small file says which rows are valid and is replaced atomically after
-rows are written, so that an interruption never affects earlier rows. Chunks and small files carry
-checksums, and a missing chunk is never read as zeros.
+Each leaf is a zarr array. ``rows.json`` says how many rows there are, and ``deleted.json`` which of
+them are deleted. They are replaced atomically, after rows are written and before the space of
+deleted rows is freed, so that an interruption never affects earlier rows. Only what these two
+files vouch for is checked, by the checksums of the rows in each chunk. Anything else in the folder
+may be what a killed writer left, or what another process has just written.
 """
 
+import atexit
 import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import itertools
-import math
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
@@ -22,7 +26,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.buffer import as_buffer
@@ -30,16 +34,21 @@ from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
 from jaxbuf.io import records, structure, zarr
+from jaxbuf.io.cache import ChunkCache
+from jaxbuf.io.checksums import Checksums, Recent, checksum
 from jaxbuf.io.order import items_in_order, rings_in_order
 from jaxbuf.io.passes import Passes
-from jaxbuf.io.places import Listed, Places, chunk_name
 from jaxbuf.io.ranges import Ranges
 
 Buffer = TypeVar("Buffer", bound=Any)
 
-_FORMAT = 2
+_FORMAT = 3
+# In format 2 one file had both the number of rows and which of them are deleted.
+_FORMATS = (2, 3)
 _CHUNK_BYTES = 2**16
 _MOST_CHUNK_BYTES = 2**31
+# What is read at once, whatever the cache can keep.
+_READ_BYTES = 2**24
 
 # Indices of rows, as NumPy would accept them for an array of all rows.
 Rows: TypeAlias = (
@@ -54,6 +63,18 @@ Rows: TypeAlias = (
 _Draw: TypeAlias = tuple[Int[np.ndarray, " B"], list[int]]
 
 
+# Iterators over batches. One that ends with the program would end when modules are gone already.
+_iterators: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    for batches in [*_iterators]:
+        # Another thread may be using it.
+        with contextlib.suppress(ValueError):
+            batches.close()
+
+
 class StoreBatch(NamedTuple):
     """Rows of a store.
 
@@ -64,6 +85,32 @@ class StoreBatch(NamedTuple):
 
     data: PyTree[Array]
     rows: Int[np.ndarray, " B"]
+
+
+class _Rows(NamedTuple):
+    """What ``rows.json`` vouches for.
+
+    Attributes:
+        size: The number of rows.
+        recent: The checksums of the newest chunks.
+    """
+
+    size: int
+    recent: Recent
+
+
+class _Committed(NamedTuple):
+    """What the files of a store vouch for.
+
+    Attributes:
+        rows: The rows.
+        deleted: Those that are deleted.
+        old: Whether both were read from one file of format 2.
+    """
+
+    rows: _Rows
+    deleted: Ranges
+    old: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,12 +133,19 @@ class Store:
     Row numbers never change. An append is on disk once it returns; one that was killed has no
     effect, and the reopened store goes on after the last append that returned. One process at a
     time may write. Any number of processes may read the rows that existed when they opened the
-    store. They may still draw rows that the writer has deleted since, which raises an error once
-    the space of these rows was freed. Threads may share one store.
+    store, whatever the writer does meanwhile. They may still draw rows that the writer has deleted
+    since, which raises an error once the space of these rows was freed. Threads may share one
+    store.
+
+    A store can be pickled, for example for the workers of a data loader. Each process that gets it
+    opens the folder anew with ``mode="r"``, and so with the rows that are there by then. Start
+    these processes with ``spawn`` or ``forkserver``, as in
+    ``torch.utils.data.DataLoader(..., multiprocessing_context="spawn")``: tensorstore aborts the
+    child of a ``fork`` that uses a ``Store`` or ``jaxbuf.load`` if its parent has used one before.
 
     The store keeps the dtypes of the example, including those of 64 bits, regardless of
-    ``jax_enable_x64``. Every chunk carries a checksum. A damaged or missing file raises an error
-    that names it, at the latest when its rows are read, and is never overwritten.
+    ``jax_enable_x64``. The rows of every chunk have a checksum. A damaged or missing file raises an
+    error that names it, at the latest when its rows are read, and is never overwritten.
 
     Args:
         path: The folder. It is created if needed.
@@ -101,7 +155,8 @@ class Store:
         chunk: Number of rows that are compressed and read together: small for random batches,
             large for long ranges. By default they take about 64 KiB before compression, which suits
             random batches. An existing store keeps its own.
-        cache_bytes: The most memory for chunks that were read.
+        cache_bytes: The most memory for chunks that were read. Rows of these are read again without
+            any file, about as fast as from an array.
 
     Raises:
         ValueError: If the folder holds a store of other items or other files, the store is damaged
@@ -133,7 +188,10 @@ class Store:
         checks.check_choice("mode", mode, ("a", "r"))
         self._folder = checks.check_path("path", path).resolve()
         self._like = _like(example)
+        self._likes: list[jax.ShapeDtypeStruct]
+        self._likes, self._treedef = jax.tree.flatten(self._like)
         self._names = [*structure.leaves(self._like, "")]
+        self._cache_bytes = check_count("cache_bytes", cache_bytes, 0, MOST_ON_HOST)
         self._pins: collections.Counter[int] = collections.Counter()
         self._kept: list[_Kept] = []
         self._mutex = threading.RLock()
@@ -143,21 +201,33 @@ class Store:
             self._lock = self._take_lock(path)
         try:
             self._arrays: list[Any] = []
-            self._folders: list[int] = []
-            self._chunk = self._open_or_create(path, chunk, cache_bytes)
-            self._places = Places(
-                self._folder,
-                self._folders,
-                [array.ndim for array in self._arrays],
-                [_chunk_bytes(leaf, self._chunk) for leaf in jax.tree.leaves(self._like)],
-            )
-            self._rows, self._deleted, self._freed, self._listed = self._committed()
-            self._check_files()
+            self._folders: list[Path] = []
+            self._chunk = self._open_or_create(path, chunk)
+            self._checksums = self._new_checksums(self._chunk)
+            self._cache = ChunkCache(self._likes, self._chunk, self._cache_bytes)
+            self._vouched, self._deleted, old = self._checked()
+            self._cache.reserve(self._count(self._rows))
+            # Whether an append failed, or was interrupted, since rows.json was written.
+            self._unfinished = False
+            # Chunks without live rows, whose files may be there.
+            self._empty: set[int] = set()
             if mode == "a":
+                if old:
+                    self._commit_deleted(self._deleted)
+                    self._commit_rows(self._vouched)
+                self._find_empty(self._chunks_on_disk())
                 self._free()
         except BaseException:
             self.close()
             raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        item = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._like)
+        return _reopen, (self._folder, item, self._cache_bytes)
+
+    @property
+    def _rows(self) -> int:
+        return self._vouched.size
 
     def __len__(self) -> int:
         """Returns the number of rows appended so far, including deleted ones."""
@@ -215,7 +285,7 @@ class Store:
             OSError: If the rows cannot be written, such as to a full disk. The store remains as it
                 was.
         """
-        items = trees.match(self._like, items)
+        items = jax.tree.map(trees.native, trees.match(self._like, items))
         self._check_items(items)
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(items)]
         if mask is not None:
@@ -225,9 +295,7 @@ class Store:
             leaves = [leaf[mask] for leaf in leaves]
         leaves = [
             numbers.convert(leaf, f"items{name}", like.dtype)
-            for name, leaf, like in zip(
-                self._names, leaves, jax.tree.leaves(self._like), strict=True
-            )
+            for name, leaf, like in zip(self._names, leaves, self._likes, strict=True)
         ]
         count = leaves[0].shape[0]
         with self._mutex:
@@ -240,18 +308,7 @@ class Store:
                 )
             known = self._rows - first
             if count > known:
-                rows = slice(self._rows, first + count)
-                if self._rows % self._chunk:
-                    # Otherwise missing rows of a chunk would be written as zeros.
-                    self._read(np.asarray([self._rows - 1]))
-                writes = [
-                    array[rows].write(leaf[known:].view(zarr.disk_dtype(leaf.dtype)))
-                    for array, leaf in zip(self._arrays, leaves, strict=True)
-                ]
-                zarr.finish(writes)
-                until = rows.stop // self._chunk, -(-rows.stop // self._chunk)
-                listed = self._places.note(self._listed, rows.start // self._chunk, *until)
-                self._commit(rows=rows.stop, listed=listed)
+                self._append([leaf[known:] for leaf in leaves])
             return range(first, first + count)
 
     def append_buffer(self, buffer: Any) -> range:
@@ -300,11 +357,15 @@ class Store:
             ValueError: If ``rows`` is something else, or the data on disk is damaged.
         """
         numbers = self._numbers(rows)
+        with self._mutex:
+            self._check_there(numbers, self._deleted)
+            found = self._cached(numbers)
+        if found is not None:
+            return found
         with self.pin(numbers):
             return self._read(numbers)
 
-    @contextlib.contextmanager
-    def pin(self, rows: Rows) -> Generator[None]:
+    def pin(self, rows: Rows) -> contextlib.AbstractContextManager[None]:
         """Keeps rows on disk while the context lasts, even if they are deleted.
 
         Args:
@@ -314,11 +375,7 @@ class Store:
             IndexError: If there is no such row, or it was deleted before.
             ValueError: If ``rows`` is something else.
         """
-        chunks = self._pin(self._numbers(rows))
-        try:
-            yield
-        finally:
-            self._unpin(chunks)
+        return _Pin(functools.partial(self._pin, self._numbers(rows)), self._unpin)
 
     def delete(self, rows: Rows) -> None:
         """Deletes rows permanently.
@@ -349,11 +406,13 @@ class Store:
         """
         with self._mutex:
             self._check_writable()
-            gone = Ranges.of(self._numbers(rows))
-            self._check_rows(gone.bounds[:, 0])
-            self._check_rows(gone.bounds[:, 1] - 1)
-            self._commit(deleted=self._deleted | gone)
-            self._free()
+            numbers = self._numbers(rows)
+            self._check_rows(numbers)
+            gone = numbers[~self._deleted.contains(numbers)]
+            if gone.size:
+                self._commit_deleted(self._deleted | Ranges.of(gone))
+                self._find_empty(np.unique(gone // self._chunk))
+                self._free()
 
     def batches(
         self,
@@ -422,7 +481,9 @@ class Store:
             draws = self._draws(batch_size, seed, numbers)
         else:
             draws = self._epochs(batch_size, seed, numbers, epochs)
-        return self._batches(draws, prefetch, device)
+        batches = self._batches(draws, prefetch, device)
+        _iterators.add(batches)
+        return batches
 
     def load_into(
         self,
@@ -526,7 +587,9 @@ class Store:
                 if self._lock is not None:
                     self._free()
 
-    def _batches(self, draws: Generator[_Draw], prefetch: int, device: Any) -> Iterator[StoreBatch]:
+    def _batches(
+        self, draws: Generator[_Draw], prefetch: int, device: Any
+    ) -> Generator[StoreBatch]:
         def fetch(rows: Int[np.ndarray, " B"], chunks: list[int]) -> StoreBatch:
             try:
                 return StoreBatch(jax.device_put(self._for_jax(self._read(rows)), device), rows)
@@ -553,7 +616,9 @@ class Store:
     def _numbers(self, rows: Rows) -> Int[np.ndarray, " ..."]:
         """Returns the numbers of the rows that NumPy would select."""
         if isinstance(rows, slice):
-            return np.arange(self._rows)[rows]
+            return np.arange(*rows.indices(self._rows))
+        if isinstance(rows, np.ndarray) and rows.dtype.kind in "iu":
+            return rows.astype(np.int64)
         known = isinstance(rows, int | np.integer | Sequence | np.ndarray | jax.Array)
         key = structure.is_key(getattr(rows, "dtype", None))
         if not known or key or isinstance(rows, str | bytes):
@@ -576,29 +641,122 @@ class Store:
             )
         return array.astype(np.int64)
 
+    def _append(self, leaves: list[np.ndarray[Any, Any]]) -> None:
+        """Writes rows, and then commits them."""
+        rows, size = self._rows, self._chunk
+        stop = rows + len(leaves[0])
+        if self._unfinished:
+            self._remove_locks()
+            # Otherwise rows.json might vouch for rows that are about to be replaced.
+            self._commit_rows(self._vouched)
+        first, last = rows // size, (stop - 1) // size
+        before = jax.tree.leaves(self._read(np.arange(first * size, rows)))
+        self._unfinished = True
+        words: list[list[int]] = []
+        writes: list[Any] = []
+        parts: list[np.ndarray[Any, Any]] = []
+        for chunk in range(first, last + 1):
+            begin, end = max(chunk * size, rows), min((chunk + 1) * size, stop)
+            parts = [leaf[begin - rows : end - rows] for leaf in leaves]
+            if begin > chunk * size:
+                parts = [np.concatenate(pair) for pair in zip(before, parts, strict=True)]
+            # Other bytes than 0 and 1, which NumPy takes for True, could not be read again.
+            parts = [x.view(np.uint8) != 0 if x.dtype == bool else x for x in parts]
+            words.append([0] * len(parts))
+            for folder, part in zip(self._folders, parts, strict=True):
+                words[-1][int(folder.name)] = checksum(part)
+            # A chunk is written as a whole, so that nothing depends on what its file has now.
+            parts = [_padded(part, size) for part in parts]
+            for array, part in zip(self._arrays, parts, strict=True):
+                if part.size:
+                    whole = array[chunk * size : (chunk + 1) * size]
+                    writes.append(whole.write(part.view(zarr.disk_dtype(part.dtype))))
+        zarr.finish(writes)
+        self._cache.reserve(last + 1)
+        self._cache.remove(first)
+        recent = self._checksums.append(self._vouched.recent, rows, words, stop)
+        self._commit_rows(_Rows(stop, recent))
+        self._cache.insert([last], parts)
+
+    def _cached(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray[Any, Any]] | None:
+        """Returns rows if all of them are in memory."""
+        at = self._cache.find(rows)
+        if at.size and at.min() < 0:
+            return None
+        return self._treedef.unflatten(self._cache.gather(at))
+
     def _read(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray[Any, Any]]:
-        if not rows.size:
-            # tensorstore would look for the first chunk even so.
-            return jax.tree.map(
-                lambda x: np.zeros((*rows.shape, *x.shape[1:]), x.dtype), self._like
-            )
-        i, leaves = 0, list[np.ndarray[Any, Any]]()
-        likes = jax.tree.leaves(self._like)
+        """Returns rows, which must not be freed meanwhile."""
+        flat = rows.reshape(-1)
+        leaves = [np.empty((flat.size, *x.shape[1:]), x.dtype) for x in self._likes]
+        with self._mutex:
+            at = self._cache.find(flat)
+            here = at >= 0
+            for leaf, found in zip(leaves, self._cache.gather(at[here]), strict=True):
+                leaf[here] = found
+            vouched = self._vouched
+        wanted_of = np.flatnonzero(~here)
+        wanted_of = wanted_of[np.argsort(flat[wanted_of], kind="stable")]
+        needed, starts = np.unique(flat[wanted_of] // self._chunk, return_index=True)
+        stops = np.append(starts, len(wanted_of))
+        at_once = max(_READ_BYTES // max(self._chunk_bytes(self._chunk), 1), 1)
+        for start in range(0, len(needed), at_once):
+            chunks = needed[start : start + at_once]
+            wanted = wanted_of[stops[start] : stops[start + len(chunks)]]
+            try:
+                loaded = self._load(chunks.tolist(), vouched)
+            except ValueError as error:
+                if self._lock is None:
+                    # The writer may have deleted them since this store was opened.
+                    gone = flat[wanted][self._committed().deleted.contains(flat[wanted])]
+                    if gone.size:
+                        raise IndexError(f"row {gone[0]} was deleted") from error
+                raise
+            number, inside = np.divmod(flat[wanted], self._chunk)
+            at = np.searchsorted(chunks, number) * self._chunk + inside
+            for leaf, found in zip(leaves, loaded, strict=True):
+                leaf[wanted] = found[at]
+            with self._mutex:
+                # Otherwise the last chunk may have been replaced by a longer one.
+                if self._vouched is vouched or chunks[-1] < vouched.size // self._chunk:
+                    self._cache.insert(chunks.tolist(), loaded)
+        leaves = [leaf.reshape(*rows.shape, *leaf.shape[1:]) for leaf in leaves]
+        return self._treedef.unflatten(leaves)
+
+    def _load(self, chunks: list[int], vouched: _Rows) -> list[Shaped[np.ndarray, "N ..."]]:
+        """Reads whole chunks from disk, one after the other.
+
+        Args:
+            chunks: Their numbers.
+            vouched: The rows that are checked.
+
+        Raises:
+            ValueError: If they are damaged.
+        """
+        size, i = self._chunk, 0
+        # Nothing is on disk of a leaf of size 0.
+        stored = [i for i, like in enumerate(self._likes) if like.size]
         try:
-            chunks = np.unique(rows // self._chunk).tolist()
-            for i in range(len(self._arrays)):
-                self._places.check(i, chunks, self._rows // self._chunk, self._listed)
-            reads = [array[rows].read() for array in self._arrays]
-            for i, read in enumerate(reads):
-                leaves.append(np.asarray(read.result()).view(likes[i].dtype))
+            words = [self._checksums.of(chunk, vouched.recent, vouched.size) for chunk in chunks]
+            for i, chunk in itertools.product(stored, chunks):
+                zarr.check_file(self._file(i, chunk), self._leaf_bytes(i, size))
+            leaves = [
+                np.empty((len(chunks) * size, *like.shape[1:]), like.dtype) for like in self._likes
+            ]
+            reads = [
+                (i, j, self._arrays[i][chunk * size : (chunk + 1) * size].read())
+                for i, (j, chunk) in itertools.product(stored, enumerate(chunks))
+            ]
+            for i, j, read in reads:
+                part = leaves[i][j * size : (j + 1) * size]
+                part[...] = np.asarray(read.result()).view(part.dtype)
+                word = words[j][int(self._folders[i].name)]
+                if word and word != checksum(part[: vouched.size - chunks[j] * size]):
+                    name = Path(self._file(i, chunks[j])).name
+                    raise ValueError(f"chunk {name} is not the one that was written there")
         except ValueError as error:
-            if self._lock is None:
-                # The writer may have deleted them since this store was opened.
-                gone = rows[self._committed()[1].contains(rows)]
-                if gone.size:
-                    raise IndexError(f"row {gone[0]} was deleted") from error
             raise self._damage(f"{self._names[i]}: {zarr.reason(error)}") from error
-        return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
+        return leaves
 
     def _for_jax(self, rows: PyTree[np.ndarray[Any, Any]]) -> PyTree[np.ndarray[Any, Any]]:
         """Returns rows in the dtypes of JAX arrays, which may be narrower."""
@@ -610,40 +768,34 @@ class Store:
 
     def _pin(self, rows: Int[np.ndarray, " ..."], deleted: Ranges | None = None) -> list[int]:
         chunks = np.unique(rows // self._chunk).tolist()
-        deleted = self._deleted if deleted is None else deleted
         with self._mutex:
-            self._check_rows(rows)
-            gone = rows[deleted.contains(rows)]
-            lost = [row for row in gone.tolist() if not self._pins[row // self._chunk]]
-            if lost:
-                raise IndexError(f"row {lost[0]} was deleted")
+            self._check_there(rows, self._deleted if deleted is None else deleted)
             self._pins.update(chunks)
         return chunks
 
     def _unpin(self, chunks: list[int]) -> None:
         with self._mutex:
-            self._pins.subtract(chunks)
-            self._pins = +self._pins
+            for chunk in chunks:
+                self._pins[chunk] -= 1
+                if not self._pins[chunk]:
+                    del self._pins[chunk]
             if self._lock is not None:
                 self._free()
 
+    def _find_empty(self, chunks: Int[np.ndarray, " C"]) -> None:
+        """Looks which of these chunks have no live rows, so that they can be removed."""
+        empty = self._deleted.covers(chunks * self._chunk, (chunks + 1) * self._chunk)
+        self._empty.update(chunks[empty].tolist())
+
     def _free(self) -> None:
         """Removes chunks without live rows from the disk, unless they are pinned."""
-        free: list[int] = []
-        for begin, end in self._unfreed():
-            for chunk in range(-(-begin // self._chunk), end // self._chunk):
-                if not self._pins[chunk] and not self._is_kept(chunk):
-                    free.append(chunk)
-        if not free:
-            return
-        removals = [
-            array.kvstore.write(chunk_name(chunk, array.ndim), None)
-            for chunk in free
-            for array in self._arrays
-        ]
-        zarr.finish(removals)
-        runs = ((chunk * self._chunk, (chunk + 1) * self._chunk) for chunk in free)
-        self._commit(freed=self._freed | Ranges.runs(runs))
+        for chunk in sorted(self._empty):
+            if not self._pins[chunk] and not self._is_kept(chunk):
+                # What cannot be removed now is tried again later.
+                with contextlib.suppress(OSError):
+                    for i in range(len(self._likes)):
+                        Path(self._file(i, chunk)).unlink(missing_ok=True)
+                    self._empty.remove(chunk)
 
     def _is_kept(self, chunk: int) -> bool:
         """Returns whether an iterator over epochs still needs rows of a chunk."""
@@ -657,82 +809,101 @@ class Store:
         if not self.live:
             raise ValueError("the store is empty; append to it first")
 
-    def _commit(
-        self,
-        rows: int | None = None,
-        deleted: Ranges | None = None,
-        freed: Ranges | None = None,
-        listed: Listed | None = None,
-    ) -> None:
-        """Records the valid rows on disk, and then in this object."""
-        rows = self._rows if rows is None else rows
-        deleted = self._deleted if deleted is None else deleted
-        freed = self._freed if freed is None else freed
-        listed = self._listed if listed is None else listed
-        records.write(
-            self._folder / "rows.json",
-            {
-                "rows": rows,
-                "deleted": deleted.tolist(),
-                "freed": freed.tolist(),
-                "places": listed._asdict(),
-            },
-        )
-        self._rows, self._deleted, self._freed, self._listed = rows, deleted, freed, listed
+    def _commit_rows(self, rows: _Rows) -> None:
+        """Records the number of rows on disk, and then in this object."""
+        record = {"format": _FORMAT, "rows": rows.size, "checksums": rows.recent._asdict()}
+        records.write(self._folder / "rows.json", record)
+        self._vouched = rows
+        self._unfinished = False
 
-    def _unfreed(self) -> Iterator[tuple[int, int]]:
-        """Yields the runs of deleted rows whose chunks are not freed."""
-        freed = self._freed.tolist()
-        for begin, end in self._deleted.tolist():
-            for other_begin, other_end in freed:
-                if begin < other_end and other_begin < end:
-                    if begin < other_begin:
-                        yield begin, other_begin
-                    begin = other_end
-            if begin < end:
-                yield begin, end
+    def _commit_deleted(self, deleted: Ranges) -> None:
+        """Records the deleted rows on disk, and then in this object."""
+        records.write(self._folder / "deleted.json", {"deleted": deleted.tolist()})
+        self._deleted = deleted
 
-    def _committed(self) -> tuple[int, Ranges, Ranges, Listed]:
-        """Returns the number of rows, which are deleted and freed, and the checksums of chunks.
+    def _committed(self) -> _Committed:
+        """Returns what the files vouch for.
 
         Raises:
             ValueError: If they cannot be what was written.
         """
         record = self._record("rows.json")
+        old = record.get("format") != _FORMAT
+        if old:
+            deleted = record.get("deleted")
+        else:
+            deleted = self._record("deleted.json").get("deleted")
+            # Read again, as rows that were appended and deleted meanwhile may be among these.
+            record = self._record("rows.json")
         rows = record.get("rows")
-        runs: list[Any] = [record.get("deleted"), record.get("freed")]
         if type(rows) is not int or not 0 <= rows <= zarr.MOST_ROWS:
             raise self._damage(f"rows.json has the number of rows {str(rows)[:40]}")
-        for name, given in zip(("deleted", "freed"), runs, strict=True):
-            if not isinstance(given, list) or not all(_is_run(run, rows) for run in given):
-                raise self._damage(f"the rows that are {name} in rows.json are not rows of it")
-        deleted, freed = (Ranges.runs(given) for given in runs)
-        if len(deleted | freed) > len(deleted):
-            raise self._damage("rows.json has rows that are freed, but not deleted")
         try:
-            listed = self._places.read(record.get("places"), rows // self._chunk)
+            runs = Ranges.parse(deleted, rows)
+        except ValueError as error:
+            name = "rows.json" if old else "deleted.json"
+            raise self._damage(f"the rows that are deleted in {name} are not rows of it") from error
+        try:
+            if old:
+                recent = self._checksums.unknown(rows)
+            else:
+                recent = self._checksums.parse(record.get("checksums"), rows)
         except (ValueError, TypeError, KeyError) as error:
             raise self._damage("the checksums in rows.json are not those of its rows") from error
-        return rows, deleted, freed, listed
+        return _Committed(_Rows(rows, recent), runs, old)
 
-    def _check_files(self) -> None:
-        """Checks that there are files for the rows, before the rows are gone through.
+    def _checked(self) -> _Committed:
+        """Returns what the files vouch for, if there are about as many chunks.
 
         Raises:
-            ValueError: If there are not.
+            ValueError: If there are far fewer.
         """
-        count, freed = -(-self._rows // self._chunk), len(self._freed) // self._chunk
-        last = self._places.file(0, max(count - 1, 0))
-        # Otherwise at most a few are missing, as errors tell when they are read.
-        if count > freed and not last.exists() and count - freed > 2 * self._count_files() + 1:
-            raise self._damage(f"there are no files for the {self._rows} rows in rows.json")
-        chunk, runs = self._chunk, self._unfreed()
-        unfreed = sum(max(end // chunk - -(-begin // chunk), 0) for begin, end in runs)
-        if unfreed and unfreed > 2 * self._count_files() + 1:
-            raise self._damage("rows.json has more rows that are deleted than there are files for")
+        found = self._committed()
+        while not self._has_files(found):
+            again = self._committed()
+            if (again.rows, len(again.deleted)) == (found.rows, len(found.deleted)):
+                count = found.rows.size
+                raise self._damage(f"there are no files for the {count} rows in rows.json")
+            # A writer has freed space meanwhile.
+            found = again
+        return found
 
-    def _count_files(self) -> int:
-        return len(zarr.file_sizes(self._leaf(0)))
+    def _has_files(self, found: _Committed) -> bool:
+        """Returns whether there are files for the live rows, before these are gone through."""
+        sizes = [like.size for like in self._likes]
+        bounds, size = found.deleted.bounds, self._chunk
+        newest = found.rows.size - 1
+        if len(bounds) and bounds[-1, 1] == found.rows.size:
+            newest = int(bounds[-1, 0]) - 1
+        if not any(sizes) or newest < 0:
+            return True
+        i = sizes.index(max(sizes))
+        if os.path.exists(self._file(i, newest // size)):
+            return True
+        # At most a few are missing, as errors tell when they are read.
+        freed = np.maximum(bounds[:, 1] // size - -(-bounds[:, 0] // size), 0).sum()
+        return (
+            self._count(found.rows.size) - freed <= 2 * len(zarr.file_sizes(self._folders[i])) + 1
+        )
+
+    def _count(self, rows: int) -> int:
+        """Returns the number of chunks of so many rows."""
+        return -(-rows // self._chunk)
+
+    def _chunks_on_disk(self) -> Int[np.ndarray, " C"]:
+        """Returns the numbers of chunks that have a file, of any leaf."""
+        names = {name for folder in self._folders for name in zarr.file_sizes(folder)}
+        digits = {name.partition(".")[0] for name in names}
+        most = self._count(self._rows)
+        return np.asarray([int(x) for x in digits if x.isdecimal() and int(x) < most], np.int64)
+
+    def _file(self, i: int, chunk: int) -> str:
+        """Returns the file of a chunk of leaf ``i``."""
+        zeros = ".0" * (len(self._likes[i].shape) - 1)
+        return f"{self._folders[i]}/{chunk}{zeros}"
+
+    def _new_checksums(self, chunk: int) -> Checksums:
+        return Checksums(self._folder / "checksums", len(self._likes), chunk)
 
     def _record(self, name: str) -> dict[str, Any]:
         try:
@@ -742,10 +913,10 @@ class Store:
         except ValueError as error:
             raise self._damage(f"{name} is no JSON object") from error
         made = record.get("format", _FORMAT)
-        if made != _FORMAT:
+        if made not in _FORMATS:
             raise ValueError(
                 f"the store {self._folder} has format {made}; this version of jaxbuf reads format "
-                f"{_FORMAT}" + ("; version 0.1.0 reads format 1" if made == 1 else "")
+                f"2 and 3" + ("; version 0.1.0 reads format 1" if made == 1 else "")
             )
         if not intact:
             raise self._damage(f"{name} is not what was written")
@@ -754,23 +925,20 @@ class Store:
     def _damage(self, what: str) -> ValueError:
         return ValueError(f"the store {self._folder} is damaged: {what}")
 
-    def _open_or_create(
-        self, path: str | os.PathLike[str], chunk: int | None, cache_bytes: int
-    ) -> int:
+    def _open_or_create(self, path: str | os.PathLike[str], chunk: int | None) -> int:
         leaves: dict[str, Any] = {}
         for name, leaf in structure.leaves(self._like, "").items():
             if structure.is_key(leaf.dtype):
                 raise ValueError(f"example{name} is a PRNG key; store its jax.random.key_data")
             leaves[name] = {"shape": [*leaf.shape[1:]], "dtype": leaf.dtype}
-        cache = zarr.new_cache(check_count("cache_bytes", cache_bytes, 0, MOST_ON_HOST))
         if (self._folder / "store.json").exists():
-            return self._open(leaves, cache)
+            return self._open(leaves)
         self._check_new()
         if self._lock is None:
             raise FileNotFoundError(f"there is no store in {path}")
-        return self._create(leaves, chunk, cache)
+        return self._create(leaves, chunk)
 
-    def _open(self, leaves: dict[str, Any], cache: Any) -> int:
+    def _open(self, leaves: dict[str, Any]) -> int:
         record = self._record("store.json")
         stored, chunk = record.get("leaves"), record.get("chunk")
         if type(chunk) is not int or chunk < 1 or self._most_bytes(chunk) > _MOST_CHUNK_BYTES:
@@ -778,46 +946,50 @@ class Store:
         if not isinstance(stored, dict) or not all(isinstance(x, dict) for x in stored.values()):
             raise self._damage("store.json does not say what rows are")
         self._compare(stored, leaves)
-        if self._lock is not None:
-            self._remove_locks()
         try:
-            self._open_arrays(stored, chunk, cache)
+            self._open_arrays(stored, chunk)
         except ValueError as error:
             raise self._damage(str(error)) from error
+        if self._lock is not None:
+            self._remove_locks()
         return chunk
 
     def _remove_locks(self) -> None:
-        """Removes files that a killed writer left, which were to become chunks.
+        """Removes files that a writer left which was killed or failed, and were to become chunks.
 
         tensorstore would overwrite the beginning of such a file and keep the rest.
         """
-        for i in range(len(self._names)):
-            with contextlib.suppress(FileNotFoundError), os.scandir(self._leaf(i)) as entries:
+        for folder in self._folders:
+            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
                 for entry in entries:
                     if entry.name.endswith(".__lock") and not entry.is_dir(follow_symlinks=False):
                         os.unlink(entry)
 
-    def _leaf(self, i: int) -> Path:
-        return self._folder / "leaves" / str(i)
+    def _chunk_bytes(self, chunk: int) -> int:
+        """Returns the size of a chunk of all leaves."""
+        return sum(self._leaf_bytes(i, chunk) for i in range(len(self._likes)))
+
+    def _leaf_bytes(self, i: int, chunk: int) -> int:
+        return chunk * self._likes[i].size * self._likes[i].dtype.itemsize
 
     def _most_bytes(self, chunk: int) -> int:
         """Returns the size of the largest chunk of a leaf."""
-        return max(_chunk_bytes(leaf, chunk) for leaf in jax.tree.leaves(self._like))
+        return max(self._leaf_bytes(i, chunk) for i in range(len(self._likes)))
 
-    def _create(self, leaves: dict[str, Any], chunk: int | None, cache: Any) -> int:
+    def _create(self, leaves: dict[str, Any], chunk: int | None) -> int:
         if chunk is None:
-            row_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._like))
-            chunk = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
+            chunk = max(_CHUNK_BYTES // max(self._chunk_bytes(1), 1), 1)
         chunk = check_count("chunk", chunk)
         if self._most_bytes(chunk) > _MOST_CHUNK_BYTES:
             raise ValueError(
                 f"chunk is {chunk} rows, which have {self._most_bytes(chunk)} bytes; choose fewer, "
                 f"of at most {_MOST_CHUNK_BYTES} bytes"
             )
-        for name in ("leaves", "places"):
+        for name in ("leaves", "checksums"):
             shutil.rmtree(self._folder / name, ignore_errors=True)
-        self._open_arrays(leaves, chunk, cache, create=True)
-        self._commit(0, Ranges.of([]), Ranges.of([]), Listed(0, [], [0] * len(self._names)))
+        self._open_arrays(leaves, chunk, create=True)
+        self._commit_deleted(Ranges.of([]))
+        self._commit_rows(_Rows(0, Recent(0, [])))
         # Written last, since this file makes the folder a store.
         records.write(
             self._folder / "store.json", {"format": _FORMAT, "chunk": chunk, "leaves": leaves}
@@ -825,14 +997,13 @@ class Store:
         records.sync(self._folder.parent)
         return chunk
 
-    def _open_arrays(
-        self, stored: dict[str, Any], chunk: int, cache: Any, *, create: bool = False
-    ) -> None:
+    def _open_arrays(self, stored: dict[str, Any], chunk: int, *, create: bool = False) -> None:
         # Folders are numbered as the leaves were when the store was created.
         number = {name: i for i, name in enumerate(stored)}
-        for name, leaf in zip(self._names, jax.tree.leaves(self._like), strict=True):
-            self._folders.append(number[name])
+        cache = zarr.new_cache(0)
+        for name, leaf in zip(self._names, self._likes, strict=True):
             folder = self._folder / "leaves" / str(number[name])
+            self._folders.append(folder)
             try:
                 array = zarr.open_rows(folder, leaf, chunk, cache, create=create)
             except ValueError as error:
@@ -871,7 +1042,7 @@ class Store:
     def _take_lock(self, path: str | os.PathLike[str]) -> Any:
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"path is {path}, which is a file; choose a folder")
-        known = {"store.json", "rows.json", "leaves", "places", "lock"}
+        known = {"store.json", "rows.json", "deleted.json", "leaves", "checksums", "lock"}
         strange = (
             sorted(entry.name for entry in self._folder.iterdir() if entry.name not in known)
             if self._folder.exists() and not (self._folder / "store.json").exists()
@@ -880,8 +1051,12 @@ class Store:
         if [name for name in strange if not name.endswith(".new")]:
             raise ValueError(f"{path} holds other files ({strange[0]}, ...); choose another folder")
         self._folder.mkdir(parents=True, exist_ok=True)
-        arrays, places = self._folder / "leaves", self._folder / "places"
-        for inner in (places, arrays, *(arrays.iterdir() if arrays.is_dir() else ())):
+        arrays = self._folder / "leaves"
+        for inner in (
+            self._folder / "checksums",
+            arrays,
+            *(arrays.iterdir() if arrays.is_dir() else ()),
+        ):
             if inner.is_symlink():
                 raise ValueError(
                     f"{inner} is a link, through which a store does not write; use mode='r', or "
@@ -927,19 +1102,47 @@ class Store:
             jax.eval_shape(lambda x: storage.check(self._like, x, "items", ("B",))[0], items)
 
     def _check_rows(self, rows: Int[np.ndarray, " ..."]) -> None:
-        wrong = rows[(rows < 0) | (rows >= self._rows)]
-        if wrong.size:
+        # As unsigned integers, negative ones are beyond all rows.
+        if rows.size and rows.view(np.uint64).max() >= self._rows:
+            wrong = rows[(rows < 0) | (rows >= self._rows)]
             raise IndexError(f"there is no row {wrong[0]}; the store has {self._rows}")
 
+    def _check_there(self, rows: Int[np.ndarray, " ..."], deleted: Ranges) -> None:
+        """Checks that there are such rows, which are not deleted unless they are pinned."""
+        self._check_rows(rows)
+        if deleted:
+            gone = rows[deleted.contains(rows)]
+            lost = [row for row in gone.tolist() if not self._pins[row // self._chunk]]
+            if lost:
+                raise IndexError(f"row {lost[0]} was deleted")
 
-def _is_run(run: Any, rows: int) -> bool:
-    """Returns whether this is a run of some of so many rows."""
-    whole = isinstance(run, list) and len(run) == 2 and all(type(x) is int for x in run)
-    return whole and 0 <= run[0] < run[1] <= rows
+
+class _Pin(contextlib.AbstractContextManager[None]):
+    """A context in which rows are pinned, and no generator, which would end with the program."""
+
+    def __init__(self, pin: Callable[[], list[int]], unpin: Callable[[list[int]], None]) -> None:
+        self._pin = pin
+        self._unpin = unpin
+        self._chunks: list[int] = []
+
+    def __enter__(self) -> None:
+        self._chunks = self._pin()
+
+    def __exit__(self, *error: object) -> None:
+        self._unpin(self._chunks)
 
 
-def _chunk_bytes(leaf: Any, chunk: int) -> int:
-    return chunk * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+def _reopen(folder: Path, example: PyTree, cache_bytes: int) -> Store:
+    return Store(folder, example, mode="r", cache_bytes=cache_bytes)
+
+
+def _padded(rows: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+    """Returns rows and zeros after them, so many together."""
+    if len(rows) == size:
+        return rows
+    whole = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    whole[: len(rows)] = rows
+    return whole
 
 
 def _like(example: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
@@ -949,6 +1152,7 @@ def _like(example: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
         jax.eval_shape(lambda: storage.allocate(example, (1,)))
 
     def batch(leaf: Any) -> jax.ShapeDtypeStruct:
+        leaf = trees.native(leaf)
         dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         return jax.ShapeDtypeStruct((1, *getattr(leaf, "shape", ())), dtype)
 

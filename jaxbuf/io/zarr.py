@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,12 +158,8 @@ def grid(
     return (".".join(map(str, place)) for place in itertools.product(*steps))
 
 
-def checksum(file: Path, nbytes: int = 0) -> int:
+def checksum(file: Path) -> int:
     """Returns the checksum of a chunk, which its codec keeps in the last four bytes of its file.
-
-    Args:
-        file: The file of the chunk.
-        nbytes: The size of the chunk that it is to hold.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -171,8 +168,8 @@ def checksum(file: Path, nbytes: int = 0) -> int:
     try:
         with records.open_file(file, "rb") as stream:
             size = stream.seek(0, os.SEEK_END)
-            if size < _CHECKSUM_BYTES or nbytes > size * _MOST_PER_BYTE:
-                raise ValueError(f"{file} has {size} bytes, too few for {nbytes}")
+            if size < _CHECKSUM_BYTES:
+                raise ValueError(f"{file} has {size} bytes, too few for a checksum")
             stream.seek(size - _CHECKSUM_BYTES)
             return int.from_bytes(stream.read(_CHECKSUM_BYTES), "little")
     except FileNotFoundError:
@@ -181,13 +178,37 @@ def checksum(file: Path, nbytes: int = 0) -> int:
         raise ValueError(f"{file} cannot be read: {error}") from error
 
 
+def check_file(file: str, nbytes: int) -> None:
+    """Checks that a file can hold a chunk, before memory is allocated for it.
+
+    It says nothing of a missing file; the read of the chunk raises an error.
+
+    Raises:
+        ValueError: If it is far too small, or no file.
+    """
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not stat.S_ISREG(found.st_mode) or nbytes > found.st_size * _MOST_PER_BYTE:
+        raise ValueError(f"{file} has {found.st_size} bytes, too few for {nbytes}")
+
+
 def finish(writes: list[Any]) -> None:
     """Waits for all writes, and only then raises the first error.
 
     Raises:
         OSError: If a write failed; tensorstore's errors have another type.
     """
-    errors = [error for error in [write.exception() for write in writes] if error]
+    try:
+        errors = [error for error in [write.exception() for write in writes] if error]
+    except BaseException:
+        # Interrupted, but what is being written must not meet what is written next.
+        for write in writes:
+            write.exception()
+        raise
     if errors:
         raise OSError(reason(errors[0])) from errors[0]
 

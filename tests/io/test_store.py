@@ -2,8 +2,13 @@
 
 import itertools
 import json
+import multiprocessing
+import operator
+import pickle
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,10 +19,12 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from jaxbuf.io import checksums, records, zarr
 from jaxbuf.io import passes as passes_module
+from jaxbuf.io.cache import ChunkCache
 from jaxbuf.io.passes import Passes
 from jaxbuf.io.ranges import Ranges
-from tests.models.store import ReferenceStore
+from tests.models.store import ReferenceStore, as_format_2
 from tests.programs import kill
 
 ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
@@ -39,11 +46,12 @@ def disk_chunks(path):
     return sorted(int(entry.name) for entry in (path / "leaves" / "0").glob("[0-9]*"))
 
 
-def test_random_operations_agree_with_a_list(tmp_path):
+@pytest.mark.parametrize("cache_bytes", [0, 3 * 8 * 16, 2**26])
+def test_random_operations_agree_with_a_list(tmp_path, cache_bytes):
     random = np.random.default_rng(0)
     twin, clock = ReferenceStore(), 0
-    store = jaxbuf.Store(tmp_path / "store", ITEM, chunk=8)
-    for _ in range(120):
+    store = jaxbuf.Store(tmp_path / "store", ITEM, chunk=8, cache_bytes=cache_bytes)
+    for _ in range(80):
         action = random.choice(["append", "append", "again", "delete", "reopen", "read"])
         if action == "append":
             new = range(clock, clock + int(random.integers(0, 20)))
@@ -63,7 +71,7 @@ def test_random_operations_agree_with_a_list(tmp_path):
             twin.delete(rows.tolist())
         elif action == "reopen":
             store.close()
-            store = jaxbuf.Store(tmp_path / "store", ITEM)
+            store = jaxbuf.Store(tmp_path / "store", ITEM, cache_bytes=cache_bytes)
         live = twin.live
         assert (len(store), store.live) == (len(twin.rows), len(live))
         if len(live):
@@ -281,8 +289,12 @@ def test_reading_overlaps_with_computing(tmp_path, monkeypatch):
 def test_an_error_while_reading_reaches_the_loop(tmp_path, monkeypatch):
     with jaxbuf.Store(tmp_path, ITEM) as store:
         store.append(items(range(10)))
-        monkeypatch.setattr(store, "_arrays", [])
-        with pytest.raises(ValueError, match="Too few leaves"):
+
+        def fail(rows):
+            raise ValueError("the disk is gone")
+
+        monkeypatch.setattr(store, "_read", fail)
+        with pytest.raises(ValueError, match="the disk is gone"):
             next(store.batches(4))
         assert not store._pins
 
@@ -713,6 +725,277 @@ def test_files_of_others_are_not_taken_for_a_store_that_was_killed(tmp_path, the
     with pytest.raises(ValueError, match=file.name):
         jaxbuf.Store(tmp_path, ITEM)
     assert file.read_text() == "mine"
+
+
+# All but the first leaf say little or nothing of where their rows belong.
+DULL = {
+    "row": np.int64(0),
+    "one": np.float32(0),
+    "period": np.int32(0),
+    "zero": np.zeros(3, np.int16),
+    "unknown": np.float32(0),
+    "empty": np.zeros((0, 2), np.float32),
+}
+
+
+def dull(first, last, more=0):
+    row = np.arange(first, last)
+    return {
+        "row": row + more,
+        "one": np.ones(len(row), np.float32),
+        "period": (row % 8).astype(np.int32),
+        "zero": np.zeros((len(row), 3), np.int16),
+        "unknown": np.full(len(row), np.nan, np.float32),
+        "empty": np.zeros((len(row), 0, 2), np.float32),
+    }
+
+
+def check_dull(read, first, last):
+    chex.assert_trees_all_equal(read, dull(first, last))
+
+
+def check_and_append(path, count):
+    """A store has so many rows, for each process, and goes on."""
+    with jaxbuf.Store(path, DULL, mode="r") as reader:
+        check_dull(reader.read(slice(None)), 0, count)
+    with jaxbuf.Store(path, DULL) as store:
+        check_dull(store.read(slice(None)), 0, count)
+        store.append(dull(count, count + 9))
+    with jaxbuf.Store(path, DULL, mode="r") as reader:
+        check_dull(reader.read(slice(None)), 0, count + 9)
+
+
+@pytest.mark.parametrize(("before", "more"), [(3, 2), (10, 30), (16, 9), (0, 20)])
+def test_wherever_an_append_is_killed_the_earlier_rows_are_readable(
+    tmp_path, monkeypatch, before, more
+):
+    monkeypatch.setattr(checksums, "_SEGMENT", 2)
+    old, new = tmp_path / "old", tmp_path / "new"
+    with jaxbuf.Store(old, DULL, chunk=8) as store:
+        store.append(dull(0, before))
+    shutil.copytree(old, new)
+    with jaxbuf.Store(new, DULL) as store:
+        store.append(dull(before, before + more, 1000))
+    earlier = {file.relative_to(old): data for file, data in contents(old).items()}
+    later = {file.relative_to(new): data for file, data in contents(new).items()}
+    changed = [name for name, data in later.items() if earlier.get(name) != data]
+    # Chunks are written in any order, and the number of rows at last.
+    np.random.default_rng(0).shuffle(changed)
+    changed.sort(key=lambda name: name.name == "rows.json")
+    assert changed[-1].name == "rows.json"
+    for count in {*range(0, len(changed), 4), len(changed) - 1, len(changed)}:
+        path = tmp_path / str(count)
+        shutil.copytree(old, path)
+        with jaxbuf.Store(path, DULL, mode="r") as reader:
+            for name in changed[:count]:
+                (path / name).parent.mkdir(exist_ok=True)
+                (path / name).write_bytes(later[name])
+            check_dull(reader.read(slice(None)), 0, before)
+        if count < len(changed):
+            (path / changed[count]).with_suffix(".__lock").write_bytes(bytes(1000))
+            check_and_append(path, before)
+
+
+@pytest.mark.parametrize("where", ["chunks", "before", "after"])
+def test_an_append_that_fails_leaves_the_store_as_it_was(tmp_path, monkeypatch, where):
+    path = tmp_path / "store"
+
+    def fail(module, name, before):
+        real = getattr(module, name)
+
+        def failing(*args):
+            if before:
+                raise OSError("the disk is full")
+            real(*args)
+            raise OSError("the disk is full")
+
+        context = monkeypatch.context()
+        context.__enter__().setattr(module, name, failing)
+        return context
+
+    with jaxbuf.Store(path, DULL, chunk=8) as store:
+        store.append(dull(0, 12))
+        for more in (20, 3):
+            if where == "chunks":
+                failure = fail(zarr, "finish", False)
+            else:
+                failure = fail(records, "write", where == "before")
+            with pytest.raises(OSError, match="the disk is full"):
+                store.append(dull(12, 12 + more, 1000))
+            failure.__exit__(None, None, None)
+            assert len(store) == 12
+            check_dull(store.read(slice(None)), 0, 12)
+        # It goes on, and is killed there.
+        failure = fail(records, "write", True)
+        with pytest.raises(OSError, match="the disk is full"):
+            store.append(dull(12, 19, 2000))
+        failure.__exit__(None, None, None)
+        shutil.copytree(path, tmp_path / "killed")
+        check_and_append(tmp_path / "killed", 12)
+        store.append(dull(12, 14))
+        check_dull(store.read(slice(None)), 0, 14)
+        failure = fail(zarr, "finish", False)
+        with pytest.raises(OSError, match="the disk is full"):
+            store.append(dull(14, 33, 3000))
+        shutil.copytree(path, tmp_path / "again")
+        failure.__exit__(None, None, None)
+    check_and_append(tmp_path / "again", 14)
+    check_and_append(path, 14)
+
+
+def test_a_reader_keeps_its_rows_whatever_the_writer_does(tmp_path):
+    with jaxbuf.Store(tmp_path, DULL, chunk=8) as store:
+        readers = []
+        for count in range(5, 60, 9):
+            store.append(dull(len(store), count))
+            readers.append(jaxbuf.Store(tmp_path, DULL, mode="r", cache_bytes=0))
+        store.delete(slice(0, 3))
+        for reader in readers:
+            check_dull(reader.read(slice(3, None)), 3, len(reader))
+
+
+EMPTY = np.zeros((0, 3), np.float32)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    "item", [{"extra": EMPTY, "u": np.int32(0)}, {"a": np.int32(0), "extra": EMPTY}, EMPTY]
+)
+def test_leaves_of_size_0(tmp_path, item, old):
+    def some(first, last):
+        row = np.arange(first, last, dtype=np.int32)
+        empty = np.zeros((len(row), *EMPTY.shape), np.float32)
+        return jax.tree.map(lambda x: row if x.ndim == 0 else empty, item)
+
+    with jaxbuf.Store(tmp_path, item, chunk=7) as store:
+        assert store.append(some(0, 100)) == range(100)
+        chex.assert_trees_all_equal(store.read(slice(None)), some(0, 100))
+        store.delete(slice(0, 30))
+    if old:
+        as_format_2(tmp_path)
+    for mode in ("r", "a"):
+        with jaxbuf.Store(tmp_path, item, mode=mode) as store:
+            chex.assert_trees_all_equal(store.read(slice(30, None)), some(30, 100))
+    with jaxbuf.Store(tmp_path, item) as store:
+        store.append(some(100, 120))
+        expected = jax.tree.map(lambda x: x[[119, 99]], some(0, 120))
+        chex.assert_trees_all_equal(store.read([119, 99]), expected)
+        assert sum(len(batch.rows) for batch in store.batches(32, epochs=1)) == 90
+
+
+def test_cached_rows_need_no_file(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4) as store:
+        store.append(items(range(50)))
+    cached = jaxbuf.Store(tmp_path, ITEM, mode="r")
+    few = jaxbuf.Store(tmp_path, ITEM, mode="r", cache_bytes=2 * 4 * 16)
+    for reader in (cached, few):
+        check(reader.read(slice(None)), range(50))
+    shutil.rmtree(tmp_path / "leaves")
+    random = np.random.default_rng(0).integers(50, size=(3, 40))
+    for rows in random:
+        check(cached.read(rows), rows)
+    with pytest.raises(ValueError, match="is missing"):
+        few.read(random[0])
+
+
+def test_a_cache_agrees_with_a_dict():
+    random = np.random.default_rng(0)
+    likes = [jax.ShapeDtypeStruct((1, 2), np.int32), jax.ShapeDtypeStruct((1,), np.int64)]
+    cache, twin = ChunkCache(likes, 3, 5 * 3 * 16), {}
+    cache.reserve(40)
+    for step in range(400):
+        chunks = random.choice(40, size=int(random.integers(1, 4)), replace=False).tolist()
+        if random.random() < 0.2:
+            cache.remove(chunks[0])
+            twin.pop(chunks[0], None)
+        else:
+            rows = np.concatenate([np.arange(3) + 1000 * step + 3 * x for x in chunks])
+            cache.insert(chunks, [np.repeat(rows[:, None], 2, 1).astype(np.int32), rows])
+            twin |= {x: rows[3 * i : 3 * i + 3] for i, x in enumerate(chunks)}
+        here = cache.find(np.arange(0, 120, 3)) >= 0
+        known = set(np.flatnonzero(here).tolist())
+        assert known <= set(twin)
+        assert len(known) <= 5
+        # Those of the last call are always there.
+        assert known >= set(chunks) & set(twin)
+        twin = {chunk: twin[chunk] for chunk in known}
+        for chunk, rows in twin.items():
+            pairs, single = cache.gather(cache.find(np.arange(3 * chunk, 3 * chunk + 3)))
+            assert single.tolist() == rows.tolist()
+            assert pairs.tolist() == [[row, row] for row in rows.tolist()]
+
+
+def test_an_append_does_not_write_the_deleted_rows(tmp_path, monkeypatch):
+    written, write = [], records.write
+    monkeypatch.setattr(
+        records, "write", lambda file, record: (written.append(file.name), write(file, record))
+    )
+    with jaxbuf.Store(tmp_path, ITEM, chunk=8) as store:
+        store.append(items(range(100)))
+        store.delete(range(0, 100, 2))
+        written.clear()
+        store.append(items(range(100, 103)))
+        store.read(slice(1, 20, 2))
+        store.delete(range(0, 100, 2))
+        assert written == ["rows.json"]
+        store.delete([1])
+        assert written == ["rows.json", "deleted.json"]
+    with jaxbuf.Store(tmp_path, ITEM) as store:
+        assert (len(store), store.live) == (103, 52)
+
+
+def test_a_copy_for_another_process_reads_only(tmp_path):
+    with jaxbuf.Store(tmp_path, ITEM, chunk=4, cache_bytes=500) as store:
+        store.append(items(range(10)))
+        data = pickle.dumps(store)
+        store.append(items(range(10, 12)))
+        with pickle.loads(data) as copy:
+            check(copy.read(slice(None)), range(12))
+            with pytest.raises(ValueError, match="is open for reading only"):
+                copy.append(items([1]))
+        store.append(items([12]))
+        with multiprocessing.get_context("spawn").Pool(1) as workers:
+            read = workers.map(operator.methodcaller("read", [3, 12]), [store] * 2)
+        for batch in read:
+            check(batch, [3, 12])
+
+
+_ENDS = """
+import sys, numpy as np, jaxbuf
+store = jaxbuf.Store(sys.argv[1], np.float32(0), chunk=8)
+store.append(np.arange(100, dtype=np.float32))
+some, epochs, begun = store.batches(4), store.batches(4, epochs=3), store.batches(4)
+print(len(next(some).rows), len(next(epochs).rows))
+pinned = store.pin([1, 2])
+pinned.__enter__()
+store.delete(slice(None))
+itself = [some, store]
+itself.append(itself)
+"""
+
+
+def test_a_program_may_end_in_the_middle_of_an_iterator(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS, str(tmp_path)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4 4\n", "")
+
+
+def test_arrays_of_another_byte_order_are_converted(tmp_path):
+    given = {"x": np.asarray([[1.5], [-2]], ">f4"), "n": np.asarray([2**40, 7], ">i8")}
+    with jaxbuf.Store(tmp_path, jax.tree.map(lambda x: x[0], given)) as store:
+        store.append(given)
+        read = store.read(np.asarray([1, 0], ">i4"))
+    chex.assert_trees_all_equal_dtypes(read, {"x": np.float32(0), "n": np.int64(0)})
+    assert (read["x"].tolist(), read["n"].tolist()) == ([[-2], [1.5]], [7, 2**40])
+
+
+def test_any_byte_but_0_is_true(tmp_path):
+    flags = np.asarray([0, 1, 2, 255], np.uint8).view(bool)
+    with jaxbuf.Store(tmp_path, np.bool_(False)) as store:
+        store.append(flags)
+    with jaxbuf.Store(tmp_path, np.bool_(False)) as store:
+        assert store.read(slice(None)).tolist() == [False, True, True, True]
 
 
 def test_a_killed_writer_loses_and_repeats_nothing(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.io import records
+from tests.models.store import as_format_2
 
 KEY = jax.random.key(0)
 ITEM = {"x": jnp.zeros(3)}
@@ -165,29 +166,40 @@ def rewrite(folder, name, **changes):
     records.write(folder / name, record | changes)
 
 
+DELETED = [
+    [[0, 2**40]],
+    [[-(2**40), 8]],
+    [[8, 4]],
+    [[0, 8, 9]],
+    [["0", 8]],
+    [[0, 8], [9]],
+    [[0, 2**70]],
+    8,
+    None,
+    [[0.5, 8]],
+]
+
+
 @pytest.mark.parametrize("mode", ["a", "r"])
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("rows.json", {"deleted": [[0, 2**40]]}),
-        ("rows.json", {"deleted": [[-(2**40), 8]]}),
-        ("rows.json", {"deleted": [[8, 4]]}),
-        ("rows.json", {"deleted": [[0, 8, 9]]}),
-        ("rows.json", {"deleted": [["0", 8]]}),
-        ("rows.json", {"deleted": 8}),
-        ("rows.json", {"deleted": [[0.5, 8]]}),
-        ("rows.json", {"freed": [[0, 8]]}),
+        *(("deleted.json", {"deleted": runs}) for runs in DELETED),
+        *(("old", {"deleted": runs}) for runs in DELETED),
+        ("old", {"rows": 2**39}),
+        ("old", {"rows": "40"}),
         ("rows.json", {"rows": -1}),
         ("rows.json", {"rows": 2**39}),
-        ("rows.json", {"rows": 2**39, "deleted": [[0, 2**39]]}),
-        ("rows.json", {"rows": 2**39, "places": None}),
-        ("rows.json", {"rows": 2**39, "deleted": [[0, 2**39]], "places": None}),
+        ("rows.json", {"rows": 2**39, "checksums": {"begin": 2**40, "words": []}}),
         ("rows.json", {"rows": 2**70}),
         ("rows.json", {"rows": "40"}),
         ("rows.json", {"rows": None}),
         ("rows.json", {"rows": True}),
-        ("rows.json", {"places": {"begin": -1, "recent": [], "tail": []}}),
-        ("rows.json", {"places": 3}),
+        ("rows.json", {"checksums": {"begin": -1, "words": []}}),
+        ("rows.json", {"checksums": {"begin": 0, "words": [[2**32, 0]] * 10}}),
+        ("rows.json", {"checksums": 3}),
+        ("rows.json", {"checksums": None}),
+        ("rows.json", {"format": 2}),
         ("store.json", {"chunk": 2**60}),
         ("store.json", {"chunk": 2**28}),
         ("store.json", {"chunk": 0}),
@@ -202,12 +214,9 @@ def rewrite(folder, name, **changes):
 )
 def test_what_a_store_says_of_itself_is_checked(tmp_path, name, changes, mode):
     stored(tmp_path)
-    if "places" in changes and changes["places"] is None:
-        # As version 0.2.0 wrote it.
-        record, _ = records.read(tmp_path / name)
-        del record["places"]
-        records.write(tmp_path / name, record)
-        changes = {key: value for key, value in changes.items() if key != "places"}
+    if name == "old":
+        as_format_2(tmp_path)
+        name = "rows.json"
     rewrite(tmp_path, name, **changes)
     with pytest.raises(ValueError, match="the store"):
         jaxbuf.Store(tmp_path, ROW, mode=mode)
@@ -222,7 +231,7 @@ def test_a_chunk_beyond_its_file_is_not_allocated(tmp_path, chunk):
         record["chunk_grid"]["configuration"]["chunk_shape"] = [chunk, *shape]
         file.write_text(json.dumps(record))
     rewrite(tmp_path, "store.json", chunk=chunk)
-    rewrite(tmp_path, "rows.json", places={"begin": 0, "recent": [], "tail": [0, 0]})
+    rewrite(tmp_path, "rows.json", checksums={"begin": 0, "words": [[0, 0]]})
     with (
         jaxbuf.Store(tmp_path, ROW) as store,
         pytest.raises(ValueError, match="bytes, too few for"),
@@ -230,7 +239,7 @@ def test_a_chunk_beyond_its_file_is_not_allocated(tmp_path, chunk):
         store.read([1])
 
 
-@pytest.mark.parametrize("name", ["store.json", "rows.json", "leaves/0/zarr.json"])
+@pytest.mark.parametrize("name", ["store.json", "rows.json", "deleted.json", "leaves/0/zarr.json"])
 @pytest.mark.parametrize("mode", ["a", "r"])
 def test_files_of_a_store_may_be_any_text(tmp_path, name, mode):
     stored(tmp_path)
@@ -295,7 +304,7 @@ def test_chunks_that_changed_places_are_noticed(tmp_path, pair, mode):
 
 def test_a_file_of_checksums_is_checked(tmp_path):
     stored(tmp_path, count=4 * 130)
-    file = tmp_path / "places" / "0.json"
+    file = tmp_path / "checksums" / "0.json"
     text = file.read_text()
     for spoiled in (text[:-9], text.replace("1", "2"), text + "x", "{}", None):
         file.unlink() if spoiled is None else file.write_text(spoiled)
@@ -309,20 +318,36 @@ def test_a_file_of_checksums_is_checked(tmp_path):
 @pytest.mark.parametrize("count", [2, 41, 4 * 128, 4 * 200 + 1])
 def test_a_store_of_an_earlier_version_goes_on(tmp_path, count):
     stored(tmp_path, count=count, first=[0], more=[0, 1])
-    record, _ = records.read(tmp_path / "rows.json")
-    del record["places"]
-    records.write(tmp_path / "rows.json", record)
-    for file in tmp_path.glob("places/*"):
-        file.unlink()
+    as_format_2(tmp_path)
+    with jaxbuf.Store(tmp_path, ROW, mode="r") as store:
+        assert store.read(slice(2, None))["n"].tolist() == [*range(2, count)]
     with jaxbuf.Store(tmp_path, ROW) as store:
+        assert (len(store), store.live) == (count, count - 2)
         store.append(rows(count, 4 * 400))
         assert store.read(slice(2, None))["n"].tolist() == [*range(2, 4 * 400)]
+    with jaxbuf.Store(tmp_path, ROW, mode="r") as store:
+        assert (len(store), store.live) == (4 * 400, 4 * 400 - 2)
     exchange(*(tmp_path / "leaves" / "0" / str(chunk) for chunk in (300, 310)))
     with (
         jaxbuf.Store(tmp_path, ROW) as store,
         pytest.raises(ValueError, match="is not the one that was written"),
     ):
         store.read([4 * 310])
+
+
+def test_deleted_rows_without_files_are_no_damage(tmp_path):
+    """A writer was killed after it had freed all space, and before it said so."""
+    stored(tmp_path)
+    as_format_2(tmp_path)
+    rewrite(tmp_path, "rows.json", deleted=[[0, 40]])
+    for file in tmp_path.glob("leaves/*/[0-9]*"):
+        file.unlink()
+    for mode in ("r", "a"):
+        with jaxbuf.Store(tmp_path, ROW, mode=mode) as store:
+            assert (len(store), store.live) == (40, 0)
+    with jaxbuf.Store(tmp_path, ROW) as store:
+        store.append(rows(40, 45))
+        assert store.read(slice(40, None))["n"].tolist() == [*range(40, 45)]
 
 
 _FULL = """

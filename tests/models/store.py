@@ -1,6 +1,8 @@
-"""A store as a list."""
+"""A store as a list, and one of an earlier version."""
 
 import numpy as np
+
+from jaxbuf.io import records
 
 
 class ReferenceStore:
@@ -20,3 +22,16 @@ class ReferenceStore:
     @property
     def live(self):
         return np.asarray([i for i in range(len(self.rows)) if i not in self.deleted], np.int64)
+
+
+def as_format_2(folder):
+    """Turn a store into one of version 0.2.0, which had one file and no checksums of rows."""
+    rows, _ = records.read(folder / "rows.json")
+    deleted, _ = records.read(folder / "deleted.json")
+    store, _ = records.read(folder / "store.json")
+    record = {"rows": rows["rows"], "deleted": deleted["deleted"], "freed": []}
+    records.write(folder / "rows.json", record)
+    records.write(folder / "store.json", store | {"format": 2})
+    (folder / "deleted.json").unlink()
+    for file in folder.glob("checksums/*"):
+        file.unlink()

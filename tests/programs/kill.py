@@ -176,6 +176,10 @@ STORE_ITEM = {
     "k": np.int64(0),
     "seed": np.int64(0),
     "obs": jax.ShapeDtypeStruct((100,), np.uint8),
+    # The same in each chunk.
+    "discount": np.float32(0),
+    "unknown": np.float32(0),
+    "empty": jax.ShapeDtypeStruct((0,), np.int8),
 }
 _KEPT = 2000
 
@@ -186,7 +190,14 @@ def _block(k: int, seed: int) -> dict[str, np.ndarray]:
     obs = np.full((random.integers(1, 150), 100), k % 256, np.uint8)
     if random.random() < 0.5:
         obs = random.integers(0, 256, obs.shape, np.uint8)
-    return {"k": np.full(len(obs), k), "seed": np.full(len(obs), seed), "obs": obs}
+    return {
+        "k": np.full(len(obs), k),
+        "seed": np.full(len(obs), seed),
+        "obs": obs,
+        "discount": np.ones(len(obs), np.float32),
+        "unknown": np.full(len(obs), np.nan, np.float32),
+        "empty": np.zeros((len(obs), 0), np.int8),
+    }
 
 
 def check_store(store: jaxbuf.Store) -> int:

@@ -1,0 +1,134 @@
+"""Checksums of the rows of a store, by chunk and leaf.
+
+The checksum of a chunk is that of the rows that were appended to it, and not of its file. The last
+chunk is replaced by a longer one with each append, also by one that fails later or is killed, and
+the rows that were there before are the same in all of them. So each process checks exactly the rows
+that it knows of. The newest checksums are beside the number of rows, and the others in files of
+``_SEGMENT`` chunks each.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Shaped, UInt
+
+from jaxbuf.io import records
+
+_SEGMENT = 128
+_MOST = 2**32
+
+
+def checksum(rows: Shaped[np.ndarray, "B ..."]) -> int:
+    """Returns the checksum of the bytes of rows."""
+    return zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+
+
+class Recent(NamedTuple):
+    """The checksums that are beside the number of rows. 0 is not known.
+
+    Attributes:
+        begin: The first file of checksums; those of the chunks before it are not known.
+        words: The checksums of the chunks after the last file, one for each leaf.
+    """
+
+    begin: int
+    words: list[list[int]]
+
+
+class Checksums:
+    """The checksums of all chunks of a store.
+
+    Args:
+        folder: The folder of their files.
+        leaves: The number of leaves.
+        chunk: The number of rows in a chunk.
+    """
+
+    def __init__(self, folder: Path, leaves: int, chunk: int) -> None:
+        self._folder = folder
+        self._leaves = leaves
+        self._chunk = chunk
+        self._segments: dict[int, UInt[np.ndarray, "C K"]] = {}
+
+    def unknown(self, rows: int) -> Recent:
+        """Returns the checksums of a store that was written without them."""
+        words = [[0] * self._leaves] * (-(-rows // self._chunk) - self._first(rows))
+        return Recent(-(-rows // self._chunk // _SEGMENT), words)
+
+    def parse(self, record: Any, rows: int) -> Recent:
+        """Returns the checksums that are beside the number of rows.
+
+        Args:
+            record: What was written there.
+            rows: The number of rows.
+
+        Raises:
+            ValueError: If it cannot be what was written; also KeyError and TypeError.
+        """
+        recent = Recent(record["begin"], record["words"])
+        if (
+            type(recent.begin) is not int
+            or len(recent.words) != -(-rows // self._chunk) - self._first(rows)
+            or not all(len(row) == self._leaves for row in recent.words)
+            or not all(type(x) is int and 0 <= x < _MOST for row in recent.words for x in row)
+        ):
+            raise ValueError("its checksums are not those of its rows")
+        return recent
+
+    def append(self, recent: Recent, rows: int, words: list[list[int]], stop: int) -> Recent:
+        """Returns the checksums after an append, and writes files for those that are too many.
+
+        Args:
+            recent: The checksums before.
+            rows: The number of rows before.
+            words: The checksums of the chunks that were written, one for each leaf.
+            stop: The number of rows afterwards.
+        """
+        before, begin = self._first(rows), recent.begin
+        every = [*recent.words[: rows // self._chunk - before], *words]
+        for first in range(before, self._first(stop), _SEGMENT):
+            self._folder.mkdir(exist_ok=True)
+            records.write(self._file(first), {"checksums": every[:_SEGMENT]})
+            begin = min(begin, first // _SEGMENT)
+            every = every[_SEGMENT:]
+        return Recent(begin, every)
+
+    def of(self, chunk: int, recent: Recent, rows: int) -> list[int]:
+        """Returns the checksums of a chunk, one for each leaf; 0 is not known.
+
+        Args:
+            chunk: The number of the chunk.
+            recent: The checksums that are beside the number of rows.
+            rows: The number of rows.
+
+        Raises:
+            ValueError: If the file with these checksums is damaged.
+        """
+        first, segment = self._first(rows), chunk // _SEGMENT
+        if chunk >= first:
+            return recent.words[chunk - first]
+        if segment < recent.begin:
+            return [0] * self._leaves
+        if segment not in self._segments:
+            self._segments[segment] = self._read(chunk)
+        return self._segments[segment][chunk % _SEGMENT].tolist()
+
+    def _first(self, rows: int) -> int:
+        """Returns the first chunk whose checksums are beside the number of rows."""
+        return rows // self._chunk // _SEGMENT * _SEGMENT
+
+    def _read(self, chunk: int) -> UInt[np.ndarray, "C K"]:
+        file = self._file(chunk)
+        try:
+            record, intact = records.read(file)
+            words = np.asarray(record["checksums"], np.uint32)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ValueError(f"checksums/{file.name} cannot be read") from error
+        if not intact or words.shape != (_SEGMENT, self._leaves):
+            raise ValueError(f"checksums/{file.name} is not what was written")
+        return words
+
+    def _file(self, chunk: int) -> Path:
+        return self._folder / f"{chunk // _SEGMENT}.json"
