@@ -1,5 +1,6 @@
 """Sets of row numbers, most of which are consecutive."""
 
+import base64
 import dataclasses
 import functools
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ class Ranges:
 
     @classmethod
     def parse(cls, runs: Any, most: int) -> Self:
-        """Returns the set of runs as ``tolist`` returns them.
+        """Returns the set of runs as ``encode`` or ``tolist`` returns them.
 
         Args:
             runs: The runs.
@@ -45,9 +46,13 @@ class Ranges:
         Raises:
             ValueError: If they are not runs of these rows.
         """
-        bounds = np.asarray(runs) if runs else np.zeros((0, 2), np.int64)
-        if not isinstance(runs, list) or bounds.dtype != np.int64 or bounds.shape[1:] != (2,):
-            raise ValueError("there are other things than runs of rows")
+        if isinstance(runs, str):
+            data = base64.b64decode(runs, validate=True)
+            bounds = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 2)
+        else:
+            bounds = np.asarray(runs) if runs else np.zeros((0, 2), np.int64)
+            if not isinstance(runs, list) or bounds.dtype != np.int64 or bounds.shape[1:] != (2,):
+                raise ValueError("there are other things than runs of rows")
         begin, end = bounds.T
         if not np.all((begin >= 0) & (begin < end) & (end <= most)):
             raise ValueError(f"there are runs beyond the {most} rows")
@@ -66,6 +71,10 @@ class Ranges:
 
     def __or__(self, other: Self) -> Self:
         return type(self).runs(np.concatenate([self.bounds, other.bounds]))
+
+    def encode(self) -> str:
+        """Returns the runs as text, which is written and read much faster than many numbers."""
+        return base64.b64encode(self.bounds.astype("<i8").tobytes()).decode()
 
     def tolist(self) -> list[list[int]]:
         """Returns the runs as Python integers."""

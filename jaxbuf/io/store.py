@@ -818,7 +818,7 @@ class Store:
 
     def _commit_deleted(self, deleted: Ranges) -> None:
         """Records the deleted rows on disk, and then in this object."""
-        records.write(self._folder / "deleted.json", {"deleted": deleted.tolist()})
+        records.write(self._folder / "deleted.json", {"deleted": deleted.encode()})
         self._deleted = deleted
 
     def _committed(self) -> _Committed:

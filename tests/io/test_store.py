@@ -98,6 +98,8 @@ def test_ranges_agree_with_sets():
         assert len(ranges) == len(twin)
         assert everything[ranges.contains(everything)].tolist() == sorted(twin)
         runs = ranges.tolist()
+        for form in (runs, ranges.encode()):
+            assert Ranges.parse(form, 80).tolist() == runs
         assert all(a[1] < b[0] for a, b in itertools.pairwise(runs))
         others = [i for i in range(80) if i not in twin]
         assert ranges.without(np.arange(len(others))).tolist() == others

@@ -12,6 +12,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.io import records
+from jaxbuf.io.ranges import Ranges
 from tests.models.store import as_format_2
 
 KEY = jax.random.key(0)
@@ -184,7 +185,8 @@ DELETED = [
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        *(("deleted.json", {"deleted": runs}) for runs in DELETED),
+        *(("deleted.json", {"deleted": runs}) for runs in (DELETED[0], DELETED[-1], "AAA", "AAAA")),
+        ("deleted.json", {"deleted": Ranges.of([7, 40]).encode()}),
         *(("old", {"deleted": runs}) for runs in DELETED),
         ("old", {"rows": 2**39}),
         ("old", {"rows": "40"}),

@@ -3,6 +3,7 @@
 import numpy as np
 
 from jaxbuf.io import records
+from jaxbuf.io.ranges import Ranges
 
 
 class ReferenceStore:
@@ -29,7 +30,8 @@ def as_format_2(folder):
     rows, _ = records.read(folder / "rows.json")
     deleted, _ = records.read(folder / "deleted.json")
     store, _ = records.read(folder / "store.json")
-    record = {"rows": rows["rows"], "deleted": deleted["deleted"], "freed": []}
+    runs = Ranges.parse(deleted["deleted"], rows["rows"]).tolist()
+    record = {"rows": rows["rows"], "deleted": runs, "freed": []}
     records.write(folder / "rows.json", record)
     records.write(folder / "store.json", store | {"format": 2})
     (folder / "deleted.json").unlink()
