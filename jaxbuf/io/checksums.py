@@ -78,7 +78,7 @@ class Checksums:
         return recent
 
     def append(self, recent: Recent, rows: int, words: list[list[int]], stop: int) -> Recent:
-        """Returns the checksums after an append, and writes files for those that are too many.
+        """Returns the newest checksums after an append, and writes files for older ones.
 
         Args:
             recent: The checksums before.

@@ -88,7 +88,7 @@ class StoreBatch(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What ``rows.json`` vouches for.
+    """The rows that ``rows.json`` vouches for.
 
     Attributes:
         size: The number of rows.
@@ -100,11 +100,11 @@ class _Rows(NamedTuple):
 
 
 class _Committed(NamedTuple):
-    """What the files of a store vouch for.
+    """The rows that the files of a store vouch for.
 
     Attributes:
-        rows: The rows.
-        deleted: Those that are deleted.
+        rows: All of them.
+        deleted: The deleted ones.
         old: Whether both were read from one file of format 2.
     """
 
