@@ -695,14 +695,14 @@ class Store:
             for leaf, found in zip(leaves, self._cache.gather(at[here]), strict=True):
                 leaf[here] = found
             vouched = self._vouched
-        wanted_of = np.flatnonzero(~here)
-        wanted_of = wanted_of[np.argsort(flat[wanted_of], kind="stable")]
-        needed, starts = np.unique(flat[wanted_of] // self._chunk, return_index=True)
-        stops = np.append(starts, len(wanted_of))
+        missing = np.flatnonzero(~here)
+        missing = missing[np.argsort(flat[missing], kind="stable")]
+        needed, starts = np.unique(flat[missing] // self._chunk, return_index=True)
+        stops = np.append(starts, len(missing))
         at_once = max(_READ_BYTES // max(self._chunk_bytes(self._chunk), 1), 1)
         for start in range(0, len(needed), at_once):
             chunks = needed[start : start + at_once]
-            wanted = wanted_of[stops[start] : stops[start + len(chunks)]]
+            wanted = missing[stops[start] : stops[start + len(chunks)]]
             try:
                 loaded = self._load(chunks.tolist(), vouched)
             except ValueError as error:
@@ -747,7 +747,8 @@ class Store:
                 (i, j, self._arrays[i][chunk * size : (chunk + 1) * size].read())
                 for i, (j, chunk) in itertools.product(stored, enumerate(chunks))
             ]
-            for i, j, read in reads:
+            # Most reads have ended when the last one has, so that this thread seldom waits.
+            for i, j, read in reversed(reads):
                 part = leaves[i][j * size : (j + 1) * size]
                 part[...] = np.asarray(read.result()).view(part.dtype)
                 word = words[j][int(self._folders[i].name)]
