@@ -356,7 +356,7 @@ class JaxbufChanges(Changes):
             found: list[jax.Array] = []
             for level in levels(tree.capacity, len(tree.ops))[1:]:
                 # The numbers of the first operation come first in each block.
-                blocks = tree.nodes[level.start : level.stop].reshape(-1, level.width)
+                blocks = tree.nodes[level.start : level.stop].reshape(-1, level.stride)
                 bits = blocks[:, :FANOUT].reshape(-1)[: level.count]
                 found.append(lax.bitcast_convert_type(bits, jnp.float32))
             return [*found, tree.root(tree.ops[0])[None]]

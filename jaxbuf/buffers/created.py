@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, PyTree
 
 from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.core.segment_tree import using_width, width_of
 from jaxbuf.core.storage import has_shapes, like
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.moves import Moves
@@ -78,7 +79,8 @@ class Created(Buffer):
     def anew(self, **sizes: int) -> Self:
         """Returns an empty buffer that was created like this one, apart from its ``sizes``."""
         kind: Any = type(self)
-        return kind.create(self.example, **(self.sizes | sizes), **self.options())
+        with using_width(width_of(self)):
+            return kind.create(self.example, **(self.sizes | sizes), **self.options())
 
     def by_slot(self) -> dict[str, Array]:
         """Returns the numbers by which items are drawn or evicted, ``[N]``, by name.

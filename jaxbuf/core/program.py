@@ -22,6 +22,7 @@ from jaxtyping import PyTree
 from jaxbuf.core import fields, numbers, shapes, trees
 from jaxbuf.core.donation import check_apart, check_single, check_there, one_leaf
 from jaxbuf.core.random import check_key
+from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.types import Dtype, Function
 from jaxbuf.core.versions import takes_option, trace_state
 
@@ -288,7 +289,9 @@ def _compile(
         for name in set(_STORED) & traced.keys():
             shapes.note(first, traced[name], operation.function.__name__)
         args = (first,) if operation.is_method else ()
-        return operation.function(*args, **traced, **fixed)
+        # Trees that it creates lie where the buffer does.
+        with using_width(width_for(platform)):
+            return operation.function(*args, **traced, **fixed)
 
     run.__name__ = run.__qualname__ = operation.function.__name__
     return jax.jit(run, donate_argnums=0 if donate else None, compiler_options=_options(platform))

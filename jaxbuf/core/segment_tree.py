@@ -1,78 +1,124 @@
 """Sums and extremes over slots, kept up to date as slots change.
 
-A node has ``FANOUT`` children and is always recomputed from them, never updated by a difference.
-Rounding errors therefore do not accumulate, and a bad value is gone once it is overwritten.
+A node has ``width`` children and is always recomputed from them, never updated by a difference.
+Rounding errors therefore do not accumulate, and a bad value is gone once it is overwritten. A
+*block* holds the children of one node. Nodes are stored as bits, in one of two layouts:
 
-All nodes lie in one array of bits: the leaves first, then one level after the other. A *block*
-holds the 16 children of one node. A block of leaves has 16 numbers; a block of a higher level has
-16 numbers for each operation and 16 counts, so that one gather reads everything a node is computed
-from and one scatter writes it.
+* For a CPU blocks have 16 numbers, and all nodes lie in one array, as the kernels in C++ expect it:
+  the leaves first, then one level after the other. A block of a higher level has 16 numbers for
+  each operation and 16 counts, so that one gather reads everything a node is computed from.
+* For accelerators blocks have 128 numbers, as many as a register of a TPU has in a row. Each level
+  has an array ``[blocks, 128]`` for each operation and one of counts.
 
 References:
     Schaul et al., Prioritized Experience Replay, ICLR 2016 (appendix B.2.1: the sum tree).
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import os
 from collections.abc import Iterator, Sequence
-from typing import Literal, Self, TypeAlias, cast, get_args
+from typing import Any, Literal, Self, TypeAlias, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxbuf.core import native
 from jaxbuf.core.order import in_halves
 from jaxbuf.core.problems import Checked, differing, first_wrong
 from jaxbuf.core.types import Function
 
-FANOUT = 16
-_SHIFT = FANOUT.bit_length() - 1
+# The widths of blocks on a CPU and on accelerators.
+NARROW, WIDE = 16, 128
 # x * _BELOW is the largest float32 below x, for every normal x.
 _BELOW = 1.0 - 2.0**-24
 _INFINITY = 0x7F800000
+# Options of reads and writes whose indices are never out of range.
+_INSIDE: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+# The sums of a wide block may be rounded in any order.
+_ROUNDING, _TINY = 1e-5, float(np.finfo(np.float32).tiny)
 
+Tree = TypeVar("Tree")
 Op = Literal["sum", "min", "max", "min_positive"]
 OPS: tuple[Op, ...] = get_args(Op)
-# Numbers along the last axis, or apart, each in an array of its own. To find an extreme or a count,
-# a CPU takes less time for the former, and other backends take fewer kernels for the latter.
-Row: TypeAlias = Array | list[Array]
 _NEUTRAL: dict[Op, float] = {"sum": 0.0, "min": math.inf, "max": -math.inf, "min_positive": 0.0}
+
+# Blocks of a level, an array ``[blocks, width]`` for each operation and one of counts. Blocks of
+# leaves have a single row.
+Rows: TypeAlias = Sequence[Int[Array, "B W"]]
+# A level as it is stored: an array ``[P]``, or its rows.
+Stored: TypeAlias = Any
+# All levels: one array, or an array for each of their rows.
+Nodes: TypeAlias = Int[Array, " P"] | tuple[tuple[Int[Array, "B W"], ...], ...]
+
+# Part of the key of jit's cache. 0 is the width for the platform on which arrays are created.
+_forced: Any = jax.make_user_context(int(os.environ.get("JAXBUF_TREE_WIDTH", "0")))
+
+
+def using_width(width: int) -> contextlib.AbstractContextManager[None]:
+    """Sets the width of trees that are created in this ``with`` block, ``NARROW`` or ``WIDE``.
+
+    A program that is compiled for an accelerator on a machine without one needs this.
+    """
+    return _forced(width)
+
+
+def width_for(platform: str) -> int:
+    """Returns the width of trees that are created for a platform, such as ``cpu``."""
+    return _forced.value or (NARROW if platform == "cpu" else WIDE)
+
+
+def _default_width() -> int:
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = jax.default_backend() if device is None else device
+    return width_for(device if isinstance(device, str) else device.platform)
 
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """The position of a level's nodes in the array.
+    """A level of a tree.
 
     Attributes:
-        count: Number of nodes in the level.
-        start: Index of its first number in the array.
-        width: Length of one of its blocks.
+        number: Its number; that of the leaves is 0.
+        count: Number of its nodes.
+        blocks: Number of its blocks; the last one may be padded.
+        rows: Number of rows that each block has.
+        start: Index of its first number, if all nodes lie in one array.
+        stride: Length of one of its blocks there.
     """
 
+    number: int
     count: int
+    blocks: int
+    rows: int
     start: int
-    width: int
+    stride: int
 
     @property
     def stop(self) -> int:
-        """The index past its end in the array; its last block may be padded."""
-        return self.start + -(-self.count // FANOUT) * self.width
+        """The index past its end in the array."""
+        return self.start + self.blocks * self.stride
 
 
 class SegmentTree(Checked, struct.PyTreeNode):
     """An array of ``capacity`` numbers with reductions over all of them and over ranges.
 
     Attributes:
-        nodes: The bits of the leaves and of the nodes above them, ``[P]`` int32.
+        nodes: The bits of the leaves and of the nodes above them, int32: ``[P]`` in a narrow tree,
+            ``[blocks, width]`` for each operation of each level in a wide one.
         roots: The bits of the reduction over all leaves, one for each operation, and the number
             of positive leaves; ``[len(ops) + 1]`` int32.
         capacity: Number of leaves.
         ops: The reductions it keeps.
+        width: Number of children of a node. It decides how fast the tree is on which platform, and
+            in which order sums are added.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,13 +131,17 @@ class SegmentTree(Checked, struct.PyTreeNode):
         ([0, 0, 1, 1, 2, 3, 3], [3.0, 3.0, 1.0, 1.0, 2.0, 5.0, 5.0])
     """
 
-    nodes: Int[Array, " P"]
+    nodes: Nodes
     roots: Int[Array, " K"]
     capacity: int = struct.field(pytree_node=False)
     ops: tuple[Op, ...] = struct.field(pytree_node=False)
+    # Where the arrays lie is no configuration of a buffer.
+    width: int = dataclasses.field(
+        default=NARROW, metadata={"pytree_node": False, "configuration": False}
+    )
 
     @classmethod
-    def create(cls, capacity: int, ops: Sequence[str] = ("sum",)) -> Self:
+    def create(cls, capacity: int, ops: Sequence[str] = ("sum",), width: int | None = None) -> Self:
         """Returns a tree in which no leaf is set yet.
 
         Args:
@@ -100,6 +150,8 @@ class SegmentTree(Checked, struct.PyTreeNode):
                 smallest positive leaf, or 0 if no leaf is positive). A leaf that was never set
                 counts as the neutral element. That of ``"max"`` is 0 if the tree keeps sums too:
                 its leaves are then masses, which are not negative.
+            width: Number of children of a node, 16 or 128; by default what is faster on the
+                platform on which arrays are created.
 
         Raises:
             ValueError: If ``capacity`` is below 1, if ``ops`` is empty or has an unknown or a
@@ -113,23 +165,17 @@ class SegmentTree(Checked, struct.PyTreeNode):
         if "min" in ops and len(ops) > 1:
             raise ValueError(f"ops is {tuple(ops)}; give 'min' a tree of its own")
         known = cast("tuple[Op, ...]", tuple(ops))
-        leaves, *above = levels(capacity, len(known))
-        empty = _empty(known)
-        blocks = (above[-1].stop - leaves.stop) // (FANOUT * len(empty)) if above else 0
-        block = np.repeat(empty, FANOUT)
-        return cls(
-            nodes=jnp.concatenate(
-                [jnp.full((leaves.stop,), empty[0], jnp.int32), jnp.tile(block, blocks)]
-            ),
-            roots=jnp.asarray(empty),
-            capacity=capacity,
-            ops=known,
-        )
+        width = _default_width() if width is None else width
+        nodes, roots = _empty_nodes(capacity, known, width)
+        return cls(nodes=nodes, roots=roots, capacity=capacity, ops=known, width=width)
 
     @property
     def leaves(self) -> Float[Array, " N"]:
         """The numbers in the leaves, ``[capacity]``."""
-        return _floats(self.nodes[..., : self.capacity])
+        bits = self.nodes
+        if isinstance(bits, tuple):
+            bits = lax.collapse(bits[0][0], bits[0][0].ndim - 2)
+        return _floats(bits[..., : self.capacity])
 
     def root(self, op: str = "sum") -> Float[Array, ""]:
         """Returns the reduction over all leaves."""
@@ -158,10 +204,11 @@ class SegmentTree(Checked, struct.PyTreeNode):
 
     def set_all(self, value: Float[Array, " N"]) -> Self:
         """Returns the tree with every leaf set, ``[capacity]``; costs a pass over the tree."""
-        missing, none = -self.capacity % FANOUT, _empty(self.ops)[0]
+        missing, none = -self.capacity % self.width, _empty(self.ops)[0]
         bits = jnp.pad(_bits(value), (0, missing), constant_values=none)
-        parts, roots = _above(self.ops, bits.reshape(-1, 1, FANOUT))
-        return self.replace(nodes=jnp.concatenate([bits, *parts]), roots=roots)
+        leaves = (bits.reshape(-1, self.width),)
+        above, roots = _above(self.ops, leaves)
+        return self.replace(nodes=_joined([_stored(leaves), *above]), roots=roots)
 
     def find(
         self, prefix: Float[Array, " B"], refine: Float[Array, " B"] | None = None
@@ -206,27 +253,27 @@ class SegmentTree(Checked, struct.PyTreeNode):
         The reduction over no leaves is the neutral element. ``start`` and ``stop`` are clipped to
         the leaves. Touches two blocks of nodes per level.
         """
-        row, name = self._row(op), cast("Op", op)
-        neutral = _bits(jnp.full((FANOUT,), _NEUTRAL[name], jnp.float32))
+        row, name, width = self._row(op), cast("Op", op), self.width
+        neutral = _bits(jnp.full((width,), _NEUTRAL[name], jnp.float32))
         low = jnp.clip(jnp.asarray(start, jnp.int32), 0, self.capacity)
         high = jnp.clip(jnp.asarray(stop, jnp.int32), low, self.capacity)
-        lane = jnp.arange(FANOUT, dtype=jnp.int32)
+        lane = jnp.arange(width, dtype=jnp.int32)
         parts = [neutral]
-        for number, level in enumerate(levels(self.capacity, len(self.ops))):
-            first = level.start + (row * FANOUT if number else 0)
+        for level in levels(self.capacity, len(self.ops), width):
             # The level above covers whole blocks; only the partial ones at the ends are read here.
-            above_low, above_high = -(-low // FANOUT), high // FANOUT
-            inner_low, inner_high = above_low * FANOUT, above_high * FANOUT
+            above_low, above_high = -(-low // width), high // width
+            inner_low, inner_high = above_low * width, above_high * width
             for block, begin, end in (
-                (low // FANOUT, low, jnp.minimum(inner_low, high)),
+                (low // width, low, jnp.minimum(inner_low, high)),
                 (above_high, jnp.maximum(inner_high, inner_low), high),
             ):
-                node = block * FANOUT + lane
+                node = block * width + lane
                 inside = (node >= begin) & (node < end)
-                values = self.nodes.at[first + block * level.width + lane].get(mode="clip")
+                exists = jnp.minimum(block, level.blocks - 1)[None]
+                values = _rows(self.nodes, level, exists)[row if level.number else 0][0]
                 parts.append(jnp.where(inside, values, neutral))
             low, high = above_low, jnp.maximum(above_high, above_low)
-        whole = (jnp.arange(FANOUT) >= low) & (jnp.arange(FANOUT) < high)
+        whole = (lane >= low) & (lane < high)
         parts.append(jnp.where(whole, self.roots[row], neutral))
         if name == "sum":
             return jnp.sum(_floats(jnp.stack(parts)))
@@ -238,11 +285,21 @@ class SegmentTree(Checked, struct.PyTreeNode):
 
     def clear(self) -> Self:
         """Returns the tree as it was created; shares no array with the original."""
-        return type(self).create(self.capacity, self.ops)
+        return type(self).create(self.capacity, self.ops, self.width)
+
+    def with_width(self, width: int) -> Self:
+        """Returns a tree with the same leaves whose nodes have another number of children."""
+        if width == self.width:
+            return self
+        if not isinstance(self.roots, jax.ShapeDtypeStruct):
+            return _with_width(self, width)
+        shapes = jax.eval_shape(lambda tree: _with_width(tree, width), self)
+        place = functools.partial(jax.ShapeDtypeStruct, sharding=self.roots.sharding)
+        return jax.tree.map(lambda leaf: place(leaf.shape, leaf.dtype), shapes)
 
     def check_valid(self, name: str) -> Iterator[str]:
         """Yields leaves that are no numbers, and reductions that are not those of the leaves."""
-        leaves = np.asarray(self.nodes)[: self.capacity].view(np.float32)
+        leaves = np.asarray(self.leaves)
         wrong, legal = np.isnan(leaves), "a number"
         if {"sum", "min_positive"} & set(self.ops):
             wrong, legal = ~((leaves >= 0) & (leaves < np.inf)), "a finite number of at least 0"
@@ -266,64 +323,80 @@ class SegmentTree(Checked, struct.PyTreeNode):
         return self.ops.index(op)
 
 
+def narrow(tree: Tree) -> Tree:
+    """Returns a pytree with narrow segment trees in place of wide ones."""
+    return jax.tree.map(lambda x: x.with_width(NARROW) if _is(x) else x, tree, is_leaf=_is)
+
+
+def with_widths_of(like: PyTree, tree: Tree) -> Tree:
+    """Returns a pytree whose segment trees are as wide as those of another one."""
+    return jax.tree.map(
+        lambda wanted, x: x.with_width(wanted.width) if _is(x) else x, like, tree, is_leaf=_is
+    )
+
+
+def width_of(tree: PyTree) -> int:
+    """Returns the width of the segment trees in a pytree, or what ``using_width`` says."""
+    nodes = jax.tree.leaves(tree, is_leaf=_is)
+    return next((node.width for node in nodes if _is(node)), _forced.value)
+
+
+def _is(node: object) -> bool:
+    return isinstance(node, SegmentTree)
+
+
 @functools.cache
-def levels(capacity: int, ops: int) -> tuple[Level, ...]:
+def levels(capacity: int, ops: int, width: int = NARROW) -> tuple[Level, ...]:
     """Returns the levels of a tree with ``ops`` operations, leaves first and without the root."""
-    found = [Level(capacity, 0, FANOUT)]
-    while found[-1].count > FANOUT:
-        count = -(-found[-1].count // FANOUT)
-        found.append(Level(count, found[-1].stop, FANOUT * (ops + 1)))
+    found: list[Level] = []
+    count = capacity
+    while not found or found[-1].blocks > 1:
+        rows, start = (ops + 1, found[-1].stop) if found else (1, 0)
+        found.append(Level(len(found), count, -(-count // width), rows, start, rows * width))
+        count = found[-1].blocks
     return tuple(found)
 
 
-def combine(op: Op, children: Row) -> Int[Array, "..."]:
+def combine(op: Op, children: Int[Array, "... W"]) -> Int[Array, "..."]:
     """Returns the bits of a node, computed from those of its children.
 
-    Sums are added in the order in which a descent subtracts them. Extremes are compared as
-    integers: with the lower bits of negative ones flipped, the bits of floats have their order.
+    Extremes are compared as integers: with the lower bits of negative ones flipped, the bits of
+    floats have their order.
     """
+    last = [children.ndim - 1]
     if op == "sum":
-        return _bits(_sum16([_floats(child) for child in _apart(children)]))
+        return _bits(_total(_floats(children)))
     if op == "min_positive":
-        positive = jax.tree.map(lambda child: jnp.where(child > 0, child, _INFINITY), children)
-        least = _fold(lax.min, positive)
+        least = lax.reduce_min(jnp.where(children > 0, children, _INFINITY), last)
         return jnp.where(least < _INFINITY, least, 0)
-    pick = lax.max if op == "max" else lax.min
-    return _ordered(_fold(pick, jax.tree.map(_ordered, children)))
+    pick = lax.reduce_max if op == "max" else lax.reduce_min
+    return _ordered(pick(_ordered(children), last))
 
 
 def _ordered(bits: Int[Array, "..."]) -> Int[Array, "..."]:
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def _fold(function: Function, row: Row) -> Int[Array, "..."]:
-    """Returns the sum or an extreme of the numbers of a row."""
-    if isinstance(row, list):
-        return functools.reduce(function, row)
-    whole = {lax.add: lax.reduce_sum, lax.max: lax.reduce_max, lax.min: lax.reduce_min}
-    return whole[function](row, [row.ndim - 1])
+def _total(masses: Float[Array, "... W"]) -> Float[Array, "..."]:
+    """Returns the sums of blocks."""
+    if masses.shape[-1] == NARROW:
+        return _sums(jnp.moveaxis(masses, -1, 0))[-1]
+    return lax.reduce_sum(masses, [masses.ndim - 1])
 
 
-def _sum16(terms: list[Array]) -> Float[Array, "..."]:
-    return _sum4([_sum4(group) for group in _groups(terms)])
+def _sums(masses: Float[Array, "W ..."]) -> Float[Array, "W ..."]:
+    """Returns the sums of the first 1, 2, ... masses of blocks.
 
-
-def _sum4(terms: list[Array]) -> Float[Array, "..."]:
-    one, two, three, four = terms
-    return ((one + two) + three) + four
-
-
-def _groups(terms: list[Array]) -> list[list[Array]]:
-    """Returns the four groups of four numbers of a row."""
-    return [terms[first : first + 4] for first in range(0, FANOUT, 4)]
-
-
-def _apart(row: Row) -> list[Array]:
-    """Returns the numbers of a row as arrays of their own."""
-    if isinstance(row, list):
-        return row
-    last = row.ndim - 1
-    return [lax.squeeze(one, [last]) for one in lax.split(row, [1] * row.shape[last], axis=last)]
+    Narrow blocks are added as the kernels do: each four of them one by one, and so the fours.
+    """
+    if masses.shape[0] != NARROW:
+        return lax.cumsum(masses, axis=0)
+    fours = [list(itertools.accumulate(masses[k : k + 4], lax.add)) for k in range(0, NARROW, 4)]
+    ends = itertools.accumulate((four[-1] for four in fours), lax.add)
+    begins = [jnp.zeros_like(masses[0]), *ends]
+    return jnp.stack(
+        [begin + one for begin, four in zip(begins, fours, strict=False) for one in four]
+    )
 
 
 def _bits(numbers: Float[Array, "..."]) -> Int[Array, "..."]:
@@ -341,47 +414,104 @@ def _empty(ops: tuple[Op, ...]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.asarray([*[value.view(np.int32)] * len(ops), 0], np.int32)
 
 
-def _counted(leaf: Int[Array, "..."]) -> Int[Array, "..."]:
-    """Returns 1 for a leaf that is positive and finite, else 0."""
-    return ((leaf > 0) & (leaf < _INFINITY)).astype(jnp.int32)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty_nodes(capacity: int, ops: tuple[Op, ...], width: int) -> tuple[Nodes, Int[Array, " K"]]:
+    empty = _empty(ops)
+    stored = [
+        _stored([jnp.full((level.blocks, width), none) for none in empty[: level.rows]])
+        for level in levels(capacity, len(ops), width)
+    ]
+    return _joined(stored), jnp.asarray(empty)
 
 
-def _nodes(ops: tuple[Op, ...], blocks: Int[Array, "B R K"], apart: bool) -> list[Int[Array, " B"]]:
-    """Returns the nodes for each operation, and their counts.
-
-    Blocks of leaves have one row, other blocks one for each operation and one of counts.
-    """
-    rows: list[Row] = [blocks[:, k] for k in range(blocks.shape[1])]
-    if apart:
-        rows = [_apart(row) for row in rows]
+def _values(ops: tuple[Op, ...], rows: Rows) -> list[Int[Array, " B"]]:
+    """Returns the nodes above blocks, an array for each operation, and their counts."""
     if len(rows) == 1:
-        rows = [*rows * len(ops), jax.tree.map(_counted, rows[0])]
-    *rows, counts = rows
-    values = [combine(op, row) for op, row in zip(ops, rows, strict=True)]
-    return [*values, _fold(lax.add, counts)]
+        counted = (rows[0] > 0) & (rows[0] < _INFINITY)
+        rows = [*[rows[0]] * len(ops), counted.astype(jnp.int32)]
+    values = [combine(op, row) for op, row in zip(ops, rows[:-1], strict=True)]
+    return [*values, lax.reduce_sum(rows[-1], [1])]
 
 
-def _above(
-    ops: tuple[Op, ...], blocks: Int[Array, "B R K"], apart: bool = False
-) -> tuple[list[Int[Array, " L"]], Int[Array, " O"]]:
-    """Returns the levels above all blocks of one, in the array's layout, and the roots."""
-    parts: list[Array] = []
-    while blocks.shape[0] > 1:
-        missing = -blocks.shape[0] % FANOUT
+def _above(ops: tuple[Op, ...], rows: Rows) -> tuple[list[Stored], Int[Array, " K"]]:
+    """Returns the levels above all blocks of one, and the roots."""
+    found: list[Stored] = []
+    while rows[0].shape[0] > 1:
+        blocks, width = rows[0].shape
         padded = [
-            jnp.pad(values, (0, missing), constant_values=none).reshape(-1, FANOUT)
-            for values, none in zip(_nodes(ops, blocks, apart), _empty(ops), strict=True)
+            jnp.pad(value, (0, -blocks % width), constant_values=none).reshape(-1, width)
+            for value, none in zip(_values(ops, rows), _empty(ops), strict=True)
         ]
-        blocks = jnp.concatenate(padded, axis=1).reshape(-1, len(padded), FANOUT)
-        if apart:
-            # Else XLA takes each operation through all levels by itself, in kernels of its own.
-            blocks = lax.optimization_barrier(blocks)
-        parts.append(blocks.reshape(-1))
-    return parts, jnp.concatenate(_nodes(ops, blocks, apart))
+        found.append(_stored(padded))
+        rows = _rows_of(found[-1], len(padded))
+    return found, jnp.concatenate(_values(ops, rows))
 
 
-def _read_blocks(nodes: Int[Array, " P"], start: Int[Array, " B"], width: int) -> Int[Array, "B W"]:
-    return jax.vmap(lambda at: lax.dynamic_slice(nodes, (at,), (width,)))(start)
+def _stored(rows: Rows) -> Stored:
+    """Returns a level as it is stored."""
+    return tuple(rows) if rows[0].shape[1] != NARROW else jnp.concatenate(rows, axis=1).reshape(-1)
+
+
+def _joined(stored: Sequence[Stored]) -> Any:
+    """Returns all levels as they are stored."""
+    return tuple(stored) if isinstance(stored[0], tuple) else jnp.concatenate(stored)
+
+
+def _rows_of(stored: Stored, count: int) -> Rows:
+    """Returns the rows of a level that is stored, or of some of its blocks."""
+    if isinstance(stored, tuple):
+        return stored
+    blocks = stored.reshape(-1, count, NARROW)
+    return tuple(blocks[:, k] for k in range(count))
+
+
+def _rows(nodes: Nodes, level: Level, block: Int[Array, " B"] | None = None) -> Rows:
+    """Returns some blocks of a level, or all."""
+    if isinstance(nodes, tuple):
+        rows = nodes[level.number]
+        return rows if block is None else tuple(row.at[block].get(**_INSIDE) for row in rows)
+    if block is None:
+        return _rows_of(nodes[level.start : level.stop], level.rows)
+    start, size = level.start + block * level.stride, level.stride
+    found = jax.vmap(lambda at: lax.dynamic_slice(nodes, (at,), (size,)))(start)
+    return _rows_of(found, level.rows)
+
+
+def _write(
+    nodes: Nodes, level: Level, node: Int[Array, " B"], values: Sequence[Int[Array, " B"]]
+) -> Nodes:
+    """Returns the nodes with others at some places of a level."""
+    if isinstance(nodes, tuple):
+        at, rows = _place(nodes, node), zip(nodes[level.number], values, strict=True)
+        changed = tuple(row.at[at].set(value, **_INSIDE) for row, value in rows)
+        return (*nodes[: level.number], changed, *nodes[level.number + 1 :])
+    block, lane = _split(node, NARROW)
+    goal = level.start + block * level.stride + lane
+    row = NARROW * jnp.arange(level.rows, dtype=jnp.int32)
+    whole = jnp.stack(values, axis=-1)
+    return nodes.at[goal[:, None] + row[None]].set(whole, **_INSIDE)
+
+
+def _write_above(nodes: Nodes, level: Level, stored: Sequence[Stored]) -> Nodes:
+    """Returns the nodes with all levels above one replaced."""
+    if isinstance(nodes, tuple):
+        return (*nodes[: level.number + 1], *stored)
+    return lax.dynamic_update_slice(nodes, _joined(stored), (level.stop,)) if stored else nodes
+
+
+def _place(nodes: Nodes, node: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]:
+    """Returns where in the array of its level a leaf is, or any node of a wide tree."""
+    return _split(node, WIDE) if isinstance(nodes, tuple) else (node,)
+
+
+def _split(node: Int[Array, " B"], width: int) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Returns the blocks that nodes are in, and their places there."""
+    return node >> (width.bit_length() - 1), node & (width - 1)
+
+
+def _either(tree: SegmentTree, natively: Function, plainly: Function, *arrays: Any) -> Any:
+    """Chooses between a kernel and its definition; there are kernels for narrow trees only."""
+    return native.either(natively if tree.width == NARROW else plainly, plainly, *arrays)
 
 
 @functools.partial(jax.jit, static_argnames="unique")
@@ -390,52 +520,45 @@ def _set(
 ) -> SegmentTree:
     ops = [OPS.index(op) for op in tree.ops]
     natively = functools.partial(native.set_leaves, ops=ops, capacity=tree.capacity)
-    plainly = functools.partial(_set_plainly, tree.ops, tree.capacity, unique)
-    elsewhere = functools.partial(plainly, apart=True)
-    arrays = tree.nodes, index, _bits(value)
-    nodes, roots = native.either(natively, plainly, *arrays, elsewhere=elsewhere)
+    plainly = functools.partial(_set_plainly, tree.ops, tree.capacity, tree.width, unique)
+    nodes, roots = _either(tree, natively, plainly, tree.nodes, index, _bits(value))
     return tree.replace(nodes=nodes, roots=roots)
 
 
 def _set_plainly(
     ops: tuple[Op, ...],
     capacity: int,
+    width: int,
     unique: bool,
-    nodes: Int[Array, " P"],
+    nodes: Nodes,
     index: Int[Array, " B"],
     bits: Int[Array, " B"],
-    apart: bool = False,
-) -> tuple[Int[Array, " P"], Int[Array, " K"]]:
-    below, *above = levels(capacity, len(ops))
-    rows, nowhere = index.shape[0], nodes.shape[0]
+) -> tuple[Nodes, Int[Array, " K"]]:
+    below, *above = levels(capacity, len(ops), width)
+    rows = index.shape[0]
+    leaves = nodes[0][0] if isinstance(nodes, tuple) else nodes
     legal = (index >= 0) & (index < capacity)
-    leaf = jnp.where(legal, index, nowhere)
+    at = _place(nodes, jnp.where(legal, index, leaves.size))
     if rows > 1 and not unique:
         # The leaves serve as scratch space to find the last of several rows for one leaf.
         number = jnp.arange(1, rows + 1, dtype=jnp.int32)
-        nodes = nodes.at[leaf].set(0, mode="drop").at[leaf].max(number, mode="drop")
-        last = nodes.at[leaf].get(mode="fill", fill_value=0) == number
-        leaf = jnp.where(last, leaf, nowhere)
-    nodes = nodes.at[leaf].set(bits, mode="drop")
+        leaves = leaves.at[at].set(0, mode="drop").at[at].max(number, mode="drop")
+        last = leaves.at[at].get(mode="fill", fill_value=0) == number
+        at = _place(nodes, jnp.where(last, index, leaves.size))
+    leaves = leaves.at[at].set(bits, mode="drop")
+    nodes = ((leaves,), *nodes[1:]) if isinstance(nodes, tuple) else leaves
     # Recompute the parents of changed nodes, until a level has few nodes or no more than there are
     # rows. All nodes above are recomputed, which takes no gathers and fewer kernels. A dropped row
     # recomputes the parents of the first leaf.
     node = jnp.where(legal, index, 0)
-    place = FANOUT * jnp.arange(len(ops) + 1, dtype=jnp.int32)
-    dense = FANOUT**4 if apart else FANOUT**2
-    while above and above[0].count > max(rows, dense):
-        level = above.pop(0)
-        node = node >> _SHIFT
-        blocks = _read_blocks(nodes, below.start + node * below.width, below.width)
-        values = jnp.stack(_nodes(ops, blocks.reshape(rows, -1, FANOUT), apart), axis=-1)
-        goal = level.start + (node >> _SHIFT) * level.width + (node & (FANOUT - 1))
-        nodes = nodes.at[goal[:, None] + place[None]].set(values, mode="promise_in_bounds")
-        below = level
-    blocks = nodes[below.start : below.stop].reshape(-1, below.width // FANOUT, FANOUT)
-    parts, roots = _above(ops, blocks, apart)
-    if parts:
-        nodes = lax.dynamic_update_slice(nodes, jnp.concatenate(parts), (below.stop,))
-    return nodes, roots
+    few = max(rows, WIDE)
+    while above and above[0].count > few:
+        node, _ = _split(node, width)
+        values = _values(ops, _rows(nodes, below, node))
+        below = above.pop(0)
+        nodes = _write(nodes, below, node, values)
+    stored, roots = _above(ops, _rows(nodes, below))
+    return _write_above(nodes, below, stored), roots
 
 
 @jax.jit
@@ -443,70 +566,38 @@ def _find(
     tree: SegmentTree, prefix: Float[Array, " B"], refine: Float[Array, " B"] | None
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     row, ops = tree.ops.index("sum"), len(tree.ops)
-    natively, plainly = (
-        functools.partial(form, row=row, ops=ops, capacity=tree.capacity)
-        for form in (native.find, _find_plainly)
-    )
-    # A loop takes more kernels elsewhere; on a CPU it keeps XLA from computing levels repeatedly.
-    elsewhere = functools.partial(plainly, apart=True)
-    return native.either(natively, plainly, tree.nodes, prefix, refine, elsewhere=elsewhere)
+    plainly = functools.partial(_find_plainly, row, levels(tree.capacity, ops, tree.width))
+
+    def natively(nodes: Any, prefix: Any, refine: Any, _: Any) -> Any:
+        return native.find(nodes, prefix, refine, row=row, ops=ops, capacity=tree.capacity)
+
+    return _either(tree, natively, plainly, tree.nodes, prefix, refine, tree.root("sum"))
 
 
 def _find_plainly(
-    nodes: Int[Array, " P"],
+    row: int,
+    up: tuple[Level, ...],
+    nodes: Nodes,
     prefix: Float[Array, " B"],
     refine: Float[Array, " B"] | None,
-    *,
-    row: int,
-    ops: int,
-    capacity: int,
-    apart: bool = False,
+    total: Float[Array, ""],
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    down = levels(capacity, ops)[::-1]
-    depth = len(down)
-    starts = jnp.asarray([level.start + row * FANOUT for level in down[:-1]] + [0], jnp.int32)
-    widths = jnp.asarray([level.width for level in down], jnp.int32)
-    lasts = jnp.asarray([level.count - 1 for level in down], jnp.int32)
-
-    def step(
-        i: int | Int[Array, ""],
-        children: list[Array],
-        node: Int[Array, " B"],
-        residual: Float[Array, " B"],
-    ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        child, rest, mass = _choose(children, residual)
-        # A descent would leave the tree if it has no mass, or if a sum disagrees with its children.
-        node = jnp.minimum(node * FANOUT + child, lasts[i])
-        return node, jnp.where(i == depth - 1, mass, rest)
-
-    def children_at(start: Int[Array, " B"]) -> list[Array]:
-        if not apart:
-            return _apart(_floats(_read_blocks(nodes, start, FANOUT)))
-        lanes = [start + lane for lane in range(FANOUT)]
-        return [_floats(nodes.at[lane].get(mode="promise_in_bounds")) for lane in lanes]
-
-    def descend(
-        i: Int[Array, ""], carry: tuple[Int[Array, " B"], Float[Array, " B"]]
-    ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        node, residual = carry
-        children = children_at(starts[i] + node * widths[i])
-        if refine is not None:
-            finer = _refine(children, residual, refine)
-            residual = jnp.where(i == (depth + 1) // 2, finer, residual)
-        return step(i, children, node, residual)
-
-    # All rows begin at the root. Each step hands what it has read, including the mass of the leaf,
-    # to the next step, so that the tree need not be read again after the loop.
-    top = _apart(_floats(lax.dynamic_slice(nodes, (starts[0],), (FANOUT,))))
-    root = jnp.zeros_like(prefix, jnp.int32)
+    node, mass = jnp.zeros_like(prefix, jnp.int32), prefix
     # What is past the end of the tree stays past the end of every node.
-    prefix = jnp.where(prefix >= _sum16(top), jnp.inf, prefix)
-    begin = step(0, [jnp.broadcast_to(mass, prefix.shape) for mass in top], root, prefix)
-    return lax.fori_loop(1, depth, descend, begin, unroll=apart)
+    residual = jnp.where(prefix >= total, jnp.inf, prefix)
+    for level in reversed(up):
+        masses = _floats(_rows(nodes, level, node)[row if level.number else 0]).T
+        sums = _sums(masses)
+        if refine is not None and level.number == (len(up) - 2) // 2:
+            residual = _refine(sums[-1], residual, refine)
+        child, residual, mass = _choose(masses, sums, residual)
+        # A descent would leave the tree if it has no mass, or if a sum disagrees with its children.
+        node = jnp.minimum(node * len(masses) + child, level.count - 1)
+    return node, mass
 
 
 def _refine(
-    children: list[Array], residual: Float[Array, " B"], refine: Float[Array, " B"]
+    mass: Float[Array, " B"], residual: Float[Array, " B"], refine: Float[Array, " B"]
 ) -> Float[Array, " B"]:
     """Adds to the residual within a node; a sum past the node's end wraps around to its start.
 
@@ -514,90 +605,83 @@ def _refine(
     Points drawn within the cells leave out a fraction of a cell at the node's start and reach past
     its end by the same amount.
     """
-    mass = _sum16(children)
     residual = residual + refine
     return jnp.where(residual >= mass, jnp.maximum(residual - mass, 0.0), residual)
 
 
 def _choose(
-    masses: list[Array], residual: Float[Array, " B"]
+    masses: Float[Array, "W B"], sums: Float[Array, "W B"], residual: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
     """Returns the child that holds each residual: the smallest ``i`` with ``r < m_0 + ... + m_i``.
 
-    An infinite residual leads to the last child with mass, and stays infinite. Residuals are
-    compared with the same sums that the node's value is computed from, so that rounding never leads
-    to a child without mass.
+    Only children with mass are considered, so that rounding never leads to another one, in whatever
+    order the sums are added. A residual past all of them, such as an infinite one, which stays
+    infinite, leads to the last one with mass.
 
     Returns:
         The child, the residual within it, and its mass.
     """
-    groups = _groups(masses)
-    sums = [_sum4(group) for group in groups]
-    second = sums[0] + sums[1]
-    bounds = [sums[0], second, second + sums[2]]
+    lane = jnp.arange(len(masses), dtype=jnp.int32)[:, None]
     # A rounded residual may equal the node's mass; it is limited to the largest float below it.
-    limit = (bounds[2] + sums[3]) * jnp.float32(_BELOW)
+    limit = sums[-1] * jnp.float32(_BELOW)
     residual = jnp.where(residual < jnp.inf, jnp.minimum(residual, limit), residual)
-    group, base = _past(sums, bounds, residual)
-    inside = [lax.select_n(group, *of) for of in zip(*groups, strict=True)]
-    pair = inside[0] + inside[1]
-    bounds = [base + inside[0], base + pair, base + (pair + inside[2])]
-    child, before = _past(inside, bounds, residual)
-    # If masses are zero, a bound may be smaller than the base by a rounding error.
-    rest = residual - jnp.maximum(before, base)
-    return 4 * group + child, rest, lax.select_n(child, *inside)
-
-
-def _past(
-    masses: list[Float[Array, " B"]], bounds: list[Float[Array, " B"]], r: Float[Array, " B"]
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Returns how many of three rising bounds ``r`` has reached, and the last of them, or 0.
-
-    The bounds lie between four masses. One that has no mass behind it is never reached.
-    """
-    third = masses[3] > 0
-    second = (masses[2] > 0) | third
-    first = (masses[1] > 0) | second
-    left = zip(bounds, [first, second, third], strict=True)
-    count = _fold(lax.add, [((r >= bound) & more).astype(jnp.int32) for bound, more in left])
-    return count, lax.select_n(count, jnp.zeros_like(r), *bounds)
+    held = masses > 0
+    first = jnp.min(jnp.where(held & (residual[None] < sums), lane, len(masses)), axis=0)
+    last = jnp.max(jnp.where(held, lane, 0), axis=0)
+    child = jnp.minimum(first, last)
+    before = jnp.max(jnp.where(held & (lane < child[None]), sums, 0.0), axis=0)
+    mass = jnp.max(jnp.where(lane == child[None], masses, 0.0), axis=0)
+    return child, residual - before, mass
 
 
 @jax.jit
 def _read(
     tree: SegmentTree, index: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    def bits_at(index: Array, nodes: Array) -> tuple[Array, Array]:
-        return index, nodes[jnp.clip(index, 0, tree.capacity - 1)]
+    def bits_at(index: Array, leaves: Array) -> tuple[Array, Array]:
+        return index, leaves[_place(tree.nodes, jnp.clip(index, 0, tree.capacity - 1))]
 
-    natively = functools.partial(native.read, capacity=tree.capacity)
+    leaves = tree.nodes[0][0] if isinstance(tree.nodes, tuple) else tree.nodes
     plainly = functools.partial(in_halves, bits_at)
-    index, bits = native.either(natively, plainly, index, tree.nodes)
+    natively = functools.partial(native.read, capacity=tree.capacity)
+    index, bits = _either(tree, natively, plainly, index, leaves)
     return index, _floats(bits)
 
 
 def _where(tree: SegmentTree, again: SegmentTree) -> str:
     """Returns the slots over which a reduction is not that of the leaves."""
-    width = FANOUT
-    while width < FANOUT * tree.capacity:
-        for op in tree.ops:
-            ours, theirs = (_reduce(one, width, op) for one in (tree, again))
-            wrong = np.flatnonzero(np.asarray(ours != theirs))
-            if wrong.size:
-                first = int(wrong[0]) * width
-                return f"the {op} of slots {first} to {min(first + width, tree.capacity) - 1}"
-        width *= FANOUT
+    for level in levels(tree.capacity, len(tree.ops), tree.width)[1:]:
+        size = tree.width**level.number
+        rows = (_rows(one.nodes, level) for one in (tree, again))
+        for op, ours, theirs in zip(tree.ops, *rows, strict=False):
+            wrong = np.flatnonzero(np.asarray(ours != theirs)) * size
+            if wrong.size and wrong[0] < tree.capacity:
+                return f"the {op} of slots {wrong[0]} to {min(wrong[0] + size, tree.capacity) - 1}"
     return f"a node above slot {tree.capacity - 1}, the last one"
 
 
 @jax.jit
 def _set_again(tree: SegmentTree) -> SegmentTree:
-    """Returns a tree of the same leaves, with every node computed again."""
-    return tree.set_all(tree.leaves)
+    """Returns a tree of the same leaves, with every node computed again.
+
+    Sums of wide blocks that are the same up to rounding stay as they are.
+    """
+    again = tree.set_all(tree.leaves)
+
+    def rounded(ours: Int[Array, "..."], theirs: Int[Array, "..."]) -> Int[Array, "..."]:
+        have, want = _floats(ours), _floats(theirs)
+        # The bits of counts are those of smaller floats.
+        return jnp.where((want >= _TINY) & (abs(have - want) <= _ROUNDING * want), ours, theirs)
+
+    return again if tree.width == NARROW else jax.tree.map(rounded, tree, again)
 
 
-@functools.partial(jax.jit, static_argnames=("width", "op"))
-def _reduce(tree: SegmentTree, width: int, op: str) -> Float[Array, " B"]:
-    """Returns the reductions over each ``width`` consecutive slots."""
-    first = jnp.arange(0, tree.capacity, width, dtype=jnp.int32)
-    return jax.vmap(lambda start: tree.reduce(start, start + width, op))(first)
+@functools.partial(jax.jit, static_argnums=1)
+def _with_width(tree: SegmentTree, width: int) -> SegmentTree:
+    def convert(tree: SegmentTree) -> SegmentTree:
+        return SegmentTree.create(tree.capacity, tree.ops, width).set_all(tree.leaves)
+
+    # Trees may be stacked along leading axes.
+    for _ in range(tree.roots.ndim - 1):
+        convert = jax.vmap(convert)
+    return convert(tree)

@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from jaxbuf.buffers.created import is_created
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_there
+from jaxbuf.core.segment_tree import NARROW, narrow, using_width, with_widths_of
 from jaxbuf.io import earlier, records, resizing, structure, versions, zarr
 from jaxbuf.io.structure import Leaf
 
@@ -81,6 +82,8 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
     """
     folder = check_folder("path", path)
     check_there(buffer, "buffer")
+    # All platforms write and read the same form of segment trees.
+    buffer = narrow(buffer)
     described = structure.leaves(buffer, "buffer")
     if not described:
         raise ValueError(
@@ -185,7 +188,11 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
         found = versions.find(folder)
         if not found:
             raise FileNotFoundError(f"there is no checkpoint in {path}")
-        return _load(found[-1], like, resize)
+        with using_width(NARROW):
+            tree = _load(found[-1], narrow(like), resize)
+    if jax.tree.structure(tree) == jax.tree.structure(like):
+        return tree
+    return jax.tree.map(_place, with_widths_of(like, tree), like)
 
 
 def check_folder(name: str, path: str | os.PathLike[str]) -> Path:

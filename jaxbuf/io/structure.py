@@ -72,7 +72,7 @@ def configuration(tree: PyTree) -> dict[str, Any]:
     """Returns all static fields in the dataclasses of a pytree, by their path.
 
     Functions are left out, since they are code rather than configuration. So are devices and
-    shardings.
+    shardings, and fields whose metadata says that they are no ``configuration``.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -91,7 +91,8 @@ def _nodes(node: Any, path: str) -> Iterator[tuple[str, Any]]:
         dynamic = {_string(key) for key, _ in children}
         for field in dataclasses.fields(node):
             # A field without leaves is also a child, although it does not appear in a path.
-            if f".{field.name}" not in dynamic and not _is_dynamic(field):
+            told = field.metadata.get("configuration", True)
+            if told and f".{field.name}" not in dynamic and not _is_dynamic(field):
                 yield from _values(getattr(node, field.name), f"{path}.{field.name}")
     for key, child in children:
         yield from _nodes(child, path + _string(key))

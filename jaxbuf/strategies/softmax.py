@@ -169,7 +169,8 @@ class Softmax(ShardableSampler):
         def rebuild(carry: tuple[SegmentTree, Array]) -> tuple[SegmentTree, Array]:
             masses, reference = carry
             # Nothing of this is computed ahead of the loop, in every change.
-            leaves = scores.replace(nodes=after(scores.nodes, reference)).leaves
+            nodes = jax.tree.map(lambda bits: after(bits, reference), scores.nodes)
+            leaves = scores.replace(nodes=nodes).leaves
             return masses.set_all(self._mass(leaves, largest)), largest
 
         # A loop of at most one step. Unlike a cond under vmap, it runs only if a buffer needs it.

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import jaxbuf
 from jaxbuf import testing
-from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.segment_tree import NARROW, WIDE, SegmentTree
 from tests.models import items as reference
 from tests.models import trajectory as reference_trajectory
 
@@ -34,10 +34,11 @@ def lists(elements, rows):
 
 
 TREES = (
-    (1, ("sum", "max", "min_positive")),
-    (300, ("sum", "max", "min_positive")),
-    (40, ("max", "sum")),
-    (17, ("min",)),
+    (1, ("sum", "max", "min_positive"), NARROW),
+    (300, ("sum", "max", "min_positive"), NARROW),
+    (300, ("sum", "max", "min_positive"), WIDE),
+    (40, ("max", "sum"), NARROW),
+    (17, ("min",), WIDE),
 )
 leaves = st.integers(-2, 302)
 values = st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.0])
@@ -65,8 +66,8 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(kind=st.sampled_from(TREES))
     def create(self, kind):
-        self.capacity, self.ops = kind
-        self.tree, self.twin = SegmentTree.create(*kind), reference.SegmentTree(*kind)
+        self.capacity, self.ops, _ = kind
+        self.tree, self.twin = SegmentTree.create(*kind), reference.SegmentTree(*kind[:2])
 
     def set_rows(self, index, value):
         self.tree = set_leaves(self.tree, index, value)

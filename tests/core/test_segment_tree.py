@@ -1,23 +1,24 @@
 """The segment tree against a flat NumPy array, with the kernels in C++ and without."""
 
 import functools
-import re
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.core import native, segment_tree
-from jaxbuf.core.segment_tree import FANOUT, SegmentTree, levels
+from jaxbuf.core import native
+from jaxbuf.core.segment_tree import NARROW, WIDE, SegmentTree, levels, using_width
 
 CAPACITIES = (1, 5, 16, 17, 300, 5000)
 OPS = (("sum",), ("min",), ("max",), ("sum", "max", "min_positive"), ("max", "sum"))
 UNSET = {"min": np.inf, "max": -np.inf}
 
-# What has no kernel is tested in one form only.
-no_kernel = pytest.mark.parametrize("_form", [False], ids=["pure"], indirect=True)
+# Narrow trees without the kernels in C++ and with them, and wide ones, which have none.
+FORMS = ("pure", "native", "wide")
+# What has no kernel is tested once for each width.
+no_kernel = pytest.mark.parametrize("_form", ["pure", "wide"], indirect=True)
+narrow = pytest.mark.parametrize("_form", ["pure"], indirect=True)
 
 
 def without_kernel(function, **options):
@@ -43,11 +44,13 @@ def observe(tree):
     return tree.leaves, [tree.root(op) for op in tree.ops], tree.nnz
 
 
-@pytest.fixture(params=[False, True], ids=["pure", "native"], autouse=True)
+@pytest.fixture(params=FORMS, autouse=True)
 def _form(request):
-    if request.param and not native.native_available():
+    natively = request.param == "native"
+    if natively and not native.native_available():
         pytest.skip("the kernels were not built")
-    with native.using_native(request.param):
+    width = WIDE if request.param == "wide" else NARROW
+    with native.using_native(natively), using_width(width):
         yield
 
 
@@ -147,14 +150,14 @@ def test_updates_of_a_tree_larger_than_a_cache(rows):
         check(tree, leaves)
 
 
-@no_kernel
+@narrow
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_children_of_a_node_lie_in_one_line_of_memory(capacity, ops):
     line = 64 // np.dtype(np.int32).itemsize
-    assert line == FANOUT
+    assert line == NARROW
     for level in levels(capacity, len(ops)):
-        assert level.start % line == level.width % line == 0
+        assert level.start % line == level.stride % line == 0
     assert create(capacity, ops).nodes.size == level.stop
 
 
@@ -265,7 +268,7 @@ def test_vmap_over_trees_and_over_queries():
     empty = SegmentTree.create(50, ("sum", "max"))
     trees = jax.vmap(lambda i, v: empty.set(i, v))(index, leaves)
     single = [empty.set(jnp.arange(50), row) for row in leaves]
-    np.testing.assert_array_equal(trees.nodes, [tree.nodes for tree in single])
+    same(trees, stack(single))
     np.testing.assert_array_equal(trees.root("max"), [tree.root("max") for tree in single])
     points = jnp.asarray(rng.random((3, 20)), jnp.float32) * 10
     expected = stack(tree.find(row) for tree, row in zip(single, points, strict=True))
@@ -313,43 +316,6 @@ def test_every_slot_of_a_large_tree_is_reached():
     np.testing.assert_array_equal(found, np.floor((grid + fine) * cell))
 
 
-def elsewhere(function, tree, *arrays):
-    """Returns what other backends than the CPU compute, here on the CPU."""
-
-    def either(natively, plainly, *arrays, elsewhere):
-        return elsewhere(*arrays)
-
-    # Of the function itself, since its compiled form is that for the CPU.
-    with mock.patch.object(native, "either", either):
-        return jax.jit(lambda *args: function.__wrapped__(*args))(tree, *arrays)
-
-
-OTHERS = [1, 16, 17, 5000, 70_000, 2**20 + 1]
-
-
-@no_kernel
-@pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("capacity", OTHERS)
-def test_other_backends_find_and_set_the_same(capacity, rows):
-    rng, ops = np.random.default_rng(capacity), ("sum", "max", "min_positive")
-    leaves = rng.random(capacity) * (rng.random(capacity) < 0.7)
-    tree = assign_all(create(capacity, ops), jnp.asarray(leaves, jnp.float32))
-    index = jnp.asarray(rng.integers(-1, capacity + 2, rows), jnp.int32)
-    value = rng.random(rows).astype(np.float32)
-    prefix = jnp.asarray(value * np.float32(tree.root()))
-    # Refining depends on the levels and not on the rows, so it is with one number of rows each.
-    refined = (OTHERS.index(capacity) + (rows == 1)) % 2
-    refine = jnp.asarray(np.asarray(prefix) * np.float32(2.0**-20)) if refined else None
-    for function, *arrays in (
-        (segment_tree._set, index, jnp.asarray(value)),
-        (segment_tree._find, prefix, refine),
-    ):
-        found = elsewhere(function, tree, *arrays)
-        for form in {False, native.native_available()}:
-            with native.using_native(form):
-                same(found, function(tree, *arrays))
-
-
 @pytest.mark.parametrize("ops", OPS)
 def test_leaves_that_are_known_to_differ_are_set_by_one_write(ops):
     rng, tree = np.random.default_rng(5), create(5000, ops)
@@ -375,23 +341,7 @@ def test_leaves_that_are_known_to_differ_are_set_by_one_write(ops):
     assert writes[1] == writes[0] + 2
 
 
-@no_kernel
-@pytest.mark.parametrize("name", ["_find", "_set"])
-@pytest.mark.parametrize("capacity", [2**20, 2**24])
-def test_other_backends_take_numbers_apart_and_need_no_loops(capacity, name):
-    # XLA makes one kernel of what is computed from such numbers.
-    ops, function = ("sum", "max", "min_positive"), getattr(segment_tree, name)
-    tree = jax.eval_shape(lambda: SegmentTree.create(capacity, ops))
-    floats, index = (jax.ShapeDtypeStruct((256,), kind) for kind in (jnp.float32, jnp.int32))
-    arrays = (index, floats) if name == "_set" else (floats, floats)
-    text = jax.jit(functools.partial(elsewhere, function)).lower(tree, *arrays).as_text()
-    assert "stablehlo.while" not in text
-    assert not re.findall(r"applies stablehlo.(?:add|maximum|minimum)", text)
-    if name == "_find":
-        assert not re.findall(r"x16x[fi]32>", text)
-
-
-@no_kernel
+@narrow
 def test_what_cannot_be_built():
     with pytest.raises(ValueError, match="capacity is 0"):
         SegmentTree.create(0)

@@ -11,6 +11,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
+from jaxbuf.core.segment_tree import WIDE, using_width
 from tests.programs import old_buffers
 from tests.programs.old_buffers import CREATE, FOLDER, items, rings
 
@@ -43,6 +44,12 @@ def test_it_is_loaded_and_goes_on(name, tmp_path):
     before = json.loads((FOLDER / name / "seen.json").read_text())
     assert_close(old_buffers.seen(name, buffer), before["saved"])
     assert_close(old_buffers.seen(name, old_buffers.more(name, buffer)), before["more"])
+
+
+@pytest.mark.parametrize("name", ["prioritized", "sharded", "softmax_lowest"])
+def test_it_is_loaded_for_an_accelerator(name, tmp_path):
+    with using_width(WIDE):
+        test_it_is_loaded_and_goes_on(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["unlike", "unlike_floats", "unlike_norm_0", "seeds"])

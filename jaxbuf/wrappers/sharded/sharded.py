@@ -16,6 +16,7 @@ from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, describe, fields, sizes, storage, trees
 from jaxbuf.core.program import is_outside, program
+from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
@@ -113,8 +114,10 @@ class Sharded(Shards):
                 f"make is {checks.kind_of(make)}; expected a function that creates one shard, such "
                 "as lambda: jaxbuf.ItemBuffer.create(...)"
             )
-        # JAX would remember the shapes of a function; what this one reads may have changed.
-        one = on_shards.check_shard(jax.eval_shape(lambda: make()))
+        width = width_for(mesh.devices.flat[0].platform)
+        with using_width(width):
+            # JAX would remember the shapes of a function; what this one reads may have changed.
+            one = on_shards.check_shard(jax.eval_shape(lambda: make()))
         if one.capacity * count >= 2**31:
             raise ValueError("shards have 2**31 slots or more; expected fewer in all")
 
@@ -129,7 +132,7 @@ class Sharded(Shards):
             return jax.tree.map(lambda leaf: jnp.stack([leaf] * count), make())
 
         sharding = jax.NamedSharding(mesh, jax.P(axis))
-        with sizes.allocating("what the shards keep of their items"):
+        with using_width(width), sizes.allocating("what the shards keep of their items"):
             built: Any = jax.jit(build, out_shardings=sharding)()
         return cls(
             shards=built,
