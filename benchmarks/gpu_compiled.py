@@ -53,6 +53,7 @@ from benchmarks.programs import memory_beyond
 from benchmarks.rows import freshness, gflownet, per, windows
 from benchmarks.rows.growth import SMALL
 from benchmarks.transitions import Transitions
+from jaxbuf.core.segment_tree import WIDE, using_width
 
 DEVICE = Path(__file__).with_name("h200.txtpb")
 SCAN_LENGTH = 100
@@ -146,7 +147,8 @@ def count(program: Any, capacity: int, calls: int = 1) -> Counts:
 def counted(job: Job, library: str, operation: str) -> Counts | None:
     """Counts the work of an operation of a library; None if the library lacks it."""
     where = SingleDeviceSharding(device())
-    program = lowered(job, library, operation, lambda spec: where, scan_cycle, SCAN_LENGTH)
+    with using_width(WIDE):
+        program = lowered(job, library, operation, lambda spec: where, scan_cycle, SCAN_LENGTH)
     if program is None:
         return None
     calls = SCAN_LENGTH if operation == "cycle" else 1
