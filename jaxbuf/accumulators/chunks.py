@@ -142,7 +142,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         leading = (num_workers + waiting, length)
         return cls(
             data=(
-                storage.allocate(example, leading, "fragments_per_chunk"),
+                storage.allocate(example, leading, ("fragments_per_chunk", length)),
                 jnp.zeros(leading, jnp.int32),
                 jnp.zeros(leading, jnp.int32),
             ),

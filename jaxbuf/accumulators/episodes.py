@@ -123,7 +123,9 @@ class EpisodeAccumulator(struct.PyTreeNode):
         num_envs = common.check_count("num_envs", num_envs)
         max_length = common.check_count("max_length", max_length)
         per_add, waiting = check_line(num_envs, max_length, per_add, waiting)
-        data = storage.allocate(example, (num_envs + waiting, max_length), "max_length")
+        data = storage.allocate(
+            example, (num_envs + waiting, max_length), ("max_length", max_length)
+        )
         names = [("terminated", terminated)]
         truncated = fields.truncation(data, terminated, truncated)
         if truncated is not None:
@@ -257,5 +259,5 @@ class EpisodeAccumulator(struct.PyTreeNode):
         self, steps: PyTree[Array], mask: Numbers | None
     ) -> tuple[PyTree[Array], Bool[Array, "E T"]]:
         """Returns the steps as arrays ``[num_envs, T, *shape]``, and a mask of those to add."""
-        steps, batch = common.check_steps(self.data, steps, self.num_envs)
+        steps, batch = common.check_steps(self.data, steps, self.num_envs, skip=2)
         return steps, common.check_step_mask(jnp.ones(batch, bool) if mask is None else mask, batch)

@@ -1,6 +1,7 @@
 """The common base of ``ItemBuffer`` and ``TrajectoryBuffer``: slots that a sampler draws."""
 
 import abc
+from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import jax
@@ -42,32 +43,24 @@ class Body(Base, Created):
 
     @abc.abstractmethod
     def _stored(self, index: Int[Array, " B"]) -> Int[Array, "..."]:
-        """Returns where the contents of slots are, as rows of ``_folded``, or ``capacity``.
+        """Returns the rows of the storage that hold the contents of slots, or ``capacity``.
 
         For items these are the slots ``[B]`` themselves, for windows their own steps ``[B, L]``.
         """
 
     @abc.abstractmethod
-    def _folded(self, data: PyTree[Array]) -> PyTree[Array]:
-        """Returns a storage as rows of single items, or steps, leaves ``[capacity, ...]``."""
-
-    @abc.abstractmethod
-    def _unfolded(self, data: PyTree[Array]) -> PyTree[Array]:
-        """Applies the inverse of ``_folded``."""
-
-    @abc.abstractmethod
     def _written(
         self, row: Int[Array, "..."], items: PyTree[Array]
     ) -> tuple[Int[Array, "..."], Rows]:
-        """Returns slots and rows for ``Part.on_write``, of items in these rows of ``_folded``."""
+        """Returns slots and rows for ``Part.on_write``, of items in these rows of storage."""
 
     @abc.abstractmethod
     def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Returns whether there is an item, or a step, in these rows of ``_folded``."""
+        """Returns whether there is an item, or a step, in these rows of the storage."""
 
     @abc.abstractmethod
     def _some_row(self) -> Int[Array, ""]:
-        """Returns a row of ``_folded`` that holds an item, or a step; arbitrary if none does."""
+        """Returns a row of the storage with an item, or a step; arbitrary if there is none."""
 
     @property
     @abc.abstractmethod
@@ -361,8 +354,7 @@ class Body(Base, Created):
         """
         slots = common.check_slots(slots)
         rows, steps = slots.index.shape[0], self.step_axes
-        data = self._folded(self.data)
-        field = write_back.check_writable(self.extras, data, path, self.have, every=False)
+        field = write_back.check_writable(self.extras, self.data, path, self.have, every=False)
         value, _ = storage.check(field, value, "value", (rows, *steps))
         taken = common.check_mask(mask, (rows,), steps)
         if rows == 0:
@@ -372,14 +364,14 @@ class Body(Base, Created):
         taken = taken.reshape(rows, *[-1] * (row.ndim - taken.ndim), *taken.shape[1:])
         row = keep_last(jnp.where(taken, row, self.capacity), self.capacity)
         flat = jax.tree.map(lambda leaf: leaf.reshape(row.size, *leaf.shape[row.ndim :]), value)
-        data = fields.replace(data, path, storage.write(field, flat, row.reshape(-1)))
+        data = fields.replace(self.data, path, storage.write(field, flat, row.reshape(-1)))
         # Only items carry gradients.
         state, states = lax.stop_gradient((self.sampler_state, self.extra_states))
         if write_back.listens(self.extras):
             items = lax.stop_gradient(storage.read(data, row.reshape(-1)))
             items = jax.tree.map(lambda leaf: leaf.reshape(*row.shape, *leaf.shape[1:]), items)
             states = write_back.follow(self, states, *self._written(row, items), path)
-        return self.replace(data=self._unfolded(data), sampler_state=state, extra_states=states)
+        return self.replace(data=data, sampler_state=state, extra_states=states)
 
     @program(static=("path", "fn", "batch_size"))
     def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
@@ -423,11 +415,9 @@ class Body(Base, Created):
         fn = write_back.check_function(fn)
         rows = min(sizes.check_count("batch_size", batch_size), self.capacity)
         write_back.check_writable(self.extras, self.data, path, self.have, every=True)
-        data, some = self._folded(self.data), self._some_row()
-        folded, states = write_back.map_field(
-            self, data, path, fn, rows, some, self._holds_row, self._written
+        data, states = write_back.map_field(
+            self, self.data, path, fn, rows, self._some_row(), self._holds_row, self._written
         )
-        data = self._unfolded(folded)
         known = lax.stop_gradient(data)
         return self.replace(
             data=data,
@@ -713,8 +703,8 @@ class Body(Base, Created):
         return list(zip(self.extras, lax.stop_gradient(self.extra_states), strict=True))
 
     def _write(self, items: PyTree[Array], row: Int[Array, " R"], event: str, *told: Any) -> Self:
-        """Returns the buffer with new items, or steps, in rows of ``_folded``; parts are told."""
-        data = self._unfolded(storage.write(self._folded(self.data), items, row))
+        """Returns the buffer with new items, or steps, in rows of the storage; parts are told."""
+        data = storage.write(self.data, items, row)
         return self.replace(data=data, extra_states=self._tell(event, *told))
 
     def _tell(self, event: str, *told: Any) -> tuple[State, ...]:
@@ -737,15 +727,18 @@ class Body(Base, Created):
         if not any(getattr(part, flag) for part in self.extras):
             raise ValueError(what + retire.MISSING)
 
-    def _cleared(self, slots: int) -> Self:
-        """Returns the buffer with empty slots, which shares no array with the original."""
+    def _cleared(self, init: Callable[[Part], State]) -> Self:
+        """Returns the buffer with empty slots, which shares no array with the original.
+
+        Args:
+            init: Returns the state of a part for an empty buffer.
+        """
         empty = self.replace(
             data=jax.tree.map(jnp.zeros_like, self.data),
             occupancy=self.occupancy.clear(),
-            sampler_state=self.sampler.init(slots),
+            sampler_state=self.sampler.init(self.num_slots),
             extra_states=tuple(
-                common.hear(part, "on_clear", state, part.init(self.data, slots))
-                for part, state in self._parts()
+                common.hear(part, "on_clear", state, init(part)) for part, state in self._parts()
             ),
         )
         return trees.in_place_of(self, empty)

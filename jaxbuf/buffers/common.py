@@ -432,30 +432,35 @@ def check_draw(draw: object) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool
 
 
 def check_steps(
-    data: PyTree[Array], steps: PyTree[Array], num_envs: int, name: str = "num_envs"
+    data: PyTree[Array],
+    steps: PyTree[Array],
+    num_envs: int,
+    name: str = "num_envs",
+    skip: int = 1,
 ) -> tuple[PyTree[Array], tuple[int, ...]]:
     """Returns steps as arrays ``[num_envs, T, *shape]``, and the leading axes they came with.
 
     Args:
-        data: The storage for the steps, leaves ``[:, :, *shape]``.
+        data: The storage for the steps, leaves ``[..., *shape]`` with ``skip`` leading axes.
         steps: One step or ``T`` steps of each environment.
         num_envs: The number of environments.
         name: What has that number, for errors.
+        skip: The number of leading axes of the storage's leaves.
 
     Raises:
         ValueError: If a structure, shape or dtype differs.
     """
     steps = trees.match(data, steps)
-    stored, given = jax.tree.leaves(data)[0], jax.tree.leaves(steps)
-    one = bool(given) and np.ndim(given[0]) == stored.ndim - 1
+    ndim, given = jax.tree.leaves(data)[0].ndim - skip, jax.tree.leaves(steps)
+    one = bool(given) and np.ndim(given[0]) == ndim + 1
     axes = (num_envs,) if one else (num_envs, "T")
     shape = np.shape(given[0]) if given else ()
     hint = ""
-    if shape and shape[0] != num_envs and len(shape) - len(axes) == stored.ndim - 2:
+    if shape and shape[0] != num_envs and len(shape) - len(axes) == ndim:
         hint = f"; the first axis is that of the {num_envs} environments, {name}"
         if not one and shape[1] == num_envs:
             hint += ", and time comes second: jnp.swapaxes(x, 0, 1)"
-    steps, batch = storage.check(data, steps, "steps", axes, 2, hint)
+    steps, batch = storage.check(data, steps, "steps", axes, skip, hint)
     if one:
         steps = jax.tree.map(lambda leaf: leaf[:, None], steps)
     return steps, batch

@@ -19,7 +19,6 @@ class Created(Buffer):
         data: The storage.
         occupancy: Records which slots are live.
         counters: The numbers of rows added and refused, ``[K]``.
-        item_axes: The number of axes that the storage has in front of those of an item, or a step.
         unit: The name of what ``size`` counts.
         drawn: The name of what a sampler draws.
         extras: The parts of the buffer besides sampler and evictor.
@@ -31,7 +30,6 @@ class Created(Buffer):
     data: Any
     occupancy: Occupancy
     counters: Any
-    item_axes = 1
     unit = "items"
     drawn = "items"
     extras: Any = ()
@@ -45,10 +43,10 @@ class Created(Buffer):
 
         Those of buffers that are stacked, as ``vmap`` makes them, are the same.
         """
-        # The counters of a single buffer have one axis.
-        skip = self.item_axes + self.counters.ndim - 1
+        # The counters of a single buffer have one axis, and so has its storage besides the item's.
+        axes = self.counters.ndim
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[skip:], leaf.dtype), self.data
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), self.data
         )
 
     @property
@@ -97,7 +95,7 @@ class Created(Buffer):
             old: A buffer of another size.
             moves: The slots of before and after.
         """
-        return self.replace(data=moves(self.data, old.data))
+        return self.replace(data=moves.of_rows(self.data, old.data))
 
 
 def is_created(node: object) -> bool:

@@ -101,7 +101,7 @@ class ItemBuffer(Body):
         for part in extras:
             if not part.of_items:
                 raise ValueError(f"an ItemBuffer cannot have {part}, which is a part for windows")
-        data = storage.allocate(example, (capacity,), "capacity")
+        data = storage.allocate(example, (capacity,), ("capacity", capacity))
         occupancy: ItemOccupancy = evictor.init(capacity)
         if any(part.removes for part in extras):
             common.check_removes(sampler, "an item retires")
@@ -266,7 +266,7 @@ class ItemBuffer(Body):
         Slots sampled before remain stale, and counters keep their values. The result shares no
         array with the original, so that either may be donated.
         """
-        return self._cleared(self.capacity)
+        return self._cleared(lambda part: part.init(self.data, self.capacity))
 
     def options(self) -> dict[str, Any]:
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""
@@ -315,12 +315,6 @@ class ItemBuffer(Body):
 
     def _stored(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
         return index
-
-    def _folded(self, data: PyTree[Array]) -> PyTree[Array]:
-        return data
-
-    def _unfolded(self, data: PyTree[Array]) -> PyTree[Array]:
-        return data
 
     def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
         return self.occupancy.live(row)

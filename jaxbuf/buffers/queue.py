@@ -72,7 +72,7 @@ class Queue(Created, struct.PyTreeNode):
         """
         capacity = sizes.check_count("capacity", capacity)
         return cls(
-            data=storage.allocate(example, (capacity,), "capacity"),
+            data=storage.allocate(example, (capacity,), ("capacity", capacity)),
             occupancy=QueueRing.create(capacity),
             counters=counters.tally(COUNTS, {}),
         )

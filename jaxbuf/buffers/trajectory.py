@@ -60,7 +60,7 @@ class TrajectoryBuffer(OldLookups, Body):
     methods.
 
     Attributes:
-        data: The steps, leaves ``[num_envs, length, ...]``.
+        data: The steps, leaves ``[num_envs * length, ...]``, one ring after the other.
         occupancy: Records which steps and windows there are.
         sampler_state: The state of the sampler, with one slot for each place where a window may
             start.
@@ -83,7 +83,6 @@ class TrajectoryBuffer(OldLookups, Body):
 
     occupancy: Rings | Subset  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    item_axes = 2
     unit = "steps"
     drawn = "windows"
 
@@ -159,7 +158,7 @@ class TrajectoryBuffer(OldLookups, Body):
                 raise ValueError(
                     f"a TrajectoryBuffer cannot have {part}, which is a part for items"
                 )
-        data = storage.allocate(example, (num_envs, length), "length")
+        data = storage.allocate(example, (num_envs * length,), ("length", length))
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
         picks = any(part.removes for part in extras)
         occupancy = Subset.create(rings, rings.num_slots) if picks else rings
@@ -170,7 +169,7 @@ class TrajectoryBuffer(OldLookups, Body):
             occupancy=occupancy,
             sampler_state=sampler.init(rings.num_slots),
             counters=jnp.zeros((len(counter_names(extras)),), jnp.uint32),
-            extra_states=tuple(part.init(data, rings.num_slots) for part in extras),
+            extra_states=tuple(part.init_windows(data, rings) for part in extras),
             sampler=sampler,
             extras=extras,
         )
@@ -325,7 +324,7 @@ class TrajectoryBuffer(OldLookups, Body):
             >>> import jax.numpy as jnp, jaxbuf
             >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), num_envs=4, length=8)
             >>> buffer = buffer.add(jnp.array([[1, 2], [3, 4]]), env_ids=jnp.array([3, 0]))
-            >>> buffer.end_position.tolist(), buffer.data[0, :2].tolist()
+            >>> buffer.end_position.tolist(), buffer.data[:2].tolist()
             ([2, 0, 0, 2], [3, 4])
         """
         if env_ids is not None:
@@ -337,7 +336,8 @@ class TrajectoryBuffer(OldLookups, Body):
         rows = StepRows(**vars(given), rings=self.rings, target=target)
         begins = (target < self.capacity) & (remainder(target, self.period) == 0)
         index = jnp.where(begins, quotient(target, self.period), rings.num_slots)
-        buffer = self._write(_fold(steps), target.reshape(-1), "on_steps", index, rows)
+        flat = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), steps)
+        buffer = self._write(flat, target.reshape(-1), "on_steps", index, rows)
         counts = {"adds": rows.count}
         if value is not None:
             refuse({"rejected": ~self.sampler.accepts(value)}, rows.taken, counts)
@@ -406,7 +406,7 @@ class TrajectoryBuffer(OldLookups, Body):
             ValueError: When traced, if ``envs`` is neither a mask nor numbers.
         """
         if envs is None:
-            return self._cleared(self.rings.num_slots)
+            return self._cleared(lambda part: part.init_windows(self.data, self.rings))
         mask = mask_of(envs, self.num_envs)
         starts = self.length // self.period
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
@@ -534,7 +534,7 @@ class TrajectoryBuffer(OldLookups, Body):
             known = held.reshape(-1, *(1,) * (leaf.ndim - 1))
             return jnp.where(known, leaf, jnp.zeros_like(leaf)).reshape(*shape, *leaf.shape[1:])
 
-        return jax.tree.map(shaped, storage.read(_fold(field), row))
+        return jax.tree.map(shaped, storage.read(field, row))
 
     @program(static=("ignore_earliest",))
     def gather_all(self, *, ignore_earliest: bool = True) -> Steps:
@@ -710,7 +710,7 @@ class TrajectoryBuffer(OldLookups, Body):
             >>> buffer.episode(jnp.array([0]), jnp.arange(6)).begin.tolist()
             [0, 0, 0, 3, 3, 3]
             >>> buffer.data["truncated"].tolist()
-            [[False, False, True, False, False, False, False, False]]
+            [False, False, True, False, False, False, False, False]
         """
         at = self._need_episodes("end_episodes was called, but ")
         index, rings = self._index(), self.rings
@@ -721,11 +721,11 @@ class TrajectoryBuffer(OldLookups, Body):
         written = [path for path in dict.fromkeys((paths, index.episodes.last)) if path is not None]
         for path in written:
             flags = fields.find(data, path)
-            now = flags.reshape(-1).at[newest].set(True, mode="drop", unique_indices=True)
-            data = fields.replace(data, path, now.reshape(flags.shape))
+            now = flags.at[newest].set(True, mode="drop", unique_indices=True)
+            data = fields.replace(data, path, now)
         ended = self.with_state(at, index.end(rings, mask)).replace(data=data)
         if write_back.listens(self.extras):
-            told = self._written(newest, jax.lax.stop_gradient(storage.read(_fold(data), newest)))
+            told = self._written(newest, jax.lax.stop_gradient(storage.read(data, newest)))
             for path in written:
                 states = jax.lax.stop_gradient(ended.extra_states)
                 states = write_back.follow(ended, states, *told, path)
@@ -735,7 +735,7 @@ class TrajectoryBuffer(OldLookups, Body):
         # Windows that are cut short by the new end may be complete now.
         found = ended._index().completed(rings, data, mask.astype(jnp.int32), 1)
         slots = jnp.where(found.short, found.slots, rings.num_slots)
-        items = storage.read(_fold(data), newest)
+        items = storage.read(data, newest)
         counts: dict[str, Array] = {}
         by = jnp.zeros(slots.shape, jnp.int32)
         rows = StepRows(
@@ -919,7 +919,7 @@ class TrajectoryBuffer(OldLookups, Body):
         )
         data = jax.tree.map(
             lambda leaf: leaf.reshape(*position.shape, *leaf.shape[1:]),
-            storage.read(_fold(self.data), row),
+            storage.read(self.data, row),
         )
         valid = rank + jnp.uint32(skip) < self.rings.held[:, None]
         return Steps(data=data, position=position, valid=valid)
@@ -1008,12 +1008,6 @@ class TrajectoryBuffer(OldLookups, Body):
             own &= self._index().together(self.rings, index)
         return jnp.where(own, self.rings.window(index), self.capacity)
 
-    def _folded(self, data: PyTree[Array]) -> PyTree[Array]:
-        return _fold(data)
-
-    def _unfolded(self, data: PyTree[Array]) -> PyTree[Array]:
-        return _unfold(data, self)
-
     def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
         return self.rings.holds_step(row)
 
@@ -1037,7 +1031,8 @@ class TrajectoryBuffer(OldLookups, Body):
         """Returns the windows at ``index``, leaves ``[B, sequence_length, ...]``."""
         ring, start = self.rings.split(index)
         if self.episodes is None or not self.episodes.pads:
-            return storage.read_runs(self.data, ring, start, self.sequence_length)
+            first = jnp.minimum(ring, self.num_envs - 1) * self.length + start
+            return storage.read_runs(self.data, first, self.sequence_length, self.length)
         mask = self._index().together(self.rings, index)
         last = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32) - 1
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)[None]
@@ -1045,7 +1040,7 @@ class TrajectoryBuffer(OldLookups, Body):
         row = ring[:, None] * self.length + place
         return jax.tree.map(
             lambda leaf: leaf.reshape(*row.shape, *leaf.shape[1:]),
-            storage.read(_fold(self.data), row.reshape(-1)),
+            storage.read(self.data, row.reshape(-1)),
         )
 
 
@@ -1104,14 +1099,3 @@ def _at(leaf: Array, column: Int[Array, "E H"]) -> Array:
     """Returns the columns ``[E, H, ...]`` of a leaf ``[E, T, ...]``."""
     env = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     return leaf.at[env, column].get(mode="promise_in_bounds")
-
-
-def _fold(data: PyTree[Array]) -> PyTree[Array]:
-    """Reshapes leaves ``[E, T, ...]`` to ``[E * T, ...]``."""
-    return jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), data)
-
-
-def _unfold(data: PyTree[Array], buffer: TrajectoryBuffer) -> PyTree[Array]:
-    """Applies the inverse of ``_fold`` to the storage of ``buffer``."""
-    leading = (buffer.num_envs, buffer.length)
-    return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[1:]), data)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,20 @@ from jaxbuf.core.types import Dtype
 _KINDS = "biufc"
 # The most differences that an error lists.
 _NAMED = 6
+# The numbers of rows in a run, and in the ring that it is in; None for single rows.
+_Run: TypeAlias = tuple[int, int] | None
 
 
-def allocate(example: PyTree, leading: Sequence[int], size: str = "rows") -> PyTree[Array]:
+def allocate(
+    example: PyTree, leading: Sequence[int], size: tuple[str, int] | None = None
+) -> PyTree[Array]:
     """Returns zeros for ``prod(leading)`` items like ``example``.
 
     Args:
         example: One unbatched item: a pytree of arrays, scalars or ``jax.ShapeDtypeStruct``.
         leading: The shape to put before each leaf's own.
-        size: The name of the last number of ``leading``, for errors.
+        size: The name, in errors, of a number that ``leading`` is a multiple of, and this number;
+            by default the last one of ``leading``.
 
     Returns:
         The same pytree with leaves ``[*leading, *shape]`` in exactly the example's dtypes. No two
@@ -53,7 +58,9 @@ def allocate(example: PyTree, leading: Sequence[int], size: str = "rows") -> PyT
         for name, array, count in zip(names, arrays, needed, strict=True)
     ]
     if is_outside():
-        sizes.check_memory(labels[needed.index(max(needed))], sum(needed), size, leading[-1])
+        sizes.check_memory(
+            labels[needed.index(max(needed))], sum(needed), *(size or ("rows", leading[-1]))
+        )
     return jax.tree.unflatten(treedef, list(map(_zeros, arrays, labels)))
 
 
@@ -228,44 +235,41 @@ def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
 
 
 def read_runs(
-    storage: PyTree[Array], ring: Int[Array, " B"], start: Int[Array, " B"], length: int
+    storage: PyTree[Array], start: Int[Array, " B"], length: int, ring: int
 ) -> PyTree[Array]:
-    """Returns consecutive rows of leaves ``[E, L, ...]`` that begin at ``start``, modulo ``L``.
+    """Returns consecutive rows within rings, from ``start`` on, modulo the length of a ring.
 
     Args:
-        storage: The leaves.
-        ring: Indices of rings, ``[B]``; an index past the end reads the last ring.
-        start: First rows, in ``[0, L)``, ``[B]``.
-        length: Number of rows in each run, at most ``L``.
+        storage: Leaves ``[E * ring, ...]``, one ring of ``ring`` rows after the other.
+        start: First rows, ``[B]``, counted over all rings, in ``[0, E * ring)``.
+        length: Number of rows in each run, at most ``ring``.
+        ring: Number of rows in a ring.
 
     Returns:
         Leaves ``[B, length, ...]``.
     """
-    rings, size = jax.tree.leaves(storage)[0].shape[:2]
-    return _gather(storage, jnp.minimum(ring, rings - 1) * size + start, length)
+    return _gather(storage, start, (length, ring))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _gather(storage: PyTree[Array], start: Int[Array, " B"], length: int | None) -> PyTree[Array]:
-    """Returns rows of leaves ``[N, ...]`` or, given a length, runs of rows of ``[E, L, ...]``."""
+def _gather(storage: PyTree[Array], start: Int[Array, " B"], run: _Run) -> PyTree[Array]:
+    """Returns rows of leaves ``[N, ...]`` or, given the lengths of a run and a ring, runs."""
     leaves, treedef = jax.tree.flatten(storage)
-    axes, leading = (1, start.shape) if length is None else (2, (*start.shape, length))
+    leading = start.shape if run is None else (*start.shape, run[0])
     for leaf in leaves:
-        sizes.check_bytes("a batch", (*leading, *leaf.shape[axes:]), leaf.dtype)
+        sizes.check_bytes("a batch", (*leading, *leaf.shape[1:]), leaf.dtype)
     # The dtypes of PRNG keys are not NumPy's.
     known = [isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in _KINDS for leaf in leaves]
 
     def natively(start: Int[Array, " B"], *leaves: Array) -> list[Array]:
-        taken = iter(
-            native.take([x for x, k in zip(leaves, known, strict=True) if k], start, length)
-        )
+        taken = iter(native.take([x for x, k in zip(leaves, known, strict=True) if k], start, run))
         return [
-            next(taken) if k else _select(leaf, start, length)
+            next(taken) if k else _select(leaf, start, run)
             for leaf, k in zip(leaves, known, strict=True)
         ]
 
     def plainly(start: Int[Array, " B"], *leaves: Array) -> list[Array]:
-        return [_select(leaf, start, length) for leaf in leaves]
+        return [_select(leaf, start, run) for leaf in leaves]
 
     rows = native.either(natively if any(known) else plainly, plainly, start, *leaves)
     return jax.tree.unflatten(treedef, rows)
@@ -273,29 +277,28 @@ def _gather(storage: PyTree[Array], start: Int[Array, " B"], length: int | None)
 
 @_gather.defjvp
 def _(
-    length: int | None,
+    run: _Run,
     primals: tuple[PyTree[Array], Int[Array, " B"]],
     tangents: tuple[PyTree[Array], object],
 ) -> tuple[PyTree[Array], PyTree[Array]]:
     (storage, start), (change, _) = primals, tangents
-    rows = _gather(storage, start, length)
+    rows = _gather(storage, start, run)
 
     def of(row: Array, tangent: Array) -> Array | np.ndarray:
         if jnp.issubdtype(row.dtype, jnp.inexact):
-            return _select(tangent, start, length)
+            return _select(tangent, start, run)
         return np.zeros(row.shape, jax.dtypes.float0)
 
     return rows, jax.tree.map(of, rows, change)
 
 
-def _select(leaf: Array, start: Int[Array, " B"], length: int | None) -> Array:
-    if length is None:
+def _select(leaf: Array, start: Int[Array, " B"], run: _Run) -> Array:
+    if run is None:
         return select(start, leaf)
-    size = leaf.shape[1]
-    within = remainder(start, size)[:, None]
+    length, ring = run
+    within = remainder(start, ring)[:, None]  # [B, 1]
     step = jnp.arange(length, dtype=jnp.int32)[None]
-    index = start[:, None] - within + remainder(within + step, size)
-    return select(index, lax.collapse(leaf, 0, 2))
+    return select(start[:, None] - within + remainder(within + step, ring), leaf)  # [B, length]
 
 
 def select(index: Int[Array, "..."], storage: PyTree[Array]) -> PyTree[Array]:

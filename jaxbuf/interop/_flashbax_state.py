@@ -7,6 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
@@ -52,7 +53,7 @@ def of_arrays(arrays: dict[str, Any]) -> TrajectoryBuffer:
         running = numbers.integers(arrays["running_index"], "running_index")
         lap = running.astype(jnp.uint32)[..., None] // jnp.uint32(length) + jnp.uint32(1)
         placed = placed.replace(lap=jnp.broadcast_to(lap, placed.lap.shape))
-    return dataclasses.replace(empty, data=data, occupancy=placed)
+    return dataclasses.replace(empty, data=_rows(data, 0), occupancy=placed)
 
 
 def changed(buffer: TrajectoryBuffer, arrays: dict[str, Any]) -> TrajectoryBuffer:
@@ -66,9 +67,9 @@ def changed(buffer: TrajectoryBuffer, arrays: dict[str, Any]) -> TrajectoryBuffe
             raise ValueError(f"a state has no field {name!r}; it has {', '.join(ARRAYS[:3])}")
     if "experience" in arrays:
         data = numbers.arrays(arrays["experience"], "experience")
-        leading = jax.tree.leaves(buffer.data)[0].shape[: buffer.rings.cursor.ndim + 1]
-        _check_leading(data, leading)
-        buffer = dataclasses.replace(buffer, data=data)
+        rings = buffer.rings.cursor.shape
+        _check_leading(data, (*rings, buffer.length))
+        buffer = dataclasses.replace(buffer, data=_rows(data, len(rings) - 1))
     if "current_index" in arrays or "is_full" in arrays:
         if buffer.sampler.uses_priority:
             raise ValueError(
@@ -82,6 +83,19 @@ def changed(buffer: TrajectoryBuffer, arrays: dict[str, Any]) -> TrajectoryBuffe
         placed = _placed(rings.replace(lap=rings.lap + jnp.uint32(2)), index, full)
         buffer = buffer.replace(occupancy=placed)
     return buffer
+
+
+def experience(buffer: TrajectoryBuffer) -> PyTree[Array]:
+    """Returns the steps of a buffer, leaves ``[add_batch_size, max_length_time_axis, ...]``."""
+    rings = buffer.rings.cursor.shape
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(*rings, buffer.length, *leaf.shape[len(rings) :]), buffer.data
+    )
+
+
+def _rows(data: PyTree[Array], axis: int) -> PyTree[Array]:
+    """Returns experience as the rows that a buffer keeps; ``axis`` is that of its rings."""
+    return jax.tree.map(lambda leaf: lax.collapse(leaf, axis, axis + 2), data)
 
 
 def fitted(

@@ -164,7 +164,7 @@ class TrajectoryBufferState(struct.PyTreeNode, Generic[Experience]):
     @property
     def experience(self) -> PyTree[Array]:
         """The steps, leaves ``[add_batch_size, max_length_time_axis, ...]``."""
-        return self.buffer.data
+        return _flashbax_state.experience(self.buffer)
 
     @property
     def current_index(self) -> Int[Array, ""]:

@@ -2,7 +2,8 @@
 
 Version 0.2.0 kept the compared parts of items as float32 where all their bits are compared now, an
 array without elements for returns that are not recorded, no windows that are cut short by the
-end of their episode, and counts from which the staleness of the items that had left was known.
+end of their episode, and counts from which the staleness of the items that had left was known. Its
+rings had an axis of environments and one of time, which are one now.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.io.structure import Leaf
 from jaxbuf.occupancy.ring import QueueRing, Ring
+from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import DiversityState
 from jaxbuf.strategies.episodes import Episodes
@@ -58,17 +60,18 @@ def completed(saved: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_saved(like: Tree, saved: dict[str, Leaf], configuration: dict[str, Any]) -> Tree:
-    """Returns ``like`` with the shapes and dtypes of the points and counters that were saved."""
+    """Returns ``like`` with the shapes and dtypes that were saved, where they differ today."""
 
     def was(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path)
         had = saved.get(name)
-        if had is not None and _left(name, had, leaf, configuration):
+        if had is None:
+            return leaf
+        if _has_envs(name, had, leaf, configuration) or _left(name, had, leaf, configuration):
             committed = getattr(leaf, "committed", True)
             sharding = getattr(leaf, "sharding", None) if committed else None
-            shape = (*leaf.shape[:-1], had.shape[-1])
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-        if not name.endswith(_POINTS) or had is None:
+            return jax.ShapeDtypeStruct(had.shape, leaf.dtype, sharding=sharding)
+        if not name.endswith(_POINTS):
             return leaf
         if had.dtype != "float32" or leaf.dtype != np.uint32:
             return leaf
@@ -86,8 +89,11 @@ def renewed(tree: Tree, like: PyTree, saved: dict[str, Any]) -> Tree:
         saved: The configuration as it was saved.
     """
 
-    def without(path: tuple[Any, ...], leaf: Any, wanted: Any) -> Any:
-        left = _left(jax.tree_util.keystr(path), leaf, wanted, saved)
+    def reshaped(path: tuple[Any, ...], leaf: Any, wanted: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        if _has_envs(name, leaf, wanted, saved):
+            return leaf.reshape(wanted.shape)
+        left = _left(name, leaf, wanted, saved)
         return jnp.stack([leaf[..., i] for i in left], axis=-1) if left else leaf
 
     def renew(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
@@ -102,8 +108,26 @@ def renewed(tree: Tree, like: PyTree, saved: dict[str, Any]) -> Tree:
                 return _each(_with_short_windows, node)
         return node
 
-    tree = jax.tree_util.tree_map_with_path(without, tree, like)
+    tree = jax.tree_util.tree_map_with_path(reshaped, tree, like)
     return jax.tree_util.tree_map_with_path(renew, tree, like, is_leaf=is_created)
+
+
+def _has_envs(name: str, had: Any, wanted: Any, configuration: dict[str, Any]) -> bool:
+    """Returns whether a leaf was saved with axes of environments and of time, which are one now."""
+    before, now = (getattr(leaf, "shape", ()) for leaf in (had, wanted))
+    if len(before) != len(now) + 1:
+        return False
+    rings = (path for path, kind in configuration.items() if kind == Rings.__qualname__)
+    lengths = {
+        configuration[f"{path}.length"]
+        for path in rings
+        if name.startswith(f"{path.removesuffix('.inner').removesuffix('.occupancy')}.")
+    }
+    return any(
+        before[axis + 1] in lengths
+        and (*before[:axis], before[axis] * before[axis + 1], *before[axis + 2 :]) == now
+        for axis in range(len(now))
+    )
 
 
 def _left(name: str, had: Any, wanted: Any, configuration: dict[str, Any]) -> tuple[int, ...]:

@@ -34,12 +34,16 @@ def rings_in_order(buffer: Any) -> list[PyTree[np.ndarray[Any, Any]]] | None:
     one, shards = as_buffer(buffer).inside()
     if not is_created(one) or not one.num_envs:
         return None
-    leading = 2 if shards else 1
-    data = jax.tree.map(lambda leaf: _joined(leaf, leading), one.data)
-    cursor, held = (
-        _joined(x, leading).astype(np.int64) for x in (one.rings.cursor, one.rings.held)
-    )
     length = one.length
+    cursor, held = (
+        np.asarray(x).reshape(-1).astype(np.int64) for x in (one.rings.cursor, one.rings.held)
+    )
+
+    def by_env(leaf: Any) -> np.ndarray[Any, Any]:
+        array = np.asarray(leaf)
+        return array.reshape(len(cursor), length, *array.shape[2 if shards else 1 :])
+
+    data = jax.tree.map(by_env, one.data)
     out: list[PyTree[np.ndarray[Any, Any]]] = []
     for env in range(len(cursor)):
         at = (cursor[env] - held[env] + np.arange(held[env])) % length
@@ -67,9 +71,3 @@ def items_in_order(buffer: Any) -> PyTree[np.ndarray[Any, Any]]:
     order, live = (np.asarray(x).T for x in jax.vmap(in_order)(one.occupancy))
     shard = np.broadcast_to(np.arange(shards), order.shape)[live]
     return jax.tree.map(lambda leaf: np.asarray(leaf)[shard, order[live]], one.data)
-
-
-def _joined(leaf: Any, axes: int) -> np.ndarray[Any, Any]:
-    """Returns an array whose first axes are one."""
-    array = np.asarray(leaf)
-    return array.reshape(int(np.prod(array.shape[:axes])), *array.shape[axes:])

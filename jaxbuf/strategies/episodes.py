@@ -158,17 +158,16 @@ class Episodes(Part):
             object.__setattr__(self, "reasons", ("refused_across_episodes",))
         object.__setattr__(self, "removes", self.boundary == "avoid" or self.period > 1)
 
-    def init(self, data: PyTree[Array], slots: int) -> "EpisodeIndex":
-        """Returns the index of an empty buffer.
+    def init_windows(self, data: PyTree[Array], rings: Rings) -> "EpisodeIndex":
+        """Returns the index of empty rings.
 
         Args:
-            data: The buffer's storage, leaves ``[E, N, ...]``.
-            slots: The number of slots for windows; not used.
+            data: The buffer's storage, leaves ``[E * N, ...]``.
+            rings: The rings.
 
         Raises:
             ValueError: If a field is missing, is not a scalar, or has the wrong dtype.
         """
-        del slots
         truncated = fields.truncation(data, self.terminated, self.truncated)
         flags = {"terminated": self.terminated, "truncated": truncated, "last": self.last}
         for name, path in flags.items():
@@ -176,11 +175,11 @@ class Episodes(Part):
                 _check(data, path, name, np.bool_)
         if self.record_return:
             _check(data, self.reward, "reward", np.floating)
-        num_envs, length = jax.tree.leaves(data)[0].shape[:2]
+        num_envs, steps = rings.num_envs, rings.num_envs * rings.length
         return EpisodeIndex(
-            behind=jnp.zeros((num_envs, length), jnp.int32),
-            returns=jnp.zeros((num_envs, length), jnp.float32) if self.record_return else (),
-            since=() if self.last is None else jnp.zeros((num_envs, length), jnp.int32),
+            behind=jnp.zeros((steps,), jnp.int32),
+            returns=jnp.zeros((steps,), jnp.float32) if self.record_return else (),
+            since=() if self.last is None else jnp.zeros((steps,), jnp.int32),
             run=jnp.zeros((num_envs,), jnp.int32),
             pending=jnp.zeros((num_envs,), jnp.int32),
             cut=jnp.zeros((num_envs,), bool),
@@ -189,7 +188,7 @@ class Episodes(Part):
 
     def move(self, empty: "EpisodeIndex", state: "EpisodeIndex", moves: Moves) -> "EpisodeIndex":
         """Moves what is known of each step; the open episodes stay as they are."""
-        behind, returns, since = moves(
+        behind, returns, since = moves.of_rows(
             (empty.behind, empty.returns, empty.since), (state.behind, state.returns, state.since)
         )
         names = ("run", "pending", "cut")
@@ -257,7 +256,7 @@ class Episodes(Part):
         """The recurrence that computes returns."""
         return RECURRENCES[self.recurrence](self.discount, self.default_return)
 
-    def flags(self, steps: PyTree[Array]) -> tuple[Bool[Array, "E T"], Bool[Array, "E T"]]:
+    def flags(self, steps: PyTree[Array]) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
         """Returns masks of the rows that terminated and of the last rows of episodes."""
         terminated = fields.find(steps, self.terminated)
         if self.last is not None:
@@ -267,7 +266,7 @@ class Episodes(Part):
             return terminated, terminated
         return terminated, terminated | fields.find(steps, truncated)
 
-    def rewards(self, steps: PyTree[Array]) -> Float[Array, "E T"]:
+    def rewards(self, steps: PyTree[Array]) -> Float[Array, "..."]:
         """Returns the clipped rewards."""
         rewards = fields.find(steps, self.reward).astype(jnp.float32)
         return rewards if self.reward_clip is None else jnp.clip(rewards, *self.reward_clip)
@@ -284,26 +283,26 @@ class EpisodeIndex(struct.PyTreeNode):
     While an episode is open its returns are unknown, and their places hold the rewards.
 
     Attributes:
-        behind: The number of steps from the first step of its episode to each step, ``[E, N]``
+        behind: The number of steps from the first step of its episode to each step, ``[E * N]``
             int32; it saturates at 2**30.
-        returns: Returns of steps whose return is known, and rewards of the others, ``[E, N]``.
+        returns: Returns of steps whose return is known, and rewards of the others, ``[E * N]``.
             An empty tuple if returns are not recorded.
         run: The number of steps of the open episode of each ring so far, ``[E]`` int32.
         pending: The number of newest steps of each ring that have no return yet, ``[E]`` int32.
         cut: Whether the first of these had terminated, ``[E]``; used only by ALF's recurrence.
         since: The number of steps from the last terminated step of its episode, or else from the
-            first step of the episode, to each step, ``[E, N]`` int32; it saturates like ``behind``.
-            An empty tuple without ``Episodes.last``, because then only the last step of an episode
-            can have terminated.
+            first step of the episode, to each step, ``[E * N]`` int32; it saturates like
+            ``behind``. An empty tuple without ``Episodes.last``, because then only the last step of
+            an episode can have terminated.
         episodes: The configuration.
     """
 
-    behind: Int[Array, "E N"]
-    returns: PyTree[Float[Array, "E N"]]
+    behind: Int[Array, " EN"]
+    returns: PyTree[Float[Array, " EN"]]
     run: Int[Array, " E"]
     pending: Int[Array, " E"]
     cut: Bool[Array, " E"]
-    since: PyTree[Int[Array, "E N"]]
+    since: PyTree[Int[Array, " EN"]]
     episodes: Episodes = struct.field(pytree_node=False)
 
     def extend(
@@ -334,9 +333,7 @@ class EpisodeIndex(struct.PyTreeNode):
         behind = jnp.minimum(rank - before, _FAR)
         rows = target.reshape(-1)
         index = self.replace(
-            behind=storage.write(self.behind.reshape(-1), behind.reshape(-1), rows).reshape(
-                self.behind.shape
-            ),
+            behind=storage.write(self.behind, behind.reshape(-1), rows),
             run=jnp.minimum(count - begin[:, -1:], _FAR)[:, 0],
         )
         if self.episodes.last is not None:
@@ -370,7 +367,7 @@ class EpisodeIndex(struct.PyTreeNode):
             rings: The rings of the buffer.
             env: The environments of the steps.
             position: The positions of the steps.
-            steps: The stored steps, leaves ``[E, N, ...]``.
+            steps: The stored steps, leaves ``[E * N, ...]``.
         """
         row = rings.locate(env, position)
         held = row < self.behind.size
@@ -399,7 +396,7 @@ class EpisodeIndex(struct.PyTreeNode):
     ) -> Int[Array, " B"]:
         """Returns the number of held steps of the episode after each stored step."""
         ahead = (rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position).astype(jnp.int32)
-        length = self.behind.shape[-1]
+        length = rings.length
         bits = (length - 1).bit_length()
         start = row - remainder(row, length)
 
@@ -426,9 +423,9 @@ class EpisodeIndex(struct.PyTreeNode):
     def _terminated(self, row: Int[Array, " B"], steps: PyTree[Array]) -> Int[Array, " B"]:
         """Returns the number of steps since the last one that terminated, or else the first."""
         if self.episodes.last is not None:
-            return storage.read(self.since.reshape(-1), row)
+            return storage.read(self.since, row)
         terminated, _ = self.episodes.flags(steps)
-        here = storage.read(terminated.reshape(-1), row)
+        here = storage.read(terminated, row)
         return jnp.where(here, 0, self.steps_before(row))
 
     def together(self, rings: Rings, index: Int[Array, " B"]) -> Bool[Array, "B S"]:
@@ -446,7 +443,7 @@ class EpisodeIndex(struct.PyTreeNode):
 
         Args:
             rings: The rings with these steps, which are in the index already.
-            steps: The stored steps, leaves ``[E, N, ...]``.
+            steps: The stored steps, leaves ``[E * N, ...]``.
             count: The number of new steps of each ring.
             most: A static bound of ``count``.
         """
@@ -459,7 +456,8 @@ class EpisodeIndex(struct.PyTreeNode):
         stored = {"behind": self.behind}
         if self.episodes.short_windows == "terminated":
             stored["terminated"] = self.episodes.flags(steps)[0]
-        runs = storage.read_runs(stored, env, place[-1], rows)  # [E, H], the earliest first
+        earliest = env * rings.length + place[-1]
+        runs = storage.read_runs(stored, earliest, rows, rings.length)  # [E, H], earliest first
         found = {name: run.T[::-1].astype(jnp.int32) for name, run in runs.items()}
         behind, terminated = found["behind"], found.get("terminated", jnp.int32(0))
         # Twice the age of the last step of each step's episode, plus 1 if it terminated; negative
@@ -491,7 +489,7 @@ class EpisodeIndex(struct.PyTreeNode):
 
         Args:
             rings: The rings of the steps.
-            steps: The stored steps, leaves ``[E, N, ...]``.
+            steps: The stored steps, leaves ``[E * N, ...]``.
         """
         terminated, _ = self.episodes.flags(steps)
         returns = record_anew(
@@ -523,7 +521,7 @@ class EpisodeIndex(struct.PyTreeNode):
 
     def steps_before(self, row: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns the number of steps between the start of its episode and each stored step."""
-        return storage.read(self.behind.reshape(-1), row)
+        return storage.read(self.behind, row)
 
     def _since(
         self,
@@ -531,13 +529,14 @@ class EpisodeIndex(struct.PyTreeNode):
         rank: Int[Array, "E T"],
         rings: Rings,
         rows: Int[Array, " ET"],
-    ) -> Int[Array, "E N"]:
+    ) -> Int[Array, " EN"]:
         """Returns ``since`` with the new rows; the count restarts at the rows marked ``anew``."""
-        newest = remainder(rings.cursor[:, None].astype(jnp.int32) - 1, self.since.shape[1])
-        before = jnp.take_along_axis(self.since, newest, axis=1) + 1
+        env = jnp.arange(rings.num_envs, dtype=jnp.int32)
+        newest = remainder(rings.cursor.astype(jnp.int32) - 1, rings.length)
+        before = storage.read(self.since, env * rings.length + newest)[:, None] + 1
         origin = lax.cummax(jnp.where(anew, rank, -before), axis=1)
         since = jnp.minimum(rank - origin, _FAR).reshape(-1)
-        return storage.write(self.since.reshape(-1), since, rows).reshape(self.since.shape)
+        return storage.write(self.since, since, rows)
 
     @property
     def _recorded(self) -> Recorded:
@@ -607,8 +606,8 @@ def _check(data: PyTree[Array], path: str, name: str, kind: type[np.generic]) ->
         raise ValueError(
             f"episodes.{name} is {path!r}, of dtype {found.dtype}; expected {expected}"
         )
-    if found.ndim != 2:
+    if found.ndim != 1:
         raise ValueError(
-            f"episodes.{name} is {path!r}, of shape {found.shape[2:]}; expected one number per "
+            f"episodes.{name} is {path!r}, of shape {found.shape[1:]}; expected one number per "
             "step, of shape ()"
         )

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int
 
 from jaxbuf.core.segment_tree import SegmentTree
@@ -18,8 +17,8 @@ class Moves:
 
     ``Sampler.move`` and ``Part.move`` get one. Called with an empty state and the old state, it
     moves what these keep for each slot: a ``SegmentTree`` over slots, or an array whose first axis
-    has the length of the slots (or whose first two axes are environments and steps). ``of_envs``
-    moves an array with one row for each environment.
+    has the length of the slots. ``of_rows`` moves an array with one row for each item, or for each
+    step, and ``of_envs`` one with a row for each environment.
 
     Attributes:
         source: Slots in the old buffer, ``[B]``.
@@ -52,6 +51,19 @@ class Moves:
 
         return jax.tree.map(self._move, empty, full, is_leaf=is_tree)
 
+    def of_rows(self, empty: State, full: State) -> State:
+        """Returns the empty arrays, ``[capacity, ...]``, with the items, or steps, that stay."""
+        source, target = self.source, self.target
+        if self.steps is not None:
+            place, target = self.steps  # [E, T]
+            ring = jnp.arange(len(place), dtype=jnp.int32)[:, None]
+            source, target = ((ring * self.lengths[0] + place).reshape(-1), target.reshape(-1))
+
+        def fill(blank: Array, full: Array) -> Array:
+            return blank.at[target].set(full[source], mode="drop")
+
+        return jax.tree.map(fill, empty, full)
+
     def of_envs(self, empty: State, full: State) -> State:
         """Returns the empty arrays, ``[E, ...]``, with those of the environments that stay."""
 
@@ -67,13 +79,6 @@ class Moves:
         shapes = full.shape, blank.shape
         if [shape[:1] for shape in shapes] == [(slots,) for slots in self.slots]:
             return blank.at[self.target].set(full[self.source], mode="drop")
-        if self.steps is not None:
-            place, target = self.steps
-            wanted = [*zip(self.envs, self.lengths, strict=True)]
-            if [shape[:2] for shape in shapes] == wanted:
-                ring = jnp.arange(len(place), dtype=jnp.int32)[:, None]
-                rows, flat = (lax.collapse(x, 0, 2) for x in (full[ring, place], blank))
-                return flat.at[target.reshape(-1)].set(rows, mode="drop").reshape(blank.shape)
         if blank.size == full.size == 0:
             return blank
         raise ValueError(

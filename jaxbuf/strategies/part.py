@@ -147,12 +147,21 @@ class Part(Movable):
         """Returns the state for an empty buffer.
 
         Args:
-            data: The buffer's storage, leaves ``[capacity, ...]`` or ``[num_envs, length, ...]``;
-                only shapes and dtypes matter.
+            data: The buffer's storage, leaves ``[capacity, ...]``; only shapes and dtypes matter.
+                Of rings, these are their steps, one ring after the other.
             slots: The number of slots for items or windows.
         """
         del data, slots
         return ()
+
+    def init_windows(self, data: PyTree[Array], rings: Rings) -> State:
+        """Returns the state for empty rings of steps; by default that of ``init``.
+
+        Args:
+            data: As for ``init``.
+            rings: The rings, which tell how many environments there are, and how long each is.
+        """
+        return self.init(data, rings.num_slots)
 
     def refuse(
         self, state: State, rows: Rows, occupancy: ItemOccupancy

@@ -30,13 +30,13 @@ class Recorded(NamedTuple):
     """The returns of the steps in rings, as far as they are known.
 
     Attributes:
-        values: Returns of steps whose return is known, and rewards of the others, ``[E, N]``.
+        values: Returns of steps whose return is known, and rewards of the others, ``[E * N]``.
         pending: The number of newest steps of each ring that have no return yet, ``[E]`` int32.
         cut: Whether nothing that follows counts for the first of these, ``[E]``: it terminated, but
             its episode goes on. Only ``AsInAlf`` sets it.
     """
 
-    values: Float[Array, "E N"]
+    values: Float[Array, " EN"]
     pending: Int[Array, " E"]
     cut: Bool[Array, " E"]
 
@@ -231,27 +231,25 @@ def record(
     count = rank[:, -1:] + 1
     left = jnp.minimum(count - settled, _FAR)
 
-    stored = storage.write(old.values.reshape(-1), values.T.reshape(-1), rows)
+    stored = storage.write(old.values, values.T.reshape(-1), rows)
     room = jnp.maximum(rings.length - count[:, 0], 0)
     kept = jnp.minimum(jnp.minimum(old.pending, rings.held.astype(jnp.int32)), room)
     steps = jnp.where(tail.state == _OPEN, 0, kept)
     first = jnp.where(old.cut, old.pending - 1, -1)
     fill = _filler(recurrence)
-    filled = fill(
-        stored.reshape(old.values.shape), rings.cursor.astype(jnp.int32), steps, first, *tail
-    )
+    filled = fill(stored, rings.cursor.astype(jnp.int32), steps, first, *tail)
     return Recorded(filled, left[:, 0], cut_now[:, 0])
 
 
 def record_anew(
     recurrence: Recurrence,
-    values: Float[Array, "E N"],
+    values: Float[Array, " EN"],
     rings: Rings,
-    rewards: Float[Array, "E N"],
-    terminated: Bool[Array, "E N"],
-    behind: Int[Array, "E N"],
+    rewards: Float[Array, " EN"],
+    terminated: Bool[Array, " EN"],
+    behind: Int[Array, " EN"],
     ended: Bool[Array, " E"],
-) -> Float[Array, "E N"]:
+) -> Float[Array, " EN"]:
     """Returns the returns of rewards that have changed.
 
     Args:
@@ -270,12 +268,13 @@ def record_anew(
         returns, after, last = carry
         # A loop with static bounds has a 64-bit index if x64 mode is on.
         age = jnp.asarray(age, jnp.int32)
-        place = remainder(cursor - 1 - age, rings.length)
-        value, tail = recurrence.back(after, rewards[env, place], terminated[env, place], last)
-        ring = jnp.where(age < held, env, rings.num_envs)
-        returns = returns.at[ring, place].set(value, mode="drop", unique_indices=True)
+        row = env * rings.length + remainder(cursor - 1 - age, rings.length)
+        value, tail = recurrence.back(after, rewards[row], terminated[row], last)
+        # Each row past the end is a different one.
+        target = jnp.where(age < held, row, rings.num_envs * rings.length + env)
+        returns = returns.at[target].set(value, mode="drop", unique_indices=True)
         # The step before the first one of an episode ended another.
-        return returns, tail, behind[env, place] == 0
+        return returns, tail, behind[row] == 0
 
     begin = values, _open_tail(rings.num_envs), ended
     begin = vary_with(begin, begin, rewards, terminated, behind, held, cursor)
@@ -284,7 +283,7 @@ def record_anew(
 
 def cut_off(
     recurrence: Recurrence, old: Recorded, rings: Rings, mask: Bool[Array, " E"]
-) -> Float[Array, "E N"]:
+) -> Float[Array, " EN"]:
     """Returns the returns once the open episodes of these rings were truncated.
 
     All their steps whose return was not known yet get the default return.
@@ -316,7 +315,7 @@ def returns_at(
     """
     back = rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position
     known = back >= recorded.pending.at[env].get(mode="clip").astype(jnp.uint32)
-    value = storage.read(recorded.values.reshape(-1), row)
+    value = storage.read(recorded.values, row)
     known &= row < recorded.values.size
     return jnp.where(known, value, jnp.float32(recurrence.default_return))
 
@@ -341,20 +340,19 @@ def _filler(recurrence: Recurrence) -> Callable[..., Array]:
             )
             for arg, is_batched in zip(args, batched, strict=True)
         ]
-        filled = call(*merged)
-        return filled.reshape(axis_size, -1, *filled.shape[1:]), True
+        return call(*merged).reshape(axis_size, -1), True
 
     return call
 
 
 def _fill(
     recurrence: Recurrence,
-    returns: Float[Array, "E N"],
+    returns: Float[Array, " EN"],
     position: Int[Array, " E"],
     steps: Int[Array, " E"],
     first: Int[Array, " E"],
     *tail: Array,
-) -> Float[Array, "E N"]:
+) -> Float[Array, " EN"]:
     """Turns pending rewards into returns, walking back from the newest.
 
     Args:
@@ -366,7 +364,8 @@ def _fill(
             newest; -1 if there is no such step.
         *tail: The three fields of ``Tail``.
     """
-    rings, length = returns.shape
+    (rings,) = position.shape
+    length = returns.size // rings
     base = jnp.arange(rings, dtype=jnp.int32)[:, None] * length
     state = tail[0][:, None]
 
@@ -391,7 +390,5 @@ def _fill(
         flat = flat.at[at].set(filled, mode="drop", unique_indices=True)
         return flat, done + _CHUNK, known[:, -1], old[:, -1]
 
-    carry = vary_with(
-        (returns.reshape(-1), jnp.int32(0), tail[1], tail[2]), returns, steps, position, tail
-    )
-    return lax.while_loop(unfinished, back, carry)[0].reshape(returns.shape)
+    carry = vary_with((returns, jnp.int32(0), tail[1], tail[2]), returns, steps, position, tail)
+    return lax.while_loop(unfinished, back, carry)[0]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxbuf.buffers.created import is_created
 from jaxbuf.core import fields, trees
@@ -209,28 +210,29 @@ def _look_up(buffer: Any) -> dict[str, Any]:
         data = {"steps": data, "last": episodes.flags(data)[0] | ours["is_last"]}
         paths = {name: f"steps.{getattr(episodes, name)}" for name in ("terminated", "reward")}
         episodes = dataclasses.replace(episodes, last="last", **paths)
-    anew = episodes.init(data, buffer.rings.num_slots).extend(data, begin, target, steps.valid)
+    rows = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), data)
+    anew = episodes.init_windows(rows, begin).extend(data, begin, target, steps.valid)
     slot = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
-    rows = buffer.rings.window(slot)
+    windows = buffer.rings.window(slot)
     together = jnp.sum(index.together(buffer.rings, slot), axis=1, dtype=jnp.int32)
     begin = buffer.rings.starts_at(slot, buffer.rings.generation(slot))
     newest = begin[1] + (together - 1).astype(jnp.uint32)
     terminated, _ = index.episodes.flags(buffer.data)
-    final = jnp.take_along_axis(rows, together[:, None] - 1, axis=1)[:, 0]
+    final = jnp.take_along_axis(windows, together[:, None] - 1, axis=1)[:, 0]
     ended = index.episode(buffer.rings, begin[0], newest, buffer.data).is_last
     if index.episodes.short_windows == "terminated":
-        ended &= terminated.reshape(-1)[final]
+        ended &= terminated[final]
     across = index.episodes.boundary != "avoid"
     whole = (together == buffer.sequence_length) | (ended & index.episodes.pads) | across
     held = buffer.rings.held.astype(jnp.int32) - buffer.rings.ignored
     there = buffer.rings.age(slot) < held[begin[0]]
     if not index.episodes.pads:
         there &= buffer.rings.live(slot)
-    aligned = index.steps_before(rows[:, 0]) % index.episodes.period == 0
+    aligned = index.steps_before(windows[:, 0]) % index.episodes.period == 0
     return {
         "valid": steps.valid,
         "ours": ours,
-        "anew": ask(anew, rings, rank.astype(jnp.uint32), data),
+        "anew": ask(anew, rings, rank.astype(jnp.uint32), rows),
         "windows": whole & there & aligned,
     }
 

@@ -693,7 +693,7 @@ def test_a_field_of_all_steps_is_mapped(batch_size):
     assert {number for batch in seen for number in batch} == set(rewards(buffer))
     few = rings().add(steps(ramp(2)))
     changed = few.map_field("reward", lambda batch: batch["reward"] + 1.0, batch_size=batch_size)
-    assert changed.data["reward"][0].tolist() == [1.0, 2.0, 0, 0, 0, 0, 0, 0]
+    assert changed.data["reward"][:8].tolist() == [1.0, 2.0, 0, 0, 0, 0, 0, 0]
 
 
 # --- parts that follow
@@ -879,7 +879,7 @@ def test_a_part_follows_episodes_that_are_ended(boundary):
     buffer = buffer.add(steps(ramp(5), ends=[104]))
     ended = buffer.end_episodes()
     assert ended.extra_states[1].tolist() == [False, False, True, False, False, False]
-    assert ended.data["truncated"][:, 4].tolist() == [True, False]
+    assert ended.data["truncated"][4::6].tolist() == [True, False]
 
 
 def test_a_part_that_returns_nothing_is_named():

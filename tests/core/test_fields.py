@@ -188,7 +188,7 @@ def test_operations_take_the_names(make, names):
         with pytest.raises(ValueError, match="but episodes"):
             mapped.set_field(name, batch.slots, fields.find(batch.data, name))
     ended = mapped.end_episodes()
-    np.testing.assert_array_equal(fields.find(ended.data, truncated), cuts)
+    np.testing.assert_array_equal(fields.find(ended.data, truncated), np.ravel(cuts))
     items = jaxbuf.ItemBuffer.create(
         example, 8, diversity=jaxbuf.Diversity(cutoff=5.0, field=(obs,))
     )

@@ -356,10 +356,10 @@ def test_what_a_filter_compares_is_what_items_hold(slot):
     ("field", "at", "value", "message"),
     [
         # The earliest step of the first ring has number 3 and lies at place 3.
-        ("terminated", (0, 5), True, "episode(...).begin[0, 3] is 2; expected 0"),
-        ("terminated", (0, 7), False, "episode(...).is_last[0, 4] is True; expected False"),
-        ("truncated", (1, 3), True, "episode(...).value[1, 0] is 8.875; expected -1000.0"),
-        ("reward", (1, 6), 0.0, "episode(...).value[1, 0] is 8.875; expected 8.0"),
+        ("terminated", 5, True, "episode(...).begin[0, 3] is 2; expected 0"),
+        ("terminated", 7, False, "episode(...).is_last[0, 4] is True; expected False"),
+        ("truncated", 8 + 3, True, "episode(...).value[1, 0] is 8.875; expected -1000.0"),
+        ("reward", 8 + 6, 0.0, "episode(...).value[1, 0] is 8.875; expected 8.0"),
     ],
 )
 def test_the_index_of_episodes_is_that_of_the_data(field, at, value, message):
@@ -372,7 +372,7 @@ def test_the_index_of_episodes_is_that_of_the_data(field, at, value, message):
 def test_the_index_knows_what_terminated_within_an_episode():
     buffer = trajectories(episodes=jaxbuf.Episodes(last="truncated"))
     testing.assert_valid(buffer)
-    changed = buffer.data["terminated"].at[1, 5].set(True)
+    changed = buffer.data["terminated"].at[8 + 5].set(True)
     with says("episode(...).last_terminated[1, 2] is", "expected 0"):
         testing.assert_valid(buffer.replace(data=buffer.data | {"terminated": changed}))
 
@@ -384,7 +384,7 @@ def test_an_episode_can_end_without_a_flag_in_its_steps():
     rows = {"reward": jnp.ones((1, 3)), "terminated": jnp.array([[False, True, False]])}
     buffer = buffer.add(rows).end_episodes().add(rows)
     testing.assert_valid(buffer)
-    changed = buffer.data["terminated"].at[0, 4].set(False)
+    changed = buffer.data["terminated"].at[4].set(False)
     with says("episode(...).value[0, 3] is 1.99", "expected -1000.0"):
         testing.assert_valid(buffer.replace(data=buffer.data | {"terminated": changed}))
 

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import importlib.metadata
-import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -207,30 +206,31 @@ def keep_last(index: Int[Array, " B"], *, nowhere: int) -> Int[Array, " B"]:
 
 
 def take(
-    leaves: Sequence[Array], start: Int[Array, " B"], length: int | None = None
+    leaves: Sequence[Array], start: Int[Array, " B"], run: tuple[int, int] | None = None
 ) -> Sequence[Array]:
     """Reads slots, or runs of slots modulo the length of the ring that they are in.
 
     Args:
-        leaves: Arrays ``[N, *shape]``, or for runs ``[E, L, *shape]``, which are rings of ``L``
-            slots; their dtypes must be NumPy's own.
-        start: Slots, ``[B]``, counted over all rings; clipped to the range.
-        length: Number of slots in a run; None for single slots.
+        leaves: Arrays ``[N, *shape]``; their dtypes must be NumPy's own.
+        start: Slots, ``[B]``; clipped to the range.
+        run: Number of slots in a run, and in each of the rings that follow one another; None for
+            single slots.
 
     Returns:
-        Leaves ``[B, *shape]``, or ``[B, length, *shape]``.
+        Leaves ``[B, *shape]``, or ``[B, length, *shape]`` for runs of ``length`` slots.
     """
-    axes, run = (1, ()) if length is None else (2, (length,))
-    items = [jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype) for leaf in leaves]
-    out = [jax.ShapeDtypeStruct((*start.shape, *run, *item.shape), item.dtype) for item in items]
-    *rings, slots = leaves[0].shape[:axes]
+    count = leaves[0].shape[0]
+    length, slots = run or (1, count)
+    items = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+    rows = start.shape if run is None else (*start.shape, length)
+    out = [jax.ShapeDtypeStruct((*rows, *item.shape), item.dtype) for item in items]
     return _call(
         "take",
         out,
         start,
         *leaves,
-        rings=math.prod(rings),
+        rings=count // slots,
         slots=slots,
-        length=math.prod(run),
+        length=length,
         widths=[item.size * item.dtype.itemsize for item in items],
     )

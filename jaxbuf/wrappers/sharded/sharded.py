@@ -309,7 +309,7 @@ class Sharded(Shards):
         count = slots.index.shape[0]
         steps = self.shards.step_axes
         field = fields.stored(self.shards.data, path, self.shards.have)
-        value, _ = storage.check(field, value, "value", (count, *steps), 2 + len(steps))
+        value, _ = storage.check(field, value, "value", (count, *steps), 2)
         taken = common.check_mask(mask, (count,), steps)
         rows = (slots, None, value, taken)
 
