@@ -234,7 +234,6 @@ def test_rows_that_do_not_divide_are_refused(buffer):
     for call in (
         lambda: buffer.sample(jax.random.key(0), 6),
         lambda: buffer.add({"at": jnp.arange(6)}),
-        lambda: buffer.add({"at": jnp.arange(8)}, priority=jnp.ones(6)),
         lambda: buffer.update_priority(
             jaxbuf.Slots(jnp.zeros(6, jnp.int32), jnp.zeros(6, jnp.uint32)), jnp.ones(6)
         ),
@@ -250,6 +249,8 @@ def test_rows_that_do_not_divide_are_refused(buffer):
         buffer.set_version(1)
     with pytest.raises(ValueError, match="expected a row for each"):
         buffer.add({"at": jnp.int32(0)})
+    with pytest.raises(ValueError, match=r"priority has shape \(6,\); expected \(8,\)"):
+        buffer.add({"at": jnp.arange(8)}, priority=jnp.ones(6))
     with pytest.raises(ValueError, match="env_ids was given"):
         buffer.add({"at": jnp.arange(8)}, env_ids=jnp.arange(8))
 
