@@ -66,7 +66,10 @@ EPISODE_COLORS = ("#fee8a0", "#9ecae1", "#f7f7f7", "#c4b7d7")
 
 def draw(buffer, windows=(), title=""):
     """Draws the steps of each ring in the color of their episode, write positions, and windows."""
-    number, ends = (np.asarray(buffer.data[name]) for name in ("obs", "terminated"))
+    # One ring after the other.
+    number, ends = (
+        np.asarray(buffer.data[name]).reshape(NUM_ENVS, LENGTH) for name in ("obs", "terminated")
+    )
     earliest, end = buffer.earliest_position.tolist(), buffer.end_position.tolist()
     _, axes = plt.subplots(figsize=(9, 0.8 * NUM_ENVS + 0.6))
     for env in range(NUM_ENVS):

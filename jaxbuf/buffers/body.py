@@ -60,7 +60,7 @@ class Body(Base, Created):
 
     @abc.abstractmethod
     def _some_row(self) -> Int[Array, ""]:
-        """Returns a row of the storage with an item, or a step; arbitrary if there is none."""
+        """Returns a row of the storage with an item, or a step; arbitrary in an empty buffer."""
 
     @property
     @abc.abstractmethod

@@ -69,19 +69,26 @@ class Buffer:
         return updates
 
     def __eq__(self, other: object) -> bool:
-        if self is other or type(self) is not type(other):
-            return self is other
-        raise TypeError(
-            f"== of {self._kind()} has no single answer, since its arrays may be large or traced; "
-            "compare with chex.assert_trees_all_equal(a, b), or jaxbuf.testing.assert_holds(buffer,"
-            " items) for the items"
-        )
+        if type(self) is not type(other):
+            return NotImplemented
+        try:
+            # Of buffers of shapes or shardings, as ``jax.tree.map`` makes them, this is one answer.
+            return self is other or _fields(self) == _fields(other)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"== of {self._kind()} has no single answer, since its arrays may be large or "
+                "traced; compare with chex.assert_trees_all_equal(a, b), or "
+                "jaxbuf.testing.assert_holds(buffer, items) for the items"
+            ) from error
 
     def __hash__(self) -> int:
-        raise TypeError(
-            f"{self._kind()} has no hash, since its arrays change; pass it to jax.jit as an "
-            "argument that is not static"
-        )
+        try:
+            return hash(_fields(self))
+        except TypeError as error:
+            raise TypeError(
+                f"{self._kind()} has no hash, since its arrays change; pass it to jax.jit as an "
+                "argument that is not static"
+            ) from error
 
     def __bool__(self) -> bool:
         return True
@@ -97,6 +104,9 @@ class Buffer:
             f"{self._kind()} has no items by number; buffer.get(slots) returns the items in slots, "
             "buffer.latest(n) the newest ones, and buffer.data has the storage"
         )
+
+    # Otherwise Python would count up the items.
+    __iter__ = None
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -219,3 +229,7 @@ class _Other(Buffer):
 def as_buffer(thing: object) -> Buffer:
     """Returns an object that answers for a buffer: itself, or the usual answers for your own."""
     return thing if isinstance(thing, Buffer) else _Other(thing)
+
+
+def _fields(buffer: Any) -> tuple[Any, ...]:
+    return tuple(getattr(buffer, field.name) for field in dataclasses.fields(buffer))

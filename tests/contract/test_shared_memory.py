@@ -20,7 +20,7 @@ def items(**options):
 
 
 def rings():
-    return jaxbuf.TrajectoryBuffer.create(ITEM, 2, 2).add(rows(2, 2))
+    return jaxbuf.TrajectoryBuffer.create(ITEM, 4, 1).add(rows(4))
 
 
 def mixture():

@@ -280,7 +280,8 @@ def test_returns_are_sums_of_rewards():
         return jax.lax.scan(lambda s, _: learner.interact(s, 1.0), learner.init(key), length=200)
 
     state, log = play(jax.random.key(0))
-    ended = np.asarray(state.buffer.data["terminated"] | state.buffer.data["truncated"])[:, :232]
+    ended = state.buffer.data["terminated"] | state.buffer.data["truncated"]
+    ended = np.asarray(ended).reshape(state.buffer.num_envs, -1)[:, :232]
     assert log.episodes.sum() == ended[:, 32:].sum() > 4
     # Every step earns 1: those of each environment up to the end of its last episode, without those
     # of the episodes that ended while the buffer was filled.
@@ -325,8 +326,8 @@ def agent(**changed):
 def windows(learner, rows):
     """Random steps with random ends of episodes."""
     random = np.random.default_rng(0)
-    example = jax.eval_shape(learner.init, jax.random.key(0)).buffer.data["obs"]
-    shape, obs = (rows, learner.config.n_step + 1), example.shape[2:]
+    example = jax.eval_shape(learner.init, jax.random.key(0)).buffer.example["obs"]
+    shape, obs = (rows, learner.config.n_step + 1), example.shape
     terminated = random.random(shape) < 0.25
     window = {
         "obs": random.random((*shape, *obs)) < 0.5,

@@ -99,7 +99,7 @@ def unrolled(params, window):
 
 def test_stored_states_are_those_of_the_episode_so_far():
     _, state, *_ = learned()
-    data = jax.tree.map(lambda leaf: np.asarray(leaf)[:, :25], state.buffer.data)
+    data = state.buffer.gather_all().data
     # The parameters that played are the first ones of the target.
     hidden, network = np.zeros((4, 8), np.float32), r2d2.QNetwork(8)
     for t in range(25):
@@ -110,7 +110,7 @@ def test_stored_states_are_those_of_the_episode_so_far():
 
 def test_the_answer_is_seen_only_at_the_beginning():
     _, state, *_ = learned()
-    data = jax.tree.map(lambda leaf: np.asarray(leaf)[:, :21], state.buffer.data)
+    data = jax.tree.map(lambda leaf: np.asarray(leaf)[:, :21], state.buffer.gather_all().data)
     episodes = {name: leaf.reshape(12, 7, *leaf.shape[2:]) for name, leaf in data.items()}
     assert not episodes["obs"][:, 2:, 2].any()
     assert not episodes["terminated"][:, :-1].any()

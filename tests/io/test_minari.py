@@ -73,7 +73,7 @@ def test_a_trajectory_buffer_gets_whole_episodes():
     buffer = jaxbuf.TrajectoryBuffer.create(STEP, 2, 16, sequence_length=2)
     buffer = jaxbuf.from_minari(EPISODES, buffer, rows_at_a_time=4)
     assert buffer.occupancy.held.tolist() == [7, 10]
-    actions = np.asarray(buffer.data["action"])
+    actions = np.asarray(buffer.data["action"]).reshape(2, 16)
     assert actions[0, :7].tolist() == [*range(100, 105), 400, 401]
     assert actions[1, :10].tolist() == [*range(200, 203), *range(300, 307)]
 

@@ -218,6 +218,7 @@ def filled(kind):
 
 def state(parts):
     truncated = np.concatenate([np.asarray(part.data["truncated"]) for part in parts])
+    truncated = truncated.reshape(-1, parts[0].length)
     held = np.concatenate([np.asarray(part.rings.held) for part in parts])
     return np.argwhere(truncated).tolist(), held.tolist()
 
