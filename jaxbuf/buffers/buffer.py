@@ -73,7 +73,11 @@ class Buffer:
             return NotImplemented
         try:
             # Of buffers of shapes or shardings, as ``jax.tree.map`` makes them, this is one answer.
-            return self is other or _fields(self) == _fields(other)
+            ours, theirs = (
+                [getattr(one, field.name) for field in dataclasses.fields(one)]
+                for one in (self, other)
+            )
+            return self is other or ours == theirs
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"== of {self._kind()} has no single answer, since its arrays may be large or "
@@ -82,13 +86,10 @@ class Buffer:
             ) from error
 
     def __hash__(self) -> int:
-        try:
-            return hash(_fields(self))
-        except TypeError as error:
-            raise TypeError(
-                f"{self._kind()} has no hash, since its arrays change; pass it to jax.jit as an "
-                "argument that is not static"
-            ) from error
+        raise TypeError(
+            f"{self._kind()} has no hash, since its arrays change; pass it to jax.jit as an "
+            "argument that is not static"
+        )
 
     def __bool__(self) -> bool:
         return True
@@ -229,7 +230,3 @@ class _Other(Buffer):
 def as_buffer(thing: object) -> Buffer:
     """Returns an object that answers for a buffer: itself, or the usual answers for your own."""
     return thing if isinstance(thing, Buffer) else _Other(thing)
-
-
-def _fields(buffer: Any) -> tuple[Any, ...]:
-    return tuple(getattr(buffer, field.name) for field in dataclasses.fields(buffer))
