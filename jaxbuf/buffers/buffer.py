@@ -69,14 +69,13 @@ class Buffer:
         return updates
 
     def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
+        if type(other) is not type(self):
             return NotImplemented
+        this: Any = self
+        names = [field.name for field in dataclasses.fields(this)]
+        ours, theirs = ([getattr(one, name) for name in names] for one in (this, other))
         try:
             # Of buffers of shapes or shardings, as ``jax.tree.map`` makes them, this is one answer.
-            ours, theirs = (
-                [getattr(one, field.name) for field in dataclasses.fields(one)]
-                for one in (self, other)
-            )
             return self is other or ours == theirs
         except (TypeError, ValueError) as error:
             raise TypeError(
