@@ -34,8 +34,8 @@ from jaxbuf.buffers.presets import (
     terminal_state_buffer,
 )
 from jaxbuf.buffers.queue import Queue
-from jaxbuf.buffers.sample import Sample, importance_weights
-from jaxbuf.buffers.trajectory import Steps, TrajectoryBuffer
+from jaxbuf.buffers.sample import Sample, Steps, importance_weights
+from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import exporting, native
 from jaxbuf.core.exporting import export_checks
 from jaxbuf.core.native import native_available

@@ -1,17 +1,33 @@
-"""Renders the examples of docstrings as code.
+"""Gives each operation the docstring that ``help`` shows, and renders examples as code.
+
+Operations have their docstrings where they are declared: methods that override them, and the
+functions of ``jaxbuf``, get them at run time.
 
 The parser knows ``Examples:``, not ``Example:``, and takes prompts outside of such a section for
 prose.
 """
 
+import inspect
+import pkgutil
 import re
 from typing import Any
 
-from griffe import Extension
+from griffe import Docstring, Extension
 
 
 class Examples(Extension):
     """Changes docstrings as they are read."""
+
+    def on_function(self, *, func: Any, **_: Any) -> None:
+        """Takes over the docstring that a function has at run time."""
+        if not re.match(r"jaxbuf\.(buffers|wrappers)\b", func.path):
+            return
+        try:
+            text = inspect.getdoc(pkgutil.resolve_name(func.path))
+        except (AttributeError, ImportError):
+            return
+        if text:
+            func.docstring = Docstring(text, lineno=func.lineno, parent=func)
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Rewrites the docstring of one class, function or module."""

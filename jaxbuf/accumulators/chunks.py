@@ -13,7 +13,13 @@ from jaxbuf.buffers import common
 from jaxbuf.core import describe, storage, trees
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.program import program
+from jaxbuf.core.types import Dtype
 from jaxbuf.strategies.freshness import Freshness
+
+# What numbers given for each row become.
+_INTEGERS: dict[str, Dtype] = dict.fromkeys(
+    ("version", "session", "worker", "number"), np.dtype("int32")
+)
 
 
 class Chunk(struct.PyTreeNode):
@@ -190,7 +196,7 @@ class ChunkAccumulator(struct.PyTreeNode):
         place = jnp.arange(length, dtype=jnp.int32)[None]
         return remainder(place - self.start[:, None], length) < self.lanes.held[:, None]
 
-    @program()
+    @program(dtypes=_INTEGERS)
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
     ) -> Self:
@@ -231,7 +237,7 @@ class ChunkAccumulator(struct.PyTreeNode):
             stale=self.stale + jnp.sum(gone, dtype=jnp.uint32),
         )
 
-    @program()
+    @program(stored=("fragments",), dtypes=_INTEGERS)
     def add(
         self,
         fragments: PyTree[Array],

@@ -172,7 +172,7 @@ class EpisodeAccumulator(struct.PyTreeNode):
         """The number of complete episodes that have not been returned yet."""
         return self.lanes.waiting
 
-    @program()
+    @program(stored=("steps",))
     def add(
         self, steps: PyTree[Array], *, mask: Bool[Array, "..."] | None = None
     ) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:

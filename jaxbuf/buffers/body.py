@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, retire, write_back
 from jaxbuf.buffers.base import Base
 from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import counters, fields, sizes, storage, trees
 from jaxbuf.core.duplicates import keep_last
-from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function, State
 from jaxbuf.strategies.diversity import Diversity, DiversityState
@@ -29,7 +30,7 @@ SomePart = TypeVar("SomePart", bound=Part)
 SomeBody = TypeVar("SomeBody", bound="Body")
 
 
-class Body(Base, Created):
+class Body(SlottedBuffer, Base, Created):
     """A buffer with slots for items, or for windows of steps, that a sampler draws."""
 
     @property
@@ -89,7 +90,7 @@ class Body(Base, Created):
 
     @property
     def abilities(self) -> frozenset[str]:
-        """The abilities of the buffer; see ``jaxbuf.wrappers.abilities``."""
+        """The names of what it is able to do, which operations need."""
         has = {
             "contents": True,
             "priorities": self.sampler.uses_priority,
@@ -124,32 +125,13 @@ class Body(Base, Created):
         """The state of ``diversity``; an empty tuple without it."""
         return self._find(Diversity)[1]
 
-    @program(static=("batch_size",))
     def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
-        """Draws the next batch of a pass over the buffer, with the sampler ``Shuffled``.
-
-        ``Staleness``, and a sampler of your own that defines ``on_draw``, is told which items were
-        drawn. With any other sampler this is ``sample``, and the buffer does not change.
-
-        Args:
-            key: A PRNG key.
-            batch_size: The number of rows ``B``; static.
-
-        Returns:
-            The new buffer, which records the items, or windows, drawn in this pass, and a
-            ``Sample``. If fewer than ``B`` items are left in the pass, the last rows are invalid.
-
-        Raises:
-            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` is not a
-                single key.
-        """
         rows = common.check_batch_size(batch_size)
         state = lax.stop_gradient(self.sampler_state)
         after, draw = self.sampler.next(state, common.check_key(key), rows, self.occupancy)
         after = common.check_state(self.sampler, "next", state, after)
         return self.replace(sampler_state=after), self.gather(draw)
 
-    @program(static=("batch_size", "by_priority", "replacement"))
     def sample_range(
         self,
         key: PRNGKeyArray,
@@ -160,81 +142,11 @@ class Body(Base, Created):
         by_priority: bool = False,
         replacement: bool = False,
     ) -> Sample:
-        """Draws a batch from a range of ages, independently of the sampler.
-
-        A ``TrajectoryBuffer`` draws windows, from the same range of ages in every ring.
-
-        Args:
-            key: A PRNG key.
-            batch_size: The number of rows ``B``; static.
-            start: The start of the range, as in a slice of a list of the items from the oldest to
-                the newest: ``-10`` means the ten newest. May be traced.
-            stop: The end of the range, as in such a slice.
-            by_priority: Whether to draw the items of the range with probabilities proportional to
-                those of the sampler, instead of equal ones; static. If these are all 0, the draw is
-                uniform. It costs a pass over all slots.
-            replacement: Whether a batch may hold an item twice; static.
-
-        Returns:
-            A ``Sample`` in order of age, ring by ring.
-
-            * Without replacement (the default) its items are different. Unless ``by_priority`` is
-              set, they are also evenly spread over the range, one from each of ``B`` equal parts.
-              If the range holds at most ``B`` items (with a probability above 0), all of them are
-              drawn, and the other rows are invalid.
-            * With replacement rows are independent; with ``by_priority``, one is drawn from each of
-              ``B`` equal parts of the probability. Rows are invalid only if the range is empty.
-
-            ``probability`` is the probability of a single draw from the range.
-
-        Raises:
-            ValueError: If the evictor does not keep the order of insertion, ``batch_size`` is not
-                an integer of at least 1, a flag is neither True nor False, or ``by_priority`` is
-                True and the sampler has no priorities.
-
-        Example:
-            >>> import jax, jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity=8)
-            >>> buffer = buffer.add(jnp.arange(12))
-            >>> buffer.sample_range(jax.random.key(0), 4, -4).data.tolist()
-            [8, 9, 10, 11]
-            >>> sampler = jaxbuf.Prioritized(alpha=1.0)
-            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity=8, sampler=sampler)
-            >>> buffer = buffer.add(jnp.arange(5), priority=jnp.array([9.0, 0.0, 1.0, 3.0, 12.0]))
-            >>> batch = buffer.sample_range(
-            ...     jax.random.key(0), 16, -4, by_priority=True, replacement=True
-            ... )
-            >>> jnp.bincount(batch.data, length=5).tolist()
-            [0, 0, 1, 3, 12]
-        """
         flags = {"by_priority": by_priority, "replacement": replacement}
         rows, bounds = common.check_range(self, key, batch_size, start, stop, flags)
         return self.gather(common.pick(self, key, rows, bounds, **flags))
 
-    @program()
     def gather(self, draw: Draw) -> Sample:
-        """Returns the items, or windows, of a draw.
-
-        Args:
-            draw: The draw, such as one by a sampler that the buffer does not have.
-
-        Returns:
-            A ``Sample``, whose invalid rows have probability 0 and index ``capacity``. Rows of the
-            draw whose slot holds no item, or no complete window, are invalid as well.
-
-        Raises:
-            ValueError: If ``draw`` is not a ``jaxbuf.strategies.Draw``, or its fields have other
-                shapes or dtypes.
-
-        Example:
-            >>> import jax, jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=jaxbuf.Prioritized())
-            >>> buffer = buffer.add(jnp.arange(3))
-            >>> sampler = jaxbuf.Uniform(replacement=False)
-            >>> draw = sampler.draw((), jax.random.key(0), 3, buffer.occupancy)
-            >>> sorted(buffer.gather(draw).data.tolist())
-            [0, 1, 2]
-        """
         index, probability, valid = common.check_draw(draw)
         valid &= self.occupancy.live(index)
         index = jnp.where(valid, index, self.capacity)
@@ -245,58 +157,17 @@ class Body(Base, Created):
             valid=valid,
         )
 
-    @program(static=("n",))
     def latest(self, n: int) -> Sample:
-        """Returns the ``n`` newest items, or the ``n`` newest windows of every ring.
-
-        Args:
-            n: The number of items, or of windows of each ring; static.
-
-        Returns:
-            A ``Sample`` with leaves ``[n, ...]``, or ``[num_envs * n, sequence_length, ...]``,
-            ordered by ring and then from the oldest to the newest. If a ring holds fewer than
-            ``n``, its last rows are invalid.
-
-        Raises:
-            ValueError: If the evictor does not keep the order of insertion, or ``n`` is not an
-                integer from 1 to the number of slots (of each ring).
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sequence_length=2)
-            >>> buffer = buffer.add(jnp.arange(12).reshape(2, 6))
-            >>> buffer.latest(2).data.tolist()
-            [[3, 4], [4, 5], [9, 10], [10, 11]]
-        """
         common.needs_order(self.occupancy, "latest")
         return self.gather(common.newest(self.occupancy, sizes.check_count("n", n)))
 
-    @program(keeps=("data",))
     def update_priority(
         self,
         slots: Slots,
-        priority: Float[Array, " B"],
+        priority: Float[ArrayLike, " B"],
         *,
-        mask: Bool[Array, " B"] | None = None,
+        mask: Bool[ArrayLike, " B"] | None = None,
     ) -> Self:
-        """Sets the priorities of sampled items, or windows.
-
-        A row is dropped if it is invalid or masked out, or if its item has been overwritten since
-        it was sampled (for a window: any of its steps). If several rows name the same item, the
-        last accepted one wins.
-
-        Args:
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            priority: Their new priorities, ``[B]``. Rows with a NaN, negative or infinite priority
-                are refused and counted in ``metrics()["rejected"]``.
-            mask: A mask of the rows to use, ``[B]``.
-
-        Returns:
-            The buffer with the new priorities.
-
-        Raises:
-            ValueError: When traced, if the sampler has no priorities, or a shape differs.
-        """
         slots, value, mask = common.check_update(self.sampler, slots, priority, mask)
         taken = self.occupancy.holds(slots) & mask
         legal = self.sampler.accepts(value)
@@ -308,50 +179,14 @@ class Body(Base, Created):
             counters=self._counted({"rejected": rejected}),
         )
 
-    @program(static=("path",))
     def set_field(
         self,
         path: str | None,
         slots: Slots,
         value: PyTree[Array],
         *,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Bool[ArrayLike, "..."] | None = None,
     ) -> Self:
-        """Changes one field of sampled items, or of the steps of sampled windows.
-
-        A row is dropped if it is invalid or masked out, or if its item has left since it was
-        sampled; a window leaves as a whole. If several rows name the same item, or windows share a
-        step, the last accepted one wins. Of a window that is padded at the end of its episode (see
-        ``Episodes``), only the real steps are written.
-
-        Args:
-            path: The name of the field: the keys, attributes or indices that lead to it, with dots
-                between them. A key may have dots itself, such as ``"observation.state"``. It may
-                also name a part of an item that holds several fields; None writes whole items.
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            value: The new values, leaves ``[B, *shape]`` with the example's dtypes; for windows
-                ``[B, sequence_length, *shape]``.
-            mask: A mask of the rows to write, ``[B]``; for windows also of their steps,
-                ``[B, sequence_length]``.
-
-        Returns:
-            The buffer with the new values.
-
-        Raises:
-            ValueError: When traced, if there is no such field, a structure, shape or dtype differs,
-                or a part does not allow the change: ``Episodes`` refuses its flags, and rewards
-                whose returns it records.
-
-        Example:
-            >>> import jax, jax.numpy as jnp, jaxbuf
-            >>> item = {"obs": jnp.float32(0), "value": jnp.float32(0)}
-            >>> buffer = jaxbuf.ItemBuffer.create(item, 8)
-            >>> buffer = buffer.add({"obs": jnp.arange(3.0), "value": jnp.zeros(3)})
-            >>> batch = buffer.latest(2)
-            >>> buffer = buffer.set_field("value", batch.slots, 10 * batch.data["obs"])
-            >>> buffer.latest(3).data["value"].tolist()
-            [0.0, 10.0, 20.0]
-        """
         slots = common.check_slots(slots)
         rows, steps = slots.index.shape[0], self.step_axes
         field = write_back.check_writable(self.extras, self.data, path, self.have, every=False)
@@ -373,45 +208,7 @@ class Body(Base, Created):
             states = write_back.follow(self, states, *self._written(row, items), path)
         return self.replace(data=data, sampler_state=state, extra_states=states)
 
-    @program(static=("path", "fn", "batch_size"))
     def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
-        """Computes one field of all items, or of all steps, anew.
-
-        Items are changed in place, ``batch_size`` at a time, which limits the memory that ``fn``
-        needs; under ``jax.vmap``, the field is copied once. This includes steps whose windows are
-        not drawn because they have retired, were removed, or are not complete.
-
-        Each call from Python traces ``fn`` and compiles anew, because ``fn`` may compute something
-        else by now. To compile once for all calls, call it inside your own ``jax.jit``, with the
-        parameters that ``fn`` reads as an argument: there, ``fn`` is traced with the rest of your
-        program. It runs once for each batch, so ``jax.debug.callback`` in it can report progress.
-
-        Args:
-            path: The name of the field, as for ``set_field``.
-            fn: A function of items, leaves ``[B, *shape]``, which returns their new values; of a
-                ``TrajectoryBuffer`` it gets single steps, without an axis of time. For an empty
-                slot it gets some item a second time, and the result is dropped, so the cost does
-                not depend on how many slots are empty.
-            batch_size: The number ``B`` of items for each call; static.
-
-        Returns:
-            The buffer with the new values.
-
-        Raises:
-            ValueError: When traced, if there is no such field, ``fn`` is not a function or returns
-                values of another structure, shape or dtype, ``batch_size`` is not an integer of at
-                least 1, or a part does not allow the change: ``Episodes`` refuses its flags. It
-                computes recorded returns anew.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> step = {"obs": jnp.float32(0), "reward": jnp.float32(0)}
-            >>> rings = jaxbuf.TrajectoryBuffer.create(step, num_envs=1, length=4)
-            >>> rings = rings.add({"obs": jnp.arange(3.0)[None], "reward": jnp.zeros((1, 3))})
-            >>> rings = rings.map_field("reward", lambda steps: -steps["obs"])
-            >>> rings.latest(3).data["reward"][:, 0].tolist()
-            [-0.0, -1.0, -2.0]
-        """
         fn = write_back.check_function(fn)
         rows = min(sizes.check_count("batch_size", batch_size), self.capacity)
         write_back.check_writable(self.extras, self.data, path, self.have, every=True)
@@ -428,39 +225,13 @@ class Body(Base, Created):
             ),
         )
 
-    @program(keeps=("data",))
     def update_score(
         self,
         slots: Slots,
-        score: Float[Array, " B"],
+        score: Float[ArrayLike, " B"],
         *,
-        mask: Bool[Array, " B"] | None = None,
+        mask: Bool[ArrayLike, " B"] | None = None,
     ) -> Self:
-        """Sets the scores of sampled items, by which samplers draw and evictors choose.
-
-        Rows are dropped, and the last accepted one of several wins, as in ``update_priority``. The
-        order of arrival, which decides between equal scores, does not change.
-
-        Args:
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            score: Their new scores, ``[B]``. May be infinite, as in ``add``; rows with a NaN are
-                refused and counted in ``metrics()["rejected"]``.
-            mask: A mask of the rows to use, ``[B]``.
-
-        Returns:
-            The buffer with the new scores.
-
-        Raises:
-            ValueError: When traced, if no part of the buffer uses scores, or a shape differs.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, evictor=jaxbuf.Lowest())
-            >>> buffer, slots = buffer.insert(jnp.arange(3), score=jnp.array([1.0, 2.0, 3.0]))
-            >>> buffer = buffer.update_score(slots, jnp.array([4.0, 2.0, 0.0]))
-            >>> sorted(buffer.add(jnp.array([7]), score=jnp.array([1.0])).data.tolist())
-            [0, 1, 7]
-        """
         slots = common.check_slots(slots)
         write_back.check_scores(self.sampler, self.occupancy, self._score_users)
         shape = slots.index.shape
@@ -472,33 +243,7 @@ class Body(Base, Created):
         rejected = jnp.sum(refused, dtype=jnp.uint32)
         return changed.replace(counters=self._counted({"rejected": rejected}))
 
-    @program(keeps=("data",))
-    def remove(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
-        """Removes sampled items, or windows; the steps of windows stay.
-
-        Their slots are stale from now on. A row is dropped if it is invalid or masked out, or if
-        its item has left already.
-
-        Args:
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            mask: A mask of the rows to remove, ``[B]``.
-
-        Returns:
-            The buffer without them. With ``Removable``, their number is counted in
-            ``metrics()["removed"]``.
-
-        Raises:
-            ValueError: When traced, if the buffer has neither ``Removable`` nor another part that
-                removes items, or a shape differs.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, parts=(jaxbuf.Removable(),))
-            >>> buffer, slots = buffer.insert(jnp.arange(3))
-            >>> buffer = buffer.remove(slots, mask=jnp.array([False, True, False]))
-            >>> buffer.holds(slots).tolist(), int(buffer.size)
-            ([True, False, True], 2)
-        """
+    def remove(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
         slots = common.check_slots(slots)
         taken = common.check_mask(mask, slots.index.shape)
         changed, count = write_back.remove(self, slots, taken)
@@ -506,59 +251,17 @@ class Body(Base, Created):
             return changed
         return changed.replace(counters=self._counted({"removed": count}))
 
-    @program(keeps=("data",))
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Returns whether sampled items are still there, and whether windows can be drawn, ``[B]``.
-
-        Raises:
-            ValueError: When traced, if ``slots`` are not the slots of a sample, ``[B]``.
-        """
         slots = common.check_slots(slots)
         return self.occupancy.holds(slots)
 
-    @program()
     def get(self, slots: Slots) -> Sample:
-        """Returns items, or windows, by the slots of an earlier sample.
-
-        Args:
-            slots: The slots, ``sample.slots``, ``[B]``.
-
-        Returns:
-            A ``Sample`` with their present data. Rows whose item has left are invalid, with index
-            ``capacity`` and probability 0. The ``probability`` of other rows is that of a draw by
-            the sampler; 0 for a sampler of your own that is not a ``KnownSampler``.
-
-        Raises:
-            ValueError: When traced, if ``slots`` are not the slots of a sample, ``[B]``.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4)
-            >>> buffer, slots = buffer.insert(jnp.arange(4))
-            >>> batch = buffer.add(jnp.array([4, 5])).get(slots)
-            >>> batch.valid.tolist(), batch.data[2:].tolist()
-            ([False, False, True, True], [2, 3])
-        """
         slots = common.check_slots(slots)
         held = self.occupancy.holds(slots)
         index = jnp.where(held, slots.index, self.occupancy.capacity)
         return self.gather(Draw(index, write_back.probability(self, index), held))
 
-    @program(keeps=("data",))
-    def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
-        """Counts a use of each sampled item, or window, and retires items used ``max_use`` times.
-
-        Args:
-            slots: The slots of the items, ``sample.slots``, ``[B]``. An item that occurs twice is
-                counted twice. Rows whose item has since been overwritten or retired are dropped.
-            mask: A mask of the rows to use, ``[B]``.
-
-        Returns:
-            The buffer with the new counts, without the items that have retired.
-
-        Raises:
-            ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
-        """
+    def mark_used(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
         self.need("counts_uses", "mark_used was called, but ")
         slots = common.check_slots(slots)
         taken = common.check_mask(mask, slots.index.shape)
@@ -566,77 +269,22 @@ class Body(Base, Created):
             return self
         return retire.on_use(self, slots, self.occupancy.holds(slots) & taken)
 
-    @program(keeps=("data",))
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
     ) -> Self:
-        """Sets the learner's version, and retires the items that have become too stale.
-
-        Args:
-            version: The learner's version, an integer that fits int32; usually one more than
-                before.
-            session: The number of the learner's run. If it changes, versions start over, and all
-                items retire. None keeps the present session.
-
-        Returns:
-            The buffer without the items that have become too stale.
-
-        Raises:
-            ValueError: When traced, if the buffer has no ``Freshness``, or an argument is not an
-                integer that fits int32.
-        """
         self.need("uses_version", "set_version was called, but ")
         return retire.on_version(self, *retire.check_version(version, session))
 
-    @program(keeps=("data",))
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
-        """Returns the number of uses of each sampled item, ``[B]``; 0 if the item has left.
-
-        Raises:
-            ValueError: If the buffer has no ``Freshness``.
-        """
         return retire.known(self, "use_count", slots)
 
-    @program(keeps=("data",))
     def staleness(self, slots: Slots) -> Int[Array, " B"]:
-        """Returns the staleness of each sampled item, in versions, ``[B]``; 0 if the item has left.
-
-        Raises:
-            ValueError: If the buffer has no ``Freshness``.
-        """
         return retire.known(self, "staleness", slots)
 
-    @program(keeps=("data",))
     def support(self) -> Support:
-        """Returns the number of items, or windows, that can be drawn, and their least probability.
-
-        See ``jaxbuf.strategies.Support``.
-        """
         return self.sampler.support(lax.stop_gradient(self.sampler_state), self.occupancy)
 
-    @program(keeps=("data",))
     def metrics(self) -> dict[str, Array]:
-        """Returns scalars to monitor; it costs one pass over the slots.
-
-        Returns:
-            A dict with the following entries, as far as they apply to the buffer. Counts are since
-            creation and wrap at 2**32.
-
-            * ``size``; ``windows``, the number of windows that can be drawn, for a
-              ``TrajectoryBuffer``, whose size is in steps; the counts ``adds`` and ``rejected``.
-            * ``effective_sample_size``, which is ``1 / Σ P²`` for the probabilities ``P`` of the
-              sampler.
-            * With priorities, ``priority_min``, ``priority_max`` and ``priority_mean`` of the live
-              items, computed from their masses.
-            * With scores, ``score_min``, ``score_max`` and ``score_mean``.
-            * With ``Diversity``, the counts of refused rows ``refused_low_score``,
-              ``refused_within_batch`` and ``refused_near_buffer``.
-            * With ``Freshness``, the learner's ``version``, the counts ``refused_stale``,
-              ``retired_used`` and ``retired_stale``, and ``use_max``, ``use_mean``,
-              ``staleness_max`` and ``staleness_mean`` of the live items.
-            * With ``Episodes(boundary="avoid")``, the count ``refused_across_episodes`` of windows.
-            * The reasons and metrics of your own parts.
-        """
         found: dict[str, Array] = {}
         state = lax.stop_gradient(self.sampler_state)
         sampled = common.ask(self.sampler, "metrics", state, self.occupancy)

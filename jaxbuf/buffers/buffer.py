@@ -115,7 +115,7 @@ class Buffer:
 
     @property
     def abilities(self) -> frozenset[str]:
-        """The abilities of the buffer and of its members; see ``jaxbuf.wrappers.abilities``."""
+        """The names of what it, or a member, is able to do, which operations need."""
         return frozenset().union(*(as_buffer(one).abilities for one in self.members))
 
     @property

@@ -7,21 +7,32 @@ it: its memory is updated in place, and the buffer that was passed in cannot be 
 Inside your own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` they call the plain method, and
 ``donate`` has no effect: donate the buffer to your own program instead, with
 ``jax.jit(step, donate_argnums=0)``. A scan updates its carry in place by itself.
+
+Their signatures are those of the declarations in ``slotted.py``, with which they are compared when
+this module is imported.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_overloads, overload
 
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.options import check_options
-from jaxbuf.buffers.sample import Sample
-from jaxbuf.buffers.trajectory import Steps
+from jaxbuf.buffers.queue import Queue
+from jaxbuf.buffers.sample import Sample, Steps
+from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SampleOptions, SlottedBuffer
 from jaxbuf.core import checks
-from jaxbuf.core.program import Operation, OwnPrograms
+from jaxbuf.core.program import OwnPrograms, Program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
+
+P = ParamSpec("P")
+Result = TypeVar("Result", covariant=True)
+Door = TypeVar("Door", bound=Function)
 
 
 class _Buffer(Protocol):
@@ -31,39 +42,44 @@ class _Buffer(Protocol):
     def add(self) -> Function: ...
 
 
-class _SampledBuffer(_Buffer, Protocol):
-    """A buffer with ``sample`` and ``update_priority``."""
+class _Adds(Protocol[P, Result]):
+    """A buffer whose ``add`` has options of its own."""
 
-    @property
-    def sample(self) -> Callable[..., Sample]: ...
-
-    @property
-    def update_priority(self) -> Function: ...
+    def add(self, items: Any, /, *args: P.args, **options: P.kwargs) -> Result: ...
 
 
-class _IteratedBuffer(Protocol):
-    """A buffer with ``next_batch``."""
+class _Inserts(Protocol[P, Result]):
+    """A buffer whose ``insert`` has options of its own."""
 
-    @property
-    def next_batch(self) -> Function: ...
+    def insert(self, items: Any, /, *args: P.args, **options: P.kwargs) -> Result: ...
+
+
+class _Samples(Protocol[P]):
+    """A buffer whose ``sample`` has options of its own."""
+
+    def sample(
+        self, key: Any, batch_size: int, /, *args: P.args, **options: P.kwargs
+    ) -> Sample: ...
 
 
 AnyBuffer = TypeVar("AnyBuffer", bound=_Buffer)
-AnyIteratedBuffer = TypeVar("AnyIteratedBuffer", bound=_IteratedBuffer)
-AnySampledBuffer = TypeVar("AnySampledBuffer", bound=_SampledBuffer)
 
 
 def call(
-    method: str, buffer: object, /, *args: object, donate: object = ..., **options: object
+    declared: Callable[Concatenate[Any, P], Any],
+    buffer: object,
+    /,
+    *args: object,
+    donate: bool | None = None,
+    **options: object,
 ) -> Any:
     """Calls a method of a buffer as one compiled program.
 
     Args:
-        method: The name of the method.
+        declared: The declaration of the method.
         buffer: The buffer.
         args: The positional arguments of the method.
-        donate: Whether the buffer may be overwritten; not given for a method that does not change
-            it.
+        donate: Whether the buffer may be overwritten; None for a method that does not change it.
         **options: Options of the method. Options that are None are ignored.
 
     Raises:
@@ -71,51 +87,95 @@ def call(
             method does not take one of the options.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    function = check_options(buffer, method, given)
-    changes = donate is not ...
+    function = check_options(buffer, declared.__name__, given)
+    donates = donate is not None and checks.check_flag("donate", donate)
     if isinstance(buffer, OwnPrograms):
-        return function(buffer, *args, **given, **({"donate": donate} if changes else {}))
-    donates = changes and checks.check_flag("donate", donate)
-    return _operation(function)((buffer, *args), given, donate=donates)
+        operation: Operation | None = vars(declared).get("operation")
+        if operation is None:
+            return function(buffer, *args, **given)
+        hosted: Any = buffer
+        return hosted.route(operation, operation.bind(hosted, args, given), donate=donates)
+    return _program(function)((buffer, *args), given, donate=donates)
 
 
 @functools.lru_cache(maxsize=1024)
-def _operation(method: Function) -> Operation:
-    """Returns the operation of a method, which may be that of somebody else's buffer."""
-    return getattr(method, "operation", None) or Operation(method)
+def _program(method: Function) -> Program:
+    """Returns the program of a method, which may be that of somebody else's buffer."""
+    return getattr(method, "program", None) or Program(method, foreign=True)
 
 
+def _door(declared: Function, options: type | None = None) -> Callable[[Door], Door]:
+    """Returns a decorator for the function of an operation, whose docstrings it joins.
+
+    Args:
+        declared: The declaration of the operation.
+        options: A ``TypedDict`` in place of its ``**options``, of which each buffer takes some.
+
+    Raises:
+        TypeError: If the function has other parameters than the declaration.
+    """
+    _, *wanted = inspect.signature(declared).parameters.values()
+    known = {x.name: (x.kind, x.default) for x in wanted if x.name != "options"}
+    own: frozenset[str] = getattr(options, "__optional_keys__", frozenset())
+    known |= dict.fromkeys(own, (inspect.Parameter.KEYWORD_ONLY, None))
+
+    def decorate(function: Door) -> Door:
+        signature = inspect.signature(next(iter(get_overloads(function)), function))
+        _, *shown = signature.parameters.values()
+        given = {x.name: (x.kind, x.default) for x in shown if x.name != "donate"}
+        if given != known:
+            raise TypeError(f"{function.__name__}{signature} is declared with {known}")
+        changes = {"donate": True} if "donate" in signature.parameters else {}
+
+        @functools.wraps(function)
+        def door(*args: Any, **options: Any) -> Any:
+            if options.keys() <= signature.parameters.keys():
+                return function(*args, **options)
+            # One that only a buffer of somebody else takes, or none does, which raises.
+            return call(declared, *args, **(changes | options))
+
+        vars(door)["__signature__"] = signature
+        text, _, _ = (inspect.getdoc(declared) or "").partition("\n\nExample:")
+        door.__doc__ = f"{inspect.getdoc(function)}\n\n{text}\n"
+        return door  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+@overload
 def add(
-    buffer: AnyBuffer, items: PyTree[Array], *, donate: bool = True, **options: object
-) -> AnyBuffer:
-    """Adds items to a buffer: ``buffer.add(items, **options)``, compiled, in place.
+    buffer: AnyBuffer,
+    items: PyTree[Array],
+    *,
+    priority: Float[ArrayLike, "..."] | None = None,
+    score: Float[ArrayLike, " B"] | None = None,
+    version: Int[ArrayLike, "..."] | None = None,
+    session: Int[ArrayLike, "..."] | None = None,
+    mask: Bool[ArrayLike, "..."] | None = None,
+    env_ids: Int[ArrayLike, " K"] | None = None,
+    part: int | None = None,
+    donate: bool = True,
+) -> AnyBuffer: ...
+@overload
+def add(
+    buffer: _Adds[P, Result], items: PyTree[Array], *args: P.args, **options: P.kwargs
+) -> Result: ...
+@_door(SlottedBuffer.add, AddOptions)
+def add(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: Any) -> Any:
+    """Adds items to a buffer: ``buffer.add(items, ...)``, compiled, in place.
 
     It compiles once for all buffers with the same configuration, and again for other shapes; at the
     tenth it warns, once. The buffer is donated: its memory is updated in place, and the buffer
-    passed in cannot be used any more.
+    passed in cannot be used any more. ``donate=False`` keeps it, at the cost of a copy of its whole
+    contents.
 
     Inside your own ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap`` this calls the plain method, and
     ``donate`` has no effect: donate the buffer to your own program instead, with
     ``jax.jit(step, donate_argnums=0)``. A scan updates its carry in place by itself.
 
-    Args:
-        buffer: Any buffer. It is consumed: use the result instead.
-        items: The items, leaves ``[B, ...]``; for a ``TrajectoryBuffer`` steps, leaves
-            ``[num_envs, ...]`` or ``[num_envs, T, ...]``. They have the example's dtypes. Python's
-            numbers are cast to them, and NumPy's numbers of 64 bits to 32 if they fit.
-        donate: False keeps ``buffer`` usable, at the cost of a copy of its whole contents.
-        **options: Options of the buffer's own ``add``: ``priority``, ``score``, ``version``,
-            ``session`` or ``mask`` for an ``ItemBuffer``, ``env_ids`` for a ``TrajectoryBuffer``,
-            ``part`` for a ``Mixture``. Options that are None are ignored. If you wrote the buffer
-            class yourself, Python integers, booleans, strings and functions are static, arrays are
-            traced, and a call with a function compiles anew.
-
-    Returns:
-        The buffer with the items.
-
-    Raises:
-        ValueError: If ``buffer`` is not a buffer or was donated before, if it does not take one of
-            the options, or as raised by its own ``add``.
+    Options that are None are ignored. If you wrote the buffer class yourself, it takes the options
+    of its own ``add``: Python integers, booleans, strings and functions are static, arrays are
+    traced, and a call with a function compiles anew.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -125,30 +185,58 @@ def add(
         >>> int(buffer.size), int(larger.size)
         (3, 8)
     """
-    return call("add", buffer, items, donate=donate, **options)
+    return call(SlottedBuffer.add, buffer, items, *args, donate=donate, **options)
 
 
-def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
-    """Draws a batch from a buffer: ``buffer.sample(key, batch_size, **options)``, compiled.
+@overload
+def insert(
+    buffer: AnyBuffer,
+    items: PyTree[Array],
+    *,
+    priority: Float[ArrayLike, " B"] | None = None,
+    score: Float[ArrayLike, " B"] | None = None,
+    version: Int[ArrayLike, " B"] | None = None,
+    session: Int[ArrayLike, " B"] | None = None,
+    mask: Bool[ArrayLike, " B"] | None = None,
+    part: int | None = None,
+    donate: bool = True,
+) -> tuple[AnyBuffer, Slots]: ...
+@overload
+def insert(
+    buffer: _Inserts[P, Result], items: PyTree[Array], *args: P.args, **options: P.kwargs
+) -> Result: ...
+@_door(SlottedBuffer.insert, InsertOptions)
+def insert(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: Any) -> Any:
+    """Adds items, and returns their slots: ``buffer.insert(items, ...)``, compiled, in place.
+
+    The buffer is donated, as by ``jaxbuf.add``.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 100)
+        >>> buffer, slots = jaxbuf.insert(buffer, jnp.arange(3.0))
+        >>> slots.index.tolist()
+        [0, 1, 2]
+    """
+    return call(SlottedBuffer.insert, buffer, items, *args, donate=donate, **options)
+
+
+@overload
+def sample(
+    buffer: _Buffer, key: PRNGKeyArray, batch_size: int, *, sequence_length: int | None = None
+) -> Sample: ...
+@overload
+def sample(
+    buffer: _Samples[P], key: PRNGKeyArray, batch_size: int, *args: P.args, **options: P.kwargs
+) -> Sample: ...
+@_door(SlottedBuffer.sample, SampleOptions)
+def sample(buffer: Any, key: Any, batch_size: int, *args: Any, **options: Any) -> Any:
+    """Draws a batch from a buffer: ``buffer.sample(key, batch_size, ...)``, compiled.
 
     It compiles once for each batch size and for all buffers with the same configuration. The buffer
     is not donated and does not change. Inside your own ``jax.jit`` this calls the plain method. Add
     before you sample there: a program that samples first has to keep the old storage, and copies
     it. The samplers ``Shuffled`` and ``Staleness`` record only what ``jaxbuf.next_batch`` draws.
-
-    Args:
-        buffer: Any buffer except a ``Queue``, which has ``take`` instead.
-        key: A PRNG key.
-        batch_size: The number of rows ``B``; static.
-        **options: Options of the buffer's own ``sample``, such as the ``sequence_length`` of a
-            ``TrajectoryBuffer``. Options that are None are ignored.
-
-    Returns:
-        A ``Sample`` of ``B`` rows: ``data``, ``slots``, ``probability`` and ``valid``.
-
-    Raises:
-        ValueError: If ``buffer`` is not a buffer, cannot be sampled from or was donated before, if
-            it does not take one of the options, or as raised by its own ``sample``.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -158,74 +246,45 @@ def sample(buffer: _SampledBuffer, key: PRNGKeyArray, batch_size: int, **options
         >>> batch.data["obs"].shape, batch.valid.tolist()
         ((4, 3), [True, True, True, True])
     """
-    return call("sample", buffer, key, batch_size, **options)
+    return call(SlottedBuffer.sample, buffer, key, batch_size, *args, **options)
 
 
+@_door(SlottedBuffer.next_batch)
 def next_batch(
-    buffer: AnyIteratedBuffer, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
-) -> tuple[AnyIteratedBuffer, Sample]:
+    buffer: AnyBuffer, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
+) -> tuple[AnyBuffer, Sample]:
     """Draws the next batch of a pass: ``buffer.next_batch(key, batch_size)``, compiled, in place.
 
-    With the sampler ``Shuffled``, a pass draws every item exactly once, and ``metrics()`` has the
-    numbers of ``passes`` finished and of items ``left``. With ``Staleness``, it draws the items
-    that were not drawn for long. Other samplers draw as in ``jaxbuf.sample``. The buffer records
-    what was drawn, so it is returned as well.
-
-    Args:
-        buffer: An ``ItemBuffer``, a ``TrajectoryBuffer``, a ``Mixture``, or a ``Hosted`` one. It
-            is consumed: use the result instead.
-        key: A PRNG key.
-        batch_size: The number of rows ``B``; static.
-        donate: As for ``jaxbuf.add``.
-
-    Returns:
-        The new buffer, and a ``Sample`` of ``B`` rows.
-
-    Raises:
-        ValueError: If ``buffer`` is not such a buffer or was donated before, or as raised by its
-            own ``next_batch``.
+    The buffer is donated, as by ``jaxbuf.add``: it records what was drawn, and is returned as well.
+    With ``Shuffled``, ``metrics()`` has the numbers of ``passes`` finished and of items ``left``.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
         >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=jaxbuf.Shuffled())
         >>> buffer = jaxbuf.add(buffer, jnp.arange(8))
-        >>> found = []
+        >>> drawn = []
         >>> for key in jax.random.split(jax.random.key(0), 4):
         ...     buffer, batch = jaxbuf.next_batch(buffer, key, 2)
-        ...     found += batch.data.tolist()
-        >>> sorted(found), int(buffer.metrics()["passes"])
+        ...     drawn += batch.data.tolist()
+        >>> sorted(drawn), int(buffer.metrics()["passes"])
         ([0, 1, 2, 3, 4, 5, 6, 7], 1)
     """
-    return call("next_batch", buffer, key, batch_size, donate=donate)
+    return call(SlottedBuffer.next_batch, buffer, key, batch_size, donate=donate)
 
 
+@_door(SlottedBuffer.update_priority)
 def update_priority(
-    buffer: AnySampledBuffer,
+    buffer: AnyBuffer,
     slots: Slots,
-    priority: Float[Array, " B"],
+    priority: Float[ArrayLike, " B"],
     *,
+    mask: Bool[ArrayLike, " B"] | None = None,
     donate: bool = True,
-    **options: object,
-) -> AnySampledBuffer:
-    """Sets priorities of sampled items: ``buffer.update_priority(slots, priority, ...)``, in place.
+) -> AnyBuffer:
+    """Sets priorities of sampled items: ``buffer.update_priority(...)``, compiled, in place.
 
-    Rows whose item has been overwritten since it was sampled are dropped.
-
-    Args:
-        buffer: Any buffer with priorities. It is consumed: use the result instead.
-        slots: The slots of the items, ``sample.slots``, ``[B]``.
-        priority: The new priorities, ``[B]``.
-        donate: False keeps ``buffer`` usable, at the cost of a copy of its priorities. The two
-            buffers then share their storage, so that donating one of them consumes both.
-        **options: Options of the buffer's own ``update_priority``, such as ``mask``, a mask of the
-            rows to use, ``[B]``. Options that are None are ignored.
-
-    Returns:
-        The buffer with the new priorities.
-
-    Raises:
-        ValueError: If ``buffer`` is not a buffer, has no priorities or was donated before, if it
-            does not take one of the options, or as raised by its own ``update_priority``.
+    The buffer is donated. ``donate=False`` keeps it, at the cost of a copy of its priorities; the
+    two buffers then share their storage, so that donating one of them consumes both.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -236,209 +295,22 @@ def update_priority(
         >>> round(float(buffer.metrics()["priority_max"]), 3)
         7.0
     """
-    return call("update_priority", buffer, slots, priority, donate=donate, **options)
+    return call(SlottedBuffer.update_priority, buffer, slots, priority, mask=mask, donate=donate)
 
 
-def mark_used(
-    buffer: AnyBuffer, slots: Slots, *, donate: bool = True, **options: object
-) -> AnyBuffer:
-    """Counts a use of sampled items: ``buffer.mark_used(slots, **options)``, compiled, in place.
-
-    Args:
-        buffer: A buffer with ``Freshness``. It is consumed: use the result instead.
-        slots: The slots of the items, ``sample.slots``, ``[B]``.
-        donate: As for ``jaxbuf.update_priority``.
-        **options: ``mask``, a mask of the rows to use, ``[B]``.
-
-    Returns:
-        The buffer with the new counts, without the items that have retired.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``mark_used``, or if it was donated before.
-    """
-    return call("mark_used", buffer, slots, donate=donate, **options)
-
-
-def set_version(
-    buffer: AnyBuffer,
-    version: int | Int[Array, ""],
-    session: int | Int[Array, ""] | None = None,
-    *,
-    donate: bool = True,
-) -> AnyBuffer:
-    """Sets the learner's version: ``buffer.set_version(version, session)``, compiled, in place.
-
-    Args:
-        buffer: A buffer with ``Freshness``. It is consumed: use the result instead.
-        version: The learner's version, an integer that fits int32.
-        session: The number of the learner's run; None keeps the present one.
-        donate: As for ``jaxbuf.update_priority``.
-
-    Returns:
-        The buffer without the items that have become too stale.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``set_version``, or if it was donated before.
-    """
-    return call("set_version", buffer, version, session=session, donate=donate)
-
-
-def clear(buffer: AnyBuffer, *, donate: bool = True, **options: object) -> AnyBuffer:
-    """Removes all items: ``buffer.clear(**options)``, compiled, in place.
-
-    Args:
-        buffer: Any buffer. It is consumed: use the result instead.
-        donate: As for ``jaxbuf.add``.
-        **options: ``envs`` for a ``TrajectoryBuffer``, the environments to clear.
-
-    Returns:
-        The buffer without its items.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``clear``, or if it was donated before.
-    """
-    return call("clear", buffer, donate=donate, **options)
-
-
-def take(queue: AnyBuffer, batch_size: int, *, donate: bool = True) -> tuple[AnyBuffer, Sample]:
-    """Takes the oldest items out of a queue: ``queue.take(batch_size)``, compiled, in place.
-
-    Args:
-        queue: A ``Queue``. It is consumed: use the result instead.
-        batch_size: The number of rows ``B``; static.
-        donate: As for ``jaxbuf.add``.
-
-    Returns:
-        The queue without these items, and a ``Sample`` of them.
-
-    Raises:
-        ValueError: As raised by the queue's own ``take``, or if it was donated before.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxbuf
-        >>> queue = jaxbuf.add(jaxbuf.Queue.create(jnp.int32(0), 8), jnp.arange(5))
-        >>> queue, batch = jaxbuf.take(queue, 3)
-        >>> batch.data.tolist(), int(queue.size)
-        ([0, 1, 2], 2)
-    """
-    return call("take", queue, batch_size, donate=donate)
-
-
-def dequeue(
-    buffer: AnyBuffer, n: int, *, mask: Bool[Array, " E"] | None = None, donate: bool = True
-) -> tuple[AnyBuffer, Steps]:
-    """Removes the earliest steps of every ring: ``buffer.dequeue(n, mask=mask)``, in place.
-
-    Args:
-        buffer: A ``TrajectoryBuffer``. It is consumed: use the result instead.
-        n: The largest number of steps to remove from each environment; static.
-        mask: A mask of the environments, ``[num_envs]``; None for all.
-        donate: As for ``jaxbuf.add``.
-
-    Returns:
-        The buffer without these steps, and ``Steps`` with leaves ``[num_envs, n, ...]``.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``dequeue``, or if it was donated before.
-    """
-    return call("dequeue", buffer, n, mask=mask, donate=donate)
-
-
-def latest(buffer: _Buffer, n: int) -> Sample:
-    """Returns the ``n`` newest items, or windows of every ring: ``buffer.latest(n)``, compiled.
-
-    Args:
-        buffer: An ``ItemBuffer`` or a ``TrajectoryBuffer``, which may be ``Hosted``.
-        n: The number of items, or of windows of each ring; static.
-
-    Returns:
-        A ``Sample`` of ``n`` rows, or of ``num_envs * n``, from the oldest to the newest.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``latest``, or if it was donated before.
-    """
-    return call("latest", buffer, n)
-
-
-def sample_range(
-    buffer: _Buffer,
-    key: PRNGKeyArray,
-    batch_size: int,
-    start: int | Int[Array, ""] | None = None,
-    stop: int | Int[Array, ""] | None = None,
-    **options: object,
-) -> Sample:
-    """Draws a batch from a range of ages: ``buffer.sample_range(key, batch_size, ...)``, compiled.
-
-    Args:
-        buffer: An ``ItemBuffer`` or a ``TrajectoryBuffer``.
-        key: A PRNG key.
-        batch_size: The number of rows ``B``; static.
-        start: The start of the range of ages, as in a slice of a list from the oldest to the
-            newest.
-        stop: The end of the range.
-        **options: ``by_priority`` and ``replacement`` of the buffer's own ``sample_range``.
-
-    Returns:
-        A ``Sample`` of ``B`` rows.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``sample_range``, or if it was donated before.
-    """
-    return call("sample_range", buffer, key, batch_size, start=start, stop=stop, **options)
-
-
-def insert(
-    buffer: AnyBuffer, items: PyTree[Array], *, donate: bool = True, **options: object
-) -> tuple[AnyBuffer, Slots]:
-    """Adds items, and returns their slots: ``buffer.insert(items, **options)``, compiled, in place.
-
-    Args:
-        buffer: A buffer of items. It is consumed: use the result instead.
-        items: The items, leaves ``[B, ...]``.
-        donate: As for ``jaxbuf.add``.
-        **options: Options of the buffer's own ``insert``, which are those of its ``add``.
-
-    Returns:
-        The buffer with the items, and their slots, ``[B]``; see ``ItemBuffer.insert``.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``insert``, or if it was donated before.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxbuf
-        >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 100)
-        >>> buffer, slots = jaxbuf.insert(buffer, jnp.arange(3.0))
-        >>> slots.index.tolist()
-        [0, 1, 2]
-    """
-    return call("insert", buffer, items, donate=donate, **options)
-
-
+@_door(SlottedBuffer.set_field)
 def set_field(
     buffer: AnyBuffer,
     path: str | None,
     slots: Slots,
     value: PyTree[Array],
     *,
+    mask: Bool[ArrayLike, "..."] | None = None,
     donate: bool = True,
-    **options: object,
 ) -> AnyBuffer:
-    """Changes a field of sampled items: ``buffer.set_field(path, slots, value, ...)``, in place.
+    """Changes a field of sampled items: ``buffer.set_field(...)``, compiled, in place.
 
-    Args:
-        buffer: Any buffer that is sampled. It is consumed: use the result instead.
-        path: The name of the field; static. None writes whole items.
-        slots: The slots of the items, ``sample.slots``, ``[B]``.
-        value: The new values, leaves ``[B, *shape]``, or ``[B, sequence_length, *shape]``.
-        donate: As for ``jaxbuf.add``.
-        **options: ``mask``, a mask of the rows to write.
-
-    Returns:
-        The buffer with the new values.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``set_field``, or if it was donated before.
+    The buffer is donated, as by ``jaxbuf.add``.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -449,30 +321,21 @@ def set_field(
         >>> float(buffer.data["value"][:10].max())
         1.0
     """
-    return call("set_field", buffer, path, slots, value, donate=donate, **options)
+    return call(SlottedBuffer.set_field, buffer, path, slots, value, mask=mask, donate=donate)
 
 
+@_door(SlottedBuffer.map_field)
 def map_field(
-    buffer: AnyBuffer, path: str | None, fn: Function, *, donate: bool = True, **options: object
+    buffer: AnyBuffer,
+    path: str | None,
+    fn: Function,
+    *,
+    batch_size: int = 4096,
+    donate: bool = True,
 ) -> AnyBuffer:
-    """Computes a field of all items anew: ``buffer.map_field(path, fn, ...)``, compiled, in place.
+    """Computes a field of all items anew: ``buffer.map_field(...)``, compiled, in place.
 
-    Each call from Python traces ``fn`` and compiles anew, because ``fn`` may compute something else
-    by now: it may be a method of an agent, or read the parameters of a module. To compile once for
-    all calls, call this in your own ``jax.jit``, with the parameters as an argument.
-
-    Args:
-        buffer: Any buffer that is sampled. It is consumed: use the result instead.
-        path: The name of the field; static. None means whole items.
-        fn: A function of items ``[B, ...]``, which returns their new values; traced at each call.
-        donate: As for ``jaxbuf.add``.
-        **options: ``batch_size``, the number of items for each call of ``fn``.
-
-    Returns:
-        The buffer with the new values.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``map_field``, or if it was donated before.
+    The buffer is donated, as by ``jaxbuf.add``.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -482,93 +345,147 @@ def map_field(
         >>> buffer.data["reward"].tolist()
         [0.0, 2.0, 4.0, 0.0]
     """
-    return call("map_field", buffer, path, fn, donate=donate, **options)
+    return call(SlottedBuffer.map_field, buffer, path, fn, batch_size=batch_size, donate=donate)
 
 
+@_door(SlottedBuffer.update_score)
 def update_score(
     buffer: AnyBuffer,
     slots: Slots,
-    score: Float[Array, " B"],
+    score: Float[ArrayLike, " B"],
     *,
+    mask: Bool[ArrayLike, " B"] | None = None,
     donate: bool = True,
-    **options: object,
 ) -> AnyBuffer:
-    """Sets scores of sampled items: ``buffer.update_score(slots, score, ...)``, in place.
+    """Sets scores of sampled items: ``buffer.update_score(...)``, compiled, in place.
 
-    Args:
-        buffer: Any buffer with scores. It is consumed: use the result instead.
-        slots: The slots of the items, ``sample.slots``, ``[B]``.
-        score: The new scores, ``[B]``.
-        donate: As for ``jaxbuf.update_priority``.
-        **options: ``mask``, a mask of the rows to use, ``[B]``.
-
-    Returns:
-        The buffer with the new scores.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``update_score``, or if it was donated before.
+    The buffer is donated, as by ``jaxbuf.update_priority``.
     """
-    return call("update_score", buffer, slots, score, donate=donate, **options)
+    return call(SlottedBuffer.update_score, buffer, slots, score, mask=mask, donate=donate)
 
 
-def remove(buffer: AnyBuffer, slots: Slots, *, donate: bool = True, **options: object) -> AnyBuffer:
+@_door(SlottedBuffer.remove)
+def remove(
+    buffer: AnyBuffer,
+    slots: Slots,
+    *,
+    mask: Bool[ArrayLike, " B"] | None = None,
+    donate: bool = True,
+) -> AnyBuffer:
     """Removes sampled items: ``buffer.remove(slots, ...)``, compiled, in place.
 
-    Args:
-        buffer: A buffer with ``Removable``. It is consumed: use the result instead.
-        slots: The slots of the items, ``sample.slots``, ``[B]``.
-        donate: As for ``jaxbuf.update_priority``.
-        **options: ``mask``, a mask of the rows to remove, ``[B]``.
-
-    Returns:
-        The buffer without these items.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``remove``, or if it was donated before.
+    The buffer is donated, as by ``jaxbuf.update_priority``.
     """
-    return call("remove", buffer, slots, donate=donate, **options)
+    return call(SlottedBuffer.remove, buffer, slots, mask=mask, donate=donate)
 
 
-def end_episodes(
+@_door(SlottedBuffer.mark_used)
+def mark_used(
     buffer: AnyBuffer,
-    envs: Int[Array, " K"] | Bool[Array, " E"] | None = None,
+    slots: Slots,
+    *,
+    mask: Bool[ArrayLike, " B"] | None = None,
+    donate: bool = True,
+) -> AnyBuffer:
+    """Counts a use of sampled items: ``buffer.mark_used(slots, ...)``, compiled, in place.
+
+    The buffer is donated, as by ``jaxbuf.update_priority``.
+    """
+    return call(SlottedBuffer.mark_used, buffer, slots, mask=mask, donate=donate)
+
+
+@_door(SlottedBuffer.set_version)
+def set_version(
+    buffer: AnyBuffer,
+    version: int | Int[Array, ""],
+    session: int | Int[Array, ""] | None = None,
     *,
     donate: bool = True,
 ) -> AnyBuffer:
+    """Sets the learner's version: ``buffer.set_version(...)``, compiled, in place.
+
+    The buffer is donated, as by ``jaxbuf.update_priority``.
+    """
+    return call(SlottedBuffer.set_version, buffer, version, session=session, donate=donate)
+
+
+@_door(SlottedBuffer.clear)
+def clear(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
+    """Removes all items: ``buffer.clear(...)``, compiled, in place.
+
+    The buffer is donated, as by ``jaxbuf.add``.
+    """
+    return call(SlottedBuffer.clear, buffer, envs=envs, donate=donate)
+
+
+@_door(Queue.take)
+def take(queue: AnyBuffer, batch_size: int, *, donate: bool = True) -> tuple[AnyBuffer, Sample]:
+    """Takes the oldest items out of a queue: ``queue.take(batch_size)``, compiled, in place.
+
+    The queue is donated, as by ``jaxbuf.add``.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> queue = jaxbuf.add(jaxbuf.Queue.create(jnp.int32(0), 8), jnp.arange(5))
+        >>> queue, batch = jaxbuf.take(queue, 3)
+        >>> batch.data.tolist(), int(queue.size)
+        ([0, 1, 2], 2)
+    """
+    return call(Queue.take, queue, batch_size, donate=donate)
+
+
+@_door(SlottedBuffer.dequeue)
+def dequeue(
+    buffer: AnyBuffer,
+    n: int,
+    *,
+    mask: Bool[ArrayLike, " E"] | None = None,
+    donate: bool = True,
+) -> tuple[AnyBuffer, Steps]:
+    """Removes the earliest steps of every ring: ``buffer.dequeue(n, ...)``, compiled, in place.
+
+    The buffer is donated, as by ``jaxbuf.add``.
+    """
+    return call(SlottedBuffer.dequeue, buffer, n, mask=mask, donate=donate)
+
+
+@_door(SlottedBuffer.latest)
+def latest(buffer: _Buffer, n: int) -> Sample:
+    """Returns the ``n`` newest items, or windows of every ring: ``buffer.latest(n)``, compiled."""
+    return call(SlottedBuffer.latest, buffer, n)
+
+
+@_door(SlottedBuffer.sample_range)
+def sample_range(
+    buffer: _Buffer,
+    key: PRNGKeyArray,
+    batch_size: int,
+    start: int | Int[Array, ""] | None = None,
+    stop: int | Int[Array, ""] | None = None,
+    *,
+    by_priority: bool = False,
+    replacement: bool = False,
+) -> Sample:
+    """Draws a batch from a range of ages: ``buffer.sample_range(...)``, compiled."""
+    options = {"by_priority": by_priority, "replacement": replacement}
+    return call(
+        SlottedBuffer.sample_range, buffer, key, batch_size, start=start, stop=stop, **options
+    )
+
+
+@_door(SlottedBuffer.end_episodes)
+def end_episodes(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
     """Ends open episodes by truncation: ``buffer.end_episodes(envs)``, compiled, in place.
 
-    Args:
-        buffer: A ``TrajectoryBuffer`` with ``Episodes``. It is consumed: use the result instead.
-        envs: The environments, as a mask ``[num_envs]`` or as numbers ``[K]``; None for all.
-        donate: As for ``jaxbuf.add``.
-
-    Returns:
-        The buffer, in which the next steps begin other episodes.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``end_episodes``, or if it was donated before.
+    The buffer is donated, as by ``jaxbuf.add``.
     """
-    return call("end_episodes", buffer, envs=envs, donate=donate)
+    return call(SlottedBuffer.end_episodes, buffer, envs=envs, donate=donate)
 
 
-def drop_newest_episode(
-    buffer: AnyBuffer,
-    envs: Int[Array, " K"] | Bool[Array, " E"] | None = None,
-    *,
-    donate: bool = True,
-) -> AnyBuffer:
+@_door(SlottedBuffer.drop_newest_episode)
+def drop_newest_episode(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
     """Removes the newest episodes: ``buffer.drop_newest_episode(envs)``, compiled, in place.
 
-    Args:
-        buffer: A ``TrajectoryBuffer`` with ``Episodes``. It is consumed: use the result instead.
-        envs: The environments, as a mask ``[num_envs]`` or as numbers ``[K]``; None for all.
-        donate: As for ``jaxbuf.add``.
-
-    Returns:
-        The buffer without the steps of these episodes.
-
-    Raises:
-        ValueError: As raised by the buffer's own ``drop_newest_episode``, or if it was donated
-            before.
+    The buffer is donated, as by ``jaxbuf.update_priority``.
     """
-    return call("drop_newest_episode", buffer, envs=envs, donate=donate)
+    return call(SlottedBuffer.drop_newest_episode, buffer, envs=envs, donate=donate)

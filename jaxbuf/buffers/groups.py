@@ -77,6 +77,7 @@ def _known(buffer: object, given: dict[str, Any]) -> dict[str, Any]:
 @program(
     static=("num_groups", "size", "group", "order", "padding", "replacement"),
     by_value=("groups",),
+    buffers=("buffer",),
     before=_known,
 )
 def sample_groups(

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
+from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.slotted import Envs
 from jaxbuf.core import describe, sizes, storage, trees
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
@@ -154,82 +157,29 @@ class ItemBuffer(Body):
         """Returns whether at least ``batch_size`` items can be drawn."""
         return self.support().count >= common.check_wanted(batch_size)
 
-    @program()
-    def add(
+    def add(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         items: PyTree[Array],
         *,
-        priority: Float[Array, " B"] | None = None,
-        score: Float[Array, " B"] | None = None,
-        version: Int[Array, " B"] | None = None,
-        session: Int[Array, " B"] | None = None,
-        mask: Bool[Array, " B"] | None = None,
+        priority: Float[ArrayLike, " B"] | None = None,
+        score: Float[ArrayLike, " B"] | None = None,
+        version: Int[ArrayLike, " B"] | None = None,
+        session: Int[ArrayLike, " B"] | None = None,
+        mask: Bool[ArrayLike, " B"] | None = None,
     ) -> Self:
-        """Adds a batch of items; if there are more than ``capacity``, the last ones are kept.
-
-        Args:
-            items: The items, leaves ``[B, *shape]`` with the example's dtypes. Python's numbers are
-                cast to them, and NumPy's numbers of 64 bits to 32 if they fit.
-            priority: Priorities, ``[B]``, finite and not negative. A row with any other priority is
-                refused and counted in ``metrics()["rejected"]``. By default new items get the
-                larger of the sampler's ``initial_priority`` and the largest priority in the buffer.
-            score: Scores, ``[B]``, used by the sampler, evictor or diversity filter. May be
-                infinite; a row with NaN is refused and counted in ``metrics()["rejected"]``.
-            version: Versions of the policies that generated the items, ``[B]`` int32, for
-                ``Freshness``; by default the learner's version. A row that is too stale already is
-                refused, evicts nothing, and is counted in ``metrics()["refused_stale"]``.
-            session: Sessions of the learner in which the items were generated, ``[B]`` int32, for
-                ``Freshness``; by default the learner's session. A row of another session is refused
-                as too stale.
-            mask: A mask of the rows to add, ``[B]``; masked-out rows take no slot.
-
-        Returns:
-            The buffer with the items.
-
-        Raises:
-            ValueError: When traced, if a structure, shape or dtype differs from the example, if
-                ``priority``, ``score``, ``version`` or ``session`` is given but not used by the
-                buffer, or if ``score`` is missing.
-        """
         given = {"priority": priority, "score": score, "version": version, "session": session}
         return self.insert(items, mask=mask, **given)[0]
 
-    @program()
-    def insert(
+    def insert(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         items: PyTree[Array],
         *,
-        priority: Float[Array, " B"] | None = None,
-        score: Float[Array, " B"] | None = None,
-        version: Int[Array, " B"] | None = None,
-        session: Int[Array, " B"] | None = None,
-        mask: Bool[Array, " B"] | None = None,
+        priority: Float[ArrayLike, " B"] | None = None,
+        score: Float[ArrayLike, " B"] | None = None,
+        version: Int[ArrayLike, " B"] | None = None,
+        session: Int[ArrayLike, " B"] | None = None,
+        mask: Bool[ArrayLike, " B"] | None = None,
     ) -> tuple[Self, Slots]:
-        """Adds a batch of items, and returns their slots as well.
-
-        Args:
-            items: The items and all other arguments are those of ``add``.
-            priority: Priorities, ``[B]``.
-            score: Scores, ``[B]``.
-            version: Versions, ``[B]``.
-            session: Sessions, ``[B]``.
-            mask: A mask of the rows to add, ``[B]``.
-
-        Returns:
-            The buffer with the items, and the slot of each row, ``[B]``. A row that was masked out
-            or refused, or that a later row of the same call has evicted, has index ``capacity``.
-
-        Raises:
-            ValueError: As raised by ``add``.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=jaxbuf.Prioritized())
-            >>> priority = jnp.array([1.0, jnp.nan, 1.0])
-            >>> buffer, slots = buffer.insert(jnp.arange(3), priority=priority)
-            >>> slots.index.tolist()
-            [0, 8, 1]
-        """
         items, rows, value, illegal = self._check(items, priority, score, version, session, mask)
         if rows.shape == (0,):
             nowhere = jnp.zeros((0,), jnp.int32)
@@ -241,32 +191,19 @@ class ItemBuffer(Body):
         slots = Slots(index, occupancy.generation(index))
         return buffer.replace(counters=self._counted(counts)), slots
 
-    @program(static=("batch_size",))
-    def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
-        """Draws a batch.
-
-        Args:
-            key: A PRNG key.
-            batch_size: The number of rows ``B``; static.
-
-        Returns:
-            A ``Sample``. Its shapes do not depend on the contents of the buffer: rows that cannot
-            be drawn have ``valid`` False, probability 0 and index ``capacity``.
-
-        Raises:
-            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` is not a
-                single key.
-        """
+    def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, key: PRNGKeyArray, batch_size: int
+    ) -> Sample:
         return self._drawn(key, batch_size)
 
-    @program()
-    def clear(self) -> Self:
-        """Returns the buffer without its items.
-
-        Slots sampled before remain stale, and counters keep their values. The result shares no
-        array with the original, so that either may be donated.
-        """
+    def clear(self, envs: Envs = None) -> Self:
+        if envs is not None:
+            raise ValueError("envs was given, but an ItemBuffer has no environments; leave it out")
         return self._cleared(lambda part: part.init(self.data, self.capacity))
+
+    def route(self, operation: Operation, given: dict[str, Any]) -> Any:
+        """Raises an error, since all other operations are of environments."""
+        raise operation.lacking(self, "use a jaxbuf.TrajectoryBuffer, which has environments")
 
     def options(self) -> dict[str, Any]:
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""

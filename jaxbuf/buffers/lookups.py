@@ -15,7 +15,7 @@ from jaxbuf.core.slots import Slots
 Where = Slots | tuple[Int[Array, "..."], UInt[Array, "..."]] | Int[Array, "..."]
 
 
-def check_where(where: Where, positions: Integer[Array, "..."] | None) -> Slots | tuple[Any, Any]:
+def check_where(where: Where, positions: object) -> Slots | tuple[Any, Any]:
     """Returns what a lookup asks about: slots of windows, or environments and positions of steps.
 
     Args:

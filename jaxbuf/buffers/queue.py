@@ -114,7 +114,7 @@ class Queue(Created, struct.PyTreeNode):
         offered = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
         return offered & (jnp.cumsum(offered, dtype=jnp.int32) <= free)
 
-    @program()
+    @program(stored=("items",))
     def add(self, items: PyTree[Array], *, mask: Bool[Array, " B"] | None = None) -> Self:
         """Appends a batch of items in order, as far as they fit; see ``accepts``.
 

@@ -1,4 +1,4 @@
-"""Samples, and the importance weights that correct for the probabilities of a draw."""
+"""Samples, steps, and the importance weights that correct for the probabilities of a draw."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers import common
 from jaxbuf.buffers.buffer import Share, as_buffer
@@ -40,6 +40,24 @@ class Sample(struct.PyTreeNode):
     slots: Slots
     probability: Float[Array, " B"]
     valid: Bool[Array, " B"]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
+
+
+class Steps(struct.PyTreeNode):
+    """Steps read from every ring, in order of time.
+
+    Attributes:
+        data: The steps, leaves ``[E, T, ...]``; arbitrary where invalid.
+        position: Their positions, ``[E, T]``; see ``TrajectoryBuffer.end_position``.
+        valid: A mask of the rows that hold a step, ``[E, T]``, which are the first ones of each
+            ring.
+    """
+
+    data: PyTree[Array]
+    position: UInt[Array, "E T"]
+    valid: Bool[Array, "E T"]
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -182,7 +200,7 @@ def importance_weights(
     return _weights(whole, sample.probability, sample.valid, beta, normalize, axes, slots)
 
 
-@program(static=("normalize", "axes"))
+@program(static=("normalize", "axes"), buffers=("buffer",))
 def _weights(
     buffer: _Supported | None,
     probability: Float[Array, " B"],

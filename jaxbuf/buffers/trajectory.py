@@ -6,18 +6,19 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, write_back
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
 from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
-from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.operation import Operation
+from jaxbuf.buffers.sample import Sample, Steps
+from jaxbuf.buffers.slotted import Envs
 from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_readable
-from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.rings import Rings
@@ -27,24 +28,6 @@ from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.uniform import Uniform
-
-
-class Steps(struct.PyTreeNode):
-    """Steps read from every ring, in order of time.
-
-    Attributes:
-        data: The steps, leaves ``[E, T, ...]``; arbitrary where invalid.
-        position: Their positions, ``[E, T]``; see ``TrajectoryBuffer.end_position``.
-        valid: A mask of the rows that hold a step, ``[E, T]``, which are the first ones of each
-            ring.
-    """
-
-    data: PyTree[Array]
-    position: UInt[Array, "E T"]
-    valid: Bool[Array, "E T"]
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
 
 class TrajectoryBuffer(OldLookups, Body):
@@ -239,7 +222,7 @@ class TrajectoryBuffer(OldLookups, Body):
 
     @property
     def abilities(self) -> frozenset[str]:
-        """The abilities of the buffer; see ``jaxbuf.wrappers.abilities``."""
+        """The names of what it is able to do, which operations need."""
         more = {"environments"} if self.episodes is None else {"environments", "episodes"}
         return super().abilities | more
 
@@ -275,16 +258,15 @@ class TrajectoryBuffer(OldLookups, Body):
         ids = given.get("env_ids")
         return given if ids is None else {**given, "env_ids": self.check_env_ids(ids)}
 
-    @program(before=known_options)
-    def add(
+    def add(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         steps: PyTree[Array],
         *,
-        priority: Float[Array, "..."] | None = None,
-        version: Int[Array, "..."] | None = None,
-        session: Int[Array, "..."] | None = None,
-        mask: Bool[Array, "..."] | None = None,
-        env_ids: Int[Array, " K"] | None = None,
+        priority: Float[ArrayLike, "..."] | None = None,
+        version: Int[ArrayLike, "..."] | None = None,
+        session: Int[ArrayLike, "..."] | None = None,
+        mask: Bool[ArrayLike, "..."] | None = None,
+        env_ids: Int[ArrayLike, " K"] | None = None,
     ) -> Self:
         """Appends one step or ``T`` steps to each environment, or to some of them.
 
@@ -357,8 +339,7 @@ class TrajectoryBuffer(OldLookups, Body):
         slid = buffer._slide(rings, added=completed, value=value, removed=gone)
         return slid.replace(counters=self._counted(counts))
 
-    @program(static=("batch_size", "sequence_length"))
-    def sample(
+    def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key: PRNGKeyArray, batch_size: int, *, sequence_length: int | None = None
     ) -> Sample:
         """Draws a batch of windows.
@@ -391,20 +372,14 @@ class TrajectoryBuffer(OldLookups, Body):
         """
         return self._windows_of(sequence_length)._drawn(key, batch_size)
 
-    @program()
-    def clear(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
-        """Returns the buffer without its steps, or without the steps of some environments.
+    def route(self, operation: Operation, given: dict[str, Any]) -> Any:
+        """Raises an error for ``insert``: a window has no slot before it is complete."""
+        raise ValueError(
+            f"{operation.name} was called, but steps of a TrajectoryBuffer have no slots of their "
+            "own; use add, and slots_at(env_ids, positions) for the windows that start at its steps"
+        )
 
-        Slots sampled before remain stale; positions and counters are not reset.
-
-        Args:
-            envs: The environments to clear, as a mask ``[num_envs]`` or as numbers ``[K]``, of
-                which numbers out of range are ignored. None clears all of them; the result then
-                shares no array with the original, so that either may be donated.
-
-        Raises:
-            ValueError: When traced, if ``envs`` is neither a mask nor numbers.
-        """
+    def clear(self, envs: Envs = None) -> Self:
         if envs is None:
             return self._cleared(lambda part: part.init_windows(self.data, self.rings))
         mask = mask_of(envs, self.num_envs)
@@ -431,47 +406,15 @@ class TrajectoryBuffer(OldLookups, Body):
         """The position of the earliest step held of each environment; the end position if empty."""
         return self.end_position - self.rings.held
 
-    @program(keeps=("data",))
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
-        """Returns the environment of each sampled window, and the position of its first step.
-
-        Both have shape ``[B]``. The environment of an invalid row, and of a window whose first step
-        is no longer held, is ``num_envs``.
-
-        Raises:
-            ValueError: When traced, if ``slots`` are not the slots of a sample.
-        """
         slots, rings = common.check_slots(slots), self.rings
         env, position = rings.starts_at(slots.index, slots.generation)
         held = rings.locate(env, position) < rings.num_envs * rings.length
         return jnp.where(held, env, rings.num_envs), position
 
-    @program(keeps=("data",))
-    def slots_at(self, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]) -> Slots:
-        """Returns the slots of the windows that start at these steps, the inverse of ``locate``.
-
-        Args:
-            env_ids: The environments of the steps, integers of any shape that broadcasts with
-                ``positions``.
-            positions: The positions of the steps, as in ``locate``, ``earliest_position`` and
-                ``end_position``.
-
-        Returns:
-            Slots of the same shape, for ``get``, ``set_field``, ``update_priority`` and others.
-            Where no window starts that can be drawn, they have index ``capacity``.
-
-        Raises:
-            ValueError: When traced, if an argument does not hold integers.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sequence_length=2)
-            >>> buffer = buffer.add(jnp.arange(12).reshape(2, 6))
-            >>> slots = buffer.slots_at(jnp.array([0, 1, 1]), jnp.array([2, 4, 5]))
-            >>> batch = buffer.get(slots)
-            >>> batch.valid.tolist(), batch.data[:2].tolist()
-            ([True, True, False], [[2, 3], [10, 11]])
-        """
+    def slots_at(
+        self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
+    ) -> Slots:
         env, position, shape = broadcast_steps(env_ids, positions)
         row = self.rings.locate(env, position)
         begins = (row < self.capacity) & (remainder(row, self.period) == 0)
@@ -480,51 +423,9 @@ class TrajectoryBuffer(OldLookups, Body):
         generation = self.occupancy.generation(index)
         return Slots(index.reshape(shape), generation.reshape(shape))
 
-    @program()
-    def insert(self, items: PyTree[Array], **options: object) -> tuple[Self, Slots]:
-        """Raises an error, since a window has no slot before it is complete.
-
-        Raises:
-            ValueError: Always; it says what to use.
-        """
-        del items, options
-        raise ValueError(
-            "insert was called, but steps of a TrajectoryBuffer have no slots of their own; use "
-            "add, and slots_at(env_ids, positions) for the windows that start at its steps"
-        )
-
-    @program(static=("path",))
     def get_field(
-        self, path: str, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]
+        self, path: str, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
     ) -> PyTree[Array]:
-        """Reads one field of single steps.
-
-        Args:
-            path: The name of the field, with dots between the names of nested fields. It may also
-                name a part of a step that holds several fields.
-            env_ids: The environments of the steps, integers of any shape that broadcasts with
-                ``positions``.
-            positions: The positions of the steps, as in ``locate``, ``earliest_position`` and
-                ``end_position``.
-
-        Returns:
-            The field, leaves ``[..., *shape]``; zeros if an environment does not exist, or a step
-            is not written yet or no longer held.
-
-        Raises:
-            ValueError: When traced, if there is no such field, or an argument does not hold
-                integers.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> step = {"obs": {"x": jnp.float32(0)}}
-            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, num_envs=2, length=3)
-            >>> buffer = buffer.add({"obs": {"x": jnp.arange(8.0).reshape(2, 4)}})
-            >>> buffer.earliest_position.tolist()
-            [1, 1]
-            >>> buffer.get_field("obs.x", jnp.array([0, 0, 1]), jnp.array([0, 1, 3])).tolist()
-            [0.0, 1.0, 7.0]
-        """
         field = fields.need(self.data, path, "path", "steps have")
         env, position, shape = broadcast_steps(env_ids, positions)
         row = self.rings.locate(env, position)
@@ -536,48 +437,12 @@ class TrajectoryBuffer(OldLookups, Body):
 
         return jax.tree.map(shaped, storage.read(field, row))
 
-    @program(static=("ignore_earliest",))
     def gather_all(self, *, ignore_earliest: bool = True) -> Steps:
-        """Returns all steps held, in order of time.
-
-        Args:
-            ignore_earliest: Whether to leave out the ``num_earliest_ignored`` earliest steps of
-                each ring.
-
-        Returns:
-            ``Steps`` with leaves ``[num_envs, length, ...]``. The rows of a ring begin with its
-            earliest step, and rows past the newest step are invalid.
-
-        Raises:
-            ValueError: If ``ignore_earliest`` is neither True nor False.
-        """
         ignore = checks.check_flag("ignore_earliest", ignore_earliest)
         skip = self.num_earliest_ignored if ignore else 0
         return self._earliest(self.length, skip)
 
-    @program(static=("n",))
-    def dequeue(self, n: int, *, mask: Bool[Array, " E"] | None = None) -> tuple[Self, Steps]:
-        """Removes the ``n`` earliest steps from every ring.
-
-        Args:
-            n: The largest number of steps to remove from each environment; static.
-            mask: A mask of the environments, ``[num_envs]``; None for all.
-
-        Returns:
-            The buffer without these steps, and ``Steps`` with leaves ``[num_envs, n, ...]``, the
-            earliest first. If a ring holds fewer steps, all of them are removed, and its other rows
-            are invalid. Windows that lost a step are no longer drawn.
-
-        Raises:
-            ValueError: If ``n`` is not an integer from 1 to ``length``.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.float32(0), num_envs=1, length=4)
-            >>> buffer, steps = buffer.add(jnp.arange(2.0, 10.0)[None]).dequeue(2)
-            >>> steps.data.tolist(), int(buffer.size)
-            ([[6.0, 7.0]], 2)
-        """
+    def dequeue(self, n: int, *, mask: Bool[ArrayLike, " E"] | None = None) -> tuple[Self, Steps]:
         n = common.check_count("n", n)
         if n > self.length:
             raise ValueError(f"n is {n}, but a ring has length {self.length}")
@@ -592,48 +457,7 @@ class TrajectoryBuffer(OldLookups, Body):
         rings, gone = self.rings.drop(count, n)
         return self._slide(rings, removed=gone), steps
 
-    @program()
-    def episode(self, where: Where, positions: Integer[Array, "..."] | None = None) -> Episode:
-        """Returns what is known of the episodes of sampled windows, or of single steps.
-
-        Under ``jax.jit``, fields that are not used cost nothing.
-
-        Args:
-            where: The slots of windows, ``sample.slots``, whose first steps are looked up; or
-                ``env_ids`` of single steps; or both environments and positions, as ``locate``
-                returns them.
-            positions: The positions of steps in these environments, with ``env_ids``, of any shape
-                that broadcasts with them.
-
-        Returns:
-            An ``Episode``, whose fields have the shape of the slots, or of the steps.
-
-        Raises:
-            ValueError: If the buffer was created without ``Episodes``, if positions are given with
-                slots or missing without them, or, when traced, if an argument does not hold
-                integers.
-
-        References:
-            The episode index of ALF's replay buffer, https://github.com/HorizonRobotics/alf, has
-            a method for each of these fields.
-
-        Example:
-            >>> import jax, jax.numpy as jnp, jaxbuf
-            >>> step = {"life_lost": jnp.bool_(False), "over": jnp.bool_(False)}
-            >>> episodes = jaxbuf.Episodes(terminated="life_lost", last="over")
-            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=episodes)
-            >>> lost = jnp.array([[False, True, False, True, False]])
-            >>> over = jnp.array([[False, False, False, True, False]])
-            >>> buffer = buffer.add({"life_lost": lost, "over": over})
-            >>> episode = buffer.episode(jnp.array([0]), jnp.arange(5))
-            >>> episode.begin.tolist(), episode.to_end.tolist()
-            ([0, 0, 0, 0, 4], [3, 2, 1, 0, 0])
-            >>> episode.last_terminated.tolist()
-            [0, 1, 1, 3, 4]
-            >>> slots = buffer.sample(jax.random.key(0), 32).slots
-            >>> bool(jnp.all(buffer.episode(slots).to_end <= 3))
-            True
-        """
+    def episode(self, where: Where, positions: Integer[ArrayLike, "..."] | None = None) -> Episode:
         index, rings, asked = self._index(), self.rings, check_where(where, positions)
         if isinstance(asked, Slots):
             steps = rings.starts_at(asked.index, asked.generation)
@@ -642,32 +466,9 @@ class TrajectoryBuffer(OldLookups, Body):
         found = index.episode(rings, env, position, self.data)
         return jax.tree.map(lambda leaf: leaf.reshape(shape), found)
 
-    @program(static=("sequence_length",), keeps=("data",))
     def episode_mask(
         self, slots: Slots, *, sequence_length: int | None = None
     ) -> Bool[Array, "B S"]:
-        """Returns a mask of the steps of sampled windows in the episode of the first step.
-
-        Args:
-            slots: ``sample.slots``, ``[B]``.
-            sequence_length: The ``sequence_length`` passed to ``sample``, if any; static.
-
-        Returns:
-            A mask ``[B, sequence_length]``; all False for a window that is not held any more.
-
-        Raises:
-            ValueError: If the ``boundary`` is ``"cross"``.
-
-        Example:
-            >>> import jax, jax.numpy as jnp, jaxbuf
-            >>> step = {"terminated": jnp.bool_(False)}
-            >>> buffer = jaxbuf.TrajectoryBuffer.create(
-            ...     step, 1, 4, sequence_length=4, episodes=jaxbuf.Episodes(boundary="mask")
-            ... )
-            >>> buffer = buffer.add({"terminated": jnp.array([[False, True, False, False]])})
-            >>> buffer.episode_mask(buffer.sample(jax.random.key(0), 1).slots).tolist()
-            [[True, True, False, False]]
-        """
         if self.episodes is None or self.episodes.boundary == "cross":
             given = "episodes is None"
             if self.episodes is not None:
@@ -680,38 +481,7 @@ class TrajectoryBuffer(OldLookups, Body):
         mask = windows._index().together(windows.rings, slots.index)
         return mask & windows.occupancy.holds(slots)[:, None]
 
-    @program()
-    def end_episodes(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
-        """Ends the open episodes, as if they had been truncated at their newest steps.
-
-        The next step of these environments begins another episode. Use it when environments start
-        over although no flag says so: after ``jaxbuf.load``, or after a reset in the middle of an
-        episode. The newest step of an open episode becomes truncated and, with ``Episodes.last``,
-        the last one, also in the flags that the step holds. Recorded returns of the episode are
-        ``default_return``. Environments without an open episode do not change.
-
-        Args:
-            envs: The environments, as a mask ``[num_envs]`` or as numbers ``[K]``, of which numbers
-                out of range are ignored. None means all of them.
-
-        Returns:
-            The buffer, in which the next steps begin other episodes.
-
-        Raises:
-            ValueError: If the buffer was created without ``Episodes``, or, when traced, if ``envs``
-                is neither a mask nor numbers.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> step = {"terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
-            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=jaxbuf.Episodes())
-            >>> steps = {name: jnp.zeros((1, 3), bool) for name in step}
-            >>> buffer = buffer.add(steps).end_episodes().add(steps)
-            >>> buffer.episode(jnp.array([0]), jnp.arange(6)).begin.tolist()
-            [0, 0, 0, 3, 3, 3]
-            >>> buffer.data["truncated"].tolist()
-            [False, False, True, False, False, False, False, False]
-        """
+    def end_episodes(self, envs: Envs = None) -> Self:
         at = self._need_episodes("end_episodes was called, but ")
         index, rings = self._index(), self.rings
         mask = mask_of(envs, self.num_envs) & (index.run > 0)
@@ -749,34 +519,7 @@ class TrajectoryBuffer(OldLookups, Body):
         slid = ended._slide(rings, added=slots, removed=gone)
         return slid.replace(counters=self._counted(counts))
 
-    @program(keeps=("data",))
-    def drop_newest_episode(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
-        """Removes the steps of the newest episode of each environment, whether it has ended or not.
-
-        The next step takes the place of the first removed one, and begins an episode. Steps that
-        the removed ones had overwritten do not come back. All slots sampled from an environment
-        that loses steps become stale, and the positions of its other steps grow by ``length``.
-
-        Args:
-            envs: The environments, as for ``end_episodes``.
-
-        Returns:
-            The buffer without the steps of these episodes.
-
-        Raises:
-            ValueError: If the buffer was created without ``Episodes``, or, when traced, if ``envs``
-                is neither a mask nor numbers.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxbuf
-            >>> step = {"t": jnp.int32(0), "terminated": jnp.bool_(False)}
-            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=jaxbuf.Episodes())
-            >>> ends = jnp.array([[False, True, False, False, False]])
-            >>> buffer = buffer.add({"t": jnp.arange(5)[None], "terminated": ends})
-            >>> buffer = buffer.drop_newest_episode()
-            >>> buffer.gather_all().data["t"][0, : int(buffer.size)].tolist()
-            [0, 1]
-        """
+    def drop_newest_episode(self, envs: Envs = None) -> Self:
         at = self._need_episodes("drop_newest_episode was called, but ")
         mask = mask_of(envs, self.num_envs)
         index, rings = self._index(), self.rings

@@ -1,19 +1,19 @@
-"""Operations: functions that run as one compiled program when they are called from Python.
+"""Functions that run as one compiled program when they are called from Python.
 
-Inside a transformation of the caller, such as ``jax.jit`` or ``jax.vmap``, an operation is the
-plain function. Called from Python it is compiled once for each shape and configuration, so that a
-call is one program and not one for each operation on an array. The function checks its arguments
-itself, which happens while it is traced. Only what it could not see there is looked at before: the
-numbers of NumPy's 64-bit arrays, which JAX would truncate, and whether the buffer was donated.
+Inside a transformation of the caller, such as ``jax.jit`` or ``jax.vmap``, a program is the plain
+function. Called from Python it is compiled once for each shape and configuration, so that a call is
+one program and not one for each operation on an array. The function checks its arguments itself,
+which happens while it is traced. Only what it could not see there is looked at before: the numbers
+of NumPy's 64-bit arrays, which JAX would truncate, and whether the buffer was donated.
 
-An operation that takes a function of the caller is compiled at each call instead, and then dropped:
+A program that takes a function of the caller is compiled at each call instead, and then dropped:
 the function may be a method of an agent that has learned since, which no comparison would show.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -21,7 +21,6 @@ from jaxtyping import PyTree
 
 from jaxbuf.core import fields, numbers, shapes, trees
 from jaxbuf.core.donation import check_apart, check_single, check_there, one_leaf
-from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.types import Dtype, Function
 from jaxbuf.core.versions import takes_option, trace_state
@@ -29,45 +28,46 @@ from jaxbuf.core.versions import takes_option, trace_state
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What the numbers of some arguments become, whichever operation takes them.
-_BECOMES: dict[str, Dtype] = {
-    "priority": np.dtype("float32"),
-    "score": np.dtype("float32"),
-    "version": np.dtype("int32"),
-    "session": np.dtype("int32"),
-    "worker": np.dtype("int32"),
-    "number": np.dtype("int32"),
-}
-# The arguments that are written to ``self.data``.
-_STORED = ("items", "steps", "fragments")
 
+class About(TypedDict, total=False):
+    """The facts that a program must know of its function, each of which may be left out.
 
-def program(
-    *,
-    static: tuple[str, ...] = (),
-    by_value: tuple[str, ...] = (),
-    keeps: tuple[str, ...] = (),
-    before: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator that makes an operation of a function, or of a method of a buffer.
-
-    Args:
+    Attributes:
         static: The names of the arguments that must be known when the function is traced.
-        by_value: The names of arguments that are static if they are Python integers or strings.
+        by_value: The names of arguments that are static if they are Python integers or strings, as
+            all those are that the function takes without naming them.
+        dtypes: The dtypes that the numbers of some arguments become.
+        infinite: The names of those among them whose numbers may become infinite.
+        stored: The names of arguments that are written to the storage of ``self``, or to its field
+            ``path`` if there is such an argument, and become what is there.
+        buffers: The names of arguments besides ``self`` that are buffers.
         keeps: The names of fields of ``self`` that the method neither reads nor changes. They do
             not pass through the program, and a result of the same class has the same arrays.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
             of numbers that the function itself would not know.
     """
 
+    static: tuple[str, ...]
+    by_value: tuple[str, ...]
+    dtypes: Mapping[str, Dtype]
+    infinite: tuple[str, ...]
+    stored: tuple[str, ...]
+    buffers: tuple[str, ...]
+    keeps: tuple[str, ...]
+    before: Callable[[Any, dict[str, Any]], dict[str, Any]]
+
+
+def program(**about: Unpack[About]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator that makes a program of a function, or of a method; see ``About``."""
+
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        operation = Operation(function, static, keeps, before, by_value)
+        made = Program(function, **about)
 
         @functools.wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> R:
-            return operation(args, options)
+            return made(args, options)
 
-        vars(call)["operation"] = operation
+        vars(call)["program"] = made
         return call
 
     return decorate
@@ -77,37 +77,30 @@ class OwnPrograms:
     """A buffer that must be called from Python, not inside of ``jax.jit``."""
 
 
-class Operation:
+class Program:
     """A function, and how it runs when it is called from Python.
 
     Args:
         function: The function; a method if its first argument is ``self``.
-        static: The names of its static arguments. For options that it does not name, and for all
-            arguments if this is None, the value decides: Python integers, booleans, strings and
-            functions are static.
-        keeps: As for ``program``.
-        before: As for ``program``.
-        by_value: As for ``program``.
+        foreign: Whether it is a method of somebody else: any name may stand for ``self``, and the
+            value of each argument decides whether it is static.
+        **about: The arguments of ``program``.
     """
 
     def __init__(
-        self,
-        function: Function,
-        static: tuple[str, ...] | None = None,
-        keeps: tuple[str, ...] = (),
-        before: Function | None = None,
-        by_value: tuple[str, ...] = (),
+        self, function: Function, *, foreign: bool = False, **about: Unpack[About]
     ) -> None:
         first, *others = inspect.signature(function).parameters.values()
-        self.function, self.keeps, self.before = function, keeps, before
-        # Of a method of somebody else, any name may stand for ``self``.
-        self.is_method = static is None or first.name == "self"
+        self.function, self.about = function, about
+        self.is_method = foreign or first.name == "self"
         named = others if self.is_method else [first, *others]
         self.names = [x.name for x in named if x.kind is x.POSITIONAL_OR_KEYWORD]
         self.defaults = {x.name: x.default for x in named}
-        self.traced = set() if static is None else {x.name for x in named} - {*static, *by_value}
-        self.static = set(static or ())
-        self.stores = static is not None
+        self.static = set(about.get("static", ()))
+        by_value = self.defaults.keys() if foreign else about.get("by_value", ())
+        self.traced = self.defaults.keys() - self.static - set(by_value)
+        self.keeps = about.get("keeps", ())
+        self.stored = about.get("stored", ())
 
     def __call__(
         self, args: tuple[Any, ...], options: dict[str, Any], *, donate: bool = False
@@ -159,8 +152,8 @@ class Operation:
         if len(values) > len(self.names) or not given.keys().isdisjoint(options):
             return self.function(*args, **options)  # Python says what is wrong.
         given |= options
-        if self.before is not None:
-            given = self.before(first, given)
+        if "before" in self.about:
+            given = self.about["before"](first, given)
         traced: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
         make = _compiled
@@ -169,8 +162,7 @@ class Operation:
             if value is None and self.defaults.get(name) is None:
                 continue  # As if it had not been given.
             if name in self.traced or not (name in self.static or _is_static(value)):
-                kept_in = functools.partial(_kept_in, first if self.stores else (), name, given)
-                traced[name] = _seen(name, value, kept_in)
+                traced[name] = self._as_array(first, name, value, given)
             else:
                 fixed[name] = int(value) if isinstance(value, np.integer) else value
                 if callable(value):
@@ -182,6 +174,31 @@ class Operation:
         platform = platform_of(one_leaf(first if self.is_method else traced))
         result = make(self, donate, platform, tuple(fixed), *fixed.values())(first, traced)
         return _with(result, kept) if kept and isinstance(result, type(first)) else result
+
+    def _as_array(self, first: Any, name: str, value: Any, given: dict[str, Any]) -> Any:
+        """Returns an argument as the compiled function takes it, with copies of NumPy arrays.
+
+        Raises:
+            ValueError: If a number does not fit what it becomes, or a buffer was donated.
+        """
+        if name in self.about.get("buffers", ()):
+            return None if value is None else check_single(value)
+        dtype = self.about.get("dtypes", {}).get(name)
+        if dtype is not None:
+            infinite = name in self.about.get("infinite", ())
+            converted = numbers.convert(value, name, dtype, infinite=infinite)
+            return trees.owned(value) if converted is value else converted
+        if isinstance(value, jax.Array) and not getattr(value, "weak_type", False):
+            return value
+
+        def kept() -> PyTree:
+            if name not in self.stored:
+                return ()
+            path = given.get("path")
+            storage = getattr(first, "storage", getattr(first, "data", ()))
+            return fields.find(storage, path) if isinstance(path, str) else storage
+
+        return numbers.narrow(value, name, kept)
 
 
 def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
@@ -233,34 +250,6 @@ def _forget_frames(error: Exception) -> None:
     notes[:] = [note for note in notes if "JAX has removed its internal frames" not in note]
 
 
-def _kept_in(first: Any, name: str, given: dict[str, Any]) -> PyTree:
-    """Returns arrays with the dtypes of the storage that an argument is written to, or ``()``."""
-    stored = getattr(first, "storage", getattr(first, "data", ()))
-    path = given.get("path")
-    if name == "value" and isinstance(path, str):
-        return fields.find(stored, path)
-    return stored if name in (*_STORED, "value") else ()
-
-
-def _seen(name: str, value: Any, kept_in: Callable[[], PyTree]) -> Any:
-    """Returns an argument as a program takes it, with copies of its NumPy arrays.
-
-    Raises:
-        ValueError: If a number does not fit what it becomes, or a ``key`` is none.
-    """
-    if name == "key":
-        return check_key(value)
-    if name == "buffer":
-        return None if value is None else check_single(value)
-    dtype = _BECOMES.get(name)
-    if dtype is None and isinstance(value, jax.Array) and not getattr(value, "weak_type", False):
-        return value
-    if dtype is None:
-        return numbers.narrow(value, name, kept_in)
-    converted = numbers.convert(value, name, dtype, infinite=name == "priority")
-    return trees.owned(value) if converted is value else converted
-
-
 def _is_static(value: object) -> bool:
     if isinstance(value, int | str | np.integer):
         return True
@@ -280,20 +269,21 @@ def _options(platform: str) -> dict[str, str] | None:
 
 
 def _compile(
-    operation: Operation, donate: bool, platform: str, names: tuple[str, ...], *values: Any
+    program: Program, donate: bool, platform: str, names: tuple[str, ...], *values: Any
 ) -> Function:
-    """Returns a new jitted form of an operation for a platform and static arguments."""
+    """Returns a new jitted form of a program for a platform and static arguments."""
     fixed = dict(zip(names, values, strict=True))
 
     def run(first: Any, traced: dict[str, Any]) -> Any:
-        for name in set(_STORED) & traced.keys():
-            shapes.note(first, traced[name], operation.function.__name__)
-        args = (first,) if operation.is_method else ()
+        for name in program.stored:
+            if name in traced:
+                shapes.note(first, traced[name], program.function.__name__)
+        args = (first,) if program.is_method else ()
         # Trees that it creates lie where the buffer does.
         with using_width(width_for(platform)):
-            return operation.function(*args, **traced, **fixed)
+            return program.function(*args, **traced, **fixed)
 
-    run.__name__ = run.__qualname__ = operation.function.__name__
+    run.__name__ = run.__qualname__ = program.function.__name__
     return jax.jit(run, donate_argnums=0 if donate else None, compiler_options=_options(platform))
 
 

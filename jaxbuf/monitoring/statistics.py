@@ -21,7 +21,6 @@ from jaxbuf.buffers.retire import known
 from jaxbuf.buffers.sample import Sample, check_sample
 from jaxbuf.core import checks, describe, storage, trees
 from jaxbuf.core.division import remainder
-from jaxbuf.wrappers.abilities import PRIORITIES
 
 _COLUMNS = (
     "use_mean",
@@ -179,7 +178,7 @@ class Statistics(struct.PyTreeNode):
             used = (uses + sampled - _uses(buffer)).astype(jnp.float32)
             metrics["reuse_mean"] = used / jnp.maximum(removed, jnp.uint32(1)).astype(jnp.float32)
         watched = ["use", "staleness"] if buffer.freshness is not None else []
-        watched += ["priority"] if PRIORITIES.has(buffer) else []
+        watched += ["priority"] if "priorities" in as_buffer(buffer).abilities else []
         for column, name in enumerate(_COLUMNS):
             if name.split("_")[0] in watched:
                 records = self.records[..., column]

@@ -687,7 +687,8 @@ class _Request:
             return True
         if self.length is not None:
             return bool(_count_windows(state, self.length) >= self.needs)
-        return bool(doors.call("can_add" if self.inserts else "can_sample", state, self.needs))
+        ask = type(state).can_add if self.inserts else type(state).can_sample
+        return bool(doors.call(ask, state, self.needs))
 
     def describe(self, state: Any) -> str:
         """Returns what there is in place of it."""

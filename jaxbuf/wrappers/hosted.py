@@ -9,34 +9,35 @@ from typing import Any, Self, TypeVar
 import jax
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.buffers import common, doors
-from jaxbuf.buffers.buffer import Buffer, Share, as_buffer
+from jaxbuf.buffers.buffer import Share, as_buffer
 from jaxbuf.buffers.created import check_alike
-from jaxbuf.buffers.options import absent, check_options
+from jaxbuf.buffers.operation import Operation
+from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Contents, Sample
+from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import checks, describe, trees
 from jaxbuf.core.program import OwnPrograms, is_outside
-from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
 
 Result = TypeVar("Result")
 
 
-class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
+class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
     """A buffer on a CPU device of this process that sends its batches to an accelerator.
 
     The host usually has more memory than the accelerator. The whole buffer stays on the host, where
     it is updated in place by the native CPU kernels; only batches are transferred. The batches are
     bitwise equal to those of the buffer that ``make`` returns.
 
-    It has the common methods of the buffer inside, and ``apply`` and ``read`` for all others. They
+    It has the operations of the buffer inside, and ``apply`` and ``read`` for anything else. They
     must be called from Python: each of them runs its own program on the CPU, so they cannot be
     called within ``jax.jit``, ``jax.lax.scan`` or ``jax.vmap``. Arguments may be on any device of
-    this process. A method that changes the buffer returns the new buffer and consumes the old one,
-    unless it is called with ``donate=False``.
+    this process. A sample is sent to ``to``, where its transfer may still be in progress; all other
+    results stay on ``device``. A method that changes the buffer returns the new buffer and consumes
+    the old one: ``jaxbuf.add(buffer, items, donate=False)`` and the like keep it.
 
     **Drawing while the accelerator works.** JAX dispatches a step asynchronously. Draw the next
     batch after calling the step and before using its TD errors:
@@ -166,9 +167,7 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
     def shares(self, rows: int) -> list[Share]:
         """Returns the buffers that a batch comes from, each of them hosted."""
         return [
-            share
-            if share.buffer is None
-            else share._replace(buffer=self.replace(buffer=share.buffer))
+            share if share.buffer is None else share._replace(buffer=self._with(share.buffer))
             for share in as_buffer(self.buffer).shares(rows)
         ]
 
@@ -180,7 +179,7 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether at least ``batch_size`` items, or windows, can be drawn."""
-        return self._call("can_sample", {"batch_size": batch_size})
+        return self.read(lambda buffer, wanted: buffer.can_sample(wanted), batch_size)
 
     def apply(
         self, function: Callable[..., tuple[Any, Result]], *arguments: PyTree
@@ -233,269 +232,49 @@ class Hosted(OwnPrograms, Buffer, struct.PyTreeNode):
         with _no_mesh():
             return function(self.buffer, *arguments)
 
-    def add(self, items: PyTree[Array], *, donate: bool = True, **options: object) -> Self:
-        """Adds items, which are transferred to the host.
+    def route(self, operation: Operation, given: dict[str, Any], *, donate: bool = True) -> Any:
+        """Performs an operation of the buffer inside, with its arguments on the CPU device.
 
         Args:
-            items: The items, as for the buffer inside.
-            donate: False keeps this buffer usable, at the cost of a copy of its whole contents.
-            **options: Options of the buffer's own ``add``.
-
-        Returns:
-            The buffer with the items.
+            operation: The operation.
+            given: Its arguments by name.
+            donate: Whether it may overwrite the buffer. Methods do; ``jaxbuf.add`` and the other
+                functions take it as an option.
 
         Raises:
-            ValueError: As raised by ``jaxbuf.add``, or if this is called inside of ``jax.jit`` or
-                another transformation.
+            ValueError: As raised by the buffer inside, if this is called inside of ``jax.jit`` or
+                another transformation, or if the rows of a sample cannot be split equally among the
+                devices of ``to``.
         """
-        items, options = self._here("add", (items, options))
+        given = self._here(operation.name, given)
+        if operation.slots is not None:
+            common.check_slots(given[operation.slots], operation.slots)
+        if operation.rows is not None and operation.changes:
+            # Afterwards the buffer would be gone.
+            self._check_rows(common.check_batch_size(given[operation.rows]))
+        args, options = [given[name] for name in operation.required], operation.options(given)
+        send = self._send if operation.rows is not None else lambda out: out
         with _no_mesh():
-            return dataclasses.replace(
-                self, buffer=doors.add(self.buffer, items, donate=donate, **options)
-            )
-
-    def sample(self, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
-        """Draws a batch on the host, and transfers it to ``to``.
-
-        Args:
-            key: A PRNG key, preferably on ``device``.
-            batch_size: The number of rows ``B``.
-            **options: Options of the buffer's own ``sample``.
-
-        Returns:
-            A ``Sample`` of ``B`` rows with all of its arrays on ``to``. The transfer may still be
-            in progress.
-
-        Raises:
-            ValueError: As raised by ``jaxbuf.sample``, if the rows cannot be split equally among
-                the devices of ``to``, or if this is called inside of ``jax.jit`` or another
-                transformation.
-        """
-        key, options = self._here("sample", (key, options))
-        self._check_rows(common.check_batch_size(batch_size))
-        with _no_mesh():
-            return jax.device_put(doors.sample(self.buffer, key, batch_size, **options), self.to)
-
-    def next_batch(
-        self, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
-    ) -> tuple[Self, Sample]:
-        """Draws the next batch of a pass on the host, and transfers it to ``to``.
-
-        Args:
-            key: A PRNG key, preferably on ``device``.
-            batch_size: The number of rows ``B``.
-            donate: False keeps this buffer usable, at the cost of a copy of its whole contents.
-
-        Returns:
-            The new buffer, and a ``Sample`` with all of its arrays on ``to``.
-
-        Raises:
-            ValueError: As raised by ``jaxbuf.next_batch`` and ``sample``.
-        """
-        key = self._here("next_batch", key)
-        self._check_rows(common.check_batch_size(batch_size))
-        with _no_mesh():
-            buffer, batch = doors.next_batch(self.buffer, key, batch_size, donate=donate)
-        return dataclasses.replace(self, buffer=buffer), jax.device_put(batch, self.to)
-
-    def sample_range(
-        self,
-        key: PRNGKeyArray,
-        batch_size: int,
-        start: int | Int[Array, ""] | None = None,
-        stop: int | Int[Array, ""] | None = None,
-        *,
-        by_priority: bool = False,
-        replacement: bool = False,
-    ) -> Sample:
-        """Draws a batch from a range of ages, like ``sample_range`` of the buffer inside."""
-        rows = common.check_batch_size(batch_size)
-        self._check_rows(rows)
-        batch = self._call(
-            "sample_range",
-            {
-                "key": key,
-                "batch_size": rows,
-                "start": start,
-                "stop": stop,
-                "by_priority": checks.check_flag("by_priority", by_priority),
-                "replacement": checks.check_flag("replacement", replacement),
-            },
-        )
-        return jax.device_put(batch, self.to)
-
-    def latest(self, n: int) -> Sample:
-        """Returns the ``n`` newest items, or windows of every ring, like the buffer inside."""
-        n = common.check_count("n", n)
-        self._check_rows(n * max(self.num_envs, 1))
-        return jax.device_put(self._call("latest", {"n": n}), self.to)
-
-    def update_priority(
-        self, slots: Slots, priority: Float[Array, " B"], *, donate: bool = True, **options: object
-    ) -> Self:
-        """Sets the priorities of sampled items, which are transferred to the host.
-
-        Args:
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            priority: The new priorities, ``[B]``.
-            donate: False keeps this buffer usable, at the cost of a copy of its whole contents.
-            **options: Options of the buffer's own ``update_priority``.
-
-        Returns:
-            The buffer with the new priorities.
-
-        Raises:
-            ValueError: As raised by ``jaxbuf.update_priority``, or if this is called inside of
-                ``jax.jit`` or another transformation.
-        """
-        given = (slots, priority, options)
-        slots, priority, options = self._here("update_priority", given)
-        with _no_mesh():
-            buffer = doors.update_priority(self.buffer, slots, priority, donate=donate, **options)
-        return dataclasses.replace(self, buffer=buffer)
-
-    def insert(
-        self, items: PyTree[Array], *, donate: bool = True, **options: object
-    ) -> tuple[Self, Slots]:
-        """Adds items, and returns their slots on ``device``, like ``insert`` of the buffer."""
-        items, options = self._here("insert", (items, options))
-        with _no_mesh():
-            buffer, slots = doors.insert(self.buffer, items, donate=donate, **options)
-        return dataclasses.replace(self, buffer=buffer), slots
-
-    def set_field(
-        self,
-        path: str | None,
-        slots: Slots,
-        value: PyTree[Array],
-        *,
-        donate: bool = True,
-        **options: object,
-    ) -> Self:
-        """Changes one field of sampled items, whose values are transferred to the host.
-
-        Args:
-            path: The name of the field, as for the buffer inside.
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            value: The new values, leaves ``[B, ...]``.
-            donate: False keeps this buffer usable, at the cost of a copy of its whole contents.
-            **options: Options of the buffer's own ``set_field``.
-
-        Raises:
-            ValueError: As raised by ``jaxbuf.set_field``, or if this is called inside of
-                ``jax.jit`` or another transformation.
-        """
-        slots, value, options = self._here("set_field", (slots, value, options))
-        with _no_mesh():
-            buffer = doors.set_field(self.buffer, path, slots, value, donate=donate, **options)
-        return dataclasses.replace(self, buffer=buffer)
-
-    def map_field(
-        self, path: str | None, fn: Function, *, donate: bool = True, **options: object
-    ) -> Self:
-        """Computes one field of all items anew, on the CPU; like ``jaxbuf.map_field``.
-
-        Each call traces ``fn`` and compiles anew.
-        """
-        options = self._here("map_field", options)
-        with _no_mesh():
-            buffer = doors.map_field(self.buffer, path, fn, donate=donate, **options)
-        return dataclasses.replace(self, buffer=buffer)
-
-    def update_score(
-        self, slots: Slots, score: Float[Array, " B"], *, donate: bool = True, **options: object
-    ) -> Self:
-        """Sets the scores of sampled items, which are transferred to the host."""
-        slots, score, options = self._here("update_score", (slots, score, options))
-        with _no_mesh():
-            buffer = doors.update_score(self.buffer, slots, score, donate=donate, **options)
-        return dataclasses.replace(self, buffer=buffer)
-
-    def remove(self, slots: Slots, *, donate: bool = True, **options: object) -> Self:
-        """Removes sampled items, or windows, like ``remove`` of the buffer inside."""
-        slots, options = self._here("remove", (slots, options))
-        with _no_mesh():
-            buffer = doors.remove(self.buffer, slots, donate=donate, **options)
-        return dataclasses.replace(self, buffer=buffer)
-
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Returns whether sampled items are still there, ``[B]``, on ``device``."""
-        return self._call("holds", {"slots": slots})
-
-    def get(self, slots: Slots) -> Sample:
-        """Returns items by the slots of an earlier sample, with all arrays on ``to``."""
-        self._check_rows(common.check_slots(slots).index.shape[0])
-        return jax.device_put(self._call("get", {"slots": slots}), self.to)
-
-    def slots_at(self, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]) -> Slots:
-        """Returns the slots of the windows that start at steps, on ``device``."""
-        return self._call("slots_at", {"env_ids": env_ids, "positions": positions})
-
-    def mark_used(
-        self, slots: Slots, *, mask: Bool[Array, " B"] | None = None, donate: bool = True
-    ) -> Self:
-        """Counts a use of each sampled item, like ``mark_used`` of a buffer with ``Freshness``."""
-        return self._change("mark_used", {"slots": slots, "mask": mask}, donate)
-
-    def set_version(
-        self,
-        version: int | Int[Array, ""],
-        session: int | Int[Array, ""] | None = None,
-        *,
-        donate: bool = True,
-    ) -> Self:
-        """Sets the learner's version, like ``set_version`` of a buffer with ``Freshness``."""
-        return self._change("set_version", {"version": version, "session": session}, donate)
-
-    def use_count(self, slots: Slots) -> Int[Array, " B"]:
-        """Returns the number of uses of each sampled item, ``[B]``, on ``device``."""
-        return self._call("use_count", {"slots": slots})
-
-    def staleness(self, slots: Slots) -> Int[Array, " B"]:
-        """Returns the staleness of each sampled item, in versions, ``[B]``, on ``device``."""
-        return self._call("staleness", {"slots": slots})
-
-    def clear(self, *, donate: bool = True) -> Self:
-        """Returns the buffer without items; earlier slots remain stale, counters are kept."""
-        return self._change("clear", {}, donate)
-
-    def end_episodes(self, envs: Any = None, *, donate: bool = True) -> Self:
-        """Ends open episodes, like ``end_episodes`` of a ``TrajectoryBuffer``."""
-        return self._change("end_episodes", {"envs": envs}, donate)
-
-    def drop_newest_episode(self, envs: Any = None, *, donate: bool = True) -> Self:
-        """Removes the newest episodes, like the method of a ``TrajectoryBuffer``."""
-        return self._change("drop_newest_episode", {"envs": envs}, donate)
+            if not operation.changes:
+                return send(doors.call(operation.declared, self.buffer, *args, **options))
+            out = doors.call(operation.declared, self.buffer, *args, donate=donate, **options)
+        if not isinstance(out, tuple):
+            return self._with(out)
+        buffer, more = out
+        return self._with(buffer), send(more)
 
     def support(self) -> Support:
-        """Returns the number of items that can be drawn, and their least probability.
+        # NumPy's numbers can be combined with arrays on any device, as importance weights require.
+        return jax.tree.map(np.asarray, self.read(lambda buffer: buffer.support()))
 
-        Both are NumPy scalars, which can be combined with arrays on any device, as
-        ``jaxbuf.importance_weights`` requires.
-        """
-        return jax.tree.map(np.asarray, self._call("support", {}))
+    def _with(self, buffer: Any) -> Self:
+        """Returns it with another state of the buffer inside, which needs no check."""
+        return dataclasses.replace(self, buffer=buffer)
 
-    def metrics(self) -> dict[str, Array]:
-        """Returns the metrics of the buffer inside, scalars on ``device``."""
-        return self._call("metrics", {})
-
-    dequeue = absent("dequeue", "use apply: hosted.apply(lambda buffer: jaxbuf.dequeue(buffer, n))")
-    gather, gather_all, get_field, locate, episode, episode_mask = (
-        absent(name, f"use read: hosted.read(lambda buffer: buffer.{name}(...))")
-        for name in ("gather", "gather_all", "get_field", "locate", "episode", "episode_mask")
-    )
-
-    def _call(self, method: str, given: dict[str, object], donate: object = ...) -> Any:
-        """Calls a method of the buffer, with its arguments on the CPU device."""
-        given = self._here(method, given)
-        if given.get("slots", ...) is None:
-            common.check_slots(None)
-        with _no_mesh():
-            return doors.call(method, self.buffer, donate=donate, **given)
-
-    def _change(self, method: str, given: dict[str, object], donate: bool) -> Self:
-        donate = checks.check_flag("donate", donate)
-        return dataclasses.replace(self, buffer=self._call(method, given, donate))
+    def _send(self, sample: Sample) -> Sample:
+        """Returns a sample that is transferred to ``to``."""
+        self._check_rows(sample.valid.shape[0])
+        return jax.device_put(sample, self.to)
 
     def _here(self, method: str, tree: PyTree) -> PyTree:
         """Returns the tree with its arrays on the CPU device.

@@ -1,44 +1,49 @@
 """A mixture of buffers, from which a batch is sampled at fixed ratios."""
 
 import itertools
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.buffer import Buffer, Share, as_buffer
+from jaxbuf.buffers.buffer import Share, as_buffer
 from jaxbuf.buffers.created import check_alike
 from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
-from jaxbuf.buffers.options import absent, check_options
+from jaxbuf.buffers.operation import Operation
+from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample
+from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SampleOptions, SlottedBuffer
 from jaxbuf.core import checks, describe, storage, trees
 from jaxbuf.core.donation import check_readable
-from jaxbuf.core.program import program
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.episodes import Episode
 from jaxbuf.strategies.protocols import Support
-from jaxbuf.wrappers.abilities import (
-    CONTENTS,
-    ENVIRONMENTS,
-    EPISODES,
-    FRESHNESS,
-    PRIORITIES,
-    REMOVABLE,
-    SCORES,
-    Ability,
-)
+
+# What to say if no part is able to do what an operation needs.
+_MISSING = {
+    "priorities": "has priorities; create one of them with sampler=jaxbuf.Prioritized(...)",
+    "contents": "is an ItemBuffer or a TrajectoryBuffer, whose contents can be looked up and "
+    "changed",
+    "scores": "uses scores; create one of them with evictor=jaxbuf.Lowest() or "
+    "sampler=jaxbuf.Softmax()",
+    "removal": "removes items; create one of them with parts=(jaxbuf.Removable(),)",
+    "freshness": "limits uses or staleness; create one of them with "
+    "freshness=jaxbuf.Freshness(...)",
+    "environments": "has environments; make one of them a jaxbuf.TrajectoryBuffer",
+    "episodes": "knows its episodes; create a TrajectoryBuffer with episodes=jaxbuf.Episodes()",
+}
 
 
-class Mixture(OldLookups, Buffer, struct.PyTreeNode):
+class Mixture(OldLookups, SlottedBuffer, struct.PyTreeNode):
     """Several buffers, sampled together at fixed ratios, for example offline and online data.
 
     A batch has an exact number of rows from each part, ordered by part. Slots are numbered through
@@ -213,27 +218,18 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
             return as_buffer(parts[part]).known_options(given)
         return given
 
-    @program(static=("part",), before=known_options)
-    def add(self, items: PyTree[Array], *, part: int | None = None, **options: object) -> Self:
-        """Adds items to one of the parts.
-
-        Args:
-            items: The items, as for the ``add`` of the part.
-            part: The number of the part; static.
-            **options: Options of the part's own ``add``.
-
-        Returns:
-            The mixture with the items.
-
-        Raises:
-            ValueError: If ``part`` is not the number of a part, if the part does not take one of
-                the options, or as raised by the part's ``add``.
-        """
-        i = self._check_part(part)
+    def add(self, items: PyTree[Array], **options: Unpack[AddOptions]) -> Self:
+        i = self._check_part(options.pop("part", None))
         check_options(self.parts[i], "add", options)
         return self.replace_part(i, self.parts[i].add(items, **options))
 
-    def replace_part(self, part: int, buffer: DrawnBuffer | Queue) -> Self:
+    def insert(self, items: PyTree[Array], **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
+        i = self._check_part(options.pop("part", None))
+        check_options(self.parts[i], "insert", options, f"parts[{i}]")
+        buffer, slots = self._slotted(i).insert(items, **options)
+        return self.replace_part(i, buffer), self._numbered(i, slots)
+
+    def replace_part(self, part: int, buffer: DrawnBuffer | SlottedBuffer | Queue) -> Self:
         """Returns the mixture with a new state of one part.
 
         Raises:
@@ -245,8 +241,9 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
             raise ValueError(f"buffer is not built like parts[{i}]; create another mixture for it")
         return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
 
-    @program(static=("batch_size",))
-    def sample(self, key: PRNGKeyArray, batch_size: int, **options: object) -> Sample:
+    def sample(
+        self, key: PRNGKeyArray, batch_size: int, **options: Unpack[SampleOptions]
+    ) -> Sample:
         """Draws a batch with an exact number of rows from each part.
 
         Args:
@@ -280,7 +277,6 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
             }
         )
 
-    @program(static=("batch_size",))
     def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
         """Draws the next batch, with an exact number of rows from the pass of each part.
 
@@ -386,147 +382,28 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
         own = (index >= 0) & (index < capacity)
         return slots.replace(index=jnp.where(own, index, capacity))
 
-    @program()
-    def update_priority(
-        self,
-        slots: Slots,
-        priority: Float[Array, " B"],
-        *,
-        mask: Bool[Array, " B"] | None = None,
-    ) -> Self:
-        """Sets the priorities of sampled items, each in the part that it comes from.
+    def route(self, operation: Operation, given: dict[str, Any]) -> Any:
+        """Performs an operation in the parts that are able to, each with the slots of its own rows.
 
-        Rows of parts without priorities are dropped, as are stale, invalid and masked rows.
-
-        Args:
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            priority: Their new priorities, ``[B]``; illegal ones are refused and counted by the
-                part.
-            mask: A mask of the rows to use, ``[B]``.
-
-        Raises:
-            ValueError: When traced, if no part has priorities, or a shape differs.
+        Rows of other parts are dropped, or get the result of an item that has left.
         """
-        return self._tell(
-            "update_priority",
-            PRIORITIES,
-            lambda part, own: part.update_priority(own, priority, mask=mask),
-            slots,
-        )
+        if not operation.by_member:
+            raise operation.lacking(
+                self, f"ask one of the parts: mixture.parts[i].{operation.name}(...)"
+            )
+        parts, slots = list(self.parts), operation.slots
 
-    @program(static=("part",))
-    def insert(
-        self, items: PyTree[Array], *, part: int | None = None, **options: object
-    ) -> tuple[Self, Slots]:
-        """Adds items to one of the parts, and returns their slots.
+        def of_part(i: int) -> tuple[Any, Any]:
+            own = {slots: self.part_slots(given[slots], i)} if slots is not None else {}
+            mine = slots is None or own[slots].index < self.parts[i].capacity
+            return mine, operation.of(self.parts[i], given | own)
 
-        Args:
-            items: The items, as for the ``insert`` of the part.
-            part: The number of the part; static.
-            **options: Options of the part's own ``insert``.
+        if not operation.changes:
+            return self._join(operation.name, operation.needs, of_part)
+        for i in self._able(operation.name, operation.needs):
+            _, parts[i] = of_part(i)
+        return self.replace(parts=tuple(parts))
 
-        Returns:
-            The mixture with the items, and their slots, which are numbered through all parts. A row
-            that was not stored has index ``capacity``.
-
-        Raises:
-            ValueError: If ``part`` is not the number of a part, if the part does not take one of
-                the options, or as raised by the part's ``insert``.
-        """
-        i = self._check_part(part)
-        check_options(self.parts[i], "insert", options, f"parts[{i}]")
-        buffer, slots = operator.methodcaller("insert", items, **options)(self.parts[i])
-        return self.replace_part(i, buffer), self._numbered(i, slots)
-
-    @program(static=("path",))
-    def set_field(
-        self,
-        path: str | None,
-        slots: Slots,
-        value: PyTree[Array],
-        *,
-        mask: Bool[Array, "..."] | None = None,
-    ) -> Self:
-        """Changes one field of sampled items, or windows, in the parts that they come from.
-
-        Args:
-            path: The name of the field, as for ``set_field`` of the parts.
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            value: The new values, leaves ``[B, ...]``.
-            mask: A mask of the rows to write, ``[B]``; ``[B, sequence_length]`` if all parts hold
-                windows.
-
-        Raises:
-            ValueError: When traced, as raised by the parts.
-        """
-        return self._tell(
-            "set_field",
-            CONTENTS,
-            lambda part, own: part.set_field(path, own, value, mask=mask),
-            slots,
-        )
-
-    @program(static=("path", "fn", "batch_size"))
-    def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
-        """Computes one field of all items, or steps, of all parts anew; see ``ItemBuffer``.
-
-        Each call from Python traces ``fn`` and compiles anew.
-
-        Raises:
-            ValueError: When traced, as raised by the parts.
-        """
-        return self._tell(
-            "map_field", CONTENTS, lambda part: part.map_field(path, fn, batch_size=batch_size)
-        )
-
-    @program()
-    def update_score(
-        self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
-    ) -> Self:
-        """Sets the scores of sampled items, each in the part that it comes from.
-
-        Rows of parts without scores are dropped, as are stale, invalid and masked rows.
-
-        Args:
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            score: Their new scores, ``[B]``; a NaN is refused and counted by the part.
-            mask: A mask of the rows to use, ``[B]``.
-
-        Raises:
-            ValueError: When traced, if no part uses scores, or a shape differs.
-        """
-        return self._tell(
-            "update_score",
-            SCORES,
-            lambda part, own: part.update_score(own, score, mask=mask),
-            slots,
-        )
-
-    @program()
-    def remove(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
-        """Removes sampled items, or windows, from the parts that they come from.
-
-        Rows of parts that remove no items are dropped, as are stale, invalid and masked rows.
-
-        Args:
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            mask: A mask of the rows to remove, ``[B]``.
-
-        Raises:
-            ValueError: When traced, if no part has ``Removable``, or a shape differs.
-        """
-        return self._tell("remove", REMOVABLE, lambda part, own: part.remove(own, mask=mask), slots)
-
-    @program()
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Returns whether sampled items, or windows, are still there, ``[B]``.
-
-        Raises:
-            ValueError: If no part is an ``ItemBuffer`` or a ``TrajectoryBuffer``.
-        """
-        return self._ask("holds", CONTENTS, slots, lambda part, own: part.holds(own))
-
-    @program()
     def get(self, slots: Slots) -> Sample:
         """Returns items, or windows, by the slots of an earlier sample.
 
@@ -541,94 +418,25 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], Sample]:
             own = self.part_slots(slots, i)
-            sample: Sample = operator.methodcaller("get", own)(self.parts[i])
+            sample = self._slotted(i).get(own)
             return own.index < self.parts[i].capacity, sample.replace(
                 slots=self._numbered(i, sample.slots),
                 probability=sample.probability * jnp.float32(self.ratios[i]),
             )
 
-        return self._join("get", CONTENTS, of_part)
+        return self._join("get", "contents", of_part)
 
-    @program()
-    def slots_at(self, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]) -> Slots:
-        """Returns the slots of the windows that start at steps, the inverse of ``locate``.
-
-        Args:
-            env_ids: The environments of the steps, numbered as in ``locate``, of any shape that
-                broadcasts with ``positions``.
-            positions: The positions of the steps.
-
-        Returns:
-            Slots of the same shape, with index ``capacity`` where no window starts.
-
-        Raises:
-            ValueError: When traced, if no part is a ``TrajectoryBuffer``, or an argument does not
-                hold integers.
-        """
+    def slots_at(
+        self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
+    ) -> Slots:
         env, position, shape = broadcast_steps(env_ids, positions)
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], Slots]:
-            number, count = env - self._first_env(i), as_buffer(self.parts[i]).num_envs
-            own = (number >= 0) & (number < count)
-            at = operator.methodcaller("slots_at", jnp.where(own, number, count), position)
-            return own, self._numbered(i, at(self.parts[i]))
+            own, number = self._own_envs(i, env)
+            return own, self._numbered(i, self._slotted(i).slots_at(number, position))
 
-        found = self._join("slots_at", ENVIRONMENTS, of_part)
+        found = self._join("slots_at", "environments", of_part)
         return jax.tree.map(lambda leaf: leaf.reshape(shape), found)
-
-    @program()
-    def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
-        """Counts a use of each sampled item, in the part that it comes from.
-
-        Rows of parts without ``Freshness`` are dropped, as are stale, invalid and masked rows.
-
-        Args:
-            slots: The slots of the items, ``sample.slots``, ``[B]``.
-            mask: A mask of the rows to use, ``[B]``.
-
-        Raises:
-            ValueError: When traced, if no part has ``Freshness``, or a shape differs.
-        """
-        return self._tell(
-            "mark_used", FRESHNESS, lambda part, own: part.mark_used(own, mask=mask), slots
-        )
-
-    @program()
-    def set_version(
-        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
-    ) -> Self:
-        """Sets the learner's version in all parts with ``Freshness``.
-
-        Args:
-            version: The learner's version, an integer; usually one more than before.
-            session: The number of the learner's run. None keeps the present session.
-
-        Raises:
-            ValueError: When traced, if no part has ``Freshness``, or an argument is not an integer.
-        """
-        return self._tell("set_version", FRESHNESS, lambda part: part.set_version(version, session))
-
-    def use_count(self, slots: Slots) -> Int[Array, " B"]:
-        """Returns the number of uses of each sampled item, ``[B]``.
-
-        Returns:
-            Counts; 0 if the item has left, or its part has no ``Freshness``.
-
-        Raises:
-            ValueError: If no part has ``Freshness``.
-        """
-        return self._ask("use_count", FRESHNESS, slots, lambda part, own: part.use_count(own))
-
-    def staleness(self, slots: Slots) -> Int[Array, " B"]:
-        """Returns the staleness of each sampled item, ``[B]``.
-
-        Returns:
-            The staleness in versions; 0 if the item has left, or its part has no ``Freshness``.
-
-        Raises:
-            ValueError: If no part has ``Freshness``.
-        """
-        return self._ask("staleness", FRESHNESS, slots, lambda part, own: part.staleness(own))
 
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """Returns the environment of each sampled window, and the position of its first step.
@@ -643,41 +451,23 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
         total = self.num_envs
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], tuple[Array, Array]]:
-            locate = operator.methodcaller("locate", self.part_slots(slots, i))
-            env, position = locate(self.parts[i])
+            env, position = self._slotted(i).locate(self.part_slots(slots, i))
             own = env < as_buffer(self.parts[i]).num_envs
             return own, (jnp.where(own, env + self._first_env(i), total), position)
 
-        return self._join("locate", ENVIRONMENTS, of_part)
+        return self._join("locate", "environments", of_part)
 
     def get_field(
-        self, path: str, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]
+        self, path: str, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
     ) -> PyTree[Array]:
-        """Reads one field of single steps, as ``TrajectoryBuffer.get_field`` does.
-
-        Args:
-            path: The name of the field, as for ``TrajectoryBuffer.get_field``.
-            env_ids: The environments of the steps, numbered as in ``locate``, of any shape that
-                broadcasts with ``positions``.
-            positions: The positions of the steps.
-
-        Returns:
-            The field, leaves ``[..., *shape]``; zeros if a step is not held.
-
-        Raises:
-            ValueError: When traced, if no part is a ``TrajectoryBuffer``, there is no such field,
-                or an argument does not hold integers.
-        """
-        return self._ask_of_steps(
+        return self._of_steps(
             "get_field",
-            ENVIRONMENTS,
-            env_ids,
-            positions,
-            lambda part, *step: part.get_field(path, *step),
+            "environments",
+            (env_ids, positions),
+            lambda part, env, position: part.get_field(path, env, position),
         )
 
-    @program()
-    def episode(self, where: Where, positions: Integer[Array, "..."] | None = None) -> Episode:
+    def episode(self, where: Where, positions: Integer[ArrayLike, "..."] | None = None) -> Episode:
         """Returns what is known of the episodes of sampled windows, or of single steps.
 
         Args:
@@ -692,70 +482,35 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
             ValueError: If no part has ``Episodes``, or as raised by the parts.
         """
         asked = check_where(where, positions)
-        if isinstance(asked, Slots):
-            return self._ask("episode", EPISODES, asked, lambda part, own: part.episode(own))
-        return self._ask_of_steps(
-            "episode", EPISODES, *asked, lambda part, *step: part.episode(*step)
+        if not isinstance(asked, Slots):
+            return self._of_steps(
+                "episode",
+                "episodes",
+                asked,
+                lambda part, env, position: part.episode(env, position),
+            )
+
+        def of_part(i: int) -> tuple[Bool[Array, " B"], Episode]:
+            own = self.part_slots(asked, i)
+            return own.index < self.parts[i].capacity, self._slotted(i).episode(own)
+
+        return self._join("episode", "episodes", of_part)
+
+    def end_episodes(self, envs: Envs = None) -> Self:
+        return self._of_envs("end_episodes", envs, lambda part, mask: part.end_episodes(mask))
+
+    def drop_newest_episode(self, envs: Envs = None) -> Self:
+        return self._of_envs(
+            "drop_newest_episode", envs, lambda part, mask: part.drop_newest_episode(mask)
         )
 
-    def episode_mask(
-        self, slots: Slots, *, sequence_length: int | None = None
-    ) -> Bool[Array, "B S"]:
-        """Returns ``TrajectoryBuffer.episode_mask`` of each row's part.
-
-        Raises:
-            ValueError: If no part has ``Episodes``, or the ``boundary`` of one is ``"cross"``.
-        """
-        return self._ask(
-            "episode_mask",
-            EPISODES,
-            slots,
-            lambda part, own: part.episode_mask(own, sequence_length=sequence_length),
+    def clear(self, envs: Envs = None) -> Self:
+        if envs is None:
+            return self.replace(parts=tuple(part.clear() for part in self.parts))
+        return self._of_envs(
+            "clear", envs, lambda part, mask: part.clear(mask), needs="environments"
         )
 
-    @program()
-    def end_episodes(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
-        """Ends open episodes, in the parts with ``Episodes``; see ``TrajectoryBuffer``.
-
-        Args:
-            envs: The environments, numbered as in ``locate``: a mask of all of them, or numbers
-                ``[K]``. None means all.
-
-        Raises:
-            ValueError: If no part has ``Episodes``, or, when traced, if ``envs`` is neither a mask
-                nor numbers.
-        """
-        return self._change_episodes("end_episodes", envs)
-
-    @program()
-    def drop_newest_episode(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
-        """Removes the newest episodes, in the parts with ``Episodes``; see ``TrajectoryBuffer``.
-
-        Args:
-            envs: The environments, as for ``end_episodes``.
-
-        Raises:
-            ValueError: If no part has ``Episodes``, or, when traced, if ``envs`` is neither a mask
-                nor numbers.
-        """
-        return self._change_episodes("drop_newest_episode", envs)
-
-    def _change_episodes(self, method: str, envs: object) -> Self:
-        EPISODES.need(self, method)
-        mask, parts = mask_of(envs, self.num_envs), list(self.parts)
-        for i, part in enumerate(parts):
-            if EPISODES.has(part):
-                first, count = self._first_env(i), as_buffer(part).num_envs
-                change = operator.methodcaller(method, mask[first : first + count])
-                parts[i] = change(part)
-        return self.replace(parts=tuple(parts))
-
-    @program()
-    def clear(self) -> Self:
-        """Returns the mixture with all parts cleared."""
-        return self.replace(parts=tuple(part.clear() for part in self.parts))
-
-    @program()
     def support(self) -> Support:
         """Returns the number of items that can be drawn, and the least probability among them."""
         supports = [
@@ -773,7 +528,6 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
             jnp.where(jnp.isfinite(lowest), lowest, 0.0),
         )
 
-    @program()
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor.
 
@@ -786,73 +540,67 @@ class Mixture(OldLookups, Buffer, struct.PyTreeNode):
             found |= {f"{i}/{name}": value for name, value in part.metrics().items()}
         return found
 
-    dequeue, gather, gather_all, latest, sample_range = (
-        absent(name, f"ask one of the parts: mixture.parts[i].{name}(...)")
-        for name in ("dequeue", "gather", "gather_all", "latest", "sample_range")
-    )
+    def _slotted(self, part: int) -> SlottedBuffer:
+        """Returns a part that is able to do something, and so is a buffer of this library."""
+        return cast("SlottedBuffer", self.parts[part])
 
-    def _tell(self, method: str, ability: Ability, tell: Function, *slots: Slots) -> Self:
-        """Returns the mixture after applying ``tell`` to all parts that have the ability.
+    def _able(self, name: str, needs: str) -> list[int]:
+        """Returns the numbers of the parts that are able to do what an operation needs.
 
-        Each part gets its own slots.
+        Raises:
+            ValueError: If none is.
         """
-        ability.need(self, method)
-        parts = list(self.parts)
-        for i, part in enumerate(parts):
-            if ability.has(part):
-                parts[i] = tell(part, *(self.part_slots(rows, i) for rows in slots))
-        return self.replace(parts=tuple(parts))
+        able = [i for i, part in enumerate(self.parts) if needs in as_buffer(part).abilities]
+        if not able:
+            raise ValueError(f"{name} was called, but no part {_MISSING[needs]}")
+        return able
 
     def _join(
-        self,
-        method: str,
-        ability: Ability,
-        ask: Callable[[int], tuple[Bool[Array, " B"], PyTree[Array]]],
+        self, name: str, needs: str, ask: Callable[[int], tuple[Bool[Array, " B"], PyTree[Array]]]
     ) -> PyTree[Array]:
-        """Joins the results of all parts that have the ability, each for its own rows.
+        """Joins the results of all parts that are able to, each for its own rows.
 
         Rows of no part get the result of the first of these parts, which does not hold them.
 
         Args:
-            method: The name of the method, for errors.
-            ability: The ability that the method needs.
+            name: The name of the operation, for errors.
+            needs: What a part must be able to do.
             ask: Returns a mask of the rows of a part, ``[B]``, and its results, ``[B, ...]``.
         """
-        ability.need(self, method)
         answer: PyTree = None
-        for i, part in enumerate(self.parts):
-            if ability.has(part):
-                own, said = ask(i)
-                answer = said if answer is None else trees.choose(own, said, answer)
+        for i in self._able(name, needs):
+            own, said = ask(i)
+            answer = said if answer is None else trees.choose(own, said, answer)
         return answer
 
-    def _ask(self, method: str, ability: Ability, slots: Slots, ask: Function) -> PyTree[Array]:
-        """Returns the results of the parts for sampled items."""
-
-        def of_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
-            own = self.part_slots(slots, i)
-            return own.index < self.parts[i].capacity, ask(self.parts[i], own)
-
-        return self._join(method, ability, of_part)
-
-    def _ask_of_steps(
-        self,
-        method: str,
-        ability: Ability,
-        env_ids: object,
-        positions: object,
-        ask: Function,
+    def _of_steps(
+        self, name: str, needs: str, steps: tuple[object, object], ask: Function
     ) -> PyTree[Array]:
         """Returns the results of the parts for single steps, with ``locate``'s environments."""
-        env, position, shape = broadcast_steps(env_ids, positions)
+        env, position, shape = broadcast_steps(*steps)
 
         def of_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
-            number, count = env - self._first_env(i), as_buffer(self.parts[i]).num_envs
-            own = (number >= 0) & (number < count)
-            return own, ask(self.parts[i], jnp.where(own, number, count), position)
+            own, number = self._own_envs(i, env)
+            return own, ask(self.parts[i], number, position)
 
-        answer = self._join(method, ability, of_part)
+        answer = self._join(name, needs, of_part)
         return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), answer)
+
+    def _of_envs(self, name: str, envs: Envs, change: Function, needs: str = "episodes") -> Self:
+        """Returns the mixture after a change of environments, numbered as in ``locate``."""
+        able, mask, parts = self._able(name, needs), mask_of(envs, self.num_envs), [*self.parts]
+        for i in able:
+            first, count = self._first_env(i), as_buffer(parts[i]).num_envs
+            parts[i] = change(parts[i], mask[first : first + count])
+        return self.replace(parts=tuple(parts))
+
+    def _own_envs(
+        self, part: int, env: Int[Array, " B"]
+    ) -> tuple[Bool[Array, " B"], Int[Array, " B"]]:
+        """Returns which environments are of a part, and their numbers in it, or past its end."""
+        number, count = env - self._first_env(part), as_buffer(self.parts[part]).num_envs
+        own = (number >= 0) & (number < count)
+        return own, jnp.where(own, number, count)
 
     def _first_env(self, part: int) -> int:
         """Returns the number of environments of the parts before this one."""

@@ -230,5 +230,5 @@ def test_the_warning_of_many_shapes_keeps_no_configuration():
 
 
 def test_programs_of_many_configurations_are_not_kept_for_ever():
-    for cache in (program._compiled, doors._operation, options._methods, options._parameters):
+    for cache in (program._compiled, doors._program, options._methods, options._parameters):
         assert cache.cache_info().maxsize

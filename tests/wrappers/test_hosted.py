@@ -90,7 +90,7 @@ def test_it_does_what_the_buffer_does_bit_for_bit_and_in_place(make, items):
         buffer.sample_range(jax.random.key(9), 8, -20, **options),
     )
     assert place == [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(buffer.buffer.data)]
-    same(plain.clear(), buffer.clear(donate=False).buffer)
+    same(plain.clear(), jaxbuf.clear(buffer, donate=False).buffer)
     same(plain.clear(), buffer.clear().buffer)
 
 
@@ -133,7 +133,7 @@ def test_without_donating_the_old_one_stays():
     buffer = jaxbuf.add(hosted(), rows(0))
     larger = jaxbuf.add(buffer, rows(16), donate=False)
     batch = jaxbuf.sample(buffer, jax.random.key(0), 4)
-    other = buffer.update_priority(batch.slots, jnp.full(4, 9.0), donate=False)
+    other = jaxbuf.update_priority(buffer, batch.slots, jnp.full(4, 9.0), donate=False)
     assert (buffer.size, larger.size, other.size) == (16, 32, 16)
     assert buffer.metrics()["priority_max"] != other.metrics()["priority_max"]
     jaxbuf.add(buffer, rows(0))

@@ -1,7 +1,5 @@
 """Code that takes any buffer, and meets one inside of a wrapper."""
 
-import inspect
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -234,10 +232,9 @@ ENVS_GIVEN = [
 @pytest.mark.parametrize(("envs", "which"), ENVS_GIVEN)
 def test_episodes_end_and_are_dropped_in_every_wrapper(kind, envs, which):
     buffer, parts = filled(kind)
-    keep = {"donate": False} if kind == "hosted" else {}
-    ended = buffer.end_episodes(envs, **keep)
+    ended = jaxbuf.end_episodes(buffer, envs, donate=False)
     assert state(parts(ended)) == ([[env, 3] for env in which], [4] * ENVS)
-    dropped = buffer.drop_newest_episode(envs, **keep)
+    dropped = jaxbuf.drop_newest_episode(buffer, envs, donate=False)
     left = [4 if env not in which else 2 if env == 1 else 0 for env in range(ENVS)]
     assert state(parts(dropped)) == ([], left)
     if kind in ("plain", "sharded", "mixture"):
@@ -266,38 +263,6 @@ def test_wrappers_without_episodes_say_so(method):
             ValueError, match=r"envs has shape \(3,\); expected \(4,\), which is \(num_envs,\)"
         ):
             getattr(buffer, method)(jnp.ones(3, bool))
-
-
-METHODS = sorted(
-    {
-        name
-        for kind in (jaxbuf.ItemBuffer, jaxbuf.TrajectoryBuffer)
-        for name, member in inspect.getmembers(kind, inspect.isfunction)
-        if not name.startswith("_") and hasattr(member, "operation")
-    }
-)
-WRAPPERS = {
-    "mixture": lambda: jaxbuf.Mixture.create([rings(), rings()], [1, 1]),
-    "sharded": lambda: sharded(rings),
-    "hosted": lambda: jaxbuf.Hosted.create(rings),
-}
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("method", METHODS)
-def test_wrappers_have_every_method_or_say_what_to_use(wrapper, method):
-    buffer = WRAPPERS[wrapper]()
-    own = getattr(buffer, method)
-    if own.__doc__.startswith("Raises an error: "):
-        with pytest.raises(ValueError, match=rf"{method} was called, but a \w+ has none; .* "):
-            own()
-        return
-    parameters = inspect.signature(own).parameters.values()
-    takes = {parameter.name for parameter in parameters}
-    inside = inspect.signature(getattr(jaxbuf.TrajectoryBuffer, method, own)).parameters
-    required = [x.name for x in inside.values() if x.default is x.empty and x.name != "self"]
-    required = ["items" if name == "steps" else name for name in required]
-    assert {name for name in required if name != "options"} <= takes
 
 
 def test_a_hosted_buffer_is_changed_and_read_by_functions():

@@ -170,7 +170,7 @@ def test_a_mixture_without_such_parts_says_so():
         mixture.update_score(slots, jnp.zeros(4))
     with pytest.raises(ValueError, match="remove was called, but no part removes items"):
         mixture.remove(slots)
-    with pytest.raises(ValueError, match="slots_at was called, but no part has environments"):
+    with pytest.raises(ValueError, match=r"slots_at was called, but no part has environments"):
         mixture.slots_at(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match=r"value has shape \(3, 2\); expected \(4, 2\)"):
         mixture.set_field("reward", slots, jnp.zeros((3, 2)))
@@ -219,12 +219,10 @@ def test_a_hosted_buffer_does_what_the_buffer_does():
     ):
         mask = {} if name == "map_field" else {"mask": jnp.array([True, True, False, True])}
         plain = getattr(plain, name)(*args, **mask)
-        kept = getattr(hosted, name)(*args, **mask, donate=False)
-        by_function = getattr(jaxbuf, name)(hosted, *args, **mask, donate=False)
+        kept = getattr(jaxbuf, name)(hosted, *args, **mask, donate=False)
         hosted = getattr(hosted, name)(*args, **mask)
         chex.assert_trees_all_close(hosted.buffer, plain, rtol=1e-6)
         chex.assert_trees_all_equal(kept.buffer, hosted.buffer)
-        chex.assert_trees_all_equal(by_function.buffer, hosted.buffer)
         assert hosted.holds(slots).tolist() == plain.holds(slots).tolist()
         got, expected = hosted.get(slots), plain.get(slots)
         chex.assert_trees_all_close(got, expected, rtol=1e-6)
@@ -244,9 +242,11 @@ def test_hosted_windows_are_found():
     assert hosted.holds(slots).tolist() == [True, False]
     assert hosted.get(slots).data["number"][0].tolist() == [1002, 1003]
     with pytest.raises(ValueError, match="insert was called, but steps of a TrajectoryBuffer"):
-        hosted.insert(numbered(np.zeros((2, 1))), donate=False)
+        hosted.insert(numbered(np.zeros((2, 1))))
     items = jaxbuf.Hosted.create(lambda: plain(0))
-    with pytest.raises(ValueError, match="which has no method slots_at"):
+    with pytest.raises(
+        ValueError, match=r"slots_at was called, but an ItemBuffer has none; use a jaxbuf\.Traj"
+    ):
         items.slots_at(jnp.array([0]), jnp.array([0]))
 
 

@@ -4,12 +4,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers.body import Body
-from jaxbuf.core import checks
+from jaxbuf.buffers.common import check_slots
+from jaxbuf.buffers.operation import Operation
+from jaxbuf.core import checks, fields, numbers, trees
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.mass import least_positive
@@ -180,40 +183,17 @@ def of_envs(
     return buffer.replace(shards=run(buffer, body, mask))
 
 
-def tell(buffer: AnyShards, rows: tuple[Any, ...], change: Callable[..., Body]) -> AnyShards:
-    """Applies ``change(shard, slots, *values)`` to every shard, with the slots of its own items.
+def tell(
+    buffer: AnyShards, rows: PyTree[Array], change: Callable[[Any, Array, Any], Body]
+) -> AnyShards:
+    """Applies ``change(shard, number, rows)`` to every shard, with the rows of all devices."""
 
-    Args:
-        buffer: The buffer.
-        rows: Slots ``[B]``, numbered through all shards; a mask ``[B]`` or None; and any number of
-            values ``[B]``.
-        change: A method of the shards. It gets all rows, and those of other shards have slots that
-            are out of range.
-    """
-
-    def body(shards: Body, rows: Any, _: Any) -> Body:
-        slots, mask, *values = rows
-        if mask is not None:
-            slots = slots.replace(index=jnp.where(mask, slots.index, buffer.capacity))
-        slots, values = all_gather((slots, values), buffer.axis)
-
-        def of(shard: Body, number: Array) -> Body:
-            return change(shard, own_slots(slots, number, shard.capacity), *values)
-
-        return jax.vmap(of)(shards, numbers_of(shards, buffer.axis))
+    def body(shards: Body, mine: Any, _: Any) -> Body:
+        rows = all_gather(mine, buffer.axis)
+        numbers = numbers_of(shards, buffer.axis)
+        return jax.vmap(lambda shard, number: change(shard, number, rows))(shards, numbers)
 
     return buffer.replace(shards=run(buffer, body, rows))
-
-
-def ask(
-    buffer: Shards, slots: Slots, question: Callable[[Body, Slots], Int[Array, " B"]]
-) -> Int[Array, " B"]:
-    """Returns ``question(shard, slots)`` of the shard of each row; 0 must answer for other rows."""
-
-    def of(shard: Body, number: Array, slots: Slots) -> Array:
-        return question(shard, own_slots(slots, number, shard.capacity))
-
-    return _answers(buffer, slots, of)
 
 
 def slots_at(buffer: Shards, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Slots:
@@ -233,12 +213,12 @@ def slots_at(buffer: Shards, env: Int[Array, " B"], position: UInt[Array, " B"])
             Slots(jnp.int32(buffer.capacity), jnp.uint32(0)),
         )
 
-    found = _answers(buffer, (env, position), of)
+    found = answers(buffer, (env, position), of)
     return found.replace(index=found.index + buffer.capacity)
 
 
-def _answers(buffer: Shards, rows: PyTree[Array], of: Callable[..., Any]) -> Any:
-    """Returns the sums of what ``of(shard, number, rows)`` answers for all rows of all devices."""
+def answers(buffer: Shards, rows: PyTree[Array], of: Callable[..., Any]) -> Any:
+    """Returns what ``of(shard, number, rows)`` answers for each row; all shards but one say 0."""
 
     def body(shards: Body, mine: PyTree[Array], _: Any) -> Any:
         rows = all_gather(mine, buffer.axis)
@@ -249,17 +229,65 @@ def _answers(buffer: Shards, rows: PyTree[Array], of: Callable[..., Any]) -> Any
         def own(leaf: Array) -> Array:
             if count == 0:
                 return leaf[0]
-            total = lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), buffer.axis)
-            return total.reshape(-1, count)[lax.axis_index(buffer.axis)]
+            kind = jnp.int32 if leaf.dtype == bool else leaf.dtype
+            total = lax.psum(jnp.sum(leaf, axis=0, dtype=kind), buffer.axis)
+            return total.reshape(-1, count, *total.shape[1:])[lax.axis_index(buffer.axis)]
 
         return jax.tree.map(own, answers)
 
     return run(buffer, body, rows)
 
 
-def held(shard: Body, slots: Slots) -> Int[Array, " B"]:
-    """Returns 1 for each item that is still in a shard."""
-    return shard.holds(slots).astype(jnp.int32)
+def checked(shards: Body, operation: Operation, given: dict[str, Any]) -> Any:
+    """Returns the shapes of what an operation of one shard returns, which checks its arguments.
+
+    Neither the shardings of the arrays nor the axes that they vary over are seen. Arguments that
+    are not traced are, so that known numbers are checked.
+    """
+    leaves, treedef = jax.tree.flatten((shards, given))
+    of_shards = jax.tree.structure(shards).num_leaves
+    shapes = {
+        i: jax.ShapeDtypeStruct(
+            leaf.shape[1:] if i < of_shards else leaf.shape,
+            leaf.dtype,
+            weak_type=bool(jax.typeof(leaf).weak_type),
+        )
+        for i, leaf in enumerate(leaves)
+        if i < of_shards or isinstance(leaf, jax.core.Tracer)
+    }
+
+    def perform(seen: dict[int, Any]) -> Any:
+        shard, given = treedef.unflatten([seen.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return operation.of(shard, given)
+
+    return jax.eval_shape(perform, shapes)
+
+
+def arrays(shards: Body, operation: Operation, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of an operation that are not static, with the dtypes that they become.
+
+    Arrays of other dtypes, or of weak types, which are lost on the way, would not be accepted.
+
+    Args:
+        shards: The shards.
+        operation: The operation.
+        given: Its arguments by name, which were checked.
+    """
+    dtypes, infinite = operation.about.get("dtypes", {}), operation.about.get("infinite", ())
+    out: dict[str, Any] = {}
+    for name, value in given.items():
+        if name == operation.slots:
+            out[name] = check_slots(value)
+        elif name in operation.about.get("stored", ()):
+            like = fields.stored(shards.data, given["path"], shards.have)
+            out[name] = jax.tree.map(
+                lambda leaf, stored, name=name: numbers.own(leaf, name, stored.dtype),
+                trees.match(like, value),
+                like,
+            )
+        elif value is not None and name in dtypes:
+            out[name] = numbers.own(value, name, dtypes[name], infinite=name in infinite)
+    return out
 
 
 def each(
@@ -276,11 +304,6 @@ def each(
         return jax.tree.map(lambda leaf: leaf[None], changed)
 
     return buffer.replace(shards=run(buffer, body, same=arguments))
-
-
-def clear(shard: Any) -> Body:
-    """Clears one shard."""
-    return shard.clear()
 
 
 def metrics(buffer: Shards) -> dict[str, Array]:

@@ -1,20 +1,22 @@
 """One buffer whose items are spread over the devices along an axis of a mesh."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common, retire, write_back
+from jaxbuf.buffers import common
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.lookups import broadcast_steps, mask_of
-from jaxbuf.buffers.options import absent, check_options
+from jaxbuf.buffers.operation import Operation
+from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Contents, Sample
-from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import checks, describe, fields, sizes, storage, trees
+from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SlottedBuffer
+from jaxbuf.core import checks, describe, sizes, trees
 from jaxbuf.core.program import is_outside, program
 from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.slots import Slots
@@ -25,7 +27,7 @@ from jaxbuf.wrappers.sharded import operations as on_shards
 from jaxbuf.wrappers.sharded.per_device import Shards, here_of
 
 
-class Sharded(Shards):
+class Sharded(SlottedBuffer, Shards):
     """One logical buffer of ``S`` shards, each a whole buffer, along an axis of a mesh.
 
     ``sample`` draws exactly like a single buffer with the items of all shards: every device
@@ -190,13 +192,10 @@ class Sharded(Shards):
         """
         return on_shards.can_sample(self, common.check_wanted(batch_size))
 
-    @program()
     def support(self) -> Support:
-        """Returns the number of items that can be drawn, and the least probability among them."""
         return Support(*on_shards.support(self))
 
-    @program()
-    def add(self, items: PyTree[Array], **options: object) -> Self:
+    def add(self, items: PyTree[Array], **options: Unpack[AddOptions]) -> Self:
         """Adds rows: the first ``B / S`` rows to the first shard, and so on.
 
         Args:
@@ -212,7 +211,10 @@ class Sharded(Shards):
             ValueError: When traced, if ``B`` is not a multiple of ``S``, or as raised by the
                 shards' ``add``.
         """
-        return self._put("add", on_shards.add, items, options)
+        return self._put("add", on_shards.add, items, dict(options))
+
+    def insert(self, items: PyTree[Array], **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
+        return self._put("insert", on_shards.insert, items, dict(options))
 
     def _put(
         self, method: str, put: Function, items: PyTree[Array], options: dict[str, object]
@@ -246,8 +248,9 @@ class Sharded(Shards):
             jax.eval_shape(lambda buffer: getattr(buffer, method)(items, **given), whole)
             raise
 
-    @program(static=("batch_size",))
-    def sample(self, key: PRNGKeyArray, batch_size: int) -> Sample:
+    def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, key: PRNGKeyArray, batch_size: int
+    ) -> Sample:
         """Draws a batch from all shards.
 
         Args:
@@ -267,215 +270,72 @@ class Sharded(Shards):
         _check_multiple(f"batch_size is {rows}", rows, self.num_shards)
         return draw.sample(self, key, rows)
 
-    @program()
-    def update_priority(
-        self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
-    ) -> Self:
-        """Sets the priorities of sampled items, on any device; see ``ItemBuffer``.
+    def route(self, operation: Operation, given: dict[str, Any]) -> Any:
+        """Performs an operation in each shard, with the slots of its own items.
 
         Raises:
-            ValueError: When traced, if the sampler has no priorities, ``B`` is not a multiple of
-                ``S``, or a shape differs.
-        """
-        _, value, _ = common.check_update(self.shards.sampler, slots, priority, None)
-        rows = (*self._check_slots(slots, mask), value)
-        return on_shards.tell(self, rows, Body.update_priority)
-
-    @program()
-    def insert(self, items: PyTree[Array], **options: object) -> tuple[Self, Slots]:
-        """Adds rows as ``add`` does, and returns their slots, which are split like the rows.
-
-        Raises:
-            ValueError: When traced, as raised by ``add``, or if the shards hold windows.
-        """
-        return self._put("insert", on_shards.insert, items, options)
-
-    @program(static=("path",))
-    def set_field(
-        self,
-        path: str | None,
-        slots: Slots,
-        value: PyTree[Array],
-        *,
-        mask: Bool[Array, "..."] | None = None,
-    ) -> Self:
-        """Changes one field of sampled items, or windows, on any device; see ``ItemBuffer``.
-
-        Raises:
-            ValueError: When traced, if ``B`` is not a multiple of ``S``, or as raised by the
+            ValueError: As raised by one shard for all rows, or if these cannot be split among the
                 shards.
         """
-        slots, _ = self._check_slots(slots)
-        count = slots.index.shape[0]
-        steps = self.shards.step_axes
-        field = fields.stored(self.shards.data, path, self.shards.have)
-        value, _ = storage.check(field, value, "value", (count, *steps), 2)
-        taken = common.check_mask(mask, (count,), steps)
-        rows = (slots, None, value, taken)
+        if not operation.by_member:
+            raise operation.lacking(
+                self,
+                "ask each shard, which is a buffer: "
+                f"jax.vmap(lambda shard: shard.{operation.name}(...))(sharded.shards)",
+            )
+        answer = on_shards.checked(self.shards, operation, given)
+        rows, slots = on_shards.arrays(self.shards, operation, given), operation.slots
+        if slots is None:
+            return on_shards.each(self, lambda one, rows: operation.of(one, given | rows), (rows,))
+        at, mask = rows[slots], rows.get("mask")
+        self._check_rows(slots, at.index.shape[0])
+        if mask is not None and mask.ndim == 1:
+            # Rows that are masked out travel as slots that are out of range.
+            index = jnp.where(rows.pop("mask"), at.index, self.capacity)
+            rows[slots], given = at.replace(index=index), given | {"mask": None}
 
-        def change(shard: Body, slots: Slots, value: PyTree[Array], mask: Array) -> Body:
-            return shard.set_field(path, slots, value, mask=mask)
+        def of(shard: Body, number: Array, rows: dict[str, Any]) -> Any:
+            own = on_shards.own_slots(rows[slots], number, shard.capacity)
+            return operation.of(shard, given | rows | {slots: own})
 
-        return on_shards.tell(self, rows, change)
+        if operation.changes:
+            return on_shards.tell(self, rows, of)
+        return jax.tree.map(
+            lambda leaf, like: leaf.astype(like.dtype), on_shards.answers(self, rows, of), answer
+        )
 
-    @program(static=("path", "fn", "batch_size"))
-    def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
-        """Computes one field of all items, or steps, anew, each where it is; see ``ItemBuffer``.
-
-        Each call from Python traces ``fn`` and compiles anew.
-
-        Raises:
-            ValueError: When traced, as raised by the shards.
-        """
-        fn, count = write_back.check_function(fn), sizes.check_count("batch_size", batch_size)
-        return on_shards.each(self, lambda shard: shard.map_field(path, fn, batch_size=count))
-
-    @program()
-    def update_score(
-        self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
-    ) -> Self:
-        """Sets the scores of sampled items, on any device; see ``ItemBuffer``.
-
-        Raises:
-            ValueError: When traced, if the sampler does not use scores, ``B`` is not a multiple of
-                ``S``, or a shape differs.
-        """
-        slots, taken = self._check_slots(slots, mask)
-        shape = slots.index.shape
-        score = storage.check_rows(score, "score", shape, np.float32, "that of slots")
-        rows = (slots, taken, score)
-        return on_shards.tell(self, rows, Body.update_score)
-
-    @program()
-    def remove(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
-        """Removes sampled items, or windows, on any device; see ``ItemBuffer``.
-
-        Raises:
-            ValueError: When traced, if the shards have no ``Removable``, ``B`` is not a multiple of
-                ``S``, or a shape differs.
-        """
-        rows = self._check_slots(slots, mask)
-        return on_shards.tell(self, rows, Body.remove)
-
-    @program()
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Returns whether sampled items, or windows, are still there, ``[B]``.
-
-        Raises:
-            ValueError: If ``B`` is not a multiple of ``S``.
-        """
-        slots, _ = self._check_slots(slots)
-        return on_shards.ask(self, slots, on_shards.held) > 0
-
-    @program()
     def get(self, slots: Slots) -> Sample:
-        """Returns items, or windows, by the slots of an earlier sample; see ``ItemBuffer``.
-
-        Each row is sent to the device of its slot.
-
-        Raises:
-            ValueError: If ``B`` is not a multiple of ``S``.
-        """
-        slots, _ = self._check_slots(slots)
+        slots = common.check_slots(slots)
+        self._check_rows("slots", slots.index.shape[0])
         return draw.get(self, slots)
 
-    @program()
-    def slots_at(self, env_ids: Int[Array, "..."], positions: Integer[Array, "..."]) -> Slots:
-        """Returns the slots of the windows that start at steps; see ``TrajectoryBuffer``.
-
-        Environments are numbered through all shards. The number of steps is a multiple of ``S``.
-
-        Raises:
-            ValueError: When traced, if the shards hold no windows, the number of steps is not a
-                multiple of ``S``, or an argument does not hold integers.
-        """
+    def slots_at(
+        self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
+    ) -> Slots:
         self._need_windows("slots_at")
         env, position, shape = broadcast_steps(env_ids, positions)
         self._check_rows("env_ids", env.shape[0])
         found = on_shards.slots_at(self, env, position)
         return jax.tree.map(lambda leaf: leaf.reshape(shape), found)
 
-    @program()
-    def mark_used(self, slots: Slots, *, mask: Bool[Array, " B"] | None = None) -> Self:
-        """Counts a use of each sampled item, on any device; see ``ItemBuffer``.
+    def clear(self, envs: Envs = None) -> Self:
+        if envs is None:
+            return on_shards.each(self, lambda shard: shard.clear())
+        self._need_windows("clear")
+        return on_shards.of_envs(self, self._mask_of(envs), lambda shard, mask: shard.clear(mask))
 
-        Raises:
-            ValueError: When traced, if the shards have no ``Freshness``, ``B`` is not a multiple of
-                ``S``, or a shape differs.
-        """
-        self.shards.need("counts_uses", "mark_used was called, but ")
-        rows = self._check_slots(slots, mask)
-        return on_shards.tell(self, rows, Body.mark_used)
+    def end_episodes(self, envs: Envs = None) -> Self:
+        self._need_episodes("end_episodes")
+        return on_shards.of_envs(
+            self, self._mask_of(envs), lambda shard, mask: shard.end_episodes(mask)
+        )
 
-    @program()
-    def set_version(
-        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
-    ) -> Self:
-        """Sets the learner's version in all shards; see ``ItemBuffer``.
+    def drop_newest_episode(self, envs: Envs = None) -> Self:
+        self._need_episodes("drop_newest_episode")
+        return on_shards.of_envs(
+            self, self._mask_of(envs), lambda shard, mask: shard.drop_newest_episode(mask)
+        )
 
-        Raises:
-            ValueError: When traced, if the shards have no ``Freshness``, or an argument is not an
-                integer that fits int32.
-        """
-        self.shards.need("uses_version", "set_version was called, but ")
-        given = retire.check_version(version, session)
-        return on_shards.each(self, Body.set_version, given)
-
-    @program()
-    def use_count(self, slots: Slots) -> Int[Array, " B"]:
-        """Returns the number of uses of each sampled item, ``[B]``; 0 if the item has left.
-
-        Raises:
-            ValueError: If the shards have no ``Freshness``, or ``B`` is not a multiple of ``S``.
-        """
-        self.shards.need("counts_uses", "use_count was called, but ")
-        return on_shards.ask(self, self._check_slots(slots)[0], Body.use_count)
-
-    @program()
-    def staleness(self, slots: Slots) -> Int[Array, " B"]:
-        """Returns the staleness of each sampled item, in versions, ``[B]``; 0 if the item has left.
-
-        Raises:
-            ValueError: If the shards have no ``Freshness``, or ``B`` is not a multiple of ``S``.
-        """
-        self.shards.need("uses_version", "staleness was called, but ")
-        return on_shards.ask(self, self._check_slots(slots)[0], Body.staleness)
-
-    @program()
-    def clear(self) -> Self:
-        """Returns the buffer without items; earlier slots remain stale, counters are kept."""
-        return on_shards.each(self, on_shards.clear)
-
-    @program()
-    def end_episodes(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
-        """Ends open episodes in all shards; see ``TrajectoryBuffer``.
-
-        Args:
-            envs: The environments, in the order of the rows of ``add``: a mask, or numbers ``[K]``.
-                None means all. Inside ``shard_map`` these are the environments of the device.
-
-        Raises:
-            ValueError: If the shards have no ``Episodes``, or, when traced, if ``envs`` is neither
-                a mask nor numbers.
-        """
-        mask = self._check_envs("end_episodes", envs)
-        return on_shards.of_envs(self, mask, TrajectoryBuffer.end_episodes)
-
-    @program()
-    def drop_newest_episode(self, envs: Int[Array, " K"] | Bool[Array, " E"] | None = None) -> Self:
-        """Removes the newest episodes in all shards; see ``TrajectoryBuffer``.
-
-        Args:
-            envs: The environments, as for ``end_episodes``.
-
-        Raises:
-            ValueError: If the shards have no ``Episodes``, or, when traced, if ``envs`` is neither
-                a mask nor numbers.
-        """
-        mask = self._check_envs("drop_newest_episode", envs)
-        return on_shards.of_envs(self, mask, TrajectoryBuffer.drop_newest_episode)
-
-    @program()
     def metrics(self) -> dict[str, Array]:
         """Returns the metrics of all shards together, as scalars.
 
@@ -489,42 +349,6 @@ class Sharded(Shards):
     def _occupied(self) -> Int[Array, ""]:
         return on_shards.total(self, on_shards.occupied)
 
-    next_batch = absent("next_batch", "use sample, or make each shard a buffer of its own")
-    dequeue, gather, gather_all, get_field, latest, locate, sample_range, episode, episode_mask = (
-        absent(
-            name,
-            "ask each shard, which is a buffer: "
-            f"jax.vmap(lambda shard: shard.{name}(...))(sharded.shards)",
-        )
-        for name in (
-            "dequeue",
-            "gather",
-            "gather_all",
-            "get_field",
-            "latest",
-            "locate",
-            "sample_range",
-            "episode",
-            "episode_mask",
-        )
-    )
-
-    def _check_slots(
-        self, slots: Slots, mask: Bool[Array, " B"] | None = None
-    ) -> tuple[Slots, Bool[Array, " B"] | None]:
-        """Returns slots and a mask for programs on the shards.
-
-        Raises:
-            ValueError: If they are not slots, cannot be split evenly among the shards, or ``mask``
-                has another shape.
-        """
-        slots = common.check_slots(slots)
-        shape = slots.index.shape
-        self._check_rows("slots", shape[0])
-        if mask is not None:
-            mask = common.check_mask(mask, shape)
-        return slots, mask
-
     def _need_windows(self, method: str) -> None:
         """Checks that the shards hold windows.
 
@@ -537,20 +361,21 @@ class Sharded(Shards):
                 "shards that are a jaxbuf.TrajectoryBuffer"
             )
 
-    def _check_envs(self, method: str, envs: object) -> Bool[Array, " E"]:
-        """Returns a mask of the environments that are here.
+    def _need_episodes(self, method: str) -> None:
+        """Checks that the shards know their episodes.
 
         Raises:
-            ValueError: If the shards have no ``Episodes``, or ``envs`` is neither a mask nor
-                numbers.
+            ValueError: If they do not.
         """
-        shards = self.shards
-        if shards.episodes is None:
+        if self.shards.episodes is None:
             raise ValueError(
                 f"{method} was called, but the shards know no episodes; create each with "
                 "jaxbuf.TrajectoryBuffer.create(..., episodes=jaxbuf.Episodes())"
             )
-        return mask_of(envs, here_of(shards) * shards.num_envs)
+
+    def _mask_of(self, envs: Envs) -> Bool[Array, " E"]:
+        """Returns a mask of the environments that are here, in the order of the rows of ``add``."""
+        return mask_of(envs, here_of(self.shards) * self.shards.num_envs)
 
     def _check_rows(self, name: str, rows: int) -> None:
         """Raises ValueError if rows cannot be split evenly among the shards that are here."""

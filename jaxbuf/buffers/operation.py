@@ -1,0 +1,138 @@
+"""Operations of buffers: said once, beside their signatures and docstrings, what they are."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, Unpack
+
+from jaxbuf.core import checks
+from jaxbuf.core.program import About, Program
+from jaxbuf.core.types import Function
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation of buffers, as wrappers and compiled programs see it.
+
+    Attributes:
+        declared: The method that declares its name, its signature and its docstring.
+        about: What its program must know; see ``jaxbuf.core.program.About``.
+        slots: The argument that holds the slots of rows ``[B]``; None if it has none.
+        needs: What a buffer must be able to do; one of its ``abilities``.
+        changes: Whether it returns the changed buffer, alone or first of all; else it returns a
+            value for each row, or a sample.
+        rows: The argument that says how many rows the sample has that it returns; None if it
+            returns none.
+        by_member: Whether a wrapper of several buffers performs it in each of them, with the slots
+            of its own rows. It overrides other operations, or lacks them.
+    """
+
+    declared: Function
+    about: About
+    slots: str | None
+    needs: str
+    changes: bool
+    rows: str | None
+    by_member: bool
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters by name, without ``self``."""
+        _, *named = inspect.signature(self.declared).parameters.values()
+        return {parameter.name: parameter for parameter in named}
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names of the parameters that may be passed by position."""
+        kinds = self.parameters.items()
+        return [name for name, x in kinds if x.kind is x.POSITIONAL_OR_KEYWORD]
+
+    @functools.cached_property
+    def required(self) -> list[str]:
+        """The names of those among them that must be passed."""
+        return [
+            name for name in self.names if self.parameters[name].default is inspect.Parameter.empty
+        ]
+
+    @property
+    def name(self) -> str:
+        """The name of the method."""
+        return self.declared.__name__
+
+    def bind(self, buffer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments that a call passes, by name.
+
+        Raises:
+            TypeError: If an argument is missing, or one is given that the operation does not take.
+        """
+        given = dict(zip(self.names, args, strict=False)) | options
+        known = given.keys() <= self.parameters.keys() or "options" in self.parameters
+        if known and len(given) == len(args) + len(options) and given.keys() >= {*self.required}:
+            return given
+        try:
+            inspect.signature(self.declared).bind(buffer, *args, **options)
+        except TypeError as error:
+            raise TypeError(f"{type(buffer).__name__}.{self.name}() {error}") from None
+        raise AssertionError(self.name)
+
+    def of(self, buffer: Any, given: dict[str, Any]) -> Any:
+        """Returns the result of the operation of another buffer, for arguments by name."""
+        args = [given[name] for name in self.required]
+        return getattr(buffer, self.name)(*args, **self.options(given))
+
+    def options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments that are not required and not None, by name."""
+        return {
+            name: value
+            for name, value in given.items()
+            if name not in self.required and value is not None
+        }
+
+    def lacking(self, buffer: object, remedy: str) -> ValueError:
+        """Returns an error that says what to use in place of an operation that a buffer lacks."""
+        return ValueError(
+            f"{self.name} was called, but {checks.kind_of(buffer)} has none; {remedy}"
+        )
+
+    def as_program(self, own: Callable[P, R], **about: Unpack[About]) -> Callable[P, R]:
+        """Returns a method that performs the operation, as a program."""
+        run = Program(own, **(self.about | about))
+
+        @functools.wraps(own)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            return run(args, options)
+
+        vars(call).update(program=run, operation=self)
+        return call
+
+
+def operation(
+    *,
+    slots: str | None = None,
+    needs: str = "contents",
+    changes: bool = True,
+    rows: str | None = None,
+    by_member: bool = True,
+    **about: Unpack[About],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator for the declaration of an operation; see ``Operation`` and ``About``.
+
+    A class that performs the operation overrides it. A class that does not, such as a wrapper, gets
+    it in its ``route``, with the arguments by name.
+    """
+
+    def decorate(declared: Callable[P, R]) -> Callable[P, R]:
+        made = Operation(declared, about, slots, needs, changes, rows, by_member)
+
+        @functools.wraps(declared)
+        def routed(self: Any, *args: Any, **options: Any) -> Any:
+            return self.route(made, made.bind(self, args, options))
+
+        # A wrapper has no such fields.
+        return made.as_program(routed, keeps=())
+
+    return decorate

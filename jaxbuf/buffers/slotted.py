@@ -1,0 +1,898 @@
+"""The interface of all buffers with slots: each operation is declared here, and nowhere else."""
+
+from typing import Any, Self, TypedDict, Unpack
+
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
+
+from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.buffers.lookups import Where
+from jaxbuf.buffers.operation import Operation, operation
+from jaxbuf.buffers.sample import Sample, Steps
+from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Dtype, Function
+from jaxbuf.strategies.episodes import Episode
+from jaxbuf.strategies.protocols import Draw, Support
+
+# Environments, as numbers or as a mask; None means all.
+Envs = Int[ArrayLike, " K"] | Bool[ArrayLike, " E"] | None
+
+
+class InsertOptions(TypedDict, total=False):
+    """The options of ``insert``, each of which some buffers take."""
+
+    priority: Float[ArrayLike, " B"] | None
+    score: Float[ArrayLike, " B"] | None
+    version: Int[ArrayLike, " B"] | None
+    session: Int[ArrayLike, " B"] | None
+    mask: Bool[ArrayLike, " B"] | None
+    part: int | None
+
+
+class AddOptions(InsertOptions, total=False):
+    """The options of ``add``, each of which some buffers take."""
+
+    env_ids: Int[ArrayLike, " K"] | None
+
+
+class SampleOptions(TypedDict, total=False):
+    """The options of ``sample``, each of which some buffers take."""
+
+    sequence_length: int | None
+
+
+# What the numbers of some arguments become.
+DTYPES: dict[str, Dtype] = {
+    "priority": np.dtype("float32"),
+    "score": np.dtype("float32"),
+    "version": np.dtype("int32"),
+    "session": np.dtype("int32"),
+    "mask": np.dtype("bool"),
+}
+# Priorities that are too large are refused and counted, row by row.
+INFINITE = ("priority",)
+
+
+def _known_options(buffer: Buffer, given: dict[str, Any]) -> dict[str, Any]:
+    return buffer.known_options(given)
+
+
+class SlottedBuffer(Buffer):
+    """A buffer whose items, or windows, are named by slots.
+
+    A class overrides the operations that it performs itself, without a decorator, and without a
+    docstring unless it differs: here they become programs. All others go to its ``route``.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, own in list(vars(cls).items()):
+            operation = getattr(vars(SlottedBuffer).get(name), "operation", None)
+            if operation is not None and not hasattr(own, "operation"):
+                keeps = operation.about.get("keeps", ())
+                known = getattr(cls, "__dataclass_fields__", ())
+                program = operation.as_program(own, keeps=tuple(x for x in keeps if x in known))
+                setattr(cls, name, program)
+
+    def route(self, operation: Operation, given: dict[str, Any]) -> Any:
+        """Performs an operation that this class does not override.
+
+        Args:
+            operation: The operation.
+            given: The arguments that were given, by name.
+
+        Raises:
+            ValueError: If the buffer lacks it; the message says what to use.
+        """
+        raise NotImplementedError
+
+    @operation(
+        by_member=False,
+        static=("part",),
+        stored=("items", "steps"),
+        before=_known_options,
+        dtypes=DTYPES,
+        infinite=INFINITE,
+    )
+    def add(self, items: PyTree[Array], **options: Unpack[AddOptions]) -> Self:
+        """Adds a batch of items; if there are more than ``capacity``, the last ones are kept.
+
+        Args:
+            items: The items, leaves ``[B, *shape]`` with the example's dtypes; for rings steps,
+                leaves ``[num_envs, *shape]`` or ``[num_envs, T, *shape]``, with options of
+                ``[num_envs]`` or ``[num_envs, T]``. Python's numbers are cast to the example's
+                dtypes, and NumPy's numbers of 64 bits to 32 if they fit.
+            **options: The following, as far as the buffer takes them.
+
+                * ``priority``: Priorities, ``[B]``, finite and not negative. A row with any other
+                  priority is refused and counted in ``metrics()["rejected"]``. By default new items
+                  get the larger of the sampler's ``initial_priority`` and the largest priority in
+                  the buffer.
+                * ``score``: Scores, ``[B]``, used by the sampler, evictor or diversity filter. May
+                  be infinite; a row with NaN is refused and counted in ``metrics()["rejected"]``.
+                * ``version``: Versions of the policies that generated the items, ``[B]`` int32, for
+                  ``Freshness``; by default the learner's version. A row that is too stale already
+                  is refused, evicts nothing, and is counted in ``metrics()["refused_stale"]``.
+                * ``session``: Sessions of the learner in which the items were generated, ``[B]``
+                  int32, for ``Freshness``; by default the learner's session. A row of another
+                  session is refused as too stale.
+                * ``mask``: A mask of the rows to add, ``[B]``; masked-out rows take no slot.
+                * ``env_ids``: The environments of the rows, ``[K]``, of a ``TrajectoryBuffer``.
+                * ``part``: The number of the part that gets the items, of a ``Mixture``; static.
+
+        Returns:
+            The buffer with the items.
+
+        Raises:
+            ValueError: When traced, if a structure, shape or dtype differs from the example, if an
+                option is given but not used by the buffer, or if ``score`` is missing.
+        """
+        raise NotImplementedError
+
+    @operation(
+        by_member=False,
+        static=("part",),
+        stored=("items",),
+        before=_known_options,
+        dtypes=DTYPES,
+        infinite=INFINITE,
+    )
+    def insert(self, items: PyTree[Array], **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
+        """Adds a batch of items, and returns their slots as well.
+
+        Args:
+            items: The items, leaves ``[B, *shape]``, as for ``add``.
+            **options: The options of ``add`` except ``env_ids``.
+
+        Returns:
+            The buffer with the items, and the slot of each row, ``[B]``. A row that was masked out
+            or refused, or that a later row of the same call has evicted, has index ``capacity``.
+
+        Raises:
+            ValueError: As raised by ``add``.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=jaxbuf.Prioritized())
+            >>> priority = jnp.array([1.0, jnp.nan, 1.0])
+            >>> buffer, slots = buffer.insert(jnp.arange(3), priority=priority)
+            >>> slots.index.tolist()
+            [0, 8, 1]
+        """
+        raise NotImplementedError
+
+    @operation(
+        by_member=False, changes=False, rows="batch_size", static=("batch_size", "sequence_length")
+    )
+    def sample(
+        self, key: PRNGKeyArray, batch_size: int, **options: Unpack[SampleOptions]
+    ) -> Sample:
+        """Draws a batch of items, or windows.
+
+        Args:
+            key: A PRNG key.
+            batch_size: The number of rows ``B``; static.
+            **options: ``sequence_length`` for a ``TrajectoryBuffer``, which says more about it.
+
+        Returns:
+            A ``Sample``. Its shapes do not depend on the contents of the buffer: rows that cannot
+            be drawn have ``valid`` False, probability 0 and index ``capacity``.
+
+        Raises:
+            ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
+                key, or the buffer does not take an option.
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, rows="batch_size", static=("batch_size",))
+    def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
+        """Draws the next batch of a pass over the buffer, with the sampler ``Shuffled``.
+
+        ``Staleness``, and a sampler of your own that defines ``on_draw``, is told which items were
+        drawn. With any other sampler this is ``sample``, and the buffer does not change.
+
+        Args:
+            key: A PRNG key.
+            batch_size: The number of rows ``B``; static.
+
+        Returns:
+            The new buffer, which records the items, or windows, drawn in this pass, and a
+            ``Sample``. If fewer than ``B`` items are left in the pass, the last rows are invalid.
+
+        Raises:
+            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` is not a
+                single key.
+        """
+        raise NotImplementedError
+
+    @operation(slots="slots", needs="priorities", keeps=("data",), dtypes=DTYPES, infinite=INFINITE)
+    def update_priority(
+        self,
+        slots: Slots,
+        priority: Float[ArrayLike, " B"],
+        *,
+        mask: Bool[ArrayLike, " B"] | None = None,
+    ) -> Self:
+        """Sets the priorities of sampled items, or windows.
+
+        A row is dropped if it is invalid or masked out, or if its item has been overwritten since
+        it was sampled (for a window: any of its steps). If several rows name the same item, the
+        last accepted one wins.
+
+        Args:
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            priority: Their new priorities, ``[B]``. Rows with a NaN, negative or infinite priority
+                are refused and counted in ``metrics()["rejected"]``.
+            mask: A mask of the rows to use, ``[B]``.
+
+        Returns:
+            The buffer with the new priorities.
+
+        Raises:
+            ValueError: When traced, if the sampler has no priorities, or a shape differs.
+        """
+        raise NotImplementedError
+
+    @operation(slots="slots", static=("path",), stored=("value",), dtypes=DTYPES)
+    def set_field(
+        self,
+        path: str | None,
+        slots: Slots,
+        value: PyTree[Array],
+        *,
+        mask: Bool[ArrayLike, "..."] | None = None,
+    ) -> Self:
+        """Changes one field of sampled items, or of the steps of sampled windows.
+
+        A row is dropped if it is invalid or masked out, or if its item has left since it was
+        sampled; a window leaves as a whole. If several rows name the same item, or windows share a
+        step, the last accepted one wins. Of a window that is padded at the end of its episode (see
+        ``Episodes``), only the real steps are written.
+
+        Args:
+            path: The name of the field: the keys, attributes or indices that lead to it, with dots
+                between them. A key may have dots itself, such as ``"observation.state"``. It may
+                also name a part of an item that holds several fields; None writes whole items.
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            value: The new values, leaves ``[B, *shape]`` with the example's dtypes; for windows
+                ``[B, sequence_length, *shape]``.
+            mask: A mask of the rows to write, ``[B]``; for windows also of their steps,
+                ``[B, sequence_length]``.
+
+        Returns:
+            The buffer with the new values.
+
+        Raises:
+            ValueError: When traced, if there is no such field, a structure, shape or dtype differs,
+                or a part does not allow the change: ``Episodes`` refuses its flags, and rewards
+                whose returns it records.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> item = {"obs": jnp.float32(0), "value": jnp.float32(0)}
+            >>> buffer = jaxbuf.ItemBuffer.create(item, 8)
+            >>> buffer = buffer.add({"obs": jnp.arange(3.0), "value": jnp.zeros(3)})
+            >>> batch = buffer.latest(2)
+            >>> buffer = buffer.set_field("value", batch.slots, 10 * batch.data["obs"])
+            >>> buffer.latest(3).data["value"].tolist()
+            [0.0, 10.0, 20.0]
+        """
+        raise NotImplementedError
+
+    @operation(static=("path", "fn", "batch_size"))
+    def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
+        """Computes one field of all items, or of all steps, anew.
+
+        Items are changed in place, ``batch_size`` at a time, which limits the memory that ``fn``
+        needs; under ``jax.vmap``, the field is copied once. This includes steps whose windows are
+        not drawn because they have retired, were removed, or are not complete.
+
+        Each call from Python traces ``fn`` and compiles anew, because ``fn`` may compute something
+        else by now. To compile once for all calls, call it inside your own ``jax.jit``, with the
+        parameters that ``fn`` reads as an argument: there, ``fn`` is traced with the rest of your
+        program. It runs once for each batch, so ``jax.debug.callback`` in it can report progress.
+
+        Args:
+            path: The name of the field, as for ``set_field``.
+            fn: A function of items, leaves ``[B, *shape]``, which returns their new values; of a
+                ``TrajectoryBuffer`` it gets single steps, without an axis of time. For an empty
+                slot it gets some item a second time, and the result is dropped, so the cost does
+                not depend on how many slots are empty.
+            batch_size: The number ``B`` of items for each call; static.
+
+        Returns:
+            The buffer with the new values.
+
+        Raises:
+            ValueError: When traced, if there is no such field, ``fn`` is not a function or returns
+                values of another structure, shape or dtype, ``batch_size`` is not an integer of at
+                least 1, or a part does not allow the change: ``Episodes`` refuses its flags. It
+                computes recorded returns anew.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> step = {"obs": jnp.float32(0), "reward": jnp.float32(0)}
+            >>> rings = jaxbuf.TrajectoryBuffer.create(step, num_envs=1, length=4)
+            >>> rings = rings.add({"obs": jnp.arange(3.0)[None], "reward": jnp.zeros((1, 3))})
+            >>> rings = rings.map_field("reward", lambda steps: -steps["obs"])
+            >>> rings.latest(3).data["reward"][:, 0].tolist()
+            [-0.0, -1.0, -2.0]
+        """
+        raise NotImplementedError
+
+    @operation(slots="slots", needs="scores", keeps=("data",), dtypes=DTYPES)
+    def update_score(
+        self,
+        slots: Slots,
+        score: Float[ArrayLike, " B"],
+        *,
+        mask: Bool[ArrayLike, " B"] | None = None,
+    ) -> Self:
+        """Sets the scores of sampled items, by which samplers draw and evictors choose.
+
+        Rows are dropped, and the last accepted one of several wins, as in ``update_priority``. The
+        order of arrival, which decides between equal scores, does not change.
+
+        Args:
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            score: Their new scores, ``[B]``. May be infinite, as in ``add``; rows with a NaN are
+                refused and counted in ``metrics()["rejected"]``.
+            mask: A mask of the rows to use, ``[B]``.
+
+        Returns:
+            The buffer with the new scores.
+
+        Raises:
+            ValueError: When traced, if no part of the buffer uses scores, or a shape differs.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, evictor=jaxbuf.Lowest())
+            >>> buffer, slots = buffer.insert(jnp.arange(3), score=jnp.array([1.0, 2.0, 3.0]))
+            >>> buffer = buffer.update_score(slots, jnp.array([4.0, 2.0, 0.0]))
+            >>> sorted(buffer.add(jnp.array([7]), score=jnp.array([1.0])).data.tolist())
+            [0, 1, 7]
+        """
+        raise NotImplementedError
+
+    @operation(slots="slots", needs="removal", keeps=("data",), dtypes=DTYPES)
+    def remove(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
+        """Removes sampled items, or windows; the steps of windows stay.
+
+        Their slots are stale from now on. A row is dropped if it is invalid or masked out, or if
+        its item has left already.
+
+        Args:
+            slots: The slots of the items, ``sample.slots``, ``[B]``.
+            mask: A mask of the rows to remove, ``[B]``.
+
+        Returns:
+            The buffer without them. With ``Removable``, their number is counted in
+            ``metrics()["removed"]``.
+
+        Raises:
+            ValueError: When traced, if the buffer has neither ``Removable`` nor another part that
+                removes items, or a shape differs.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, parts=(jaxbuf.Removable(),))
+            >>> buffer, slots = buffer.insert(jnp.arange(3))
+            >>> buffer = buffer.remove(slots, mask=jnp.array([False, True, False]))
+            >>> buffer.holds(slots).tolist(), int(buffer.size)
+            ([True, False, True], 2)
+        """
+        raise NotImplementedError
+
+    @operation(slots="slots", changes=False, keeps=("data",))
+    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+        """Returns whether sampled items are still there, and whether windows can be drawn, ``[B]``.
+
+        Raises:
+            ValueError: When traced, if ``slots`` are not the slots of a sample, ``[B]``.
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, slots="slots", changes=False, rows="slots")
+    def get(self, slots: Slots) -> Sample:
+        """Returns items, or windows, by the slots of an earlier sample.
+
+        Args:
+            slots: The slots, ``sample.slots``, ``[B]``.
+
+        Returns:
+            A ``Sample`` with their present data. Rows whose item has left are invalid, with index
+            ``capacity`` and probability 0. The ``probability`` of other rows is that of a draw by
+            the sampler; 0 for a sampler of your own that is not a ``KnownSampler``.
+
+        Raises:
+            ValueError: When traced, if ``slots`` are not the slots of a sample, ``[B]``.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4)
+            >>> buffer, slots = buffer.insert(jnp.arange(4))
+            >>> batch = buffer.add(jnp.array([4, 5])).get(slots)
+            >>> batch.valid.tolist(), batch.data[2:].tolist()
+            ([False, False, True, True], [2, 3])
+        """
+        raise NotImplementedError
+
+    @operation(slots="slots", needs="freshness", keeps=("data",), dtypes=DTYPES)
+    def mark_used(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
+        """Counts a use of each sampled item, or window, and retires items used ``max_use`` times.
+
+        Args:
+            slots: The slots of the items, ``sample.slots``, ``[B]``. An item that occurs twice is
+                counted twice. Rows whose item has since been overwritten or retired are dropped.
+            mask: A mask of the rows to use, ``[B]``.
+
+        Returns:
+            The buffer with the new counts, without the items that have retired.
+
+        Raises:
+            ValueError: When traced, if the buffer has no ``Freshness``, or a shape differs.
+        """
+        raise NotImplementedError
+
+    @operation(needs="freshness", keeps=("data",), dtypes=DTYPES)
+    def set_version(
+        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
+    ) -> Self:
+        """Sets the learner's version, and retires the items that have become too stale.
+
+        Args:
+            version: The learner's version, an integer that fits int32; usually one more than
+                before.
+            session: The number of the learner's run. If it changes, versions start over, and all
+                items retire. None keeps the present session.
+
+        Returns:
+            The buffer without the items that have become too stale.
+
+        Raises:
+            ValueError: When traced, if the buffer has no ``Freshness``, or an argument is not an
+                integer that fits int32.
+        """
+        raise NotImplementedError
+
+    @operation(slots="slots", needs="freshness", changes=False, keeps=("data",))
+    def use_count(self, slots: Slots) -> Int[Array, " B"]:
+        """Returns the number of uses of each sampled item, ``[B]``; 0 if the item has left.
+
+        Raises:
+            ValueError: If the buffer has no ``Freshness``.
+        """
+        raise NotImplementedError
+
+    @operation(slots="slots", needs="freshness", changes=False, keeps=("data",))
+    def staleness(self, slots: Slots) -> Int[Array, " B"]:
+        """Returns the staleness of each sampled item, in versions, ``[B]``; 0 if the item has left.
+
+        Raises:
+            ValueError: If the buffer has no ``Freshness``.
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False)
+    def clear(self, envs: Envs = None) -> Self:
+        """Returns the buffer without its items, or rings without the steps of some environments.
+
+        Slots sampled before remain stale; positions and counters keep their values.
+
+        Args:
+            envs: The environments to clear, as a mask ``[num_envs]`` or as numbers ``[K]``, of
+                which numbers out of range are ignored. None clears all, and then the result shares
+                no array with the original, so that either may be donated.
+
+        Raises:
+            ValueError: When traced, if ``envs`` is neither a mask nor numbers, or is given and
+                there are no environments.
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, changes=False, static=("n",), rows="n")
+    def latest(self, n: int) -> Sample:
+        """Returns the ``n`` newest items, or the ``n`` newest windows of every ring.
+
+        Args:
+            n: The number of items, or of windows of each ring; static.
+
+        Returns:
+            A ``Sample`` with leaves ``[n, ...]``, or ``[num_envs * n, sequence_length, ...]``,
+            ordered by ring and then from the oldest to the newest. If a ring holds fewer than
+            ``n``, its last rows are invalid.
+
+        Raises:
+            ValueError: If the evictor does not keep the order of insertion, or ``n`` is not an
+                integer from 1 to the number of slots (of each ring).
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sequence_length=2)
+            >>> buffer = buffer.add(jnp.arange(12).reshape(2, 6))
+            >>> buffer.latest(2).data.tolist()
+            [[3, 4], [4, 5], [9, 10], [10, 11]]
+        """
+        raise NotImplementedError
+
+    @operation(
+        by_member=False,
+        changes=False,
+        static=("batch_size", "by_priority", "replacement"),
+        rows="batch_size",
+    )
+    def sample_range(
+        self,
+        key: PRNGKeyArray,
+        batch_size: int,
+        start: int | Int[Array, ""] | None = None,
+        stop: int | Int[Array, ""] | None = None,
+        *,
+        by_priority: bool = False,
+        replacement: bool = False,
+    ) -> Sample:
+        """Draws a batch from a range of ages, independently of the sampler.
+
+        A ``TrajectoryBuffer`` draws windows, from the same range of ages in every ring.
+
+        Args:
+            key: A PRNG key.
+            batch_size: The number of rows ``B``; static.
+            start: The start of the range, as in a slice of a list of the items from the oldest to
+                the newest: ``-10`` means the ten newest. May be traced.
+            stop: The end of the range, as in such a slice.
+            by_priority: Whether to draw the items of the range with probabilities proportional to
+                those of the sampler, instead of equal ones; static. If these are all 0, the draw is
+                uniform. It costs a pass over all slots.
+            replacement: Whether a batch may hold an item twice; static.
+
+        Returns:
+            A ``Sample`` in order of age, ring by ring.
+
+            * Without replacement (the default) its items are different. Unless ``by_priority`` is
+              set, they are also evenly spread over the range, one from each of ``B`` equal parts.
+              If the range holds at most ``B`` items (with a probability above 0), all of them are
+              drawn, and the other rows are invalid.
+            * With replacement rows are independent; with ``by_priority``, one is drawn from each of
+              ``B`` equal parts of the probability. Rows are invalid only if the range is empty.
+
+            ``probability`` is the probability of a single draw from the range.
+
+        Raises:
+            ValueError: If the evictor does not keep the order of insertion, ``batch_size`` is not
+                an integer of at least 1, a flag is neither True nor False, or ``by_priority`` is
+                True and the sampler has no priorities.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity=8)
+            >>> buffer = buffer.add(jnp.arange(12))
+            >>> buffer.sample_range(jax.random.key(0), 4, -4).data.tolist()
+            [8, 9, 10, 11]
+            >>> sampler = jaxbuf.Prioritized(alpha=1.0)
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity=8, sampler=sampler)
+            >>> buffer = buffer.add(jnp.arange(5), priority=jnp.array([9.0, 0.0, 1.0, 3.0, 12.0]))
+            >>> batch = buffer.sample_range(
+            ...     jax.random.key(0), 16, -4, by_priority=True, replacement=True
+            ... )
+            >>> jnp.bincount(batch.data, length=5).tolist()
+            [0, 0, 1, 3, 12]
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, changes=False, rows="draw")
+    def gather(self, draw: Draw) -> Sample:
+        """Returns the items, or windows, of a draw.
+
+        Args:
+            draw: The draw, such as one by a sampler that the buffer does not have.
+
+        Returns:
+            A ``Sample``, whose invalid rows have probability 0 and index ``capacity``. Rows of the
+            draw whose slot holds no item, or no complete window, are invalid as well.
+
+        Raises:
+            ValueError: If ``draw`` is not a ``jaxbuf.strategies.Draw``, or its fields have other
+                shapes or dtypes.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=jaxbuf.Prioritized())
+            >>> buffer = buffer.add(jnp.arange(3))
+            >>> sampler = jaxbuf.Uniform(replacement=False)
+            >>> draw = sampler.draw((), jax.random.key(0), 3, buffer.occupancy)
+            >>> sorted(buffer.gather(draw).data.tolist())
+            [0, 1, 2]
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, changes=False, static=("ignore_earliest",))
+    def gather_all(self, *, ignore_earliest: bool = True) -> Steps:
+        """Returns all steps held, in order of time.
+
+        Args:
+            ignore_earliest: Whether to leave out the ``num_earliest_ignored`` earliest steps of
+                each ring.
+
+        Returns:
+            ``Steps`` with leaves ``[num_envs, length, ...]``. The rows of a ring begin with its
+            earliest step, and rows past the newest step are invalid.
+
+        Raises:
+            ValueError: If ``ignore_earliest`` is neither True nor False.
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, static=("n",))
+    def dequeue(self, n: int, *, mask: Bool[ArrayLike, " E"] | None = None) -> tuple[Self, Steps]:
+        """Removes the ``n`` earliest steps from every ring.
+
+        Args:
+            n: The largest number of steps to remove from each environment; static.
+            mask: A mask of the environments, ``[num_envs]``; None for all.
+
+        Returns:
+            The buffer without these steps, and ``Steps`` with leaves ``[num_envs, n, ...]``, the
+            earliest first. If a ring holds fewer steps, all of them are removed, and its other rows
+            are invalid. Windows that lost a step are no longer drawn.
+
+        Raises:
+            ValueError: If ``n`` is not an integer from 1 to ``length``.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.float32(0), num_envs=1, length=4)
+            >>> buffer, steps = buffer.add(jnp.arange(2.0, 10.0)[None]).dequeue(2)
+            >>> steps.data.tolist(), int(buffer.size)
+            ([[6.0, 7.0]], 2)
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, slots="slots", needs="environments", changes=False, keeps=("data",))
+    def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+        """Returns the environment of each sampled window, and the position of its first step.
+
+        Both have shape ``[B]``. The environment of an invalid row, and of a window whose first step
+        is no longer held, is ``num_envs``.
+
+        Raises:
+            ValueError: When traced, if ``slots`` are not the slots of a sample.
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, needs="environments", changes=False, keeps=("data",))
+    def slots_at(
+        self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
+    ) -> Slots:
+        """Returns the slots of the windows that start at these steps, the inverse of ``locate``.
+
+        Args:
+            env_ids: The environments of the steps, integers of any shape that broadcasts with
+                ``positions``.
+            positions: The positions of the steps, as in ``locate``, ``earliest_position`` and
+                ``end_position``.
+
+        Returns:
+            Slots of the same shape, for ``get``, ``set_field``, ``update_priority`` and others.
+            Where no window starts that can be drawn, they have index ``capacity``.
+
+        Raises:
+            ValueError: When traced, if an argument does not hold integers.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sequence_length=2)
+            >>> buffer = buffer.add(jnp.arange(12).reshape(2, 6))
+            >>> slots = buffer.slots_at(jnp.array([0, 1, 1]), jnp.array([2, 4, 5]))
+            >>> batch = buffer.get(slots)
+            >>> batch.valid.tolist(), batch.data[:2].tolist()
+            ([True, True, False], [[2, 3], [10, 11]])
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, needs="environments", changes=False, static=("path",))
+    def get_field(
+        self, path: str, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
+    ) -> PyTree[Array]:
+        """Reads one field of single steps.
+
+        Args:
+            path: The name of the field, with dots between the names of nested fields. It may also
+                name a part of a step that holds several fields.
+            env_ids: The environments of the steps, integers of any shape that broadcasts with
+                ``positions``.
+            positions: The positions of the steps, as in ``locate``, ``earliest_position`` and
+                ``end_position``.
+
+        Returns:
+            The field, leaves ``[..., *shape]``; zeros if an environment does not exist, or a step
+            is not written yet or no longer held.
+
+        Raises:
+            ValueError: When traced, if there is no such field, or an argument does not hold
+                integers.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> step = {"obs": {"x": jnp.float32(0)}}
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, num_envs=2, length=3)
+            >>> buffer = buffer.add({"obs": {"x": jnp.arange(8.0).reshape(2, 4)}})
+            >>> buffer.earliest_position.tolist()
+            [1, 1]
+            >>> buffer.get_field("obs.x", jnp.array([0, 0, 1]), jnp.array([0, 1, 3])).tolist()
+            [0.0, 1.0, 7.0]
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, needs="episodes", changes=False)
+    def episode(self, where: Where, positions: Integer[ArrayLike, "..."] | None = None) -> Episode:
+        """Returns what is known of the episodes of sampled windows, or of single steps.
+
+        Under ``jax.jit``, fields that are not used cost nothing.
+
+        Args:
+            where: The slots of windows, ``sample.slots``, whose first steps are looked up; or
+                ``env_ids`` of single steps; or both environments and positions, as ``locate``
+                returns them.
+            positions: The positions of steps in these environments, with ``env_ids``, of any shape
+                that broadcasts with them.
+
+        Returns:
+            An ``Episode``, whose fields have the shape of the slots, or of the steps.
+
+        Raises:
+            ValueError: If the buffer was created without ``Episodes``, if positions are given with
+                slots or missing without them, or, when traced, if an argument does not hold
+                integers.
+
+        References:
+            The episode index of ALF's replay buffer, https://github.com/HorizonRobotics/alf, has
+            a method for each of these fields.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> step = {"life_lost": jnp.bool_(False), "over": jnp.bool_(False)}
+            >>> episodes = jaxbuf.Episodes(terminated="life_lost", last="over")
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=episodes)
+            >>> lost = jnp.array([[False, True, False, True, False]])
+            >>> over = jnp.array([[False, False, False, True, False]])
+            >>> buffer = buffer.add({"life_lost": lost, "over": over})
+            >>> episode = buffer.episode(jnp.array([0]), jnp.arange(5))
+            >>> episode.begin.tolist(), episode.to_end.tolist()
+            ([0, 0, 0, 0, 4], [3, 2, 1, 0, 0])
+            >>> episode.last_terminated.tolist()
+            [0, 1, 1, 3, 4]
+            >>> slots = buffer.sample(jax.random.key(0), 32).slots
+            >>> bool(jnp.all(buffer.episode(slots).to_end <= 3))
+            True
+        """
+        raise NotImplementedError
+
+    @operation(
+        slots="slots", needs="episodes", changes=False, static=("sequence_length",), keeps=("data",)
+    )
+    def episode_mask(
+        self, slots: Slots, *, sequence_length: int | None = None
+    ) -> Bool[Array, "B S"]:
+        """Returns a mask of the steps of sampled windows in the episode of the first step.
+
+        Args:
+            slots: ``sample.slots``, ``[B]``.
+            sequence_length: The ``sequence_length`` passed to ``sample``, if any; static.
+
+        Returns:
+            A mask ``[B, sequence_length]``; all False for a window that is not held any more.
+
+        Raises:
+            ValueError: If the ``boundary`` is ``"cross"``.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> step = {"terminated": jnp.bool_(False)}
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(
+            ...     step, 1, 4, sequence_length=4, episodes=jaxbuf.Episodes(boundary="mask")
+            ... )
+            >>> buffer = buffer.add({"terminated": jnp.array([[False, True, False, False]])})
+            >>> buffer.episode_mask(buffer.sample(jax.random.key(0), 1).slots).tolist()
+            [[True, True, False, False]]
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, needs="episodes")
+    def end_episodes(self, envs: Envs = None) -> Self:
+        """Ends the open episodes, as if they had been truncated at their newest steps.
+
+        The next step of these environments begins another episode. Use it when environments start
+        over although no flag says so: after ``jaxbuf.load``, or after a reset in the middle of an
+        episode. The newest step of an open episode becomes truncated and, with ``Episodes.last``,
+        the last one, also in the flags that the step holds. Recorded returns of the episode are
+        ``default_return``. Environments without an open episode do not change.
+
+        Args:
+            envs: The environments, as a mask ``[num_envs]`` or as numbers ``[K]``, of which numbers
+                out of range are ignored. None means all of them.
+
+        Returns:
+            The buffer, in which the next steps begin other episodes.
+
+        Raises:
+            ValueError: If the buffer was created without ``Episodes``, or, when traced, if ``envs``
+                is neither a mask nor numbers.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> step = {"terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=jaxbuf.Episodes())
+            >>> steps = {name: jnp.zeros((1, 3), bool) for name in step}
+            >>> buffer = buffer.add(steps).end_episodes().add(steps)
+            >>> buffer.episode(jnp.array([0]), jnp.arange(6)).begin.tolist()
+            [0, 0, 0, 3, 3, 3]
+            >>> buffer.data["truncated"].tolist()
+            [False, False, True, False, False, False, False, False]
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, needs="episodes", keeps=("data",))
+    def drop_newest_episode(self, envs: Envs = None) -> Self:
+        """Removes the steps of the newest episode of each environment, whether it has ended or not.
+
+        The next step takes the place of the first removed one, and begins an episode. Steps that
+        the removed ones had overwritten do not come back. All slots sampled from an environment
+        that loses steps become stale, and the positions of its other steps grow by ``length``.
+
+        Args:
+            envs: The environments, as for ``end_episodes``.
+
+        Returns:
+            The buffer without the steps of these episodes.
+
+        Raises:
+            ValueError: If the buffer was created without ``Episodes``, or, when traced, if ``envs``
+                is neither a mask nor numbers.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> step = {"t": jnp.int32(0), "terminated": jnp.bool_(False)}
+            >>> buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=jaxbuf.Episodes())
+            >>> ends = jnp.array([[False, True, False, False, False]])
+            >>> buffer = buffer.add({"t": jnp.arange(5)[None], "terminated": ends})
+            >>> buffer = buffer.drop_newest_episode()
+            >>> buffer.gather_all().data["t"][0, : int(buffer.size)].tolist()
+            [0, 1]
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, changes=False, keeps=("data",))
+    def support(self) -> Support:
+        """Returns the number of items, or windows, that can be drawn, and their least probability.
+
+        See ``jaxbuf.strategies.Support``.
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, changes=False, keeps=("data",))
+    def metrics(self) -> dict[str, Array]:
+        """Returns scalars to monitor; it costs one pass over the slots.
+
+        Returns:
+            A dict with the following entries, as far as they apply to the buffer. Counts are since
+            creation and wrap at 2**32.
+
+            * ``size``; ``windows``, the number of windows that can be drawn, for a
+              ``TrajectoryBuffer``, whose size is in steps; the counts ``adds`` and ``rejected``.
+            * ``effective_sample_size``, which is ``1 / Σ P²`` for the probabilities ``P`` of the
+              sampler.
+            * With priorities, ``priority_min``, ``priority_max`` and ``priority_mean`` of the live
+              items, computed from their masses.
+            * With scores, ``score_min``, ``score_max`` and ``score_mean``.
+            * With ``Diversity``, the counts of refused rows ``refused_low_score``,
+              ``refused_within_batch`` and ``refused_near_buffer``.
+            * With ``Freshness``, the learner's ``version``, the counts ``refused_stale``,
+              ``retired_used`` and ``retired_stale``, and ``use_max``, ``use_mean``,
+              ``staleness_max`` and ``staleness_mean`` of the live items.
+            * With ``Episodes(boundary="avoid")``, the count ``refused_across_episodes`` of windows.
+            * The reasons and metrics of your own parts.
+        """
+        raise NotImplementedError
