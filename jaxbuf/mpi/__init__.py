@@ -34,7 +34,6 @@ from jaxbuf.mpi.layout import (  # noqa: E402
 )
 from jaxbuf.mpi.lock_step import LockStep  # noqa: E402
 from jaxbuf.mpi.manager import Manager  # noqa: E402
-from jaxbuf.mpi.replacement import Choice, Population, ReplaceWorst  # noqa: E402
 from jaxbuf.mpi.scores import (  # noqa: E402
     DEFAULT,
     NewModes,
@@ -58,7 +57,6 @@ __all__ = [
     "Baseline",
     "BaselineFilter",
     "Batch",
-    "Choice",
     "Communicators",
     "Drained",
     "ExchangeError",
@@ -70,8 +68,6 @@ __all__ = [
     "NewModes",
     "Novelty",
     "Percentile",
-    "Population",
-    "ReplaceWorst",
     "Reply",
     "Retained",
     "RewardSum",
