@@ -93,8 +93,6 @@ def _check_names(told: Sampler) -> None:
         ("Sampler", "on_change", ("on_add", "remove", "on_slide")),
         ("ShardableSampler", "with_global_default", ("lend",)),
     ):
-        if getattr(type(told), new, None) is Sampler.on_change:
-            continue  # This one calls the methods of before.
         # A class that defines the new method, or is derived from, may keep the old one beside it.
         for kind in type(told).__mro__:
             if new in vars(kind):
@@ -114,8 +112,7 @@ def check_removes(sampler: Sampler, what: str) -> None:
         ValueError: If it does not define ``on_change``.
     """
     for told in sampler.told:
-        hears = type(told).on_change is not Sampler.on_change or hasattr(told, "remove")
-        if told.uses_priority and not hears:
+        if told.uses_priority and type(told).on_change is Sampler.on_change:
             raise ValueError(
                 f"{told} cannot be told that {what}; give it a method on_change (see "
                 "jaxbuf.strategies.Sampler)"

@@ -1,6 +1,5 @@
-"""Arguments that name steps and environments, and old names of lookups of episodes."""
+"""Arguments that name steps and environments."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer, UInt
 
 from jaxbuf.buffers.common import check_slots
-from jaxbuf.core import checks, numbers, renamed, storage
+from jaxbuf.core import numbers, storage
 from jaxbuf.core.slots import Slots
 
 # What a lookup asks about: sampled windows, places that ``locate`` returned, or environments.
@@ -81,43 +80,3 @@ def broadcast_steps(
     env = jnp.broadcast_to(env, shape).reshape(-1)
     position = jnp.broadcast_to(position, shape).reshape(-1).astype(jnp.uint32)
     return env, position, shape
-
-
-def _old_lookup(old: str, field: str) -> Callable[..., Array]:
-    """Returns a method by the name that ``episode(where, positions).field`` had."""
-
-    def lookup(self: Any, where: Where, positions: Integer[Array, "..."] | None = None) -> Array:
-        renamed.warn(old, f"episode(where, positions).{field}")
-        found = getattr(self.episode(where, positions), field)
-        if found is None:
-            raise ValueError(
-                "record_return is False; create the buffer with "
-                "episodes=jaxbuf.Episodes(record_return=True)"
-            )
-        return found
-
-    lookup.__name__ = lookup.__qualname__ = old
-    lookup.__doc__ = f"Returns ``episode(where, positions).{field}``; deprecated."
-    return lookup
-
-
-class OldLookups:
-    """The old names of what ``episode`` returns, which still work in this version but warn."""
-
-    last_terminated_position = _old_lookup("last_terminated_position", "last_terminated")
-    steps_to_episode_end = _old_lookup("steps_to_episode_end", "to_end")
-    is_episode_first = _old_lookup("is_episode_first", "is_first")
-    is_episode_last = _old_lookup("is_episode_last", "is_last")
-    episode_return = _old_lookup("episode_return", "value")
-
-    def episode_begin_position(
-        self: Any,
-        where: Where,
-        positions: Integer[Array, "..."] | None = None,
-        *,
-        held: bool = False,
-    ) -> UInt[Array, "..."]:
-        """Returns ``episode(where, positions).begin``, or its ``held_begin``; deprecated."""
-        field = "held_begin" if checks.check_flag("held", held) else "begin"
-        renamed.warn("episode_begin_position", f"episode(where, positions).{field}")
-        return getattr(self.episode(where, positions), field)

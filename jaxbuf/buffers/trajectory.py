@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UI
 
 from jaxbuf.buffers import common, write_back
 from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
-from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
+from jaxbuf.buffers.lookups import Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Sample, Steps
 from jaxbuf.buffers.slotted import Envs
@@ -30,7 +30,7 @@ from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.uniform import Uniform
 
 
-class TrajectoryBuffer(OldLookups, Body):
+class TrajectoryBuffer(Body):
     """The last ``length`` steps of each of ``num_envs`` environments.
 
     Every environment has its own ring with its own write position, so that steps of any environment

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxbuf.buffers.created import is_created
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.segment_tree import NARROW, narrow, using_width, with_widths_of
@@ -168,8 +167,8 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
             and ``Part.move``.
 
     Raises:
-        FileNotFoundError: If there is no checkpoint.
-        ValueError: If the checkpoint is damaged, has a newer format, or does not match ``like``;
+        FileNotFoundError: If there is no checkpoint of version 0.2.0 or later.
+        ValueError: If the checkpoint is damaged, has another format, or does not match ``like``;
             the message names the differences.
 
     Example:
@@ -187,7 +186,7 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
     with versions.locked(folder, shared=True):
         found = versions.find(folder)
         if not found:
-            raise FileNotFoundError(f"there is no checkpoint in {path}")
+            raise FileNotFoundError(f"there is no checkpoint in {path} of jaxbuf 0.2.0 or later")
         with using_width(NARROW):
             tree = _load(found[-1], narrow(like), resize)
     if jax.tree.structure(tree) == jax.tree.structure(like):
@@ -209,7 +208,7 @@ def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
 
 def _load(version: Path, like: Tree, resize: bool) -> Tree:
     manifest = _read_manifest(version)
-    if type(manifest["format"]) is not int or not 1 <= manifest["format"] <= _FORMAT:
+    if manifest["format"] != _FORMAT:
         raise ValueError(
             f"the checkpoint {version} has format {manifest['format']}; this version of jaxbuf "
             f"reads formats up to {_FORMAT}"
@@ -218,25 +217,14 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
         leaves = dict(manifest["leaves"])
         saved = {name: _check_record(leaf) for name, leaf in leaves.items()}
         configuration = dict(manifest["configuration"])
-        if manifest["format"] > 1:
-            _need(0 < _integer(manifest["chunk"]) <= _CHUNK_BYTES)
+        _need(0 < _integer(manifest["chunk"]) <= _CHUNK_BYTES)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _damaged(version, "its manifest is incomplete or not one of jaxbuf") from error
     sized: Any = resizing.as_saved(like, configuration, saved) if resize else like
     target = earlier.as_saved(sized, saved, configuration)
     gone = {name for name in saved if earlier.was_empty(name, saved[name], configuration)}
     wanted = {name: leaf for name, leaf in saved.items() if name not in gone}
-    try:
-        _compare(version, configuration, wanted, target, resize)
-    except ValueError as error:
-        if manifest["format"] == 1 and any(
-            map(is_created, jax.tree.leaves(like, is_leaf=is_created))
-        ):
-            raise ValueError(
-                f"{error}. It was written by jaxbuf 0.1.0, whose buffers this version cannot load: "
-                "write their items to files with that version, and add them to a new buffer"
-            ) from None
-        raise
+    _compare(version, configuration, wanted, target, resize)
 
     names = [*structure.leaves(target, "like")]
     places = dict(zip(names, jax.tree.leaves(target), strict=True))
@@ -277,9 +265,9 @@ def _check_record(record: Any) -> Leaf:
             len(chunk) == len(whole) and all(0 < c <= n for c, n in zip(chunk, whole, strict=True))
         )
         _need(math.prod(chunk) * size < 2**62)
-    elif "bytes" in record or nbytes:
+    else:
         _integer(record["crc32"])
-        _need(record.get("bytes", nbytes) == nbytes)
+        _need(record["bytes"] == nbytes)
     return leaf
 
 
@@ -370,14 +358,11 @@ def _read_manifest(version: Path) -> dict[str, Any]:
     Raises:
         ValueError: If it cannot be read.
     """
-    path = version / "manifest.json"
-    # Format 1 was written by orbax.
-    old = not path.exists() and not version.name.startswith("jaxbuf-")
     try:
-        manifest, intact = records.read(version / "manifest" / "metadata" if old else path)
+        manifest, intact = records.read(version / "manifest.json")
     except (OSError, ValueError) as error:
         raise _damaged(version, "its manifest cannot be read") from error
-    if "format" not in manifest or not (intact or old):
+    if "format" not in manifest or not intact:
         raise _damaged(version, "its manifest is not what was saved")
     return manifest
 
@@ -563,8 +548,6 @@ def _read(version: Path, manifest: dict[str, Any]) -> Iterator[Callable[[Any], A
             continue
         if 0 in shape:
             array = np.zeros(0, np.uint8)
-        elif manifest["format"] == 1:
-            array = _read_orbax(version / "arrays", i, math.prod(shape) * size)
         else:
             index = (slice(at, at + leaf["bytes"]),)
             _check_files(version / _DATA, (at + leaf["bytes"],), (manifest["chunk"],), index)
@@ -637,23 +620,6 @@ def _stored_shape(leaf: dict[str, Any]) -> tuple[int, ...]:
         words = jax.random.key_data(jax.random.key(0, impl=leaf["key"])).shape
         return (*leaf["shape"], *words, 4)
     return (*leaf["shape"], jnp.dtype(leaf["dtype"]).itemsize)
-
-
-def _read_orbax(folder: Path, i: int, nbytes: int) -> np.ndarray[Any, Any]:
-    """Returns the bytes of an array in a checkpoint of format 1, which was written by orbax.
-
-    Raises:
-        ValueError: If it has another size.
-    """
-    import tensorstore as ts
-
-    files = {"driver": "file", "path": f"{folder}/"}
-    store = {"driver": "ocdbt", "base": files, "path": f"{i}/"}
-    stored = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
-    if stored.size * stored.dtype.numpy_dtype.itemsize != nbytes:
-        raise ValueError(f"it has shape {stored.shape}, which is not what was saved")
-    array = stored.read().result()
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _damaged(version: Path, why: str) -> ValueError:

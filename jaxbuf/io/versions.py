@@ -14,23 +14,19 @@ from pathlib import Path
 from jaxbuf.io import records
 
 _LOCK = "jaxbuf.lock"
-# Before format 2 names had no prefix. Since a date looks the same, the manifest decides.
-_NAME = re.compile(r"(jaxbuf-)?(\d{8,})")
+_NAME = re.compile(r"jaxbuf-\d{8,}")
 # Names of versions that are being written or removed.
 _UNFINISHED = re.compile(r"jaxbuf-\d{8,}\.(new|old)")
-_MANIFESTS = ("manifest.json", "manifest/metadata")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
 def find(folder: Path) -> list[Path]:
     """Returns the versions in a folder, oldest first."""
-    found: list[tuple[int, Path]] = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for entry in folder.iterdir():
-            name = _NAME.fullmatch(entry.name)
-            if name and (name[1] or _has_manifest(entry)):
-                found.append((int(name[2]), entry))
-    return [entry for _, entry in sorted(found)]
+    try:
+        found = [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=number)
 
 
 def replace(folder: Path, write: Callable[[Path], None]) -> None:
@@ -115,7 +111,8 @@ def unfinished(folder: Path, number: int) -> Path:
 
 def _has_manifest(entry: Path) -> bool:
     """Returns whether a folder has a manifest of jaxbuf, even a damaged one."""
-    for name in _MANIFESTS:
-        with contextlib.suppress(OSError), records.open_file(entry / name, "rb") as file:
+    try:
+        with records.open_file(entry / "manifest.json", "rb") as file:
             return file.read(10) == b'{"format":'
-    return False
+    except OSError:
+        return False

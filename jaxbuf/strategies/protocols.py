@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,9 +104,6 @@ class Sampler(Movable, abc.ABC):
     ) -> State:
         """Updates the state after items (or windows) came and went.
 
-        By default it calls ``remove(state, removed)`` and then ``on_add(state, added, value)``, if
-        the sampler has these methods of version 0.2.
-
         Args:
             state: The state.
             added: The slots that now hold a new item, ``[B]``, none of them twice. Any item that
@@ -118,12 +114,8 @@ class Sampler(Movable, abc.ABC):
             removed: The slots that no longer hold an item, ``[R]``, disjoint from ``added``; they
                 must not be drawn any more. A slot may occur twice, or have been empty before.
         """
-        own: Any = self
-        if hasattr(own, "on_slide"):
-            return own.on_slide(state, added, value, removed)
-        if hasattr(own, "remove"):
-            state = own.remove(state, removed)
-        return own.on_add(state, added, value) if hasattr(own, "on_add") else state
+        del added, value, removed
+        return state
 
     def set_priority(
         self, state: State, index: Int[Array, " B"], value: Float[Array, " B"]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.buffer import Share, as_buffer
 from jaxbuf.buffers.created import check_alike
-from jaxbuf.buffers.lookups import OldLookups, Where, broadcast_steps, check_where, mask_of
+from jaxbuf.buffers.lookups import Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.queue import Queue
@@ -43,7 +43,7 @@ _MISSING = {
 }
 
 
-class Mixture(OldLookups, SlottedBuffer, struct.PyTreeNode):
+class Mixture(SlottedBuffer, struct.PyTreeNode):
     """Several buffers, sampled together at fixed ratios, for example offline and online data.
 
     A batch has an exact number of rows from each part, ordered by part. Slots are numbered through

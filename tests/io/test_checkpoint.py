@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import re
 import resource
@@ -356,66 +355,6 @@ def test_a_folder_may_be_a_link_or_a_copy(tmp_path):
     shutil.copytree(tmp_path / "link", tmp_path / "copy", ignore=lambda *_: ["jaxbuf.lock"])
     assert_same(jaxbuf.load(tmp_path / "copy", tree), tree)
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["jaxbuf-00000000"]
-
-
-def as_format_1(folder):
-    """Turn a checkpoint into one as it was written before there was format 2."""
-    [version] = folder.glob("jaxbuf-*")
-    manifest = json.loads((version / "manifest.json").read_text())
-    arrays = {}
-    readers = checkpoint._read(version, manifest)
-    data = [np.ascontiguousarray(read(())).reshape(-1) for read in readers]
-    for i, (leaf, array) in enumerate(zip(manifest["leaves"].values(), data, strict=True)):
-        del leaf["bytes"]
-        dtype = jnp.uint32 if leaf["dtype"].startswith("key<") else leaf["dtype"]
-        if array.size:
-            arrays[f"{i}"] = array.view(jnp.dtype(dtype)).reshape(*leaf["shape"] or [1], -1)
-            if dtype != jnp.uint32:
-                arrays[f"{i}"] = arrays[f"{i}"].reshape(leaf["shape"] or [1])
-    items = {"manifest": ocp.args.JsonSave({**manifest, "format": 1})}
-    items["arrays"] = ocp.args.PyTreeSave(arrays)
-    with ocp.Checkpointer(
-        ocp.CompositeCheckpointHandler(
-            arrays=ocp.PyTreeCheckpointHandler(), manifest=ocp.JsonCheckpointHandler()
-        )
-    ) as checkpointer:
-        checkpointer.save(folder / "00000007", args=ocp.args.Composite(**items))
-    shutil.rmtree(version)
-
-
-def test_a_checkpoint_of_format_1_is_read_and_replaced(tmp_path):
-    tree = {
-        "buffer": item_buffer(sampler=jaxbuf.Prioritized()).add(items(1, 2)),
-        "keys": jax.random.split(jax.random.key(3), 4),
-        "half": jnp.arange(3, dtype=jnp.bfloat16),
-        "empty": jnp.zeros((0, 4), jnp.int8),
-        "list": [1, 2.5, True, jnp.uint32(4)],
-    }
-    jaxbuf.save(tmp_path, tree)
-    as_format_1(tmp_path)
-    assert_same(jaxbuf.load(tmp_path, tree), tree)
-    [manifest] = tmp_path.glob("*/manifest/metadata")
-    data = manifest.read_bytes()
-    manifest.write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match="00000007 is damaged: its manifest cannot be read"):
-        jaxbuf.load(tmp_path, tree)
-    jaxbuf.save(tmp_path, tree)
-    assert_same(jaxbuf.load(tmp_path, tree), tree)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["jaxbuf-00000008", "jaxbuf.lock"]
-
-
-def test_the_version_of_a_buffer_that_cannot_be_loaded_is_named(tmp_path):
-    """Buffers of version 0.1.0 had other leaves than those of today."""
-    buffer = item_buffer(sampler=jaxbuf.Prioritized()).add(items(1, 2))
-    tree = {"buffer": buffer, "step": jnp.int32(3)}
-    jaxbuf.save(tmp_path, {"buffer": buffer.data, "step": jnp.int32(3)})
-    as_format_1(tmp_path)
-    with pytest.raises(ValueError, match=r"is of something else: .* written by jaxbuf 0\.1\.0"):
-        jaxbuf.load(tmp_path, tree)
-    with pytest.raises(ValueError, match="is of something else") as refusal:
-        jaxbuf.load(tmp_path, {"step": jnp.int32(3)})
-    assert "0.1.0" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("failure", ["a full disk", "an interrupt", "an error"])

@@ -575,43 +575,6 @@ def test_fields_of_an_episode_that_are_not_used_cost_nothing():
     assert not any(loops(name) for name in jaxbuf.Episode._fields if name != "to_end")
 
 
-OLD_LOOKUPS = {
-    "episode_begin_position": "begin",
-    "last_terminated_position": "last_terminated",
-    "steps_to_episode_end": "to_end",
-    "is_episode_first": "is_first",
-    "is_episode_last": "is_last",
-    "episode_return": "value",
-}
-
-
-@pytest.mark.parametrize(("old", "new"), OLD_LOOKUPS.items())
-def test_old_names_of_lookups_still_work_and_warn(old, new):
-    buffer = jaxbuf.add(create(2, 6, 2, **RETURNS), rows_of("..T....", ".T....."))
-    for one in (buffer, jaxbuf.Mixture.create([buffer], [1])):
-        slots = one.sample(jax.random.key(0), 16).slots
-        for where in ((slots,), one.locate(slots)):
-            with pytest.warns(DeprecationWarning, match=rf"{old} is now episode\(.*\)\.{new}"):
-                told = getattr(one, old)(*where)
-            np.testing.assert_array_equal(told, getattr(one.episode(*where), new))
-    with pytest.warns(DeprecationWarning, match=r"is now episode\(where, positions\)\.held_begin"):
-        held = buffer.episode_begin_position(slots, held=True)
-    np.testing.assert_array_equal(held, buffer.episode(slots).held_begin)
-    # The warning is the caller's.
-    with pytest.warns(DeprecationWarning, match=old) as warned:
-        getattr(buffer, old)(slots)
-    assert warned[0].filename == __file__
-
-
-def test_the_old_name_of_returns_needs_returns():
-    buffer = create(2, 4, record_return=False)
-    with (
-        pytest.warns(DeprecationWarning, match="episode_return is now"),
-        pytest.raises(ValueError, match="record_return is False; create the buffer with"),
-    ):
-        buffer.episode_return(jnp.int32(0), jnp.int32(0))
-
-
 BAD = [
     ({"terminated": "done"}, "episodes.terminated is 'done', but the example has no such field"),
     ({"terminated": "reward"}, "episodes.terminated is 'reward', of dtype float32; expected bool"),

@@ -1,9 +1,7 @@
 """A sampler and an evictor defined here work in a buffer that knows neither."""
 
 import dataclasses
-import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,45 +210,18 @@ def test_a_sampler_with_priorities_must_be_told_of_items_that_leave():
         jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler)
 
 
+@pytest.mark.parametrize("kind", [jaxbuf.Prioritized, KnownSampler])
 @pytest.mark.parametrize("old", ["on_add", "remove", "on_slide"])
-def test_old_names_of_events_are_refused_where_nothing_calls_them(old):
-    members = {old: lambda self, state, *_: state, "draw": jaxbuf.Uniform.draw}
-    sampler = type("Mine", (jaxbuf.Prioritized,), members)()
+def test_old_names_of_events_are_refused(old, kind):
+    known = {name: getattr(jaxbuf.Uniform, name) for name in ("draw", "probability")}
+    members = {old: lambda self, state, *_: state, **known}
+    sampler = dataclasses.dataclass(frozen=True)(type("Mine", (kind,), members))()
     message = f"Mine.* has a method {old}, which is not called any more; define on_change"
     for base in (sampler, jaxbuf.Recent(0.5, 2, sampler)):
         with pytest.raises(ValueError, match=message):
             jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=base)
     with pytest.raises(ValueError, match=message):
         jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sampler=sampler)
-
-
-def test_a_sampler_with_the_events_of_before_works_alike():
-    def on_add(self, state, index, value):
-        del value
-        return state.replace(seen=state.seen.at[index].set(0, mode="drop"))
-
-    def remove(self, state, index):
-        del index
-        return state
-
-    members = {"on_change": Sampler.on_change, "on_add": on_add, "remove": remove}
-    old = dataclasses.dataclass(frozen=True)(type("Before", (LeastUpdated,), members))()
-    create = jaxbuf.ItemBuffer.create
-    windows = functools.partial(
-        jaxbuf.TrajectoryBuffer.create, num_envs=1, length=4, sequence_length=2
-    )
-    for make in (
-        lambda sampler: create(jnp.int32(0), 6, sampler=sampler).add(jnp.arange(9)),
-        lambda sampler: windows(jnp.int32(0), sampler=sampler).add(jnp.arange(7)[None]),
-    ):
-        buffers = [make(sampler) for sampler in (LeastUpdated(), old)]
-        for turn in range(4):
-            batches = [buffer.sample(jax.random.key(turn), 2) for buffer in buffers]
-            chex.assert_trees_all_equal(*batches)
-            buffers = [
-                buffer.update_priority(batch.slots, jnp.ones(2))
-                for buffer, batch in zip(buffers, batches, strict=True)
-            ]
 
 
 @pytest.mark.parametrize("old", ["on_add", "remove", "on_slide"])

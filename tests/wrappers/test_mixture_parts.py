@@ -193,11 +193,6 @@ def test_returns_that_some_parts_do_not_record_are_not_told():
     for parts in ([records, silent], [silent, records]):
         mixture = jaxbuf.Mixture.create(parts, [1, 1])
         assert mixture.episode(0, 0).value is None
-        with (
-            pytest.warns(DeprecationWarning, match="episode_return is now"),
-            pytest.raises(ValueError, match="record_return is False"),
-        ):
-            mixture.episode_return(0, 0)
 
 
 @both
