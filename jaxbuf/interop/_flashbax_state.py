@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, numbers
@@ -138,10 +138,6 @@ def _placed(rings: Rings, current_index: Any, is_full: Any) -> Rings:
                 f"current_index is {wrong.flat[0]}; expected numbers from 0 to {rings.length}, "
                 "which is the number of steps in a row"
             )
-    return _set(rings, index, full)
-
-
-def _set(rings: Rings, index: Int[Array, "..."], full: Bool[Array, "..."]) -> Rings:
     length = jnp.int32(rings.length)
     held = jnp.where(full | (index >= length), length, index)
 

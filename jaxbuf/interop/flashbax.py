@@ -355,15 +355,8 @@ def make_trajectory_buffer(
         >>> bool(buffer.can_sample(state)), batch.experience["obs"].shape
         (True, (4, 3, 5))
     """
-    return _windows(
-        add_batch_size,
-        sample_batch_size,
-        sample_sequence_length,
-        period,
-        min_length_time_axis,
-        max_size,
-        max_length_time_axis,
-    )
+    sizes = add_batch_size, sample_batch_size, sample_sequence_length, period
+    return _windows(*sizes, min_length_time_axis, max_size, max_length_time_axis)
 
 
 def make_prioritised_trajectory_buffer(
@@ -385,16 +378,9 @@ def make_prioritised_trajectory_buffer(
     Raises:
         ValueError: As that one, or if the exponent is out of its range.
     """
-    return _windows(
-        add_batch_size,
-        sample_batch_size,
-        sample_sequence_length,
-        period,
-        min_length_time_axis,
-        max_size,
-        max_length_time_axis,
-        sampler=_prioritized(priority_exponent),
-    )
+    sampler = _prioritized(priority_exponent)
+    sizes = add_batch_size, sample_batch_size, sample_sequence_length, period
+    return _windows(*sizes, min_length_time_axis, max_size, max_length_time_axis, sampler)
 
 
 def make_flat_buffer(
@@ -448,14 +434,8 @@ def make_prioritised_flat_buffer(
     Raises:
         ValueError: As that one, or if the exponent is out of its range.
     """
-    return _pairs(
-        max_length,
-        min_length,
-        sample_batch_size,
-        add_sequences,
-        add_batch_size,
-        sampler=_prioritized(priority_exponent),
-    )
+    sampler = _prioritized(priority_exponent)
+    return _pairs(max_length, min_length, sample_batch_size, add_sequences, add_batch_size, sampler)
 
 
 def make_item_buffer(
@@ -494,14 +474,8 @@ def make_prioritised_item_buffer(
     Raises:
         ValueError: As that one, or if the exponent is out of its range.
     """
-    return _items(
-        max_length,
-        min_length,
-        sample_batch_size,
-        add_sequences,
-        add_batches,
-        sampler=_prioritized(priority_exponent),
-    )
+    sampler = _prioritized(priority_exponent)
+    return _items(max_length, min_length, sample_batch_size, add_sequences, add_batches, sampler)
 
 
 def make_trajectory_queue(
@@ -526,9 +500,7 @@ def make_trajectory_queue(
     check_count("add_batch_size", add_batch_size)
     check_count("add_sequence_length", add_sequence_length)
     check_count("sample_sequence_length", sample_sequence_length)
-    length = _length(
-        add_batch_size, max_size, None if max_size is not None else max_length_time_axis
-    )
+    length = _length(add_batch_size, max_size, max_length_time_axis if max_size is None else None)
     if sample_sequence_length > length:
         raise ValueError(
             f"sample_sequence_length is {sample_sequence_length}, but a row has {length} steps; "
@@ -551,17 +523,13 @@ def make_trajectory_queue(
         return state.replace(buffer=doors.add(state.buffer, batch, mask=mask, donate=False))
 
     @jax.jit
-    def sample(
-        state: TrajectoryQueueState,
-    ) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
+    def sample(state: TrajectoryQueueState) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
         wanted = jnp.broadcast_to(can_sample(state), (add_batch_size,))
         buffer, steps = state.buffer.dequeue(sample_sequence_length, mask=wanted)
         sample = TrajectoryQueueSample(experience=steps.data, valid=jnp.all(steps.valid, axis=1))
         return state.replace(buffer=buffer), sample
 
-    return TrajectoryQueue(
-        init=init, add=add, sample=sample, can_sample=can_sample, can_add=can_add
-    )
+    return TrajectoryQueue(init, add, sample, can_sample, can_add)
 
 
 def make_mixer(
@@ -613,20 +581,8 @@ def make_mixer(
     return Mixer(sample=sample, can_sample=can_sample)
 
 
-def _own(state: Any) -> TrajectoryBufferState[Any]:
-    """Returns a state of this module, made from that of another library if it is one."""
-    if isinstance(state, TrajectoryBufferState):
-        return state
-    return TrajectoryBufferState(**_flashbax_state.fields_of(state))
-
-
-def _add(state: TrajectoryBufferState[Any], batch: PyTree[Array]) -> TrajectoryBufferState[Any]:
-    """Appends steps ``[add_batch_size, T, ...]``."""
-    return state.replace(buffer=doors.add(state.buffer, batch, donate=False))
-
-
-def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..., Any]:
-    """An ``add`` of experience that may lack an axis for the batch, or for time."""
+def _shaper(batches: bool, sequences: bool, flatten: bool = False) -> Callable[[Any], Array]:
+    """Returns a function that gives a leaf the axes of rows and of time that it may lack."""
     check_flag("add_batches", batches)
     check_flag("add_sequences", sequences)
 
@@ -638,23 +594,7 @@ def _adder(batches: bool, sequences: bool, flatten: bool = False) -> Callable[..
             array = array[:, None]
         return jax.lax.collapse(array, 0, 2)[None] if flatten else array
 
-    return lambda state, batch: _add(state, jax.tree.map(shaped, batch))
-
-
-def _set_priorities(
-    state: TrajectoryBufferState[Any],
-    indices: Int[Array, " B"] | Slots,
-    priorities: Float[Array, " B"],
-) -> TrajectoryBufferState[Any]:
-    """Sets the priorities of windows, by their numbers or by their slots."""
-    if isinstance(indices, Slots):
-        slots = indices
-    else:
-        index = numbers.integers(indices, "indices")
-        slots = Slots(index=index, generation=state.buffer.occupancy.generation(index))
-    return state.replace(
-        buffer=doors.update_priority(state.buffer, slots, priorities, donate=False)
-    )
+    return shaped
 
 
 def _prioritized(exponent: float) -> Prioritized:
@@ -663,10 +603,6 @@ def _prioritized(exponent: float) -> Prioritized:
 
 def _step(windows: PyTree[Array], number: int = 0) -> PyTree[Array]:
     return jax.tree.map(lambda leaf: leaf[:, number], windows)
-
-
-def _pair(windows: PyTree[Array]) -> ExperiencePair:
-    return ExperiencePair(first=_step(windows, 0), second=_step(windows, 1))
 
 
 def _length(rows: int, max_size: int | None, length: int | None) -> int:
@@ -703,10 +639,10 @@ def _windows(
     max_size: int | None,
     max_length: int | None,
     sampler: Sampler = Uniform(),
-    add: Callable[..., TrajectoryBufferState[Any]] = _add,
+    shaped: Callable[[Any], Any] = lambda leaf: leaf,
     view: Callable[[PyTree[Array]], Any] = lambda data: data,
 ) -> Any:
-    """A buffer of windows, which ``view`` hands out."""
+    """A buffer of windows; ``shaped`` gives added leaves their axes, ``view`` hands windows out."""
     check_count("add_batch_size", rows)
     check_count("sample_batch_size", batch_size)
     check_count("sample_sequence_length", sequence_length)
@@ -735,33 +671,36 @@ def _windows(
             f"{length - length % period}, a multiple of it"
         )
 
+    length -= length % period
+
     def init(experience: PyTree) -> TrajectoryBufferState[Any]:
         buffer = Rings.create(
             experience,
             rows,
-            length - length % period,
+            length,
             sequence_length=sequence_length,
             period=period,
             sampler=sampler,
         )
         return TrajectoryBufferState(buffer)
 
-    def settled(state: Any) -> TrajectoryBufferState[Any]:
-        state = _own(state)
-        if not isinstance(state, _StateOfArrays):
+    def own(state: Any, fitted: bool = True) -> TrajectoryBufferState[Any]:
+        """A state of this module, also of one of flashbax; one of arrays gets its windows."""
+        if not isinstance(state, TrajectoryBufferState):
+            state = TrajectoryBufferState(**_flashbax_state.fields_of(state))
+        if not fitted or not isinstance(state, _StateOfArrays):
             return state
-        return TrajectoryBufferState(
-            _flashbax_state.fitted(state.buffer, sequence_length, period, sampler)
-        )
+        fitting = _flashbax_state.fitted(state.buffer, sequence_length, period, sampler)
+        return TrajectoryBufferState(fitting)
 
-    def extended(
-        state: TrajectoryBufferState[Any], batch: PyTree[Array]
-    ) -> TrajectoryBufferState[Any]:
+    def add(state: TrajectoryBufferState[Any], batch: PyTree) -> TrajectoryBufferState[Any]:
         # Without priorities nothing is kept of windows, so the state may stay as it is in a scan.
-        return add(settled(state) if sampler.uses_priority else _own(state), batch)
+        state = own(state, fitted=sampler.uses_priority)
+        batch = jax.tree.map(shaped, batch)
+        return state.replace(buffer=doors.add(state.buffer, batch, donate=False))
 
     def sample(state: TrajectoryBufferState[Any], rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
-        held = settled(state).buffer
+        held = own(state).buffer
         for name, ours, theirs in (
             ("sample_sequence_length", sequence_length, held.sequence_length),
             ("period", period, held.period),
@@ -793,11 +732,17 @@ def _windows(
         indices: Int[Array, " B"] | Slots,
         priorities: Float[Array, " B"],
     ) -> TrajectoryBufferState[Any]:
-        return _set_priorities(settled(state), indices, priorities)
+        state = own(state)
+        slots = indices
+        if not isinstance(slots, Slots):
+            index = numbers.integers(slots, "indices")
+            slots = Slots(index=index, generation=state.buffer.occupancy.generation(index))
+        buffer = doors.update_priority(state.buffer, slots, priorities, donate=False)
+        return state.replace(buffer=buffer)
 
     if not sampler.uses_priority:
-        return TrajectoryBuffer(init, extended, sample, can_sample)
-    return PrioritisedTrajectoryBuffer(init, extended, sample, can_sample, set_priorities)
+        return TrajectoryBuffer(init, add, sample, can_sample)
+    return PrioritisedTrajectoryBuffer(init, add, sample, can_sample, set_priorities)
 
 
 def _pairs(
@@ -819,8 +764,12 @@ def _pairs(
             f"max_length is {max_length} and add_batch_size {rows}, so rows have "
             f"{length} steps; they need 2 for a pair"
         )
-    add = _adder(add_batch_size is not None, sequences)
-    return _windows(rows, batch_size, 2, 1, least, None, length, sampler, add, _pair)
+    shaped = _shaper(add_batch_size is not None, sequences)
+
+    def view(windows: PyTree[Array]) -> ExperiencePair:
+        return ExperiencePair(first=_step(windows, 0), second=_step(windows, 1))
+
+    return _windows(rows, batch_size, 2, 1, least, None, length, sampler, shaped, view)
 
 
 def _items(
@@ -833,8 +782,8 @@ def _items(
 ) -> Any:
     """A buffer of windows of one step, in one row, which are handed out without their time axis."""
     _check_lengths(max_length, min_length, batch_size)
-    add = _adder(batches, sequences, flatten=True)
-    return _windows(1, batch_size, 1, 1, min_length, None, max_length, sampler, add, _step)
+    shaped = _shaper(batches, sequences, flatten=True)
+    return _windows(1, batch_size, 1, 1, min_length, None, max_length, sampler, shaped, _step)
 
 
 # flashbax has a module for each kind of buffer, as in ``fbx.trajectory_buffer.BufferState`` and
