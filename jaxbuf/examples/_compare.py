@@ -2,7 +2,6 @@
 
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -63,7 +62,6 @@ def compare(
         size: Number of steps in an iteration.
         title: The title of the picture.
     """
-    began = time.perf_counter()
     config = run.config
     length = math.ceil(config.steps / size / CHUNKS)
     init, chunk = _programs(agent, length)
@@ -89,13 +87,6 @@ def compare(
     step, curves = run.logged("step"), {name: run.logged(f"{what}/{name}") for name in variants}
     picture = run.out / f"{what}.png"
     _run.plot(picture, step, curves, title=title, xlabel="steps per seed", ylabel=what)
-    late = [curve[-math.ceil(len(step) / 10) :] for curve in curves.values()]
-    means = np.stack([np.ma.masked_invalid(curve).mean(axis=0).filled(np.nan) for curve in late])
-    cells = [
-        [str(config.seed + i), *(f"{mean:.2f}" for mean in means[:, i]), "", ""]
-        for i in range(config.seeds)
-    ]
-    total = [f"{step[-1]:,.0f}", f"{time.perf_counter() - began:.1f} s"]
-    cells.append(["all", *(f"{mean:.2f}" for mean in means.mean(axis=1)), *total])
-    print(_run.table(["seed", *variants, "steps", "time"], cells))
-    print(f"{picture.name}, log and checkpoint are in {run.out}")
+    columns = {name: _run.cells(_run.late(curve), "{:.2f}") for name, curve in curves.items()}
+    columns["steps"] = [""] * config.seeds + [f"{step[-1]:,.0f}"]
+    run.report(picture.name, columns)

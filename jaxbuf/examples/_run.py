@@ -1,34 +1,28 @@
 """Helpers of all examples: command line, folder of a run, training in chunks, table and plot."""
 
-import contextlib
 import csv
 import dataclasses
 import functools
-import importlib
-import io
 import json
 import math
-import os
 import shutil
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import PyTree
 from matplotlib.colors import TABLEAU_COLORS
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 import jaxbuf
-from jaxbuf.interop import gymnax_reset
 
 Config = TypeVar("Config")
 State = TypeVar("State")
@@ -37,9 +31,6 @@ State = TypeVar("State")
 FILES = """  tensorboard/        the same for TensorBoard, with --tensorboard
   checkpoint/         the whole training state, ten times in a run
   run.json            the options"""
-
-# Environment variables in which launchers of MPI say which rank this is.
-RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +133,24 @@ class Run(Generic[Config]):
             return table[:, header.index(name)]
         return table[:, [i for i, column in enumerate(header) if column.startswith(f"{name}/")]]
 
-    def report(self, name: str, greedy: NDArray[Any], seconds: Sequence[float], size: int) -> None:
-        """Draws the learning curve, and prints a table with a row for each seed.
+    def report(self, what: str, columns: Mapping[str, Sequence[str]]) -> None:
+        """Prints a table with a row for each seed, and one for all of them.
+
+        Args:
+            what: The name of the picture in the last line.
+            columns: The cells of each column, ``[seeds + 1]``; see ``cells``.
+        """
+        config: Any = self.config
+        seeds = [*(str(config.seed + i) for i in range(config.seeds)), "all"]
+        times = [*("" for _ in seeds[1:]), f"{time.perf_counter() - self.began:.1f} s"]
+        rows = zip(seeds, *columns.values(), times, strict=True)
+        print(table(["seed", *columns, "time"], [*rows]))
+        print(f"{what}, log and checkpoint are in {self.out}")
+
+    def report_returns(
+        self, name: str, greedy: NDArray[Any], seconds: Sequence[float], size: int
+    ) -> None:
+        """Draws the learning curve, and prints the returns of each seed.
 
         Both take the returns while training from the log, where they are called ``return``.
 
@@ -164,21 +171,18 @@ class Run(Generic[Config]):
             xlabel="environment steps" + (" per seed" if seeds > 1 else ""),
             ylabel="return while training",
         )
-        last = np.ma.masked_invalid(returns[-math.ceil(len(returns) / 10) :])
-        columns = np.stack([greedy.mean(axis=1), last.mean(axis=0).filled(np.nan)], axis=1)
-        step = int(steps[-1])
-        rows = [
-            [f"{config.seed + i}", *(f"{number:.1f}" for number in columns[i]), f"{step:,}", "", ""]
-            for i in range(seeds)
-        ]
         # The first chunk is mostly compilation.
-        measured = seconds[1:] or seconds
+        measured, step = seconds[1:] or seconds, int(steps[-1])
         speed = f"{len(measured) * size * seeds / sum(measured):,.0f}" if measured else "-"
-        means = [f"{number:.1f}" for number in columns.mean(axis=0)]
-        total = [f"{step * seeds:,}", speed, f"{time.perf_counter() - self.began:.1f} s"]
-        header = ["seed", "greedy return", "return in training", "steps", "steps/s", "time"]
-        print(table(header, [*rows, ["all", *means, *total]]))
-        print(f"learning curve, log and checkpoint are in {self.out}")
+        self.report(
+            "learning curve",
+            {
+                "greedy return": cells(greedy.mean(axis=1), "{:.1f}"),
+                "return in training": cells(late(returns), "{:.1f}"),
+                "steps": [f"{step:,}"] * seeds + [f"{step * seeds:,}"],
+                "steps/s": [""] * seeds + [speed],
+            },
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,61 +253,6 @@ def main(
     return 0
 
 
-def main_on_ranks(
-    example: str,
-    train: Callable[[Config, Any], None],
-    default: Config,
-    description: str,
-    argv: Sequence[str] | None = None,
-) -> int:
-    """Runs an example on several MPI ranks, each of which calls this.
-
-    Takes the arguments of ``main``, except that ``train`` takes the options, one of which is
-    ``out``, and the communicator of all ranks. If one rank fails, all end. Only one rank prints
-    what is wrong with the command line.
-    """
-    program = f"python -m jaxbuf.examples.{example}"
-    quiet = any(os.environ.get(name, "0") != "0" for name in RANKS)
-    out, err = (io.StringIO(), io.StringIO()) if quiet else (sys.stdout, sys.stderr)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        config: Any = tyro.cli(type(default), args=argv, prog=program, description=description)
-    try:
-        importlib.import_module("jaxbuf.mpi")
-    except ImportError as error:
-        fail(f"{error}; in a clone, `make demo-mpi` installs all that it needs")
-    # This import starts MPI.
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    if world.Get_size() < 2:
-        fail(f"one rank alone has no manager; start several with `mpiexec -n 4 {program}`")
-    try:
-        ready = False
-        if world.Get_rank() == 0:
-            with contextlib.suppress(SystemExit):
-                begin(config.out, example, {})
-                ready = True
-        if not world.bcast(ready):
-            return 2
-        train(config, world)
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was kept", file=sys.stderr, flush=True)
-        world.Abort(130)
-    except Exception:
-        # The others would wait for this rank forever.
-        traceback.print_exc()
-        sys.stderr.flush()
-        world.Abort(1)
-    return 0
-
-
-def meet(world: Any) -> None:
-    """Waits for all ranks without keeping a core busy that one of them could use."""
-    here = world.Ibarrier()
-    while not here.Test():
-        time.sleep(1e-3)
-
-
 def begin(out: Path, example: str, options: dict[str, Any], *, resume: bool = False) -> None:
     """Creates the folder of a run; unless it is resumed, deletes an earlier run of this example.
 
@@ -364,142 +313,9 @@ def check(config: Any, low: float, *names: str, high: float = float("inf")) -> N
             )
 
 
-# Cached, so that an agent that runs again in the same process is not compiled again.
-@functools.cache
-def programs(agent: Any, length: int) -> tuple[Any, Any, Any]:
-    """Returns jitted functions that begin, train and evaluate a run, for all seeds at once.
-
-    Args:
-        agent: An agent like that of ``dqn``.
-        length: The number of iterations, the last argument of its ``train``.
-    """
-    chunk = jax.vmap(lambda state: agent.train(state, length))
-    return (
-        jax.jit(jax.vmap(agent.init)),
-        # Donated, so that the buffers are updated in place.
-        jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options()),
-        jax.jit(jax.vmap(lambda state, key: greedy_returns(agent, state.params, key))),
-    )
-
-
-def train_seeds(run: Run[Any], agent: Any, length: int, name: str) -> None:
-    """Trains an agent on environments of gymnax with all seeds at once, and reports.
-
-    Args:
-        run: The run. Its options have ``seeds``, ``seed``, ``num_envs`` and ``steps``.
-        agent: An agent like that of ``dqn``.
-        length: The number of iterations in a chunk.
-        name: The name of the agent in the title of the picture.
-    """
-    config = run.config
-    init, chunk, evaluate = programs(agent, length)
-    keys = run.keys
-    states = run.begin(init, keys)
-
-    def next_chunk(states: Any) -> tuple[Any, dict[str, Any], str]:
-        states, log, metrics = chunk(states)
-        episodes = np.asarray(log.episodes)
-        returns = np.where(episodes, log.total_return / np.maximum(episodes, 1), np.nan)
-        return states, {"return": returns, **metrics}, shown(returns)
-
-    done, size = int(states.step[0]), length * config.num_envs
-    count: Any = {"done": done, "until": config.steps, "size": size, "rows": config.seeds}
-    states, seconds = run.train(states, next_chunk, **count)
-    run.report(name, np.asarray(evaluate(states, keys)), seconds, size)
-
-
-def report_success(run: Run[Any], agents: Sequence[str], title: str) -> None:
-    """Draws the success rates of several agents from the log, and prints those at the end."""
-    config = run.config
-    episodes, success = run.logged("step"), {name: run.logged(name) for name in agents}
-    plot(
-        run.out / "success.png",
-        episodes,
-        success,
-        title=title,
-        xlabel="episodes per seed",
-        ylabel="success rate of greedy episodes",
-    )
-    final = np.stack([rates[-1] for rates in success.values()])
-    rows = [
-        [str(config.seed + i), *(f"{rate:.0%}" for rate in final[:, i]), "", ""]
-        for i in range(config.seeds)
-    ]
-    means = [f"{rate:.0%}" for rate in final.mean(axis=1)]
-    total = [f"{episodes[-1]:,.0f}", f"{time.perf_counter() - run.began:.1f} s"]
-    print(table(["seed", *agents, "episodes", "time"], [*rows, ["all", *means, *total]]))
-    print(f"success rates, log and checkpoint are in {run.out}")
-
-
-@functools.cache
-def make_env(name: str) -> tuple[Any, Any]:
-    """Returns an environment of gymnax and its parameters."""
-    # They hold arrays, which must not belong to the first trace that uses them. No array may be
-    # made before the processes of dqn_sharded have found each other.
-    with jax.ensure_compile_time_eval():
-        import gymnax
-
-        return gymnax.make(name)
-
-
 def one_of(batch: PyTree) -> PyTree:
     """Returns the shapes and dtypes of one row of a batch, of which to create a buffer."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
-
-
-class Episodes(NamedTuple):
-    """The number of episodes that ended, and the sum of their returns."""
-
-    episodes: Int[Array, ""]
-    total_return: Float[Array, ""]
-
-
-def count_episodes(
-    episode_return: Float[Array, " E"], steps: Mapping[str, Array]
-) -> tuple[Float[Array, " E"], Episodes]:
-    """Returns the sums of rewards since each episode began, and the episodes that have ended."""
-    ended = steps["terminated"] | steps["truncated"]
-    total = episode_return + steps["reward"]
-    count = jnp.sum(ended, dtype=jnp.int32)
-    log = Episodes(count, jnp.sum(jnp.where(ended, total, 0.0)))
-    return jnp.where(ended, 0.0, total), log
-
-
-def greedy_returns(agent: Any, params: Any, key: PRNGKeyArray) -> Float[Array, " episodes"]:
-    """Returns the returns of ``eval_episodes`` greedy episodes of an agent like that of ``dqn``."""
-
-    def iteration(carry: Any, key: PRNGKeyArray) -> tuple[Any, None]:
-        envs, returns, running = carry
-        envs, steps = agent.step(key, envs, agent.act(params, envs.obs, 0.0, key))
-        returns += jnp.where(running, steps["reward"], 0.0)
-        return (envs, returns, running & ~(steps["terminated"] | steps["truncated"])), None
-
-    env, env_params = make_env(agent.config.env)
-    reset_key, step_key = jax.random.split(key)
-    count = agent.config.eval_episodes
-    envs = gymnax_reset(env, env_params, reset_key, count)
-    keys = jax.random.split(step_key, env_params.max_steps_in_episode)
-    start = (envs, jnp.zeros(count), jnp.ones(count, jnp.bool_))
-    return jax.lax.scan(iteration, start, keys)[0][1]
-
-
-class Returns:
-    """The returns of the episodes of E environments, which are played step by step."""
-
-    def __init__(self, num_envs: int) -> None:
-        self._sums = np.zeros(num_envs)
-        self._finished: list[float] = []
-
-    def add(self, reward: NDArray[Any], ended: NDArray[np.bool_]) -> None:
-        """Takes the rewards of a step, and which episodes ended with it, ``[E]``."""
-        self._sums += reward
-        self._finished += self._sums[ended].tolist()
-        self._sums[ended] = 0.0
-
-    def mean(self) -> float:
-        """Returns the mean of episodes that ended since it was last called; NaN if none did."""
-        finished, self._finished = self._finished, []
-        return float(np.mean(finished)) if finished else math.nan
 
 
 def shown(returns: Any) -> str:
@@ -508,16 +324,15 @@ def shown(returns: Any) -> str:
     return f"return {known.mean():.1f}" if known.size else ""
 
 
-def play(envs: Any, act: Callable[[Any], Any], seed: int) -> NDArray[np.float64]:
-    """Returns the return of one episode of each of Gymnasium's vector environments, ``[E]``."""
-    obs, _ = envs.reset(seed=seed)
-    returns, running = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
-    while running.any():
-        obs, reward, terminated, truncated, _ = envs.step(np.array(act(obs)))
-        returns += np.where(running, reward, 0.0)
-        running &= ~(terminated | truncated)
-    envs.close()
-    return returns
+def cells(values: NDArray[Any], form: str) -> list[str]:
+    """Returns the numbers of all seeds, ``[seeds]``, and their mean, as texts of this form."""
+    return [form.format(value) for value in (*values, values.mean())]
+
+
+def late(curves: NDArray[Any]) -> NDArray[Any]:
+    """Returns the mean over the last tenth of curves ``[P, seeds]``, without their NaN."""
+    last = np.ma.masked_invalid(curves[-math.ceil(len(curves) / 10) :])
+    return last.mean(axis=0).filled(np.nan)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -568,29 +383,4 @@ def plot(
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best")
     axes.margins(x=0.01)
-    figure.savefig(path, dpi=150)
-
-
-def plot_marginals(
-    path: Path, distributions: Mapping[str, NDArray[Any]], shape: tuple[int, int]
-) -> None:
-    """Draws the joint distributions of the first two coordinates side by side, in one scale.
-
-    ``distributions`` are by name the probabilities of all points of a grid, ``[N]``, and ``shape``
-    the lengths of the first two coordinates; the second is 1 if there is no such coordinate.
-    """
-    panels = {
-        name: distribution.reshape(*shape, -1).sum(axis=-1).T
-        for name, distribution in distributions.items()
-    }
-    figure = Figure(figsize=(2.2 * len(panels) + 1.0, 2.8), layout="constrained")
-    axes: Any = figure.subplots(1, len(panels), sharey=True)
-    most = max(panel.max() for panel in panels.values())
-    image: Any = None
-    for axis, (name, panel) in zip(axes, panels.items(), strict=True):
-        image = axis.imshow(panel, origin="lower", vmin=0.0, vmax=most)
-        axis.set(title=name, xlabel="first coordinate")
-    if shape[1] > 1:
-        axes[0].set_ylabel("second coordinate")
-    figure.colorbar(image, ax=axes, label="probability")
     figure.savefig(path, dpi=150)

@@ -235,7 +235,18 @@ def train(run: _run.Run[Config]) -> None:
     done, size = int(states.episodes[0, 0]), length * config.num_envs
     counts: Any = {"unit": "episodes", "rows": config.seeds * len(AGENTS)}
     run.train(states, chunk, done=done, until=config.episodes, size=size, **counts)
-    _run.report_success(run, AGENTS, f"flipping {config.bits} bits")
+    episodes, success = run.logged("step"), {name: run.logged(name) for name in AGENTS}
+    _run.plot(
+        run.out / "success.png",
+        episodes,
+        success,
+        title=f"flipping {config.bits} bits",
+        xlabel="episodes per seed",
+        ylabel="success rate of greedy episodes",
+    )
+    columns = {name: _run.cells(rates[-1], "{:.0%}") for name, rates in success.items()}
+    columns["episodes"] = [""] * config.seeds + [f"{episodes[-1]:,.0f}"]
+    run.report("success rates", columns)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

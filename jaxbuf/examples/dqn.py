@@ -16,11 +16,12 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from flax import struct
@@ -69,6 +70,35 @@ class Config:
         needed = max(self.batch_size, (self.n_step + 1) * self.num_envs)
         _run.check(self, needed, "capacity", "warmup")
         _run.check(self, self.warmup + 1, "steps")
+
+
+@functools.cache
+def make_env(name: str) -> tuple[Any, Any]:
+    """Returns an environment of gymnax and its parameters."""
+    # They hold arrays, which must not belong to the first trace that uses them. No array may be
+    # made before the processes of dqn_sharded have found each other.
+    with jax.ensure_compile_time_eval():
+        import gymnax
+
+        return gymnax.make(name)
+
+
+class Episodes(NamedTuple):
+    """The number of episodes that ended, and the sum of their returns."""
+
+    episodes: Int[Array, ""]
+    total_return: Float[Array, ""]
+
+
+def count_episodes(
+    episode_return: Float[Array, " E"], steps: Mapping[str, Array]
+) -> tuple[Float[Array, " E"], Episodes]:
+    """Returns the sums of rewards since each episode began, and the episodes that have ended."""
+    ended = steps["terminated"] | steps["truncated"]
+    total = episode_return + steps["reward"]
+    count = jnp.sum(ended, dtype=jnp.int32)
+    log = Episodes(count, jnp.sum(jnp.where(ended, total, 0.0)))
+    return jnp.where(ended, 0.0, total), log
 
 
 class QNetwork(nn.Module):
@@ -120,7 +150,7 @@ class Agent:
     @functools.cached_property
     def network(self) -> Any:
         """The Q-network."""
-        return QNetwork(int(_run.make_env(self.config.env)[0].num_actions), self.config.hidden)
+        return QNetwork(int(make_env(self.config.env)[0].num_actions), self.config.hidden)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -134,7 +164,7 @@ class Agent:
         """Returns the state of a new network, with ``warmup`` random steps in the buffer."""
         config = self.config
         key, params_key, envs_key = jax.random.split(key, 3)
-        envs = gymnax_reset(*_run.make_env(config.env), envs_key, config.num_envs)
+        envs = gymnax_reset(*make_env(config.env), envs_key, config.num_envs)
         params = self.network.init(params_key, envs.obs)
         steps = jax.eval_shape(self.step, key, envs, jnp.zeros(config.num_envs, jnp.int32))[1]
         target, opt_state = jax.tree.map(jnp.copy, params), self.optimizer.init(params)
@@ -156,7 +186,7 @@ class Agent:
             sampler=sampler if self.config.sampler == "prioritized" else jaxbuf.Uniform(),
         )
 
-    def train(self, state: TrainState, iterations: int) -> tuple[TrainState, _run.Episodes, Any]:
+    def train(self, state: TrainState, iterations: int) -> tuple[TrainState, Episodes, Any]:
         """Alternates interaction and learning, in one scan; also returns episodes and metrics."""
 
         def iteration(state: TrainState, _: None) -> tuple[TrainState, Any]:
@@ -169,12 +199,12 @@ class Agent:
         log = jax.tree.map(lambda leaf: jnp.sum(leaf, dtype=leaf.dtype), logs)
         return state, log, {"loss": jnp.mean(losses), "buffer": state.buffer.metrics()}
 
-    def interact(self, state: TrainState, epsilon: Any) -> tuple[TrainState, _run.Episodes]:
+    def interact(self, state: TrainState, epsilon: Any) -> tuple[TrainState, Episodes]:
         """Takes an ε-greedy step in every environment, and adds it to the buffer."""
         key, action_key, step_key = jax.random.split(state.key, 3)
         action = self.act(state.params, state.envs.obs, epsilon, action_key)
         envs, steps = self.step(step_key, state.envs, action)
-        returns, log = _run.count_episodes(state.episode_return, steps)
+        returns, log = count_episodes(state.episode_return, steps)
         state = state.replace(buffer=state.buffer.add(steps), envs=envs, episode_return=returns)
         return state.replace(key=key, step=state.step + self.config.num_envs), log
 
@@ -188,7 +218,7 @@ class Agent:
 
     def step(self, key: PRNGKeyArray, envs: GymnaxState, action: Array) -> tuple[GymnaxState, Any]:
         """Takes one action in each environment; returns the next states and the steps to store."""
-        envs, steps = gymnax_step(*_run.make_env(self.config.env), key, envs, action)
+        envs, steps = gymnax_step(*make_env(self.config.env), key, envs, action)
         # Observations of MinAtar are bits.
         dtype = jnp.bool_ if self.config.env in get_args(MinAtar) else jnp.float32
         return envs, {k: v.astype(dtype) if "obs" in k else v for k, v in steps.items()}
@@ -234,11 +264,54 @@ class Agent:
         return 1.0 + explored * (config.epsilon - 1.0), config.beta + progress * (1.0 - config.beta)
 
 
+def greedy_returns(agent: Agent, params: Any, key: PRNGKeyArray) -> Float[Array, " episodes"]:
+    """Returns the returns of ``eval_episodes`` greedy episodes."""
+
+    def iteration(carry: Any, key: PRNGKeyArray) -> tuple[Any, None]:
+        envs, returns, running = carry
+        envs, steps = agent.step(key, envs, agent.act(params, envs.obs, 0.0, key))
+        returns += jnp.where(running, steps["reward"], 0.0)
+        return (envs, returns, running & ~(steps["terminated"] | steps["truncated"])), None
+
+    env, env_params = make_env(agent.config.env)
+    reset_key, step_key = jax.random.split(key)
+    count = agent.config.eval_episodes
+    envs = gymnax_reset(env, env_params, reset_key, count)
+    keys = jax.random.split(step_key, env_params.max_steps_in_episode)
+    start = (envs, jnp.zeros(count), jnp.ones(count, jnp.bool_))
+    return jax.lax.scan(iteration, start, keys)[0][1]
+
+
+# Cached, so that an agent that runs again in the same process is not compiled again.
+@functools.cache
+def programs(agent: Agent, length: int) -> tuple[Any, Any, Any]:
+    """Returns jitted functions that begin a run, go on ``length`` iterations, and evaluate it."""
+    chunk = jax.vmap(lambda state: agent.train(state, length))
+    return (
+        jax.jit(jax.vmap(agent.init)),
+        # Donated, so that the buffers are updated in place.
+        jax.jit(chunk, donate_argnums=0, compiler_options=jaxbuf.compiler_options()),
+        jax.jit(jax.vmap(lambda state, key: greedy_returns(agent, state.params, key))),
+    )
+
+
 def train(run: _run.Run[Config]) -> None:
-    """Trains all seeds, a hundredth of the run at a time, and prints the results."""
-    config = run.config
+    """Trains all seeds at once, a hundredth of the run at a time, and prints the results."""
+    config, keys = run.config, run.keys
     length = math.ceil((config.steps - config.warmup) / config.num_envs / CHUNKS)
-    _run.train_seeds(run, Agent(config), length, "DQN")
+    init, chunk, evaluate = programs(Agent(config), length)
+    states = run.begin(init, keys)
+
+    def next_chunk(states: TrainState) -> tuple[TrainState, dict[str, Any], str]:
+        states, log, metrics = chunk(states)
+        episodes = np.asarray(log.episodes)
+        returns = np.where(episodes, log.total_return / np.maximum(episodes, 1), np.nan)
+        return states, {"return": returns, **metrics}, _run.shown(returns)
+
+    done, size = int(states.step[0]), length * config.num_envs
+    count: Any = {"done": done, "until": config.steps, "size": size, "rows": config.seeds}
+    states, seconds = run.train(states, next_chunk, **count)
+    run.report_returns("DQN", np.asarray(evaluate(states, keys)), seconds, size)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

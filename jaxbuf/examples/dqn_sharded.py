@@ -103,7 +103,7 @@ class Agent:
         """Returns the state of a new network, with ``warmup`` random steps in the buffer."""
         config, shards = self.config, self.config.shards
         params_key, envs_key = jax.random.split(jax.random.key(config.seed))
-        env, num_envs = _run.make_env(self.dqn.config.env), config.num_envs // shards
+        env, num_envs = dqn.make_env(self.dqn.config.env), config.num_envs // shards
         keys = jax.random.split(envs_key, shards)
         envs = jax.vmap(lambda key: gymnax_reset(*env, key, num_envs))(keys)
         one, action = jax.tree.map(lambda leaf: leaf[0], envs), jnp.zeros(num_envs, jnp.int32)
@@ -146,14 +146,14 @@ class Agent:
 
     def interact(
         self, state: TrainState, key: PRNGKeyArray, epsilon: Any
-    ) -> tuple[TrainState, _run.Episodes]:
+    ) -> tuple[TrainState, dqn.Episodes]:
         """Takes an ε-greedy step in every environment, and adds it to the shard on its device."""
 
         def act(same: Any, key: PRNGKeyArray, envs: GymnaxState, episode_return: Array) -> Any:
             action_key, step_key = jax.random.split(key)
             action = self.dqn.act(same[0], envs.obs, same[1], action_key)
             envs, steps = self.dqn.step(step_key, envs, action)
-            return envs, steps, *_run.count_episodes(episode_return, steps)
+            return envs, steps, *dqn.count_episodes(episode_return, steps)
 
         keys = jax.random.split(key, self.config.shards)
         envs, steps, returns, log = self.each_shard(

@@ -26,13 +26,14 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 import jaxbuf
@@ -234,7 +235,32 @@ def _draw(folder: Path, outcomes: dict[str, Outcome], config: Config) -> None:
     marginals = {"target": np.asarray(grid.target())}
     marginals |= {kind: outcome.learned.mean(axis=0) for kind, outcome in outcomes.items()}
     shape = (config.height, config.height if config.dims > 1 else 1)
-    _run.plot_marginals(folder / "marginals.png", marginals, shape)
+    plot_marginals(folder / "marginals.png", marginals, shape)
+
+
+def plot_marginals(
+    path: Path, distributions: Mapping[str, NDArray[Any]], shape: tuple[int, int]
+) -> None:
+    """Draws the joint distributions of the first two coordinates side by side, in one scale.
+
+    ``distributions`` are by name the probabilities of all points of a grid, ``[N]``, and ``shape``
+    the lengths of the first two coordinates; the second is 1 if there is no such coordinate.
+    """
+    panels = {
+        name: distribution.reshape(*shape, -1).sum(axis=-1).T
+        for name, distribution in distributions.items()
+    }
+    figure = Figure(figsize=(2.2 * len(panels) + 1.0, 2.8), layout="constrained")
+    axes: Any = figure.subplots(1, len(panels), sharey=True)
+    most = max(panel.max() for panel in panels.values())
+    image: Any = None
+    for axis, (name, panel) in zip(axes, panels.items(), strict=True):
+        image = axis.imshow(panel, origin="lower", vmin=0.0, vmax=most)
+        axis.set(title=name, xlabel="first coordinate")
+    if shape[1] > 1:
+        axes[0].set_ylabel("second coordinate")
+    figure.colorbar(image, ax=axes, label="probability")
+    figure.savefig(path, dpi=150)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

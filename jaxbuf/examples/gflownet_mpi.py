@@ -22,8 +22,12 @@ Writes, in runs/gflownet_mpi or where --out says:
 import contextlib
 import dataclasses
 import functools
+import importlib
+import io
+import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,6 +35,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from jaxtyping import Array
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -41,6 +46,8 @@ from jaxbuf.examples._gflownet import NEVER, Agent, Buffer, Options, TrainState
 from jaxbuf.examples._hypergrid import HyperGrid
 
 Mode = Literal["alone", "sync", "deferred", "pipelined"]
+# Environment variables in which launchers of MPI say which rank this is.
+RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +188,13 @@ class Learner:
         return report | {"trajectories": int(state.fresh)}
 
 
+def meet(world: Any) -> None:
+    """Waits for all ranks without keeping a core busy that one of them could use."""
+    here = world.Ibarrier()
+    while not here.Test():
+        time.sleep(1e-3)
+
+
 def train(config: Config, world: Any) -> None:
     """Trains one run after the other, and prints the results on the first rank."""
     from jaxbuf.mpi import Layout, make_communicators
@@ -195,7 +209,7 @@ def train(config: Config, world: Any) -> None:
         learner = Learner(config, communicators, rank) if rank < workers else None
 
         def go(run: Mode, messages: int, progress: Any) -> dict[str, Any]:
-            _run.meet(world)
+            meet(world)
             if run == "alone" and rank > 0:
                 return {}
             if learner is None:
@@ -207,7 +221,7 @@ def train(config: Config, world: Any) -> None:
         reports = {}
         for run in config.run:
             report = go(run, messages[run], bar)
-            _run.meet(world)
+            meet(world)
             reports[run] = world.gather(report)
     if rank == 0:
         tell(config, reports)
@@ -242,8 +256,43 @@ def tell(config: Config, reports: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs this example from the command line and returns its exit status. All ranks call this."""
-    return _run.main_on_ranks("gflownet_mpi", train, Config(), f"{__doc__}", argv)
+    """Runs this example from the command line and returns its exit status. All ranks call this.
+
+    If one rank fails, all end. Only one rank prints what is wrong with the command line.
+    """
+    program = "python -m jaxbuf.examples.gflownet_mpi"
+    quiet = any(os.environ.get(name, "0") != "0" for name in RANKS)
+    out, err = (io.StringIO(), io.StringIO()) if quiet else (sys.stdout, sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        config = tyro.cli(Config, args=argv, prog=program, description=__doc__)
+    try:
+        importlib.import_module("jaxbuf.mpi")
+    except ImportError as error:
+        _run.fail(f"{error}; in a clone, `make demo-mpi` installs all that it needs")
+    # This import starts MPI.
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if world.Get_size() < 2:
+        _run.fail(f"one rank alone has no manager; start several with `mpiexec -n 4 {program}`")
+    try:
+        ready = False
+        if world.Get_rank() == 0:
+            with contextlib.suppress(SystemExit):
+                _run.begin(config.out, "gflownet_mpi", {})
+                ready = True
+        if not world.bcast(ready):
+            return 2
+        train(config, world)
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was kept", file=sys.stderr, flush=True)
+        world.Abort(130)
+    except Exception:
+        # The others would wait for this rank forever.
+        traceback.print_exc()
+        sys.stderr.flush()
+        world.Abort(1)
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ Ends with a table. Writes, in runs/sac or where --out says:
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import gymnasium
@@ -27,6 +27,7 @@ from flax import struct
 from gymnasium.spaces import Box
 from gymnasium.wrappers.vector import FlattenObservation, RescaleAction
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+from numpy.typing import NDArray
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -201,6 +202,37 @@ class Agent:
         return state, log
 
 
+class Returns:
+    """The returns of the episodes of E environments, which are played step by step."""
+
+    def __init__(self, num_envs: int) -> None:
+        self._sums = np.zeros(num_envs)
+        self._finished: list[float] = []
+
+    def add(self, reward: NDArray[Any], ended: NDArray[np.bool_]) -> None:
+        """Takes the rewards of a step, and which episodes ended with it, ``[E]``."""
+        self._sums += reward
+        self._finished += self._sums[ended].tolist()
+        self._sums[ended] = 0.0
+
+    def mean(self) -> float:
+        """Returns the mean of episodes that ended since it was last called; NaN if none did."""
+        finished, self._finished = self._finished, []
+        return float(np.mean(finished)) if finished else math.nan
+
+
+def play(envs: Any, act: Callable[[Any], Any], seed: int) -> NDArray[np.float64]:
+    """Returns the return of one episode of each of Gymnasium's vector environments, ``[E]``."""
+    obs, _ = envs.reset(seed=seed)
+    returns, running = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
+    while running.any():
+        obs, reward, terminated, truncated, _ = envs.step(np.array(act(obs)))
+        returns += np.where(running, reward, 0.0)
+        running &= ~(terminated | truncated)
+    envs.close()
+    return returns
+
+
 def train(run: _run.Run[Config]) -> None:
     """Trains, and prints the result."""
     config = run.config
@@ -209,7 +241,7 @@ def train(run: _run.Run[Config]) -> None:
     state = run.load(agent.init()) if run.resume else agent.init()
     obs, _ = envs.reset(seed=config.seed + int(state.step))
     envs.action_space.seed(config.seed)
-    ended, done, returns = None, int(state.step), _run.Returns(config.num_envs)
+    ended, done, returns = None, int(state.step), Returns(config.num_envs)
     length = math.ceil(config.steps / config.num_envs / CHUNKS)
 
     def chunk(state: TrainState) -> tuple[TrainState, dict[str, Any], str]:
@@ -232,8 +264,8 @@ def train(run: _run.Run[Config]) -> None:
     size = length * config.num_envs
     state, seconds = run.train(state, chunk, done=done, until=config.steps, size=size)
     test_envs = make_envs(config.env, config.eval_episodes)
-    greedy = _run.play(test_envs, lambda obs: agent.act(state.params, obs, None), config.seed)
-    run.report("SAC", greedy[None], seconds, size)
+    greedy = play(test_envs, lambda obs: agent.act(state.params, obs, None), config.seed)
+    run.report_returns("SAC", greedy[None], seconds, size)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

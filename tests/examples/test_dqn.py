@@ -17,7 +17,7 @@ import pytest
 from flax import linen as nn
 
 import jaxbuf
-from jaxbuf.examples import _run, dqn
+from jaxbuf.examples import dqn
 from jaxbuf.interop import gymnax_reset
 from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
 from tests.programs.tensorboard import events_of
@@ -141,10 +141,10 @@ def test_a_run_that_ended_while_evaluating_goes_on_to_its_table(finished, tmp_pa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_run, "greedy_returns", interrupt_evaluation)
-        _run.programs.cache_clear()
+        patch.setattr(dqn, "greedy_returns", interrupt_evaluation)
+        dqn.programs.cache_clear()
         assert dqn.main(words(out, "--tensorboard")) == 130
-    _run.programs.cache_clear()
+    dqn.programs.cache_clear()
     again = finish(dqn.main, ["--out", str(out), "--resume"], out)
     check_same_end(out, finished.folder)
     assert (out / "learning_curve.png").exists()
@@ -254,7 +254,7 @@ def play(learner, action, steps):
         return envs, (stored, envs.obs)
 
     reset_key, step_key = jax.random.split(jax.random.key(0))
-    start = gymnax_reset(*_run.make_env(learner.config.env), reset_key, 2)
+    start = gymnax_reset(*dqn.make_env(learner.config.env), reset_key, 2)
     return jax.jit(lambda start: jax.lax.scan(iteration, start, jax.random.split(step_key, steps)))(
         start
     )[1]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.examples import _run, sac
+from jaxbuf.examples import sac
 from jaxbuf.interop import transition_like
 from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
 from tests.programs.tensorboard import events_of
@@ -269,7 +269,7 @@ def test_another_environment(tmp_path, capsys):
 
 
 def test_returns_are_those_of_whole_episodes():
-    returns = _run.Returns(2)
+    returns = sac.Returns(2)
     assert np.isnan(returns.mean())
     returns.add(np.array([1.0, 10.0]), np.array([False, False]))
     returns.add(np.array([2.0, 20.0]), np.array([True, False]))
