@@ -141,9 +141,9 @@ class Run(Generic[Config]):
             columns: The cells of each column, ``[seeds + 1]``; see ``cells``.
         """
         config: Any = self.config
-        seeds = [*(str(config.seed + i) for i in range(config.seeds)), "all"]
-        times = [*("" for _ in seeds[1:]), f"{time.perf_counter() - self.began:.1f} s"]
-        rows = zip(seeds, *columns.values(), times, strict=True)
+        *seeds, _ = range(config.seed, config.seed + len(next(iter(columns.values()))))
+        times = [""] * len(seeds) + [f"{time.perf_counter() - self.began:.1f} s"]
+        rows = zip([*map(str, seeds), "all"], *columns.values(), times, strict=True)
         print(table(["seed", *columns, "time"], [*rows]))
         print(f"{what}, log and checkpoint are in {self.out}")
 
