@@ -5,6 +5,10 @@ whose shapes both ends know; nothing is pickled. Header and small arrays are sen
 which each array has a fixed place, so the receiver need not copy it. Large arrays follow, each sent
 from its own memory and without the rows that it does not use.
 
+flax's msgpack packs any pytree, but copies arrays at both ends: between two ranks on one machine,
+64 small transitions (4 kB) take 80 µs in place of 45, and 64 stacks of frames (1.8 MB) take 9 ms in
+place of 0.6. The pickles of mpi4py would copy as often, and run what they hold.
+
 Each run of the exchange has two tags of its own, one for first pieces and one for large arrays.
 Messages that an earlier run left behind are therefore recognized and dropped. A communicator for
 each run would do the same, but creating one is a collective call, in which a rank that crashed
