@@ -536,7 +536,7 @@ def _read(version: Path, manifest: dict[str, Any]) -> Iterator[Callable[[Any], A
         if "chunk" in leaf:
             if places is None:
                 places = _places(version, manifest)
-            _check_files(version / _SHARDED / str(i), (*shape, size), (*leaf["chunk"], size))
+            zarr.check_sizes(version / _SHARDED / str(i), (*shape, size), (*leaf["chunk"], size))
             part = _open_sharded(version, i, tuple(shape), leaf["chunk"], size, cache=cache)
             check = functools.partial(_check_places, version, i, leaf, places.get(str(i)))
 
@@ -550,7 +550,7 @@ def _read(version: Path, manifest: dict[str, Any]) -> Iterator[Callable[[Any], A
             array = np.zeros(0, np.uint8)
         else:
             index = (slice(at, at + leaf["bytes"]),)
-            _check_files(version / _DATA, (at + leaf["bytes"],), (manifest["chunk"],), index)
+            zarr.check_sizes(version / _DATA, (at + leaf["bytes"],), (manifest["chunk"],), index)
             store = store or zarr.open_rows(version / _DATA, _BYTES, manifest["chunk"], cache)
             array = store[at : at + leaf["bytes"]].read().result()
             at += leaf["bytes"]
@@ -558,23 +558,6 @@ def _read(version: Path, manifest: dict[str, Any]) -> Iterator[Callable[[Any], A
             raise ValueError("the numbers differ from the saved ones")
         array = array.reshape(*shape, size)
         yield lambda index, array=array: array[(*index, slice(None))]
-
-
-def _check_files(
-    folder: Path,
-    shape: tuple[int, ...],
-    chunk: tuple[int, ...],
-    index: tuple[slice, ...] | None = None,
-) -> None:
-    """Checks that there are files that can hold an array of bytes, or a part of it.
-
-    Raises:
-        ValueError: If there are not.
-    """
-    first = [part.start for part in index] if index else [0] * len(shape)
-    spans = zip(first, shape, chunk, strict=True)
-    count = math.prod(-(-size // step) - begin // step for begin, size, step in spans)
-    zarr.check_sizes(folder, zarr.grid(shape, chunk, index), count, math.prod(chunk))
 
 
 def _places(version: Path, manifest: dict[str, Any]) -> dict[str, dict[str, int]]:

@@ -1,9 +1,12 @@
-"""Small JSON files that are replaced in one step and carry a checksum."""
+"""Small JSON files that are replaced in one step and carry a checksum.
+
+A folder of checkpoints or of a store holds regular files below a size, and links to them; anything
+else is refused where it is opened.
+"""
 
 import errno
 import json
 import os
-import stat
 import zlib
 from pathlib import Path
 from typing import IO, Any
@@ -15,9 +18,7 @@ _MOST_BYTES = 2**28
 def write(file: Path, record: dict[str, Any]) -> None:
     """Replaces a file, and returns once it is on disk."""
     new = file.with_suffix(".new")
-    # What is left there may be a link to another file.
-    new.unlink(missing_ok=True)
-    with new.open("x") as stream:
+    with open_file(new, "w") as stream:
         # json.dump would encode it in Python, which takes ten times as long.
         stream.write(json.dumps({**record, "crc32": _checksum(record)}))
         stream.flush()
@@ -34,7 +35,8 @@ def read(file: Path) -> tuple[dict[str, Any], bool]:
 
     Raises:
         FileNotFoundError: If the file does not exist.
-        ValueError: If it does not hold a JSON object, or is no file of moderate size.
+        ValueError: If it does not hold a JSON object, or is too large.
+        OSError: If it is no regular file, or cannot be opened.
     """
     with open_file(file, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -51,30 +53,15 @@ def read(file: Path) -> tuple[dict[str, Any], bool]:
         raise ValueError(f"{file} is nested too deeply") from error
 
 
-def open_file(file: Path, mode: str, *, link: bool = True) -> IO[Any]:
-    """Opens a file, but nothing else that may have its name, such as a pipe, which would wait.
-
-    Args:
-        file: The file.
-        mode: As in ``open``.
-        link: Whether it may be reached by a link.
+def open_file(file: Path, mode: str) -> IO[Any]:
+    """Opens a regular file, or a new one: anything else in its place may block, as a pipe does.
 
     Raises:
         OSError: If it is something else, or cannot be opened.
     """
-    more = os.O_NONBLOCK | (0 if link else os.O_NOFOLLOW)
-    try:
-        stream = open(file, mode, opener=lambda path, flags: os.open(path, flags | more, 0o666))  # noqa: SIM115
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(
-                errno.ELOOP, "is a link, which is not followed; remove it", str(file)
-            ) from error
-        raise
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
-        raise OSError(errno.EINVAL, "is no file", str(file))
-    return stream
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "is no regular file", str(file))
+    return file.open(mode)
 
 
 def sync(path: Path) -> None:

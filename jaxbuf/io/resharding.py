@@ -49,15 +49,11 @@ def fit(tree: Tree, like: Tree) -> Tree:
         size = wanted.shards.capacity
         return wanted.replace(shards=_deal(node.shards, wanted.num_shards, size))
 
-    return jax.tree.map(convert, tree, like, is_leaf=_is_buffer)
+    return jax.tree.map(convert, tree, like, is_leaf=lambda x: _is_sharded(x) or is_created(x))
 
 
 def _is_sharded(node: object) -> bool:
     return isinstance(node, Sharded)
-
-
-def _is_buffer(node: object) -> bool:
-    return _is_sharded(node) or is_created(node)
 
 
 def _abstract(like: Sharded, count: int, name: str) -> Sharded:

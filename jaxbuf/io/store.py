@@ -203,7 +203,7 @@ class Store:
             self._arrays: list[Any] = []
             self._folders: list[Path] = []
             self._chunk = self._open_or_create(path, chunk)
-            self._checksums = self._new_checksums(self._chunk)
+            self._checksums = Checksums(self._folder / "checksums", len(self._likes), self._chunk)
             self._cache = ChunkCache(self._likes, self._chunk, self._cache_bytes)
             self._vouched, self._deleted, old = self._checked()
             self._cache.reserve(self._count(self._rows))
@@ -223,7 +223,8 @@ class Store:
 
     def __reduce__(self) -> tuple[Any, ...]:
         item = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._like)
-        return _reopen, (self._folder, item, self._cache_bytes)
+        reopen = functools.partial(Store, mode="r", cache_bytes=self._cache_bytes)
+        return reopen, (self._folder, item)
 
     @property
     def _rows(self) -> int:
@@ -903,9 +904,6 @@ class Store:
         zeros = ".0" * (len(self._likes[i].shape) - 1)
         return f"{self._folders[i]}/{chunk}{zeros}"
 
-    def _new_checksums(self, chunk: int) -> Checksums:
-        return Checksums(self._folder / "checksums", len(self._likes), chunk)
-
     def _record(self, name: str) -> dict[str, Any]:
         try:
             record, intact = records.read(self._folder / name)
@@ -1052,18 +1050,7 @@ class Store:
         if [name for name in strange if not name.endswith(".new")]:
             raise ValueError(f"{path} holds other files ({strange[0]}, ...); choose another folder")
         self._folder.mkdir(parents=True, exist_ok=True)
-        arrays = self._folder / "leaves"
-        for inner in (
-            self._folder / "checksums",
-            arrays,
-            *(arrays.iterdir() if arrays.is_dir() else ()),
-        ):
-            if inner.is_symlink():
-                raise ValueError(
-                    f"{inner} is a link, through which a store does not write; use mode='r', or "
-                    "link to the folder of the store itself"
-                )
-        lock = records.open_file(self._folder / "lock", "a", link=False)
+        lock = records.open_file(self._folder / "lock", "a")
         try:
             # The operating system releases it when the process ends for any reason.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1131,10 +1118,6 @@ class _Pin(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         self._unpin(self._chunks)
-
-
-def _reopen(folder: Path, example: PyTree, cache_bytes: int) -> Store:
-    return Store(folder, example, mode="r", cache_bytes=cache_bytes)
 
 
 def _padded(rows: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:

@@ -79,7 +79,7 @@ def locked(folder: Path, *, shared: bool = False) -> Generator[None]:
     copy.
     """
     try:
-        lock = records.open_file(folder / _LOCK, "rb" if shared else "ab", link=False)
+        lock = records.open_file(folder / _LOCK, "rb" if shared else "ab")
     except OSError:
         if not shared:
             raise

@@ -2,9 +2,9 @@
 
 import contextlib
 import itertools
+import math
 import os
-import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def open_array(
     import tensorstore as ts
 
     if known:
-        # tensorstore reads it as well, and believes that it is small and flat.
+        # tensorstore ends the process if it is nested deeply, and waits for ever if it is a pipe.
         with contextlib.suppress(FileNotFoundError):
             records.read(folder / "zarr.json")
     spec = {
@@ -123,22 +123,29 @@ def file_sizes(folder: Path) -> dict[str, int]:
         return {}
 
 
-def check_sizes(folder: Path, chunks: Iterable[str], count: int, nbytes: int) -> None:
-    """Checks that files can hold what is about to be read, before memory is allocated for it.
+def check_sizes(
+    folder: Path,
+    shape: Sequence[int],
+    chunk: Sequence[int],
+    index: tuple[slice, ...] | None = None,
+) -> None:
+    """Checks that files can hold bytes that are about to be read, before memory is allocated.
 
     Args:
-        folder: The folder of an array.
-        chunks: The names of the chunks; no more than there are files are looked at.
-        count: The number of chunks.
-        nbytes: The size of a chunk.
+        folder: The folder of an array of bytes.
+        shape: Its shape.
+        chunk: The shape of a chunk.
+        index: The part of it that is read; all of it by default.
 
     Raises:
         ValueError: If a chunk is missing or far too small.
     """
-    sizes = file_sizes(folder)
+    sizes, nbytes = file_sizes(folder), math.prod(chunk)
+    # Before their names are listed, of which there could be any number.
+    count = math.prod(map(len, _chunks(shape, chunk, index)))
     if count > len(sizes):
         raise ValueError(f"there are fewer files in {folder} than the {count} chunks of the array")
-    for name in chunks:
+    for name in grid(shape, chunk, index):
         if name not in sizes:
             raise ValueError(f"chunk {name} is missing in {folder}")
         if nbytes > sizes[name] * _MOST_PER_BYTE:
@@ -151,49 +158,45 @@ def grid(
     shape: Sequence[int], chunk: Sequence[int], index: tuple[slice, ...] | None = None
 ) -> Iterator[str]:
     """Yields the names of the chunks of an array, or of those at an index."""
-    steps = []
-    for axis, (size, step) in enumerate(zip(shape, chunk, strict=True)):
-        begin, end, _ = index[axis].indices(size) if index else (0, size, 1)
-        steps.append(range(begin // step, -(-end // step)))
-    return (".".join(map(str, place)) for place in itertools.product(*steps))
+    return (".".join(map(str, at)) for at in itertools.product(*_chunks(shape, chunk, index)))
+
+
+def _chunks(
+    shape: Sequence[int], chunk: Sequence[int], index: tuple[slice, ...] | None
+) -> list[range]:
+    """Returns the numbers of the chunks along each axis."""
+    parts = index or [slice(None)] * len(shape)
+    spans = [part.indices(size)[:2] for part, size in zip(parts, shape, strict=True)]
+    return [range(a // step, -(-b // step)) for (a, b), step in zip(spans, chunk, strict=True)]
 
 
 def checksum(file: Path) -> int:
     """Returns the checksum of a chunk, which its codec keeps in the last four bytes of its file.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is too small, or no file.
+        OSError: If it is no regular file, or cannot be read.
+        ValueError: If it is too small.
     """
-    try:
-        with records.open_file(file, "rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            if size < _CHECKSUM_BYTES:
-                raise ValueError(f"{file} has {size} bytes, too few for a checksum")
-            stream.seek(size - _CHECKSUM_BYTES)
-            return int.from_bytes(stream.read(_CHECKSUM_BYTES), "little")
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+    with records.open_file(file, "rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        if size < _CHECKSUM_BYTES:
+            raise ValueError(f"{file} has {size} bytes, too few for a checksum")
+        stream.seek(size - _CHECKSUM_BYTES)
+        return int.from_bytes(stream.read(_CHECKSUM_BYTES), "little")
 
 
 def check_file(file: str, nbytes: int) -> None:
     """Checks that a file can hold a chunk, before memory is allocated for it.
 
-    It says nothing of a missing file; the read of the chunk raises an error.
+    It says nothing of a file that is missing or none; the read of the chunk raises an error.
 
     Raises:
-        ValueError: If it is far too small, or no file.
+        ValueError: If it is far too small.
     """
-    try:
-        found = os.stat(file)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not stat.S_ISREG(found.st_mode) or nbytes > found.st_size * _MOST_PER_BYTE:
-        raise ValueError(f"{file} has {found.st_size} bytes, too few for {nbytes}")
+    with contextlib.suppress(OSError):
+        size = os.stat(file).st_size
+        if nbytes > size * _MOST_PER_BYTE:
+            raise ValueError(f"{file} has {size} bytes, too few for {nbytes}")
 
 
 def finish(writes: list[Any]) -> None:

@@ -122,21 +122,15 @@ def test_a_pipe_or_a_huge_file_is_no_manifest(tmp_path):
         jaxbuf.load(tmp_path, buffer)
 
 
-def test_save_writes_through_no_link(tmp_path):
+def test_a_save_touches_nothing_outside_of_its_folder(tmp_path):
     folder, outside = tmp_path / "saved", tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("mine")
     buffer, *_ = saved(folder)
     lock = folder / "jaxbuf.lock"
     lock.unlink()
-    for target in (outside / "file", outside / "new"):
-        lock.symlink_to(target)
-        with pytest.raises(OSError, match="is a link"):
-            jaxbuf.save(folder, buffer)
-        jaxbuf.load(folder, buffer)
-        lock.unlink()
     os.mkfifo(lock)
-    with pytest.raises(OSError, match=r"No such device|is no file"):
+    with pytest.raises(OSError, match="is no regular file"):
         jaxbuf.save(folder, buffer)
     jaxbuf.load(folder, buffer)
     lock.unlink()
@@ -259,26 +253,19 @@ def test_a_store_touches_nothing_outside_of_its_folder(tmp_path):
         (outside / name).write_text("mine")
     leaf = store / "leaves" / "0"
     kept = leaf.rename(tmp_path / "kept")
-    leaf.symlink_to(outside)
-    with pytest.raises(ValueError, match="is a link, through which"):
-        jaxbuf.Store(store, ROW)
-    leaf.unlink()
     leaf.symlink_to(kept)
     with jaxbuf.Store(store, ROW, mode="r") as reader:
         assert reader.read([3])["n"] == 3
     leaf.unlink()
     kept.rename(leaf)
     (leaf / "1.__lock").symlink_to(outside / "0.__lock")
-    (store / "rows.new").symlink_to(outside / "0")
     with jaxbuf.Store(store, ROW) as writer:
         writer.append(rows(40, 50))
         assert writer.read([45])["n"] == 45
     (store / "lock").unlink()
-    for target in ("0", "new"):
-        (store / "lock").symlink_to(outside / target)
-        with pytest.raises(OSError, match="is a link"):
-            jaxbuf.Store(store, ROW)
-        (store / "lock").unlink()
+    os.mkfifo(store / "lock")
+    with pytest.raises(OSError, match="is no regular file"):
+        jaxbuf.Store(store, ROW)
     assert sorted(file.name for file in outside.iterdir()) == ["0", "0.__lock"]
     assert all(file.read_text() == "mine" for file in outside.iterdir())
 
