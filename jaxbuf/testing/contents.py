@@ -52,7 +52,8 @@ def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
     parts = list(_parts(buffer))
     wanted: Any = items
     for part in parts:
-        wanted, _ = storage.check(_stored(part), items, "items", ("n",))
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), part.example)
+        wanted, _ = storage.check(rows, items, "items", ("n",))
     expected, shown = _count(wanted)
     there, also_shown = collections.Counter[bytes](), dict[Any, Any]()
     for part in parts:
@@ -84,11 +85,6 @@ def _parts(buffer: Any) -> Iterator[Any]:
     elif not members:
         check_options(one, "add", {})
         yield check_single(one)
-
-
-def _stored(buffer: Any) -> PyTree[Any]:
-    """Returns an item of the buffer as shapes with one axis in front."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), buffer.example)
 
 
 def _held(buffer: Any) -> PyTree[Array]:

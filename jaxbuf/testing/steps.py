@@ -123,7 +123,10 @@ def assert_resumes(
     half = steps // 2
 
     def run(state: Any, count: int) -> tuple[Any, list[Any]]:
-        state, outputs = _copy(state), []
+        # A copy, which may be donated.
+        arrays = jax.Array | np.ndarray
+        state = jax.tree.map(lambda x: x.copy() if isinstance(x, arrays) else x, state)
+        outputs: list[Any] = []
         for _ in range(count):
             state, output = _split(step(state, *args), state)
             outputs.append(output)
@@ -145,11 +148,6 @@ def assert_resumes(
         if _differences(whole, run(buffer, steps)):
             title = "the step does not do the same each time, with or without a checkpoint:"
         report(title, problems)
-
-
-def _copy(state: Any) -> Any:
-    """Returns a copy, which may be donated."""
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array | np.ndarray) else x, state)
 
 
 def _split(result: Any, state: Any) -> tuple[Any, Any]:
