@@ -4,10 +4,9 @@ None of these libraries is imported here: the functions only read what their obj
 """
 
 from jaxbuf.core import exporting
-from jaxbuf.interop._rollout import rollout
 from jaxbuf.interop.brax_env import FinalObs, brax_transitions
 from jaxbuf.interop.gymnasium_env import VectorStep, gymnasium_transitions, transition_like
-from jaxbuf.interop.gymnax_env import GymnaxState, gymnax_reset, gymnax_step
+from jaxbuf.interop.gymnax_env import GymnaxState, gymnax_reset, gymnax_step, rollout
 
 __all__ = [
     "FinalObs",

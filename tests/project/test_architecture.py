@@ -80,7 +80,7 @@ def test_no_files_import_each_other():
 
 # Above the buffers, code asks a buffer or a strategy instead of its class. What is left:
 ASKED = {
-    ("io/resharding.py", "Sharded"): "shards are dealt anew where a pytree has them",
+    ("io/resizing.py", "Sharded"): "shards are dealt anew where a pytree has them",
     ("monitoring/memory.py", "'add'"): "a user's own buffers count in a report of memory",
     ("monitoring/memory.py", "'replace'"): "likewise",
     ("monitoring/monitor.py", "'write'"): "a check of a user's writer",
