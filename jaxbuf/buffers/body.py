@@ -17,8 +17,8 @@ from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import counters, fields, sizes, storage, trees
-from jaxbuf.core.duplicates import keep_last
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.sorting import keep_last
 from jaxbuf.core.types import Function, State
 from jaxbuf.strategies.diversity import Diversity, DiversityState
 from jaxbuf.strategies.freshness import Freshness, FreshnessState

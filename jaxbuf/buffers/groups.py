@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, describe, fields, numbers, sorting, storage, trees
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.program import program
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 
 Order = Literal["age", "random"]

@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Int, UInt
 from jaxbuf.buffers import common
 from jaxbuf.buffers.base import Base
 from jaxbuf.core import storage
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset

@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxbuf.buffers import common, retire
 from jaxbuf.buffers.base import Base
 from jaxbuf.core import checks, fields, storage, trees
-from jaxbuf.core.duplicates import keep_last
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.sorting import keep_last
 from jaxbuf.core.types import Function, State
-from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Sampler

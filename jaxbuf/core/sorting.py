@@ -1,9 +1,12 @@
-"""Sorts of many numbers, in less time than XLA:CPU takes for pairs of numbers."""
+"""Sorts of many numbers in little time, and rows that name the same place as others."""
+
+import functools
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, Shaped, UInt
+from jaxtyping import Array, Bool, Int, Shaped, UInt
 
+from jaxbuf.core import native
 from jaxbuf.core.division import quotient, remainder
 
 _CHUNK = 128
@@ -51,3 +54,30 @@ def largest(value: Shaped[Array, " N"], count: int) -> tuple[Shaped[Array, " B"]
     _, best = lax.top_k(jnp.max(grid, axis=1), count)
     found, at = lax.top_k(grid[best].reshape(-1), count)
     return found, best[quotient(at, _CHUNK)] * _CHUNK + remainder(at, _CHUNK)
+
+
+def keep_last(index: Int[Array, "..."], nowhere: int) -> Int[Array, "..."]:
+    """Returns the same places, with ``nowhere`` for all rows but the last one of each place.
+
+    A scatter of rows that repeat a place may write any of them, except on a CPU.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> keep_last(jnp.array([3, 5, 3, 7]), nowhere=10).tolist()
+        [10, 5, 3, 7]
+    """
+    flat = index.reshape(-1)
+    if flat.shape[0] < 2:
+        return index
+    natively = functools.partial(native.keep_last, nowhere=nowhere)
+    kept = native.either(natively, lambda flat: jnp.where(last_of_each(flat), flat, nowhere), flat)
+    return kept.reshape(index.shape)
+
+
+def last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Returns a mask of the rows that no later row repeats."""
+    # Equal numbers have the same place in the sorted index. On a CPU, sorting the index alone is
+    # several times faster than sorting the rows by it.
+    row = jnp.arange(index.shape[0], dtype=jnp.int32)
+    place = jnp.searchsorted(lax.sort(index), index, method="scan_unrolled")
+    return jnp.zeros_like(row).at[place].max(row)[place] == row

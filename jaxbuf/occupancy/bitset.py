@@ -20,9 +20,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core import native, storage
-from jaxbuf.core.duplicates import last_of_each
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.problems import Checked, first_wrong
-from jaxbuf.core.varying import vary_with
+from jaxbuf.core.sorting import last_of_each
 
 _SHIFT = 5
 _WIDTH = 1 << _SHIFT

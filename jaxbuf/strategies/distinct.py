@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from jaxbuf.core.varying import vary_with
+from jaxbuf.core.collectives import vary_with
 
 Scratch = TypeVar("Scratch")
 

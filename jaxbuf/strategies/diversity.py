@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, fields
-from jaxbuf.core.varying import vary_with
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.ranking import to_rank
 from jaxbuf.strategies.moves import Moves

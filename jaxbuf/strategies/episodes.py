@@ -12,8 +12,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import checks, fields, sizes, storage
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
-from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Moves

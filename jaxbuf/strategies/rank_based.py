@@ -16,10 +16,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes, sorting
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import is_negative, score_metrics, to_rank
 from jaxbuf.strategies.mass import change, draw_distinct, effective_size, over, points

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words, scale_word
-from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct

@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sorting
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.order import after
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.varying import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics
 from jaxbuf.strategies.mass import (

@@ -15,9 +15,9 @@ import pytest
 
 import jaxbuf
 from jaxbuf.core import native, storage
-from jaxbuf.core.duplicates import keep_last
 from jaxbuf.core.native import using_native
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.sorting import keep_last
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.ranking import Ranking
 from tests.contract.test_compiled import copies

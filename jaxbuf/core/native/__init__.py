@@ -24,8 +24,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import versions
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.types import Function
-from jaxbuf.core.varying import vary_with
 
 KERNELS = ("set_leaves", "find", "read", "place", "mark", "keep_last", "take")
 
