@@ -62,7 +62,7 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
             raise
         records.sync(folder)
         for entry in previous:
-            if _has_manifest(entry) and not entry.is_symlink():
+            if (entry / "manifest.json").exists() and not entry.is_symlink():
                 # Renamed first, so that a partly removed version is not taken for a complete one.
                 # If that is not permitted, the newest version is still the current one.
                 old = folder / f"jaxbuf-{number(entry):08d}.old"
@@ -107,12 +107,3 @@ def number(version: Path) -> int:
 def unfinished(folder: Path, number: int) -> Path:
     """Returns the path of a version while it is being written."""
     return folder / f"jaxbuf-{number:08d}.new"
-
-
-def _has_manifest(entry: Path) -> bool:
-    """Returns whether a folder has a manifest of jaxbuf, even a damaged one."""
-    try:
-        with records.open_file(entry / "manifest.json", "rb") as file:
-            return file.read(10) == b'{"format":'
-    except OSError:
-        return False
