@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.examples import _mazes, levels
+from jaxbuf.examples import levels
 from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
 
 pytestmark = pytest.mark.usefixtures("promotion")
@@ -69,7 +69,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
 @functools.cache
 def mazes(size=5, count=200):
     """Several mazes as NumPy arrays."""
-    made = jax.jit(jax.vmap(lambda seed: _mazes.make(seed, size, 0.8)))(jnp.arange(count))
+    made = jax.jit(jax.vmap(lambda seed: levels.make(seed, size, 0.8)))(jnp.arange(count))
     return jax.device_get(made)
 
 
@@ -92,7 +92,7 @@ STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 
 def test_mazes_differ_and_only_some_need_a_detour():
     made = mazes()
-    found = np.asarray(jax.jit(jax.vmap(_mazes.needs_detour))(made))
+    found = np.asarray(jax.jit(jax.vmap(levels.needs_detour))(made))
     ways = [shortest(*maze) for maze in zip(*made, strict=True)]
     expected = [
         far is not None and far > abs(start - goal).sum()
@@ -106,7 +106,7 @@ def test_mazes_differ_and_only_some_need_a_detour():
 
 def test_walls_and_the_edge_stop_a_step():
     made = mazes()
-    step = jax.jit(jax.vmap(_mazes.move))
+    step = jax.jit(jax.vmap(levels.move))
     wins = 0
     for action, by in enumerate(STEPS):
         places, won = map(np.asarray, step(made, made.start, jnp.full(200, action)))
