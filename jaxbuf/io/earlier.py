@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.item import ItemBuffer
@@ -67,15 +67,13 @@ def as_saved(like: Tree, saved: dict[str, Leaf], configuration: dict[str, Any]) 
         had = saved.get(name)
         if had is None:
             return leaf
-        if _has_envs(name, had, leaf, configuration) or _left(name, had, leaf, configuration):
+        if _change(name, had, leaf, configuration):
             committed = getattr(leaf, "committed", True)
             sharding = getattr(leaf, "sharding", None) if committed else None
             return jax.ShapeDtypeStruct(had.shape, leaf.dtype, sharding=sharding)
-        if not name.endswith(_POINTS):
-            return leaf
-        if had.dtype != "float32" or leaf.dtype != np.uint32:
-            return leaf
-        return jax.ShapeDtypeStruct(had.shape, np.float32)
+        if name.endswith(_POINTS) and had.dtype == "float32" and leaf.dtype == np.uint32:
+            return jax.ShapeDtypeStruct(had.shape, np.float32)
+        return leaf
 
     return jax.tree_util.tree_map_with_path(was, like)
 
@@ -90,11 +88,8 @@ def renewed(tree: Tree, like: PyTree, saved: dict[str, Any]) -> Tree:
     """
 
     def reshaped(path: tuple[Any, ...], leaf: Any, wanted: Any) -> Any:
-        name = jax.tree_util.keystr(path)
-        if _has_envs(name, leaf, wanted, saved):
-            return leaf.reshape(wanted.shape)
-        left = _left(name, leaf, wanted, saved)
-        return jnp.stack([leaf[..., i] for i in left], axis=-1) if left else leaf
+        change = _change(jax.tree_util.keystr(path), leaf, wanted, saved)
+        return change(leaf) if change else leaf
 
     def renew(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
         if not is_created(node):
@@ -112,32 +107,32 @@ def renewed(tree: Tree, like: PyTree, saved: dict[str, Any]) -> Tree:
     return jax.tree_util.tree_map_with_path(renew, tree, like, is_leaf=is_created)
 
 
-def _has_envs(name: str, had: Any, wanted: Any, configuration: dict[str, Any]) -> bool:
-    """Returns whether a leaf was saved with axes of environments and of time, which are one now."""
+def _change(
+    name: str, had: Any, wanted: Any, configuration: dict[str, Any]
+) -> Callable[[Array], Array] | None:
+    """Returns a function that gives a saved leaf the shape of today; None if it has that shape."""
     before, now = (getattr(leaf, "shape", ()) for leaf in (had, wanted))
+    node, _, field = name.rpartition(".")
+    for kind, (count, left) in _LEFT.items():
+        if field == "counters" and configuration.get(node) == kind:
+            if (before[-1:], now[-1:]) == ((count,), (len(left),)):
+                return lambda leaf: jnp.take(leaf, np.asarray(left), axis=-1)
+            return None
     if len(before) != len(now) + 1:
-        return False
+        return None
+    # Axes of environments and of time, which are one now.
     rings = (path for path, kind in configuration.items() if kind == Rings.__qualname__)
     lengths = {
         configuration[f"{path}.length"]
         for path in rings
         if name.startswith(f"{path.removesuffix('.inner').removesuffix('.occupancy')}.")
     }
-    return any(
+    joined = any(
         before[axis + 1] in lengths
         and (*before[:axis], before[axis] * before[axis + 1], *before[axis + 2 :]) == now
         for axis in range(len(now))
     )
-
-
-def _left(name: str, had: Any, wanted: Any, configuration: dict[str, Any]) -> tuple[int, ...]:
-    """Returns which of the counters in a leaf are left, if it was saved with more of them."""
-    node, _, field = name.rpartition(".")
-    for kind, (count, left) in _LEFT.items():
-        if field == "counters" and configuration.get(node) == kind:
-            have, want = (getattr(leaf, "shape", ())[-1:] for leaf in (had, wanted))
-            return left if (have, want) == ((count,), (len(left),)) else ()
-    return ()
+    return (lambda leaf: leaf.reshape(now)) if joined else None
 
 
 def _each(function: Callable[[Buffer], Buffer], buffer: Buffer) -> Buffer:
