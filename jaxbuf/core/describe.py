@@ -60,7 +60,7 @@ def _lines(thing: Any) -> Iterator[str]:
 
 def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, object]]:
     """Returns for each part of a field its name, its kind, and the value that has its size."""
-    value = _value(thing, field)
+    value = getattr(thing, field.name)
     if not field.metadata.get("pytree_node", True):
         # Private configuration is not shown.
         hidden = value is None or value == () or type(value).__name__.startswith("_")
@@ -84,7 +84,7 @@ def _kind(node: object) -> str:
         inner = [
             f"{field.name}={_kind(value)}"
             for field in dataclasses.fields(node)
-            for value in [_value(node, field)]
+            for value in [getattr(node, field.name)]
             if not field.metadata.get("pytree_node", True) or dataclasses.is_dataclass(value)
         ]
         return f"{type(node).__name__}({', '.join(inner)})" if inner else type(node).__name__
@@ -92,11 +92,6 @@ def _kind(node: object) -> str:
     named = inspect.isroutine(function) or isinstance(function, type)
     whole = function.__name__ if named else repr(node)
     return whole if len(whole) <= _LONGEST else whole[: _LONGEST - 3] + "..."
-
-
-def _value(thing: Any, field: dataclasses.Field[Any]) -> object:
-    # A dataclass gives access to its fields by name only like this.
-    return getattr(thing, field.name)
 
 
 def _size(node: object) -> str:
