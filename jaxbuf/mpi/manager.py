@@ -137,13 +137,7 @@ class Manager(struct.PyTreeNode):
         mask: Bool[Array, " B"] | None = None,
         sender: int | Int[Array, ""] = 0,
     ) -> tuple[Self, dict[str, Array], Slots]:
-        """Receives a batch, and returns the slots of its rows as well.
-
-        Args:
-            items: The items and all other arguments are those of ``receive``.
-            score: Scores, ``[B]``.
-            mask: Which rows are part of the batch, ``[B]``.
-            sender: The number of the worker.
+        """Receives a batch as ``receive`` does, and returns the slots of its rows as well.
 
         Returns:
             The new manager, the scores of the batch, and the slot of each row, ``[B]``. A row that
