@@ -639,7 +639,7 @@ def _windows(
     max_size: int | None,
     max_length: int | None,
     sampler: Sampler = Uniform(),
-    shaped: Callable[[Any], Any] = lambda leaf: leaf,
+    shaped: Callable[[Any], Any] | None = None,
     view: Callable[[PyTree[Array]], Any] = lambda data: data,
 ) -> Any:
     """A buffer of windows; ``shaped`` gives added leaves their axes, ``view`` hands windows out."""
@@ -670,7 +670,6 @@ def _windows(
             f"rows have {length} steps and period is {period}; they are shortened to "
             f"{length - length % period}, a multiple of it"
         )
-
     length -= length % period
 
     def init(experience: PyTree) -> TrajectoryBufferState[Any]:
@@ -696,7 +695,7 @@ def _windows(
     def add(state: TrajectoryBufferState[Any], batch: PyTree) -> TrajectoryBufferState[Any]:
         # Without priorities nothing is kept of windows, so the state may stay as it is in a scan.
         state = own(state, fitted=sampler.uses_priority)
-        batch = jax.tree.map(shaped, batch)
+        batch = batch if shaped is None else jax.tree.map(shaped, batch)
         return state.replace(buffer=doors.add(state.buffer, batch, donate=False))
 
     def sample(state: TrajectoryBufferState[Any], rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
