@@ -74,6 +74,7 @@ from jaxbuf.views.frames import FrameStack, stack_frames
 from jaxbuf.views.hindsight import hindsight
 from jaxbuf.views.n_step import NStep, n_step
 from jaxbuf.views.terminal import terminal_states
+from jaxbuf.wrappers.feed import feed
 from jaxbuf.wrappers.holder import Holder, Stopped
 from jaxbuf.wrappers.hosted import Hosted
 from jaxbuf.wrappers.mixture import Mixture
@@ -137,6 +138,7 @@ __all__ = [
     "end_episodes",
     "explain_memory",
     "export_checks",
+    "feed",
     "from_minari",
     "hindsight",
     "importance_weights",

@@ -158,12 +158,15 @@ class Holder(Generic[State]):
         self._asked = time.monotonic()
         self._recheck = recheck
         self._changed = threading.Condition()
+        self._changes = 0  # the number of times that waiting threads were woken
         self._stopped = False
         self._cause: BaseException | None = None
         # The requests that were refused, and not granted since.
         self._refused: set[_Request] = set()
         # The smallest requests to insert, and to sample, so far.
         self._smallest: dict[bool, _Request] = {}
+        # The seconds that requests to insert, and to sample, have waited.
+        self._waited = {True: 0.0, False: 0.0}
         self._has_applied = False
 
     def __enter__(self) -> Self:
@@ -187,6 +190,27 @@ class Holder(Generic[State]):
         """The limiter with the counts of all rows so far; None without one."""
         with self._turn():
             return self._limiter_now()
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns scalars to monitor: how long each side has waited for the other, and the limiter.
+
+        Returns:
+            ``seconds_to_add``, for which calls of ``add`` have waited until their rows fit and the
+            limiter allowed them, and ``seconds_to_sample`` of ``sample`` and ``take``, summed over
+            all threads since the beginning; and the metrics of the limiter, if it has any. If the
+            first number grows, actors are ahead of the learner; if the second, they are behind.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> holder = jaxbuf.Holder(jaxbuf.ItemBuffer.create(jnp.float32(0), capacity=8))
+            >>> holder.add(jnp.ones(4))
+            >>> batch = holder.sample(jax.random.key(0), 4)
+            >>> [round(seconds) for seconds in holder.metrics().values()]
+            [0, 0]
+        """
+        metrics = _optional(self.limiter, "metrics")
+        waited = {"seconds_to_add": self._waited[True], "seconds_to_sample": self._waited[False]}
+        return waited if metrics is None else {**waited, **metrics()}
 
     def apply(
         self,
@@ -272,7 +296,7 @@ class Holder(Generic[State]):
             self._wait_for(signals, request, timeout)
             self._state = doors.add(cast("Any", self._state), items, mask=mask, **options)
             self._count("inserted", request.rows)
-            self._changed.notify_all()
+            self._wake()
 
     def sample(
         self,
@@ -411,7 +435,7 @@ class Holder(Generic[State]):
             taken: tuple[Any, Sample] = doors.take(cast("Any", self._state), rows)
             self._state, batch = taken
             self._count("sampled", rows)
-            self._changed.notify_all()
+            self._wake()
             return batch
 
     def stop(self, cause: BaseException | None = None) -> None:
@@ -437,7 +461,7 @@ class Holder(Generic[State]):
                 yield signals
             finally:
                 if self._stopped:
-                    self._changed.notify_all()
+                    self._wake()
                 self._changed.release()
 
     def _apply(
@@ -449,7 +473,7 @@ class Holder(Generic[State]):
         with self._turn() as signals:
             self._wait(signals, when, timeout)
             self._state, result = function(self._state)
-            self._changed.notify_all()
+            self._wake()
             return result
 
     def _insert_request(self, items: Any, mask: Any, part: Any) -> "_Request":
@@ -496,7 +520,7 @@ class Holder(Generic[State]):
             result = finish(self._state, batch)
             if self._limiter is not None:
                 self._count("sampled", rows)
-                self._changed.notify_all()
+                self._wake()
             return result
 
     def _limiter_now(self) -> Any:
@@ -519,7 +543,11 @@ class Holder(Generic[State]):
         if 0 < request.needs < smallest.needs:
             self._smallest[request.inserts] = request
         grants = functools.partial(self._grants, request)
-        self._wait(signals, grants, timeout, lambda: self._explain(request))
+        began = time.monotonic()
+        try:
+            self._wait(signals, grants, timeout, lambda: self._explain(request))
+        finally:
+            self._waited[request.inserts] += time.monotonic() - began
 
     def _grants(self, request: "_Request", state: Any) -> bool:
         """Returns whether a call can go on now, and remembers it if not.
@@ -534,7 +562,7 @@ class Holder(Generic[State]):
             self._refused.add(request)
             self._check_capacity(request, state)
             # For the sake of this sample inserts may go on that were held back.
-            self._changed.notify_all()
+            self._wake()
         self._check_stuck(request, state)
         return False
 
@@ -602,7 +630,7 @@ class Holder(Generic[State]):
             "rows at a time"
         )
         # Waiting threads wake up to raise this error as well.
-        self._changed.notify_all()
+        self._wake()
         raise ValueError(
             f"the queue holds {int(_size(state))} items of at most {state.capacity}, so that "
             f"neither an add of {insert.needs} rows nor a take of {take.needs} can go on; this "
@@ -650,10 +678,20 @@ class Holder(Generic[State]):
         kind = type(self._cause).__name__
         raise Stopped(f"the holder was stopped by {kind}: {self._cause}") from self._cause
 
+    def _wake(self) -> None:
+        """Wakes the threads that wait for a change; the caller has the lock."""
+        self._changes += 1
+        self._changed.notify_all()
+
     def _pause(self, signals: DeferredSignals, end: float) -> None:
         """Waits for a change until a time, without the lock."""
+        before = self._changes
         while (left := end - time.monotonic()) > 0:
-            if signals.deliver() or self._changed.wait(min(left, signals.pause)):
+            if signals.deliver():
+                return
+            self._changed.wait(min(left, signals.pause))
+            # A change that began before the pause was over, and ended after it, has woken nobody.
+            if self._changes != before:
                 return
 
 

@@ -820,3 +820,23 @@ def test_a_mixture_of_rings_on_the_host_is_asked_for_windows_of_another_length()
     batch = holder.sample(jax.random.key(0), 4, sequence_length=3, timeout=5)
     assert batch.data.shape == (4, 3)
     assert batch.valid.all()
+
+
+def test_a_change_that_takes_longer_than_a_pause_wakes_the_main_thread():
+    """It looks for signals ten times a second, and is not asleep when such a change ends."""
+    holder = jaxbuf.Holder(0)
+
+    def change(state):
+        time.sleep(0.3)
+        return state + 1, None
+
+    def act():
+        time.sleep(0.15)
+        holder.apply(change)
+
+    actor = threading.Thread(target=act)
+    actor.start()
+    began = time.monotonic()
+    holder.read(lambda _: None, when=lambda state: state == 1, timeout=10.0)
+    assert time.monotonic() - began < 5
+    actor.join()

@@ -1,0 +1,250 @@
+"""Train DQN with actors in other processes, which fill one prioritized buffer (Ape-X).
+
+CartPole takes about a minute on two CPU cores. Some things to try:
+  --actors 8                      more processes, which wait for the learner if it is slower
+  --resume --steps 200_000        train a finished run for longer
+
+Ends with a table. Writes, in runs/apex or where --out says:
+  learning_curve.png  return while training
+  log.csv             fifty times in a run: returns, losses, how long each side waited
+"""
+
+import dataclasses
+import functools
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import jaxbuf
+from jaxbuf.examples import _run
+from jaxbuf.examples.dqn import PRIORITY_EPSILON, QNetwork
+from jaxbuf.interop import gymnasium_transitions, transition_like
+
+CHUNKS = 50
+PUBLISH = 4  # updates after which actors are sent the parameters
+# Other start methods copy a process in which JAX has threads already, and these hold locks.
+SPAWN = multiprocessing.get_context("spawn")
+make_envs = functools.partial(gymnasium.make_vec, vectorization_mode="sync")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the training."""
+
+    env: Literal["CartPole-v1", "Acrobot-v1", "MountainCar-v0"] = "CartPole-v1"  # of Gymnasium
+    actors: int = 2  # processes that act
+    num_envs: int = 4  # environments side by side in each of them
+    rollout: int = 16  # steps of them that an actor sends at a time
+    seed: int = 0  # source of all randomness, except for the order in which actors are heard
+    steps: int = 100_000  # environment steps of all actors
+    samples_per_insert: float = 8.0  # how often each transition is drawn on average
+    batch_size: int = 128  # transitions in an update
+    n_step: int = 3  # rewards in a target before it bootstraps
+    capacity: int = 50_000  # transitions in the buffer
+    warmup: int = 2_000  # transitions before learning begins
+    alpha: float = 0.6  # priority exponent; 0 is uniform
+    beta: float = 0.4  # importance exponent
+    lr: float = 1e-3  # learning rate, annealed linearly to zero
+    discount: float = 0.99  # discount per step
+    sampler: ClassVar[str] = "prioritized"
+
+    def __post_init__(self) -> None:
+        _run.check(self, 1, "actors", "num_envs", "rollout", "n_step", "batch_size")
+        _run.check(self, 0, "seed", "alpha", "lr")
+        _run.check(self, 1e-3, "samples_per_insert")
+        _run.check(self, 0, "beta", "discount", high=1)
+        _run.check(self, max(self.batch_size, self.num_envs * self.rollout), "warmup", "capacity")
+        _run.check(self, self.warmup + 1, "steps")
+
+
+class Learner(struct.PyTreeNode):
+    """The state of the learner, which is saved in checkpoints along with the buffer."""
+
+    params: Any
+    target_params: Any  # their moving average, which the targets use
+    opt_state: optax.OptState
+    keys: PRNGKeyArray  # of the next batch, and of all later randomness, [2]
+    step: Int[Array, ""]  # environment steps that it has learned from
+
+
+class Agent:
+    """Double DQN with n-step targets; actors compute the first priorities (Horgan et al., 2018)."""
+
+    def __init__(self, config: Config, envs: Any) -> None:
+        self.config, self.like = config, transition_like(envs)
+        self.network: Any = QNetwork(int(envs.single_action_space.n), 64)
+        self.length = math.ceil((config.steps - config.warmup) / CHUNKS)  # environment steps
+        self.updates = max(round(self.length * config.samples_per_insert / config.batch_size), 1)
+        schedule = optax.linear_schedule(config.lr, 0.0, CHUNKS * self.updates)
+        self.optimizer = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(schedule))
+
+    def init(self) -> dict[str, Any]:
+        """Returns a learner with a new network, an empty buffer, and its limiter."""
+        config = self.config
+        keys = jax.random.split(jax.random.key(config.seed), 3)
+        params = self.network.init(keys[0], jnp.zeros((1, *self.like["obs"].shape)))
+        opt_state = self.optimizer.init(params)
+        learner = Learner(params, params, opt_state, keys[1:], jnp.int32(config.warmup))
+        item = {name: self.like[name] for name in ("obs", "action", "reward", "next_obs")}
+        item["discount"] = item["reward"]
+        sampler = jaxbuf.Prioritized(alpha=config.alpha, epsilon=PRIORITY_EPSILON)
+        buffer = jaxbuf.ItemBuffer.create(item, config.capacity, sampler=sampler)
+        ratio, message = config.samples_per_insert, config.num_envs * config.rollout
+        tolerance = 2 * (ratio * message + config.batch_size)
+        limiter = jaxbuf.RateLimiter.create(ratio, config.warmup, tolerance)
+        return {"learner": learner, "buffer": buffer, "limiter": limiter}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def act(self, params: Any, obs: Array, epsilon: Any, key: PRNGKeyArray) -> Array:
+        """Returns ε-greedy actions for E observations, ``[E]``."""
+        greedy = jnp.argmax(self.network.apply(params, obs), axis=-1).astype(jnp.int32)
+        explore_key, action_key = jax.random.split(key)
+        anything = jax.random.randint(action_key, greedy.shape, 0, self.network.num_actions)
+        return jnp.where(jax.random.uniform(explore_key, greedy.shape) < epsilon, anything, greedy)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def rows(self, params: Any, window: dict[str, Array]) -> dict[str, Any]:
+        """Returns arguments of ``add`` for the first T steps of a window, ``[E, T + n]``."""
+        returns = jaxbuf.n_step(window, self.config.n_step, self.config.discount)
+        items = {name: window[name][:, : self.config.rollout] for name in ("obs", "action", "mask")}
+        # The last step of each return, whose "next_obs" is in the same episode.
+        last = returns.bootstrap_index[..., None] - 1
+        items["next_obs"] = jnp.take_along_axis(window["next_obs"], last, axis=1)
+        items |= {"reward": returns.reward, "discount": returns.discount}
+        items = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), items)
+        mask = items.pop("mask")
+        priority = jnp.abs(self.td_error(params, params, items))
+        return {"items": items, "mask": mask, "priority": priority}
+
+    def td_error(self, params: Any, target_params: Any, items: Any) -> Float[Array, " B"]:
+        """Returns value minus n-step target; ``params`` choose the next action (double DQN)."""
+        row = jnp.arange(len(items["action"]))
+        value = self.network.apply(params, items["obs"])[row, items["action"]]
+        best = jnp.argmax(self.network.apply(params, items["next_obs"]), axis=-1)
+        next_value = self.network.apply(target_params, items["next_obs"])[row, best]
+        return value - jax.lax.stop_gradient(items["reward"] + items["discount"] * next_value)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def learn(self, learner: Learner, items: Any, weights: Array) -> tuple[Learner, Any, Any]:
+        """Updates the network and its target once; also returns the new priorities and the loss."""
+
+        def loss_fn(params: Any) -> tuple[Array, Array]:
+            error = self.td_error(params, learner.target_params, items)
+            return 0.5 * jnp.mean(weights * error**2), error
+
+        (loss, error), grads = jax.value_and_grad(loss_fn, has_aux=True)(learner.params)
+        updates, opt_state = self.optimizer.update(grads, learner.opt_state)
+        params: Any = optax.apply_updates(learner.params, updates)
+        target = optax.incremental_update(params, learner.target_params, 0.01)
+        learner = learner.replace(params=params, target_params=target, opt_state=opt_state)
+        return learner.replace(keys=jax.random.split(learner.keys[1])), jnp.abs(error), loss
+
+
+def act(config: Config, actor: int, seed: int, params: Any, queues: tuple[Any, Any, Any]) -> None:
+    """Acts in a process of its own, until that of the learner ends.
+
+    Sends arguments of ``add`` to the queue ``rows``, which is bounded, so a fast actor waits there,
+    and the returns of episodes to ``returns``. New parameters arrive in its ``mailbox``.
+    """
+    rows, returns, mailbox = queues
+    learner: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (learner.join(), os._exit(1)), daemon=True).start()
+    jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the learner
+    envs, count = make_envs(config.env, config.num_envs), config.num_envs
+    agent, key = Agent(config, envs), jax.random.key(seed)
+    # Each environment of each actor has an epsilon of its own, from 0.4 to 0.0007.
+    place = np.arange(actor * count, (actor + 1) * count) / max(config.actors * count - 1, 1)
+    epsilon = (0.4 ** (1 + 7 * place)).astype(np.float32)
+    (obs, _), ended, steps, episodes = envs.reset(seed=seed), None, [], _run.Returns(count)
+    while True:
+        while not mailbox.empty():
+            params = mailbox.get()
+        while len(steps) < config.rollout + config.n_step:
+            key, action_key = jax.random.split(key)
+            action = np.array(agent.act(params, obs, epsilon, action_key))
+            step = gymnasium_transitions(envs, obs, action, envs.step(action), ended)
+            episodes.add(step.transitions["reward"], step.ended)
+            steps.append({**step.transitions, "mask": step.mask})  # resets are no transitions
+            obs, ended = step.obs, step.ended
+        window = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *steps)
+        rows.put(jax.device_get(agent.rows(params, window)))
+        returns.put(episodes.mean())
+        # The last n steps have no n-step return yet, so they begin the next window.
+        steps = steps[config.rollout :]
+
+
+def train(run: _run.Run[Config]) -> None:
+    """Trains, and prints the result."""
+    config, agent = run.config, Agent(run.config, make_envs(run.config.env, 1))
+    saved = run.load(agent.init()) if run.resume else agent.init()
+    done, count = int(saved["learner"].step), config.actors
+    seeds = np.random.SeedSequence([config.seed, done]).generate_state(count) >> 1
+    rows, returns, *mailboxes = (SPAWN.Queue(2 * count), *(SPAWN.Queue() for _ in range(count + 1)))
+    params = jax.device_get(saved["learner"].params)
+    args = [(config, i, int(seeds[i]), params, (rows, returns, mailboxes[i])) for i in range(count)]
+    make = functools.partial(SPAWN.Process, target=act, daemon=True)
+    actors = [make(name=f"actor {i}", args=args[i]) for i in range(count)]
+
+    def chunk(saved: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+        learner, losses = saved["learner"], []
+        for update in range(agent.updates):
+            key, size = learner.keys[0], config.batch_size
+            batch, weights = holder.sample_with_weights(key, size, config.beta)
+            learner, priority, loss = agent.learn(learner, batch.data, weights)
+            holder.update_priority(batch.slots, priority)
+            losses.append(loss)
+            if update % PUBLISH == 0:
+                for mailbox in (m for m in mailboxes if m.empty()):
+                    mailbox.put(jax.device_get(learner.params))
+        episodes = [returns.get() for _ in iter(returns.empty, True)]
+        known = [mean for mean in episodes if not math.isnan(mean)]
+        log = {"return": np.mean(known) if known else math.nan, "loss": np.mean(losses)}
+        learner = learner.replace(step=learner.step + agent.length)
+        buffer = holder.read(lambda buffer: jax.tree.map(jnp.copy, buffer))
+        saved = {"learner": learner, "buffer": buffer, "limiter": holder.limiter}
+        log |= {"holder": holder.metrics(), "buffer": buffer.metrics()}
+        return saved, log, _run.shown(log["return"])
+
+    # Ctrl-C does not reach the actors, since a process inherits that a signal is ignored.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for actor in actors:
+        actor.start()
+    signal.signal(signal.SIGINT, before)
+    try:
+        with jaxbuf.Holder(saved["buffer"], limiter=saved["limiter"]) as holder:
+            jaxbuf.feed(holder, rows, actors)
+            span: Any = {"done": done, "until": config.steps, "size": agent.length}
+            saved, seconds = run.train(saved, chunk, **span)
+    except jaxbuf.Stopped as stopped:
+        sys.exit(f"error: {stopped.__cause__}; go on from the last checkpoint with --resume")
+    finally:
+        for actor, mailbox in zip(actors, mailboxes, strict=True):
+            actor.terminate()
+            actor.join()
+            mailbox.cancel_join_thread()  # this process can end before it is empty
+    learner, test_envs = saved["learner"], make_envs(config.env, 32)
+    act_greedily = functools.partial(agent.act, learner.params, epsilon=0.0, key=learner.keys[0])
+    greedy = _run.play(test_envs, lambda obs: act_greedily(obs=obs), config.seed)
+    run.report("Ape-X DQN", greedy[None], seconds, agent.length)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs this example from the command line and returns its exit status."""
+    return _run.main("apex", train, Config(), f"{__doc__}{_run.FILES}", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
