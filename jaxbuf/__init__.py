@@ -70,6 +70,7 @@ from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax
 from jaxbuf.strategies.staleness import Staleness
 from jaxbuf.strategies.uniform import Uniform
+from jaxbuf.views.advantages import Advantages, gae, vtrace
 from jaxbuf.views.frames import FrameStack, stack_frames
 from jaxbuf.views.hindsight import hindsight
 from jaxbuf.views.n_step import NStep, n_step
@@ -83,6 +84,7 @@ from jaxbuf.wrappers.sharded.sharded import Sharded
 __version__ = "0.2.0"
 
 __all__ = [
+    "Advantages",
     "Balanced",
     "Blend",
     "Chunk",
@@ -140,6 +142,7 @@ __all__ = [
     "export_checks",
     "feed",
     "from_minari",
+    "gae",
     "hindsight",
     "importance_weights",
     "insert",
@@ -167,6 +170,7 @@ __all__ = [
     "to_minari",
     "update_priority",
     "update_score",
+    "vtrace",
 ]
 
 native.register()

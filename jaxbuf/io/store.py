@@ -87,6 +87,35 @@ class StoreBatch(NamedTuple):
     rows: Int[np.ndarray, " B"]
 
 
+class StoreBatches(Iterator[StoreBatch]):
+    """An iterator over batches of a store, which has a length if it ends."""
+
+    def __init__(self, batches: Generator[StoreBatch], count: Callable[[], int | None]) -> None:
+        self._batches, self._count = batches, count
+        self._length: int | None = None
+        self._has_begun = False
+
+    def __next__(self) -> StoreBatch:
+        if not self._has_begun:
+            self._length, self._has_begun = self._count(), True
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        """The number of all its batches, also of those that it has yielded already.
+
+        Raises:
+            TypeError: If it never ends.
+        """
+        length = self._length if self._has_begun else self._count()
+        if length is None:
+            raise TypeError("these batches never end; give steps or epochs for a length")
+        return length
+
+    def close(self) -> None:
+        """Ends the iterator, as do its last batch and the end of the program."""
+        self._batches.close()
+
+
 class _Rows(NamedTuple):
     """The rows that ``rows.json`` vouches for.
 
@@ -425,7 +454,7 @@ class Store:
         steps: int | None = None,
         prefetch: int = 2,
         device: Any = None,
-    ) -> Iterator[StoreBatch]:
+    ) -> StoreBatches:
         """Yields random batches, which another thread reads ahead of time.
 
         By default rows are drawn with replacement, and all rows present at the time of the draw are
@@ -438,6 +467,9 @@ class Store:
         requested. Rows that are deleted afterwards are still drawn, and stay on disk until the
         iterator ends or is closed. A run that resumes gets the same batches if the store has the
         same rows as at the beginning.
+
+        With ``epochs`` or ``steps``, ``len`` of the iterator is the number of its batches, so that
+        ``tqdm(store.batches(...))`` shows how much is left.
 
         Args:
             batch_size: Number of rows ``B``.
@@ -463,8 +495,9 @@ class Store:
             ...     _ = store.append(jnp.arange(10))
             ...     all_ = [batch.rows for batch in store.batches(4, epochs=2)]
             ...     later = [batch.rows for batch in store.batches(4, epochs=2, start=3)]
-            >>> [len(rows) for rows in all_], sorted(np.concatenate(all_)[:10].tolist())
-            ([4, 4, 4, 4, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+            ...     number = len(store.batches(4, epochs=2))
+            >>> [len(rows) for rows in all_], sorted(np.concatenate(all_)[:10].tolist()), number
+            ([4, 4, 4, 4, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 5)
             >>> np.array_equal(later, all_[3:])
             True
         """
@@ -484,7 +517,14 @@ class Store:
             draws = self._epochs(batch_size, seed, numbers, epochs)
         batches = self._batches(draws, prefetch, device)
         _iterators.add(batches)
-        return batches
+
+        def count() -> int | None:
+            if epochs is None:
+                return steps
+            left = max(-(-self.live * epochs // batch_size) - start, 0)
+            return left if steps is None else min(left, steps)
+
+        return StoreBatches(batches, count)
 
     def load_into(
         self,

@@ -1,15 +1,13 @@
 """n-step returns of sampled windows."""
 
-from typing import Any
-
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import describe, fields, numbers, sizes, storage
+from jaxbuf.core import describe, sizes
 from jaxbuf.core.program import program
+from jaxbuf.views import rewarded
 
 
 class NStep(struct.PyTreeNode):
@@ -95,14 +93,7 @@ def n_step(
     References:
         Sutton and Barto, Reinforcement Learning, 2018, chapter 7; Hessel et al., Rainbow, 2018.
     """
-    rewards = _field(window, reward, "reward", jnp.floating)
-    if rewards.ndim < 2:
-        raise ValueError(f"reward has shape {rewards.shape}; expected (B, L)")
-    ends = _flags(window, terminated, "terminated", rewards.shape)
-    truncated = fields.truncation(window, terminated, truncated)
-    cuts = jnp.zeros(rewards.shape, bool)
-    if truncated is not None:
-        cuts = _flags(window, truncated, "truncated", rewards.shape)
+    rewards, ends, cuts, factor = rewarded.read(window, discount, reward, terminated, truncated)
     length = rewards.shape[1]
     n = sizes.check_count("n", n)
     if not 1 <= n <= length:
@@ -110,13 +101,7 @@ def n_step(
             f"n is {n} and windows have {length} steps; expected 1 <= n < {length}, or n = "
             f"{length} for steps that hold their next observations"
         )
-    dtype: Any = rewards.dtype
-    shape = np.shape(discount)  # pyright: ignore[reportArgumentType]
-    known = shape if shape in ((), rewards.shape[:2], rewards.shape) else ()
-    axes = "one number, or one for each step, (B, L)"
-    factor = storage.check_rows(discount, "discount", known, dtype, axes)
-    factor = _spread(factor, rewards.shape) if known else jnp.broadcast_to(factor, rewards.shape)
-    starts = max(rewards.shape[1] - n, 1)
+    starts = max(length - n, 1)
 
     def extend(
         carry: tuple[NStep, Bool[Array, "B M"]], offset: Int[Array, ""]
@@ -141,28 +126,8 @@ def n_step(
     nothing = NStep(
         reward=zeros,
         discount=jnp.ones_like(zeros),
-        bootstrap_index=zeros.astype(jnp.int32) + _spread(steps[None], zeros.shape),
+        bootstrap_index=zeros.astype(jnp.int32) + rewarded.spread(steps[None], zeros.shape),
     )
     offsets = jnp.arange(n, dtype=jnp.int32)
     (result, _), _ = lax.scan(extend, (nothing, jnp.ones_like(zeros, bool)), offsets)
     return result
-
-
-def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) -> Array:
-    flags = _field(window, path, name, jnp.bool_)
-    if flags.shape not in (shape, shape[:2]):
-        raise ValueError(f"{name} has shape {flags.shape}; expected {shape}, that of reward")
-    return _spread(flags, shape)
-
-
-def _spread(field: Array, shape: tuple[int, ...]) -> Array:
-    """Broadcasts ``[B, L]`` along the trailing axes of ``shape``."""
-    return jnp.broadcast_to(field.reshape(*field.shape, *(1,) * (len(shape) - field.ndim)), shape)
-
-
-def _field(window: PyTree[Array], path: str, name: str, kind: Any) -> Array:
-    array = numbers.array(fields.need(window, path, name, "the window has"), name)
-    if not jnp.issubdtype(array.dtype, kind):
-        expected = "bool" if kind is jnp.bool_ else "a floating dtype"
-        raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
-    return array

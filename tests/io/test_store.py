@@ -1012,3 +1012,46 @@ def test_a_killed_writer_loses_and_repeats_nothing(tmp_path):
         with jaxbuf.Store(tmp_path / str(i), kill.STORE_ITEM) as store:
             appends += kill.check_store(store)
     assert appends > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        ({"steps": 3}, 3),
+        ({"steps": 0}, 0),
+        ({"steps": 3, "start": 7}, 3),
+        ({"epochs": 1}, 3),
+        ({"epochs": 4}, 9),
+        ({"epochs": 2, "start": 3}, 2),
+        ({"epochs": 2, "start": 9}, 0),
+        ({"epochs": 2, "steps": 4}, 4),
+        ({"epochs": 2, "steps": 4, "start": 3}, 2),
+    ],
+)
+def test_batches_have_a_length(tmp_path, options, number):
+    with jaxbuf.Store(tmp_path, jnp.int32(0)) as store:
+        store.append(jnp.arange(10))
+        store.delete([3])
+        batches = store.batches(4, **options)
+        assert len(batches) == number
+        assert sum(1 for _ in batches) == number
+        # Afterwards, too, also with rows that came later.
+        store.append(jnp.arange(10))
+        assert len(batches) == number
+
+
+def test_batches_that_never_end_have_no_length(tmp_path):
+    with jaxbuf.Store(tmp_path, jnp.int32(0)) as store:
+        store.append(jnp.arange(10))
+        batches = store.batches(4)
+        with pytest.raises(TypeError, match="never end; give steps or epochs"):
+            len(batches)
+        next(batches)
+        with pytest.raises(TypeError, match="never end"):
+            len(batches)
+        batches.close()
+        assert list(batches) == []
+        # Rows that are there when the first batch is requested count.
+        later = store.batches(4, epochs=1)
+        store.append(jnp.arange(10))
+        assert len(later) == len(list(later)) == 5

@@ -1,0 +1,237 @@
+"""Advantages and value targets of windows: GAE and V-trace."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxbuf.core import describe, numbers, storage
+from jaxbuf.core.program import program
+from jaxbuf.views import rewarded
+
+
+class Advantages(struct.PyTreeNode):
+    """Advantages of the actions of a window, and targets for the values of its observations.
+
+    Both are constants to ``jax.grad``, as in the papers.
+
+    Attributes:
+        advantage: Factors of the policy gradient, ``[B, M, ...]`` with the trailing axes of the
+            rewards, as has the other attribute.
+        target: The values to learn, ``[B, M, ...]``.
+    """
+
+    advantage: Float[Array, "B M ..."]
+    target: Float[Array, "B M ..."]
+
+    __repr__ = describe.text
+    _repr_html_ = describe.rich
+
+
+@program(static=("reward", "terminated", "truncated"))
+def gae(
+    window: PyTree[Array],
+    value: Float[Array, "B L ..."],
+    discount: float | Float[Array, ""] | Float[Array, "B L ..."],
+    lambda_: float | Float[Array, ""],
+    *,
+    next_value: Float[Array, "B L ..."] | None = None,
+    reward: str = "reward",
+    terminated: str = "terminated",
+    truncated: str | None = None,
+) -> Advantages:
+    """Computes generalized advantage estimates, backwards through every window.
+
+    With ``delta[t] = reward[t] + discount * next_value[t] - value[t]``, the advantage of step ``t``
+    is ``delta[t] + discount * lambda_ * advantage[t + 1]``, and its target is ``value[t] +
+    advantage[t]``, the λ-return. If the episode ``terminated`` at a step, nothing follows: the next
+    value counts as 0. If it was ``truncated`` there, the next value counts, but no later step.
+
+    Row ``t`` of a window holds the observation before an action, and the reward and the flags after
+    it, so the observation after row ``t`` is in row ``t + 1``. Without ``next_value``, the value of
+    that row is taken, and the last row of a window has no advantage: ``M = L - 1``. After a
+    truncation that row belongs to the next episode already. If your time limits truncate episodes,
+    store next observations, and pass their values as ``next_value``. Then each row has an
+    advantage: ``M = L``.
+
+    Args:
+        window: Windows of consecutive steps with leaves ``[B, L, ...]``, such as ``sample.data`` of
+            a ``TrajectoryBuffer``, ``dequeue(...).data``, whose rows are environments, or rollouts
+            that you collected: a dict, or another pytree with named fields.
+        value: The values of the observations, ``[B, L]``, or with the trailing axes of the rewards.
+        discount: The factor per step, as for ``jaxbuf.n_step``. It may be traced.
+        lambda_: The factor per step that trades variance for bias: 0 looks one step ahead, and 1
+            sums all rewards. It may be traced.
+        next_value: The values of the next observations, like ``value``.
+        reward: As for ``jaxbuf.n_step``.
+        terminated: As for ``jaxbuf.n_step``.
+        truncated: As for ``jaxbuf.n_step``.
+
+    Returns:
+        The advantages and the targets, in the dtype of ``value``.
+
+    Raises:
+        ValueError: If a field is missing, or has the wrong shape or dtype, as have values; or if
+            windows have one step and ``next_value`` is not given.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> window = {
+        ...     "reward": jnp.array([[1.0, 2.0, 4.0]]),
+        ...     "terminated": jnp.array([[False, True, False]]),
+        ... }
+        >>> value = jnp.array([[1.0, 3.0, 5.0]])
+        >>> estimates = jaxbuf.gae(window, value, discount=0.5, lambda_=0.5)
+        >>> estimates.advantage.tolist(), estimates.target.tolist()
+        ([[1.25, -1.0]], [[2.25, 2.0]])
+
+    References:
+        Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation,
+        ICLR 2016, equation 16.
+    """
+    known = rewarded.read(window, discount, reward, terminated, truncated)
+    steps = _with_values(known, value, next_value)
+    trace = _number(lambda_, "lambda_", steps)
+    advantage = _backwards(steps.reward + steps.following - steps.value, trace, steps)
+    return _constant(advantage, steps.value + advantage)
+
+
+@program(static=("reward", "terminated", "truncated"))
+def vtrace(
+    window: PyTree[Array],
+    value: Float[Array, "B L ..."],
+    log_ratio: Float[Array, "B L ..."],
+    discount: float | Float[Array, ""] | Float[Array, "B L ..."],
+    *,
+    next_value: Float[Array, "B L ..."] | None = None,
+    lambda_: float | Float[Array, ""] = 1.0,
+    rho_clip: float | Float[Array, ""] = 1.0,
+    c_clip: float | Float[Array, ""] = 1.0,
+    reward: str = "reward",
+    terminated: str = "terminated",
+    truncated: str | None = None,
+) -> Advantages:
+    """Computes V-trace targets and advantages of windows that an older policy has played.
+
+    With ``ratio = exp(log_ratio)``, ``rho = min(rho_clip, ratio)``, ``c = lambda_ * min(c_clip,
+    ratio)`` and ``delta[t] = rho[t] * (reward[t] + discount * next_value[t] - value[t])``, the
+    target is ``value[t] + delta[t] + discount * c[t] * (target[t + 1] - value[t + 1])``, and the
+    advantage ``rho[t] * (reward[t] + discount * target[t + 1] - value[t])``. In place of
+    ``target[t + 1]``, the last row of a window has ``next_value[t]``.
+
+    Ends of episodes, and rows, are those of ``gae``: if the episode ``terminated`` at a step,
+    nothing follows; if it was ``truncated`` there, ``next_value[t]`` stands for all that follows.
+
+    Args:
+        window: As for ``gae``.
+        value: As for ``gae``.
+        log_ratio: The logarithms of the probabilities of the actions under the policy that is
+            learned, minus those under the policy that acted, which you store with the steps. Like
+            ``value``.
+        discount: As for ``gae``.
+        next_value: As for ``gae``.
+        lambda_: An additional factor per step, of remark 2 of the paper.
+        rho_clip: The largest weight of an error. It decides which policy the values belong to:
+            without a limit to the one that is learned.
+        c_clip: The largest weight of later errors per step.
+        reward: As for ``jaxbuf.n_step``.
+        terminated: As for ``jaxbuf.n_step``.
+        truncated: As for ``jaxbuf.n_step``.
+
+    Returns:
+        The advantages and the targets, in the dtype of ``value``.
+
+    Raises:
+        ValueError: As for ``gae``.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxbuf
+        >>> window = {
+        ...     "reward": jnp.array([[1.0, 2.0, 4.0]]),
+        ...     "terminated": jnp.array([[False, True, False]]),
+        ... }
+        >>> value, twice_as_likely = jnp.array([[1.0, 3.0, 5.0]]), jnp.full((1, 3), jnp.log(2.0))
+        >>> estimates = jaxbuf.vtrace(window, value, -twice_as_likely, discount=0.5)
+        >>> estimates.advantage.tolist(), estimates.target.tolist()
+        ([[0.625, -0.5]], [[1.625, 2.5]])
+
+    References:
+        Espeholt et al., IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
+        Architectures, ICML 2018, section 4.
+    """
+    known = rewarded.read(window, discount, reward, terminated, truncated)
+    steps = _with_values(known, value, next_value)
+    shape, dtype = known.reward.shape, steps.value.dtype
+    ratio = jnp.exp(_rows(log_ratio, "log_ratio", shape, dtype)[:, : steps.value.shape[1]])
+    rho = jnp.minimum(ratio, _number(rho_clip, "rho_clip", steps))
+    trace = jnp.minimum(ratio, _number(c_clip, "c_clip", steps))
+    trace = trace * _number(lambda_, "lambda_", steps)
+    delta = rho * (steps.reward + steps.following - steps.value)
+    target = steps.value + _backwards(delta, trace, steps)
+    # The target of the next row, unless that row is not there, or of another episode.
+    later = jnp.concatenate([target[:, 1:], target[:, :1]], axis=1)
+    is_last = jnp.arange(target.shape[1]) == target.shape[1] - 1
+    ends = steps.ended | rewarded.spread(is_last[None], target.shape)
+    following = jnp.where(ends, steps.following, steps.discount * later)
+    return _constant(rho * (steps.reward + following - steps.value), target)
+
+
+class _Steps(NamedTuple):
+    """Rows that have an advantage, all ``[B, M, ...]``."""
+
+    reward: Float[Array, "B M ..."]
+    discount: Float[Array, "B M ..."]
+    ended: Bool[Array, "B M ..."]
+    value: Float[Array, "B M ..."]
+    following: Float[Array, "B M ..."]
+    """The discounted value of the observation after each row; 0 after a termination."""
+
+
+def _with_values(steps: rewarded.Rewarded, value: object, next_value: object) -> _Steps:
+    shape = steps.reward.shape
+    dtype: Any = numbers.given(value, "value").dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"value has dtype {dtype}; expected a floating dtype")
+    values = _rows(value, "value", shape, dtype)
+    if next_value is not None:
+        following = _rows(next_value, "next_value", shape, dtype)
+    elif shape[1] < 2:
+        raise ValueError("windows have 1 step; expected at least 2, or next_value")
+    else:
+        values, following = values[:, :-1], values[:, 1:]
+        steps = rewarded.Rewarded(*(leaf[:, :-1] for leaf in steps))
+    discount = steps.discount.astype(dtype)
+    following = jnp.where(steps.terminated, jnp.zeros_like(following), discount * following)
+    ended = steps.terminated | steps.truncated
+    return _Steps(steps.reward.astype(dtype), discount, ended, values, following)
+
+
+def _backwards(delta: Array, trace: Array, steps: _Steps) -> Float[Array, "B M ..."]:
+    """Returns ``x[t] = delta[t] + discount[t] * trace[t] * x[t + 1]`` within episodes."""
+    factor = steps.discount * trace
+
+    def extend(after: Array, row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        delta, factor, ended = row
+        now = delta + jnp.where(ended, jnp.zeros_like(after), factor * after)
+        return now, now
+
+    rows = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), (delta, factor, steps.ended))
+    _, sums = lax.scan(extend, jnp.zeros_like(rows[0][0]), rows, reverse=True)
+    return jnp.moveaxis(sums, 0, 1)
+
+
+def _rows(array: object, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Returns an array with a number for each step, of the shape of the rewards."""
+    known = shape[:2] if numbers.given(array, name).shape == shape[:2] else shape
+    return rewarded.spread(storage.check_rows(array, name, known, dtype, "that of reward"), shape)
+
+
+def _number(number: object, name: str, steps: _Steps) -> Float[Array, ""]:
+    return storage.check_rows(number, name, (), steps.value.dtype, "one number")
+
+
+def _constant(advantage: Array, target: Array) -> Advantages:
+    return lax.stop_gradient(Advantages(advantage, target))

@@ -1,0 +1,74 @@
+"""Rewards of windows, and the flags that say where a sum of them ends."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxbuf.core import fields, numbers, storage
+
+
+class Rewarded(NamedTuple):
+    """What returns are made of, all of the shape of the rewards.
+
+    Attributes:
+        reward: The rewards, ``[B, L, ...]``.
+        terminated: The flags that an episode ended here.
+        truncated: The flags that an episode was cut off here; False if windows have none.
+        discount: The factor per step.
+    """
+
+    reward: Float[Array, "B L ..."]
+    terminated: Bool[Array, "B L ..."]
+    truncated: Bool[Array, "B L ..."]
+    discount: Float[Array, "B L ..."]
+
+
+def read(
+    window: PyTree[Array],
+    discount: Any,
+    reward: str,
+    terminated: str,
+    truncated: str | None,
+) -> Rewarded:
+    """Reads the fields of a window; the arguments are those of ``jaxbuf.n_step``.
+
+    Raises:
+        ValueError: If a field is missing, or has the wrong shape or dtype.
+    """
+    rewards = _field(window, reward, "reward", jnp.floating)
+    if rewards.ndim < 2:
+        raise ValueError(f"reward has shape {rewards.shape}; expected (B, L)")
+    ends = _flags(window, terminated, "terminated", rewards.shape)
+    truncated = fields.truncation(window, terminated, truncated)
+    cuts = jnp.zeros(rewards.shape, bool)
+    if truncated is not None:
+        cuts = _flags(window, truncated, "truncated", rewards.shape)
+    dtype: Any = rewards.dtype
+    shape = np.shape(discount)
+    known = shape if shape in ((), rewards.shape[:2], rewards.shape) else ()
+    axes = "one number, or one for each step, (B, L)"
+    factor = storage.check_rows(discount, "discount", known, dtype, axes)
+    factor = spread(factor, rewards.shape) if known else jnp.broadcast_to(factor, rewards.shape)
+    return Rewarded(rewards, ends, cuts, factor)
+
+
+def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) -> Array:
+    flags = _field(window, path, name, jnp.bool_)
+    if flags.shape not in (shape, shape[:2]):
+        raise ValueError(f"{name} has shape {flags.shape}; expected {shape}, that of reward")
+    return spread(flags, shape)
+
+
+def spread(field: Array, shape: tuple[int, ...]) -> Array:
+    """Returns ``[B, L]`` broadcast along the trailing axes of ``shape``."""
+    return jnp.broadcast_to(field.reshape(*field.shape, *(1,) * (len(shape) - field.ndim)), shape)
+
+
+def _field(window: PyTree[Array], path: str, name: str, kind: Any) -> Array:
+    array = numbers.array(fields.need(window, path, name, "the window has"), name)
+    if not jnp.issubdtype(array.dtype, kind):
+        expected = "bool" if kind is jnp.bool_ else "a floating dtype"
+        raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
+    return array

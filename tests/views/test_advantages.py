@@ -1,0 +1,177 @@
+"""`gae` and `vtrace` against the sums of the papers, numbers by hand, and at their edges."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbuf
+from tests.models import advantages as reference
+
+
+def window(reward, terminated=None, truncated=None):
+    reward = jnp.asarray(reward, jnp.float32)
+    never = jnp.zeros(reward.shape[:2], bool)
+    steps = {"reward": reward, "terminated": never if terminated is None else terminated}
+    return steps if truncated is None else {**steps, "truncated": truncated}
+
+
+def random_steps(seed, shape):
+    random = np.random.default_rng(seed)
+    terminated, truncated = random.random((2, *shape[:2])) < 0.2
+    reward, value, next_value, log_ratio = random.normal(size=(4, *shape)).astype(np.float32)
+    return window(reward, terminated, truncated), value, next_value, log_ratio
+
+
+def compare(found, steps, shape, model):
+    """Compares with the model of one window, agent by agent."""
+    for row, *agent in np.ndindex(shape[0], *shape[2:]):
+        at = (row, slice(None), *agent)
+        flags = (np.asarray(steps[name])[row] for name in ("terminated", "truncated"))
+        advantage, target = model(at, np.asarray(steps["reward"])[at], *flags)
+        np.testing.assert_allclose(found.advantage[at], advantage, rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(found.target[at], target, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("shape", [(6, 8), (3, 5, 2)])
+def test_agrees_with_the_sums_of_the_papers(shape, after):
+    steps, value, next_value, log_ratio = random_steps(len(shape) + after, shape)
+    discount = np.random.default_rng(3).random(shape[:2]).astype(np.float32)
+    given = next_value if after else None
+
+    def known(at):
+        return value[at], next_value[at] if after else None
+
+    @jax.jit
+    def views(steps, value, given, log_ratio, discount):
+        advantages = jaxbuf.gae(steps, value, discount, 0.8, next_value=given)
+        clipped = {"lambda_": 0.9, "rho_clip": 1.5, "c_clip": 0.7}
+        return advantages, jaxbuf.vtrace(
+            steps, value, log_ratio, discount, next_value=given, **clipped
+        )
+
+    advantages, corrected = views(steps, value, given, log_ratio, discount)
+    chex.assert_shape(jax.tree.leaves(advantages), (shape[0], shape[1] - (not after), *shape[2:]))
+
+    def gae(at, *flags):
+        return reference.gae(*flags, *known(at), discount[at[0]], 0.8)
+
+    def vtrace(at, *flags):
+        ratio = np.exp(log_ratio[at])
+        return reference.vtrace(*flags, *known(at), ratio, discount[at[0]], 0.9, 1.5, 0.7)
+
+    compare(advantages, steps, shape, gae)
+    compare(corrected, steps, shape, vtrace)
+
+
+def test_numbers_by_hand():
+    """Rewards of 1, values of 0, λ and γ of one half: sums of powers of a quarter."""
+    zeros = jnp.zeros((1, 4))
+    steps = window([[1.0, 1.0, 1.0, 1.0]])
+    plain = jaxbuf.gae(steps, zeros, 0.5, 0.5)
+    np.testing.assert_array_equal(plain.advantage, [[1 + 1 / 4 + 1 / 16, 1 + 1 / 4, 1]])
+    np.testing.assert_array_equal(plain.target, plain.advantage)
+    all_ = jaxbuf.gae(steps, zeros, 0.5, 1.0, next_value=jnp.full((1, 4), 8.0))
+    # The last row sums 1 and half of 8; the first one all errors, each with its own next value.
+    np.testing.assert_array_equal(all_.advantage, [[5 + 5 / 2 + 5 / 4 + 5 / 8, 8.75, 7.5, 5]])
+    # On policy, and without limits that bind, V-trace targets are those of λ = 1.
+    ratio = jnp.log(jnp.full((1, 4), 2.0))
+    on_policy = jaxbuf.vtrace(steps, zeros, 0 * ratio, 0.5)
+    np.testing.assert_array_equal(on_policy.target, [[1.75, 1.5, 1.0]])
+    np.testing.assert_array_equal(on_policy.advantage, on_policy.target)
+    off = jaxbuf.vtrace(steps, zeros, ratio, 0.5, rho_clip=jnp.inf, c_clip=1.0)
+    np.testing.assert_allclose(off.target, [[3.5, 3.0, 2.0]], rtol=1e-6)
+    np.testing.assert_allclose(off.advantage, [[5.0, 4.0, 2.0]], rtol=1e-6)
+
+
+def test_lambda_of_0_looks_one_step_ahead_and_1_sums_all_rewards():
+    steps, value, *_ = random_steps(0, (4, 6))
+    one = jaxbuf.n_step(steps, 1, 0.9)
+    following = one.discount * jnp.asarray(value)[:, 1:]
+    target = jaxbuf.gae(steps, value, 0.9, 0.0).target
+    np.testing.assert_allclose(target, one.reward + following, rtol=1e-5, atol=1e-6)
+    longest = jaxbuf.n_step(steps, 5, 0.9)
+    last = jnp.asarray(value)[jnp.arange(4), longest.bootstrap_index[:, 0]]
+    target = jaxbuf.gae(steps, value, 0.9, 1.0).target[:, 0]
+    np.testing.assert_allclose(
+        target, longest.reward[:, 0] + longest.discount[:, 0] * last, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_nothing_after_an_end_matters(end):
+    flags = {end: jnp.array([[False, True, False, False]])}
+    value = jnp.array([[1.0, 2.0, 4.0, jnp.nan]])
+    bad = window([[1.0, 1.0, jnp.nan, jnp.nan]], **flags)
+    for found in (jaxbuf.gae(bad, value, 0.5, 1.0), jaxbuf.vtrace(bad, value, 0 * value, 0.5)):
+        following = 0.0 if end == "terminated" else 0.5 * 4.0
+        assert found.target[0, 1] == 1.0 + following
+        assert found.target[0, 0] == 1.0 + 0.5 * (1.0 + following)
+
+
+def test_results_are_constants():
+    steps, value, next_value, log_ratio = random_steps(1, (2, 4))
+
+    def loss(value, next_value, log_ratio, reward):
+        known = {**steps, "reward": reward}
+        one = jaxbuf.gae(known, value, 0.9, 0.9, next_value=next_value)
+        other = jaxbuf.vtrace(known, value, log_ratio, 0.9, next_value=next_value)
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves((one, other))) + jnp.sum(value)
+
+    given = (value, next_value, log_ratio, steps["reward"])
+    by_value, *others = jax.grad(loss, argnums=(0, 1, 2, 3))(*map(jnp.asarray, given))
+    np.testing.assert_array_equal(by_value, jnp.ones((2, 4)))
+    assert not any(map(np.any, others))
+
+
+def test_seeds_at_once_and_values_as_they_are_stored():
+    steps, value, _, log_ratio = random_steps(2, (6, 4))
+    seeds = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(3, 2, 4), (steps, value, log_ratio))
+    one = jax.vmap(lambda s, v, _: jaxbuf.gae(s, v, 0.9, 0.9))(*seeds)
+    other = jax.vmap(lambda s, v, r: jaxbuf.vtrace(s, v, r, 0.9))(*seeds)
+    for found, whole in (
+        (one, jaxbuf.gae(steps, value, 0.9, 0.9)),
+        (other, jaxbuf.vtrace(steps, value, log_ratio, 0.9)),
+    ):
+        for leaf, all_ in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_allclose(leaf.reshape(6, 3), all_, rtol=1e-6)
+    low = jaxbuf.gae(steps, jnp.asarray(value, jnp.bfloat16), 0.9, 0.9)
+    assert low.target.dtype == jnp.bfloat16
+
+
+def test_steps_of_a_buffer_by_name():
+    rings = jaxbuf.TrajectoryBuffer.create(
+        {"gain": jnp.float32(0), "terminated": jnp.bool_(False), "late": jnp.bool_(False)}, 2, 8
+    )
+    late = jnp.arange(12).reshape(2, 6) % 4 == 3
+    flags = {"terminated": jnp.zeros((2, 6), bool), "late": late}
+    rings = rings.add({"gain": jnp.ones((2, 6)), **flags})
+    steps = rings.dequeue(6)[1].data
+    found = jaxbuf.gae(steps, jnp.zeros((2, 6)), 1.0, 1.0, reward="gain", truncated="late")
+    np.testing.assert_array_equal(
+        found.target, [[4.0, 3.0, 2.0, 1.0, 1.0], [2.0, 1.0, 3.0, 2.0, 1.0]]
+    )
+
+
+ONES = jnp.ones((2, 4))
+BAD = [
+    ({"value": ONES[:, :3]}, "value has shape (2, 3); expected (2, 4), which is that of reward"),
+    ({"value": jnp.ones((2, 4), jnp.int32)}, "value has dtype int32; expected a floating dtype"),
+    ({"next_value": ONES[:1]}, "next_value has shape (1, 4); expected (2, 4)"),
+    ({"log_ratio": jnp.ones(4)}, "log_ratio has shape (4,); expected (2, 4)"),
+    ({"lambda_": jnp.ones(2)}, "lambda_ has shape (2,); expected (), which is one number"),
+    ({"window": window(ONES[:, :1]), "value": ONES[:, :1]}, "windows have 1 step; expected at"),
+    ({"reward": "gain"}, "reward is 'gain', but the window has no such field"),
+    ({"window": window(ONES[0])}, "reward has shape (4,); expected (B, L)"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_input(options, message):
+    given = {"window": window(ONES), "value": ONES, "log_ratio": ONES, "discount": 0.9}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.vtrace(**{**given, **options})
