@@ -49,10 +49,13 @@ os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 
 
+GUIDES_WITH_OTHERS = ("environments.md", "from_stable_baselines3.md", "variants.md")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _default_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Restores JAX's default promotion for the guide with gymnax, which does not run without it."""
-    if request.path.name != "environments.md":
+    """Restores JAX's default promotion for guides with gymnax or optax, which need it."""
+    if request.path.name not in GUIDES_WITH_OTHERS:
         yield
         return
     import jax

@@ -27,7 +27,7 @@ OWNERS = [
 
 
 ARGUMENTS = {"base", "fallback", "period", "sequence_length", "valid"}
-STORIES = ["torchgfn", "di_engine", "minestudio", "alf"]
+STORIES = ["torchgfn", "di_engine", "minestudio", "alf", "stable_baselines3"]
 
 
 def guide(name):
