@@ -5,8 +5,11 @@
 
 import asyncio
 import os
+import re
 import tempfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -25,9 +28,39 @@ METADATA = {
 }
 
 
+# The line of a script that stands for ``INSTALL`` in the first cell of its notebook.
+INSTALLS = re.compile(r"^# install jaxbuf(\[[a-z,]+\])$", re.MULTILINE)
+INSTALL = """import importlib.util
+
+if not importlib.util.find_spec("jaxbuf"):  # as on Colab
+    # %pip install -q "{source}"
+assert importlib.util.find_spec("jaxbuf"), (
+    "jaxbuf was not installed, for the reason above: {advice}"
+)
+"""
+
+
+def source_of(project: dict[str, Any], extras: str) -> tuple[str, str]:
+    """Returns what notebooks tell pip to install, and advice for readers where that fails.
+
+    That is the repository, if the project's metadata has its address, and else the clone in which
+    the notebook lies.
+    """
+    if address := project.get("urls", {}).get("Repository"):
+        return f"jaxbuf{extras} @ git+{address}", f"is {address} within reach?"
+    return f"..{extras}", "clone the repository, and start this notebook in its folder notebooks"
+
+
 def read_script(name: str) -> NotebookNode:
     """The cells of ``NAME.py``, not run."""
-    return jupytext.reads((FOLDER / f"{name}.py").read_text(), fmt=FORMAT)
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
+
+    def install(found: re.Match[str]) -> str:
+        source, advice = source_of(project, found[1])
+        return INSTALL.format(source=source, advice=advice)
+
+    script = INSTALLS.sub(install, (FOLDER / f"{name}.py").read_text(), count=1)
+    return jupytext.reads(script, fmt=FORMAT)
 
 
 def read_executed(name: str) -> NotebookNode:

@@ -20,16 +20,13 @@
 # 4. a checkpoint that eight devices saved and four devices load.
 
 # %%
-try:
-    import jaxbuf
-except ImportError:  # as on Colab
-    # %pip install -q "jaxbuf[examples]"
-    import jaxbuf
-
+# install jaxbuf[examples]
 import functools
 import os
 import re
 import tempfile
+
+import jaxbuf
 
 # Both have to be set before JAX is used for the first time.
 os.environ["XLA_FLAGS"] = (

@@ -18,17 +18,13 @@
 # true one.
 
 # %%
-try:
-    import jaxbuf
-except ImportError:  # as on Colab
-    # %pip install -q "jaxbuf[examples]"
-    import jaxbuf
-
+# install jaxbuf[examples]
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
+import jaxbuf
 from jaxbuf.examples.gflownet import Agent, Config
 
 plt.rcParams["figure.dpi"] = 80

@@ -16,12 +16,7 @@
 # jit and what to donate.
 
 # %%
-try:
-    import jaxbuf
-except ImportError:  # as on Colab
-    # %pip install -q "jaxbuf[examples]"
-    import jaxbuf
-
+# install jaxbuf[examples]
 import functools
 import tempfile
 import time
@@ -37,6 +32,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
+import jaxbuf
 from jaxbuf.interop import gymnasium_transitions, transition_like
 
 plt.rcParams["figure.dpi"] = 80

@@ -17,17 +17,13 @@
 # replays an episode as if one of its own later states had been the goal.
 
 # %%
-try:
-    import jaxbuf
-except ImportError:  # as on Colab
-    # %pip install -q "jaxbuf[examples]"
-    import jaxbuf
-
+# install jaxbuf[examples]
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
+import jaxbuf
 from jaxbuf.examples.bit_flipping import Agent, Config, reward
 
 plt.rcParams["figure.dpi"] = 80

@@ -17,13 +17,13 @@
 # lets two workers search a landscape with four hills, and looks at the traffic of the manager.
 
 # %%
-try:
-    import jaxbuf
-except ImportError:  # as on Colab
-    # %pip install -q "jaxbuf[examples]"
+# install jaxbuf[examples]
+import importlib.util
+
+if not importlib.util.find_spec("mpi4jax"):
     # %pip install -q mpich nanobind setuptools wheel
     # %pip install -q --no-build-isolation "jaxbuf[mpi]"
-    import jaxbuf  # noqa: F401
+    importlib.invalidate_caches()
 
 import json
 import os

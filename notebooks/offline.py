@@ -16,12 +16,7 @@
 # 3. Draw every batch from an offline dataset and from a running environment at once.
 
 # %%
-try:
-    import jaxbuf
-except ImportError:  # as on Colab
-    # %pip install -q "jaxbuf[examples,minari]"
-    import jaxbuf
-
+# install jaxbuf[examples,minari]
 import os
 import tempfile
 import time
@@ -35,6 +30,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
+import jaxbuf
 from jaxbuf.interop import gymnasium_transitions, transition_like
 
 plt.rcParams["figure.dpi"] = 80

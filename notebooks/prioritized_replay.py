@@ -20,12 +20,7 @@
 # 2. with **DQN on CartPole**, uniform against prioritized replay.
 
 # %%
-try:
-    import jaxbuf
-except ImportError:  # as on Colab
-    # %pip install -q "jaxbuf[examples]"
-    import jaxbuf
-
+# install jaxbuf[examples]
 import functools
 
 import jax
@@ -33,6 +28,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
+import jaxbuf
 from jaxbuf.examples.dqn import Agent, Config
 
 plt.rcParams["figure.dpi"] = 80

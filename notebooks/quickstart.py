@@ -15,12 +15,7 @@
 # This notebook leads from the first `add` to a resumed training run. It runs on a CPU in seconds.
 
 # %%
-try:
-    import jaxbuf
-except ImportError:  # as on Colab
-    # %pip install -q "jaxbuf[examples]"
-    import jaxbuf
-
+# install jaxbuf[examples]
 import functools
 import tempfile
 from typing import NamedTuple
@@ -30,6 +25,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+
+import jaxbuf
 
 plt.rcParams["figure.dpi"] = 80
 

@@ -17,16 +17,13 @@
 # memory.
 
 # %%
-try:
-    import jaxbuf
-except ImportError:  # as on Colab
-    # %pip install -q "jaxbuf[examples]"
-    import jaxbuf
-
+# install jaxbuf[examples]
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+
+import jaxbuf
 
 plt.rcParams["figure.dpi"] = 80
 

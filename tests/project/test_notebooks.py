@@ -6,9 +6,7 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -70,37 +68,63 @@ def first_code(name):
 @pytest.mark.parametrize("name", notebooks.NAMES)
 def test_the_first_code_cell_installs_where_there_is_nothing(name):
     cell = first_code(name)
-    assert re.match(
-        r"try:\n    import jaxbuf\n"
-        r"except ImportError:  # as on Colab\n"
-        r"""    %pip install -q "jaxbuf\[[a-z,]+\]"\n""",
-        cell,
-    )
-    extras = {extra for found in re.findall(r"jaxbuf\[(.+?)\]", cell) for extra in found.split(",")}
+    line = r"""\n    %pip install -q "(?:\.\.|jaxbuf)\[([a-z,]+)\](?: @ git\+https://\S+)?"\n"""
+    extras = re.search(line, cell)[1].split(",")
+    assert cell.index("%pip") < cell.index("assert importlib") < cell.rindex("import ")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert extras <= set(project["optional-dependencies"])
+    assert set(extras) <= set(project["optional-dependencies"])
 
 
-def build_wheel(folder):
-    """A wheel of the package in Python, put together by hand, so that nothing is compiled."""
+def test_pip_is_told_where_the_project_is():
+    with_address = {"urls": {"Repository": "https://example.org/jaxbuf", "Changelog": "..."}}
+    source, advice = notebooks.source_of(with_address, "[examples]")
+    assert source == "jaxbuf[examples] @ git+https://example.org/jaxbuf"
+    assert "https://example.org/jaxbuf" in advice
+    source, advice = notebooks.source_of({}, "[examples]")
+    assert source == "..[examples]"
+    assert "clone the repository" in advice
+
+
+# Builds a wheel of the package in Python, so that nothing is compiled and no build tool is needed.
+BACKEND = """
+import zipfile
+from pathlib import Path
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    name = "jaxbuf-{version}-py3-none-any.whl"
+    files = {{
+        "jaxbuf-{version}.dist-info/METADATA": {metadata!r},
+        "jaxbuf-{version}.dist-info/WHEEL":
+            "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    }}
+    root = Path({root!r})
+    for path in (root / "jaxbuf").rglob("*.py"):
+        files[str(path.relative_to(root))] = path.read_text()
+    files["jaxbuf-{version}.dist-info/RECORD"] = "".join(f"{{file}},,\\n" for file in files)
+    with zipfile.ZipFile(Path(folder) / name, "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+    return name
+"""
+
+
+def make_clone(folder):
+    """A folder that pip installs the package from, with one of notebooks in it."""
     metadata = importlib.metadata.distribution("jaxbuf")
-    info = f"jaxbuf-{metadata.version}.dist-info"
-    files = {
-        f"{info}/METADATA": metadata.read_text("METADATA"),
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    for path in (ROOT / "jaxbuf").rglob("*.py"):
-        files[str(path.relative_to(ROOT))] = path.read_text()
-    record = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
-    with zipfile.ZipFile(folder / f"jaxbuf-{metadata.version}-py3-none-any.whl", "w") as wheel:
-        for name, text in {**files, f"{info}/RECORD": record}.items():
-            wheel.writestr(name, text)
+    (folder / "notebooks").mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    text = metadata.read_text("METADATA")
+    backend = BACKEND.format(version=metadata.version, metadata=text, root=str(ROOT))
+    (folder / "backend.py").write_text(backend)
+    return folder / "notebooks"
 
 
-# Without site, the link of an editable installation is not followed, so there is no jaxbuf.
+# Without site, only the folders that are named here hold packages.
 WITHOUT_JAXBUF = """
 import importlib.util, sys
-sys.path[1:1] = [{target!r}, *{packages!r}]
+sys.path[1:1] = [{target!r}, {packages!r}]
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 for found in (False, True):
@@ -111,36 +135,48 @@ print(jaxbuf.__file__)
 """
 
 
-def test_the_first_code_cell_installs_the_package_in_fact(tmp_path):
-    packages = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    if any((Path(folder) / "jaxbuf").exists() for folder in packages):
-        pytest.skip("jaxbuf is installed here, and not as a link to this folder")
-    wheels, target = tmp_path / "wheels", tmp_path / "target"
-    wheels.mkdir()
-    target.mkdir()
-    build_wheel(wheels)
-    cell = first_code("quickstart").split("\n\n")[0]
-    program = WITHOUT_JAXBUF.format(target=str(target), packages=packages, cell=cell)
+def run_first_cell(tmp_path, folder, target):
+    """Runs what installs the package in a fresh Python, in some folder."""
+    (packages := tmp_path / "packages").mkdir()
+    for place in map(Path, sys.path):
+        for found in place.iterdir() if place.name == "site-packages" else ():
+            if not found.name.startswith("jaxbuf") and not (packages / found.name).exists():
+                (packages / found.name).symlink_to(found)
+    cell = first_code("quickstart").partition("import functools")[0]
+    # The clone stands in for the repository, whose address is not within reach of a test.
+    cell = re.sub(r'"jaxbuf(\[[a-z,]+\]) @ [^"]*"', r'"..\1"', cell)
     env = {
         **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(wheels),
         "PIP_NO_DEPS": "1",
         "PIP_TARGET": str(target),
     }
-    ran = subprocess.run(
+    program = WITHOUT_JAXBUF.format(target=str(target), packages=str(packages), cell=cell)
+    return subprocess.run(
         [sys.executable, "-S", "-c", program],
-        cwd=tmp_path,
+        cwd=folder,
         env=env,
         capture_output=True,
         text=True,
         timeout=SECONDS,
     )
+
+
+def test_the_first_code_cell_installs_the_package_in_fact(tmp_path):
+    (target := tmp_path / "target").mkdir()
+    ran = run_first_cell(tmp_path, make_clone(tmp_path / "clone"), target)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "does not provide the extra" not in ran.stdout + ran.stderr
     assert ran.stdout.splitlines()[-1] == str(target / "jaxbuf" / "__init__.py")
     assert len(list(target.glob("jaxbuf-*.dist-info"))) == 1
+
+
+def test_the_first_code_cell_says_what_to_do_where_it_cannot(tmp_path):
+    (empty := tmp_path / "some" / "folder").mkdir(parents=True)
+    ran = run_first_cell(tmp_path, empty, tmp_path / "target")
+    assert ran.returncode == 1
+    assert "jaxbuf was not installed, for the reason above: clone the" in ran.stdout
 
 
 @pytest.mark.parametrize(
