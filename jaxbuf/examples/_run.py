@@ -70,6 +70,8 @@ class Run(Generic[Config]):
     ) -> tuple[State, list[float]]:
         """Trains chunk by chunk; shows and logs the progress, and saves checkpoints.
 
+        Where stderr is no terminal, the progress is a line at each checkpoint.
+
         Args:
             state: The state to begin with.
             chunk: Takes a state; returns the next state, metrics to log, and a text to show.
@@ -88,10 +90,12 @@ class Run(Generic[Config]):
         if self.tensorboard or (self.out / "tensorboard").is_dir():
             writers.append(jaxbuf.TensorBoardWriter(self.out / "tensorboard"))
         total, resume_at = (done + chunks * size) * rows, done if self.resume else None
-        shows: Any = {"unit": f" {unit}", "unit_scale": True, "dynamic_ncols": True}
+        first = done * rows
+        shows: Any = {"unit": f" {unit}", "unit_scale": True}
+        live, start = sys.stderr.isatty(), time.perf_counter()
         with (
             jaxbuf.Monitor(writers, resume_at=resume_at) as monitor,
-            tqdm(total=total, initial=done * rows, **shows) as bar,
+            tqdm(total=total, initial=first, dynamic_ncols=True, disable=not live, **shows) as bar,
         ):
             for i in range(chunks):
                 began = time.perf_counter()
@@ -105,6 +109,10 @@ class Run(Generic[Config]):
                     # In this order, since steps after a checkpoint are logged again.
                     monitor.flush()
                     jaxbuf.save(self.out / "checkpoint", state)
+                    if not live:
+                        shows |= {"elapsed": time.perf_counter() - start, "postfix": shown}
+                        line = tqdm.format_meter(n=done * rows, total=total, initial=first, **shows)
+                        print(line, file=sys.stderr, flush=True)
         return state, seconds
 
     @property
@@ -183,6 +191,13 @@ class Run(Generic[Config]):
                 "steps/s": [""] * seeds + [speed],
             },
         )
+        if len(seconds) > 1:
+            others = time.perf_counter() - self.began - sum(seconds)
+            print(
+                f"time: {seconds[0]:.1f} s for the first {size * seeds:,} steps, in which programs "
+                f"are compiled, {sum(measured):.1f} s for the others, whose steps/s these are, and "
+                f"{others:.1f} s before and after, for greedy episodes and else"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

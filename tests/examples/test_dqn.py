@@ -1,8 +1,10 @@
 """The DQN example: it learns, resumes as if nothing had happened, and says what is wrong."""
 
+import io
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -58,6 +60,35 @@ def finished(tmp_path_factory, promotion):
     """A run from start to end."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     return finish(dqn.main, words(out, "--tensorboard"), out)
+
+
+def test_progress_is_a_line_at_each_checkpoint_where_there_is_no_terminal(finished):
+    assert "\r" not in finished.err
+    lines = finished.err.splitlines()
+    assert len(lines) == 10
+    assert lines[-1].startswith("100%")
+
+
+def test_progress_is_a_bar_in_a_terminal(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", shown := Terminal())
+    run = _run.Run(dqn.Config(), tmp_path)
+    state, seconds = run.train(0, lambda i: (i + 1, {"a": i}, "return 1"), done=0, until=3, size=1)
+    assert (state, len(seconds)) == (3, 3)
+    assert shown.getvalue().count("\n") == 1
+    assert "\r100%" in shown.getvalue()
+
+
+def test_the_times_of_the_table_add_up(finished):
+    *_, row, times, _ = finished.out.splitlines()
+    steps, speed, all_ = row.replace(",", "").split()[3:6]
+    found = re.findall(r"([\d,.]+) (?:s|steps)\b", times.replace(",", ""))
+    compiling, first, training, rest = map(float, found)
+    assert compiling + training + rest == pytest.approx(float(all_), abs=0.2)
+    assert float(speed) * training == pytest.approx(float(steps) - 800 - first, rel=0.1)
 
 
 def test_it_learns(finished):
