@@ -101,7 +101,7 @@ class StoreBatches(Iterator[StoreBatch]):
         return next(self._batches)
 
     def __len__(self) -> int:
-        """The number of all its batches, also of those that it has yielded already.
+        """The number of all its batches, whether yielded already or not.
 
         Raises:
             TypeError: If it never ends.

@@ -10,7 +10,7 @@ from jaxbuf.core import fields, numbers, storage
 
 
 class Rewarded(NamedTuple):
-    """What returns are made of, all of the shape of the rewards.
+    """The parts of returns, all of the shape of the rewards.
 
     Attributes:
         reward: The rewards, ``[B, L, ...]``.
