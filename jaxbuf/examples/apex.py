@@ -218,11 +218,11 @@ def train(run: _run.Run[Config]) -> None:
         log |= {"holder": holder.metrics(), "buffer": buffer.metrics()}
         return saved, log, _run.shown(log["return"])
 
-    # Ctrl-C does not reach the actors, since a process inherits that a signal is ignored.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C does not reach the actors, since a process inherits that a signal is blocked.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     for actor in actors:
         actor.start()
-    signal.signal(signal.SIGINT, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         with jaxbuf.Holder(saved["buffer"], limiter=saved["limiter"]) as holder:
             jaxbuf.feed(holder, rows, actors)
