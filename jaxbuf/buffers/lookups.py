@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Integer, UInt
+from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.buffers.common import check_slots
 from jaxbuf.core import numbers, storage

@@ -31,6 +31,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import jaxbuf
 from jaxbuf.examples import _run
 from jaxbuf.examples.dqn import PRIORITY_EPSILON, QNetwork
+from jaxbuf.examples.sac import Returns, play
 from jaxbuf.interop import gymnasium_transitions, transition_like
 
 CHUNKS = 50
@@ -168,7 +169,7 @@ def act(config: Config, actor: int, seed: int, params: Any, queues: tuple[Any, A
     # Each environment of each actor has an epsilon of its own, from 0.4 to 0.0007.
     place = np.arange(actor * count, (actor + 1) * count) / max(config.actors * count - 1, 1)
     epsilon = (0.4 ** (1 + 7 * place)).astype(np.float32)
-    (obs, _), ended, steps, episodes = envs.reset(seed=seed), None, [], _run.Returns(count)
+    (obs, _), ended, steps, episodes = envs.reset(seed=seed), None, [], Returns(count)
     while True:
         while not mailbox.empty():
             params = mailbox.get()
@@ -237,8 +238,8 @@ def train(run: _run.Run[Config]) -> None:
             mailbox.cancel_join_thread()  # this process can end before it is empty
     learner, test_envs = saved["learner"], make_envs(config.env, 32)
     act_greedily = functools.partial(agent.act, learner.params, epsilon=0.0, key=learner.keys[0])
-    greedy = _run.play(test_envs, lambda obs: act_greedily(obs=obs), config.seed)
-    run.report("Ape-X DQN", greedy[None], seconds, agent.length)
+    greedy = play(test_envs, lambda obs: act_greedily(obs=obs), config.seed)
+    run.report_returns("Ape-X DQN", greedy[None], seconds, agent.length)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
