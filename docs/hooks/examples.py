@@ -18,19 +18,15 @@ from griffe import Docstring, Extension
 class Examples(Extension):
     """Changes docstrings as they are read."""
 
-    def on_function(self, *, func: Any, **_: Any) -> None:
-        """Takes over the docstring that a function has at run time."""
-        if not re.match(r"jaxbuf\.(buffers|wrappers)\b", func.path):
-            return
-        try:
-            text = inspect.getdoc(pkgutil.resolve_name(func.path))
-        except (AttributeError, ImportError):
-            return
-        if text:
-            func.docstring = Docstring(text, lineno=func.lineno, parent=func)
-
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Rewrites the docstring of one class, function or module."""
+        if obj.is_function and re.match(r"jaxbuf\.(buffers|wrappers)\b", obj.path):
+            try:
+                text = inspect.getdoc(pkgutil.resolve_name(obj.path))
+            except (AttributeError, ImportError):
+                text = None
+            if text:
+                obj.docstring = Docstring(text, lineno=obj.lineno, parent=obj, parser="google")
         if obj.docstring is not None:
             value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M)
             value = re.sub(r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", value, flags=re.M)

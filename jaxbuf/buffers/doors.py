@@ -135,8 +135,10 @@ def _door(declared: Function, options: type | None = None) -> Callable[[Door], D
             return call(declared, *args, **(changes | options))
 
         vars(door)["__signature__"] = signature
+        # The example is that of the function.
+        head, *example = (inspect.getdoc(function) or "").partition("\n\nExample:")
         text, _, _ = (inspect.getdoc(declared) or "").partition("\n\nExample:")
-        door.__doc__ = f"{inspect.getdoc(function)}\n\n{text}\n"
+        door.__doc__ = f"{head}\n\n{text.rstrip()}{''.join(example)}\n"
         return door  # pyright: ignore[reportReturnType]
 
     return decorate

@@ -37,7 +37,8 @@ class Sharded(SlottedBuffer, Shards):
 
     Rows are sharded over the same axis. Block ``k`` of ``B / S`` rows of an ``add`` goes to shard
     ``k``, so that no row is sent to another device, and every device holds ``B / D`` rows of a
-    batch. Each shard evicts its own oldest items. All shapes, and ``batch_size``, are global.
+    batch. Each shard evicts its own oldest items. All shapes, and ``batch_size``, are global, and
+    all numbers of rows, of slots as well, are multiples of ``S``.
     Inside your own ``jax.shard_map`` over the axis, to which the buffer is passed with
     ``in_specs=P(axis)``, each device passes and receives its own rows.
 
