@@ -60,10 +60,10 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
     The mixture is an immutable pytree, like its parts, and works with ``jaxbuf.sample``,
     ``jaxbuf.update_priority`` and ``jaxbuf.importance_weights``. A part may be a mixture itself.
 
-    Parts may be of different kinds: an operation applies to the parts that have it, as ``mark_used``
-    to those with ``Freshness``, each with its own rows. Rows of other parts are dropped. ``add`` and
-    ``insert`` take the number of the part, ``part=``. ``part_slots`` returns the slots of one part
-    for its own methods.
+    Parts may be of different kinds: an operation applies to the parts that have it, as
+    ``mark_used`` to those with ``Freshness``, each with its own rows. Rows of other parts are
+    dropped. ``add`` and ``insert`` take the number of the part, ``part=``. ``part_slots`` returns
+    the slots of one part for its own methods.
 
     A part may also be a ``Queue``: ``next_batch`` takes its rows out, so that each of its items is
     in one batch, and draws the rest. Such a mixture cannot ``sample``.
