@@ -195,13 +195,32 @@ def has_episodes(buffer):
 
 # For each operation: the buffers that have it, and the function itself.
 OPERATIONS = {}
+# Those that call no method of samplers, which need not go through all of them; and one buffer of
+# each class, occupancy and part, with which they are done.
+WITHOUT_SAMPLER = set()
+ONE_OF_EACH = {
+    "prioritized",
+    "lowest",
+    "diverse",
+    "fresh-prioritized",
+    "removable",
+    "removable-lowest-softmax",
+    "windows",
+    "windows-prioritized",
+    "windows-fresh",
+    "windows-episodes",
+    "windows-removable",
+    "windows-avoid",
+}
 
 
-def operation(has=lambda buffer: True):
+def operation(has=lambda buffer: True, *, asks_sampler=True):
     """Lists a function under its name."""
 
     def listed(function):
-        OPERATIONS[function.__name__.rstrip("_")] = has, function
+        OPERATIONS[function.__name__] = has, function
+        if not asks_sampler:
+            WITHOUT_SAMPLER.add(function.__name__)
         return function
 
     return listed
@@ -232,7 +251,7 @@ def add_plainly(buffer, sample, scale, key):
     return buffer.add(rows(scale, *leading), **given)
 
 
-@operation(is_windows)
+@operation(is_windows, asks_sampler=False)
 def add_to_some(buffer, sample, scale, key):
     ids = jnp.arange(ENVS, dtype=jnp.int32)[1:] * scale.astype(jnp.int32)
     return buffer.add(rows(scale, ENVS - 1, ROWS), env_ids=ids)
@@ -243,12 +262,19 @@ def sample(buffer, sample, scale, key):
     return buffer.sample(key, BATCH)
 
 
-@operation(is_single)
+def has_next_of_its_own(buffer):
+    """Returns whether ``next_batch`` may do more than ``sample``."""
+    # Uniform and Softmax stand for these, with which it does no more.
+    others = jaxbuf.Prioritized, jaxbuf.RankBased, jaxbuf.Balanced
+    return is_single(buffer) and not isinstance(buffer.sampler, others)
+
+
+@operation(has_next_of_its_own)
 def next_batch(buffer, sample, scale, key):
     return buffer.next_batch(key, BATCH)
 
 
-@operation(lambda buffer: is_windows(buffer) and not takes_out(buffer))
+@operation(lambda buffer: is_windows(buffer) and not takes_out(buffer), asks_sampler=False)
 def sample_longer(buffer, sample, scale, key):
     return buffer.sample(key, BATCH, sequence_length=3)
 
@@ -258,12 +284,12 @@ def take(buffer, sample, scale, key):
     return buffer.take(BATCH), buffer.accepts(ROWS), buffer.can_add(2)
 
 
-@operation(has_order)
+@operation(has_order, asks_sampler=False)
 def sample_range(buffer, sample, scale, key):
     return buffer.sample_range(key, BATCH, -3, None), buffer.latest(2)
 
 
-@operation(lambda buffer: has_order(buffer) and has_priorities(buffer))
+@operation(lambda buffer: has_order(buffer) and has_priorities(buffer), asks_sampler=False)
 def sample_range_by_priority(buffer, sample, scale, key):
     first, second = jax.random.split(key)
     return (
@@ -300,19 +326,19 @@ def metrics(buffer, sample, scale, key):
     return buffer.metrics(), buffer.size, buffer.can_sample(2)
 
 
-@operation(is_single)
+@operation(is_single, asks_sampler=False)
 def set_field(buffer, sample, scale, key):
     axes = (BATCH, 2) if is_windows(buffer) else (BATCH,)
     mask = jnp.broadcast_to(sample.valid.reshape(BATCH, *[1] * (len(axes) - 1)), axes)
     return buffer.set_field("obs", sample.slots, scale * jnp.ones((*axes, 2)), mask=mask)
 
 
-@operation(is_single)
+@operation(is_single, asks_sampler=False)
 def map_field(buffer, sample, scale, key):
     return buffer.map_field("reward", lambda items: items["reward"] * scale, batch_size=4)
 
 
-@operation(is_items)
+@operation(is_items, asks_sampler=False)
 def insert(buffer, sample, scale, key):
     number = jnp.arange(1, ROWS + 1, dtype=jnp.float32) * scale
     score = number if has_scores(buffer) else None
@@ -334,7 +360,7 @@ def remove(buffer, sample, scale, key):
     return buffer.remove(sample.slots, mask=sample.valid & (scale > 0))
 
 
-@operation(is_windows)
+@operation(is_windows, asks_sampler=False)
 def slots_at(buffer, sample, scale, key):
     return buffer.slots_at(jnp.arange(ENVS, dtype=jnp.int32), scale.astype(jnp.int32))
 
@@ -355,7 +381,7 @@ def staleness(buffer, sample, scale, key):
     return buffer.staleness(sample.slots), buffer.use_count(sample.slots)
 
 
-@operation(is_items)
+@operation(is_items, asks_sampler=False)
 def sample_groups(buffer, sample, scale, key):
     given = {"num_groups": GROUPS, "size": 2, "group": "action"}
     ids = jnp.arange(2, dtype=jnp.int32)
@@ -366,7 +392,7 @@ def sample_groups(buffer, sample, scale, key):
     )
 
 
-@operation(is_single)
+@operation(is_single, asks_sampler=False)
 def statistics(buffer, sample, scale, key):
     priority = scale * jnp.ones(BATCH) if has_priorities(buffer) else None
     kept = jaxbuf.Statistics.create(buffer, 3)
@@ -374,13 +400,13 @@ def statistics(buffer, sample, scale, key):
     return kept, kept.metrics(buffer), kept.next_period(buffer)
 
 
-@operation(is_windows)
+@operation(is_windows, asks_sampler=False)
 def read(buffer, sample, scale, key):
     env, position = buffer.locate(sample.slots)
     return buffer.get_field("obs", env, position), buffer.gather_all()
 
 
-@operation(is_windows)
+@operation(is_windows, asks_sampler=False)
 def dequeue(buffer, sample, scale, key):
     return buffer.dequeue(2, mask=jnp.arange(ENVS, dtype=jnp.float32) < scale)
 
@@ -393,8 +419,10 @@ def look_up(buffer, sample, scale, key):
     return (found, buffer.episode_mask(slots)) if masks else found
 
 
-# Functions of samples alone do not need every strategy.
-@operation(lambda buffer: is_windows(buffer) and not has_episodes(buffer) and buffer.period == 1)
+@operation(
+    lambda buffer: is_windows(buffer) and not has_episodes(buffer) and buffer.period == 1,
+    asks_sampler=False,
+)
 def views(buffer, sample, scale, key):
     steps = sample.data
     return (
@@ -415,5 +443,8 @@ def views(buffer, sample, scale, key):
 
 
 CASES = [
-    (name, what) for name in BUFFERS for what, (has, _) in OPERATIONS.items() if has(empty(name))
+    (name, what)
+    for name in BUFFERS
+    for what, (has, _) in OPERATIONS.items()
+    if has(empty(name)) and (what not in WITHOUT_SAMPLER or name in ONE_OF_EACH)
 ]

@@ -68,6 +68,9 @@ RECENT = {"recent": (0.5, 2)}
 # Exponents of priorities, how many items are new, and weights, whose products are exact as well.
 BLENDED = ((0.7, 0.0), 3, (0.5, 0.25, 0.25))
 
+# Of these, a part of what was drawn is removed after each step.
+REMOVABLE = {"prioritized-without-replacement", "ranked-seldom", "stale-without-replacement"}
+
 every_sampler = pytest.mark.parametrize("name", list(OPTIONS))
 
 
@@ -107,8 +110,12 @@ def is_stale(name):
 
 
 def flags_of(name):
-    """The flags of a step: it updates priorities, or it draws by ``next_batch``."""
-    return {"prioritized": is_prioritized(name), "onward": is_stale(name)}
+    """The flags of a step: it updates priorities, draws by ``next_batch``, or removes items."""
+    return {
+        "prioritized": is_prioritized(name),
+        "onward": is_stale(name),
+        "removes": name in REMOVABLE,
+    }
 
 
 def rows(uid):
@@ -152,6 +159,7 @@ def script(seed):
         "pick": rng.integers(0, 2 * BATCH, (STEPS, PICKS)).astype(np.int32),
         "update_priority": random_priorities(rng, (STEPS, PICKS + 3)),
         "update_mask": rng.random((STEPS, PICKS + 3)) < 0.8,
+        "remove_mask": rng.random((STEPS, BATCH)) < 0.1,
     }
     # The first step adds nothing and the second does not clear, so that an empty buffer is sampled
     # once and a filled one soon after.
@@ -196,7 +204,7 @@ def observe(buffer, sample):
     }
 
 
-def step(carry, operation, *, prioritized, onward):
+def step(carry, operation, *, prioritized, onward, removes):
     """One step of a script with the pure methods."""
     buffer, remembered = carry
     buffer = jax.lax.cond(operation["clear"], lambda b: b.clear(), lambda b: b, buffer)
@@ -213,6 +221,8 @@ def step(carry, operation, *, prioritized, onward):
         buffer = buffer.update_priority(
             slots, operation["update_priority"], mask=operation["update_mask"]
         )
+    if removes:
+        buffer = buffer.remove(sample.slots, mask=operation["remove_mask"])
     remembered = jax.tree.map(
         lambda old, new: jnp.where(operation["remember"], new, old), remembered, sample.slots
     )
@@ -229,9 +239,9 @@ def stack(trees):
 
 def start(name):
     sampler, _ = make(name)
-    return jaxbuf.ItemBuffer.create(example(), capacity_of(name), sampler=sampler), no_slots(
-        capacity_of(name)
-    )
+    parts = (jaxbuf.Removable(),) if name in REMOVABLE else ()
+    buffer = jaxbuf.ItemBuffer.create(example(), capacity_of(name), sampler=sampler, parts=parts)
+    return buffer, no_slots(capacity_of(name))
 
 
 def run_in_python(name, operations, steps, transform):
@@ -286,6 +296,8 @@ def run_donated(name, operations):
             buffer = jaxbuf.update_priority(
                 buffer, slots, operation["update_priority"], mask=operation["update_mask"]
             )
+        if name in REMOVABLE:
+            buffer = jaxbuf.remove(buffer, sample.slots, mask=operation["remove_mask"])
         if operation["remember"]:
             remembered = sample.slots
         seen.append(out | {"updated": jax.device_get(buffer.metrics())})
@@ -448,6 +460,9 @@ class Replay:
             self.twin.drawn(drawn)
         if self.prioritized:
             self.update(operation, seen, drawn)
+        if self.name in REMOVABLE:
+            twin.remove(drawn, operation["remove_mask"])
+        self.check_metrics(seen["updated"])
         if operation["remember"]:
             self.remembered = drawn
 
@@ -465,7 +480,6 @@ class Replay:
             )
         ]
         assert self.twin.rejected - rejected <= refused <= sum(bad)
-        self.check_metrics(seen["updated"])
 
 
 @every_sampler

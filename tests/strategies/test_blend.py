@@ -10,9 +10,8 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from tests.models import items as reference
-from tests.models.blend import BlendedItemBuffer, blended
+from tests.models.blend import blended
 from tests.models.ranks import by_rank
-from tests.ways import assert_ways_agree
 
 INF = float("inf")
 KEY = jax.random.key(0)
@@ -166,46 +165,6 @@ def test_rows_beyond_the_items_of_a_draw_without_replacement_are_invalid():
     np.testing.assert_allclose(batch.probability, np.where(batch.valid, 1 / 7, 0), rtol=1e-6)
 
 
-def test_importance_weights_correct_for_the_mixture():
-    buffer = filled(HALVES)
-    law = blended([shares(PRIORITIES), SEVENTH], (1, 1))
-    batch = buffer.sample(KEY, 16)
-    for normalize in ("batch", "buffer", "mean", None):
-        weights = jaxbuf.importance_weights(buffer, batch, 0.6, normalize=normalize)
-        expected = reference.importance_weights(law[batch.data], law, 0.6, normalize)
-        np.testing.assert_allclose(weights, expected, rtol=2e-5)
-
-
-def test_the_twin_agrees_while_items_come_and_go():
-    rng = np.random.default_rng(0)
-    exponents, weights = (0.6, 0.0), (0.5, 0.2, 0.3)
-    sampler = jaxbuf.Blend((jaxbuf.Prioritized(0.6), UNIFORM, jaxbuf.Recent(1.0, 4)), weights)
-    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 37, sampler=sampler)
-    twin, items = BlendedItemBuffer(37, exponents, 4, weights, alpha=0.6), {}
-    for number in range(40):
-        data = np.arange(5) + 5 * number
-        mask = rng.random(5) < rng.choice([0.0, 0.5, 1.0])
-        priority = rng.choice([0.0, 0.5, 1.0, 2.0, 500.0], 5).astype(np.float32)
-        given = None if number % 3 == 0 else priority
-        buffer = jaxbuf.add(buffer, jnp.asarray(data, jnp.int32), mask=mask, priority=given)
-        added = twin.add(data.tolist(), given, mask)
-        items |= dict(zip(data.tolist(), added, strict=True))
-        batch = jaxbuf.sample(buffer, jax.random.key(number), 8)
-        drawn = [
-            items[uid] if ok else None
-            for uid, ok in zip(batch.data.tolist(), batch.valid.tolist(), strict=True)
-        ]
-        new = rng.choice([0.0, 1.0, 4.0], 8).astype(np.float32)
-        buffer = jaxbuf.update_priority(buffer, batch.slots, new)
-        twin.update_priority(drawn, new)
-        expected = np.zeros(37)
-        for item, share in twin.probabilities().items():
-            expected[item.index] = share
-        np.testing.assert_allclose(law_of(buffer), expected, rtol=1e-5)
-    testing.assert_valid(buffer)
-    assert twin.adds > 60
-
-
 def test_all_samplers_hear_of_items_that_leave():
     sampler = jaxbuf.Blend((PROPORTIONAL, jaxbuf.RankBased(alpha=1.0)), (0.5, 0.5))
     buffer = filled(sampler, parts=(jaxbuf.Removable(),))
@@ -319,32 +278,6 @@ def test_next_batch_tells_all_samplers_what_was_drawn(nested):
     empty, batch = buffer.clear().next_batch(KEY, 5)
     assert not batch.valid.any()
     np.testing.assert_array_equal(empty.sampler_state[0], 0)
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        jaxbuf.Blend((PROPORTIONAL, UNIFORM, NEWEST), (0.5, 0.25, 0.25)),
-        jaxbuf.Blend((jaxbuf.Prioritized(replacement=False), jaxbuf.RankBased()), (0.5, 0.5)),
-    ],
-    ids=["plain", "distinct"],
-)
-def test_eager_jit_scan_and_vmap_agree(sampler):
-    rng = np.random.default_rng(0)
-    priority = jnp.asarray(rng.exponential(size=(6, 4)), jnp.float32)
-    items = jnp.arange(24, dtype=jnp.int32).reshape(6, 4)
-    empty = jaxbuf.ItemBuffer.create(jnp.int32(0), 10, sampler=sampler)
-
-    def step(buffer, inputs):
-        buffer = buffer.add(inputs[0], priority=inputs[1])
-        buffer, batch = buffer.next_batch(KEY, 3)
-        return buffer.update_priority(batch.slots, inputs[1][:3]), batch
-
-    def run(buffer, loop):
-        buffer, _ = loop(step, buffer, (items, priority))
-        return buffer, buffer.sample(KEY, 8)
-
-    assert_ways_agree(run, empty)
 
 
 def test_a_step_copies_neither_items_nor_states():

@@ -10,8 +10,7 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from tests.models import items as reference
-from tests.models.ranks import RankedItemBuffer, by_rank
-from tests.ways import assert_ways_agree
+from tests.models.ranks import by_rank
 
 INF = float("inf")
 KEY = jax.random.key(0)
@@ -170,54 +169,6 @@ def test_seldom_sorts_use_the_ranks_of_the_last_one():
     testing.assert_valid(buffer)
 
 
-@pytest.mark.parametrize("sort_every", [1, 4])
-def test_the_twin_agrees_while_items_come_and_go(sort_every):
-    rng = np.random.default_rng(sort_every)
-    sampler = jaxbuf.RankBased(alpha=0.8, sort_every=sort_every)
-    buffer = jaxbuf.ItemBuffer.create(
-        jnp.int32(0), 37, sampler=sampler, parts=(jaxbuf.Removable(),)
-    )
-    twin, items = RankedItemBuffer(37, alpha=0.8, sort_every=sort_every), {}
-    for number in range(60):
-        data = np.arange(5) + 5 * number
-        mask = rng.random(5) < rng.choice([0.0, 0.5, 1.0])
-        priority = rng.choice([0.0, 0.5, 1.0, 2.0, 500.0], 5).astype(np.float32)
-        given = None if number % 3 == 0 else priority
-        buffer = jaxbuf.add(buffer, jnp.asarray(data, jnp.int32), mask=mask, priority=given)
-        added = twin.add(data.tolist(), given, mask)
-        items |= dict(zip(data.tolist(), added, strict=True))
-        batch = jaxbuf.sample(buffer, jax.random.key(number), 8)
-        drawn = [
-            items[uid] if ok else None
-            for uid, ok in zip(batch.data.tolist(), batch.valid.tolist(), strict=True)
-        ]
-        if number % 5 == 4:
-            keep = rng.random(8) < 0.3
-            buffer = jaxbuf.remove(buffer, batch.slots, mask=keep)
-            twin.remove(drawn, keep)
-        else:
-            new = rng.exponential(3.0, 8).astype(np.float32)
-            buffer = jaxbuf.update_priority(buffer, batch.slots, new)
-            twin.update_priority(drawn, new)
-        expected = np.zeros(37)
-        for item, share in twin.probabilities().items():
-            expected[item.index] = share
-        np.testing.assert_allclose(law_of(buffer), expected, rtol=1e-5)
-        assert buffer.metrics()["changes_since_sort"] == twin.changes
-    testing.assert_valid(buffer)
-    assert twin.adds > 100
-
-
-def test_importance_weights_correct_for_the_ranks():
-    buffer = filled(PRIORITIES, 9)
-    law = shares(by_rank(PRIORITIES, 0.7))
-    batch = buffer.sample(KEY, 16)
-    for normalize in ("batch", "buffer", "mean", None):
-        weights = jaxbuf.importance_weights(buffer, batch, 0.6, normalize=normalize)
-        expected = reference.importance_weights(law[batch.data], law, 0.6, normalize)
-        np.testing.assert_allclose(weights, expected, rtol=2e-5)
-
-
 def test_scores_change_and_the_lowest_leave():
     sampler = jaxbuf.RankBased(alpha=1.0, by="score")
     buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, sampler=sampler, evictor=jaxbuf.Lowest())
@@ -275,27 +226,6 @@ def test_a_sharded_buffer_refuses_it():
 
     with pytest.raises(ValueError, match=r"RankBased\(.*does not draw from shards"):
         jaxbuf.Sharded.create(make, mesh, "data")
-
-
-@pytest.mark.parametrize("sort_every", [1, 3])
-@pytest.mark.parametrize("replacement", [True, False])
-def test_eager_jit_scan_and_vmap_agree(replacement, sort_every):
-    rng = np.random.default_rng(0)
-    priority = jnp.asarray(rng.exponential(size=(6, 4)), jnp.float32)
-    items = jnp.arange(24, dtype=jnp.int32).reshape(6, 4)
-    sampler = jaxbuf.RankBased(replacement=replacement, sort_every=sort_every)
-    empty = jaxbuf.ItemBuffer.create(jnp.int32(0), 10, sampler=sampler)
-
-    def step(buffer, inputs):
-        buffer = buffer.add(inputs[0], priority=inputs[1])
-        batch = buffer.sample(KEY, 3)
-        return buffer.update_priority(batch.slots, inputs[1][:3]), batch
-
-    def run(buffer, loop):
-        buffer, _ = loop(step, buffer, (items, priority))
-        return buffer, buffer.sample(KEY, 8)
-
-    assert_ways_agree(run, empty)
 
 
 @pytest.mark.parametrize("sort_every", [1, 1000])
