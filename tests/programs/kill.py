@@ -20,6 +20,9 @@ import jaxbuf
 KILLS = int(os.environ.get("JAXBUF_KILLS", "40"))
 KILLS_OF_TWO = int(os.environ.get("JAXBUF_KILLS", "20"))
 
+# Seconds to wait for a process, of which a busy machine may need many.
+PATIENCE = 600
+
 # Processes fork from one that has imported everything and computed nothing.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pytest", "tensorstore", "tests.programs.kill"])
@@ -37,8 +40,9 @@ def kill_repeatedly(
     Args:
         target: Runs until it is killed.
         path: A folder for it.
-        longest: Each process is killed after a random time up to this, in seconds: most from when
-            they go on to write, every fourth from its start, so while it opens what is there.
+        longest: Each process is killed after a random time up to this, in seconds: every fourth
+            from its start, so while it opens what is there, half from when they go on to write, and
+            the others from when they have written something.
         kills: How many.
 
     Returns:
@@ -51,13 +55,15 @@ def kill_repeatedly(
         process = _context.Process(target=target, args=(path, sender))
         process.start()
         sender.close()
-        if moment.random() < 0.75:
-            assert receiver.poll(60), "the process does not start"
+        numbers: list[int] = []
+        with contextlib.suppress(EOFError):
+            for _ in range(moment.choice((0, 1, 1, 2))):
+                assert receiver.poll(PATIENCE), "the process does not go on"
+                numbers.append(receiver.recv())
         time.sleep(moment.uniform(0, longest))
         process.kill()
         process.join()
         assert process.exitcode == -9, "the process ended by itself"
-        numbers: list[int] = []
         with contextlib.suppress(EOFError):
             while True:
                 numbers.append(receiver.recv())
@@ -147,8 +153,10 @@ def kill_two_savers(path: Path, longest: float, kills: int = KILLS_OF_TWO) -> in
             sender.close()
             running.append((who, process, receiver))
         for _, _, receiver in running:
-            assert receiver.poll(60), "the process does not start"
+            assert receiver.poll(PATIENCE), "the process does not start"
             receiver.recv()
+        if i % 2:
+            assert running[0][2].poll(PATIENCE), "the process does not go on"
         for who, process, receiver in running:
             time.sleep(moment.uniform(0, longest / 2))
             process.kill()
