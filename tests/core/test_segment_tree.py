@@ -34,6 +34,8 @@ def without_kernel(function, **options):
 
 
 assign = jax.jit(SegmentTree.set)
+find = jax.jit(SegmentTree.find)
+read = jax.jit(SegmentTree.read)
 assign_all = without_kernel(SegmentTree.set_all)
 create = without_kernel(SegmentTree.create, static_argnums=(0, 1))
 
@@ -81,6 +83,12 @@ def twin_of(ops, leaves):
     return [values[op] for op in ops]
 
 
+def tree_of(leaves, ops=("sum",)):
+    """A tree whose leaves are set one by one."""
+    index = jnp.arange(len(leaves), dtype=jnp.int32)
+    return assign(create(len(leaves), ops), index, jnp.asarray(leaves))
+
+
 def put(leaves, index, value):
     """Sets leaves of the flat array, where they are inside of it."""
     for where, what in zip(index, value, strict=True):
@@ -88,8 +96,17 @@ def put(leaves, index, value):
             leaves[where] = what
 
 
-@pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize("capacity", CAPACITIES)
+# A wide tree has more than one level above 128 leaves, a narrow one above 16; and the kernels are
+# compared with what is done without them elsewhere.
+UPDATES = [
+    (form, capacity, ops)
+    for form, capacities in (("pure", (1, 16, 17, 300, 5000)), ("wide", (5, 300, 5000)))
+    for capacity in capacities
+    for ops in OPS
+] + [("native", capacity, ops) for capacity in (17, 5000) for ops in OPS]
+
+
+@pytest.mark.parametrize(("_form", "capacity", "ops"), UPDATES, indirect=["_form"])
 def test_random_updates_agree_with_a_flat_array(capacity, ops):
     rng = np.random.default_rng(capacity)
     tree, leaves = create(capacity, ops), unset(capacity, ops)
@@ -132,7 +149,7 @@ def test_zeros_of_either_sign_are_in_order():
     tree = SegmentTree.create(40, ("max",)).set(jnp.arange(3), jnp.array([-1.0, 0.0, -0.0]))
     assert not np.signbit(tree.root("max"))
     tree = tree.set(jnp.array([1]), jnp.array([-2.0]))
-    assert np.signbit(tree.root("max"))
+    assert (float(tree.root("max")), np.signbit(tree.root("max"))) == (0.0, True)
 
 
 @pytest.mark.parametrize("rows", [2, 513])
@@ -162,14 +179,14 @@ def test_children_of_a_node_lie_in_one_line_of_memory(capacity, ops):
 
 
 def test_published_sum_trees():
-    tree = SegmentTree.create(4).set(jnp.arange(4), jnp.array([3.0, 1.0, 2.0, 5.0]))
-    found, _ = tree.find(jnp.array([0.0, 2.9, 3.0, 3.9, 4.0, 6.0, 10.9]))
+    tree = tree_of(np.array([3.0, 1.0, 2.0, 5.0], np.float32))
+    found, _ = find(tree, jnp.array([0.0, 2.9, 3.0, 3.9, 4.0, 6.0, 10.9]))
     assert found.tolist() == [0, 0, 1, 1, 2, 3, 3]
-    masses = jnp.array([0.0, 0.1, 0.5, 0.0, 0.0, 0.2, 0.8, 0.0])
-    tree = SegmentTree.create(8).set(jnp.arange(8), masses)
+    masses = np.array([0.0, 0.1, 0.5, 0.0, 0.0, 0.2, 0.8, 0.0], np.float32)
+    tree = tree_of(masses)
     below = np.nextafter(np.float32(tree.root()), np.float32(0))
     points = jnp.array([0.0, 0.09, 0.1, 0.59, 0.6, 0.799, 0.8, below], jnp.float32)
-    found, mass = tree.find(points)
+    found, mass = find(tree, points)
     assert found.tolist() == [1, 1, 2, 2, 5, 5, 6, 6]
     np.testing.assert_array_equal(mass, masses[found])
 
@@ -179,12 +196,12 @@ def test_no_leaf_without_mass_is_found(capacity):
     rng = np.random.default_rng(1)
     leaves = rng.random(capacity).astype(np.float32) * (rng.random(capacity) < 0.1)
     leaves[capacity // 2] = 0.1
-    tree = SegmentTree.create(capacity).set(jnp.arange(capacity), jnp.asarray(leaves))
+    tree = tree_of(leaves)
     total = np.float32(tree.root())
     ends = np.cumsum(leaves, dtype=np.float64)
     near = np.concatenate([np.nextafter(ends, side) for side in (0.0, np.inf)] + [ends])
     points = np.concatenate([[0.0, np.nextafter(total, np.float32(0))], near]).astype(np.float32)
-    found, mass = map(np.asarray, tree.find(jnp.asarray(points[points < total])))
+    found, mass = map(np.asarray, find(tree, jnp.asarray(points[points < total])))
     assert (mass > 0).all()
     np.testing.assert_array_equal(mass, leaves[found])
 
@@ -217,8 +234,8 @@ KINDS = (
 @pytest.mark.parametrize("capacity", [1, 5, 16, 17, 300, 5000])
 def test_points_at_the_total_and_beyond_find_the_last_leaf_with_mass(capacity, kind):
     rng = np.random.default_rng(capacity)
-    find, empty = jax.jit(SegmentTree.find), create(capacity, ("sum", "max"))
-    for _ in range(8):
+    empty = create(capacity, ("sum", "max"))
+    for _ in range(4):
         leaves = masses_of(rng, capacity, kind)
         tree = assign_all(empty, jnp.asarray(leaves))
         total, last = np.float32(tree.root()), np.flatnonzero(leaves)[-1]
@@ -240,14 +257,11 @@ def test_points_at_the_total_and_beyond_find_the_last_leaf_with_mass(capacity, k
 def test_ranges(capacity, op):
     rng = np.random.default_rng(2)
     leaves = rng.integers(0, 9, capacity).astype(np.float32)
-    tree = SegmentTree.create(capacity, (op,)).set(jnp.arange(capacity), jnp.asarray(leaves))
-    twin = reference_reduce(op)
-    reduce = jax.jit(functools.partial(tree.reduce, op=op))
+    tree, twin = tree_of(leaves, (op,)), reference_reduce(op)
     bounds = [(0, capacity), (0, 0), (capacity, capacity + 3), (-2, 1)]
     bounds += [tuple(sorted(rng.integers(0, capacity + 1, 2))) for _ in range(40)]
-    for start, stop in bounds:
-        part = leaves[max(start, 0) : stop]
-        assert float(reduce(start, stop)) == twin(part), (start, stop)
+    found = jax.jit(jax.vmap(lambda bound: tree.reduce(*bound, op)))(np.array(bounds, np.int32))
+    assert found.tolist() == [twin(leaves[max(start, 0) : stop]) for start, stop in bounds]
 
 
 def reference_reduce(op):
@@ -265,30 +279,30 @@ def test_vmap_over_trees_and_over_queries():
     rng = np.random.default_rng(3)
     leaves = jnp.asarray(rng.random((3, 50)), jnp.float32)
     index = jnp.broadcast_to(jnp.arange(50), (3, 50))
-    empty = SegmentTree.create(50, ("sum", "max"))
-    trees = jax.vmap(lambda i, v: empty.set(i, v))(index, leaves)
-    single = [empty.set(jnp.arange(50), row) for row in leaves]
+    empty = create(50, ("sum", "max"))
+    trees = jax.jit(jax.vmap(SegmentTree.set, (None, 0, 0)))(empty, index, leaves)
+    single = [assign(empty, index[0], row) for row in leaves]
     same(trees, stack(single))
     np.testing.assert_array_equal(trees.root("max"), [tree.root("max") for tree in single])
     points = jnp.asarray(rng.random((3, 20)), jnp.float32) * 10
-    expected = stack(tree.find(row) for tree, row in zip(single, points, strict=True))
-    same(jax.vmap(SegmentTree.find)(trees, points), expected)
-    expected = stack(single[0].find(row) for row in points)
-    same(jax.vmap(single[0].find)(points), expected)
+    expected = stack(find(tree, row) for tree, row in zip(single, points, strict=True))
+    same(jax.jit(jax.vmap(SegmentTree.find))(trees, points), expected)
+    expected = stack(find(single[0], row) for row in points)
+    same(jax.jit(jax.vmap(SegmentTree.find, (None, 0)))(single[0], points), expected)
     many = jnp.asarray(rng.integers(-1, 52, (3, 400)), jnp.int32)
-    expected = stack(tree.read(row) for tree, row in zip(single, many, strict=True))
-    same(jax.vmap(SegmentTree.read)(trees, many), expected)
+    expected = stack(read(tree, row) for tree, row in zip(single, many, strict=True))
+    same(jax.jit(jax.vmap(SegmentTree.read))(trees, many), expected)
     values = jnp.asarray(rng.random((3, 400)), jnp.float32)
-    expected = stack(t.set(*row) for t, *row in zip(single, many, values, strict=True))
-    same(jax.vmap(SegmentTree.set)(trees, many, values), expected)
-    expected = stack(t.set(many[0], row) for t, row in zip(single, values, strict=True))
-    same(jax.vmap(SegmentTree.set, (0, None, 0))(trees, many[0], values), expected)
+    expected = stack(assign(t, *row) for t, *row in zip(single, many, values, strict=True))
+    same(jax.jit(jax.vmap(SegmentTree.set))(trees, many, values), expected)
+    expected = stack(assign(t, many[0], row) for t, row in zip(single, values, strict=True))
+    same(jax.jit(jax.vmap(SegmentTree.set, (0, None, 0)))(trees, many[0], values), expected)
     # Every tree with every row of points, whichever axis comes first.
-    expected = stack(stack(tree.find(row) for row in points) for tree in single)
+    expected = stack(stack(find(tree, row) for row in points) for tree in single)
     by_point = jax.vmap(SegmentTree.find, in_axes=(None, 0))
-    same(jax.vmap(by_point, in_axes=(0, None))(trees, points), expected)
+    same(jax.jit(jax.vmap(by_point, in_axes=(0, None)))(trees, points), expected)
     by_tree = jax.vmap(SegmentTree.find, in_axes=(0, None))
-    swapped = jax.vmap(by_tree, in_axes=(None, 0))(trees, points)
+    swapped = jax.jit(jax.vmap(by_tree, in_axes=(None, 0)))(trees, points)
     same(jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), swapped), expected)
 
 
@@ -316,7 +330,7 @@ def test_every_slot_of_a_large_tree_is_reached():
     np.testing.assert_array_equal(found, np.floor((grid + fine) * cell))
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("ops", OPS[1:4:2])
 def test_leaves_that_are_known_to_differ_are_set_by_one_write(ops):
     rng, tree = np.random.default_rng(5), create(5000, ops)
     leaves = unset(5000, ops)

@@ -27,11 +27,16 @@ HISTORY = (
 )  # fmt: skip
 
 
+# Those whose arguments are slots that were drawn.
+OF_SAMPLES = ("update_priority", "mark_used")
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def operate(what, buffer, scale, key):
     """The buffer, or the buffers, that an operation makes of one."""
     kind = type(buffer)
-    out = operations.OPERATIONS[what][1](buffer, operations.draw(buffer, key), scale, key)
+    sample = operations.draw(buffer, key) if what in OF_SAMPLES else None
+    out = operations.OPERATIONS[what][1](buffer, sample, scale, key)
     found = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in found if isinstance(x, kind)]
 
@@ -488,6 +493,7 @@ def test_it_is_there_without_an_import_of_its_own():
 # assert_holds
 
 
+@functools.cache
 def held_alike():
     """Buffers that hold the numbers 3 to 7, and nothing else."""
     number = jnp.float32(0)
@@ -564,6 +570,7 @@ def test_items_must_be_like_the_buffers():
 PRIORITIES = jnp.array([1.0, 0.0, 3.0, 4.0])
 
 
+@functools.cache
 def laws():
     """Buffers, the law that each should have, and rows of a batch."""
     number = jnp.int32(0)
