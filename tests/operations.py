@@ -195,8 +195,8 @@ def has_episodes(buffer):
 
 # For each operation: the buffers that have it, and the function itself.
 OPERATIONS = {}
-# Those that call no method of samplers, which need not go through all of them; and one buffer of
-# each class, occupancy and part, with which they are done.
+# Some call no method of samplers, and need not go through all of them: they are done with one
+# buffer of each class, occupancy and part.
 WITHOUT_SAMPLER = set()
 ONE_OF_EACH = {
     "prioritized",

@@ -27,7 +27,7 @@ HISTORY = (
 )  # fmt: skip
 
 
-# Those whose arguments are slots that were drawn.
+# Their arguments are slots that were drawn.
 OF_SAMPLES = ("update_priority", "mark_used")
 
 
