@@ -20,10 +20,12 @@ from jaxbuf.buffers.doors import (
     sample,
     sample_range,
     set_field,
+    set_hyperparameters,
     set_version,
     take,
     update_priority,
     update_score,
+    with_sampler,
 )
 from jaxbuf.buffers.groups import Groups, sample_groups
 from jaxbuf.buffers.item import ItemBuffer
@@ -38,6 +40,7 @@ from jaxbuf.buffers.sample import Sample, Steps, importance_weights
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import exporting, native
 from jaxbuf.core.exporting import export_checks
+from jaxbuf.core.hyperparameters import Varying
 from jaxbuf.core.native import native_available
 from jaxbuf.core.program import compiler_options
 from jaxbuf.core.slots import Slots
@@ -129,6 +132,7 @@ __all__ = [
     "ThroughputLimiter",
     "TrajectoryBuffer",
     "Uniform",
+    "Varying",
     "WandbWriter",
     "Writer",
     "add",
@@ -162,6 +166,7 @@ __all__ = [
     "sample_range",
     "save",
     "set_field",
+    "set_hyperparameters",
     "set_version",
     "stack_frames",
     "take",
@@ -171,6 +176,7 @@ __all__ = [
     "update_priority",
     "update_score",
     "vtrace",
+    "with_sampler",
 ]
 
 native.register()

@@ -42,6 +42,7 @@ class Things:
     item: Any
     scored: Any
     plain: Any
+    annealed: Any
     trajectory: Any
     queue: Any
     mixture: Any
@@ -69,6 +70,7 @@ class Things:
             freshness=fresh,
         )
         parts = [jaxbuf.ItemBuffer.create(step(), 8, sampler=jaxbuf.Prioritized()), plain.clear()]
+        annealed = jaxbuf.Prioritized(uniform_mix=jaxbuf.Varying(1.0))
         zeros = jnp.zeros((ROWS,), jnp.int32)
         slots = jaxbuf.Slots(index=zeros, generation=zeros.astype(jnp.uint32))
         probability, valid = jnp.ones((ROWS,)), jnp.ones((ROWS,), bool)
@@ -76,6 +78,7 @@ class Things:
             item=item,
             scored=scored,
             plain=plain,
+            annealed=jaxbuf.ItemBuffer.create(step(), 8, sampler=annealed),
             trajectory=trajectory,
             queue=jaxbuf.Queue.create(step(), 8),
             mixture=jaxbuf.Mixture.create(parts, [1, 1]),
@@ -662,6 +665,10 @@ CALLS: dict[str, Call] = {
     "ItemBuffer.set_version": of(
         "item", "set_version", version=(1, "integer"), session=(0, "integer or none")
     ),
+    "ItemBuffer.set_hyperparameters": of(
+        "annealed", "set_hyperparameters", uniform_mix=(0.5, "fraction")
+    ),
+    "ItemBuffer.with_sampler": of("item", "with_sampler", sampler=(jaxbuf.Uniform(), "sampler")),
     "ItemBuffer.use_count": of("item", "use_count", slots=SLOTS),
     "ItemBuffer.staleness": of("item", "staleness", slots=SLOTS),
     "TrajectoryBuffer.add": of(

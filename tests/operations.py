@@ -41,6 +41,13 @@ def _mixture():
 
 
 _BLEND = jaxbuf.Blend((jaxbuf.RankBased(), jaxbuf.Staleness(), jaxbuf.Recent(0.5, 2)), (2, 1, 1))
+_VARYING = jaxbuf.Blend(
+    (
+        jaxbuf.Prioritized(jaxbuf.Varying(0.5), uniform_mix=jaxbuf.Varying(0.1)),
+        jaxbuf.Recent(jaxbuf.Varying(0.5), 2, jaxbuf.RankBased(jaxbuf.Varying(1.0))),
+    ),
+    jaxbuf.Varying((1.0, 2.0)),
+)
 _LIMITS = jaxbuf.Freshness(max_use=2, max_staleness=3)
 _PLAIN = jaxbuf.Prioritized()
 _DISTINCT = jaxbuf.Prioritized(replacement=False, uniform_mix=0.1)
@@ -65,6 +72,7 @@ BUFFERS = {
     "stale-distinct": _items(sampler=jaxbuf.Staleness(replacement=False)),
     "blend": _items(sampler=_BLEND),
     "recent": _items(sampler=jaxbuf.Recent(0.5, 2, _PLAIN)),
+    "varying": _items(sampler=_VARYING),
     "reservoir": functools.partial(jaxbuf.reservoir, ITEM, CAPACITY, sampler=_PLAIN),
     "lowest": _items(evictor=jaxbuf.Lowest()),
     "lowest-softmax": _items(evictor=jaxbuf.Lowest(), sampler=jaxbuf.Softmax()),
@@ -167,6 +175,10 @@ def has_priorities(buffer):
     if isinstance(buffer, jaxbuf.Mixture):
         return True
     return is_single(buffer) and buffer.sampler.uses_priority
+
+
+def has_varying(buffer):
+    return is_single(buffer) and bool(buffer.hyperparameters)
 
 
 def has_scores(buffer):
@@ -336,6 +348,18 @@ def set_field(buffer, sample, scale, key):
 @operation(is_single, asks_sampler=False)
 def map_field(buffer, sample, scale, key):
     return buffer.map_field("reward", lambda items: items["reward"] * scale, batch_size=4)
+
+
+@operation(has_varying)
+def set_hyperparameters(buffer, sample, scale, key):
+    values = {"ratio": scale / (1 + scale), "uniform_mix": 1 / (1 + scale)}
+    values["weights"] = jnp.stack([scale, jnp.float32(1)])
+    return buffer.set_hyperparameters(values, **{"samplers[1].base.alpha": scale})
+
+
+@operation(has_varying)
+def with_sampler(buffer, sample, scale, key):
+    return buffer.with_sampler(jaxbuf.RankBased(jaxbuf.Varying(scale)))
 
 
 @operation(is_items, asks_sampler=False)

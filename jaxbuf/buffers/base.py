@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, PyTree, UInt
 
 from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.core.hyperparameters import bind, names_of
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.part import Part
@@ -30,6 +31,7 @@ class Base(Buffer, struct.PyTreeNode):
         sampler: The sampler, which draws items.
         extras: The parts of the buffer besides sampler and evictor, in the order in which ``add``
             asks them.
+        hyperparameters: The numbers of the sampler that vary, by name; see ``jaxbuf.Varying``.
     """
 
     data: PyTree[Array]
@@ -39,11 +41,17 @@ class Base(Buffer, struct.PyTreeNode):
     extra_states: tuple[State, ...]
     sampler: Sampler = struct.field(pytree_node=False)
     extras: tuple[Part, ...] = struct.field(pytree_node=False)
+    hyperparameters: dict[str, Array] = struct.field(default_factory=dict, kw_only=True)
 
     @property
     @abc.abstractmethod
     def capacity(self) -> int:
         """The largest number of items, or steps, that the buffer can hold."""
+
+    @property
+    def bound_sampler(self) -> Sampler:
+        """The sampler with the present values of its numbers that vary."""
+        return bind(self.sampler, lax.stop_gradient(self.hyperparameters))
 
     @property
     def lets_remove(self) -> bool:
@@ -61,11 +69,13 @@ class Base(Buffer, struct.PyTreeNode):
             if name not in updates or of_state in updates or not hasattr(self, name):
                 continue
             new, old = updates[name], getattr(self, name)
-            if new != old and _keeps(self, name, new):
+            varies = name == "sampler" and (names_of(new) or self.hyperparameters)
+            if new != old and (varies or _keeps(self, name, new)):
+                other = ", or call buffer.with_sampler(...)" if name == "sampler" else ""
                 raise ValueError(
                     f"{name} is {new}, but {of_state} was made by {old}, and the two do not fit; "
                     f"create another buffer with {name}={new} and add the data, or replace "
-                    f"{of_state} too"
+                    f"{of_state} too{other}"
                 )
         return super().checked(updates)
 

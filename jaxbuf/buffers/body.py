@@ -1,7 +1,7 @@
 """The common base of ``ItemBuffer`` and ``TrajectoryBuffer``: slots that a sampler draws."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import jax
@@ -11,20 +11,22 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common, retire, write_back
+from jaxbuf.buffers import common, hyperparameters, retire, write_back
 from jaxbuf.buffers.base import Base
 from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import counters, fields, sizes, storage, trees
+from jaxbuf.core.hyperparameters import bind, check_values, filled, split
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.sorting import keep_last
 from jaxbuf.core.types import Function, State
+from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.diversity import Diversity, DiversityState
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows
-from jaxbuf.strategies.protocols import Draw, Support
+from jaxbuf.strategies.protocols import Draw, Sampler, Support
 
 SomePart = TypeVar("SomePart", bound=Part)
 SomeBody = TypeVar("SomeBody", bound="Body")
@@ -62,6 +64,15 @@ class Body(SlottedBuffer, Base, Created):
     @abc.abstractmethod
     def _some_row(self) -> Int[Array, ""]:
         """Returns a row of the storage with an item, or a step; arbitrary in an empty buffer."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
+        """Checks that a sampler fits the other strategies of a buffer.
+
+        Raises:
+            ValueError: If it does not.
+        """
 
     @property
     @abc.abstractmethod
@@ -128,7 +139,7 @@ class Body(SlottedBuffer, Base, Created):
     def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
         rows = common.check_batch_size(batch_size)
         state = lax.stop_gradient(self.sampler_state)
-        after, draw = self.sampler.next(state, common.check_key(key), rows, self.occupancy)
+        after, draw = self.bound_sampler.next(state, common.check_key(key), rows, self.occupancy)
         after = common.check_state(self.sampler, "next", state, after)
         return self.replace(sampler_state=after), self.gather(draw)
 
@@ -170,12 +181,12 @@ class Body(SlottedBuffer, Base, Created):
     ) -> Self:
         slots, value, mask = common.check_update(self.sampler, slots, priority, mask)
         taken = self.occupancy.holds(slots) & mask
-        legal = self.sampler.accepts(value)
+        legal = self.bound_sampler.accepts(value)
         index = jnp.where(taken & legal, slots.index, self.capacity)
         state = lax.stop_gradient(self.sampler_state)
         rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
         return self.replace(
-            sampler_state=common.hear(self.sampler, "set_priority", state, index, value),
+            sampler_state=common.hear(self.bound_sampler, "set_priority", state, index, value),
             counters=self._counted({"rejected": rejected}),
         )
 
@@ -282,17 +293,18 @@ class Body(SlottedBuffer, Base, Created):
         return retire.known(self, "staleness", slots)
 
     def support(self) -> Support:
-        return self.sampler.support(lax.stop_gradient(self.sampler_state), self.occupancy)
+        return self.bound_sampler.support(lax.stop_gradient(self.sampler_state), self.occupancy)
 
     def metrics(self) -> dict[str, Array]:
         found: dict[str, Array] = {}
         state = lax.stop_gradient(self.sampler_state)
-        sampled = common.ask(self.sampler, "metrics", state, self.occupancy)
+        sampled = common.ask(self.bound_sampler, "metrics", state, self.occupancy)
         told: list[tuple[object, dict[str, Array]]] = [
             ("the buffer", self._sizes()),
             ("a count of rows", counters.named(self.counter_names, self.counters)),
             # A sampler and an evictor that both use scores report them both.
             (self.sampler, {**self.occupancy.metrics(), **sampled}),
+            ("a number of the sampler", self.sampler_numbers()),
         ]
         told += [
             (part, common.ask(part, "metrics", kept, self.occupancy))
@@ -310,13 +322,46 @@ class Body(SlottedBuffer, Base, Created):
             found |= values
         return found
 
+    def known_values(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of ``set_hyperparameters``, after a check of what is known."""
+        values, named = given.get("values"), dict(given)
+        named.pop("values", None)
+        return {"values": check_values(self.sampler, values, named)}
+
+    def kept_by_values(self) -> tuple[str, ...]:
+        """Returns the fields that ``set_hyperparameters`` neither reads nor changes."""
+        hears = any(map(hyperparameters.listens, self.bound_sampler.told))
+        return ("data", "occupancy", "extra_states", *(() if hears else ("sampler_state",)))
+
+    def set_hyperparameters(
+        self, values: Mapping[str, ArrayLike] | None = None, **options: ArrayLike
+    ) -> Self:
+        known = check_values(self.sampler, values, options)
+        return self.counting_illegal(*hyperparameters.set_values(self, known))
+
+    def with_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, sampler: Sampler
+    ) -> Self:
+        common.check_sampler(sampler)
+        if sampler == self.sampler:
+            return self
+        self.check_fit(sampler, self.extras, self.occupancy)
+        known = lax.stop_gradient(self.by_slot())
+        changed = self.counting_illegal(*hyperparameters.with_sampler(self, sampler, known))
+        return check_names(changed)
+
+    def counting_illegal(self, changed: Self, legal: Bool[Array, ""]) -> Self:
+        """Returns a changed buffer that has counted values of the sampler that are not legal."""
+        count = (~legal).astype(jnp.uint32)
+        return changed.replace(counters=changed._counted({"rejected": count}))
+
     def options(self) -> dict[str, Any]:
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""
-        return {"sampler": self.sampler, "parts": self.extras}
+        return {"sampler": filled(self.sampler), "parts": self.extras}
 
     def by_slot(self) -> dict[str, Array]:
         """Returns the numbers by which items are drawn or evicted, ``[N]``, by name."""
-        return {**self.sampler.by_slot(self.sampler_state), **super().by_slot()}
+        return {**self.bound_sampler.by_slot(self.sampler_state), **super().by_slot()}
 
     def move(self, old: Self, moves: Moves) -> Self:
         """Returns this buffer, which is empty, with the items of another one like it.
@@ -328,10 +373,19 @@ class Body(SlottedBuffer, Base, Created):
             super()
             .move(old, moves)
             .replace(
-                sampler_state=self.sampler.move(self.sampler_state, old.sampler_state, moves),
+                hyperparameters=old.hyperparameters,
+                sampler_state=old.bound_sampler.move(self.sampler_state, old.sampler_state, moves),
                 extra_states=tuple(part.move(empty, state, moves) for part, empty, state in parts),
             )
         )
+
+    def sampler_numbers(self) -> dict[str, Array]:
+        """Returns the numbers of the sampler that vary as scalars."""
+        found: dict[str, Array] = {}
+        for name, value in lax.stop_gradient(self.hyperparameters).items():
+            parts = {f"{name}[{i}]": value[i] for i in range(value.size)} if value.ndim else {}
+            found |= parts or {name: value}
+        return found
 
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size}
@@ -340,7 +394,9 @@ class Body(SlottedBuffer, Base, Created):
         """Returns a batch drawn by the sampler."""
         rows = common.check_batch_size(batch_size)
         state = lax.stop_gradient(self.sampler_state)
-        return self.gather(self.sampler.draw(state, common.check_key(key), rows, self.occupancy))
+        return self.gather(
+            self.bound_sampler.draw(state, common.check_key(key), rows, self.occupancy)
+        )
 
     def _counted(self, counts: dict[str, Array]) -> UInt[Array, " K"]:
         """Returns the counters with these counts added."""
@@ -384,7 +440,7 @@ class Body(SlottedBuffer, Base, Created):
         empty = self.replace(
             data=jax.tree.map(jnp.zeros_like, self.data),
             occupancy=self.occupancy.clear(),
-            sampler_state=self.sampler.init(self.num_slots),
+            sampler_state=self.bound_sampler.init(self.num_slots),
             extra_states=tuple(
                 common.hear(part, "on_clear", state, init(part)) for part, state in self._parts()
             ),
@@ -403,6 +459,21 @@ def check_names(buffer: SomeBody) -> SomeBody:
     if any(type(part).__module__.partition(".")[0] != own for part in buffer.extras):
         jax.eval_shape(buffer.metrics)
     return buffer
+
+
+def beginning(sampler: Sampler, extras: tuple[Part, ...], num_slots: int) -> dict[str, Any]:
+    """Returns the fields of a new buffer that belong to its sampler, and its counters."""
+    sampler, values, legal = split(sampler)
+    counts = jnp.zeros((len(counter_names(extras)),), jnp.uint32)
+    if values:
+        illegal = (~legal).astype(jnp.uint32)
+        counts += counters.tally(counter_names(extras), {"rejected": illegal})
+    return {
+        "sampler": sampler,
+        "hyperparameters": values,
+        "sampler_state": bind(sampler, values).init(num_slots),
+        "counters": counts,
+    }
 
 
 def counter_names(extras: tuple[Part, ...]) -> tuple[str, ...]:

@@ -201,6 +201,14 @@ class Buffer:
         """Returns the arguments of ``add``, after checks of numbers that are still known."""
         return given
 
+    def known_values(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of ``set_hyperparameters``, after checks of what is still known."""
+        return given
+
+    def kept_by_values(self) -> tuple[str, ...]:
+        """Returns the fields that ``set_hyperparameters`` neither reads nor changes."""
+        return ()
+
     def _kind(self) -> str:
         return checks.kind_of(self)
 

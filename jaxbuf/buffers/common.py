@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.base import Base
 from jaxbuf.core import checks, numbers, storage, trees
+from jaxbuf.core.hyperparameters import check_declared
 from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.sizes import check_count
@@ -125,6 +126,7 @@ def check_evictor(evictor: object) -> None:
     Raises:
         ValueError: If it is not an ``Evictor``.
     """
+    check_declared(evictor)
     if not isinstance(evictor, Evictor):
         raise ValueError(
             f"evictor is {checks.name_of(evictor)}; expected an evictor such as {Oldest()}, or one "
@@ -158,6 +160,7 @@ def check_parts(
                 f"parts[{i}] is {checks.name_of(part)}; expected a part, which derives from "
                 "jaxbuf.strategies.Part"
             )
+        check_declared(part)
         _check_reasons(part)
         found.append(part)
     for kind in (Episodes, Freshness, Diversity):
@@ -246,7 +249,7 @@ def change(
         states = tuple(hear(part, "on_remove", before, gone) for part, before in pairs)
     return buffer.replace(
         occupancy=occupancy,
-        sampler_state=hear(buffer.sampler, "on_change", state, come, value, gone),
+        sampler_state=hear(buffer.bound_sampler, "on_change", state, come, value, gone),
         extra_states=states,
     )
 
@@ -375,7 +378,7 @@ def _pick_by_priority(
     buffer: Base, key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
 ) -> Draw:
     """Draws rows from a range of ages with probabilities proportional to the sampler's."""
-    sampler = buffer.sampler
+    sampler = buffer.bound_sampler
     assert isinstance(sampler, KnownSampler)
     capacity = ages.most * ages.count.shape[0]
     rank = jnp.arange(capacity, dtype=jnp.int32)

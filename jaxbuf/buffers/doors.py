@@ -14,7 +14,7 @@ this module is imported.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_overloads, overload
 
 from jax.typing import ArrayLike
@@ -24,11 +24,19 @@ from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, Steps
-from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SampleOptions, SlottedBuffer
+from jaxbuf.buffers.slotted import (
+    AddOptions,
+    Envs,
+    InsertOptions,
+    PartOptions,
+    SampleOptions,
+    SlottedBuffer,
+)
 from jaxbuf.core import checks
 from jaxbuf.core.program import OwnPrograms, Program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
+from jaxbuf.strategies.protocols import Sampler
 
 P = ParamSpec("P")
 Result = TypeVar("Result", covariant=True)
@@ -122,7 +130,7 @@ def _door(declared: Function, options: type | None = None) -> Callable[[Door], D
     def decorate(function: Door) -> Door:
         signature = inspect.signature(next(iter(get_overloads(function)), function))
         _, *shown = signature.parameters.values()
-        given = {x.name: (x.kind, x.default) for x in shown if x.name != "donate"}
+        given = {x.name: (x.kind, x.default) for x in shown if x.name not in ("donate", "options")}
         if given != known:
             raise TypeError(f"{function.__name__}{signature} is declared with {known}")
         changes = {"donate": True} if "donate" in signature.parameters else {}
@@ -473,6 +481,32 @@ def sample_range(
     return call(
         SlottedBuffer.sample_range, buffer, key, batch_size, start=start, stop=stop, **options
     )
+
+
+@_door(SlottedBuffer.set_hyperparameters)
+def set_hyperparameters(
+    buffer: AnyBuffer,
+    values: Mapping[str, ArrayLike] | None = None,
+    *,
+    donate: bool = True,
+    **options: ArrayLike,
+) -> AnyBuffer:
+    """Changes numbers of the sampler: ``buffer.set_hyperparameters(...)``, compiled, in place.
+
+    The buffer is donated, as by ``jaxbuf.update_priority``.
+    """
+    return call(SlottedBuffer.set_hyperparameters, buffer, values=values, donate=donate, **options)
+
+
+@_door(SlottedBuffer.with_sampler, PartOptions)
+def with_sampler(
+    buffer: AnyBuffer, sampler: Sampler, *, part: int | None = None, donate: bool = True
+) -> AnyBuffer:
+    """Puts the items under another sampler: ``buffer.with_sampler(...)``, compiled, in place.
+
+    The buffer is donated, as by ``jaxbuf.update_priority``.
+    """
+    return call(SlottedBuffer.with_sampler, buffer, sampler, part=part, donate=donate)
 
 
 @_door(SlottedBuffer.end_episodes)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import common
-from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
+from jaxbuf.buffers.body import Body, beginning, check_names, refuse
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.slotted import Envs
@@ -20,7 +20,7 @@ from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
-from jaxbuf.occupancy.protocol import ItemOccupancy
+from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Oldest
@@ -46,6 +46,7 @@ class ItemBuffer(Body):
             far, in the order of ``counter_names``, ``[K]`` uint32, which wrap.
         extra_states: The state of each of the extras.
         sampler: The sampler, which draws items.
+        hyperparameters: The numbers of the sampler that vary, by name; see ``jaxbuf.Varying``.
         extras: The parts besides sampler and evictor: limits on freshness, a diversity filter, and
             your own parts.
         evictor: The evictor, which makes room for new items.
@@ -107,21 +108,25 @@ class ItemBuffer(Body):
         data = storage.allocate(example, (capacity,), ("capacity", capacity))
         occupancy: ItemOccupancy = evictor.init(capacity)
         if any(part.removes for part in extras):
-            common.check_removes(sampler, "an item retires")
             occupancy = Subset.create(occupancy, capacity)
-        if sampler.uses_age:
-            common.needs_order(occupancy, f"{sampler}")
+        cls.check_fit(sampler, extras, occupancy)
         buffer = cls(
+            **beginning(sampler, extras, capacity),
             data=data,
             occupancy=occupancy,
-            sampler_state=sampler.init(capacity),
-            counters=jnp.zeros((len(counter_names(extras)),), jnp.uint32),
             extra_states=tuple(part.init(data, capacity) for part in extras),
-            sampler=sampler,
             extras=extras,
             evictor=evictor,
         )
         return check_names(buffer)
+
+    @staticmethod
+    def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
+        """Checks that a sampler can be told what the parts do, and ages if it needs them."""
+        if any(part.removes for part in extras):
+            common.check_removes(sampler, "an item retires")
+        if sampler.uses_age:
+            common.needs_order(occupancy, f"{sampler}")
 
     @property
     def capacity(self) -> int:
@@ -306,7 +311,7 @@ class ItemBuffer(Body):
             version=per_row(version, "version", np.int32),
             session=per_row(session, "session", np.int32),
         )
-        illegal = [] if priority is None else [~self.sampler.accepts(priority)]
+        illegal = [] if priority is None else [~self.bound_sampler.accepts(priority)]
         illegal += [] if rows.score is None else [jnp.isnan(rows.score)]
         value = rows.score if self.sampler.uses_score else priority
         rejected = {"rejected": functools.reduce(jnp.logical_or, illegal)} if illegal else {}

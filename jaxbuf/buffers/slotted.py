@@ -1,5 +1,6 @@
 """The interface of all buffers with slots: each operation is declared here, and nowhere else."""
 
+from collections.abc import Mapping
 from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxbuf.buffers.sample import Sample, Steps
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Dtype, Function
 from jaxbuf.strategies.episodes import Episode
-from jaxbuf.strategies.protocols import Draw, Support
+from jaxbuf.strategies.protocols import Draw, Sampler, Support
 
 # Environments, as numbers or as a mask; None means all.
 Envs = Int[ArrayLike, " K"] | Bool[ArrayLike, " E"] | None
@@ -54,8 +55,22 @@ DTYPES: dict[str, Dtype] = {
 INFINITE = ("priority",)
 
 
+class PartOptions(TypedDict, total=False):
+    """The option of operations that a ``Mixture`` performs in one of its parts."""
+
+    part: int | None
+
+
 def _known_options(buffer: Buffer, given: dict[str, Any]) -> dict[str, Any]:
     return buffer.known_options(given)
+
+
+def _known_values(buffer: Buffer, given: dict[str, Any]) -> dict[str, Any]:
+    return buffer.known_values(given)
+
+
+def _kept_by_values(buffer: Buffer) -> tuple[str, ...]:
+    return buffer.kept_by_values()
 
 
 class SlottedBuffer(Buffer):
@@ -72,8 +87,9 @@ class SlottedBuffer(Buffer):
             if operation is not None and not hasattr(own, "operation"):
                 keeps = operation.about.get("keeps", ())
                 known = getattr(cls, "__dataclass_fields__", ())
-                program = operation.as_program(own, keeps=tuple(x for x in keeps if x in known))
-                setattr(cls, name, program)
+                if not callable(keeps):
+                    keeps = tuple(x for x in keeps if x in known)
+                setattr(cls, name, operation.as_program(own, keeps=keeps))
 
     def route(self, operation: Operation, given: dict[str, Any]) -> Any:
         """Performs an operation that this class does not override.
@@ -864,6 +880,82 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
+    @operation(by_member=False, static=("part",), before=_known_values, keeps=_kept_by_values)
+    def set_hyperparameters(
+        self, values: Mapping[str, ArrayLike] | None = None, **options: ArrayLike
+    ) -> Self:
+        """Changes numbers of the sampler, which must be ``jaxbuf.Varying``.
+
+        The numbers may be traced: inside ``jax.jit`` and ``jax.lax.scan``, and under ``jax.vmap``
+        with another one for each buffer. It does not compile anew for other numbers.
+
+        * ``uniform_mix``, ``ratio``, ``weights``, ``temperature``, and ``alpha`` of ``RankBased``
+          and ``Staleness`` apply to all draws from then on. A new ``temperature`` and an ``alpha``
+          of ``RankBased`` cost a pass over all slots.
+        * ``alpha`` and ``epsilon`` of ``Prioritized`` apply to priorities that are set from then
+          on; see there.
+
+        Args:
+            values: New values by name, or by path where several samplers of a ``Blend`` have the
+                same name, such as ``{"samplers[0].alpha": 0.5}``. The names are those of
+                ``buffer.hyperparameters``.
+            **options: New values by name; for a ``Mixture`` also the number of the ``part``.
+
+        Returns:
+            The buffer with the new values. A value that is traced and not legal, such as a NaN, is
+            refused and counted in ``metrics()["rejected"]``, once for each call; then all values
+            stay as they are.
+
+        Raises:
+            ValueError: If a value is known and not legal, has another shape, or a number does not
+                vary.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> sampler = jaxbuf.Prioritized(alpha=1.0, uniform_mix=jaxbuf.Varying(1.0))
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=sampler)
+            >>> buffer, slots = buffer.insert(jnp.arange(2), priority=jnp.array([1.0, 3.0]))
+            >>> buffer.get(slots).probability.tolist()
+            [0.5, 0.5]
+            >>> buffer.set_hyperparameters(uniform_mix=0.0).get(slots).probability.tolist()
+            [0.25, 0.75]
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, static=("sampler", "part"), keeps=("data",))
+    def with_sampler(self, sampler: Sampler, **options: Unpack[PartOptions]) -> Self:
+        """Returns the same items in the same slots under another sampler.
+
+        Slots, counters and parts stay as they are. The new sampler gets the priorities, or scores,
+        that the old one knows, and its own default where that knows none. A sampler that was there
+        before, also as one of several inside of another, keeps all that it knows. The cost is a
+        pass over all slots; items are not copied by ``jaxbuf.with_sampler``.
+
+        The result has another type, so a loop such as ``jax.lax.scan`` cannot carry it in place of
+        the original. To change a number only, see ``set_hyperparameters``.
+
+        Args:
+            sampler: The new sampler; static.
+            **options: For a ``Mixture``, the number of the ``part``; static.
+
+        Returns:
+            The buffer with this sampler.
+
+        Raises:
+            ValueError: When traced, if the sampler does not fit the buffer, as in ``create``, or
+                draws by score and nothing in the buffer keeps scores.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> sampler = jaxbuf.Prioritized(alpha=1.0)
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=sampler)
+            >>> buffer, slots = buffer.insert(jnp.arange(2), priority=jnp.array([1.0, 3.0]))
+            >>> buffer = buffer.with_sampler(jaxbuf.RankBased(alpha=1.0))
+            >>> [round(float(p), 3) for p in buffer.get(slots).probability]
+            [0.333, 0.667]
+        """
+        raise NotImplementedError
+
     @operation(by_member=False, changes=False, keeps=("data",))
     def support(self) -> Support:
         """Returns the number of items, or windows, that can be drawn, and their least probability.
@@ -893,6 +985,8 @@ class SlottedBuffer(Buffer):
               ``retired_used`` and ``retired_stale``, and ``use_max``, ``use_mean``,
               ``staleness_max`` and ``staleness_mean`` of the live items.
             * With ``Episodes(boundary="avoid")``, the count ``refused_across_episodes`` of windows.
+            * The numbers of the sampler that vary (see ``Varying``), by their names in
+              ``hyperparameters``; weights one by one, as ``weights[0]`` and so on.
             * The reasons and metrics of your own parts.
         """
         raise NotImplementedError

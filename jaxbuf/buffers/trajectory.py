@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers import common, write_back
-from jaxbuf.buffers.body import Body, check_names, counter_names, refuse
+from jaxbuf.buffers.body import Body, beginning, check_names, refuse
 from jaxbuf.buffers.lookups import Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Sample, Steps
@@ -21,6 +21,7 @@ from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
+from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.episodes import Completed, Episode, EpisodeIndex, Episodes
@@ -51,6 +52,7 @@ class TrajectoryBuffer(Body):
             the order of ``counter_names``, ``[K]`` uint32, which wrap.
         extra_states: The state of each of the extras.
         sampler: The sampler, which draws windows.
+        hyperparameters: The numbers of the sampler that vary, by name; see ``jaxbuf.Varying``.
         extras: The parts besides the sampler: an index of episodes, limits on freshness, and your
             own parts.
 
@@ -132,9 +134,6 @@ class TrajectoryBuffer(Body):
                 f"length is {length} and period {period}; length must be a multiple of period"
             )
         common.check_sampler(sampler)
-        common.check_removes(sampler, "a window is gone")
-        if sampler.uses_score:
-            raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
         extras = common.check_parts(parts, episodes=episodes, freshness=freshness)
         for part in extras:
             if not part.of_windows:
@@ -145,18 +144,25 @@ class TrajectoryBuffer(Body):
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
         picks = any(part.removes for part in extras)
         occupancy = Subset.create(rings, rings.num_slots) if picks else rings
-        if sampler.uses_age:
-            common.needs_order(occupancy, f"{sampler}")
+        cls.check_fit(sampler, extras, occupancy)
         buffer = cls(
+            **beginning(sampler, extras, rings.num_slots),
             data=data,
             occupancy=occupancy,
-            sampler_state=sampler.init(rings.num_slots),
-            counters=jnp.zeros((len(counter_names(extras)),), jnp.uint32),
             extra_states=tuple(part.init_windows(data, rings) for part in extras),
-            sampler=sampler,
             extras=extras,
         )
         return check_names(buffer)
+
+    @staticmethod
+    def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
+        """Checks that a sampler can be told that windows leave, and needs no scores of steps."""
+        del extras
+        common.check_removes(sampler, "a window is gone")
+        if sampler.uses_score:
+            raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
+        if sampler.uses_age:
+            common.needs_order(occupancy, f"{sampler}")
 
     @property
     def episodes(self) -> Episodes | None:
@@ -322,7 +328,7 @@ class TrajectoryBuffer(Body):
         buffer = self._write(flat, target.reshape(-1), "on_steps", index, rows)
         counts = {"adds": rows.count}
         if value is not None:
-            refuse({"rejected": ~self.sampler.accepts(value)}, rows.taken, counts)
+            refuse({"rejected": ~self.bound_sampler.accepts(value)}, rows.taken, counts)
         if self._picks():
             count, order = _in_order(given)
             found = buffer._index().completed(rings, buffer.data, count, given.shape[1])

@@ -127,7 +127,7 @@ def update_score(
     told = states[0]
     # Samplers find the last of several rows for an item themselves, as in ``update_priority``.
     if buffer.sampler.uses_score:
-        told = common.hear(buffer.sampler, "set_priority", told, index, score)
+        told = common.hear(buffer.bound_sampler, "set_priority", told, index, score)
     index = keep_last(index, buffer.capacity)
     changed = buffer.replace(
         occupancy=buffer.occupancy.rescore(index, score),
@@ -195,7 +195,7 @@ def remove(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> tuple[An
 def probability(buffer: Base, index: Int[Array, " B"]) -> Float[Array, " B"]:
     """Returns the probability that a draw gives each of these live items; 0 if it is not known."""
     state = lax.stop_gradient(buffer.sampler_state)
-    known = buffer.sampler.probability(state, index, buffer.occupancy)
+    known = buffer.bound_sampler.probability(state, index, buffer.occupancy)
     return jnp.zeros(index.shape, jnp.float32) if known is None else known
 
 

@@ -12,6 +12,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.core.hyperparameters import MAY_VARY, Varying
+
 # A longer repr would hide the message around it.
 _SHORT = 80
 
@@ -42,6 +44,8 @@ def name_of(value: object) -> str:
     """
     if isinstance(value, jax.core.Tracer):
         return f"traced ({value.aval})"
+    if isinstance(value, Varying):
+        return f"{value!r}, but only numbers of samplers may vary: {MAY_VARY}"
     text = repr(value) if _is_plain(value) else ""
     return text if 0 < len(text) <= _SHORT else kind_of(value)
 

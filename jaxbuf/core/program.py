@@ -42,7 +42,8 @@ class About(TypedDict, total=False):
             ``path`` if there is such an argument, and become what is there.
         buffers: The names of arguments besides ``self`` that are buffers.
         keeps: The names of fields of ``self`` that the method neither reads nor changes. They do
-            not pass through the program, and a result of the same class has the same arrays.
+            not pass through the program, and a result of the same class has the same arrays. May be
+            a function of ``self``.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
             of numbers that the function itself would not know.
     """
@@ -53,7 +54,7 @@ class About(TypedDict, total=False):
     infinite: tuple[str, ...]
     stored: tuple[str, ...]
     buffers: tuple[str, ...]
-    keeps: tuple[str, ...]
+    keeps: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
     before: Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
@@ -168,7 +169,8 @@ class Program:
                 if callable(value):
                     # It is the same object, or an equal one, after what it reads has changed.
                     make = _compile
-        kept = {name: getattr(first, name) for name in self.keeps}
+        keeps = self.keeps(first) if callable(self.keeps) else self.keeps
+        kept = {name: getattr(first, name) for name in keeps}
         if kept:
             first = _with(first, dict.fromkeys(kept, ()))
         platform = platform_of(one_leaf(first if self.is_method else traced))

@@ -11,6 +11,7 @@ import jax
 import jax.core
 import numpy as np
 
+from jaxbuf.core.checks import name_of
 from jaxbuf.core.types import Dtype
 
 # Slots are numbered by int32, and trees over them have up to twice as many nodes.
@@ -68,7 +69,7 @@ def check_count(name: str, value: object, least: int = 1, most: int = MOST_ROWS)
             "is traced, such as a static argument of jax.jit"
         )
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
+        raise ValueError(f"{name} is {name_of(value)}; expected an integer of at least {least}")
     if value < least:
         raise ValueError(f"{name} is {value}; expected an integer of at least {least}")
     if value > most:

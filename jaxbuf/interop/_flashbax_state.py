@@ -118,12 +118,7 @@ def fitted(
             "to a multiple of period"
         )
     rings = buffer.rings.replace(sequence_length=sequence_length, period=period)
-    state = sampler.init(rings.num_slots)
-    if sampler.uses_priority:
-        slot = jnp.arange(rings.num_slots, dtype=jnp.int32)
-        come = jnp.where(rings.live(slot), slot, rings.num_slots)
-        state = sampler.on_change(state, come, None, jnp.zeros((0,), jnp.int32))
-    return buffer.replace(occupancy=rings, sampler=sampler, sampler_state=state)
+    return buffer.replace(occupancy=rings).with_sampler(sampler)
 
 
 def _placed(rings: Rings, current_index: Any, is_full: Any) -> Rings:

@@ -46,7 +46,8 @@ Shapes, structures, capacities, write positions, ``can_sample``, ``can_add`` and
   exponent is refused, except for states that are built from arrays.
 
 ``state.buffer`` is the buffer of jaxbuf inside, with ``metrics()`` and all the rest, for moving
-over bit by bit.
+over bit by bit. With ``priority_exponent=jaxbuf.Varying(0.6)``, a state has an exponent of its own:
+``state.replace(buffer=state.buffer.set_hyperparameters(alpha=0.5))``.
 """
 
 import dataclasses
@@ -64,6 +65,7 @@ from jaxbuf.buffers import doors
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
 from jaxbuf.core import describe, exporting, numbers, trees
 from jaxbuf.core.checks import check_flag, check_fraction
+from jaxbuf.core.hyperparameters import Varying, split
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.interop import _flashbax_state
@@ -367,13 +369,13 @@ def make_prioritised_trajectory_buffer(
     min_length_time_axis: int,
     max_size: int | None = None,
     max_length_time_axis: int | None = None,
-    priority_exponent: float = 0.6,
+    priority_exponent: float | Varying = 0.6,
     device: str = "cpu",
 ) -> PrioritisedTrajectoryBuffer:
     """``make_trajectory_buffer`` with draws by priority.
 
-    ``priority_exponent``, from 0 to 1, is the ``alpha`` of ``jaxbuf.Prioritized``. ``device`` is
-    ignored.
+    ``priority_exponent``, from 0 to 1, is the ``alpha`` of ``jaxbuf.Prioritized``, and may be
+    ``jaxbuf.Varying``. ``device`` is ignored.
 
     Raises:
         ValueError: As that one, or if the exponent is out of its range.
@@ -426,7 +428,7 @@ def make_prioritised_flat_buffer(
     sample_batch_size: int,
     add_sequences: bool = False,
     add_batch_size: int | None = None,
-    priority_exponent: float = 0.6,
+    priority_exponent: float | Varying = 0.6,
     device: str = "cpu",
 ) -> PrioritisedTrajectoryBuffer:
     """``make_flat_buffer`` with draws by priority, as in ``make_prioritised_trajectory_buffer``.
@@ -466,7 +468,7 @@ def make_prioritised_item_buffer(
     sample_batch_size: int,
     add_sequences: bool = False,
     add_batches: bool = False,
-    priority_exponent: float = 0.6,
+    priority_exponent: float | Varying = 0.6,
     device: str = "cpu",
 ) -> PrioritisedTrajectoryBuffer:
     """``make_item_buffer`` with draws by priority, as in ``make_prioritised_trajectory_buffer``.
@@ -597,7 +599,9 @@ def _shaper(batches: bool, sequences: bool, flatten: bool = False) -> Callable[[
     return shaped
 
 
-def _prioritized(exponent: float) -> Prioritized:
+def _prioritized(exponent: float | Varying) -> Prioritized:
+    if isinstance(exponent, Varying):
+        return Prioritized(alpha=Varying(check_fraction("priority_exponent", exponent.value)))
     return Prioritized(alpha=check_fraction("priority_exponent", exponent))
 
 
@@ -703,7 +707,7 @@ def _windows(
         for name, ours, theirs in (
             ("sample_sequence_length", sequence_length, held.sequence_length),
             ("period", period, held.period),
-            ("the sampler", sampler, held.sampler),
+            ("the sampler", split(sampler)[0], held.sampler),
         ):
             if ours != theirs:
                 raise ValueError(

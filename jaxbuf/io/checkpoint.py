@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_there
+from jaxbuf.core.hyperparameters import Varying
 from jaxbuf.core.segment_tree import NARROW, narrow, using_width, with_widths_of
 from jaxbuf.io import earlier, records, resizing, structure, versions, zarr
 from jaxbuf.io.structure import Leaf
@@ -315,6 +316,9 @@ def _compare(
         hint = "create it alike"
         if sizes and not resize:
             hint = "pass resize=True to load into another size"
+        kinds = [found.get(name) for name in parts for found in (configuration, wanted)]
+        if Varying.__qualname__ in kinds:
+            hint = "create it alike, load it, and change its sampler with buffer.with_sampler(...)"
         if any(name.endswith(".num_shards") for name in parts):
             hint = f"create it with as many shards, on any number of devices, or {hint}"
     else:

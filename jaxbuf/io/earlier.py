@@ -175,7 +175,7 @@ def _with_short_windows(buffer: TrajectoryBuffer) -> TrajectoryBuffer:
     nothing = jnp.zeros((0,), jnp.int32)
     return buffer.replace(
         occupancy=occupancy.include(slots),
-        sampler_state=buffer.sampler.on_change(buffer.sampler_state, slots, None, nothing),
+        sampler_state=buffer.bound_sampler.on_change(buffer.sampler_state, slots, None, nothing),
     )
 
 

@@ -249,7 +249,8 @@ def _deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
     order, live = jax.vmap(in_order)(rings)
     by_age = live.T.reshape(-1)
     turn = jnp.cumsum(by_age, dtype=jnp.int32) - 1
-    new = old.anew(capacity=size)
+    values = jax.tree.map(lambda value: value[0], old.hyperparameters)
+    new = old.anew(capacity=size).replace(hyperparameters=values)
     # The laps begin after all generations that the old shards gave to slots.
     empty = Ring.create(size).replace(lap=jnp.max(rings.clear().lap))
 
@@ -260,7 +261,7 @@ def _deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
         def move(kept: Any, shard: Any) -> tuple[Any, None]:
             source, target, data, state = shard
             moves = Moves(source, target, target, (order.shape[1], size))
-            return (moves(kept[0], data), new.sampler.move(kept[1], state, moves)), None
+            return (moves(kept[0], data), new.bound_sampler.move(kept[1], state, moves)), None
 
         shards = (order, target, old.data, old.sampler_state)
         (data, state), _ = jax.lax.scan(move, (new.data, new.sampler_state), shards)

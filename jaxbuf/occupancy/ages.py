@@ -1,7 +1,7 @@
 """Ranges of items by age, and even draws from a range."""
 
 import dataclasses
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt
@@ -151,7 +151,10 @@ def in_part(
 
 
 def spread(
-    words: UInt[Array, " B"], turn: UInt[Array, ""], total: Int[Array, ""]
+    words: UInt[Array, " B"],
+    turn: UInt[Array, ""],
+    total: Int[Array, ""],
+    count: Int[Array, ""] | None = None,
 ) -> Int[Array, " B"]:
     """Returns ranks in ``[0, total)`` for ``B`` rows, as evenly as possible.
 
@@ -162,9 +165,10 @@ def spread(
         words: A random word for each row.
         turn: One more random word, shared by all rows.
         total: Number of ranks.
+        count: The number of rows, if only the first ones count; the others are arbitrary.
     """
-    rows = words.shape[0]
-    row = jnp.arange(rows, dtype=jnp.int32)
+    rows: Any = words.shape[0] if count is None else jnp.maximum(count, 1)
+    row = jnp.arange(words.shape[0], dtype=jnp.int32)
     some = jnp.maximum(total, 1)
     # Each row has its own part of the ranks.
     own = in_part(words, row, jnp.int32(rows), some)

@@ -57,6 +57,7 @@ class Balanced(KnownSampler):
     uses_age = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
 
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
@@ -104,6 +105,11 @@ class Balanced(KnownSampler):
         held = occupancy.age_range(None, None).count
         least = _probability(held, jnp.argmax(held)[None])[0]
         return Support(occupancy.size, jnp.where(occupancy.size > 0, least, 0.0))
+
+    @property
+    def sequential(self) -> bool:
+        """False: rows are ordered by environment."""
+        return False
 
     def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns ``effective_sample_size``: less than ``size`` if some environments hold fewer."""

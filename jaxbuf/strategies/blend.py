@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks
+from jaxbuf.core.hyperparameters import Varying, changed, settle
 from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
-from jaxbuf.core.types import State
+from jaxbuf.core.types import Function, State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import effective_size, ends, over, shard_of
 from jaxbuf.strategies.moves import Moves
@@ -56,7 +57,8 @@ class Blend(KnownSampler):
     Attributes:
         samplers: The samplers, which derive from ``jaxbuf.strategies.KnownSampler``: all but
             ``Shuffled``, whose passes need to know the number of their rows.
-        weights: The expected fraction of rows that each of them draws; scaled to sum to 1.
+        weights: The expected fraction of rows that each of them draws; scaled to sum to 1. They may
+            vary, as a whole (see ``jaxbuf.Varying``).
 
     Raises:
         ValueError: If there are no samplers, one of them cannot tell the probability of items that
@@ -82,23 +84,28 @@ class Blend(KnownSampler):
     samplers: tuple[KnownSampler, ...]
     weights: tuple[float, ...]
 
+    varies: ClassVar[dict[str, tuple[float, float]]] = {"weights": (0.0, math.inf)}
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         samplers = checks.check_sequence("samplers", self.samplers, "samplers")
         for i, sampler in enumerate(samplers):
             _check_part(f"samplers[{i}]", sampler)
-        weights = checks.check_weights("weights", self.weights)
-        if not samplers or len(samplers) != len(weights):
+        settle(self, "weights", checks.check_weights)
+        weights, count = self.weights, _count(self.weights)
+        if not samplers or len(samplers) != count:
             raise ValueError(
-                f"there are {len(samplers)} samplers and {len(weights)} weights; expected one "
-                "weight for each of one sampler or more"
+                f"there are {len(samplers)} samplers and {count} weights; expected one weight for "
+                "each of one sampler or more"
             )
-        if sum(weights) <= 0:
-            raise ValueError(
-                f"weights is {weights}; expected finite numbers of at least 0, not all 0"
-            )
-        total = math.fsum(weights)
-        if not math.isclose(total, 1.0, rel_tol=1e-9):
-            weights = tuple(weight / total for weight in weights)
+        if not isinstance(weights, Varying):
+            if sum(weights) <= 0:
+                raise ValueError(
+                    f"weights is {weights}; expected finite numbers of at least 0, not all 0"
+                )
+            total = math.fsum(weights)
+            if not math.isclose(total, 1.0, rel_tol=1e-9):
+                weights = tuple(weight / total for weight in weights)
         by_priority, by_score = (
             [sampler for sampler in samplers if getattr(sampler, flag)]
             for flag in ("uses_priority", "uses_score")
@@ -158,6 +165,10 @@ class Blend(KnownSampler):
         """Tells all samplers which items were drawn, by any of them."""
         return tuple(sampler.on_draw(kept, index) for sampler, kept in self._pairs(state))
 
+    def map_state(self, state: tuple[State, ...], fn: Function) -> tuple[State, ...]:
+        """Maps the states of all samplers."""
+        return tuple(sampler.map_state(kept, fn) for sampler, kept in self._pairs(state))
+
     def move(
         self, empty: tuple[State, ...], state: tuple[State, ...], moves: Moves
     ) -> tuple[State, ...]:
@@ -170,7 +181,7 @@ class Blend(KnownSampler):
     def in_batch(self, batch_size: int) -> "Blend":
         """Returns the blend of the samplers in a batch of this size."""
         samplers = tuple(sampler.in_batch(batch_size) for sampler in self.samplers)
-        return dataclasses.replace(self, samplers=samplers)
+        return changed(self, samplers=samplers)
 
     def draw(
         self,
@@ -231,6 +242,11 @@ class Blend(KnownSampler):
         for i, (sampler, kept) in enumerate(self._pairs(state)):
             yield from sampler.check_valid(kept, f"{name}[{i}]", live, occupancy)
 
+    @property
+    def sequential(self) -> bool:
+        """True if it is so for each of the samplers."""
+        return all(sampler.sequential for sampler in self.samplers)
+
     def _pairs(self, state: tuple[State, ...]) -> list[tuple[KnownSampler, State]]:
         """Returns each sampler with its state."""
         return list(zip(self.samplers, state, strict=True))
@@ -252,6 +268,15 @@ class Blend(KnownSampler):
         for i, (sampler, kept) in enumerate(self._pairs(state)):
             total += weights[i] * sampler.probability(kept, index, occupancy)
         return total
+
+
+def _count(weights: Any) -> int:
+    """Returns the number of weights, which may vary."""
+    if not isinstance(weights, Varying):
+        return len(weights)
+    if weights.value is None:
+        return math.prod(weights.shape)
+    return len(weights.value) if np.ndim(weights.value) == 1 else 0
 
 
 def _check_part(name: str, sampler: Any) -> None:

@@ -5,9 +5,11 @@ References:
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks
+from jaxbuf.core.hyperparameters import is_fixed, settle
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
@@ -35,6 +38,7 @@ from jaxbuf.strategies.protocols import Draw, ShardableSampler, Support, Targets
 # Masses are clipped to these bounds, so that a sum of 2**27 of them cannot overflow.
 _LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST_MASS = 2.0**96
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 # Above this many slots a second random word refines every draw.
 _ONE_WORD = 2**20
 
@@ -67,17 +71,22 @@ class Prioritized(ShardableSampler):
     ``[2**-126, 2**96]``.
 
     Attributes:
-        alpha: The exponent of priorities; 0 is uniform over the items with positive mass.
+        alpha: The exponent of priorities; 0 is uniform over the items with positive mass. If it
+            varies (see ``jaxbuf.Varying``), a new value applies to priorities that are set from
+            then on, and so does one of ``epsilon``; what is stored keeps its mass. Metrics, and
+            what ``with_sampler`` hands on, are then the priorities that have these masses under the
+            present value: 100 under an ``alpha`` of 1 reads as 1e20 under 0.1. They are exact if it
+            never changed. A new item gets the largest mass that there is.
         initial_priority: The smallest priority of an item that is added without one. It gets the
             largest priority in the buffer if that is larger. An outlier therefore stays the default
             until all items that have it were drawn, or have left: if each item is drawn about once
             or twice, it may never fade. For a default that does not depend on the buffer, pass
             ``priority`` to ``add``.
-        epsilon: A constant added to every priority.
+        epsilon: A constant added to every priority; it may vary.
         uniform_mix: The fraction of draws that are uniform over the live items instead. The
             probabilities are those of ``Blend((Prioritized(), Uniform()), (1 - uniform_mix,
             uniform_mix))``. Unlike a blend, it also draws from the shards of a ``Sharded``, and
-            without replacement.
+            without replacement. It may vary.
         stratified: Whether to draw one row from each of ``batch_size`` equal parts of the total
             mass, which reduces the variance and leaves the expected number of rows of each item
             unchanged. Ignored without replacement.
@@ -108,17 +117,17 @@ class Prioritized(ShardableSampler):
     replacement: bool = True
 
     uses_priority = True
+    varies: ClassVar[dict[str, tuple[float, float]]] = {
+        "alpha": (0.0, math.inf),
+        "epsilon": (0.0, math.inf),
+        "uniform_mix": (0.0, 1.0),
+    }
 
     def __post_init__(self) -> None:
-        numbers = {
-            "alpha": self.alpha,
-            "initial_priority": self.initial_priority,
-            "epsilon": self.epsilon,
-        }
-        for name, value in numbers.items():
-            object.__setattr__(self, name, checks.check_nonnegative(name, value))
-        mix = checks.check_fraction("uniform_mix", self.uniform_mix)
-        object.__setattr__(self, "uniform_mix", mix)
+        super().__post_init__()
+        for name in ("alpha", "initial_priority", "epsilon"):
+            settle(self, name, checks.check_nonnegative)
+        settle(self, "uniform_mix", checks.check_fraction)
         for name, flag in (("stratified", self.stratified), ("replacement", self.replacement)):
             object.__setattr__(self, name, checks.check_flag(name, flag))
 
@@ -133,9 +142,9 @@ class Prioritized(ShardableSampler):
         positive = lax.bitcast_convert_type(priority, jnp.int32) > 0
         least = jnp.maximum(priority, jnp.float32(_LEAST_MASS))
         base = jnp.where(positive, least, jnp.zeros_like(priority)) + jnp.float32(self.epsilon)
-        if self.alpha == 1.0:
+        if is_fixed(self.alpha, 1.0):
             mass = base
-        elif self.alpha == 0.5:
+        elif is_fixed(self.alpha, 0.5):
             mass = jnp.sqrt(base)
         else:
             mass = jnp.power(base, jnp.float32(self.alpha))
@@ -233,7 +242,11 @@ class Prioritized(ShardableSampler):
         """Returns the items with mass, or all live items if none has mass or draws are mixed."""
         size, nnz = (jnp.sum(n, axis=0, dtype=jnp.int32) for n in (summaries.size, summaries.nnz))
         least = least_positive(summaries.least)
-        if self.uniform_mix > 0:
+        if isinstance(self.uniform_mix, jax.Array):
+            mixed = self.uniform_mix > 0
+            count = jnp.where(mixed | (nnz == 0), size, nnz)
+            least = jnp.where(mixed & (nnz < size), 0.0, least)
+        elif self.uniform_mix > 0:
             count = size
             least = jnp.where(nnz < size, 0.0, least)
         else:
@@ -275,10 +288,26 @@ class Prioritized(ShardableSampler):
         self, mass: Float[Array, "..."], power: Function = jnp.power
     ) -> Float[Array, "..."]:
         """Returns the priority with this mass; 1 if alpha is 0, where masses do not tell."""
-        if self.alpha == 0.0:
+        if is_fixed(self.alpha, 0.0):
             return jnp.where(mass > 0, 1.0, 0.0)
-        base = mass if self.alpha == 1.0 else power(mass, jnp.float32(1.0 / self.alpha))
+        if isinstance(self.alpha, jax.Array):
+            some = self.alpha > 0
+            base = power(mass, 1.0 / jnp.where(some, self.alpha, 1.0))
+            # The mass may be one of another alpha, and its priority under this one none that fits.
+            base = jnp.where(some, jnp.clip(base, _LEAST_MASS, _LARGEST), 1.0)
+        else:
+            base = mass if self.alpha == 1.0 else power(mass, jnp.float32(1.0 / self.alpha))
         return jnp.where(mass > 0, jnp.maximum(base - jnp.float32(self.epsilon), 0.0), 0.0)
+
+    @property
+    def sequential(self) -> bool:
+        """True if rows are not drawn from strata."""
+        return not (self.stratified and self.replacement)
+
+    @property
+    def _mixes(self) -> bool:
+        """True if some draws may be uniform."""
+        return not is_fixed(self.uniform_mix, 0.0)
 
     def _new_masses(
         self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"] | None
@@ -298,7 +327,7 @@ class Prioritized(ShardableSampler):
         uniform = share(jnp.sum(summaries.size, axis=0, dtype=jnp.int32))
         least = jnp.where(mass > 0, jnp.float32(_LEAST_MASS), jnp.zeros_like(mass))
         part = jnp.maximum(over(mass, total), least)
-        if self.uniform_mix > 0:
+        if self._mixes:
             part = (1.0 - self.uniform_mix) * part + self.uniform_mix * uniform
         return jnp.where(total > 0, part, uniform)
 
@@ -312,7 +341,7 @@ class Prioritized(ShardableSampler):
     ) -> Targets:
         """Returns targets with replacement, a fraction ``mix`` of which is uniform."""
         words = 1 if capacity <= _ONE_WORD else 2
-        words += 2 if self.uniform_mix > 0 else 0
+        words += 2 if self._mixes else 0
         random = random_words(key, (words, batch_size))
         low = random[1] if capacity > _ONE_WORD else None
         end = ends(summaries.total)
@@ -320,9 +349,12 @@ class Prioritized(ShardableSampler):
         shard, place, refine = points_of_shards(end, random[0], low, stratified=stratified)
         # If the total mass is zero, every draw is uniform.
         by_mass, word = jnp.broadcast_to(end[-1] > 0, (batch_size,)), random[0]
-        if self.uniform_mix > 0:
+        if self._mixes:
             coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
             by_mass, word = by_mass & (coin >= mix), random[-2]
+            if isinstance(self.uniform_mix, jax.Array):
+                # A mix of 0 draws what one does that is known to be 0.
+                word = jnp.where(self.uniform_mix > 0, word, random[0])
         shard = jnp.where(by_mass, shard, any_shard(summaries.size, key, batch_size))
         return Targets(shard, _Point(place, refine, word, by_mass))
 
@@ -332,7 +364,7 @@ class Prioritized(ShardableSampler):
         """Returns the slots at these points, and their masses."""
         index, mass = state.find(point.place, point.refine)
         index = occupancy.draw_where(~point.by_mass, point.word, index)
-        return (index, mass) if self.uniform_mix == 0 else state.read(index)
+        return state.read(index) if self._mixes else (index, mass)
 
 
 def _quick_power(base: Float[Array, "..."], exponent: Array) -> Float[Array, "..."]:

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Iterator
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from numpy.typing import NDArray
 
-from jaxbuf.core.types import State
+from jaxbuf.core.hyperparameters import check_declared
+from jaxbuf.core.types import Function, State
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.moves import Movable
 
@@ -58,6 +60,8 @@ class Sampler(Movable, abc.ABC):
         uses_priority: Whether ``add`` takes a ``priority`` and ``update_priority`` is allowed.
         uses_score: Whether ``add`` needs a ``score``.
         uses_age: Whether the sampler needs an occupancy that knows the order of insertion.
+        varies: The numbers that may be ``jaxbuf.Varying``, with the least and the largest legal
+            value of each. Where methods use one, it is a number or a traced array ``[]``.
 
     Example:
         >>> import dataclasses, jax, jax.numpy as jnp, jaxbuf
@@ -77,6 +81,10 @@ class Sampler(Movable, abc.ABC):
     uses_priority: bool = False
     uses_score: bool = False
     uses_age: bool = False
+    varies: ClassVar[dict[str, tuple[float, float]]] = {}
+
+    def __post_init__(self) -> None:
+        check_declared(self, self.varies)
 
     @property
     def told(self) -> "tuple[Sampler, ...]":
@@ -153,6 +161,18 @@ class Sampler(Movable, abc.ABC):
         del index
         return state
 
+    def on_hyperparameters(self, state: State) -> State:
+        """Updates the state after ``set_hyperparameters`` changed a number; by default it does not.
+
+        Args:
+            state: The state, which was made with the numbers of before; ``self`` has the new ones.
+        """
+        return state
+
+    def map_state(self, state: State, fn: Function) -> State:
+        """Returns the state with ``fn(sampler, state)`` for each of the samplers ``told``."""
+        return fn(self, state)
+
     def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the items that can be drawn; by default all live items, equally likely."""
         del state
@@ -222,6 +242,15 @@ class KnownSampler(Sampler):
         """
         del batch_size
         return self
+
+    @property
+    def sequential(self) -> bool:
+        """True if the first rows of a batch are a batch of fewer rows, as by default.
+
+        It is not if rows are sorted, or if each of them is drawn from a stratum of its own. A
+        ``Recent`` whose ratio varies takes some rows of a batch.
+        """
+        return True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,9 @@ References:
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import Self
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes, sorting
 from jaxbuf.core.collectives import vary_with
+from jaxbuf.core.hyperparameters import at_most, settle
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
@@ -74,7 +76,8 @@ class RankBased(KnownSampler):
     are drawn.
 
     Attributes:
-        alpha: The exponent of ranks; 0 is uniform over the items. Masses are at least 2**-126.
+        alpha: The exponent of ranks; 0 is uniform over the items. Masses are at least 2**-126. If
+            it varies (see ``jaxbuf.Varying``), a new value sorts the items, and applies to all.
         by: What is ranked: ``"priority"``, as given to ``add`` and ``update_priority``, or
             ``"score"``, as given to ``add`` and ``update_score``.
         sort_every: The number of changes from one sort to the next.
@@ -110,8 +113,11 @@ class RankBased(KnownSampler):
     stratified: bool = True
     replacement: bool = True
 
+    varies: ClassVar[dict[str, tuple[float, float]]] = {"alpha": (0.0, math.inf)}
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", checks.check_nonnegative("alpha", self.alpha))
+        super().__post_init__()
+        settle(self, "alpha", checks.check_nonnegative)
         checks.check_choice("by", self.by, ("priority", "score"))
         sort_every = sizes.check_count("sort_every", self.sort_every, most=2**31 - 1)
         object.__setattr__(self, "sort_every", sort_every)
@@ -154,6 +160,11 @@ class RankBased(KnownSampler):
     ) -> RankState:
         """Sets the priorities (or scores) of existing items."""
         return self._changed(state, index, value)
+
+    def on_hyperparameters(self, state: RankState) -> RankState:
+        """Sorts the items, whose masses are then those of the present ``alpha``."""
+        masses = self._sorted(state.values, state.masses)
+        return RankState(state.values, masses, jnp.zeros_like(state.changes))
 
     def move(self, empty: RankState, state: RankState, moves: Moves) -> RankState:
         """Moves the items, and computes the ranks among those in the new buffer."""
@@ -241,9 +252,14 @@ class RankBased(KnownSampler):
     def mass(self, rank: Int[Array, " N"]) -> Float[Array, " N"]:
         """Returns ``rank ** -alpha``, clipped to at least 2**-126."""
         # A larger exponent gives the same masses, but does not fit a float32.
-        exponent = jnp.float32(-min(self.alpha, 1e30))
+        exponent = jnp.float32(-at_most(self.alpha, 1e30))
         mass = jnp.power(rank.astype(jnp.float32), exponent)
         return jnp.maximum(mass, jnp.float32(_LEAST_MASS))
+
+    @property
+    def sequential(self) -> bool:
+        """True if rows are not drawn from strata."""
+        return not (self.stratified and self.replacement)
 
     def _new_values(
         self, state: RankState, added: Int[Array, " B"], value: Float[Array, " B"] | None

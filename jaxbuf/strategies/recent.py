@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes
+from jaxbuf.core.hyperparameters import changed, is_fixed, settle
 from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
-from jaxbuf.core.types import State
+from jaxbuf.core.types import Function, State
 from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import effective_size
@@ -47,7 +48,8 @@ class Recent(KnownSampler):
     pass over all slots.
 
     Attributes:
-        ratio: The fraction of a batch that is recent, from 0 to 1; half a row is rounded up.
+        ratio: The fraction of a batch that is recent, from 0 to 1; half a row is rounded up. It may
+            vary (see ``jaxbuf.Varying``); a draw then costs a whole batch of each kind.
         steps: The number of items, or of windows of each ring, that count as recent.
         base: The sampler of the other rows: any sampler but ``Shuffled``. Your own has to derive
             from ``jaxbuf.strategies.KnownSampler``.
@@ -75,9 +77,11 @@ class Recent(KnownSampler):
     base: KnownSampler = dataclasses.field(default_factory=Uniform)
 
     uses_age = True
+    varies: ClassVar[dict[str, tuple[float, float]]] = {"ratio": (0.0, 1.0)}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", checks.check_fraction("ratio", self.ratio))
+        super().__post_init__()
+        settle(self, "ratio", checks.check_fraction)
         steps = sizes.check_count("steps", self.steps, most=2**31 - 1)
         object.__setattr__(self, "steps", steps)
         if not isinstance(self.base, KnownSampler):
@@ -121,13 +125,17 @@ class Recent(KnownSampler):
         """Updates the base, which alone keeps state."""
         return self.base.on_draw(state, index)
 
+    def map_state(self, state: State, fn: Function) -> State:
+        """Maps the state of the base."""
+        return self.base.map_state(state, fn)
+
     def move(self, empty: State, state: State, moves: Moves) -> State:
         """Moves the state of the base."""
         return self.base.move(empty, state, moves)
 
     def reach(self, capacity: int) -> int:
         """Returns how many items it draws from at most: the recent ones, if it draws no others."""
-        return min(self.steps, capacity) if self.ratio == 1.0 else self.base.reach(capacity)
+        return min(self.steps, capacity) if is_fixed(self.ratio, 1.0) else self.base.reach(capacity)
 
     def by_slot(self, state: State) -> dict[str, Float[Array, " N"]]:
         """Returns the numbers of the base."""
@@ -135,12 +143,18 @@ class Recent(KnownSampler):
 
     def in_batch(self, batch_size: int) -> "Recent":
         """Returns the sampler with the fraction of rows that are recent in such a batch."""
+        if isinstance(self.ratio, jax.Array):
+            # The rows of the base are some of a whole batch.
+            share = self._recent_rows(batch_size).astype(jnp.float32) / batch_size
+            return changed(self, ratio=share, base=self.base.in_batch(batch_size))
         rows = self._recent_rows(batch_size)
         base = self.base.in_batch(max(batch_size - rows, 1))
-        return dataclasses.replace(self, ratio=rows / batch_size, base=base)
+        return changed(self, ratio=rows / batch_size, base=base)
 
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` items, the recent ones first."""
+        if isinstance(self.ratio, jax.Array):
+            return self._draw_some(state, key, batch_size, occupancy)
         rows = self._recent_rows(batch_size)
         if rows == 0:
             return self.base.draw(state, key, batch_size, occupancy)
@@ -181,15 +195,53 @@ class Recent(KnownSampler):
         """Checks the state of the base."""
         yield from self.base.check_valid(state, name, live, occupancy)
 
-    def _recent_rows(self, batch_size: int) -> int:
-        return math.floor(self.ratio * batch_size + 0.5)
+    @property
+    def sequential(self) -> bool:
+        """False: the recent items come first."""
+        return False
+
+    def _recent_rows(self, batch_size: int) -> Any:
+        """Returns the number of recent rows, an integer or a traced one."""
+        rows = self.ratio * batch_size + 0.5
+        return (
+            jnp.floor(rows).astype(jnp.int32) if isinstance(rows, jax.Array) else math.floor(rows)
+        )
+
+    def _draw_some(
+        self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
+    ) -> Draw:
+        """Draws a batch of each kind; the first rows are of the recent one, and the rest others."""
+        rows = self._recent_rows(batch_size)
+        ours, theirs = jax.random.split(key)
+        words = random_words(ours, (2 * batch_size + 2,))
+        row = jnp.arange(batch_size, dtype=jnp.int32)
+        recent = self._recent(occupancy)
+        newest = recent.at(spread(words[2:][:batch_size], words[0], recent.total, rows))
+        draw = self.base.draw(state, theirs, batch_size, occupancy)
+        rank, drawn = row - rows, jnp.sum(draw.valid, dtype=jnp.int32)
+        (order,) = jnp.nonzero(draw.valid, size=batch_size, fill_value=batch_size - 1)
+        if self.base.sequential:
+            place = jnp.maximum(rank, 0)
+        else:
+            # Rows that are evenly spread over those of the base, since its rows are not alike.
+            place = spread(words[2 + batch_size :], words[1], drawn, batch_size - rows)
+            place = place[jnp.maximum(rank, 0)]
+        other = order.astype(jnp.int32)[place]
+        is_recent = rank < 0
+        index = jnp.where(is_recent, newest, draw.index[other])
+        valid = jnp.where(is_recent, recent.total > 0, rank < drawn)
+        probability = self.in_batch(batch_size).probability(state, index, occupancy)
+        return Draw(after(index, probability), probability, valid)
 
     def _recent(self, occupancy: Occupancy) -> Ages:
         return occupancy.age_range(-self.steps, None)
 
 
 def _mixed(
-    ratio: float, recent: Ages, index: Int[Array, " B"], known: Float[Array, " B"]
+    ratio: float | Float[Array, ""],
+    recent: Ages,
+    index: Int[Array, " B"],
+    known: Float[Array, " B"],
 ) -> Float[Array, " B"]:
     """Returns probabilities if a fraction ``ratio`` of rows is recent, given those of the base."""
     share = jnp.float32(ratio) / jnp.maximum(recent.total, 1).astype(jnp.float32)

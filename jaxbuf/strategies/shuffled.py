@@ -145,6 +145,7 @@ class Shuffled(Sampler):
     drop_last: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "drop_last", checks.check_flag("drop_last", self.drop_last))
 
     def init(self, capacity: int) -> Pass:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sorting
 from jaxbuf.core.collectives import vary_with
+from jaxbuf.core.hyperparameters import settle
 from jaxbuf.core.order import after
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
@@ -79,6 +80,8 @@ class Softmax(ShardableSampler):
 
     Attributes:
         temperature: A number above 0; a lower temperature prefers the highest scores more strongly.
+            If it varies (see ``jaxbuf.Varying``), a new value applies to all items at once, at the
+            cost of a pass over all slots.
         replacement: Whether a batch may hold an item twice. If False, ``probability`` is the
             probability of the first draw (at least 2**-126), and rows beyond the number of items
             are invalid.
@@ -107,15 +110,11 @@ class Softmax(ShardableSampler):
     fallback: bool = False
 
     uses_score = True
+    varies: ClassVar[dict[str, tuple[float, float]]] = {"temperature": (_TINY, math.inf)}
 
     def __post_init__(self) -> None:
-        temperature = checks.check_number(
-            "temperature",
-            self.temperature,
-            "a finite number above 0",
-            lambda x: _TINY <= x < math.inf,
-        )
-        object.__setattr__(self, "temperature", temperature)
+        super().__post_init__()
+        settle(self, "temperature", _check_temperature)
         for name, flag in (("replacement", self.replacement), ("fallback", self.fallback)):
             object.__setattr__(self, name, checks.check_flag(name, flag))
         if self.fallback and self.replacement:
@@ -177,6 +176,12 @@ class Softmax(ShardableSampler):
         begin = vary_with((masses, state.reference), (scores, masses))
         masses, reference = lax.while_loop(outdated, rebuild, begin)
         return SoftmaxState(scores, masses, reference)
+
+    def on_hyperparameters(self, state: SoftmaxState) -> SoftmaxState:
+        """Computes all masses anew, with the present temperature."""
+        largest = state.scores.root("max")
+        masses = state.masses.set_all(self._mass(state.scores.leaves, largest))
+        return SoftmaxState(state.scores, masses, largest)
 
     def move(self, empty: SoftmaxState, state: SoftmaxState, moves: Moves) -> SoftmaxState:
         """Sets the scores again, so that masses are relative to the largest one that stays."""
@@ -378,3 +383,13 @@ class Softmax(ShardableSampler):
         value, index = sorting.largest(rank, min(batch_size, score.shape[0]))
         short = (0, batch_size - index.shape[0])
         return jnp.pad(index, short), jnp.pad(value > -jnp.inf, short)
+
+
+def _check_temperature(name: str, value: object) -> float:
+    """Returns a temperature as a Python float.
+
+    Raises:
+        ValueError: If it is not a finite number above 0.
+    """
+    expected = "a finite number above 0"
+    return checks.check_number(name, value, expected, lambda x: _TINY <= x < math.inf)

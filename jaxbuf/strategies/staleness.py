@@ -1,13 +1,15 @@
 """A sampler that prefers the items that were not drawn for long."""
 
 import dataclasses
-from typing import Self
+import math
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
+from jaxbuf.core.hyperparameters import at_most, settle
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, effective_size, over
@@ -57,7 +59,8 @@ class Staleness(KnownSampler):
     a CPU.
 
     Attributes:
-        alpha: The exponent of the staleness; 1 is proportional to it.
+        alpha: The exponent of the staleness; 1 is proportional to it. It may vary (see
+            ``jaxbuf.Varying``).
         stratified: Whether to draw one row from each of ``batch_size`` equal parts of the total,
             which reduces the variance and leaves the expected number of rows of each item
             unchanged. Ignored without replacement.
@@ -90,8 +93,11 @@ class Staleness(KnownSampler):
     stratified: bool = True
     replacement: bool = True
 
+    varies: ClassVar[dict[str, tuple[float, float]]] = {"alpha": (0.0, math.inf)}
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", checks.check_nonnegative("alpha", self.alpha))
+        super().__post_init__()
+        settle(self, "alpha", checks.check_nonnegative)
         for name, flag in (("stratified", self.stratified), ("replacement", self.replacement)):
             object.__setattr__(self, name, checks.check_flag(name, flag))
 
@@ -152,6 +158,11 @@ class Staleness(KnownSampler):
             "effective_sample_size": effective_size(self._law(state, occupancy)),
         }
 
+    @property
+    def sequential(self) -> bool:
+        """True if rows are not drawn from strata."""
+        return not (self.stratified and self.replacement)
+
     def _law(self, state: Visits, occupancy: Occupancy) -> Float[Array, " N"]:
         """Returns the probability of each slot."""
         mass = self._masses(state, occupancy)
@@ -163,6 +174,6 @@ class Staleness(KnownSampler):
         age = jnp.where(live, state.age, 0.0)
         most = jnp.max(age)
         # A larger exponent gives the same masses, but does not fit a float32.
-        mass = jnp.power(over(age, most), jnp.float32(min(self.alpha, 1e30)))
+        mass = jnp.power(over(age, most), jnp.float32(at_most(self.alpha, 1e30)))
         mass = jnp.where(age > 0, jnp.maximum(mass, jnp.float32(_LEAST_MASS)), 0.0)
         return jnp.where(most > 0, mass, live.astype(jnp.float32))

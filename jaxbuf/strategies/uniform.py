@@ -37,6 +37,7 @@ class Uniform(ShardableSampler):
     replacement: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
 
     @property

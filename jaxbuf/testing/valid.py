@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxbuf.buffers.created import is_created
 from jaxbuf.core import fields, trees
+from jaxbuf.core.hyperparameters import are_legal, bind
 from jaxbuf.core.problems import checked, first_wrong
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.testing import structures
@@ -136,7 +137,8 @@ def _members(name: str, buffer: Any) -> Iterator[str]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _ask(sampler: Any, state: Any, occupancy: Any, slot: Any) -> tuple[Any, Any, Any]:
+def _ask(sampler: Any, values: Any, state: Any, occupancy: Any, slot: Any) -> tuple[Any, Any, Any]:
+    sampler = bind(sampler, values)
     support = sampler.support(state, occupancy)
     return support.count, support.least_probability, sampler.probability(state, slot, occupancy)
 
@@ -154,9 +156,15 @@ def _law(name: str, buffer: Any) -> Iterator[str]:
         buffer.occupancy.size != size,
         f"{size}, as many as are live",
     )
-    state, sampler = buffer.sampler_state, buffer.sampler
-    yield from sampler.check_valid(state, f"{name}.sampler_state", live, buffer.occupancy)
-    count, least, probability = _ask(buffer.sampler, state, buffer.occupancy, slot)
+    if not are_legal(buffer.sampler, buffer.hyperparameters):
+        yield f"{name}.hyperparameters is {buffer.hyperparameters}; expected legal numbers"
+        return
+    state = buffer.sampler_state
+    yield from buffer.bound_sampler.check_valid(
+        state, f"{name}.sampler_state", live, buffer.occupancy
+    )
+    values = buffer.hyperparameters
+    count, least, probability = _ask(buffer.sampler, values, state, buffer.occupancy, slot)
     if not 0 <= count <= size:
         yield f"{name}.support().count is {count}; expected at most the size, {size}"
     if not 0 <= least <= 1:

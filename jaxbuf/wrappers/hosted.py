@@ -263,6 +263,11 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
         buffer, more = out
         return self._with(buffer), send(more)
 
+    @property
+    def hyperparameters(self) -> dict[str, Array]:
+        """The numbers of the sampler that vary, on ``device``."""
+        return self.buffer.hyperparameters
+
     def support(self) -> Support:
         # NumPy's numbers can be combined with arrays on any device, as importance weights require.
         return jax.tree.map(np.asarray, self.read(lambda buffer: buffer.support()))

@@ -1,7 +1,7 @@
 """A mixture of buffers, from which a batch is sampled at fixed ratios."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, Unpack, cast
 
 import jax
@@ -19,14 +19,21 @@ from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample
-from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SampleOptions, SlottedBuffer
+from jaxbuf.buffers.slotted import (
+    AddOptions,
+    Envs,
+    InsertOptions,
+    PartOptions,
+    SampleOptions,
+    SlottedBuffer,
+)
 from jaxbuf.core import checks, describe, storage, trees
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.episodes import Episode
-from jaxbuf.strategies.protocols import Support
+from jaxbuf.strategies.protocols import Sampler, Support
 
 # What to say if no part is able to do what an operation needs.
 _MISSING = {
@@ -229,6 +236,35 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         check_options(self.parts[i], "insert", options, f"parts[{i}]")
         buffer, slots = self._slotted(i).insert(items, **options)
         return self.replace_part(i, buffer), self._numbered(i, slots)
+
+    @property
+    def hyperparameters(self) -> dict[str, Array]:
+        """The numbers of samplers that vary, with the number of the part: ``0/alpha``."""
+        return {
+            f"{i}/{name}": value
+            for i, part in enumerate(self.parts)
+            for name, value in getattr(part, "hyperparameters", {}).items()
+        }
+
+    def known_values(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of ``set_hyperparameters``, after the checks of the part."""
+        named = dict(given)
+        i = self._check_part(named.pop("part", None))
+        return {**as_buffer(self.parts[i]).known_values(named), "part": i}
+
+    def set_hyperparameters(
+        self, values: Mapping[str, ArrayLike] | None = None, **options: Any
+    ) -> Self:
+        i = self._check_part(options.pop("part", None))
+        check_options(self.parts[i], "set_hyperparameters", options, f"parts[{i}]")
+        changed = self._slotted(i).set_hyperparameters(values, **options)
+        return self.replace_part(i, changed)
+
+    def with_sampler(self, sampler: Sampler, **options: Unpack[PartOptions]) -> Self:
+        i = self._check_part(options.pop("part", None))
+        check_options(self.parts[i], "with_sampler", options, f"parts[{i}]")
+        changed = self._slotted(i).with_sampler(sampler, **options)
+        return self.replace(parts=(*self.parts[:i], changed, *self.parts[i + 1 :]))
 
     def replace_part(self, part: int, buffer: DrawnBuffer | SlottedBuffer | Queue) -> Self:
         """Returns the mixture with a new state of one part.

@@ -46,6 +46,12 @@ def epochs():
 
 
 @functools.cache
+def annealed():
+    sampler = jaxbuf.Prioritized(uniform_mix=jaxbuf.Varying(1.0))
+    return jaxbuf.ItemBuffer.create(STEP, CAPACITY, sampler=sampler).add(rows(64))
+
+
+@functools.cache
 def scored():
     buffer = jaxbuf.ItemBuffer.create(
         STEP, CAPACITY, sampler=jaxbuf.Softmax(), evictor=jaxbuf.Lowest()
@@ -105,6 +111,10 @@ CHANGES = {
     ],
     "update_score": [(scored, lambda: (slots(scored), jnp.arange(float(BATCH))), {})],
     "remove": [(buffer, lambda b=buffer: (slots(b),), {}) for buffer in (items, rings)],
+    "set_hyperparameters": [(annealed, tuple, {"uniform_mix": 0.5})],
+    "with_sampler": [
+        (buffer, lambda: (jaxbuf.Prioritized(alpha=0.5),), {}) for buffer in (items, rings)
+    ],
     "end_episodes": [(rings, tuple, {})],
     "drop_newest_episode": [(rings, tuple, {})],
 }
@@ -163,8 +173,8 @@ def test_a_donated_buffer_is_not_copied(name, make, others, options):
     def step(buffer):
         return getattr(buffer, name)(*args, **options)
 
-    # It looks at all steps of a ring, and so may copy one number for each of them.
-    smallest = 8 * LARGE if name == "drop_newest_episode" else LARGE
+    # These look at all steps, or slots, and so may copy some numbers for each of them.
+    smallest = 8 * LARGE if name in ("drop_newest_episode", "with_sampler") else LARGE
     assert_no_copy(step, make(), smallest=smallest)
 
 

@@ -199,6 +199,38 @@ def test_updates_do_what_they_do_to_one_buffer():
     assert int(buffer.metrics()["rejected"]) == int(single.metrics()["rejected"]) == rejected > 0
 
 
+@pytest.mark.parametrize("devices", [2, 8])
+def test_numbers_vary_alike_in_all_shards(devices):
+    varying = {"alpha": jaxbuf.Varying(1.0), "uniform_mix": jaxbuf.Varying(1.0)}
+    buffer = filled(mesh_of(devices), jaxbuf.Prioritized(**varying))
+    slots = jaxbuf.Slots(np.arange(S * N, dtype=np.int32), np.ones(S * N, np.uint32))
+    buffer = jaxbuf.set_hyperparameters(buffer, uniform_mix=0.25)
+    p = 0.75 * PRIORITY / PRIORITY.sum() + 0.25 / (S * N)
+    np.testing.assert_allclose(buffer.get(slots).probability, p, rtol=1e-4)
+    batch = buffer.sample(jax.random.key(0), 512)
+    np.testing.assert_allclose(batch.probability, p[batch.data["at"]], rtol=1e-4)
+    refuse = jax.jit(lambda buffer, x: buffer.set_hyperparameters(alpha=x, uniform_mix=x))
+    buffer = refuse(buffer, jnp.float32(np.nan))
+    metrics = buffer.metrics()
+    assert (int(metrics["rejected"]), float(metrics["uniform_mix"])) == (1, 0.25)
+    assert buffer.hyperparameters == {"alpha": 1, "uniform_mix": 0.25}
+    spec = P("data")
+    mapped = jax.jit(
+        jax.shard_map(
+            lambda buffer, x: buffer.set_hyperparameters(uniform_mix=x),
+            mesh=buffer.mesh,
+            in_specs=(spec, P()),
+            out_specs=spec,
+            check_vma=False,
+        )
+    )
+    buffer = mapped(buffer, jnp.float32(0.0))
+    np.testing.assert_allclose(buffer.get(slots).probability, PRIORITY / PRIORITY.sum(), rtol=1e-4)
+    buffer = jaxbuf.with_sampler(buffer, jaxbuf.Prioritized(alpha=0.5))
+    root = np.sqrt(PRIORITY)
+    np.testing.assert_allclose(buffer.get(slots).probability, root / root.sum(), rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("nbytes", "batch_size", "rows"),
     # The whole of a small batch, a megabyte of larger rows, and as many as a device keeps.

@@ -120,3 +120,13 @@ hosted.sample(key, 4, sequence_lenght=3)  # wrong
 hosted.mark_used(slots, maks=x > 0)  # wrong
 mixture.map_field("a", jnp.cos, batchsize=4)  # wrong
 sharded.set_version(version="1")  # wrong
+
+# Numbers that vary, and other samplers.
+jaxbuf.Blend((jaxbuf.Prioritized(alpha=jaxbuf.Varying(0.6)),), jaxbuf.Varying((1.0,)))
+items.set_hyperparameters(alpha=0.5).set_hyperparameters({"samplers[0].alpha": x})
+same: jaxbuf.ItemBuffer = jaxbuf.set_hyperparameters(items, alpha=x, donate=False)
+jaxbuf.set_hyperparameters(mixture, part=0, alpha=0.5)
+jaxbuf.with_sampler(mixture, jaxbuf.Uniform(), part=1)
+jaxbuf.set_hyperparameters(items, alpha="a")  # wrong
+jaxbuf.with_sampler(items, 3)  # wrong
+jaxbuf.with_sampler(items, jaxbuf.Uniform(), prt=1)  # wrong

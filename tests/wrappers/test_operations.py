@@ -115,6 +115,8 @@ def arguments(name, buffer, slots):
         "remove": ((slots,), {"mask": mask}),
         "mark_used": ((slots,), {"mask": mask}),
         "set_version": ((2,), {"session": None}),
+        "set_hyperparameters": (({},), part),
+        "with_sampler": ((jaxbuf.Uniform(),), part),
         "latest": ((2,), {}),
         "sample_range": ((KEY, 4, -2), {}),
         "gather": ((Draw(batch, jnp.ones(4), batch >= 0),), {}),

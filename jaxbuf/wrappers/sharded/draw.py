@@ -85,6 +85,7 @@ def get(buffer: Shards, slots: Slots) -> Sample:
         shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
         slots = all_gather(rows, buffer.axis)
         known = all_gather(summaries(shards), buffer.axis) if buffer.exchange else ()
+        sampler = sampler_of(shards)
         capacity = buffer.shards.capacity
         # Slots out of range are asked from any shard, which does not hold them.
         home = jnp.clip(slots.index // capacity, 0, count - 1)
@@ -94,9 +95,7 @@ def get(buffer: Shards, slots: Slots) -> Sample:
             batch = shard.get(own_slots(wanted, number, capacity))
             probability = batch.probability / count
             if buffer.exchange:
-                among = sampler_of(shard).probability_among(
-                    shard.sampler_state, batch.slots.index, known
-                )
+                among = sampler.probability_among(shard.sampler_state, batch.slots.index, known)
                 probability = jnp.where(batch.valid, among, 0.0)
             return batch.data, numbered(buffer, batch.slots, number), probability
 

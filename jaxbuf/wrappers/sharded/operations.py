@@ -14,9 +14,10 @@ from jaxbuf.buffers.common import check_slots
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.core import checks, fields, numbers, trees
 from jaxbuf.core.collectives import all_gather
+from jaxbuf.core.hyperparameters import bind
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.mass import least_positive
-from jaxbuf.strategies.protocols import ShardableSampler
+from jaxbuf.strategies.protocols import Sampler, ShardableSampler
 from jaxbuf.wrappers.sharded.per_device import Shards, here_of, numbers_of, run
 
 AnyShards = TypeVar("AnyShards", bound=Shards)
@@ -38,13 +39,7 @@ def check_shard(buffer: Any) -> Body:
             f"make gives {checks.kind_of(buffer)}; expected a function that creates an ItemBuffer "
             "or a TrajectoryBuffer"
         )
-    sampler = buffer.sampler
-    if not sampler.shardable:
-        raise ValueError(
-            f"{sampler} does not draw from shards: it must derive from "
-            "jaxbuf.strategies.ShardableSampler, as Uniform, Prioritized and Softmax do, and draw "
-            f"with replacement; choose such a sampler, or {_RECIPE}"
-        )
+    check_shardable(buffer.sampler)
     for part in buffer.extras:
         if not part.of_shards:
             raise ValueError(
@@ -56,9 +51,47 @@ def check_shard(buffer: Any) -> Body:
     return buffer
 
 
+def check_shardable(sampler: Sampler) -> None:
+    """Checks that a sampler can draw from shards.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if not sampler.shardable:
+        raise ValueError(
+            f"{sampler} does not draw from shards: it must derive from "
+            "jaxbuf.strategies.ShardableSampler, as Uniform, Prioritized and Softmax do, and draw "
+            f"with replacement; choose such a sampler, or {_RECIPE}"
+        )
+
+
 def sampler_of(shards: Body) -> ShardableSampler:
     """Returns the sampler of the shards, which ``check_shard`` has seen."""
-    return cast("ShardableSampler", shards.sampler)
+    return cast("ShardableSampler", bind(shards.sampler, values_of(shards)))
+
+
+def values_of(shards: Body) -> dict[str, Array]:
+    """Returns the numbers of the sampler that vary, which all shards have alike."""
+    return jax.tree.map(lambda value: value[0], lax.stop_gradient(shards.hyperparameters))
+
+
+def hyperparameters(buffer: Shards) -> dict[str, Array]:
+    """Returns the numbers of the sampler that vary."""
+    return run(buffer, lambda shards, *_: values_of(shards), out=jax.P())
+
+
+def change_sampler(
+    buffer: AnyShards, change: Callable[..., Body], arguments: tuple[Any, ...] = ()
+) -> AnyShards:
+    """Applies ``change(shard, *arguments)`` to every shard; what is refused is counted once."""
+
+    def body(shards: Any, _: Any, same: Any) -> Body:
+        changed = jax.vmap(lambda shard: change(shard, *same))(shards)
+        first = numbers_of(shards, buffer.axis) == 0
+        counters = jnp.where(first[:, None], changed.counters, shards.counters)
+        return changed.replace(counters=counters)
+
+    return buffer.replace(shards=run(buffer, body, same=arguments))
 
 
 def summaries(shards: Body) -> PyTree[Array]:
@@ -314,8 +347,11 @@ def metrics(buffer: Shards) -> dict[str, Array]:
         found.pop("effective_sample_size", None)
         count = found.get("windows", found["size"])
         counts = shards.counter_names
+        alike = {"version", *jax.vmap(lambda shard: shard.sampler_numbers())(shards)}
         return {
-            name: jnp.sum(value, dtype=value.dtype)
+            name: value[0]
+            if name in alike
+            else jnp.sum(value, dtype=value.dtype)
             if name in counts
             else _joined(name, value, count)
             for name, value in found.items()
@@ -336,8 +372,7 @@ def _joined(name: str, value: Array, count: Int[Array, " S"]) -> Array:
         return jnp.min(known)
     if name.endswith("_max"):
         return jnp.max(known)
-    # Every shard has the same version.
-    return value[0] if name == "version" else jnp.sum(value, dtype=value.dtype)
+    return jnp.sum(value, dtype=value.dtype)
 
 
 def _supports(buffer: Shards, shards: Body) -> tuple[Int[Array, " S"], Float[Array, " S"]]:

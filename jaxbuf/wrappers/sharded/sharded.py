@@ -1,6 +1,6 @@
 """One buffer whose items are spread over the devices along an axis of a mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, Unpack
 
 import jax
@@ -21,7 +21,7 @@ from jaxbuf.core.program import is_outside, program
 from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
-from jaxbuf.strategies.protocols import Support
+from jaxbuf.strategies.protocols import Sampler, Support
 from jaxbuf.wrappers.sharded import draw
 from jaxbuf.wrappers.sharded import operations as on_shards
 from jaxbuf.wrappers.sharded.per_device import Shards, here_of
@@ -248,6 +248,31 @@ class Sharded(SlottedBuffer, Shards):
             whole = jax.eval_shape(lambda: one.anew(**sizes))
             jax.eval_shape(lambda buffer: getattr(buffer, method)(items, **given), whole)
             raise
+
+    @property
+    @program()
+    def hyperparameters(self) -> dict[str, Array]:
+        """The numbers of the sampler that vary, which all shards have alike."""
+        return on_shards.hyperparameters(self)
+
+    def known_values(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of ``set_hyperparameters``, after the checks of the shards."""
+        return self.shards.known_values(given)
+
+    def set_hyperparameters(
+        self, values: Mapping[str, ArrayLike] | None = None, **options: ArrayLike
+    ) -> Self:
+        known = self.shards.known_values({"values": values, **options})["values"]
+        return on_shards.change_sampler(
+            self, lambda shard, values: shard.set_hyperparameters(values), (known,)
+        )
+
+    def with_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, sampler: Sampler
+    ) -> Self:
+        common.check_sampler(sampler)
+        on_shards.check_shardable(sampler)
+        return on_shards.change_sampler(self, lambda shard: shard.with_sampler(sampler))
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key: PRNGKeyArray, batch_size: int

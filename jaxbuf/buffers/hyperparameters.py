@@ -1,0 +1,129 @@
+"""Changes of a buffer's sampler: of its numbers that vary, and of the sampler as a whole."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+from jaxbuf.buffers import common
+from jaxbuf.buffers.base import Base
+from jaxbuf.core import hyperparameters
+from jaxbuf.core.segment_tree import using_width, width_of
+from jaxbuf.core.types import State
+from jaxbuf.strategies.protocols import Sampler
+
+AnyBuffer = TypeVar("AnyBuffer", bound=Base)
+
+
+def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, Bool[Array, ""]]:
+    """Sets numbers of the sampler, all of them or none.
+
+    Returns:
+        The buffer, and whether all values are legal; if not, it has those of before.
+    """
+    legal = hyperparameters.are_legal(buffer.sampler, values)
+    before = buffer.hyperparameters
+    after = {
+        name: jnp.where(legal, values[name], old) if name in values else old
+        for name, old in before.items()
+    }
+    buffer = buffer.replace(hyperparameters=after)
+    if not any(map(listens, buffer.bound_sampler.told)):
+        return buffer, legal
+
+    def hear(sampler: Sampler, state: State) -> State:
+        return common.hear(sampler, "on_hyperparameters", state) if listens(sampler) else state
+
+    old = lax.stop_gradient(buffer.sampler_state)
+    new = buffer.bound_sampler.map_state(old, hear)
+    state = jax.tree.map(lambda a, b: jnp.where(legal, a, b), new, old)
+    return buffer.replace(sampler_state=state), legal
+
+
+def with_sampler(
+    buffer: AnyBuffer, sampler: Sampler, known: dict[str, Array]
+) -> tuple[AnyBuffer, Bool[Array, ""]]:
+    """Returns a buffer with the same items under another sampler, whose configuration fits.
+
+    Args:
+        buffer: The buffer.
+        sampler: The sampler.
+        known: The priorities, or scores, of all slots that the buffer knows, by name.
+
+    Returns:
+        The buffer, and whether all of the sampler's first values are legal.
+
+    Raises:
+        ValueError: If the sampler needs scores that nothing in the buffer keeps.
+    """
+    held, values, legal = hyperparameters.split(sampler)
+    new = hyperparameters.bind(held, values)
+    slots = buffer.occupancy.num_slots
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    added = jnp.where(buffer.occupancy.live(slot), slot, slots)
+    old_state = lax.stop_gradient(buffer.sampler_state)
+    old = [
+        (name, of_before, state)
+        for (name, _), (of_before, state) in zip(
+            _inside(buffer.sampler, old_state),
+            _inside(buffer.bound_sampler, old_state),
+            strict=True,
+        )
+    ]
+
+    def state_of(name: Sampler, sampler: Sampler, empty: State) -> State:
+        """Returns the state of one of the samplers, which is called ``name`` without numbers."""
+        value = known.get("score" if sampler.uses_score else "priority")
+        if sampler.uses_score and value is None:
+            raise ValueError(
+                f"{sampler} draws by score, but nothing in this buffer keeps the scores of items; "
+                "create another buffer, and add the items with score="
+            )
+        if not (sampler.uses_score or sampler.uses_priority):
+            value = None
+        at = next((i for i, (before, *_) in enumerate(old) if before == name), None)
+        if at is None:
+            nothing = jnp.zeros((0,), jnp.int32)
+            return common.hear(sampler, "on_change", empty, added, value, nothing)
+        _, before, state = old.pop(at)
+        if not hyperparameters.varies_now(sampler):
+            return state
+        # The numbers may be others: then items have the same priorities under these.
+        after = (
+            state if value is None else common.hear(sampler, "set_priority", state, added, value)
+        )
+        after = common.hear(sampler, "on_hyperparameters", after)
+        same = jnp.stack([jnp.all(a == b) for a, b in _numbers(before, sampler)])
+        return jax.tree.map(lambda a, b: jnp.where(jnp.all(same), a, b), state, after)
+
+    with using_width(width_of(buffer)):
+        empty = new.init(slots)
+        names = iter([name for name, _ in _inside(held, empty)])
+        state = new.map_state(empty, lambda inner, blank: state_of(next(names), inner, blank))
+    changed = buffer.replace(sampler=held, sampler_state=state, hyperparameters=values)
+    return changed, legal
+
+
+def listens(sampler: Sampler) -> bool:
+    """Returns whether a bound sampler has to hear of its numbers."""
+    hears = type(sampler).on_hyperparameters is not Sampler.on_hyperparameters
+    return hears and hyperparameters.varies_now(sampler)
+
+
+def _inside(sampler: Sampler, state: State) -> list[tuple[Sampler, State]]:
+    """Returns the samplers that a sampler is made of, each with its state."""
+    found: list[tuple[Sampler, State]] = []
+
+    def note(inner: Sampler, state: State) -> State:
+        found.append((inner, state))
+        return state
+
+    sampler.map_state(state, note)
+    return found
+
+
+def _numbers(before: Sampler, after: Sampler) -> list[tuple[Any, Any]]:
+    pairs = [(getattr(before, name), getattr(after, name)) for name in after.varies]
+    return [(a, b) for a, b in pairs if isinstance(b, jax.Array)]
