@@ -7,14 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bit_flipping, cliffwalk, common, hypergrid, levels, minatar, pendulum
+from experiments import (
+    bit_flipping,
+    cliffwalk,
+    common,
+    hypergrid,
+    levels,
+    minatar,
+    pendulum,
+    population,
+)
 from experiments.programs import cleanrl_dqn_jax, harness, page, stoix_rainbow
 from tests.lenient import lenient
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
     path.stem: program
-    for program in (cliffwalk, bit_flipping, hypergrid, minatar, pendulum, levels)
+    for program in (cliffwalk, bit_flipping, hypergrid, minatar, pendulum, levels, population)
     if (path := ROOT / "docs" / "results" / f"{program.__name__.split('.')[-1]}.csv").exists()
 }
 
@@ -199,6 +208,16 @@ def test_levels_in_small_mazes(tmp_path, promotion):
     assert all(curve.shape == (50, 2) for curve in curves.values())
     # The mean of the second half, since a single point varies with how a version of XLA rounds.
     assert all(curve[25:].mean() > curve[0].mean() + 0.05 for curve in curves.values())
+
+
+def test_a_small_population_learns_as_its_members_do_alone(tmp_path):
+    few = {"states": 4, "agents": 2, "seeds": 2, "updates": 200, "points": 4, "repeats": 1}
+    rows, times = population.compare(population.Options(**few, out=tmp_path))
+    assert len(rows) == 2 * 2 * 4
+    assert all(row["together"] == row["one by one"] for row in rows)
+    assert [row["way"] for row in times] == 2 * list(population.WAYS)
+    errors = [float(row["together"]) for row in rows if row["update"] == 200]
+    assert max(errors) < 0.1
 
 
 def test_an_interrupted_run_ends_the_experiment(tmp_path):
