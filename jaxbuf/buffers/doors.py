@@ -15,7 +15,7 @@ this module is imported.
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_overloads, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
@@ -78,7 +78,7 @@ def call(
     buffer: object,
     /,
     *args: object,
-    donate: bool | None = None,
+    donate: object = ...,
     **options: object,
 ) -> Any:
     """Calls a method of a buffer as one compiled program.
@@ -87,7 +87,8 @@ def call(
         declared: The declaration of the method.
         buffer: The buffer.
         args: The positional arguments of the method.
-        donate: Whether the buffer may be overwritten; None for a method that does not change it.
+        donate: Whether the buffer may be overwritten; not given for a method that does not change
+            it.
         **options: Options of the method. Options that are None are ignored.
 
     Raises:
@@ -96,7 +97,7 @@ def call(
     """
     given = {name: value for name, value in options.items() if value is not None}
     function = check_options(buffer, declared.__name__, given)
-    donates = donate is not None and checks.check_flag("donate", donate)
+    donates = donate is not ... and checks.check_flag("donate", donate)
     if isinstance(buffer, OwnPrograms):
         operation: Operation | None = vars(declared).get("operation")
         if operation is None:
@@ -112,8 +113,12 @@ def _program(method: Function) -> Program:
     return getattr(method, "program", None) or Program(method, foreign=True)
 
 
-def _door(declared: Function, options: type | None = None) -> Callable[[Door], Door]:
-    """Returns a decorator for the function of an operation, whose docstrings it joins.
+# The signatures of the functions, by name.
+_signatures: dict[str, inspect.Signature] = {}
+
+
+def _as_declared(declared: Function, options: type | None = None) -> Callable[[Door], Door]:
+    """Returns a decorator that compares a function, or an overload of it, with a declaration.
 
     Args:
         declared: The declaration of the operation.
@@ -123,16 +128,28 @@ def _door(declared: Function, options: type | None = None) -> Callable[[Door], D
         TypeError: If the function has other parameters than the declaration.
     """
     _, *wanted = inspect.signature(declared).parameters.values()
-    known = {x.name: (x.kind, x.default) for x in wanted if x.name != "options"}
-    own: frozenset[str] = getattr(options, "__optional_keys__", frozenset())
-    known |= dict.fromkeys(own, (inspect.Parameter.KEYWORD_ONLY, None))
+    known = {x.name: (x.kind, x.default) for x in wanted}
+    if options is not None:
+        del known["options"]
+        own: frozenset[str] = getattr(options, "__optional_keys__", frozenset())
+        known |= dict.fromkeys(own, (inspect.Parameter.KEYWORD_ONLY, None))
+
+    def compare(function: Door) -> Door:
+        signature = inspect.signature(function)
+        _, *shown = signature.parameters.values()
+        if {x.name: (x.kind, x.default) for x in shown if x.name != "donate"} != known:
+            raise TypeError(f"{function.__name__}{signature} is declared with {known}")
+        _signatures[function.__name__] = signature
+        return function
+
+    return compare
+
+
+def _door(declared: Function) -> Callable[[Door], Door]:
+    """Returns a decorator for the function of an operation, whose docstrings it joins."""
 
     def decorate(function: Door) -> Door:
-        signature = inspect.signature(next(iter(get_overloads(function)), function))
-        _, *shown = signature.parameters.values()
-        given = {x.name: (x.kind, x.default) for x in shown if x.name not in ("donate", "options")}
-        if given != known:
-            raise TypeError(f"{function.__name__}{signature} is declared with {known}")
+        signature = _signatures[function.__name__]
         changes = {"donate": True} if "donate" in signature.parameters else {}
 
         @functools.wraps(function)
@@ -153,6 +170,7 @@ def _door(declared: Function, options: type | None = None) -> Callable[[Door], D
 
 
 @overload
+@_as_declared(SlottedBuffer.add, AddOptions)
 def add(
     buffer: AnyBuffer,
     items: PyTree[Array],
@@ -170,7 +188,7 @@ def add(
 def add(
     buffer: _Adds[P, Result], items: PyTree[Array], *args: P.args, **options: P.kwargs
 ) -> Result: ...
-@_door(SlottedBuffer.add, AddOptions)
+@_door(SlottedBuffer.add)
 def add(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: Any) -> Any:
     """Adds items to a buffer: ``buffer.add(items, ...)``, compiled, in place.
 
@@ -199,6 +217,7 @@ def add(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: Any
 
 
 @overload
+@_as_declared(SlottedBuffer.insert, InsertOptions)
 def insert(
     buffer: AnyBuffer,
     items: PyTree[Array],
@@ -215,7 +234,7 @@ def insert(
 def insert(
     buffer: _Inserts[P, Result], items: PyTree[Array], *args: P.args, **options: P.kwargs
 ) -> Result: ...
-@_door(SlottedBuffer.insert, InsertOptions)
+@_door(SlottedBuffer.insert)
 def insert(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: Any) -> Any:
     """Adds items, and returns their slots: ``buffer.insert(items, ...)``, compiled, in place.
 
@@ -232,6 +251,7 @@ def insert(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: 
 
 
 @overload
+@_as_declared(SlottedBuffer.sample, SampleOptions)
 def sample(
     buffer: _Buffer, key: PRNGKeyArray, batch_size: int, *, sequence_length: int | None = None
 ) -> Sample: ...
@@ -239,7 +259,7 @@ def sample(
 def sample(
     buffer: _Samples[P], key: PRNGKeyArray, batch_size: int, *args: P.args, **options: P.kwargs
 ) -> Sample: ...
-@_door(SlottedBuffer.sample, SampleOptions)
+@_door(SlottedBuffer.sample)
 def sample(buffer: Any, key: Any, batch_size: int, *args: Any, **options: Any) -> Any:
     """Draws a batch from a buffer: ``buffer.sample(key, batch_size, ...)``, compiled.
 
@@ -260,6 +280,7 @@ def sample(buffer: Any, key: Any, batch_size: int, *args: Any, **options: Any) -
 
 
 @_door(SlottedBuffer.next_batch)
+@_as_declared(SlottedBuffer.next_batch)
 def next_batch(
     buffer: AnyBuffer, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
 ) -> tuple[AnyBuffer, Sample]:
@@ -283,6 +304,7 @@ def next_batch(
 
 
 @_door(SlottedBuffer.update_priority)
+@_as_declared(SlottedBuffer.update_priority)
 def update_priority(
     buffer: AnyBuffer,
     slots: Slots,
@@ -309,6 +331,7 @@ def update_priority(
 
 
 @_door(SlottedBuffer.set_field)
+@_as_declared(SlottedBuffer.set_field)
 def set_field(
     buffer: AnyBuffer,
     path: str | None,
@@ -335,6 +358,7 @@ def set_field(
 
 
 @_door(SlottedBuffer.map_field)
+@_as_declared(SlottedBuffer.map_field)
 def map_field(
     buffer: AnyBuffer,
     path: str | None,
@@ -359,6 +383,7 @@ def map_field(
 
 
 @_door(SlottedBuffer.update_score)
+@_as_declared(SlottedBuffer.update_score)
 def update_score(
     buffer: AnyBuffer,
     slots: Slots,
@@ -375,6 +400,7 @@ def update_score(
 
 
 @_door(SlottedBuffer.remove)
+@_as_declared(SlottedBuffer.remove)
 def remove(
     buffer: AnyBuffer,
     slots: Slots,
@@ -390,6 +416,7 @@ def remove(
 
 
 @_door(SlottedBuffer.mark_used)
+@_as_declared(SlottedBuffer.mark_used)
 def mark_used(
     buffer: AnyBuffer,
     slots: Slots,
@@ -405,6 +432,7 @@ def mark_used(
 
 
 @_door(SlottedBuffer.set_version)
+@_as_declared(SlottedBuffer.set_version)
 def set_version(
     buffer: AnyBuffer,
     version: int | Int[Array, ""],
@@ -420,6 +448,7 @@ def set_version(
 
 
 @_door(SlottedBuffer.clear)
+@_as_declared(SlottedBuffer.clear)
 def clear(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
     """Removes all items: ``buffer.clear(...)``, compiled, in place.
 
@@ -429,6 +458,7 @@ def clear(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBu
 
 
 @_door(Queue.take)
+@_as_declared(Queue.take)
 def take(queue: AnyBuffer, batch_size: int, *, donate: bool = True) -> tuple[AnyBuffer, Sample]:
     """Takes the oldest items out of a queue: ``queue.take(batch_size)``, compiled, in place.
 
@@ -445,6 +475,7 @@ def take(queue: AnyBuffer, batch_size: int, *, donate: bool = True) -> tuple[Any
 
 
 @_door(SlottedBuffer.dequeue)
+@_as_declared(SlottedBuffer.dequeue)
 def dequeue(
     buffer: AnyBuffer,
     n: int,
@@ -460,12 +491,14 @@ def dequeue(
 
 
 @_door(SlottedBuffer.latest)
+@_as_declared(SlottedBuffer.latest)
 def latest(buffer: _Buffer, n: int) -> Sample:
     """Returns the ``n`` newest items, or windows of every ring: ``buffer.latest(n)``, compiled."""
     return call(SlottedBuffer.latest, buffer, n)
 
 
 @_door(SlottedBuffer.sample_range)
+@_as_declared(SlottedBuffer.sample_range)
 def sample_range(
     buffer: _Buffer,
     key: PRNGKeyArray,
@@ -484,6 +517,7 @@ def sample_range(
 
 
 @_door(SlottedBuffer.set_hyperparameters)
+@_as_declared(SlottedBuffer.set_hyperparameters)
 def set_hyperparameters(
     buffer: AnyBuffer,
     values: Mapping[str, ArrayLike] | None = None,
@@ -498,7 +532,8 @@ def set_hyperparameters(
     return call(SlottedBuffer.set_hyperparameters, buffer, values=values, donate=donate, **options)
 
 
-@_door(SlottedBuffer.with_sampler, PartOptions)
+@_door(SlottedBuffer.with_sampler)
+@_as_declared(SlottedBuffer.with_sampler, PartOptions)
 def with_sampler(
     buffer: AnyBuffer, sampler: Sampler, *, part: int | None = None, donate: bool = True
 ) -> AnyBuffer:
@@ -510,6 +545,7 @@ def with_sampler(
 
 
 @_door(SlottedBuffer.end_episodes)
+@_as_declared(SlottedBuffer.end_episodes)
 def end_episodes(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
     """Ends open episodes by truncation: ``buffer.end_episodes(envs)``, compiled, in place.
 
@@ -519,6 +555,7 @@ def end_episodes(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -
 
 
 @_door(SlottedBuffer.drop_newest_episode)
+@_as_declared(SlottedBuffer.drop_newest_episode)
 def drop_newest_episode(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
     """Removes the newest episodes: ``buffer.drop_newest_episode(envs)``, compiled, in place.
 

@@ -292,6 +292,8 @@ def _refuse(name: str, number: object, dtype: Dtype) -> None:
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
         expected = f"an integer from {info.min} to {info.max}"
+    elif dtype == np.bool_:
+        expected = "True or False"
     else:
         expected = f"a number of at most {float(jnp.finfo(dtype).max):.4g}"
     raise ValueError(f"{name} is {number}; expected {expected}, as {dtype} holds them")
