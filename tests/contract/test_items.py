@@ -52,6 +52,7 @@ OPTIONS = {
         "uniform_mix": 0.3,
         "initial_priority": 2.0,
     },
+    "varying": {"alpha": 0.6, "epsilon": 0.01, "uniform_mix": 0.3},
     "prioritized-without-replacement": {"alpha": 0.6, "replacement": False},
     "mix-without-replacement": {"alpha": 1.0, "uniform_mix": 0.25, "replacement": False},
     "recent": {"alpha": 1.0},
@@ -92,6 +93,9 @@ def make(name):
         newest = jaxbuf.Recent(1.0, newest)
         samplers = (jaxbuf.Prioritized(alpha), jaxbuf.Uniform(), newest)
         return jaxbuf.Blend(samplers, weights), options
+    if name == "varying":
+        numbers = {key: jaxbuf.Varying(value) for key, value in options.items()}
+        return jaxbuf.Prioritized(**numbers), options
     if "alpha" in options:
         return jaxbuf.Prioritized(**options), options
     return jaxbuf.Uniform(**options), options
