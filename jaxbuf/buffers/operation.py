@@ -76,7 +76,8 @@ class Operation:
         try:
             inspect.signature(self.declared).bind(buffer, *args, **options)
         except TypeError as error:
-            raise TypeError(f"{type(buffer).__name__}.{self.name}() {error}") from None
+            door = f"; jaxbuf.{self.name}(buffer, ...) takes it" if "donate" in options else ""
+            raise TypeError(f"{type(buffer).__name__}.{self.name}() {error}{door}") from None
         raise AssertionError(self.name)
 
     def of(self, buffer: Any, given: dict[str, Any]) -> Any:

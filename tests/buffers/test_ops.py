@@ -161,30 +161,6 @@ def test_buffers_built_alike_share_a_trace_and_others_do_not():
         size(create(jaxbuf.Prioritized(alpha=0.9), 20))
 
 
-@every_sampler
-def test_add_donates_and_updates_in_place(sampler):
-    buffer = create(sampler)
-    for value in range(3):
-        old, pointer = buffer, storage(buffer).unsafe_buffer_pointer()
-        buffer = jaxbuf.add(buffer, items(float(value)))
-        assert storage(old).is_deleted()
-        assert storage(buffer).unsafe_buffer_pointer() == pointer
-        with pytest.raises(RuntimeError, match="deleted"):
-            np.asarray(storage(old))
-    assert buffer.size == 3 * BATCH
-
-
-def test_update_priority_donates_and_leaves_storage_where_it_is():
-    buffer = jaxbuf.add(create(jaxbuf.Prioritized()), items(1.0))
-    sample = jaxbuf.sample(buffer, jax.random.key(0), BATCH)
-    old, pointer = buffer, storage(buffer).unsafe_buffer_pointer()
-    buffer = jaxbuf.update_priority(buffer, sample.slots, jnp.ones(BATCH, jnp.float32))
-    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(old.sampler_state))
-    with pytest.raises(ValueError, match="buffer was donated"):
-        old.sample(jax.random.key(0), BATCH)
-    assert storage(buffer).unsafe_buffer_pointer() == pointer
-
-
 def test_sampling_consumes_nothing():
     buffer = jaxbuf.add(create(jaxbuf.Prioritized()), items(1.0))
     sample = jaxbuf.sample(buffer, jax.random.key(0), BATCH)

@@ -679,15 +679,6 @@ def test_state_takes_few_bytes_per_step():
     assert total - data <= 5.1 * buffer.capacity
 
 
-def test_a_donated_add_keeps_the_storage_where_it_is():
-    buffer = large(jaxbuf.Prioritized())
-    pointer = buffer.data["obs"].unsafe_buffer_pointer()
-    old = buffer
-    buffer = jaxbuf.add(buffer, {"obs": jnp.ones((8, 17))})
-    assert buffer.data["obs"].unsafe_buffer_pointer() == pointer
-    assert old.data["obs"].is_deleted()
-
-
 def test_leaves_of_no_elements_are_stored_and_accumulated():
     example = {"obs": jnp.zeros(3), "nothing": jnp.zeros(0), "terminated": jnp.bool_(False)}
     rollout = jax.tree.map(lambda leaf: jnp.ones((2, 6, *leaf.shape), leaf.dtype), example)

@@ -317,24 +317,6 @@ def test_eager_and_jitted_and_side_by_side():
         jax.tree.map(np.testing.assert_array_equal, eager[i], one)
 
 
-def test_one_trace_and_the_storage_stays_where_it_is():
-    traces = []
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(buffer, key):
-        traces.append(1)
-        buffer = buffer.add(jnp.arange(3))
-        return buffer.next_batch(key, 4)
-
-    buffer = items(16)
-    place = buffer.data.unsafe_buffer_pointer()
-    for i in range(6):
-        buffer, _ = step(buffer, jax.random.key(i))
-        buffer, _ = jaxbuf.next_batch(buffer, jax.random.key(i), 4)
-    assert len(traces) == 1
-    assert buffer.data.unsafe_buffer_pointer() == place
-
-
 def test_a_checkpoint_goes_on_in_the_middle_of_a_pass(tmp_path):
     buffer = items(16).add(jnp.arange(10))
     buffer, first = draw(buffer, jax.random.key(0), 4)
