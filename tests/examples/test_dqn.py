@@ -19,7 +19,7 @@ import pytest
 from flax import linen as nn
 
 import jaxbuf
-from jaxbuf.examples import dqn
+from jaxbuf.examples import _run, dqn
 from jaxbuf.interop import gymnax_reset
 from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
 from tests.programs.tensorboard import events_of
@@ -83,7 +83,7 @@ def test_progress_is_a_bar_in_a_terminal(tmp_path, monkeypatch):
 
 
 def test_the_times_of_the_table_add_up(finished):
-    *_, row, times, _ = finished.out.splitlines()
+    *_, row, _, times = finished.out.splitlines()
     steps, speed, all_ = row.replace(",", "").split()[3:6]
     found = re.findall(r"([\d,.]+) (?:s|steps)\b", times.replace(",", ""))
     compiling, first, training, rest = map(float, found)
