@@ -117,7 +117,7 @@ class SumTreeRoot(NamedTuple):
     max_recorded_priority: Float[Array, ""]
 
 
-class TrajectoryBufferState(struct.PyTreeNode, Generic[Experience]):
+class TrajectoryBufferState(Generic[Experience], struct.PyTreeNode):
     """The state of a buffer or a queue: a ``TrajectoryBuffer`` whose rings share one position.
 
     It is also built from arrays, as a data set is: ``TrajectoryBufferState(experience=...,
