@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 from conftest import CACHE
 from tests.programs.mpi_launch import find_mpiexec
 
+# A shell starts what runs in its background with Ctrl-C ignored, and a process inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # In the environment as well, for the programs that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
