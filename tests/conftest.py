@@ -21,6 +21,9 @@ from tests.programs.mpi_launch import find_mpiexec
 
 # A shell starts what runs in its background with Ctrl-C ignored, and a process inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# For pyright: half of its calls are wrong.
+collect_ignore = ["typing/calls.py"]
+
 # In the environment as well, for the programs that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
