@@ -78,6 +78,7 @@ def _known(buffer: object, given: dict[str, Any]) -> dict[str, Any]:
     static=("num_groups", "size", "group", "order", "padding", "replacement"),
     by_value=("groups",),
     buffers=("buffer",),
+    keys=("key",),
     before=_known,
 )
 def sample_groups(

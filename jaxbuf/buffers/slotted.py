@@ -179,7 +179,11 @@ class SlottedBuffer(Buffer):
         raise NotImplementedError
 
     @operation(
-        by_member=False, changes=False, rows="batch_size", static=("batch_size", "sequence_length")
+        by_member=False,
+        changes=False,
+        rows="batch_size",
+        static=("batch_size", "sequence_length"),
+        keys=("key",),
     )
     def sample(
         self, key: PRNGKeyArray, batch_size: int, **options: Unpack[SampleOptions]
@@ -201,7 +205,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(by_member=False, rows="batch_size", static=("batch_size",))
+    @operation(by_member=False, rows="batch_size", static=("batch_size",), keys=("key",))
     def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
         """Draws the next batch of a pass over the buffer, with the sampler ``Shuffled``.
 
@@ -538,6 +542,7 @@ class SlottedBuffer(Buffer):
         changes=False,
         static=("batch_size", "by_priority", "replacement"),
         rows="batch_size",
+        keys=("key",),
     )
     def sample_range(
         self,

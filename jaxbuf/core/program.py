@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 
 from jaxbuf.core import fields, numbers, shapes, trees
 from jaxbuf.core.donation import check_apart, check_single, check_there, one_leaf
+from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.types import Dtype, Function
 from jaxbuf.core.versions import takes_option, trace_state
@@ -41,6 +42,7 @@ class About(TypedDict, total=False):
         stored: The names of arguments that are written to the storage of ``self``, or to its field
             ``path`` if there is such an argument, and become what is there.
         buffers: The names of arguments besides ``self`` that are buffers.
+        keys: The names of arguments that are PRNG keys, which are checked before they are traced.
         keeps: The names of fields of ``self`` that the method neither reads nor changes. They do
             not pass through the program, and a result of the same class has the same arrays. May be
             a function of ``self``.
@@ -54,6 +56,7 @@ class About(TypedDict, total=False):
     infinite: tuple[str, ...]
     stored: tuple[str, ...]
     buffers: tuple[str, ...]
+    keys: tuple[str, ...]
     keeps: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
     before: Callable[[Any, dict[str, Any]], dict[str, Any]]
 
@@ -185,6 +188,8 @@ class Program:
         """
         if name in self.about.get("buffers", ()):
             return None if value is None else check_single(value)
+        if name in self.about.get("keys", ()):
+            return check_key(value)
         dtype = self.about.get("dtypes", {}).get(name)
         if dtype is not None:
             infinite = name in self.about.get("infinite", ())
