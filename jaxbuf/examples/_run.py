@@ -92,14 +92,16 @@ class Run(Generic[Config]):
         total, resume_at = (done + chunks * size) * rows, done if self.resume else None
         first = done * rows
         shows: Any = {"unit": f" {unit}", "unit_scale": True}
-        live, start = sys.stderr.isatty(), time.perf_counter()
+        live, start, shown = sys.stderr.isatty(), time.perf_counter(), ""
         with (
             jaxbuf.Monitor(writers, resume_at=resume_at) as monitor,
             tqdm(total=total, initial=first, dynamic_ncols=True, disable=not live, **shows) as bar,
         ):
             for i in range(chunks):
                 began = time.perf_counter()
-                state, metrics, shown = chunk(state)
+                state, metrics, text = chunk(state)
+                # It is empty where no episode has ended meanwhile.
+                shown = text or shown
                 done += size
                 monitor.write(done, metrics)
                 seconds.append(time.perf_counter() - began)
