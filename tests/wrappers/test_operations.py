@@ -91,7 +91,7 @@ LACKS = {
     | {"locate", "get_field", "episode"},
     "hosted": set(),
 }
-# Neither draws a range of windows: parts are taken out of them.
+# Rings have neither.
 OF_ITEMS = {"insert", "update_score"}
 
 
@@ -134,10 +134,8 @@ def negative(steps):
 def filled(kind, of_items):
     """A wrapper, and slots of it: valid, stale, repeated and invalid ones."""
     buffer = WRAPPERS[kind][of_items]()
-    index = np.asarray(buffer.sample(KEY, ROWS).slots.index)
     slots = buffer.sample(KEY, ROWS).slots
-    generation = np.asarray(slots.generation).copy()
-    index, generation = index.copy(), generation
+    index, generation = np.array(slots.index), np.array(slots.generation)
     index[3], generation[3] = index[2], generation[2]
     generation[5] -= 1
     index[6] = buffer.capacity
