@@ -180,13 +180,13 @@ class Body(SlottedBuffer, Base, Created):
         mask: Bool[ArrayLike, " B"] | None = None,
     ) -> Self:
         slots, value, mask = common.check_update(self.sampler, slots, priority, mask)
-        taken = self.occupancy.holds(slots) & mask
-        legal = self.bound_sampler.accepts(value)
+        taken, sampler = self.occupancy.holds(slots) & mask, self.bound_sampler
+        legal = sampler.accepts(value)
         index = jnp.where(taken & legal, slots.index, self.capacity)
         state = lax.stop_gradient(self.sampler_state)
         rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
         return self.replace(
-            sampler_state=common.hear(self.bound_sampler, "set_priority", state, index, value),
+            sampler_state=common.hear(sampler, "set_priority", state, index, value),
             counters=self._counted({"rejected": rejected}),
         )
 

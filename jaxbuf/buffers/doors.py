@@ -145,10 +145,16 @@ def _as_declared(declared: Function, options: type | None = None) -> Callable[[D
     return compare
 
 
-def _door(declared: Function) -> Callable[[Door], Door]:
-    """Returns a decorator for the function of an operation, whose docstrings it joins."""
+def _door(declared: Function, options: type | None = None) -> Callable[[Door], Door]:
+    """Returns a decorator for the function of an operation, whose docstrings it joins.
+
+    Unless an overload was compared with the declaration before, the function is; see
+    ``_as_declared``.
+    """
 
     def decorate(function: Door) -> Door:
+        if function.__name__ not in _signatures:
+            _as_declared(declared, options)(function)
         signature = _signatures[function.__name__]
         changes = {"donate": True} if "donate" in signature.parameters else {}
 
@@ -280,7 +286,6 @@ def sample(buffer: Any, key: Any, batch_size: int, *args: Any, **options: Any) -
 
 
 @_door(SlottedBuffer.next_batch)
-@_as_declared(SlottedBuffer.next_batch)
 def next_batch(
     buffer: AnyBuffer, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
 ) -> tuple[AnyBuffer, Sample]:
@@ -304,7 +309,6 @@ def next_batch(
 
 
 @_door(SlottedBuffer.update_priority)
-@_as_declared(SlottedBuffer.update_priority)
 def update_priority(
     buffer: AnyBuffer,
     slots: Slots,
@@ -331,7 +335,6 @@ def update_priority(
 
 
 @_door(SlottedBuffer.set_field)
-@_as_declared(SlottedBuffer.set_field)
 def set_field(
     buffer: AnyBuffer,
     path: str | None,
@@ -358,7 +361,6 @@ def set_field(
 
 
 @_door(SlottedBuffer.map_field)
-@_as_declared(SlottedBuffer.map_field)
 def map_field(
     buffer: AnyBuffer,
     path: str | None,
@@ -383,7 +385,6 @@ def map_field(
 
 
 @_door(SlottedBuffer.update_score)
-@_as_declared(SlottedBuffer.update_score)
 def update_score(
     buffer: AnyBuffer,
     slots: Slots,
@@ -400,7 +401,6 @@ def update_score(
 
 
 @_door(SlottedBuffer.remove)
-@_as_declared(SlottedBuffer.remove)
 def remove(
     buffer: AnyBuffer,
     slots: Slots,
@@ -416,7 +416,6 @@ def remove(
 
 
 @_door(SlottedBuffer.mark_used)
-@_as_declared(SlottedBuffer.mark_used)
 def mark_used(
     buffer: AnyBuffer,
     slots: Slots,
@@ -432,7 +431,6 @@ def mark_used(
 
 
 @_door(SlottedBuffer.set_version)
-@_as_declared(SlottedBuffer.set_version)
 def set_version(
     buffer: AnyBuffer,
     version: int | Int[Array, ""],
@@ -448,7 +446,6 @@ def set_version(
 
 
 @_door(SlottedBuffer.clear)
-@_as_declared(SlottedBuffer.clear)
 def clear(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
     """Removes all items: ``buffer.clear(...)``, compiled, in place.
 
@@ -458,7 +455,6 @@ def clear(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBu
 
 
 @_door(Queue.take)
-@_as_declared(Queue.take)
 def take(queue: AnyBuffer, batch_size: int, *, donate: bool = True) -> tuple[AnyBuffer, Sample]:
     """Takes the oldest items out of a queue: ``queue.take(batch_size)``, compiled, in place.
 
@@ -475,7 +471,6 @@ def take(queue: AnyBuffer, batch_size: int, *, donate: bool = True) -> tuple[Any
 
 
 @_door(SlottedBuffer.dequeue)
-@_as_declared(SlottedBuffer.dequeue)
 def dequeue(
     buffer: AnyBuffer,
     n: int,
@@ -491,14 +486,12 @@ def dequeue(
 
 
 @_door(SlottedBuffer.latest)
-@_as_declared(SlottedBuffer.latest)
 def latest(buffer: _Buffer, n: int) -> Sample:
     """Returns the ``n`` newest items, or windows of every ring: ``buffer.latest(n)``, compiled."""
     return call(SlottedBuffer.latest, buffer, n)
 
 
 @_door(SlottedBuffer.sample_range)
-@_as_declared(SlottedBuffer.sample_range)
 def sample_range(
     buffer: _Buffer,
     key: PRNGKeyArray,
@@ -517,7 +510,6 @@ def sample_range(
 
 
 @_door(SlottedBuffer.set_hyperparameters)
-@_as_declared(SlottedBuffer.set_hyperparameters)
 def set_hyperparameters(
     buffer: AnyBuffer,
     values: Mapping[str, ArrayLike] | None = None,
@@ -532,8 +524,7 @@ def set_hyperparameters(
     return call(SlottedBuffer.set_hyperparameters, buffer, values=values, donate=donate, **options)
 
 
-@_door(SlottedBuffer.with_sampler)
-@_as_declared(SlottedBuffer.with_sampler, PartOptions)
+@_door(SlottedBuffer.with_sampler, PartOptions)
 def with_sampler(
     buffer: AnyBuffer, sampler: Sampler, *, part: int | None = None, donate: bool = True
 ) -> AnyBuffer:
@@ -545,7 +536,6 @@ def with_sampler(
 
 
 @_door(SlottedBuffer.end_episodes)
-@_as_declared(SlottedBuffer.end_episodes)
 def end_episodes(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
     """Ends open episodes by truncation: ``buffer.end_episodes(envs)``, compiled, in place.
 
@@ -555,7 +545,6 @@ def end_episodes(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -
 
 
 @_door(SlottedBuffer.drop_newest_episode)
-@_as_declared(SlottedBuffer.drop_newest_episode)
 def drop_newest_episode(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
     """Removes the newest episodes: ``buffer.drop_newest_episode(envs)``, compiled, in place.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 from jaxbuf.core import checks
-from jaxbuf.core.program import About, Program
+from jaxbuf.core.program import About, program
 from jaxbuf.core.types import Function
 
 P = ParamSpec("P")
@@ -82,16 +82,14 @@ class Operation:
 
     def of(self, buffer: Any, given: dict[str, Any]) -> Any:
         """Returns the result of the operation of another buffer, for arguments by name."""
-        args = [given[name] for name in self.required]
-        return getattr(buffer, self.name)(*args, **self.options(given))
+        args, options = self.split(given)
+        return getattr(buffer, self.name)(*args, **options)
 
-    def options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments that are not required and not None, by name."""
-        return {
-            name: value
-            for name, value in given.items()
-            if name not in self.required and value is not None
-        }
+    def split(self, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the required arguments, and those of the others that are not None, by name."""
+        others = [name for name in given if name not in self.required]
+        options = {name: given[name] for name in others if given[name] is not None}
+        return [given[name] for name in self.required], options
 
     def lacking(self, buffer: object, remedy: str) -> ValueError:
         """Returns an error that says what to use in place of an operation that a buffer lacks."""
@@ -99,16 +97,11 @@ class Operation:
             f"{self.name} was called, but {checks.kind_of(buffer)} has none; {remedy}"
         )
 
-    def as_program(self, own: Callable[P, R], **about: Unpack[About]) -> Callable[P, R]:
+    def as_program(self, own: Callable[P, R]) -> Callable[P, R]:
         """Returns a method that performs the operation, as a program."""
-        run = Program(own, **(self.about | about))
-
-        @functools.wraps(own)
-        def call(*args: P.args, **options: P.kwargs) -> R:
-            return run(args, options)
-
-        vars(call).update(program=run, operation=self)
-        return call
+        method = program(**self.about)(own)
+        vars(method)["operation"] = self
+        return method
 
 
 def operation(
@@ -133,7 +126,6 @@ def operation(
         def routed(self: Any, *args: Any, **options: Any) -> Any:
             return self.route(made, made.bind(self, args, options))
 
-        # A wrapper has no such fields.
-        return made.as_program(routed, keeps=())
+        return made.as_program(routed)
 
     return decorate

@@ -85,11 +85,7 @@ class SlottedBuffer(Buffer):
         for name, own in list(vars(cls).items()):
             operation = getattr(vars(SlottedBuffer).get(name), "operation", None)
             if operation is not None and not hasattr(own, "operation"):
-                keeps = operation.about.get("keeps", ())
-                known = getattr(cls, "__dataclass_fields__", ())
-                if not callable(keeps):
-                    keeps = tuple(x for x in keeps if x in known)
-                setattr(cls, name, operation.as_program(own, keeps=keeps))
+                setattr(cls, name, operation.as_program(own))
 
     def route(self, operation: Operation, given: dict[str, Any]) -> Any:
         """Performs an operation that this class does not override.

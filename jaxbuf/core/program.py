@@ -43,9 +43,9 @@ class About(TypedDict, total=False):
             ``path`` if there is such an argument, and become what is there.
         buffers: The names of arguments besides ``self`` that are buffers.
         keys: The names of arguments that are PRNG keys, which are checked before they are traced.
-        keeps: The names of fields of ``self`` that the method neither reads nor changes. They do
-            not pass through the program, and a result of the same class has the same arrays. May be
-            a function of ``self``.
+        keeps: The names of fields that the method neither reads nor changes, if ``self`` has them.
+            They do not pass through the program, and a result of the same class has the same
+            arrays. May be a function of ``self``.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
             of numbers that the function itself would not know.
     """
@@ -173,7 +173,7 @@ class Program:
                     # It is the same object, or an equal one, after what it reads has changed.
                     make = _compile
         keeps = self.keeps(first) if callable(self.keeps) else self.keeps
-        kept = {name: getattr(first, name) for name in keeps}
+        kept = {name: vars(first)[name] for name in keeps if name in vars(first)}
         if kept:
             first = _with(first, dict.fromkeys(kept, ()))
         platform = platform_of(one_leaf(first if self.is_method else traced))

@@ -252,7 +252,7 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
         if operation.rows is not None and operation.changes:
             # Afterwards the buffer would be gone.
             self._check_rows(common.check_batch_size(given[operation.rows]))
-        args, options = [given[name] for name in operation.required], operation.options(given)
+        args, options = operation.split(given)
         send = self._send if operation.rows is not None else lambda out: out
         with _no_mesh():
             if not operation.changes:
