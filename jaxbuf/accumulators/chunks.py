@@ -9,10 +9,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.accumulators.lanes import Lanes, check_line, shapes_of, write
-from jaxbuf.buffers import common
+from jaxbuf.buffers.arguments import check_parts
 from jaxbuf.core import describe, storage, trees
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.program import program
+from jaxbuf.core.sizes import check_count
 from jaxbuf.core.types import Dtype
 from jaxbuf.strategies.freshness import Freshness
 
@@ -141,10 +142,10 @@ class ChunkAccumulator(struct.PyTreeNode):
                 ``waiting``, there are more than 2**30 fragments, ``example`` holds anything but
                 arrays, or ``freshness`` is neither None nor a ``Freshness``.
         """
-        num_workers = common.check_count("num_workers", num_workers)
-        length = common.check_count("fragments_per_chunk", fragments_per_chunk)
+        num_workers = check_count("num_workers", num_workers)
+        length = check_count("fragments_per_chunk", fragments_per_chunk)
         per_add, waiting = check_line(num_workers, length, per_add, waiting)
-        common.check_parts((), freshness=freshness)
+        check_parts((), freshness=freshness)
         leading = (num_workers + waiting, length)
         return cls(
             data=(

@@ -9,9 +9,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.accumulators.lanes import Lanes, check_line, shapes_of, write
-from jaxbuf.buffers import common
+from jaxbuf.buffers.arguments import check_step_mask, check_steps
 from jaxbuf.core import describe, fields, storage, trees
 from jaxbuf.core.program import program
+from jaxbuf.core.sizes import check_count
 from jaxbuf.core.types import Numbers
 
 
@@ -120,8 +121,8 @@ class EpisodeAccumulator(struct.PyTreeNode):
                 ``waiting``, there are more than 2**30 steps, a flag is missing or not a bool, or
                 ``example`` holds anything but arrays.
         """
-        num_envs = common.check_count("num_envs", num_envs)
-        max_length = common.check_count("max_length", max_length)
+        num_envs = check_count("num_envs", num_envs)
+        max_length = check_count("max_length", max_length)
         per_add, waiting = check_line(num_envs, max_length, per_add, waiting)
         data = storage.allocate(
             example, (num_envs + waiting, max_length), ("max_length", max_length)
@@ -259,5 +260,5 @@ class EpisodeAccumulator(struct.PyTreeNode):
         self, steps: PyTree[Array], mask: Numbers | None
     ) -> tuple[PyTree[Array], Bool[Array, "E T"]]:
         """Returns the steps as arrays ``[num_envs, T, *shape]``, and a mask of those to add."""
-        steps, batch = common.check_steps(self.data, steps, self.num_envs, skip=2)
-        return steps, common.check_step_mask(jnp.ones(batch, bool) if mask is None else mask, batch)
+        steps, batch = check_steps(self.data, steps, self.num_envs, skip=2)
+        return steps, check_step_mask(jnp.ones(batch, bool) if mask is None else mask, batch)

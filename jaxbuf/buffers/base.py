@@ -1,4 +1,4 @@
-"""The fields of a buffer, which stand below the operations on them."""
+"""The fields and the layout of a buffer, which its operations use."""
 
 import abc
 from typing import Any, Self, TypeVar
@@ -6,19 +6,19 @@ from typing import Any, Self, TypeVar
 import jax
 from flax import struct
 from jax import lax
-from jaxtyping import Array, PyTree, UInt
+from jaxtyping import Array, Bool, Int, PyTree, UInt
 
-from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.buffers.created import Created
 from jaxbuf.core.hyperparameters import bind, names_of
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.strategies.part import Part
+from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Sampler
 
 SomeBuffer = TypeVar("SomeBuffer", bound="Base")
 
 
-class Base(Buffer, struct.PyTreeNode):
+class Base(Created, struct.PyTreeNode):
     """The fields of a buffer with slots for items, or for windows of steps.
 
     Attributes:
@@ -47,6 +47,42 @@ class Base(Buffer, struct.PyTreeNode):
     @abc.abstractmethod
     def capacity(self) -> int:
         """The largest number of items, or steps, that the buffer can hold."""
+
+    @property
+    @abc.abstractmethod
+    def step_axes(self) -> tuple[int, ...]:
+        """The axis of the steps of a window, ``(sequence_length,)``; no axis for items."""
+
+    @property
+    @abc.abstractmethod
+    def layout(self) -> Occupancy:
+        """The occupancy whose order the storage has: that of the items, or the rings of steps."""
+
+    @property
+    @abc.abstractmethod
+    def score_users(self) -> list[object]:
+        """The strategies that use scores."""
+
+    @abc.abstractmethod
+    def rows_of(self, index: Int[Array, " B"]) -> Int[Array, "..."]:
+        """Returns the rows of the storage that hold the contents of slots, or ``capacity``.
+
+        For items these are the slots ``[B]`` themselves, for windows their own steps ``[B, L]``.
+        """
+
+    @abc.abstractmethod
+    def holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Returns whether there is an item, or a step, in these rows of the storage."""
+
+    @abc.abstractmethod
+    def any_row(self) -> Int[Array, ""]:
+        """Returns a row of the storage with an item, or a step; arbitrary in an empty buffer."""
+
+    @abc.abstractmethod
+    def for_parts(
+        self, row: Int[Array, "..."], items: PyTree[Array]
+    ) -> tuple[Int[Array, "..."], Rows]:
+        """Returns slots and rows for ``Part.on_write``, of items in these rows of the storage."""
 
     @property
     def bound_sampler(self) -> Sampler:

@@ -11,13 +11,21 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common, hyperparameters, retire, write_back
+from jaxbuf.buffers import draws, events, hyperparameters, retire, write_back
+from jaxbuf.buffers.arguments import (
+    check_batch_size,
+    check_mask,
+    check_sampler,
+    check_slots,
+    check_update,
+    needs_order,
+)
 from jaxbuf.buffers.base import Base
-from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import counters, fields, sizes, storage, trees
 from jaxbuf.core.hyperparameters import bind, check_values, filled, split
+from jaxbuf.core.random import check_key
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.sorting import keep_last
 from jaxbuf.core.types import Function, State
@@ -25,14 +33,14 @@ from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.diversity import Diversity, DiversityState
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.strategies.part import Part, Rows
+from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Draw, Sampler, Support
 
 SomePart = TypeVar("SomePart", bound=Part)
 SomeBody = TypeVar("SomeBody", bound="Body")
 
 
-class Body(SlottedBuffer, Base, Created):
+class Body(SlottedBuffer, Base):
     """A buffer with slots for items, or for windows of steps, that a sampler draws."""
 
     @property
@@ -44,27 +52,6 @@ class Body(SlottedBuffer, Base, Created):
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """Returns the contents of the slots at ``index``, leaves ``[B, ...]``."""
 
-    @abc.abstractmethod
-    def _stored(self, index: Int[Array, " B"]) -> Int[Array, "..."]:
-        """Returns the rows of the storage that hold the contents of slots, or ``capacity``.
-
-        For items these are the slots ``[B]`` themselves, for windows their own steps ``[B, L]``.
-        """
-
-    @abc.abstractmethod
-    def _written(
-        self, row: Int[Array, "..."], items: PyTree[Array]
-    ) -> tuple[Int[Array, "..."], Rows]:
-        """Returns slots and rows for ``Part.on_write``, of items in these rows of storage."""
-
-    @abc.abstractmethod
-    def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Returns whether there is an item, or a step, in these rows of the storage."""
-
-    @abc.abstractmethod
-    def _some_row(self) -> Int[Array, ""]:
-        """Returns a row of the storage with an item, or a step; arbitrary in an empty buffer."""
-
     @staticmethod
     @abc.abstractmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
@@ -73,26 +60,6 @@ class Body(SlottedBuffer, Base, Created):
         Raises:
             ValueError: If it does not.
         """
-
-    @property
-    @abc.abstractmethod
-    def have(self) -> str:
-        """The beginning of an error about fields: "items have" or "steps have"."""
-
-    @property
-    @abc.abstractmethod
-    def _places(self) -> Any:
-        """The occupancy of items, or the rings of steps."""
-
-    @property
-    @abc.abstractmethod
-    def _score_users(self) -> list[object]:
-        """The strategies that use scores."""
-
-    @property
-    @abc.abstractmethod
-    def step_axes(self) -> tuple[int, ...]:
-        """The axis of the steps of a window, ``(sequence_length,)``; no axis for items."""
 
     @property
     def counter_names(self) -> tuple[str, ...]:
@@ -109,12 +76,12 @@ class Body(SlottedBuffer, Base, Created):
             "removal": self.lets_remove,
             "freshness": self.freshness is not None,
         }
-        return frozenset(name for name, there in has.items() if there)
+        return frozenset(name for name, able in has.items() if able)
 
     @property
     def uses_score(self) -> bool:
         """True if a strategy of this buffer uses scores, which ``update_score`` sets."""
-        return bool(self._score_users)
+        return bool(self.score_users)
 
     @property
     def freshness(self) -> Freshness | None:
@@ -137,10 +104,10 @@ class Body(SlottedBuffer, Base, Created):
         return self._find(Diversity)[1]
 
     def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
-        rows = common.check_batch_size(batch_size)
+        rows = check_batch_size(batch_size)
         state = lax.stop_gradient(self.sampler_state)
-        after, draw = self.bound_sampler.next(state, common.check_key(key), rows, self.occupancy)
-        after = common.check_state(self.sampler, "next", state, after)
+        after, draw = self.bound_sampler.next(state, check_key(key), rows, self.occupancy)
+        after = events.check_state(self.bound_sampler.next, state, after)
         return self.replace(sampler_state=after), self.gather(draw)
 
     def sample_range(
@@ -154,11 +121,11 @@ class Body(SlottedBuffer, Base, Created):
         replacement: bool = False,
     ) -> Sample:
         flags = {"by_priority": by_priority, "replacement": replacement}
-        rows, bounds = common.check_range(self, key, batch_size, start, stop, flags)
-        return self.gather(common.pick(self, key, rows, bounds, **flags))
+        rows, bounds = draws.check_range(self, key, batch_size, start, stop, flags)
+        return self.gather(draws.draw_range(self, key, rows, bounds, **flags))
 
     def gather(self, draw: Draw) -> Sample:
-        index, probability, valid = common.check_draw(draw)
+        index, probability, valid = draws.check_draw(draw)
         valid &= self.occupancy.live(index)
         index = jnp.where(valid, index, self.capacity)
         return Sample(
@@ -169,8 +136,8 @@ class Body(SlottedBuffer, Base, Created):
         )
 
     def latest(self, n: int) -> Sample:
-        common.needs_order(self.occupancy, "latest")
-        return self.gather(common.newest(self.occupancy, sizes.check_count("n", n)))
+        needs_order(self.occupancy, "latest")
+        return self.gather(draws.draw_newest(self.occupancy, sizes.check_count("n", n)))
 
     def update_priority(
         self,
@@ -179,14 +146,14 @@ class Body(SlottedBuffer, Base, Created):
         *,
         mask: Bool[ArrayLike, " B"] | None = None,
     ) -> Self:
-        slots, value, mask = common.check_update(self.sampler, slots, priority, mask)
-        taken, sampler = self.occupancy.holds(slots) & mask, self.bound_sampler
+        slots, value, mask = check_update(self.sampler, slots, priority, mask)
+        mask, sampler = mask & self.occupancy.holds(slots), self.bound_sampler
         legal = sampler.accepts(value)
-        index = jnp.where(taken & legal, slots.index, self.capacity)
+        index = jnp.where(mask & legal, slots.index, self.capacity)
         state = lax.stop_gradient(self.sampler_state)
-        rejected = jnp.sum(taken & ~legal, dtype=jnp.uint32)
+        rejected = jnp.sum(mask & ~legal, dtype=jnp.uint32)
         return self.replace(
-            sampler_state=common.hear(sampler, "set_priority", state, index, value),
+            sampler_state=events.notify(sampler.set_priority, state, index, value),
             counters=self._counted({"rejected": rejected}),
         )
 
@@ -198,40 +165,36 @@ class Body(SlottedBuffer, Base, Created):
         *,
         mask: Bool[ArrayLike, "..."] | None = None,
     ) -> Self:
-        slots = common.check_slots(slots)
+        slots = check_slots(slots)
         rows, steps = slots.index.shape[0], self.step_axes
-        field = write_back.check_writable(self.extras, self.data, path, self.have, every=False)
+        field = write_back.check_writable(self, path, every=False)
         value, _ = storage.check(field, value, "value", (rows, *steps))
-        taken = common.check_mask(mask, (rows,), steps)
+        mask = check_mask(mask, (rows,), steps)
         if rows == 0:
             return self
-        held = jnp.where(self.occupancy.holds(slots), slots.index, self.occupancy.capacity)
-        row = self._stored(held)
-        taken = taken.reshape(rows, *[-1] * (row.ndim - taken.ndim), *taken.shape[1:])
-        row = keep_last(jnp.where(taken, row, self.capacity), self.capacity)
+        live = jnp.where(self.occupancy.holds(slots), slots.index, self.occupancy.capacity)
+        row = self.rows_of(live)  # [B], or [B, L] of windows
+        mask = mask.reshape(rows, *[-1] * (row.ndim - mask.ndim), *mask.shape[1:])
+        row = keep_last(jnp.where(mask, row, self.capacity), self.capacity)
         flat = jax.tree.map(lambda leaf: leaf.reshape(row.size, *leaf.shape[row.ndim :]), value)
         data = fields.replace(self.data, path, storage.write(field, flat, row.reshape(-1)))
         # Only items carry gradients.
         state, states = lax.stop_gradient((self.sampler_state, self.extra_states))
         if write_back.listens(self.extras):
-            items = lax.stop_gradient(storage.read(data, row.reshape(-1)))
-            items = jax.tree.map(lambda leaf: leaf.reshape(*row.shape, *leaf.shape[1:]), items)
-            states = write_back.follow(self, states, *self._written(row, items), path)
+            states = write_back.notify(self, states, row, storage.read(data, row), path)
         return self.replace(data=data, sampler_state=state, extra_states=states)
 
     def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
         fn = write_back.check_function(fn)
         rows = min(sizes.check_count("batch_size", batch_size), self.capacity)
-        write_back.check_writable(self.extras, self.data, path, self.have, every=True)
-        data, states = write_back.map_field(
-            self, self.data, path, fn, rows, self._some_row(), self._holds_row, self._written
-        )
-        known = lax.stop_gradient(data)
+        write_back.check_writable(self, path, every=True)
+        data, states = write_back.map_field(self, path, fn, rows)
+        fixed = lax.stop_gradient(data)
         return self.replace(
             data=data,
             sampler_state=lax.stop_gradient(self.sampler_state),
             extra_states=tuple(
-                common.hear(part, "on_map", lax.stop_gradient(state), known, self._places, path)
+                events.notify(part.on_map, lax.stop_gradient(state), fixed, self.layout, path)
                 for part, state in zip(self.extras, states, strict=True)
             ),
         )
@@ -243,47 +206,49 @@ class Body(SlottedBuffer, Base, Created):
         *,
         mask: Bool[ArrayLike, " B"] | None = None,
     ) -> Self:
-        slots = common.check_slots(slots)
-        write_back.check_scores(self.sampler, self.occupancy, self._score_users)
+        slots = check_slots(slots)
+        write_back.check_scores(self)
         shape = slots.index.shape
         score = storage.check_rows(score, "score", shape, np.float32, "that of slots")
-        taken = common.check_mask(mask, shape)
+        mask = check_mask(mask, shape)
         if shape[0] == 0:
             return self
-        changed, refused = write_back.update_score(self, slots, score, taken)
+        changed, refused = write_back.update_score(self, slots, score, mask)
         rejected = jnp.sum(refused, dtype=jnp.uint32)
         return changed.replace(counters=self._counted({"rejected": rejected}))
 
     def remove(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
-        slots = common.check_slots(slots)
-        taken = common.check_mask(mask, slots.index.shape)
-        changed, count = write_back.remove(self, slots, taken)
+        slots = check_slots(slots)
+        mask = check_mask(mask, slots.index.shape)
+        changed, count = write_back.remove(self, slots, mask)
         if "removed" not in self.counter_names:
             return changed
         return changed.replace(counters=self._counted({"removed": count}))
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        slots = common.check_slots(slots)
+        slots = check_slots(slots)
         return self.occupancy.holds(slots)
 
     def get(self, slots: Slots) -> Sample:
-        slots = common.check_slots(slots)
-        held = self.occupancy.holds(slots)
-        index = jnp.where(held, slots.index, self.occupancy.capacity)
-        return self.gather(Draw(index, write_back.probability(self, index), held))
+        slots = check_slots(slots)
+        live = self.occupancy.holds(slots)
+        index = jnp.where(live, slots.index, self.occupancy.capacity)
+        return self.gather(Draw(index, write_back.probability(self, index), live))
 
     def mark_used(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
-        self.need("counts_uses", "mark_used was called, but ")
-        slots = common.check_slots(slots)
-        taken = common.check_mask(mask, slots.index.shape)
+        if not any(part.counts_uses for part in self.extras):
+            raise retire.lacking("mark_used")
+        slots = check_slots(slots)
+        mask = check_mask(mask, slots.index.shape)
         if slots.index.size == 0:
             return self
-        return retire.on_use(self, slots, self.occupancy.holds(slots) & taken)
+        return retire.on_use(self, slots, self.occupancy.holds(slots) & mask)
 
     def set_version(
         self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
     ) -> Self:
-        self.need("uses_version", "set_version was called, but ")
+        if not any(part.uses_version for part in self.extras):
+            raise retire.lacking("set_version")
         return retire.on_version(self, *retire.check_version(version, session))
 
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
@@ -296,22 +261,22 @@ class Body(SlottedBuffer, Base, Created):
         return self.bound_sampler.support(lax.stop_gradient(self.sampler_state), self.occupancy)
 
     def metrics(self) -> dict[str, Array]:
-        found: dict[str, Array] = {}
+        metrics: dict[str, Array] = {}
         state = lax.stop_gradient(self.sampler_state)
-        sampled = common.ask(self.bound_sampler, "metrics", state, self.occupancy)
-        told: list[tuple[object, dict[str, Array]]] = [
+        sampled = events.query(self.bound_sampler.metrics, state, self.occupancy)
+        reports: list[tuple[object, dict[str, Array]]] = [
             ("the buffer", self._sizes()),
             ("a count of rows", counters.named(self.counter_names, self.counters)),
             # A sampler and an evictor that both use scores report them both.
             (self.sampler, {**self.occupancy.metrics(), **sampled}),
             ("a number of the sampler", self.sampler_numbers()),
         ]
-        told += [
-            (part, common.ask(part, "metrics", kept, self.occupancy))
-            for part, kept in self._parts()
+        reports += [
+            (part, events.query(part.metrics, state, self.occupancy))
+            for part, state in self._parts()
         ]
         owners: dict[str, object] = {}
-        for owner, values in told:
+        for owner, values in reports:
             for name in values:
                 if name in owners:
                     raise ValueError(
@@ -319,35 +284,35 @@ class Body(SlottedBuffer, Base, Created):
                         "or the metric of your own part"
                     )
                 owners[name] = owner
-            found |= values
-        return found
+            metrics |= values
+        return metrics
 
-    def known_values(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of ``set_hyperparameters``, after a check of what is known."""
-        values, named = given.get("values"), dict(given)
-        named.pop("values", None)
+    def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of ``set_hyperparameters`` as one checked mapping, ``values``."""
+        named = dict(arguments)
+        values = named.pop("values", None)
         return {"values": check_values(self.sampler, values, named)}
 
-    def kept_by_values(self) -> tuple[str, ...]:
+    def kept_by_hyperparameters(self) -> tuple[str, ...]:
         """Returns the fields that ``set_hyperparameters`` neither reads nor changes."""
-        hears = any(map(hyperparameters.listens, self.bound_sampler.told))
-        return ("data", "occupancy", "extra_states", *(() if hears else ("sampler_state",)))
+        listens = any(map(hyperparameters.listens, self.bound_sampler.told))
+        return ("data", "occupancy", "extra_states", *(() if listens else ("sampler_state",)))
 
     def set_hyperparameters(
         self, values: Mapping[str, ArrayLike] | None = None, **options: ArrayLike
     ) -> Self:
-        known = check_values(self.sampler, values, options)
-        return self.counting_illegal(*hyperparameters.set_values(self, known))
+        values = check_values(self.sampler, values, options)
+        return self.counting_illegal(*hyperparameters.set_values(self, values))
 
     def with_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, sampler: Sampler
     ) -> Self:
-        common.check_sampler(sampler)
+        check_sampler(sampler)
         if sampler == self.sampler:
             return self
         self.check_fit(sampler, self.extras, self.occupancy)
-        known = lax.stop_gradient(self.by_slot())
-        changed = self.counting_illegal(*hyperparameters.with_sampler(self, sampler, known))
+        by_slot = lax.stop_gradient(self.by_slot())
+        changed = self.counting_illegal(*hyperparameters.with_sampler(self, sampler, by_slot))
         return check_names(changed)
 
     def counting_illegal(self, changed: Self, legal: Bool[Array, ""]) -> Self:
@@ -381,22 +346,20 @@ class Body(SlottedBuffer, Base, Created):
 
     def sampler_numbers(self) -> dict[str, Array]:
         """Returns the numbers of the sampler that vary as scalars."""
-        found: dict[str, Array] = {}
+        scalars: dict[str, Array] = {}
         for name, value in lax.stop_gradient(self.hyperparameters).items():
-            parts = {f"{name}[{i}]": value[i] for i in range(value.size)} if value.ndim else {}
-            found |= parts or {name: value}
-        return found
+            numbered = {f"{name}[{i}]": value[i] for i in range(value.size)} if value.ndim else {}
+            scalars |= numbered or {name: value}
+        return scalars
 
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size}
 
     def _drawn(self, key: PRNGKeyArray, batch_size: int) -> Sample:
         """Returns a batch drawn by the sampler."""
-        rows = common.check_batch_size(batch_size)
+        rows = check_batch_size(batch_size)
         state = lax.stop_gradient(self.sampler_state)
-        return self.gather(
-            self.bound_sampler.draw(state, common.check_key(key), rows, self.occupancy)
-        )
+        return self.gather(self.bound_sampler.draw(state, check_key(key), rows, self.occupancy))
 
     def _counted(self, counts: dict[str, Array]) -> UInt[Array, " K"]:
         """Returns the counters with these counts added."""
@@ -406,14 +369,10 @@ class Body(SlottedBuffer, Base, Created):
         """Returns the extras and their states, through which no gradient flows."""
         return list(zip(self.extras, lax.stop_gradient(self.extra_states), strict=True))
 
-    def _write(self, items: PyTree[Array], row: Int[Array, " R"], event: str, *told: Any) -> Self:
-        """Returns the buffer with new items, or steps, in rows of the storage; parts are told."""
-        data = storage.write(self.data, items, row)
-        return self.replace(data=data, extra_states=self._tell(event, *told))
-
-    def _tell(self, event: str, *told: Any) -> tuple[State, ...]:
-        """Returns the states of all extras after an event, the name of a method of parts."""
-        return tuple(common.hear(part, event, state, *told) for part, state in self._parts())
+    def _notify(self, event: Callable[[Part], Callable[..., State]], *arguments: Any) -> Self:
+        """Notifies all extras; the event is, for example, ``lambda part: part.on_add``."""
+        states = [events.notify(event(part), state, *arguments) for part, state in self._parts()]
+        return self.replace(extra_states=tuple(states))
 
     def _find(self, kind: type[SomePart]) -> tuple[SomePart | None, State]:
         """Returns the part of this class and its state, or ``(None, ())``."""
@@ -421,15 +380,6 @@ class Body(SlottedBuffer, Base, Created):
             if isinstance(part, kind):
                 return part, state
         return None, ()
-
-    def need(self, flag: str, what: str) -> None:
-        """Checks that a part has a flag, ``"counts_uses"`` or ``"uses_version"``.
-
-        Raises:
-            ValueError: If none has it; the message begins with ``what``.
-        """
-        if not any(getattr(part, flag) for part in self.extras):
-            raise ValueError(what + retire.MISSING)
 
     def _cleared(self, init: Callable[[Part], State]) -> Self:
         """Returns the buffer with empty slots, which shares no array with the original.
@@ -442,7 +392,7 @@ class Body(SlottedBuffer, Base, Created):
             occupancy=self.occupancy.clear(),
             sampler_state=self.bound_sampler.init(self.num_slots),
             extra_states=tuple(
-                common.hear(part, "on_clear", state, init(part)) for part, state in self._parts()
+                events.notify(part.on_clear, state, init(part)) for part, state in self._parts()
             ),
         )
         return trees.in_place_of(self, empty)
@@ -455,8 +405,8 @@ def check_names(buffer: SomeBody) -> SomeBody:
         ValueError: If a part that is not one of this library names a reason or a metric like
             something else that ``metrics()`` returns.
     """
-    own = Part.__module__.partition(".")[0]
-    if any(type(part).__module__.partition(".")[0] != own for part in buffer.extras):
+    package = Part.__module__.partition(".")[0]
+    if any(type(part).__module__.partition(".")[0] != package for part in buffer.extras):
         jax.eval_shape(buffer.metrics)
     return buffer
 
@@ -483,13 +433,19 @@ def counter_names(extras: tuple[Part, ...]) -> tuple[str, ...]:
 
 
 def refuse(
-    reasons: dict[str, Bool[Array, "..."]], taken: Bool[Array, "..."], counts: dict[str, Array]
+    reasons: dict[str, Bool[Array, "..."]], mask: Bool[Array, "..."], counts: dict[str, Array]
 ) -> Bool[Array, "..."]:
-    """Returns which of the taken rows are refused, each counted under the first of its reasons."""
+    """Returns a mask of the rows to refuse, each counted under the first of its reasons.
+
+    Args:
+        reasons: A mask of rows for each reason.
+        mask: The rows still to be added.
+        counts: The numbers of rows by reason, to which these are added.
+    """
     none: Array = jnp.uint32(0)
-    refused = jnp.zeros_like(taken)
-    for reason, mask in reasons.items():
-        hit = taken & mask & ~refused
-        counts[reason] = counts.get(reason, none) + jnp.sum(hit, dtype=jnp.uint32)
-        refused |= hit
+    refused = jnp.zeros_like(mask)
+    for reason, illegal in reasons.items():
+        new = mask & illegal & ~refused
+        counts[reason] = counts.get(reason, none) + jnp.sum(new, dtype=jnp.uint32)
+        refused |= new
     return refused

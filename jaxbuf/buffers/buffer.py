@@ -197,15 +197,15 @@ class Buffer:
         del rows
         return [Share(self, self.capacity, 1.0)]
 
-    def known_options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of ``add``, after checks of numbers that are still known."""
-        return given
+    def check_add(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of ``add``, after checks of values that tracing would hide."""
+        return arguments
 
-    def known_values(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of ``set_hyperparameters``, after checks of what is still known."""
-        return given
+    def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of ``set_hyperparameters``, after checks like ``check_add``."""
+        return arguments
 
-    def kept_by_values(self) -> tuple[str, ...]:
+    def kept_by_hyperparameters(self) -> tuple[str, ...]:
         """Returns the fields that ``set_hyperparameters`` neither reads nor changes."""
         return ()
 

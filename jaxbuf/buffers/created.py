@@ -8,8 +8,10 @@ from jaxtyping import Array, PyTree
 from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.core.segment_tree import using_width, width_of
 from jaxbuf.core.storage import has_shapes, like
+from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.moves import Moves
+from jaxbuf.strategies.part import Part
 
 
 class Created(Buffer):
@@ -32,8 +34,8 @@ class Created(Buffer):
     counters: Any
     unit = "items"
     drawn = "items"
-    extras: Any = ()
-    extra_states: Any = ()
+    extras: tuple[Part, ...]
+    extra_states: tuple[State, ...]
     freshness: Any = None
     episodes: Any = None
 

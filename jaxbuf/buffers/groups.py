@@ -10,12 +10,12 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, describe, fields, numbers, sorting, storage, trees
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.program import program
-from jaxbuf.core.random import random_words, scale_word
+from jaxbuf.core.random import check_key, random_words, scale_word
+from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.protocol import Occupancy
 
@@ -63,15 +63,15 @@ def _check_ids(groups: object, num_groups: int) -> Any:
     return ids
 
 
-def _known(buffer: object, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments, after a check of ids that are not known once they are traced."""
+def _check_before(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments, after a check of ids that have no values once they are traced."""
     del buffer
-    if not {"groups", "num_groups"} <= given.keys():
-        return given  # Python says what is missing.
-    groups = given["groups"]
+    if not {"groups", "num_groups"} <= arguments.keys():
+        return arguments  # Python says what is missing.
+    groups = arguments["groups"]
     if np.ndim(groups) == 0:
-        return {**given, "groups": common.check_count("groups", groups)}
-    return {**given, "groups": _check_ids(groups, given["num_groups"])}
+        return {**arguments, "groups": check_count("groups", groups)}
+    return {**arguments, "groups": _check_ids(groups, arguments["num_groups"])}
 
 
 @program(
@@ -79,7 +79,7 @@ def _known(buffer: object, given: dict[str, Any]) -> dict[str, Any]:
     by_value=("groups",),
     buffers=("buffer",),
     keys=("key",),
-    before=_known,
+    before=_check_before,
 )
 def sample_groups(
     buffer: ItemBuffer,
@@ -144,34 +144,34 @@ def sample_groups(
     References:
         Niu et al., DI-engine, its ``group_sample`` and ``padding`` middleware.
     """
-    key = common.check_key(key)
-    num_groups = common.check_count("num_groups", num_groups)
-    size = common.check_count("size", size)
+    key = check_key(key)
+    num_groups = check_count("num_groups", num_groups)
+    size = check_count("size", size)
     checks.check_choice("order", order, get_args(Order))
     checks.check_choice("padding", padding, get_args(Padding))
     checks.check_kind("buffer", buffer, ItemBuffer, "an ItemBuffer")
     buffer = trees.on_device(buffer)
     ids = fields.need(buffer.data, group, "group", "items have")
     if not isinstance(ids, jax.Array) or not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim > 1:
-        found = getattr(ids, "dtype", "no array"), getattr(ids, "shape", (0,))[1:]
+        dtype, shape = getattr(ids, "dtype", "no array"), getattr(ids, "shape", (0,))[1:]
         raise ValueError(
-            f"group is {group!r}, which is {found[0]} of shape {found[1]} in an item; expected one "
+            f"group is {group!r}, which is {dtype} of shape {shape} in an item; expected one "
             "integer"
         )
     replacement = checks.check_flag("replacement", replacement)
-    wanted = None if np.ndim(groups) == 0 else _check_ids(groups, num_groups)
-    count = common.check_count("groups", groups) if wanted is None else wanted.shape[0]
+    group_ids = None if np.ndim(groups) == 0 else _check_ids(groups, num_groups)
+    count = check_count("groups", groups) if group_ids is None else group_ids.shape[0]
 
     draw_key, order_key, *pad_keys = jax.random.split(key, 3 if padding == "random" else 2)
     slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
     live = buffer.occupancy.live(slot)
     inside = (ids >= 0) & (ids < num_groups)
     name = jnp.where(live & inside, ids.astype(jnp.int32), num_groups)  # [N]
-    if wanted is None:
-        some = jnp.zeros((num_groups + 1,), bool).at[name].set(True)[:num_groups]
-        chosen, exists = _draw_groups(draw_key, some, count, replacement)  # [B]
+    if group_ids is None:
+        filled = jnp.zeros((num_groups + 1,), bool).at[name].set(True)[:num_groups]
+        chosen, exists = _draw_groups(draw_key, filled, count, replacement)  # [B]
     else:
-        chosen = storage.check_rows(wanted, "groups", (count,), np.int32, "(B,)")
+        chosen = storage.check_rows(group_ids, "groups", (count,), np.int32, "(B,)")
         exists = (chosen >= 0) & (chosen < num_groups)
     # Rows of the same group share one of the rows as the number of their group.
     row = jnp.arange(count, dtype=jnp.int32)
@@ -181,26 +181,26 @@ def sample_groups(
         slot = _by_age(buffer.occupancy, slot, live)
     members = _Members.of(number[name[slot]], count, size)
     number = number.at[chosen].get(mode="clip")
-    held = jnp.where(exists, members.held(number), 0)  # [B]
+    num_items = jnp.where(exists, members.sizes(number), 0)  # [B]
 
-    place = jnp.arange(size, dtype=jnp.int32)[None]
+    column = jnp.arange(size, dtype=jnp.int32)[None]
     if order == "random":
-        rank = _shuffled(random_words(order_key, (count, size)), held)
+        rank = _shuffled(random_words(order_key, (count, size)), num_items)
     else:
-        starts = jnp.maximum(held - size, 0) + 1
+        starts = jnp.maximum(num_items - size, 0) + 1
         start = scale_word(random_words(order_key, (count,)), starts.astype(jnp.uint32))
-        rank = start.astype(jnp.int32)[:, None] + place
-    valid = place < held[:, None]
+        rank = start.astype(jnp.int32)[:, None] + column  # [B, K]
+    valid = column < num_items[:, None]
     for pad_key in pad_keys:
         # All items of a group that is too small were drawn, so any item of it may be repeated.
-        spare = scale_word(random_words(pad_key, (count, size)), held[:, None].astype(jnp.uint32))
-        rank = jnp.where(valid, rank, spare.astype(jnp.int32))
-        valid = jnp.broadcast_to(held[:, None] > 0, valid.shape)
-    at = members.at(number, rank)  # [B, K]
-    index = jnp.where(valid, slot.at[at].get(mode="clip"), buffer.capacity)
-    rows = storage.read(buffer.data, index.reshape(-1))
+        most = num_items[:, None].astype(jnp.uint32)
+        again = scale_word(random_words(pad_key, (count, size)), most)
+        rank = jnp.where(valid, rank, again.astype(jnp.int32))
+        valid = jnp.broadcast_to(num_items[:, None] > 0, valid.shape)
+    position = members.at(number, rank)  # [B, K]
+    index = jnp.where(valid, slot.at[position].get(mode="clip"), buffer.capacity)
     return Groups(
-        data=jax.tree.map(lambda leaf: leaf.reshape(count, size, *leaf.shape[1:]), rows),
+        data=storage.read(buffer.data, index),
         slots=Slots(index=index, generation=buffer.occupancy.generation(index)),
         group=jnp.where(exists, chosen, num_groups),
         valid=valid,
@@ -209,10 +209,10 @@ def sample_groups(
 
 
 class _Members(NamedTuple):
-    """The members of ``B`` groups among ``N`` places, counted in ``M`` blocks of ``W`` places.
+    """The members of ``B`` groups among ``N`` slots, counted in ``M`` blocks of ``W`` slots.
 
     Attributes:
-        number: The number of the group of each place, ``[M, W]``; ``B`` for none of them.
+        number: The number of the group of each slot, ``[M, W]``; ``B`` for none of them.
         until: The number of members of each group up to the end of each block, ``[B, M]``.
     """
 
@@ -222,7 +222,7 @@ class _Members(NamedTuple):
     @classmethod
     def of(cls, number: Int[Array, " N"], groups: int, size: int) -> "_Members":
         """Counts the members, to look up about ``size`` of each group."""
-        # A lookup compares with all blocks and with all places of one.
+        # A lookup compares with all blocks, and with all slots of one block.
         width = max(math.isqrt(number.shape[0] // size), 1)
         padding = (0, -number.shape[0] % width)
         number = jnp.pad(number, padding, constant_values=groups).reshape(-1, width)
@@ -231,12 +231,12 @@ class _Members(NamedTuple):
         counts = counts.at[number, block].add(1, mode="drop")
         return cls(number, jnp.cumsum(counts, axis=1, dtype=jnp.int32))
 
-    def held(self, number: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Returns how many members some groups have."""
+    def sizes(self, number: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Returns the number of members of each group."""
         return self.until.at[number, -1].get(mode="clip")
 
     def at(self, number: Int[Array, " B"], rank: Int[Array, "B K"]) -> Int[Array, "B K"]:
-        """Returns the places of members by their rank; arbitrary if there are not as many."""
+        """Returns the positions of members by their rank; arbitrary if there are not as many."""
         until = self.until.at[number].get(mode="clip")[:, None]  # [B, 1, M]
         passed = until <= rank[..., None]  # [B, K, M]
         block = jnp.sum(passed, axis=-1, dtype=jnp.int32)
@@ -247,18 +247,18 @@ class _Members(NamedTuple):
 
 
 def _draw_groups(
-    key: PRNGKeyArray, some: Bool[Array, " G"], count: int, replacement: bool
+    key: PRNGKeyArray, filled: Bool[Array, " G"], count: int, replacement: bool
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Draws groups that have items, and returns them with a mask of the rows that hold one."""
-    total = jnp.sum(some, dtype=jnp.int32)
+    total = jnp.sum(filled, dtype=jnp.int32)
     if replacement:
         rank = scale_word(random_words(key, (count,)), total.astype(jnp.uint32)).astype(jnp.int32)
-        until = jnp.cumsum(some, dtype=jnp.int32)
+        until = jnp.cumsum(filled, dtype=jnp.int32)
         group = jnp.searchsorted(until, rank, side="right").astype(jnp.int32)
-        return jnp.minimum(group, some.size - 1), jnp.broadcast_to(total > 0, (count,))
+        return jnp.minimum(group, filled.size - 1), jnp.broadcast_to(total > 0, (count,))
     # The groups with the smallest words, none of which is that of a group without items.
-    word = jnp.where(some, jnp.maximum(~random_words(key, some.shape), 1), 0)
-    _, group = sorting.largest(word, min(count, some.size))
+    word = jnp.where(filled, jnp.maximum(~random_words(key, filled.shape), 1), 0)
+    _, group = sorting.largest(word, min(count, filled.size))
     row = jnp.arange(count, dtype=jnp.int32)
     return group.at[row].get(mode="clip"), row < total
 
@@ -267,39 +267,39 @@ def _by_age(
     occupancy: Occupancy, slot: Int[Array, " N"], live: Bool[Array, " N"]
 ) -> Int[Array, " N"]:
     """Returns the slots in the order of their items' ages, oldest first."""
-    found = occupancy.in_order()
-    if found is not None:
-        return found[0]
+    ordered = occupancy.in_order()
+    if ordered is not None:
+        return ordered[0]
     # Of two generations the later is larger, unless they have wrapped in between.
     generation = occupancy.generation(slot)
     return sorting.order(generation - generation[jnp.argmax(live)] + jnp.uint32(2**31))
 
 
-def _shuffled(words: UInt[Array, "B K"], held: Int[Array, " B"]) -> Int[Array, "B K"]:
-    """Returns the first ``K`` cards of shuffled decks of ``held`` cards; arbitrary past their end.
+def _shuffled(words: UInt[Array, "B K"], size: Int[Array, " B"]) -> Int[Array, "B K"]:
+    """Returns the first ``K`` cards of shuffled decks of ``size`` cards; arbitrary past their end.
 
     This is Fisher and Yates' method without storing the deck: it keeps only the card that each swap
     puts back.
     """
-    none = vary_with(jnp.full(words.shape, -1, jnp.int32), words, held)
+    none = vary_with(jnp.full(words.shape, -1, jnp.int32), words, size)
 
     def swap(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         spots, cards, drawn = carry
 
-        def look(spot: Int[Array, " B"]) -> Int[Array, " B"]:
+        def card_at(spot: Int[Array, " B"]) -> Int[Array, " B"]:
             """Returns the card at a spot: the last one put there, or its own."""
             turn = jnp.arange(words.shape[1], dtype=jnp.int32)[None]
             last = jnp.max(jnp.where(spots == spot[:, None], turn, -1), axis=1, keepdims=True)
             card = jnp.take_along_axis(cards, jnp.maximum(last, 0), axis=1)
             return jnp.where(last < 0, spot[:, None], card)[:, 0]
 
-        left = jnp.maximum(held - j, 1).astype(jnp.uint32)
+        left = jnp.maximum(size - j, 1).astype(jnp.uint32)
         spot = j + scale_word(words[:, j], left).astype(jnp.int32)
-        swapped = look(jnp.full_like(spot, j))
+        swapped = card_at(jnp.full_like(spot, j))
         return (
             spots.at[:, j].set(spot),
             cards.at[:, j].set(swapped),
-            drawn.at[:, j].set(look(spot)),
+            drawn.at[:, j].set(card_at(spot)),
         )
 
     return lax.fori_loop(0, words.shape[1], swap, (none, none, none))[2]

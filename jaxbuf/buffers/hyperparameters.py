@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers import events
 from jaxbuf.buffers.base import Base
 from jaxbuf.core import hyperparameters
 from jaxbuf.core.segment_tree import using_width, width_of
@@ -21,7 +21,7 @@ def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, 
     """Sets numbers of the sampler, all of them or none.
 
     Returns:
-        The buffer, and whether all values are legal; if not, it has those of before.
+        The buffer, and whether all values are legal; otherwise it keeps the previous ones.
     """
     legal = hyperparameters.are_legal(buffer.sampler, values)
     before = buffer.hyperparameters
@@ -33,24 +33,24 @@ def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, 
     if not any(map(listens, buffer.bound_sampler.told)):
         return buffer, legal
 
-    def hear(sampler: Sampler, state: State) -> State:
-        return common.hear(sampler, "on_hyperparameters", state) if listens(sampler) else state
+    def notify(sampler: Sampler, state: State) -> State:
+        return events.notify(sampler.on_hyperparameters, state) if listens(sampler) else state
 
     old = lax.stop_gradient(buffer.sampler_state)
-    new = buffer.bound_sampler.map_state(old, hear)
+    new = buffer.bound_sampler.map_state(old, notify)
     state = jax.tree.map(lambda a, b: jnp.where(legal, a, b), new, old)
     return buffer.replace(sampler_state=state), legal
 
 
 def with_sampler(
-    buffer: AnyBuffer, sampler: Sampler, known: dict[str, Array]
+    buffer: AnyBuffer, sampler: Sampler, by_slot: dict[str, Array]
 ) -> tuple[AnyBuffer, Bool[Array, ""]]:
     """Returns a buffer with the same items under another sampler, whose configuration fits.
 
     Args:
         buffer: The buffer.
         sampler: The sampler.
-        known: The priorities, or scores, of all slots that the buffer knows, by name.
+        by_slot: The ``priority`` or the ``score`` of each slot, ``[N]``, as far as it has one.
 
     Returns:
         The buffer, and whether all of the sampler's first values are legal.
@@ -58,15 +58,15 @@ def with_sampler(
     Raises:
         ValueError: If the sampler needs scores that nothing in the buffer keeps.
     """
-    held, values, legal = hyperparameters.split(sampler)
-    new = hyperparameters.bind(held, values)
+    sampler, values, legal = hyperparameters.split(sampler)
+    new = hyperparameters.bind(sampler, values)
     slots = buffer.occupancy.num_slots
     slot = jnp.arange(slots, dtype=jnp.int32)
     added = jnp.where(buffer.occupancy.live(slot), slot, slots)
     old_state = lax.stop_gradient(buffer.sampler_state)
     old = [
-        (name, of_before, state)
-        for (name, _), (of_before, state) in zip(
+        (name, bound, state)
+        for (name, _), (bound, state) in zip(
             _inside(buffer.sampler, old_state),
             _inside(buffer.bound_sampler, old_state),
             strict=True,
@@ -75,7 +75,7 @@ def with_sampler(
 
     def state_of(name: Sampler, sampler: Sampler, empty: State) -> State:
         """Returns the state of one of the samplers, which is called ``name`` without numbers."""
-        value = known.get("score" if sampler.uses_score else "priority")
+        value = by_slot.get("score" if sampler.uses_score else "priority")
         if sampler.uses_score and value is None:
             raise ValueError(
                 f"{sampler} draws by score, but nothing in this buffer keeps the scores of items; "
@@ -83,45 +83,43 @@ def with_sampler(
             )
         if not (sampler.uses_score or sampler.uses_priority):
             value = None
-        at = next((i for i, (before, *_) in enumerate(old) if before == name), None)
-        if at is None:
+        i = next((i for i, (before, *_) in enumerate(old) if before == name), None)
+        if i is None:
             nothing = jnp.zeros((0,), jnp.int32)
-            return common.hear(sampler, "on_change", empty, added, value, nothing)
-        _, before, state = old.pop(at)
+            return events.notify(sampler.on_change, empty, added, value, nothing)
+        _, before, state = old.pop(i)
         if not hyperparameters.varies_now(sampler):
             return state
-        # The numbers may be others: then items have the same priorities under these.
-        after = (
-            state if value is None else common.hear(sampler, "set_priority", state, added, value)
-        )
-        after = common.hear(sampler, "on_hyperparameters", after)
+        # If the numbers differ, items have the same priorities under the new ones.
+        after = state if value is None else events.notify(sampler.set_priority, state, added, value)
+        after = events.notify(sampler.on_hyperparameters, after)
         same = jnp.stack([jnp.all(a == b) for a, b in _numbers(before, sampler)])
         return jax.tree.map(lambda a, b: jnp.where(jnp.all(same), a, b), state, after)
 
     with using_width(width_of(buffer)):
         empty = new.init(slots)
-        names = iter([name for name, _ in _inside(held, empty)])
+        names = iter([name for name, _ in _inside(sampler, empty)])
         state = new.map_state(empty, lambda inner, blank: state_of(next(names), inner, blank))
-    changed = buffer.replace(sampler=held, sampler_state=state, hyperparameters=values)
+    changed = buffer.replace(sampler=sampler, sampler_state=state, hyperparameters=values)
     return changed, legal
 
 
 def listens(sampler: Sampler) -> bool:
-    """Returns whether a bound sampler has to hear of its numbers."""
-    hears = type(sampler).on_hyperparameters is not Sampler.on_hyperparameters
-    return hears and hyperparameters.varies_now(sampler)
+    """Returns whether a bound sampler is notified when its numbers change."""
+    overrides = type(sampler).on_hyperparameters is not Sampler.on_hyperparameters
+    return overrides and hyperparameters.varies_now(sampler)
 
 
 def _inside(sampler: Sampler, state: State) -> list[tuple[Sampler, State]]:
     """Returns the samplers that a sampler is made of, each with its state."""
-    found: list[tuple[Sampler, State]] = []
+    samplers: list[tuple[Sampler, State]] = []
 
-    def note(inner: Sampler, state: State) -> State:
-        found.append((inner, state))
+    def append(inner: Sampler, state: State) -> State:
+        samplers.append((inner, state))
         return state
 
-    sampler.map_state(state, note)
-    return found
+    sampler.map_state(state, append)
+    return samplers
 
 
 def _numbers(before: Sampler, after: Sampler) -> list[tuple[Any, Any]]:

@@ -10,7 +10,18 @@ from flax import struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers import events
+from jaxbuf.buffers.arguments import (
+    check_evictor,
+    check_parts,
+    check_priority,
+    check_removes,
+    check_sampler,
+    check_version_used,
+    check_wanted,
+    needs_order,
+    needs_priority,
+)
 from jaxbuf.buffers.body import Body, beginning, check_names, refuse
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Sample
@@ -99,9 +110,9 @@ class ItemBuffer(Body):
                 of age that the evictor does not keep.
         """
         capacity = sizes.check_count("capacity", capacity)
-        common.check_sampler(sampler)
-        common.check_evictor(evictor)
-        extras = common.check_parts(parts, freshness=freshness, diversity=diversity)
+        check_sampler(sampler)
+        check_evictor(evictor)
+        extras = check_parts(parts, freshness=freshness, diversity=diversity)
         for part in extras:
             if not part.of_items:
                 raise ValueError(f"an ItemBuffer cannot have {part}, which is a part for windows")
@@ -122,11 +133,11 @@ class ItemBuffer(Body):
 
     @staticmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
-        """Checks that a sampler can be told what the parts do, and ages if it needs them."""
+        """Checks that a sampler can remove items if a part does, and has ages if it uses them."""
         if any(part.removes for part in extras):
-            common.check_removes(sampler, "an item retires")
+            check_removes(sampler, "an item retires")
         if sampler.uses_age:
-            common.needs_order(occupancy, f"{sampler}")
+            needs_order(occupancy, f"{sampler}")
 
     @property
     def capacity(self) -> int:
@@ -160,7 +171,7 @@ class ItemBuffer(Body):
     @program(keeps=("data",))
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether at least ``batch_size`` items can be drawn."""
-        return self.support().count >= common.check_wanted(batch_size)
+        return self.support().count >= check_wanted(batch_size)
 
     def add(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -172,8 +183,8 @@ class ItemBuffer(Body):
         session: Int[ArrayLike, " B"] | None = None,
         mask: Bool[ArrayLike, " B"] | None = None,
     ) -> Self:
-        given = {"priority": priority, "score": score, "version": version, "session": session}
-        return self.insert(items, mask=mask, **given)[0]
+        options = {"priority": priority, "score": score, "version": version, "session": session}
+        return self.insert(items, mask=mask, **options)[0]
 
     def insert(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -187,12 +198,13 @@ class ItemBuffer(Body):
     ) -> tuple[Self, Slots]:
         items, rows, value, illegal = self._check(items, priority, score, version, session, mask)
         if rows.shape == (0,):
-            nowhere = jnp.zeros((0,), jnp.int32)
-            return self, Slots(nowhere, self.occupancy.generation(nowhere))
+            none = jnp.zeros((0,), jnp.int32)
+            return self, Slots(none, self.occupancy.generation(none))
         rows, counts = self._admit(rows, illegal)
         occupancy, index = self.occupancy.place(rows.shape[0], rows.mask, rows.score)
-        buffer = self._write(items, index, "on_add", index, rows)
-        buffer = common.change(buffer, occupancy, added=index, value=value)
+        buffer = self.replace(data=storage.write(self.data, items, index))
+        buffer = buffer._notify(lambda part: part.on_add, index, rows)
+        buffer = events.change(buffer, occupancy, added=index, value=value)
         slots = Slots(index, occupancy.generation(index))
         return buffer.replace(counters=self._counted(counts)), slots
 
@@ -206,7 +218,7 @@ class ItemBuffer(Body):
             raise ValueError("envs was given, but an ItemBuffer has no environments; leave it out")
         return self._cleared(lambda part: part.init(self.data, self.capacity))
 
-    def route(self, operation: Operation, given: dict[str, Any]) -> Any:
+    def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Raises an error, since all other operations are of environments."""
         raise operation.lacking(self, "use a jaxbuf.TrajectoryBuffer, which has environments")
 
@@ -215,7 +227,7 @@ class ItemBuffer(Body):
         return {**super().options(), "evictor": self.evictor}
 
     def room(self, sequence_length: int | None = None) -> tuple[int, str]:
-        """Returns how many items a batch can come from, and a text with this number."""
+        """Returns the number of items that a batch can come from, and a text about this number."""
         del sequence_length
         reach = self.sampler.reach(self.capacity)
         text = "capacity is {}" if reach == self.capacity else "sampler draws from the newest {}"
@@ -229,7 +241,7 @@ class ItemBuffer(Body):
         if illegal:
             rows = rows.without(refuse(illegal, rows.taken, counts))
         for part, state in self._parts():
-            if reasons := common.ask(part, "refuse", state, rows, self.occupancy):
+            if reasons := events.query(part.refuse, state, rows, self.occupancy):
                 rows = rows.without(refuse(reasons, rows.taken, counts))
         return rows, counts | {"adds": rows.count}
 
@@ -237,34 +249,29 @@ class ItemBuffer(Body):
         return storage.read(self.data, index)
 
     @property
-    def have(self) -> str:
-        """The beginning of an error about fields."""
-        return "items have"
-
-    @property
     def step_axes(self) -> tuple[int, ...]:
         """The axis of the steps of a window, which items do not have."""
         return ()
 
     @property
-    def _places(self) -> ItemOccupancy:
+    def layout(self) -> ItemOccupancy:
         return self.occupancy
 
     @property
-    def _score_users(self) -> list[object]:
+    def score_users(self) -> list[object]:
         parts = (self.sampler, self.evictor, *self.extras)
         return [part for part in parts if part.uses_score]
 
-    def _stored(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
+    def rows_of(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
         return index
 
-    def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
         return self.occupancy.live(row)
 
-    def _some_row(self) -> Int[Array, ""]:
+    def any_row(self) -> Int[Array, ""]:
         return self.occupancy.draw(jnp.zeros((1,), jnp.uint32))[0]
 
-    def _written(
+    def for_parts(
         self, row: Int[Array, " B"], items: PyTree[Array]
     ) -> tuple[Int[Array, " B"], Rows]:
         return row, Rows(items=items, shape=row.shape, mask=row < self.capacity)
@@ -286,19 +293,19 @@ class ItemBuffer(Body):
         """
         items, (count,) = storage.check(self.data, items, "items", ("B",))
         shape = (count,)
-        common.check_version_used(self.extras, version, session)
-        if score is None and self._score_users:
+        check_version_used(self.extras, version, session)
+        if score is None and self.score_users:
             raise ValueError(
-                f"{self._score_users[0]} uses the score of items; pass score=[B] to add"
+                f"{self.score_users[0]} uses the score of items; pass score=[B] to add"
             )
-        if score is not None and not self._score_users:
+        if score is not None and not self.score_users:
             raise ValueError(
                 f"score was given, but neither {self.sampler} nor {self.evictor} uses it; leave it "
                 "out or choose one that does"
             )
         if priority is not None:
-            common.needs_priority(self.sampler, "priority was given")
-            priority = common.check_priority(priority, shape, "(B,)")
+            needs_priority(self.sampler, "priority was given")
+            priority = check_priority(priority, shape, "(B,)")
 
         def per_row(value: Numbers | None, name: str, dtype: type[np.generic]) -> Array | None:
             return None if value is None else storage.check_rows(value, name, shape, dtype, "(B,)")

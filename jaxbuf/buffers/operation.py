@@ -1,4 +1,4 @@
-"""Operations of buffers: said once, beside their signatures and docstrings, what they are."""
+"""Descriptions of operations, which stand beside the signatures and docstrings of these."""
 
 import dataclasses
 import functools
@@ -69,10 +69,11 @@ class Operation:
         Raises:
             TypeError: If an argument is missing, or one is given that the operation does not take.
         """
-        given = dict(zip(self.names, args, strict=False)) | options
-        known = given.keys() <= self.parameters.keys() or "options" in self.parameters
-        if known and len(given) == len(args) + len(options) and given.keys() >= {*self.required}:
-            return given
+        arguments = dict(zip(self.names, args, strict=False)) | options
+        once = len(arguments) == len(args) + len(options)
+        taken = arguments.keys() <= self.parameters.keys() or "options" in self.parameters
+        if once and taken and arguments.keys() >= {*self.required}:
+            return arguments
         try:
             inspect.signature(self.declared).bind(buffer, *args, **options)
         except TypeError as error:
@@ -80,16 +81,16 @@ class Operation:
             raise TypeError(f"{type(buffer).__name__}.{self.name}() {error}{door}") from None
         raise AssertionError(self.name)
 
-    def of(self, buffer: Any, given: dict[str, Any]) -> Any:
+    def of(self, buffer: Any, arguments: dict[str, Any]) -> Any:
         """Returns the result of the operation of another buffer, for arguments by name."""
-        args, options = self.split(given)
+        args, options = self.split(arguments)
         return getattr(buffer, self.name)(*args, **options)
 
-    def split(self, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def split(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Returns the required arguments, and those of the others that are not None, by name."""
-        others = [name for name in given if name not in self.required]
-        options = {name: given[name] for name in others if given[name] is not None}
-        return [given[name] for name in self.required], options
+        others = [name for name in arguments if name not in self.required]
+        options = {name: arguments[name] for name in others if arguments[name] is not None}
+        return [arguments[name] for name in self.required], options
 
     def lacking(self, buffer: object, remedy: str) -> ValueError:
         """Returns an error that says what to use in place of an operation that a buffer lacks."""
@@ -97,11 +98,11 @@ class Operation:
             f"{self.name} was called, but {checks.kind_of(buffer)} has none; {remedy}"
         )
 
-    def as_program(self, own: Callable[P, R]) -> Callable[P, R]:
+    def as_program(self, method: Callable[P, R]) -> Callable[P, R]:
         """Returns a method that performs the operation, as a program."""
-        method = program(**self.about)(own)
-        vars(method)["operation"] = self
-        return method
+        call = program(**self.about)(method)
+        vars(call)["operation"] = self
+        return call
 
 
 def operation(
@@ -120,12 +121,12 @@ def operation(
     """
 
     def decorate(declared: Callable[P, R]) -> Callable[P, R]:
-        made = Operation(declared, about, slots, needs, changes, rows, by_member)
+        description = Operation(declared, about, slots, needs, changes, rows, by_member)
 
         @functools.wraps(declared)
         def routed(self: Any, *args: Any, **options: Any) -> Any:
-            return self.route(made, made.bind(self, args, options))
+            return self.route(description, description.bind(self, args, options))
 
-        return made.as_program(routed)
+        return description.as_program(routed)
 
     return decorate

@@ -27,13 +27,13 @@ def check_options(
         ValueError: If ``buffer`` is not a pytree with such a method, or the method does not take
             an option.
     """
-    own = _methods(type(buffer)).get(method)
-    if own is None or hasattr(own, "remedy") or jax.tree_util.all_leaves([buffer]):
+    function = _methods(type(buffer)).get(method)
+    if function is None or hasattr(function, "remedy") or jax.tree_util.all_leaves([buffer]):
         raise ValueError(f"{argument} is {_no_buffer(buffer, method)}")
-    parameters = _parameters(own) if options else {}
+    parameters = _parameters(function) if options else {}
     # A method with ``**options`` takes any, and checks them itself.
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return own
+        return function
     for name in options:
         if name not in parameters:
             takes = [
@@ -42,12 +42,10 @@ def check_options(
                 if parameter.kind is parameter.KEYWORD_ONLY
                 or parameter.default is not parameter.empty
             ]
-            known = f", for its {method} takes {', '.join(takes)}" if takes else ""
+            hint = f", for its {method} takes {', '.join(takes)}" if takes else ""
             owner = checks.kind_of(buffer)
-            raise ValueError(
-                f"{name} was given, but {owner} has no use for it; leave it out{known}"
-            )
-    return own
+            raise ValueError(f"{name} was given, but {owner} has no use for it; leave it out{hint}")
+    return function
 
 
 @functools.lru_cache(maxsize=1024)

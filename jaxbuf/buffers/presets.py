@@ -4,9 +4,10 @@ from typing import Any
 
 from jaxtyping import PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers.arguments import check_sampler
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
+from jaxbuf.core.random import check_key
 from jaxbuf.strategies.diversity import Diversity, Field
 from jaxbuf.strategies.evictors import Lowest, Reservoir
 from jaxbuf.strategies.protocols import Sampler
@@ -159,7 +160,7 @@ def reservoir(
         >>> bool(jnp.abs(buffer.data.mean() - 5000) < 1000)
         True
     """
-    common.check_sampler(sampler)
+    check_sampler(sampler)
     if sampler.uses_score:
         raise ValueError(
             f"sampler is {sampler}, which draws by score, but a reservoir has lots in place of "
@@ -169,7 +170,7 @@ def reservoir(
     if key is None:
         return buffer
     lots: Any = buffer.occupancy
-    return buffer.replace(occupancy=lots.with_key(common.check_key(key)))
+    return buffer.replace(occupancy=lots.with_key(check_key(key)))
 
 
 def _by_score(temperature: float | None, fallback: bool) -> Uniform | Softmax:

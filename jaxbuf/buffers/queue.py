@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers.arguments import check_batch_size, check_wanted
 from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.options import absent
 from jaxbuf.buffers.sample import Sample
@@ -53,6 +53,7 @@ class Queue(Created, struct.PyTreeNode):
     counters: UInt[Array, " 3"]
 
     is_queue = True
+    extras = extra_states = ()
 
     __repr__ = describe.text
     _repr_html_ = describe.rich
@@ -90,11 +91,11 @@ class Queue(Created, struct.PyTreeNode):
 
     def can_add(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether ``batch_size`` more items fit."""
-        return self.capacity - self.size >= common.check_wanted(batch_size)
+        return self.capacity - self.size >= check_wanted(batch_size)
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether the queue holds at least ``batch_size`` items."""
-        return self.size >= common.check_wanted(batch_size)
+        return self.size >= check_wanted(batch_size)
 
     def accepts(self, rows: int, mask: Bool[Array, " B"] | None = None) -> Bool[Array, " B"]:
         """Returns a mask of the rows that ``add`` would accept now: the first ones that fit.
@@ -134,11 +135,11 @@ class Queue(Created, struct.PyTreeNode):
         if mask is not None:
             mask = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
             offered = jnp.sum(mask, dtype=jnp.uint32)
-        taken = self.accepts(rows, mask)
+        accepted = self.accepts(rows, mask)
         if rows == 0:
             return self
-        occupancy, index = self.occupancy.place(rows, taken, None)
-        added = jnp.sum(taken, dtype=jnp.uint32)
+        occupancy, index = self.occupancy.place(rows, accepted, None)
+        added = jnp.sum(accepted, dtype=jnp.uint32)
         return self.replace(
             data=storage.write(self.data, items, index),
             occupancy=occupancy,
@@ -161,7 +162,7 @@ class Queue(Created, struct.PyTreeNode):
         Raises:
             ValueError: If ``batch_size`` is not an integer of at least 1.
         """
-        rows, size = common.check_batch_size(batch_size), self.size
+        rows, size = check_batch_size(batch_size), self.size
         row = jnp.arange(rows, dtype=jnp.int32)
         valid = row < size
         oldest = self.occupancy.position - size

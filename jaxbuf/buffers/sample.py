@@ -11,7 +11,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.buffer import Share, as_buffer
 from jaxbuf.buffers.options import check_options
 from jaxbuf.core import checks, describe, storage
@@ -186,18 +186,18 @@ def importance_weights(
     if normalize is not None and (
         not isinstance(normalize, str) or normalize not in get_args(Normalize)
     ):
-        given = checks.name_of(normalize)
-        raise ValueError(f'normalize is {given}; choose "batch", "buffer", "mean" or None')
+        name = checks.name_of(normalize)
+        raise ValueError(f'normalize is {name}; choose "batch", "buffer", "mean" or None')
     check_options(buffer, "support", {})
     check_sample("sample", sample)
     if not isinstance(beta, jax.Array | np.ndarray):
         beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
     # Relative to the largest weight of the batch they do not depend on the buffer.
-    whole = None if normalize == "batch" and within is None else buffer
-    slots = None if within is None else common.check_slots(sample.slots, "sample.slots")
+    needed = None if normalize == "batch" and within is None else buffer
+    slots = None if within is None else check_slots(sample.slots, "sample.slots")
     # Each device of a ``Sharded`` inside ``shard_map`` holds a part of the batch.
     axes = as_buffer(buffer).batch_axes
-    return _weights(whole, sample.probability, sample.valid, beta, normalize, axes, slots)
+    return _weights(needed, sample.probability, sample.valid, beta, normalize, axes, slots)
 
 
 @program(static=("normalize", "axes"), buffers=("buffer",))
@@ -219,7 +219,7 @@ def _weights(
     probability = jnp.where(valid, jnp.maximum(probability, tiny), 1.0)
     if slots is not None:
         shares = as_buffer(buffer).shares(probability.shape[0])
-        counts, least = _known_of(shares, normalize)
+        counts, least = _counts_of(shares, normalize)
         # The share of the part cancels out, so that only the draw within the part counts.
         scale = counts / np.asarray([share.fraction or 1.0 for share in shares], np.float32)
         ratio = probability * scale.at[_part_of(slots, shares)].get(mode="clip")
@@ -245,7 +245,7 @@ def _part_of(slots: Slots, shares: list[Share]) -> Int[Array, " B"]:
     return jnp.sum(slots.index[:, None] >= ends[None], axis=1, dtype=jnp.int32)
 
 
-def _known_of(
+def _counts_of(
     shares: list[Share], normalize: Normalize | None
 ) -> tuple[Float[Array, " S"], Float[Array, ""]]:
     """Returns the items of each share, and the least of ``N · P`` if the weights need it, or 1.
@@ -257,9 +257,9 @@ def _known_of(
     for buffer, _, fraction in shares:
         count, least = jnp.float32(1), jnp.float32(1)
         if buffer is not None and normalize in ("buffer", "mean"):
-            known = buffer.support()
-            count = known.count if normalize == "mean" else buffer.occupancy.size
-            least = jnp.asarray(known.least_probability)
+            support = buffer.support()
+            count = support.count if normalize == "mean" else buffer.occupancy.size
+            least = jnp.asarray(support.least_probability)
         elif buffer is not None:
             count = buffer.occupancy.size
         # A part without items gives no rows.

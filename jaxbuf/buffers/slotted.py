@@ -7,8 +7,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
 
+from jaxbuf.buffers.arguments import Where
 from jaxbuf.buffers.buffer import Buffer
-from jaxbuf.buffers.lookups import Where
 from jaxbuf.buffers.operation import Operation, operation
 from jaxbuf.buffers.sample import Sample, Steps
 from jaxbuf.core.slots import Slots
@@ -61,18 +61,6 @@ class PartOptions(TypedDict, total=False):
     part: int | None
 
 
-def _known_options(buffer: Buffer, given: dict[str, Any]) -> dict[str, Any]:
-    return buffer.known_options(given)
-
-
-def _known_values(buffer: Buffer, given: dict[str, Any]) -> dict[str, Any]:
-    return buffer.known_values(given)
-
-
-def _kept_by_values(buffer: Buffer) -> tuple[str, ...]:
-    return buffer.kept_by_values()
-
-
 class SlottedBuffer(Buffer):
     """A buffer whose items, or windows, are named by slots.
 
@@ -82,17 +70,17 @@ class SlottedBuffer(Buffer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name, own in list(vars(cls).items()):
+        for name, method in list(vars(cls).items()):
             operation = getattr(vars(SlottedBuffer).get(name), "operation", None)
-            if operation is not None and not hasattr(own, "operation"):
-                setattr(cls, name, operation.as_program(own))
+            if operation is not None and not hasattr(method, "operation"):
+                setattr(cls, name, operation.as_program(method))
 
-    def route(self, operation: Operation, given: dict[str, Any]) -> Any:
+    def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Performs an operation that this class does not override.
 
         Args:
             operation: The operation.
-            given: The arguments that were given, by name.
+            arguments: The arguments that the caller passed, by name.
 
         Raises:
             ValueError: If the buffer lacks it; the message says what to use.
@@ -103,7 +91,7 @@ class SlottedBuffer(Buffer):
         by_member=False,
         static=("part",),
         stored=("items", "steps"),
-        before=_known_options,
+        before=lambda buffer, arguments: buffer.check_add(arguments),
         dtypes=DTYPES,
         infinite=INFINITE,
     )
@@ -146,7 +134,7 @@ class SlottedBuffer(Buffer):
         by_member=False,
         static=("part",),
         stored=("items",),
-        before=_known_options,
+        before=lambda buffer, arguments: buffer.check_add(arguments),
         dtypes=DTYPES,
         infinite=INFINITE,
     )
@@ -881,7 +869,12 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(by_member=False, static=("part",), before=_known_values, keeps=_kept_by_values)
+    @operation(
+        by_member=False,
+        static=("part",),
+        before=lambda buffer, arguments: buffer.check_hyperparameters(arguments),
+        keeps=lambda buffer: buffer.kept_by_hyperparameters(),
+    )
     def set_hyperparameters(
         self, values: Mapping[str, ArrayLike] | None = None, **options: ArrayLike
     ) -> Self:

@@ -10,21 +10,38 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common, write_back
+from jaxbuf.buffers import events, write_back
+from jaxbuf.buffers.arguments import (
+    Where,
+    broadcast_steps,
+    check_parts,
+    check_priority,
+    check_removes,
+    check_sampler,
+    check_slots,
+    check_step_mask,
+    check_steps,
+    check_version_used,
+    check_wanted,
+    check_where,
+    mask_of,
+    needs_order,
+    needs_priority,
+)
 from jaxbuf.buffers.body import Body, beginning, check_names, refuse
-from jaxbuf.buffers.lookups import Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Sample, Steps
 from jaxbuf.buffers.slotted import Envs
-from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
+from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_readable
+from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
-from jaxbuf.strategies.episodes import Completed, Episode, EpisodeIndex, Episodes
+from jaxbuf.strategies.episodes import Episode, EpisodeIndex, Episodes
 from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import Sampler
@@ -119,11 +136,11 @@ class TrajectoryBuffer(Body):
                 available, or ``episodes`` names a field that is missing or has the wrong shape or
                 dtype.
         """
-        num_envs = common.check_count("num_envs", num_envs)
-        length = common.check_count("length", length)
-        sequence_length = common.check_count("sequence_length", sequence_length)
-        period = common.check_count("period", period)
-        ignored = common.check_count("num_earliest_ignored", num_earliest_ignored, least=0)
+        num_envs = check_count("num_envs", num_envs)
+        length = check_count("length", length)
+        sequence_length = check_count("sequence_length", sequence_length)
+        period = check_count("period", period)
+        ignored = check_count("num_earliest_ignored", num_earliest_ignored, least=0)
         if num_envs * length > 2**30:
             raise ValueError(
                 f"num_envs * length is {num_envs * length}; expected at most 2**30 steps"
@@ -133,8 +150,8 @@ class TrajectoryBuffer(Body):
             raise ValueError(
                 f"length is {length} and period {period}; length must be a multiple of period"
             )
-        common.check_sampler(sampler)
-        extras = common.check_parts(parts, episodes=episodes, freshness=freshness)
+        check_sampler(sampler)
+        extras = check_parts(parts, episodes=episodes, freshness=freshness)
         for part in extras:
             if not part.of_windows:
                 raise ValueError(
@@ -142,8 +159,8 @@ class TrajectoryBuffer(Body):
                 )
         data = storage.allocate(example, (num_envs * length,), ("length", length))
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
-        picks = any(part.removes for part in extras)
-        occupancy = Subset.create(rings, rings.num_slots) if picks else rings
+        removes = any(part.removes for part in extras)
+        occupancy = Subset.create(rings, rings.num_slots) if removes else rings
         cls.check_fit(sampler, extras, occupancy)
         buffer = cls(
             **beginning(sampler, extras, rings.num_slots),
@@ -156,13 +173,13 @@ class TrajectoryBuffer(Body):
 
     @staticmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
-        """Checks that a sampler can be told that windows leave, and needs no scores of steps."""
+        """Checks that a sampler can remove windows, and needs no scores of steps."""
         del extras
-        common.check_removes(sampler, "a window is gone")
+        check_removes(sampler, "a window is gone")
         if sampler.uses_score:
             raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
         if sampler.uses_age:
-            common.needs_order(occupancy, f"{sampler}")
+            needs_order(occupancy, f"{sampler}")
 
     @property
     def episodes(self) -> Episodes | None:
@@ -254,15 +271,15 @@ class TrajectoryBuffer(Body):
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether at least ``batch_size`` windows can be drawn; see ``max_windows``."""
-        return self.num_windows >= common.check_wanted(batch_size)
+        return self.num_windows >= check_wanted(batch_size)
 
-    def known_options(self, given: dict[str, Any]) -> dict[str, Any]:
+    def check_add(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of ``add``, after a check of the numbers of ``env_ids``.
 
-        The program that adds would not know them.
+        Once they are traced they have no values.
         """
-        ids = given.get("env_ids")
-        return given if ids is None else {**given, "env_ids": self.check_env_ids(ids)}
+        ids = arguments.get("env_ids")
+        return arguments if ids is None else {**arguments, "env_ids": self.check_env_ids(ids)}
 
     def add(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -317,33 +334,36 @@ class TrajectoryBuffer(Body):
         """
         if env_ids is not None:
             return self._add_to(env_ids, steps, priority, version, session, mask)
-        steps, given, value = self._check(steps, priority, version, session, mask)
-        if given.shape[1] == 0:
+        steps, offered, value = self._check(steps, priority, version, session, mask)
+        num_steps = offered.shape[1]
+        if num_steps == 0:
             return self
-        rings, target, broken, completed = self.rings.place(given.shape[1], given.mask)
-        rows = StepRows(**vars(given), rings=self.rings, target=target)
+        rings, target, broken, completed = self.rings.place(num_steps, offered.mask)
+        rows = StepRows(**vars(offered), rings=self.rings, target=target)
         begins = (target < self.capacity) & (remainder(target, self.period) == 0)
-        index = jnp.where(begins, quotient(target, self.period), rings.num_slots)
+        index = jnp.where(begins, quotient(target, self.period), rings.num_slots)  # [E, T]
         flat = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), steps)
-        buffer = self._write(flat, target.reshape(-1), "on_steps", index, rows)
+        buffer = self.replace(data=storage.write(self.data, flat, target.reshape(-1)))
+        buffer = buffer._notify(lambda part: part.on_steps, index, rows)
         counts = {"adds": rows.count}
         if value is not None:
             refuse({"rejected": ~self.bound_sampler.accepts(value)}, rows.taken, counts)
-        if self._picks():
-            count, order = _in_order(given)
-            found = buffer._index().completed(rings, buffer.data, count, given.shape[1])
-            counts |= self._across(found)
-            # The row that completed each window.
-            by = count[:, None] - 1 - found.end
-            by = jnp.take_along_axis(order, jnp.clip(by, 0, given.shape[1] - 1), axis=1)
-            rows, value = _rows_at(rows, by), None if value is None else _at(value, by)
-            passed = broken[:, min(given.shape[1], self.sequence_length - 1) :]
-            broken = jnp.concatenate([found.broken, passed], axis=1)
-            completed = found.slots
+        if self.episodes is not None and self.episodes.removes:
+            count, order = _in_order(offered)
+            windows = buffer._index().completed(rings, buffer.data, count, num_steps)
+            for reason in self.episodes.reasons:
+                counts[reason] = windows.refused
+            # The row that completed each window, [E, H].
+            column = count[:, None] - 1 - windows.end
+            column = jnp.take_along_axis(order, jnp.clip(column, 0, num_steps - 1), axis=1)
+            rows, value = _rows_at(rows, column), None if value is None else _at(value, column)
+            ignored = broken[:, min(num_steps, self.sequence_length - 1) :]
+            broken = jnp.concatenate([windows.broken, ignored], axis=1)
+            completed = windows.slots
         completed, refused = buffer._refuse(completed, rows, counts)
-        gone = jnp.concatenate([broken, *refused], axis=1)
-        slid = buffer._slide(rings, added=completed, value=value, removed=gone)
-        return slid.replace(counters=self._counted(counts))
+        removed = jnp.concatenate([broken, *refused], axis=1)
+        buffer = buffer._change_windows(rings, added=completed, value=value, removed=removed)
+        return buffer.replace(counters=self._counted(counts))
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key: PRNGKeyArray, batch_size: int, *, sequence_length: int | None = None
@@ -378,7 +398,7 @@ class TrajectoryBuffer(Body):
         """
         return self._windows_of(sequence_length)._drawn(key, batch_size)
 
-    def route(self, operation: Operation, given: dict[str, Any]) -> Any:
+    def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Raises an error for ``insert``: a window has no slot before it is complete."""
         raise ValueError(
             f"{operation.name} was called, but steps of a TrajectoryBuffer have no slots of their "
@@ -391,9 +411,9 @@ class TrajectoryBuffer(Body):
         mask = mask_of(envs, self.num_envs)
         starts = self.length // self.period
         slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
-        gone = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
-        left = self._slide(self.rings.clear(mask), removed=gone)
-        return left.replace(extra_states=left._tell("on_clear_envs", mask))
+        removed = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
+        cleared = self._change_windows(self.rings.clear(mask), removed=removed)
+        return cleared._notify(lambda part: part.on_clear_envs, mask)
 
     @property
     def end_position(self) -> UInt[Array, " E"]:
@@ -413,10 +433,10 @@ class TrajectoryBuffer(Body):
         return self.end_position - self.rings.held
 
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
-        slots, rings = common.check_slots(slots), self.rings
+        slots, rings = check_slots(slots), self.rings
         env, position = rings.starts_at(slots.index, slots.generation)
-        held = rings.locate(env, position) < rings.num_envs * rings.length
-        return jnp.where(held, env, rings.num_envs), position
+        live = rings.locate(env, position) < rings.num_envs * rings.length
+        return jnp.where(live, env, rings.num_envs), position
 
     def slots_at(
         self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
@@ -435,13 +455,9 @@ class TrajectoryBuffer(Body):
         field = fields.need(self.data, path, "path", "steps have")
         env, position, shape = broadcast_steps(env_ids, positions)
         row = self.rings.locate(env, position)
-        held = row < self.capacity
-
-        def shaped(leaf: Array) -> Array:
-            known = held.reshape(-1, *(1,) * (leaf.ndim - 1))
-            return jnp.where(known, leaf, jnp.zeros_like(leaf)).reshape(*shape, *leaf.shape[1:])
-
-        return jax.tree.map(shaped, storage.read(field, row))
+        values = storage.read(field, row)
+        values = trees.choose(row < self.capacity, values, jax.tree.map(jnp.zeros_like, values))
+        return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), values)
 
     def gather_all(self, *, ignore_earliest: bool = True) -> Steps:
         ignore = checks.check_flag("ignore_earliest", ignore_earliest)
@@ -449,97 +465,97 @@ class TrajectoryBuffer(Body):
         return self._earliest(self.length, skip)
 
     def dequeue(self, n: int, *, mask: Bool[ArrayLike, " E"] | None = None) -> tuple[Self, Steps]:
-        n = common.check_count("n", n)
+        n = check_count("n", n)
         if n > self.length:
             raise ValueError(f"n is {n}, but a ring has length {self.length}")
-        taken: Bool[Array, " E"] | None = None
+        steps = self._earliest(n, 0)
         if mask is not None:
             shape = (self.num_envs,)
-            taken = storage.check_rows(mask, "mask", shape, np.bool_, "(num_envs,)")
-        steps = self._earliest(n, 0)
-        if taken is not None:
-            steps = steps.replace(valid=steps.valid & taken[:, None])
+            mask = storage.check_rows(mask, "mask", shape, np.bool_, "(num_envs,)")
+            steps = steps.replace(valid=steps.valid & mask[:, None])
         count = jnp.sum(steps.valid, axis=1, dtype=jnp.int32)
-        rings, gone = self.rings.drop(count, n)
-        return self._slide(rings, removed=gone), steps
+        rings, removed = self.rings.drop(count, n)
+        return self._change_windows(rings, removed=removed), steps
 
     def episode(self, where: Where, positions: Integer[ArrayLike, "..."] | None = None) -> Episode:
-        index, rings, asked = self._index(), self.rings, check_where(where, positions)
-        if isinstance(asked, Slots):
-            steps = rings.starts_at(asked.index, asked.generation)
-            return index.episode(rings, *steps, self.data)
-        env, position, shape = broadcast_steps(*asked, "where")
-        found = index.episode(rings, env, position, self.data)
-        return jax.tree.map(lambda leaf: leaf.reshape(shape), found)
+        index, rings, steps = self._index(), self.rings, check_where(where, positions)
+        if isinstance(steps, Slots):
+            env, position = rings.starts_at(steps.index, steps.generation)
+            return index.episode(rings, env, position, self.data)
+        env, position, shape = broadcast_steps(*steps, "where")
+        episode = index.episode(rings, env, position, self.data)
+        return jax.tree.map(lambda leaf: leaf.reshape(shape), episode)
 
     def episode_mask(
         self, slots: Slots, *, sequence_length: int | None = None
     ) -> Bool[Array, "B S"]:
         if self.episodes is None or self.episodes.boundary == "cross":
-            given = "episodes is None"
+            reason = "episodes is None"
             if self.episodes is not None:
-                given = 'boundary is "cross", whose windows are used as they are'
+                reason = 'boundary is "cross", whose windows are used as they are'
             raise ValueError(
-                f'{given}; create the buffer with episodes=jaxbuf.Episodes(boundary="mask")'
+                f'{reason}; create the buffer with episodes=jaxbuf.Episodes(boundary="mask")'
             )
-        slots = common.check_slots(slots)
+        slots = check_slots(slots)
         windows = self._windows_of(sequence_length)
         mask = windows._index().together(windows.rings, slots.index)
         return mask & windows.occupancy.holds(slots)[:, None]
 
     def end_episodes(self, envs: Envs = None) -> Self:
-        at = self._need_episodes("end_episodes was called, but ")
+        i = self._need_episodes("end_episodes was called, but ")
         index, rings = self._index(), self.rings
         mask = mask_of(envs, self.num_envs) & (index.run > 0)
-        newest = self._newest_rows(mask)
-        paths = fields.truncation(self.data, index.episodes.terminated, index.episodes.truncated)
+        newest = self._newest_rows(mask)  # [E]
+        truncated = fields.truncation(
+            self.data, index.episodes.terminated, index.episodes.truncated
+        )
         data = self.data
-        written = [path for path in dict.fromkeys((paths, index.episodes.last)) if path is not None]
-        for path in written:
+        paths = [x for x in dict.fromkeys((truncated, index.episodes.last)) if x is not None]
+        for path in paths:
             flags = fields.find(data, path)
-            now = flags.at[newest].set(True, mode="drop", unique_indices=True)
-            data = fields.replace(data, path, now)
-        ended = self.with_state(at, index.end(rings, mask)).replace(data=data)
+            flags = flags.at[newest].set(True, mode="drop", unique_indices=True)
+            data = fields.replace(data, path, flags)
+        ended = self.with_state(i, index.end(rings, mask)).replace(data=data)
+        steps = lax.stop_gradient(storage.read(data, newest))
         if write_back.listens(self.extras):
-            told = self._written(newest, jax.lax.stop_gradient(storage.read(data, newest)))
-            for path in written:
-                states = jax.lax.stop_gradient(ended.extra_states)
-                states = write_back.follow(ended, states, *told, path)
+            for path in paths:
+                states = lax.stop_gradient(ended.extra_states)
+                states = write_back.notify(ended, states, newest, steps, path)
                 ended = ended.replace(extra_states=states)
-        if not self._picks():
+        if not index.episodes.removes:
             return ended
         # Windows that are cut short by the new end may be complete now.
-        found = ended._index().completed(rings, data, mask.astype(jnp.int32), 1)
-        slots = jnp.where(found.short, found.slots, rings.num_slots)
-        items = storage.read(data, newest)
+        windows = ended._index().completed(rings, data, mask.astype(jnp.int32), 1)
+        slots = jnp.where(windows.short, windows.slots, rings.num_slots)  # [E, H]
         counts: dict[str, Array] = {}
-        by = jnp.zeros(slots.shape, jnp.int32)
+        column = jnp.zeros(slots.shape, jnp.int32)
         rows = StepRows(
-            items=jax.tree.map(lambda leaf: _at(leaf[:, None], by), jax.lax.stop_gradient(items)),
+            items=jax.tree.map(lambda leaf: _at(leaf[:, None], column), steps),
             shape=slots.shape,
             rings=rings,
-            target=_at(newest[:, None], by),
+            target=_at(newest[:, None], column),
         )
         slots, refused = ended._refuse(slots, rows, counts)
-        gone = jnp.concatenate(refused, axis=1) if refused else None
-        slid = ended._slide(rings, added=slots, removed=gone)
-        return slid.replace(counters=self._counted(counts))
+        removed = jnp.concatenate(refused, axis=1) if refused else None
+        ended = ended._change_windows(rings, added=slots, removed=removed)
+        return ended.replace(counters=self._counted(counts))
 
     def drop_newest_episode(self, envs: Envs = None) -> Self:
-        at = self._need_episodes("drop_newest_episode was called, but ")
+        i = self._need_episodes("drop_newest_episode was called, but ")
         mask = mask_of(envs, self.num_envs)
         index, rings = self._index(), self.rings
         newest = self._newest_rows(mask)
         steps = index.steps_before(newest) + 1
         count = jnp.where(newest < self.capacity, steps, 0)
-        count = jnp.minimum(count, rings.held.astype(jnp.int32))
+        count = jnp.minimum(count, rings.held.astype(jnp.int32))  # [E]
         # Windows of earlier episodes that reach into the removed one.
         across = 0 if index.episodes.boundary == "avoid" else self.sequence_length - 1
         slot = jnp.arange(rings.num_slots, dtype=jnp.int32)
-        of = jnp.repeat(count, rings.starts, total_repeat_length=rings.num_slots)
-        gone = jnp.where((of > 0) & (rings.age(slot) < of + across), slot, rings.num_slots)
-        left = self._slide(rings.retract(count), removed=gone)
-        return left.with_state(at, left._index().clear(mask))
+        count_of = jnp.repeat(count, rings.starts, total_repeat_length=rings.num_slots)
+        dropped = (count_of > 0) & (rings.age(slot) < count_of + across)
+        removed = jnp.where(dropped, slot, rings.num_slots)
+        buffer = self._change_windows(rings.retract(count), removed=removed)
+        return buffer.with_state(i, buffer._index().clear(mask))
 
     def _newest_rows(self, mask: Bool[Array, " E"]) -> Int[Array, " E"]:
         """Returns where the newest steps of some rings are; past the end for the others."""
@@ -547,14 +563,6 @@ class TrajectoryBuffer(Body):
         row = self.rings.locate(env, self.rings.end - jnp.uint32(1))
         # Each row past the end is a different one.
         return jnp.where(mask & (row < self.capacity), row, self.capacity + env)
-
-    def _picks(self) -> bool:
-        """Returns whether the index of episodes decides which windows there are."""
-        return self.episodes is not None and self.episodes.removes
-
-    def _across(self, found: Completed) -> dict[str, Array]:
-        assert self.episodes is not None
-        return dict.fromkeys(self.episodes.reasons, found.refused)
 
     def options(self) -> dict[str, Any]:
         """Returns the configuration except the sizes, as keyword arguments of ``create``."""
@@ -566,13 +574,13 @@ class TrajectoryBuffer(Body):
         }
 
     def _index(self) -> EpisodeIndex:
-        return jax.lax.stop_gradient(self.extra_states[self._need_episodes()])
+        return lax.stop_gradient(self.extra_states[self._need_episodes()])
 
     def _need_episodes(self, what: str = "") -> int:
-        """Returns the place of ``Episodes`` among the parts.
+        """Returns the index of ``Episodes`` among the parts.
 
         Raises:
-            ValueError: If it is not there; the message begins with ``what``.
+            ValueError: If the buffer has none; the message begins with ``what``.
         """
         for i, part in enumerate(self.extras):
             if isinstance(part, Episodes):
@@ -597,17 +605,17 @@ class TrajectoryBuffer(Body):
         Returns:
             The steps, the rows for the parts, and the priorities.
         """
-        steps, batch = common.check_steps(self.data, steps, self.num_envs)
+        steps, batch = check_steps(self.data, steps, self.num_envs)
         axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
         shape = (self.num_envs, batch[1] if len(batch) > 1 else 1)
-        common.check_version_used(self.extras, version, session)
+        check_version_used(self.extras, version, session)
         if priority is not None:
-            common.needs_priority(self.sampler, "priority was given")
-            priority = common.check_priority(priority, batch, axes).reshape(shape)
+            needs_priority(self.sampler, "priority was given")
+            priority = check_priority(priority, batch, axes).reshape(shape)
         rows = Rows(
-            items=jax.lax.stop_gradient(steps),
+            items=lax.stop_gradient(steps),
             shape=shape,
-            mask=None if mask is None else common.check_step_mask(mask, batch),
+            mask=None if mask is None else check_step_mask(mask, batch),
             version=None if version is None else _per_step(version, "version", batch, axes),
             session=None if session is None else _per_step(session, "session", batch, axes),
         )
@@ -617,14 +625,14 @@ class TrajectoryBuffer(Body):
         self, completed: Int[Array, "E H"], rows: StepRows, counts: dict[str, Array]
     ) -> tuple[Int[Array, "E H"], list[Int[Array, "E H"]]]:
         """Returns the completed windows that no part refuses, and the windows that each refuses."""
-        gone: list[Int[Array, "E H"]] = []
+        removed: list[Int[Array, "E H"]] = []
         slots = self.rings.num_slots
         for part, state in self._parts():
-            if reasons := common.ask(part, "refuse_windows", state, completed, rows):
+            if reasons := events.query(part.refuse_windows, state, completed, rows):
                 refused = refuse(reasons, completed < slots, counts)
-                gone.append(jnp.where(refused, completed, slots))
+                removed.append(jnp.where(refused, completed, slots))
                 completed = jnp.where(refused, slots, completed)
-        return completed, gone
+        return completed, removed
 
     def _add_to(
         self,
@@ -638,25 +646,25 @@ class TrajectoryBuffer(Body):
         """Adds rows to some environments, by an ``add`` with masked rows for the others."""
         ids = self.check_env_ids(env_ids)
         count = ids.shape[0]
-        steps, batch = common.check_steps(self.data, steps, count, "one for each of env_ids")
+        steps, batch = check_steps(self.data, steps, count, "one for each of env_ids")
         if count == 0:
             return self
         axes = "(K, T)" if len(batch) > 1 else "(K,)"
-        taken = common.check_step_mask(np.ones(count, bool) if mask is None else mask, batch)
-        given: dict[str, Array] = {}
+        rows = check_step_mask(np.ones(count, bool) if mask is None else mask, batch)
+        options: dict[str, Array] = {}
         if priority is not None:
-            given["priority"] = common.check_priority(priority, batch, axes).reshape(taken.shape)
+            options["priority"] = check_priority(priority, batch, axes).reshape(rows.shape)
         if version is not None:
-            given["version"] = _per_step(version, "version", batch, axes)
+            options["version"] = _per_step(version, "version", batch, axes)
         if session is not None:
-            given["session"] = _per_step(session, "session", batch, axes)
+            options["session"] = _per_step(session, "session", batch, axes)
         # JAX would count a negative index from the end.
-        at = jnp.where(ids >= 0, ids, self.num_envs)
+        env = jnp.where(ids >= 0, ids, self.num_envs)
         row = jnp.full((self.num_envs,), -1, jnp.int32)
-        row = row.at[at].max(jnp.arange(count, dtype=jnp.int32), mode="drop")
-        here = jnp.maximum(row, 0)
-        steps, given, taken = jax.tree.map(lambda leaf: leaf[here], (steps, given, taken))
-        return self.add(steps, mask=taken & (row >= 0)[:, None], **given)
+        row = row.at[env].max(jnp.arange(count, dtype=jnp.int32), mode="drop")
+        chosen = jnp.maximum(row, 0)
+        steps, options, rows = jax.tree.map(lambda leaf: leaf[chosen], (steps, options, rows))
+        return self.add(steps, mask=rows & (row >= 0)[:, None], **options)
 
     def _earliest(self, count: int, skip: int) -> Steps:
         """Returns the earliest ``count`` steps of each ring, after skipping ``skip`` of them."""
@@ -666,14 +674,11 @@ class TrajectoryBuffer(Body):
         row = self.rings.locate(
             jnp.broadcast_to(env, position.shape).reshape(-1), position.reshape(-1)
         )
-        data = jax.tree.map(
-            lambda leaf: leaf.reshape(*position.shape, *leaf.shape[1:]),
-            storage.read(self.data, row),
-        )
+        data = storage.read(self.data, row.reshape(position.shape))
         valid = rank + jnp.uint32(skip) < self.rings.held[:, None]
         return Steps(data=data, position=position, valid=valid)
 
-    def _slide(
+    def _change_windows(
         self,
         rings: Rings,
         *,
@@ -685,17 +690,17 @@ class TrajectoryBuffer(Body):
         occupancy: Rings | Subset = rings
         if isinstance(self.occupancy, Subset):
             nothing = jnp.zeros((0,), jnp.int32)
-            come, gone = (nothing if x is None else x.reshape(-1) for x in (added, removed))
-            member = jnp.concatenate([jnp.ones(come.shape, bool), jnp.zeros(gone.shape, bool)])
-            index = jnp.concatenate([come, gone])
+            new, old = (nothing if x is None else x.reshape(-1) for x in (added, removed))
+            member = jnp.concatenate([jnp.ones(new.shape, bool), jnp.zeros(old.shape, bool)])
+            index = jnp.concatenate([new, old])
             occupancy = self.occupancy.replace(inner=rings).mark(index, member)
-        return common.change(self, occupancy, added=added, value=value, removed=removed)
+        return events.change(self, occupancy, added=added, value=value, removed=removed)
 
     def _windows_of(self, sequence_length: int | None) -> Self:
         """Returns a buffer of the same steps with windows of another length; None keeps it."""
         if sequence_length is None:
             return self
-        size = common.check_count("sequence_length", sequence_length)
+        size = check_count("sequence_length", sequence_length)
         if size == self.sequence_length:
             return self
         _check_windows(size, self.length, self.num_earliest_ignored)
@@ -705,38 +710,33 @@ class TrajectoryBuffer(Body):
                 f"{self.sequence_length} steps (Freshness, Removable, or Episodes with boundary "
                 f'"avoid"); create it with sequence_length={size}'
             )
-        rings, come, gone = self.rings.resize(size)
-        return self._slide(rings, added=come, removed=gone)
+        rings, added, removed = self.rings.resize(size)
+        return self._change_windows(rings, added=added, removed=removed)
 
     def check_env_ids(self, env_ids: object) -> Int[Array, " K"]:
-        """Returns the ``env_ids`` of ``add`` as an array; what is known of them is checked.
+        """Returns the ``env_ids`` of ``add`` as an array, checked unless they are traced.
 
         Raises:
             ValueError: If they are not integers ``[K]``, or a number is out of range or occurs
                 twice.
         """
-        given = numbers.ids(env_ids, "env_ids")
-        if given.ndim != 1:
-            raise ValueError(f"env_ids has shape {given.shape}; expected (K,)")
-        if isinstance(given, np.ndarray):
-            wrong = given[(given < 0) | (given >= self.num_envs)]
-            if wrong.size:
+        ids = numbers.ids(env_ids, "env_ids")
+        if ids.ndim != 1:
+            raise ValueError(f"env_ids has shape {ids.shape}; expected (K,)")
+        if isinstance(ids, np.ndarray):
+            illegal = ids[(ids < 0) | (ids >= self.num_envs)]
+            if illegal.size:
                 raise ValueError(
-                    f"env_ids has {wrong[0]}; expected numbers from 0 to num_envs - 1, which is "
+                    f"env_ids has {illegal[0]}; expected numbers from 0 to num_envs - 1, which is "
                     f"{self.num_envs - 1}"
                 )
-            names, times = np.unique(given, return_counts=True)
-            if np.any(times > 1):
+            unique, counts = np.unique(ids, return_counts=True)
+            if np.any(counts > 1):
                 raise ValueError(
-                    f"env_ids has {names[times > 1][0]} twice; expected different numbers, and the "
-                    "steps of one environment in one row, [K, T]"
+                    f"env_ids has {unique[counts > 1][0]} twice; expected different numbers, and "
+                    "the steps of one environment in one row, [K, T]"
                 )
-        return jnp.asarray(given).astype(jnp.int32)
-
-    @property
-    def have(self) -> str:
-        """The beginning of an error about fields."""
-        return "steps have"
+        return jnp.asarray(ids).astype(jnp.int32)
 
     @property
     def step_axes(self) -> tuple[int, ...]:
@@ -744,28 +744,28 @@ class TrajectoryBuffer(Body):
         return (self.sequence_length,)
 
     @property
-    def _places(self) -> Rings:
+    def layout(self) -> Rings:
         return self.rings
 
     @property
-    def _score_users(self) -> list[object]:
+    def score_users(self) -> list[object]:
         return []
 
-    def _stored(self, index: Int[Array, " B"]) -> Int[Array, "B L"]:
-        own = index[:, None] < self.rings.num_slots
+    def rows_of(self, index: Int[Array, " B"]) -> Int[Array, "B L"]:
+        mask = index[:, None] < self.rings.num_slots
         if self.episodes is not None and self.episodes.pads:
-            own &= self._index().together(self.rings, index)
-        return jnp.where(own, self.rings.window(index), self.capacity)
+            mask &= self._index().together(self.rings, index)
+        return jnp.where(mask, self.rings.window(index), self.capacity)
 
-    def _holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
         return self.rings.holds_step(row)
 
-    def _some_row(self) -> Int[Array, ""]:
+    def any_row(self) -> Int[Array, ""]:
         env = lax.argmax(self.rings.held, 0, jnp.int32)
         newest = self.rings.cursor[env].astype(jnp.int32) - 1
         return env * jnp.int32(self.length) + remainder(newest, self.length)
 
-    def _written(
+    def for_parts(
         self, row: Int[Array, "..."], items: PyTree[Array]
     ) -> tuple[Int[Array, "B L"], StepRows]:
         if row.ndim == 1:
@@ -786,11 +786,7 @@ class TrajectoryBuffer(Body):
         last = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32) - 1
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)[None]
         place = remainder(start[:, None] + jnp.minimum(offset, last), self.length)
-        row = ring[:, None] * self.length + place
-        return jax.tree.map(
-            lambda leaf: leaf.reshape(*row.shape, *leaf.shape[1:]),
-            storage.read(self.data, row.reshape(-1)),
-        )
+        return storage.read(self.data, ring[:, None] * self.length + place)  # [B, S, ...]
 
 
 def _check_windows(sequence_length: int, length: int, ignored: int) -> None:
@@ -819,16 +815,16 @@ def _per_step(value: Numbers, name: str, batch: tuple[int, ...], axes: str) -> I
     return jnp.broadcast_to(array, (batch[0], batch[1] if len(batch) > 1 else 1))
 
 
-def _in_order(given: Rows) -> tuple[Int[Array, " E"], Int[Array, "E T"]]:
-    """Returns the number of rows taken from each environment, and their columns in order."""
-    num_envs, rows = given.shape
-    column = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), given.shape)
-    if given.mask is None:
-        return jnp.full((num_envs,), rows, jnp.int32), column
+def _in_order(rows: Rows) -> tuple[Int[Array, " E"], Int[Array, "E T"]]:
+    """Returns the number of steps added to each environment, and their columns in order."""
+    num_envs, num_steps = rows.shape
+    column = jnp.broadcast_to(jnp.arange(num_steps, dtype=jnp.int32), rows.shape)
+    if rows.mask is None:
+        return jnp.full((num_envs,), num_steps, jnp.int32), column
     env = jnp.arange(num_envs, dtype=jnp.int32)[:, None]
-    rank = jnp.where(given.mask, jnp.cumsum(given.mask, axis=1, dtype=jnp.int32) - 1, rows)
-    order = jnp.zeros(given.shape, jnp.int32).at[env, rank].set(column, mode="drop")
-    return jnp.sum(given.mask, axis=1, dtype=jnp.int32), order
+    rank = jnp.where(rows.mask, jnp.cumsum(rows.mask, axis=1, dtype=jnp.int32) - 1, num_steps)
+    order = jnp.zeros(rows.shape, jnp.int32).at[env, rank].set(column, mode="drop")
+    return jnp.sum(rows.mask, axis=1, dtype=jnp.int32), order
 
 
 def _rows_at(rows: StepRows, column: Int[Array, "E H"]) -> StepRows:

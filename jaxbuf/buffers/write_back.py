@@ -1,6 +1,5 @@
 """Changes of stored items: their fields, their scores, and which of them stay."""
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.buffers import common, retire
+from jaxbuf.buffers import events, retire
 from jaxbuf.buffers.base import Base
 from jaxbuf.core import checks, fields, storage, trees
 from jaxbuf.core.collectives import vary_with
@@ -16,32 +15,48 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.sorting import keep_last
 from jaxbuf.core.types import Function, State
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.strategies.part import Part, Rows
+from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Sampler
 
 AnyBuffer = TypeVar("AnyBuffer", bound=Base)
-# Returns what ``Part.on_write`` is told of rows of the storage: the slots, and the rows.
-Told = Callable[[Int[Array, "..."], PyTree[Array]], tuple[Int[Array, "..."], Rows]]
 
 
-def check_writable(
-    parts: tuple[Part, ...], data: PyTree[Array], path: str | None, where: str, *, every: bool
-) -> PyTree[Array]:
+def check_writable(buffer: Base, path: str | None, *, every: bool) -> PyTree[Array]:
     """Returns the field of the storage that is to change.
+
+    Args:
+        buffer: The buffer.
+        path: The field; None for whole items.
+        every: Whether the field of all items changes, as in ``map_field``.
 
     Raises:
         ValueError: If there is no such field, or a part does not allow that it changes.
     """
-    field = fields.stored(data, path, where)
-    for part in parts:
-        part.check_write(path, data, every=every)
+    field = fields.stored(buffer.data, path, f"{buffer.unit} have")
+    for part in buffer.extras:
+        part.check_write(path, buffer.data, every=every)
     return field
 
 
-def follow(buffer: Base, states: tuple[State, ...], *told: Any) -> tuple[State, ...]:
-    """Returns the states of the parts after ``on_write``, called with what they are told."""
-    pairs = zip(buffer.extras, states, strict=True)
-    return tuple(common.hear(part, "on_write", state, *told) for part, state in pairs)
+def notify(
+    buffer: Base,
+    states: tuple[State, ...],
+    row: Int[Array, "..."],
+    items: PyTree[Array],
+    path: str | None,
+) -> tuple[State, ...]:
+    """Returns the states of the parts after their ``on_write``.
+
+    Args:
+        buffer: The buffer, of which only the parts and the layout are used.
+        states: The states of the parts.
+        row: The rows of the storage that were written; past the end for none.
+        items: What they hold now, leaves ``[*row.shape, ...]``.
+        path: The field that was written; None for whole items.
+    """
+    index, rows = buffer.for_parts(row, lax.stop_gradient(items))
+    parts = zip(buffer.extras, states, strict=True)
+    return tuple(events.notify(part.on_write, state, index, rows, path) for part, state in parts)
 
 
 def listens(parts: tuple[Part, ...]) -> bool:
@@ -50,131 +65,111 @@ def listens(parts: tuple[Part, ...]) -> bool:
 
 
 def map_field(
-    buffer: Base,
-    data: PyTree[Array],
-    path: str | None,
-    fn: Function,
-    rows: int,
-    some: Int[Array, ""],
-    holds: Callable[[Int[Array, " B"]], Bool[Array, " B"]],
-    told: Told,
+    buffer: Base, path: str | None, fn: Function, batch_size: int
 ) -> tuple[PyTree[Array], tuple[State, ...]]:
-    """Changes a field of everything that is stored, ``rows`` items or steps at a time.
+    """Changes a field of everything that is stored, ``batch_size`` items or steps at a time.
 
     Args:
-        buffer: The buffer, of which only the parts are used.
-        data: Its storage, leaves ``[N, ...]``.
+        buffer: The buffer, with ``N`` rows of storage.
         path: The field; None for whole items.
         fn: Returns the new values of items ``[B, ...]``.
-        rows: The number of items for ``fn``.
-        some: A row of the storage that holds an item, or a step, if any does.
-        holds: Returns whether there is an item, or a step, in rows of the storage.
-        told: What parts are told of rows of the storage.
+        batch_size: The number of items for ``fn``, ``B``; at most ``N``.
 
     Returns:
         The storage, and the states of the parts.
     """
-    field = fields.stored(data, path, "")
-    size = jax.tree.leaves(data)[0].shape[0]
-    heard = listens(buffer.extras)
-    states: tuple[State, ...] = lax.stop_gradient(buffer.extra_states) if heard else ()
+    data, any_row = buffer.data, buffer.any_row()
+    field, size = fields.stored(data, path, ""), buffer.capacity
+    notified = listens(buffer.extras)
+    states: tuple[State, ...] = lax.stop_gradient(buffer.extra_states) if notified else ()
     # Where nothing is stored, ``fn`` gets this item once more, and never one of zeros: its result
     # is dropped, but a NaN in its gradient would not be.
-    spare = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, some, 1), data)
+    spare = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, any_row, 1), data)  # [1, ...]
 
     # The number of rounds is static, since loops with another one have no gradients. A branch in
     # each of them would take longer than many a ``fn``, and so would a search for a spare item.
     def step(i: Array, carry: tuple[PyTree[Array], Any]) -> tuple[PyTree[Array], Any]:
         field, states = carry
         # The last round begins earlier, and leaves out the rows that were changed already.
-        fresh = jnp.asarray(i, jnp.int32) * rows
-        first = jnp.minimum(fresh, size - rows) if size % rows else fresh
-        row = first + jnp.arange(rows, dtype=jnp.int32)
-        there = holds(row) & (row >= fresh) if size % rows else holds(row)
+        begin = jnp.asarray(i, jnp.int32) * batch_size
+        start = jnp.minimum(begin, size - batch_size) if size % batch_size else begin
+        row = start + jnp.arange(batch_size, dtype=jnp.int32)  # [B]
+        mask = buffer.holds_row(row)
+        mask = mask & (row >= begin) if size % batch_size else mask
 
-        def part(leaf: Array) -> Array:
-            return lax.dynamic_slice_in_dim(leaf, first, rows)
+        def batch_of(leaf: Array) -> Array:
+            return lax.dynamic_slice_in_dim(leaf, start, batch_size)
 
-        old = jax.tree.map(part, fields.replace(data, path, field))
-        new, _ = storage.check(field, fn(trees.choose(there, old, spare)), "fn(items)", (rows,))
-        new = trees.choose(there, new, fields.stored(old, path, ""))
+        old = jax.tree.map(batch_of, fields.replace(data, path, field))  # [B, ...]
+        result = fn(trees.choose(mask, old, spare))
+        new, _ = storage.check(field, result, "fn(items)", (batch_size,))
+        new = trees.choose(mask, new, fields.stored(old, path, ""))
         field = jax.tree.map(
-            lambda leaf, rows: lax.dynamic_update_slice_in_dim(leaf, rows, first, 0), field, new
+            lambda leaf, rows: lax.dynamic_update_slice_in_dim(leaf, rows, start, 0), field, new
         )
-        if heard:
-            items = jax.tree.map(part, lax.stop_gradient(fields.replace(data, path, field)))
-            states = follow(buffer, states, *told(jnp.where(there, row, size), items), path)
+        if notified:
+            items = jax.tree.map(batch_of, lax.stop_gradient(fields.replace(data, path, field)))
+            states = notify(buffer, states, jnp.where(mask, row, size), items, path)
         return field, states
 
-    begin = vary_with((field, states), data, buffer.occupancy)
+    carry = vary_with((field, states), data, buffer.occupancy)
     field, states = lax.cond(
-        holds(some[None])[0],
-        lambda: lax.fori_loop(0, -(-size // rows), step, begin),
-        lambda: begin,
+        buffer.holds_row(any_row[None])[0],
+        lambda: lax.fori_loop(0, -(-size // batch_size), step, carry),
+        lambda: carry,
     )
-    return fields.replace(data, path, field), states if heard else buffer.extra_states
+    return fields.replace(data, path, field), states if notified else buffer.extra_states
 
 
 def update_score(
     buffer: AnyBuffer, slots: Slots, score: Float[Array, " B"], mask: Bool[Array, " B"]
 ) -> tuple[AnyBuffer, Bool[Array, " B"]]:
     """Sets scores; returns the buffer, and a mask of the rows refused for a NaN."""
-    taken = buffer.occupancy.holds(slots) & mask
+    mask = buffer.occupancy.holds(slots) & mask
     illegal = jnp.isnan(score)
-    index = jnp.where(taken & ~illegal, slots.index, buffer.capacity)
+    index = jnp.where(mask & ~illegal, slots.index, buffer.capacity)
     score = jnp.where(illegal, 0.0, score)
-    states = lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
-    told = states[0]
+    state, states = lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
     # Samplers find the last of several rows for an item themselves, as in ``update_priority``.
     if buffer.sampler.uses_score:
-        told = common.hear(buffer.bound_sampler, "set_priority", told, index, score)
+        state = events.notify(buffer.bound_sampler.set_priority, state, index, score)
     index = keep_last(index, buffer.capacity)
     changed = buffer.replace(
         occupancy=buffer.occupancy.rescore(index, score),
-        sampler_state=told,
+        sampler_state=state,
         extra_states=tuple(
-            common.hear(part, "on_score", state, index, score)
-            for part, state in zip(buffer.extras, states[1], strict=True)
+            events.notify(part.on_score, part_state, index, score)
+            for part, part_state in zip(buffer.extras, states, strict=True)
         ),
     )
-    return changed, taken & illegal
+    return changed, mask & illegal
 
 
-def check_scores(sampler: Sampler, occupancy: Occupancy, users: list[object]) -> None:
-    """Checks that scores can be changed.
-
-    Args:
-        sampler: The sampler.
-        occupancy: The occupancy of the items.
-        users: The strategies that use scores.
+def check_scores(buffer: Base) -> None:
+    """Checks that the scores of a buffer can be changed.
 
     Raises:
-        ValueError: If no part uses scores, or one of them cannot change them.
+        ValueError: If no strategy uses scores, or one of them cannot change them.
     """
-    if not users:
-        other = ", or set priorities with update_priority" if sampler.uses_priority else ""
+    if not buffer.score_users:
+        other = ", or set priorities with update_priority" if buffer.sampler.uses_priority else ""
         raise ValueError(
             "update_score was called, but no part of this buffer uses scores; create an "
             f"ItemBuffer with evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax(){other}"
         )
-    for told in sampler.told:
-        if told.uses_score and _is_default(told, Sampler, "set_priority"):
+    for leaf in buffer.sampler.told:
+        if leaf.uses_score and type(leaf).set_priority is Sampler.set_priority:
             raise ValueError(
-                f"{told} cannot change scores; give it a method set_priority (see "
+                f"{leaf} cannot change scores; give it a method set_priority (see "
                 "jaxbuf.strategies.Sampler)"
             )
-    places = occupancy.places
-    evicts = any(not isinstance(user, Part | Sampler) for user in users)
-    if evicts and _is_default(places, Occupancy, "rescore"):
+    ordered = type(buffer.occupancy.places)
+    evicts = any(not isinstance(user, Part | Sampler) for user in buffer.score_users)
+    if evicts and ordered.rescore is Occupancy.rescore:
         raise ValueError(
-            f"{type(places).__name__} cannot change scores; give it a method rescore (see "
+            f"{ordered.__name__} cannot change scores; give it a method rescore (see "
             "jaxbuf.strategies.ItemOccupancy)"
         )
-
-
-def _is_default(owner: object, base: type, method: str) -> bool:
-    # The method is one that the base class has.
-    return getattr(type(owner), method) is getattr(base, method)
 
 
 def remove(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> tuple[AnyBuffer, Array]:
@@ -188,15 +183,15 @@ def remove(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> tuple[An
             "remove was called, but nothing removes items here; create the buffer with "
             "parts=(jaxbuf.Removable(),)"
         )
-    taken = buffer.occupancy.holds(slots) & mask
-    return retire.take_out(buffer, jnp.where(taken, slots.index, buffer.capacity))
+    mask = buffer.occupancy.holds(slots) & mask
+    return retire.remove(buffer, jnp.where(mask, slots.index, buffer.capacity))
 
 
 def probability(buffer: Base, index: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Returns the probability that a draw gives each of these live items; 0 if it is not known."""
+    """Returns the probability that a draw gives each live item; 0 if the sampler cannot tell."""
     state = lax.stop_gradient(buffer.sampler_state)
-    known = buffer.bound_sampler.probability(state, index, buffer.occupancy)
-    return jnp.zeros(index.shape, jnp.float32) if known is None else known
+    probability = buffer.bound_sampler.probability(state, index, buffer.occupancy)
+    return jnp.zeros(index.shape, jnp.float32) if probability is None else probability
 
 
 def check_function(fn: object) -> Function:

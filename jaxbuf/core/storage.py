@@ -229,9 +229,10 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
     return jax.tree.map(put, storage, items)
 
 
-def read(storage: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
-    """Returns the rows ``[B, ...]`` at ``index``; an index past the end reads the last row."""
-    return _gather(storage, index, None)
+def read(storage: PyTree[Array], index: Int[Array, "..."]) -> PyTree[Array]:
+    """Returns rows, leaves ``[*index.shape, ...]``; an index past the end reads the last row."""
+    rows = _gather(storage, index.reshape(-1), None)
+    return jax.tree.map(lambda leaf: leaf.reshape(*index.shape, *leaf.shape[1:]), rows)
 
 
 def read_runs(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, PRNGKeyArray, PyTree, Shaped
 
-from jaxbuf.buffers.common import check_key
 from jaxbuf.core.checks import name_of
+from jaxbuf.core.random import check_key
 from jaxbuf.core.sizes import check_count
 
 Carry = TypeVar("Carry")

@@ -13,7 +13,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, UInt
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers.arguments import needs_priority
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.item import ItemBuffer
@@ -21,6 +21,7 @@ from jaxbuf.buffers.retire import known
 from jaxbuf.buffers.sample import Sample, check_sample
 from jaxbuf.core import checks, describe, storage, trees
 from jaxbuf.core.division import remainder
+from jaxbuf.core.sizes import check_count
 
 _COLUMNS = (
     "use_mean",
@@ -84,7 +85,7 @@ class Statistics(struct.PyTreeNode):
             ValueError: If ``window`` is not an integer of at least 1, or ``buffer`` is a
                 ``Mixture`` or not a buffer.
         """
-        window = common.check_count("window", window)
+        window = check_count("window", window)
         return cls(
             records=jnp.full((window, len(_COLUMNS)), _UNKNOWN, jnp.float32),
             counters=_begin(buffer, jnp.uint32(0)),
@@ -234,7 +235,7 @@ def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Float[Array,
             raise ValueError(
                 f"priority was given, but a {type(buffer).__name__} has no priorities; leave it out"
             )
-        common.needs_priority(buffer.sampler, "priority was given")
+        needs_priority(buffer.sampler, "priority was given")
         shape = batch.valid.shape
         values["priority"] = storage.check_rows(priority, "priority", shape, np.float32, "(B,)")
     return values

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.buffers import common
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, describe, trees
+from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.batch import check_batch, uses_score
@@ -92,7 +92,7 @@ class Manager(struct.PyTreeNode):
                 f"{baseline} uses the scores in the buffer, which keeps none; create it with "
                 "evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax(), or use EMA()"
             )
-        num_workers = common.check_count("num_workers", num_workers)
+        num_workers = check_count("num_workers", num_workers)
         return cls(
             buffer=buffer,
             average=jnp.float32(-jnp.inf),

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxbuf.buffers import common
 from jaxbuf.core import checks
 from jaxbuf.core.donation import is_gone
 from jaxbuf.core.program import compiler_options
 from jaxbuf.core.signals import DeferredSignals
+from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
@@ -117,7 +117,7 @@ def serve(
             f"manager has {manager.counters.shape[0]} workers, but the group has {workers}; "
             f"create it with num_workers={workers}"
         )
-    rows = common.check_count("rows", rows)
+    rows = check_count("rows", rows)
     timeout = checks.check_seconds("timeout", timeout)
     save_every = checks.check_seconds("save_every", save_every)
     if save_every is not None and save_to is None:

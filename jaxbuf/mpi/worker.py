@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.buffers import common
 from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.donation import check_there
 from jaxbuf.core.signals import DeferredSignals
+from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.mpi import wire, worker_state
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
@@ -123,9 +123,9 @@ class Worker:
             raise ValueError("this rank is not a worker; only the workers of a group have one")
         checks.check_choice("mode", mode, get_args(Mode))
         check_filter(filter)
-        self._rows = common.check_count("rows", rows)
-        self._every = common.check_count("every", every)
-        in_flight = common.check_count("in_flight", in_flight)
+        self._rows = check_count("rows", rows)
+        self._every = check_count("every", every)
+        in_flight = check_count("in_flight", in_flight)
         self._in_flight = in_flight if mode == "pipelined" else 1
         self._mode: Mode = mode
         timeout = checks.check_seconds("timeout", timeout)

@@ -9,8 +9,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.buffers import common
 from jaxbuf.core import describe, storage
+from jaxbuf.core.sizes import check_count
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
 from jaxbuf.mpi.batch import check_batch
 from jaxbuf.views.terminal import terminal_states
@@ -59,7 +59,7 @@ class WorkerState(struct.PyTreeNode):
             ValueError: If ``rows`` is not an integer of at least 1, ``example`` is not a pytree of
                 arrays, or ``filter`` is not a ``BaselineFilter``.
         """
-        rows = common.check_count("rows", rows)
+        rows = check_count("rows", rows)
         check_filter(filter)
         return cls(
             items=storage.allocate(example, (rows,)),

@@ -10,9 +10,11 @@ import numpy as np
 from jax.scipy.special import gammaincc
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers.arguments import check_batch_size
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.core import checks
+from jaxbuf.core.random import check_key
+from jaxbuf.core.sizes import check_count
 from jaxbuf.testing.structures import check_concrete, report
 
 # The number of samples drawn at a time: each may need as much memory as the buffer.
@@ -74,9 +76,9 @@ def assert_distribution(
     if not known.runs_in_programs:
         # Its draws are those of the buffer inside, all of which are one program.
         buffer, _ = known.inside()
-    common.check_key(key)
-    draws = common.check_count("draws", draws)
-    batch_size = common.check_batch_size(batch_size)
+    check_key(key)
+    draws = check_count("draws", draws)
+    batch_size = check_batch_size(batch_size)
     significance = checks.check_number(
         "significance", significance, "a number between 0 and 1", lambda x: 0 < x < 1
     )

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers.common import check_key
 from jaxbuf.core import checks, fields, numbers, storage, trees
+from jaxbuf.core.random import check_key
 
 Strategy = Literal["final", "future", "episode", "random"]
 Lookup = Callable[[Int[Array, " B"], Int[Array, " B"]], PyTree[Array]]

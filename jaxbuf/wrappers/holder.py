@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common, doors
+from jaxbuf.buffers import doors
+from jaxbuf.buffers.arguments import check_batch_size
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.options import check_options
@@ -23,6 +24,7 @@ from jaxbuf.buffers.sample import Normalize, Sample, importance_weights
 from jaxbuf.core import checks, trees
 from jaxbuf.core.program import program
 from jaxbuf.core.signals import DeferredSignals
+from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 
 State = TypeVar("State")
@@ -426,7 +428,7 @@ class Holder(Generic[State]):
             Stopped: If the holder was stopped, before or meanwhile.
         """
         check_options(self._state, "take", {})
-        rows = common.check_batch_size(batch_size)
+        rows = check_batch_size(batch_size)
         asks = f"batch_size asks for {rows} rows at a time"
         as_buffer(self._state).check_room(asks, rows)
         _check_rate(self._limiter, asks, "can_sample", rows)
@@ -500,14 +502,14 @@ class Holder(Generic[State]):
         """Samples as soon as it can; returns ``finish(state, batch)``."""
         given = {name: value for name, value in options.items() if value is not None}
         check_options(self._state, "sample", given)
-        rows = enough = common.check_batch_size(batch_size)
+        rows = enough = check_batch_size(batch_size)
         asks = wanted = f"batch_size asks for {rows} rows at a time"
         if least is not None:
-            enough = common.check_count("least", least)
+            enough = check_count("least", least)
             wanted = f"least asks for {enough} rows at a time"
         length = given.get("sequence_length")
         if length is not None:
-            length = common.check_count("sequence_length", length)
+            length = check_count("sequence_length", length)
         state = as_buffer(self._state)
         state.check_room(wanted, enough, length)
         _check_rate(self._limiter, asks, "can_sample", rows)

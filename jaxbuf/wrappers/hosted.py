@@ -11,7 +11,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.buffers import common, doors
+from jaxbuf.buffers import doors
+from jaxbuf.buffers.arguments import check_batch_size, check_slots
 from jaxbuf.buffers.buffer import Share, as_buffer
 from jaxbuf.buffers.created import check_alike
 from jaxbuf.buffers.operation import Operation
@@ -232,12 +233,12 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
         with _no_mesh():
             return function(self.buffer, *arguments)
 
-    def route(self, operation: Operation, given: dict[str, Any], *, donate: bool = True) -> Any:
+    def route(self, operation: Operation, arguments: dict[str, Any], *, donate: bool = True) -> Any:
         """Performs an operation of the buffer inside, with its arguments on the CPU device.
 
         Args:
             operation: The operation.
-            given: Its arguments by name.
+            arguments: Its arguments by name.
             donate: Whether it may overwrite the buffer. Methods do; ``jaxbuf.add`` and the other
                 functions take it as an option.
 
@@ -246,13 +247,13 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
                 another transformation, or if the rows of a sample cannot be split equally among the
                 devices of ``to``.
         """
-        given = self._here(operation.name, given)
+        arguments = self._here(operation.name, arguments)
         if operation.slots is not None:
-            common.check_slots(given[operation.slots], operation.slots)
+            check_slots(arguments[operation.slots], operation.slots)
         if operation.rows is not None and operation.changes:
             # Afterwards the buffer would be gone.
-            self._check_rows(common.check_batch_size(given[operation.rows]))
-        args, options = operation.split(given)
+            self._check_rows(check_batch_size(arguments[operation.rows]))
+        args, options = operation.split(arguments)
         send = self._send if operation.rows is not None else lambda out: out
         with _no_mesh():
             if not operation.changes:

@@ -11,10 +11,16 @@ from flax import struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray, PyTree, UInt
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers.arguments import (
+    Where,
+    broadcast_steps,
+    check_batch_size,
+    check_slots,
+    check_where,
+    mask_of,
+)
 from jaxbuf.buffers.buffer import Share, as_buffer
 from jaxbuf.buffers.created import check_alike
-from jaxbuf.buffers.lookups import Where, broadcast_steps, check_where, mask_of
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.queue import Queue
@@ -29,7 +35,7 @@ from jaxbuf.buffers.slotted import (
 )
 from jaxbuf.core import checks, describe, storage, trees
 from jaxbuf.core.donation import check_readable
-from jaxbuf.core.random import scale_word
+from jaxbuf.core.random import check_key, scale_word
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.episodes import Episode
@@ -161,7 +167,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         Each part gets its share rounded down, and the remaining rows go to the parts with the
         largest remainders; among equal remainders, to the first parts.
         """
-        rows = common.check_batch_size(batch_size)
+        rows = check_batch_size(batch_size)
         product = np.uint64(2 * rows) * np.asarray(self._shares, np.uint64)
         whole, rest = product >> 32, product & np.uint64(2**32 - 1)
         counts = _largest_remainders(rows, whole.astype(np.int64), rest)
@@ -219,12 +225,12 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
                 more = f"{asks}, of which parts[{i}] gives {count}"
                 as_buffer(self.parts[i]).check_room(more, max(count, 1), sequence_length)
 
-    def known_options(self, given: dict[str, Any]) -> dict[str, Any]:
+    def check_add(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of ``add``, after the checks of the part that gets them."""
-        part, parts = given.get("part"), self.parts
+        part, parts = arguments.get("part"), self.parts
         if isinstance(part, int | np.integer) and 0 <= part < len(parts):
-            return as_buffer(parts[part]).known_options(given)
-        return given
+            return as_buffer(parts[part]).check_add(arguments)
+        return arguments
 
     def add(self, items: PyTree[Array], **options: Unpack[AddOptions]) -> Self:
         i = self._check_part(options.pop("part", None))
@@ -246,11 +252,11 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             for name, value in getattr(part, "hyperparameters", {}).items()
         }
 
-    def known_values(self, given: dict[str, Any]) -> dict[str, Any]:
+    def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of ``set_hyperparameters``, after the checks of the part."""
-        named = dict(given)
+        named = dict(arguments)
         i = self._check_part(named.pop("part", None))
-        return {**as_buffer(self.parts[i]).known_values(named), "part": i}
+        return {**as_buffer(self.parts[i]).check_hyperparameters(named), "part": i}
 
     def set_hyperparameters(
         self, values: Mapping[str, ArrayLike] | None = None, **options: Any
@@ -296,8 +302,8 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
                 key, a part is a ``Queue``, or a part does not take one of the options.
         """
-        rows = common.check_batch_size(batch_size)
-        key = common.check_key(key)
+        rows = check_batch_size(batch_size)
+        key = check_key(key)
         for i, part in enumerate(self.parts):
             if as_buffer(part).is_queue:
                 raise ValueError(
@@ -349,8 +355,8 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             >>> sorted(found)
             [0, 1, 2, 3, 4, 5, 10, 11]
         """
-        rows = common.check_batch_size(batch_size)
-        key = common.check_key(key)
+        rows = check_batch_size(batch_size)
+        key = check_key(key)
         for i, part in enumerate(self.parts):
             if not as_buffer(part).is_queue:
                 check_options(part, "next_batch", {}, f"parts[{i}]")
@@ -382,7 +388,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
 
     def part_of(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the part of each row, ``[B]``; the number of parts if the row is invalid."""
-        slots = common.check_slots(slots)
+        slots = check_slots(slots)
         ends = [self._offset(i + 1) for i in range(len(self.parts))]
         at_or_after = slots.index[:, None] >= jnp.asarray(ends, jnp.int32)[None]
         at_or_after |= slots.index[:, None] < 0
@@ -413,13 +419,13 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             >>> (mixture.part_slots(batch.slots, 1).index < 4).tolist()
             [False, False, True, True]
         """
-        slots = common.check_slots(slots)
+        slots = check_slots(slots)
         i = self._check_part(part)
         index, capacity = slots.index - self._offset(i), self.parts[i].capacity
         own = (index >= 0) & (index < capacity)
         return slots.replace(index=jnp.where(own, index, capacity))
 
-    def route(self, operation: Operation, given: dict[str, Any]) -> Any:
+    def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Performs an operation in the parts that are able to, each with the slots of its own rows.
 
         Rows of other parts are dropped, or get the result of an item that has left.
@@ -431,9 +437,9 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         parts, slots = list(self.parts), operation.slots
 
         def of_part(i: int) -> tuple[Any, Any]:
-            own = {slots: self.part_slots(given[slots], i)} if slots is not None else {}
+            own = {slots: self.part_slots(arguments[slots], i)} if slots is not None else {}
             mine = slots is None or own[slots].index < self.parts[i].capacity
-            return mine, operation.of(self.parts[i], given | own)
+            return mine, operation.of(self.parts[i], arguments | own)
 
         if not operation.changes:
             return self._join(operation.name, operation.needs, of_part)

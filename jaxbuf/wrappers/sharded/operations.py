@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
+from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.body import Body
-from jaxbuf.buffers.common import check_slots
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.core import checks, fields, numbers, trees
 from jaxbuf.core.collectives import all_gather
@@ -312,7 +312,7 @@ def arrays(shards: Body, operation: Operation, given: dict[str, Any]) -> dict[st
         if name == operation.slots:
             out[name] = check_slots(value)
         elif name in operation.about.get("stored", ()):
-            like = fields.stored(shards.data, given["path"], shards.have)
+            like = fields.stored(shards.data, given["path"], f"{shards.unit} have")
             out[name] = jax.tree.map(
                 lambda leaf, stored, name=name: numbers.own(leaf, name, stored.dtype),
                 trees.match(like, value),

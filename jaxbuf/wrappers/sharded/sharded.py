@@ -9,15 +9,22 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers import common
+from jaxbuf.buffers.arguments import (
+    broadcast_steps,
+    check_batch_size,
+    check_sampler,
+    check_slots,
+    check_wanted,
+    mask_of,
+)
 from jaxbuf.buffers.body import Body
-from jaxbuf.buffers.lookups import broadcast_steps, mask_of
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SlottedBuffer
 from jaxbuf.core import checks, describe, sizes, trees
 from jaxbuf.core.program import is_outside, program
+from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
@@ -191,7 +198,7 @@ class Sharded(SlottedBuffer, Shards):
 
         Without ``exchange``, each shard must be able to draw its ``batch_size / S`` items.
         """
-        return on_shards.can_sample(self, common.check_wanted(batch_size))
+        return on_shards.can_sample(self, check_wanted(batch_size))
 
     def support(self) -> Support:
         return Support(*on_shards.support(self))
@@ -225,28 +232,28 @@ class Sharded(SlottedBuffer, Shards):
         Raises:
             ValueError: If an argument is wrong, in the shapes that the caller knows.
         """
-        given = {name: value for name, value in options.items() if value is not None}
-        check_options(self.shards, method, given)
-        if "env_ids" in given:
+        arguments = {name: value for name, value in options.items() if value is not None}
+        check_options(self.shards, method, arguments)
+        if "env_ids" in arguments:
             raise ValueError("env_ids was given, but rows go to shards by their place; use mask")
         trees.leaves(items, "items")
         if not jax.tree.leaves(items):
             raise ValueError("items has no arrays; expected the leaves of an item, each (B, ...)")
-        for path, leaf in jax.tree_util.tree_leaves_with_path({"items": items} | given):
+        for path, leaf in jax.tree_util.tree_leaves_with_path({"items": items} | arguments):
             name = path[0].key + jax.tree_util.keystr(path[1:])
             if not np.ndim(leaf):
                 raise ValueError(f"{name} has shape (); expected a row for each item, (B, ...)")
             if path[0].key == "items":
                 self._check_rows(name, np.shape(leaf)[0])
         try:
-            return put(self, items, given)
+            return put(self, items, arguments)
         except (TypeError, ValueError):
             # A shard knows its own rows only. One buffer for all rows names what is wrong.
             here = here_of(self.shards)
             sizes = {"num_envs": here * self.shards.num_envs} if self.shards.num_envs else {}
             one = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], self.shards))
             whole = jax.eval_shape(lambda: one.anew(**sizes))
-            jax.eval_shape(lambda buffer: getattr(buffer, method)(items, **given), whole)
+            jax.eval_shape(lambda buffer: getattr(buffer, method)(items, **arguments), whole)
             raise
 
     @property
@@ -255,14 +262,14 @@ class Sharded(SlottedBuffer, Shards):
         """The numbers of the sampler that vary, which all shards have alike."""
         return on_shards.hyperparameters(self)
 
-    def known_values(self, given: dict[str, Any]) -> dict[str, Any]:
+    def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of ``set_hyperparameters``, after the checks of the shards."""
-        return self.shards.known_values(given)
+        return self.shards.check_hyperparameters(arguments)
 
     def set_hyperparameters(
         self, values: Mapping[str, ArrayLike] | None = None, **options: ArrayLike
     ) -> Self:
-        known = self.shards.known_values({"values": values, **options})["values"]
+        known = self.shards.check_hyperparameters({"values": values, **options})["values"]
         return on_shards.change_sampler(
             self, lambda shard, values: shard.set_hyperparameters(values), (known,)
         )
@@ -270,7 +277,7 @@ class Sharded(SlottedBuffer, Shards):
     def with_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, sampler: Sampler
     ) -> Self:
-        common.check_sampler(sampler)
+        check_sampler(sampler)
         on_shards.check_shardable(sampler)
         return on_shards.change_sampler(self, lambda shard: shard.with_sampler(sampler))
 
@@ -291,12 +298,12 @@ class Sharded(SlottedBuffer, Shards):
             ValueError: If ``batch_size`` is not a multiple of ``S``, or ``key`` is not a single
                 key.
         """
-        rows = common.check_batch_size(batch_size)
-        key = common.check_key(key)
+        rows = check_batch_size(batch_size)
+        key = check_key(key)
         _check_multiple(f"batch_size is {rows}", rows, self.num_shards)
         return draw.sample(self, key, rows)
 
-    def route(self, operation: Operation, given: dict[str, Any]) -> Any:
+    def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Performs an operation in each shard, with the slots of its own items.
 
         Raises:
@@ -309,20 +316,22 @@ class Sharded(SlottedBuffer, Shards):
                 "ask each shard, which is a buffer: "
                 f"jax.vmap(lambda shard: shard.{operation.name}(...))(sharded.shards)",
             )
-        answer = on_shards.checked(self.shards, operation, given)
-        rows, slots = on_shards.arrays(self.shards, operation, given), operation.slots
+        answer = on_shards.checked(self.shards, operation, arguments)
+        rows, slots = on_shards.arrays(self.shards, operation, arguments), operation.slots
         if slots is None:
-            return on_shards.each(self, lambda one, rows: operation.of(one, given | rows), (rows,))
+            return on_shards.each(
+                self, lambda one, rows: operation.of(one, arguments | rows), (rows,)
+            )
         at, mask = rows[slots], rows.get("mask")
         self._check_rows(slots, at.index.shape[0])
         if mask is not None and mask.ndim == 1:
             # Rows that are masked out travel as slots that are out of range.
             index = jnp.where(rows.pop("mask"), at.index, self.capacity)
-            rows[slots], given = at.replace(index=index), given | {"mask": None}
+            rows[slots], arguments = at.replace(index=index), arguments | {"mask": None}
 
         def of(shard: Body, number: Array, rows: dict[str, Any]) -> Any:
             own = on_shards.own_slots(rows[slots], number, shard.capacity)
-            return operation.of(shard, given | rows | {slots: own})
+            return operation.of(shard, arguments | rows | {slots: own})
 
         if operation.changes:
             return on_shards.tell(self, rows, of)
@@ -331,7 +340,7 @@ class Sharded(SlottedBuffer, Shards):
         )
 
     def get(self, slots: Slots) -> Sample:
-        slots = common.check_slots(slots)
+        slots = check_slots(slots)
         self._check_rows("slots", slots.index.shape[0])
         return draw.get(self, slots)
 

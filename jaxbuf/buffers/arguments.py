@@ -1,0 +1,400 @@
+"""Checks of the arguments of operations, and of the strategies that buffers are created with."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+
+from jaxbuf.core import checks, numbers, storage, trees
+from jaxbuf.core.hyperparameters import check_declared
+from jaxbuf.core.sizes import check_count
+from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Numbers
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.diversity import Diversity
+from jaxbuf.strategies.episodes import Episodes
+from jaxbuf.strategies.evictors import Oldest
+from jaxbuf.strategies.freshness import Freshness
+from jaxbuf.strategies.part import Part
+from jaxbuf.strategies.protocols import Evictor, Sampler
+from jaxbuf.strategies.uniform import Uniform
+
+# Names steps or windows: sampled slots, what ``locate`` returned, or environments.
+Where = Slots | tuple[Int[Array, "..."], UInt[Array, "..."]] | Int[Array, "..."]
+
+
+def check_batch_size(batch_size: int) -> int:
+    """Returns ``batch_size`` as a Python integer.
+
+    Raises:
+        ValueError: If it is not a static integer from 1 to 2**31 - 1.
+    """
+    return check_count("batch_size", batch_size, most=2**31 - 1)
+
+
+def check_wanted(batch_size: object) -> Int[Array, ""]:
+    """Returns the number of rows requested as an array; it may be traced.
+
+    Raises:
+        ValueError: If it is not a single integer, or does not fit int32 and is not traced.
+    """
+    return storage.check_rows(batch_size, "batch_size", (), np.int32, "one integer")
+
+
+def check_slots(slots: object, name: str = "slots") -> Slots:
+    """Returns ``slots``, the slots of a sample, as JAX arrays ``[B]`` of int32 and uint32.
+
+    Raises:
+        ValueError: If they have no index and generation of integers of the same shape, ``[B]``.
+    """
+    arrays = jax.Array | np.ndarray
+    if not isinstance(slots, Slots) or not all(
+        isinstance(field, arrays) for field in (slots.index, slots.generation)
+    ):
+        kind = "only an array" if isinstance(slots, arrays) else checks.name_of(slots)
+        raise ValueError(f"{name} is {kind}; expected the slots of a sample: batch.slots")
+    index, generation = slots.index, slots.generation
+    integers = all(jnp.issubdtype(field.dtype, jnp.integer) for field in (index, generation))
+    if not integers or index.shape != generation.shape:
+        raise ValueError(
+            f"{name} has an index {index.dtype}{list(index.shape)} and a generation "
+            f"{generation.dtype}{list(generation.shape)}; expected integers of the same shape, as "
+            "in a sample"
+        )
+    if index.ndim != 1:
+        raise ValueError(f"{name} has shape {index.shape}; expected (B,)")
+    slots = trees.on_device(slots)
+    return Slots(slots.index.astype(jnp.int32), slots.generation.astype(jnp.uint32))
+
+
+def check_mask(
+    mask: object, shape: tuple[int, ...], steps: tuple[int, ...] = ()
+) -> Bool[Array, "..."]:
+    """Returns the mask of the rows of slots of this shape; None takes all.
+
+    Args:
+        mask: The mask, of the shape of the slots, ``[B]``; or of their steps, ``[B, *steps]``.
+        shape: The shape of the slots.
+        steps: The axis of the steps of windows, ``(sequence_length,)``; empty if a mask cannot
+            choose among them.
+
+    Raises:
+        ValueError: If it is not a mask, or has another shape.
+    """
+    if mask is None:
+        return jnp.ones(shape, bool)
+    if steps and np.ndim(mask) == 2:  # pyright: ignore[reportArgumentType]
+        axes = "(B, sequence_length)"
+        return storage.check_rows(mask, "mask", (*shape, *steps), np.bool_, axes)
+    axes = "that of slots; or one for each step, (B, sequence_length)" if steps else "that of slots"
+    return storage.check_rows(mask, "mask", shape, np.bool_, axes)
+
+
+def check_priority(priority: object, shape: tuple[int, ...], axes: str) -> Float[Array, "..."]:
+    """Returns the priorities of rows as float32; one that is too large becomes infinite.
+
+    The row of an infinite priority is refused later, like others with an illegal priority.
+
+    Raises:
+        ValueError: If the shape differs, or they are not numbers.
+    """
+    return storage.check_rows(priority, "priority", shape, np.float32, axes, infinite=True)
+
+
+def check_update(
+    sampler: Sampler, slots: Slots, priority: object, mask: object
+) -> tuple[Slots, Float[Array, " B"], Bool[Array, " B"]]:
+    """Checks the arguments of ``update_priority``, and returns them as arrays.
+
+    Raises:
+        ValueError: If the sampler has no priorities, or a shape differs.
+    """
+    needs_priority(sampler, "update_priority was called")
+    slots = check_slots(slots)
+    shape = slots.index.shape
+    value = check_priority(priority, shape, "that of slots")
+    return slots, value, check_mask(mask, shape)
+
+
+def check_steps(
+    data: PyTree[Array],
+    steps: PyTree[Array],
+    num_envs: int,
+    name: str = "num_envs",
+    skip: int = 1,
+) -> tuple[PyTree[Array], tuple[int, ...]]:
+    """Returns steps as arrays ``[num_envs, T, *shape]``, and the leading axes they came with.
+
+    Args:
+        data: The storage for the steps, leaves ``[..., *shape]`` with ``skip`` leading axes.
+        steps: One step or ``T`` steps of each environment.
+        num_envs: The number of environments.
+        name: What has that number, for errors.
+        skip: The number of leading axes of the storage's leaves.
+
+    Raises:
+        ValueError: If a structure, shape or dtype differs.
+    """
+    steps = trees.match(data, steps)
+    ndim, leaves = jax.tree.leaves(data)[0].ndim - skip, jax.tree.leaves(steps)
+    one = bool(leaves) and np.ndim(leaves[0]) == ndim + 1
+    axes = (num_envs,) if one else (num_envs, "T")
+    shape = np.shape(leaves[0]) if leaves else ()
+    hint = ""
+    if shape and shape[0] != num_envs and len(shape) - len(axes) == ndim:
+        hint = f"; the first axis is that of the {num_envs} environments, {name}"
+        if not one and shape[1] == num_envs:
+            hint += ", and time comes second: jnp.swapaxes(x, 0, 1)"
+    steps, batch = storage.check(data, steps, "steps", axes, skip, hint)
+    if one:
+        steps = jax.tree.map(lambda leaf: leaf[:, None], steps)
+    return steps, batch
+
+
+def check_step_mask(mask: Numbers, batch: tuple[int, ...]) -> Bool[Array, "E T"]:
+    """Returns a mask of steps, given one value or ``T`` values for each environment.
+
+    Args:
+        mask: The mask, ``[num_envs]`` or ``[num_envs, T]``.
+        batch: The leading axes of the steps, ``(num_envs,)`` or ``(num_envs, T)``.
+
+    Raises:
+        ValueError: If it has another shape, or is not a mask.
+    """
+    num_envs, *steps = batch
+    one = np.ndim(mask) == 1
+    shape = (num_envs,) if one else batch
+    axes = "(num_envs, T)" if steps and not one else "(num_envs,)"
+    if steps and one:
+        axes += f"; or one for each step, {batch}, which is (num_envs, T)"
+    array = storage.check_rows(mask, "mask", shape, np.bool_, axes)
+    return jnp.broadcast_to(array.reshape(num_envs, -1), (num_envs, *(steps or (1,))))
+
+
+def mask_of(envs: object, num_envs: int) -> Bool[Array, " E"]:
+    """Returns the argument ``envs`` of a method, a mask or numbers, as a mask; None means all.
+
+    Raises:
+        ValueError: If it is neither a mask ``[num_envs]`` nor numbers ``[K]``.
+    """
+    if envs is None:
+        return jnp.ones((num_envs,), bool)
+    shape_dtype = numbers.abstract(envs, "envs")
+    if shape_dtype.dtype == jnp.bool_:
+        return storage.check_rows(envs, "envs", (num_envs,), np.bool_, "(num_envs,)")
+    if len(shape_dtype.shape) != 1:
+        raise ValueError(
+            f"envs has shape {shape_dtype.shape}; expected (K,), or a mask (num_envs,)"
+        )
+    ids = numbers.integers(envs, "envs")
+    # JAX would count a negative index from the end.
+    ids = jnp.where(ids >= 0, ids, num_envs)
+    return jnp.zeros((num_envs,), bool).at[ids].set(True, mode="drop")
+
+
+def check_where(where: Where, positions: object) -> Slots | tuple[Any, Any]:
+    """Returns the slots of windows, or the environments and positions of steps, of a lookup.
+
+    Args:
+        where: Slots, a tuple of environments and positions, or environments.
+        positions: The positions of steps in these environments.
+
+    Raises:
+        ValueError: If positions are given with slots, or missing without them.
+    """
+    if isinstance(where, Slots):
+        if positions is not None:
+            raise ValueError("positions were given with slots, which have their own")
+        return check_slots(where, "where")
+    if positions is None and isinstance(where, tuple) and len(where) == 2:
+        return where
+    if positions is None:
+        raise ValueError("positions is None; give env_ids and positions, or slots")
+    return where, positions
+
+
+def broadcast_steps(
+    env_ids: object, positions: object, name: str = "env_ids"
+) -> tuple[Int[Array, " B"], UInt[Array, " B"], tuple[int, ...]]:
+    """Returns environments and positions of steps as flat arrays, and their broadcast shape.
+
+    Args:
+        env_ids: The environments of the steps.
+        positions: The positions of the steps.
+        name: The name of ``env_ids`` in an error.
+
+    Raises:
+        ValueError: If an argument does not hold integers, or the two do not broadcast.
+    """
+    env, position = numbers.integers(env_ids, name), numbers.array(positions, "positions")
+    if not jnp.issubdtype(position.dtype, jnp.integer):
+        raise ValueError(f"positions has dtype {position.dtype}; expected integers")
+    try:
+        shape = jnp.broadcast_shapes(env.shape, position.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} has shape {env.shape} and positions {position.shape}; expected shapes that "
+            "broadcast"
+        ) from error
+    env = jnp.broadcast_to(env, shape).reshape(-1)
+    position = jnp.broadcast_to(position, shape).reshape(-1).astype(jnp.uint32)
+    return env, position, shape
+
+
+def check_sampler(sampler: object) -> None:
+    """Checks that ``sampler`` is a sampler.
+
+    Raises:
+        ValueError: If it is not a ``Sampler``, or has a method by a name of an older version.
+    """
+    if not isinstance(sampler, Sampler):
+        raise ValueError(
+            f"sampler is {checks.name_of(sampler)}; expected a sampler such as {Uniform()}, or one "
+            "of your own that derives from jaxbuf.strategies.Sampler"
+        )
+    for leaf in sampler.told:
+        _check_names(leaf)
+
+
+def _check_names(sampler: Sampler) -> None:
+    for owner, new, olds in (
+        ("Sampler", "on_change", ("on_add", "remove", "on_slide")),
+        ("ShardableSampler", "with_global_default", ("lend",)),
+    ):
+        # A class that defines the new method, or is derived from, may keep the old one beside it.
+        for kind in type(sampler).__mro__:
+            if new in vars(kind):
+                break
+            for old in olds:
+                if old in vars(kind):
+                    raise ValueError(
+                        f"{sampler} has a method {old}, which is not called any more; define {new} "
+                        f"instead (see jaxbuf.strategies.{owner}.{new})"
+                    )
+
+
+def check_removes(sampler: Sampler, what: str) -> None:
+    """Checks that a sampler with priorities can remove items.
+
+    Raises:
+        ValueError: If it does not define ``on_change``.
+    """
+    for leaf in sampler.told:
+        if leaf.uses_priority and type(leaf).on_change is Sampler.on_change:
+            raise ValueError(
+                f"{leaf} cannot be told that {what}; give it a method on_change (see "
+                "jaxbuf.strategies.Sampler)"
+            )
+
+
+def check_evictor(evictor: object) -> None:
+    """Checks that ``evictor`` is an evictor.
+
+    Raises:
+        ValueError: If it is not an ``Evictor``.
+    """
+    check_declared(evictor)
+    if not isinstance(evictor, Evictor):
+        raise ValueError(
+            f"evictor is {checks.name_of(evictor)}; expected an evictor such as {Oldest()}, or one "
+            "of your own that derives from jaxbuf.strategies.Evictor"
+        )
+
+
+def check_parts(
+    parts: object, *, freshness: object = None, episodes: object = None, diversity: object = None
+) -> tuple[Part, ...]:
+    """Returns all parts of a buffer, in the order in which ``add`` calls them.
+
+    Raises:
+        ValueError: If ``parts`` is not a sequence of parts, if there are two of one of the three
+            classes, or if another argument is neither None nor of its class.
+    """
+    if not isinstance(parts, tuple | list):
+        raise ValueError(f"parts is {checks.name_of(parts)}; expected a tuple of parts")
+    chosen: list[Any] = []
+    for name, value, kind, example in (
+        ("episodes", episodes, Episodes, "jaxbuf.Episodes(...)"),
+        ("freshness", freshness, Freshness, "jaxbuf.Freshness(max_use, ...)"),
+        ("diversity", diversity, Diversity, "jaxbuf.Diversity(cutoff, ...)"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} is {checks.name_of(value)}; expected None or {example}")
+        chosen += [] if value is None else [value]
+    for i, part in enumerate(cast("list[Any]", parts)):
+        if not isinstance(part, Part):
+            raise ValueError(
+                f"parts[{i}] is {checks.name_of(part)}; expected a part, which derives from "
+                "jaxbuf.strategies.Part"
+            )
+        check_declared(part)
+        _check_reasons(part)
+        chosen.append(part)
+    for kind in (Episodes, Freshness, Diversity):
+        if sum(isinstance(part, kind) for part in chosen) > 1:
+            raise ValueError(f"there are two parts {kind.__name__}; pass one of them")
+    return tuple(chosen)
+
+
+def _check_reasons(part: Part) -> None:
+    reasons: Any = part.reasons
+    if not isinstance(reasons, tuple | list) or not all(isinstance(x, str) for x in reasons):
+        raise ValueError(
+            f"reasons of {part} is {checks.name_of(reasons)}; expected a tuple of names, such as "
+            '("refused_full",)'
+        )
+    if "adds" in reasons:
+        raise ValueError(
+            f"reasons of {part} has 'adds', which counts the rows that were added; choose another "
+            "name"
+        )
+
+
+def check_version_used(extras: tuple[Part, ...], version: object, session: object) -> None:
+    """Checks that versions and sessions are given only if a part uses them.
+
+    Raises:
+        ValueError: If one of them was given and no part uses it.
+    """
+    if any(part.uses_version for part in extras):
+        return
+    for name, value in (("version", version), ("session", session)):
+        if value is not None:
+            raise ValueError(
+                f"{name} was given, but nothing uses it; leave it out or create the buffer "
+                "with freshness=jaxbuf.Freshness(...)"
+            )
+
+
+def needs_priority(sampler: Sampler, what: str) -> None:
+    """Checks that the sampler uses priorities.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if not sampler.uses_priority:
+        if sampler.uses_score:
+            raise ValueError(
+                f"{what}, but {sampler} draws by the scores that add takes, and has no priorities; "
+                "add the items with score=, or create the buffer with "
+                "sampler=jaxbuf.Prioritized(...)"
+            )
+        raise ValueError(
+            f"{what}, but {sampler} has no priorities; create the buffer with "
+            "sampler=jaxbuf.Prioritized(...)"
+        )
+
+
+def needs_order(occupancy: Occupancy, what: str) -> None:
+    """Checks that the occupancy keeps the order of insertion, which ages are derived from.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if not occupancy.keeps_order:
+        raise ValueError(
+            f"{what} uses the age of items, but this buffer's {type(occupancy).__name__} does "
+            "not keep their order; create it with evictor=jaxbuf.Oldest()"
+        )

@@ -1,0 +1,136 @@
+"""Draws that do not depend on the sampler alone: from a range of ages, and of the newest items."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxbuf.buffers.arguments import check_batch_size, needs_order, needs_priority
+from jaxbuf.buffers.base import Base
+from jaxbuf.core import checks, numbers, storage
+from jaxbuf.core.random import check_key, random_words, scale_word
+from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
+from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, over
+from jaxbuf.strategies.protocols import Draw, KnownSampler
+
+
+def check_range(
+    buffer: Base,
+    key: PRNGKeyArray,
+    batch_size: int,
+    start: Bound,
+    stop: Bound,
+    flags: dict[str, bool],
+) -> tuple[int, list[Int[Array, ""] | None]]:
+    """Checks the arguments of ``sample_range``, and returns the number of rows and the bounds.
+
+    Raises:
+        ValueError: If the occupancy does not keep the order of insertion, ``batch_size`` is not an
+            integer of at least 1, a flag is neither True nor False, a bound is not an integer, or
+            ``by_priority`` is True and the sampler has no priorities or is not a ``KnownSampler``.
+    """
+    needs_order(buffer.occupancy, "sample_range")
+    rows = check_batch_size(batch_size)
+    check_key(key)
+    for name, flag in flags.items():
+        checks.check_flag(name, flag)
+    if flags["by_priority"]:
+        needs_priority(buffer.sampler, "by_priority is True")
+        if not isinstance(buffer.sampler, KnownSampler):
+            raise ValueError(
+                f"by_priority is True, but {buffer.sampler} cannot tell the probability of items "
+                "it did not draw; derive it from jaxbuf.strategies.KnownSampler"
+            )
+    bounds = [
+        None if bound is None else storage.check_rows(bound, name, (), np.int32, "one integer")
+        for name, bound in (("start", start), ("stop", stop))
+    ]
+    return rows, bounds
+
+
+def draw_range(
+    buffer: Base,
+    key: PRNGKeyArray,
+    rows: int,
+    bounds: list[Int[Array, ""] | None],
+    *,
+    by_priority: bool,
+    replacement: bool,
+) -> Draw:
+    """Draws rows from a range of ages, in order of age; see ``sample_range`` of the buffers."""
+    ages = buffer.occupancy.age_range(*bounds)
+    if by_priority:
+        return _draw_by_priority(buffer, key, rows, ages, replacement=replacement)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    if replacement:
+        word = random_words(key, (rows,))
+        rank = jnp.sort(scale_word(word, ages.total.astype(jnp.uint32)).astype(jnp.int32))
+        valid = jnp.broadcast_to(ages.total > 0, (rows,))
+    else:
+        words = random_words(key, (rows + 1,))
+        enough = ages.total >= rows
+        rank = jnp.where(enough, jnp.sort(spread(words[1:], words[0], ages.total)), row)
+        valid = row < ages.total
+    share = 1.0 / jnp.maximum(ages.total, 1).astype(jnp.float32)
+    return Draw(ages.at(rank), jnp.broadcast_to(share, (rows,)), valid)
+
+
+def _draw_by_priority(
+    buffer: Base, key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
+) -> Draw:
+    """Draws rows from a range of ages with probabilities proportional to the sampler's."""
+    sampler = buffer.bound_sampler
+    assert isinstance(sampler, KnownSampler)
+    capacity = ages.most * ages.count.shape[0]
+    rank = jnp.arange(capacity, dtype=jnp.int32)
+    inside = rank < ages.total
+    state = jax.lax.stop_gradient(buffer.sampler_state)
+    mass = sampler.probability(state, ages.at(rank), buffer.occupancy)
+    mass = jnp.where(inside, mass, 0.0)
+    mass = jnp.where(jnp.any(mass > 0), mass, inside.astype(jnp.float32))
+    tree = SegmentTree.create(capacity).set_all(mass)
+
+    if replacement:
+        drawn = draw_by_mass(key, batch_size, tree, stratified=True)
+        valid = jnp.broadcast_to(ages.total > 0, (batch_size,))
+    else:
+        drawn, valid = draw_distinct(key, batch_size, jnp.minimum(batch_size, tree.nnz), tree)
+        drawn = jnp.sort(jnp.where(valid, drawn, capacity))
+    return Draw(ages.at(drawn), over(tree.read(drawn)[1], tree.root("sum")), valid)
+
+
+def draw_newest(occupancy: Occupancy, n: int) -> Draw:
+    """Draws the ``n`` newest items of each ring, ordered by ring and then by age.
+
+    Raises:
+        ValueError: If ``n`` is more than a ring can hold.
+    """
+    ages = occupancy.age_range(-n, None)
+    if n > ages.most:
+        raise ValueError(f"n is {n}, but there is room for {ages.most}")
+    index, valid = grid(ages, n)
+    share = 1.0 / jnp.maximum(ages.total, 1).astype(jnp.float32)
+    return Draw(index.reshape(-1), jnp.broadcast_to(share, (index.size,)), valid.reshape(-1))
+
+
+def check_draw(draw: object) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " B"]]:
+    """Returns the slots, the probabilities and the mask of a draw.
+
+    Raises:
+        ValueError: If it is not a draw, or a shape or dtype differs.
+    """
+    if not isinstance(draw, Draw):
+        raise ValueError(
+            f"draw is {checks.name_of(draw)}; expected a jaxbuf.strategies.Draw, which a sampler's "
+            "draw returns"
+        )
+    shape = (math.prod(numbers.given(draw.index, "draw.index").shape),)
+    return (
+        storage.check_rows(draw.index, "draw.index", shape, np.int32, "(B,)"),
+        storage.check_rows(draw.probability, "draw.probability", shape, np.float32, "(B,)"),
+        storage.check_rows(draw.valid, "draw.valid", shape, np.bool_, "(B,)"),
+    )

@@ -1,0 +1,102 @@
+"""Events of buffers, of which they notify their sampler and their parts."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxbuf.buffers.base import Base
+from jaxbuf.core import checks, numbers
+from jaxbuf.core.types import State
+from jaxbuf.occupancy.protocol import Occupancy
+
+AnyBuffer = TypeVar("AnyBuffer", bound=Base)
+
+
+def notify(event: Callable[..., State], state: State, *arguments: Any) -> State:
+    """Returns the new state of a sampler or a part, one of whose methods is the ``event``."""
+    return check_state(event, state, event(state, *arguments))
+
+
+def query(method: Callable[..., Any], state: State, *arguments: Any) -> dict[str, Array]:
+    """Returns the arrays by name that a method of a sampler or a part returns.
+
+    Raises:
+        ValueError: If it does not return a dict.
+    """
+    answer = method(state, *arguments)
+    if not isinstance(answer, dict):
+        raise ValueError(
+            f"{_of_owner(method)} returned {checks.kind_of(answer)}; expected a dict of arrays"
+        )
+    return cast("dict[str, Array]", answer)
+
+
+def check_state(event: Callable[..., Any], before: State, after: State) -> State:
+    """Returns the state of a sampler or a part after an event, which is one of its methods.
+
+    Raises:
+        ValueError: If it is not like the state before.
+    """
+    expected, structure = (jax.tree.structure(state) for state in (before, after))
+    if structure != expected:
+        returned = "None" if after is None else f"{structure}"
+        raise ValueError(
+            f"{_of_owner(event)} returned {returned}; expected a new state, {expected}"
+        )
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        was, now = numbers.abstract(old, "the state"), numbers.abstract(new, "the state")
+        if (was.shape, was.dtype) != (now.shape, now.dtype):
+            raise ValueError(
+                f"{_of_owner(event)} returned an array {now.dtype}{list(now.shape)}; expected "
+                f"{was.dtype}{list(was.shape)}, as in the state before"
+            )
+    return after
+
+
+def change(
+    buffer: AnyBuffer,
+    occupancy: Occupancy,
+    *,
+    added: Int[Array, "..."] | None = None,
+    value: Float[Array, "..."] | None = None,
+    removed: Int[Array, "..."] | None = None,
+) -> AnyBuffer:
+    """Notifies the sampler and the parts that slots were filled and emptied.
+
+    Args:
+        buffer: The buffer, whose parts have been notified of new items already.
+        occupancy: Its occupancy after the change.
+        added: The slots of new items or windows, of any shape; past the end for none. None: nothing
+            was added.
+        value: Their priorities or scores, of the same shape; None for the sampler's default.
+        removed: The slots that are empty now, of any shape; past the end for none. None: nothing
+            left, except for items that new ones have replaced.
+
+    Returns:
+        The buffer with the occupancy, and with new states of the sampler and the parts.
+    """
+    nothing = jnp.zeros((0,), jnp.int32)
+    filled, emptied = (nothing if x is None else x.reshape(-1) for x in (added, removed))
+    value = None if value is None else value.reshape(-1)
+    state, states = jax.lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
+    if removed is not None:
+        parts = zip(buffer.extras, states, strict=True)
+        states = tuple(notify(part.on_remove, before, emptied) for part, before in parts)
+    return buffer.replace(
+        occupancy=occupancy,
+        sampler_state=notify(buffer.bound_sampler.on_change, state, filled, value, emptied),
+        extra_states=states,
+    )
+
+
+def _of_owner(method: Callable[..., Any]) -> str:
+    """Returns the name of a method and the object that it belongs to, for an error."""
+    owner = getattr(method, "__self__", None)
+    # A method that was made of another function, such as a lambda, has the name of that one.
+    named = dict(inspect.getmembers(type(owner))).items()
+    names = [name for name, function in named if function is getattr(method, "__func__", method)]
+    return f"{[*names, 'a method'][0]} of {owner}"
