@@ -34,7 +34,7 @@ def check_batch_size(batch_size: int) -> int:
     return check_count("batch_size", batch_size, most=2**31 - 1)
 
 
-def check_wanted(batch_size: object) -> Int[Array, ""]:
+def check_num_rows(batch_size: object) -> Int[Array, ""]:
     """Returns the number of rows requested as an array; it may be traced.
 
     Raises:

@@ -95,16 +95,16 @@ def call(
         ValueError: If ``buffer`` is not a buffer with this method or was donated before, or if the
             method does not take one of the options.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    function = check_options(buffer, declared.__name__, given)
+    options = {name: value for name, value in options.items() if value is not None}
+    function = check_options(buffer, declared.__name__, options)
     donates = donate is not ... and checks.check_flag("donate", donate)
     if isinstance(buffer, OwnPrograms):
         operation: Operation | None = vars(declared).get("operation")
         if operation is None:
-            return function(buffer, *args, **given)
+            return function(buffer, *args, **options)
         hosted: Any = buffer
-        return hosted.route(operation, operation.bind(hosted, args, given), donate=donates)
-    return _program(function)((buffer, *args), given, donate=donates)
+        return hosted.route(operation, operation.bind(hosted, args, options), donate=donates)
+    return _program(function)((buffer, *args), options, donate=donates)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,18 +127,18 @@ def _as_declared(declared: Function, options: type | None = None) -> Callable[[D
     Raises:
         TypeError: If the function has other parameters than the declaration.
     """
-    _, *wanted = inspect.signature(declared).parameters.values()
-    known = {x.name: (x.kind, x.default) for x in wanted}
+    _, *parameters = inspect.signature(declared).parameters.values()
+    expected = {x.name: (x.kind, x.default) for x in parameters}
     if options is not None:
-        del known["options"]
+        del expected["options"]
         own: frozenset[str] = getattr(options, "__optional_keys__", frozenset())
-        known |= dict.fromkeys(own, (inspect.Parameter.KEYWORD_ONLY, None))
+        expected |= dict.fromkeys(own, (inspect.Parameter.KEYWORD_ONLY, None))
 
     def compare(function: Door) -> Door:
         signature = inspect.signature(function)
         _, *shown = signature.parameters.values()
-        if {x.name: (x.kind, x.default) for x in shown if x.name != "donate"} != known:
-            raise TypeError(f"{function.__name__}{signature} is declared with {known}")
+        if {x.name: (x.kind, x.default) for x in shown if x.name != "donate"} != expected:
+            raise TypeError(f"{function.__name__}{signature} is declared with {expected}")
         _signatures[function.__name__] = signature
         return function
 

@@ -128,7 +128,7 @@ def check_draw(draw: object) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool
             f"draw is {checks.name_of(draw)}; expected a jaxbuf.strategies.Draw, which a sampler's "
             "draw returns"
         )
-    shape = (math.prod(numbers.given(draw.index, "draw.index").shape),)
+    shape = (math.prod(numbers.type_of(draw.index, "draw.index").shape),)
     return (
         storage.check_rows(draw.index, "draw.index", shape, np.int32, "(B,)"),
         storage.check_rows(draw.probability, "draw.probability", shape, np.float32, "(B,)"),

@@ -18,7 +18,7 @@ from jaxbuf.buffers.arguments import (
     check_removes,
     check_sampler,
     check_version_used,
-    check_wanted,
+    check_num_rows,
     needs_order,
     needs_priority,
 )
@@ -171,7 +171,7 @@ class ItemBuffer(Body):
     @program(keeps=("data",))
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether at least ``batch_size`` items can be drawn."""
-        return self.support().count >= check_wanted(batch_size)
+        return self.support().count >= check_num_rows(batch_size)
 
     def add(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
-from jaxbuf.buffers.arguments import check_batch_size, check_wanted
+from jaxbuf.buffers.arguments import check_batch_size, check_num_rows
 from jaxbuf.buffers.created import Created
 from jaxbuf.buffers.options import absent
 from jaxbuf.buffers.sample import Sample
@@ -91,11 +91,11 @@ class Queue(Created, struct.PyTreeNode):
 
     def can_add(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether ``batch_size`` more items fit."""
-        return self.capacity - self.size >= check_wanted(batch_size)
+        return self.capacity - self.size >= check_num_rows(batch_size)
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether the queue holds at least ``batch_size`` items."""
-        return self.size >= check_wanted(batch_size)
+        return self.size >= check_num_rows(batch_size)
 
     def accepts(self, rows: int, mask: Bool[Array, " B"] | None = None) -> Bool[Array, " B"]:
         """Returns a mask of the rows that ``add`` would accept now: the first ones that fit.

@@ -22,7 +22,7 @@ from jaxbuf.buffers.arguments import (
     check_step_mask,
     check_steps,
     check_version_used,
-    check_wanted,
+    check_num_rows,
     check_where,
     mask_of,
     needs_order,
@@ -271,7 +271,7 @@ class TrajectoryBuffer(Body):
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether at least ``batch_size`` windows can be drawn; see ``max_windows``."""
-        return self.num_windows >= check_wanted(batch_size)
+        return self.num_windows >= check_num_rows(batch_size)
 
     def check_add(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of ``add``, after a check of the numbers of ``env_ids``.

@@ -15,7 +15,7 @@ import jax
 import jax.core
 import numpy as np
 
-from jaxbuf.core.donation import is_gone
+from jaxbuf.core.donation import is_donated
 from jaxbuf.core.sizes import format_bytes
 
 _MOST_LEAVES = 16
@@ -106,4 +106,4 @@ def _state(thing: object) -> str:
         return " (traced)"
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         return " (without contents)"
-    return " (gone: it was donated)" if is_gone(leaves) else ""
+    return " (gone: it was donated)" if is_donated(leaves) else ""

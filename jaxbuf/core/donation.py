@@ -10,7 +10,7 @@ import numpy as np
 from jaxbuf.core import trees
 
 
-def is_gone(tree: object, name: str = "tree") -> bool:
+def is_donated(tree: object, name: str = "tree") -> bool:
     """Returns whether an array of the tree was donated, so that it can no longer be read.
 
     Raises:
@@ -18,21 +18,21 @@ def is_gone(tree: object, name: str = "tree") -> bool:
     """
     leaves = trees.leaves(tree, name)
     # Few classes are looked at instead of many leaves, because each call from Python comes here.
-    known = {
+    concrete = {
         kind
         for kind in set(map(type, leaves))
         if issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
     }
-    return any(leaf.is_deleted() for leaf in leaves if type(leaf) in known)
+    return any(leaf.is_deleted() for leaf in leaves if type(leaf) in concrete)
 
 
-def check_there(tree: object, name: str) -> None:
+def check_not_donated(tree: object, name: str) -> None:
     """Checks that a tree is a pytree and was not donated.
 
     Raises:
         ValueError: If it was donated (the message says how to keep it) or is not a pytree.
     """
-    if is_gone(tree, name):
+    if is_donated(tree, name):
         raise ValueError(
             f"{name} was donated: an earlier call updated it in place, so this one is gone. Go on "
             "with what that call returned, as in buffer = jaxbuf.add(buffer, items), or pass it "
@@ -44,20 +44,20 @@ def check_apart(buffer: object, arguments: dict[str, Any]) -> None:
     """Checks that no array of a buffer that is donated appears in it twice, or in an argument.
 
     Raises:
-        ValueError: If one does; the message names both places.
+        ValueError: If one does; the message names both leaves.
     """
-    places: dict[int, str] = {}
+    names: dict[int, str] = {}
     for root, tree in {"buffer": buffer, **arguments}.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             name = root + jax.tree_util.keystr(path)
             # An array may appear in several places of the other arguments, which nothing updates.
             for memory in _memory(leaf):
-                if memory in places and (root == "buffer" or places[memory].startswith("buffer")):
+                if memory in names and (root == "buffer" or names[memory].startswith("buffer")):
                     raise ValueError(
-                        f"{name} shares its memory with {places[memory]}, which this call updates "
+                        f"{name} shares its memory with {names[memory]}, which this call updates "
                         f"in place; pass a copy of it, jnp.copy(...), or donate=False"
                     )
-                places.setdefault(memory, name)
+                names.setdefault(memory, name)
 
 
 def _memory(leaf: object) -> set[int]:
@@ -87,7 +87,7 @@ def check_readable(buffer: Any) -> None:
             "buffer has shapes in place of arrays, as jax.eval_shape returns it; create it outside "
             "of jax.eval_shape, or work on it inside"
         )
-    check_there(one, "buffer")
+    check_not_donated(one, "buffer")
 
 
 def check_single(buffer: Any) -> Any:

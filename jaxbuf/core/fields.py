@@ -2,7 +2,7 @@
 
 The name of a field is what ``jax.tree_util.keystr(path, simple=True, separator=".")`` returns for
 the path that leads to it: the keys, attributes and indices on the way, with dots between them. A
-key may have dots of its own. All containers that JAX knows are known here, and no others.
+key may have dots of its own. All containers that JAX knows work here, and no others.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from jaxtyping import PyTree
 
 from jaxbuf.core import checks
 
-# The place of a field: the number of the child to go to, at each level from the top.
-Place = tuple[int, ...]
+# The numbers of the children that lead to a field, one at each level from the top.
+Indices = tuple[int, ...]
 
 
 def find(tree: PyTree, name: str) -> PyTree:
@@ -29,10 +29,10 @@ def find(tree: PyTree, name: str) -> PyTree:
         Traceback (most recent call last):
         ValueError: 'obs.goal' could be ['obs']['goal'] or ['obs.goal']; rename one of these fields
     """
-    place = _locate(tree, name)
-    if place is None:
+    indices = _locate(tree, name)
+    if indices is None:
         return None
-    for i in place:
+    for i in indices:
         tree = _children(tree)[0][i][1]
     return tree
 
@@ -54,26 +54,26 @@ def need(tree: PyTree, name: str, argument: str, where: str) -> PyTree:
         Traceback (most recent call last):
         ValueError: reward is 'gain', but the window has no such field; there are obs.goal, reward
     """
-    found = find(tree, checks.check_field(argument, name))
-    if found is None:
+    field = find(tree, checks.check_field(argument, name))
+    if field is None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
-        known = f"there are {', '.join(names)}" if any(paths) else "an array has no fields"
-        raise ValueError(f"{argument} is {name!r}, but {where} no such field; {known}")
-    return found
+        hint = f"there are {', '.join(names)}" if any(paths) else "an array has no fields"
+        raise ValueError(f"{argument} is {name!r}, but {where} no such field; {hint}")
+    return field
 
 
-def truncation(tree: PyTree, terminated: str, given: str | None) -> str | None:
+def truncation(tree: PyTree, terminated: str, truncated: str | None) -> str | None:
     """Returns the name of the flags for truncated episodes.
 
     Args:
         tree: The tree that has the flags.
         terminated: Name of the flags for terminated episodes.
-        given: The name if it is known.
+        truncated: The name, or None to look for it.
 
     Returns:
-        ``given`` if it is not None; else the name of a field ``truncated`` beside ``terminated``,
-        or of such a field at the top level; None if the tree has neither.
+        ``truncated`` if it is not None; else the name of a field ``truncated`` beside
+        ``terminated``, or of such a field at the top level; None if the tree has neither.
 
     Example:
         >>> truncation({"done": {"terminated": 0, "truncated": 1}}, "done.terminated", None)
@@ -81,8 +81,8 @@ def truncation(tree: PyTree, terminated: str, given: str | None) -> str | None:
         >>> truncation({"next.done": 0, "next.truncated": 1}, "next.done", None)
         'next.truncated'
     """
-    if given is not None:
-        return given
+    if truncated is not None:
+        return truncated
     beside = checks.check_field("terminated", terminated).rpartition(".")[0]
     names = (f"{beside}.truncated", "truncated") if beside else ("truncated",)
     return next((name for name in names if find(tree, name) is not None), None)
@@ -95,9 +95,9 @@ def replace(tree: PyTree, name: str | None, value: object) -> PyTree:
         >>> replace({"arm": 1, "obs": {"goal": 2}}, "obs.goal", 3)
         {'arm': 1, 'obs': {'goal': 3}}
     """
-    place = () if name is None else _locate(tree, name)
-    assert place is not None
-    return _put(tree, place, value)
+    indices = () if name is None else _locate(tree, name)
+    assert indices is not None
+    return _put(tree, indices, value)
 
 
 def stored(tree: PyTree, name: str | None, where: str) -> PyTree:
@@ -122,40 +122,40 @@ def overlap(tree: PyTree, name: str | None, other: str | None) -> bool:
         >>> [overlap(tree, "obs", other) for other in ("obs.goal", "obs.x", None)]
         [True, False, True]
     """
-    places = [() if x is None else _locate(tree, x) for x in (name, other)]
-    return all(a == b for a, b in zip(*(place or () for place in places), strict=False))
+    both = [() if x is None else _locate(tree, x) for x in (name, other)]
+    return all(a == b for a, b in zip(*(indices or () for indices in both), strict=False))
 
 
-def _locate(tree: PyTree, name: str) -> Place | None:
-    """Returns the place of the field of this name, or None if it is missing or has no leaves.
+def _locate(tree: PyTree, name: str) -> Indices | None:
+    """Returns the indices of the field of this name; None if it is missing or has no leaves.
 
     Raises:
         ValueError: If there are two.
     """
-    found = dict(_search(tree, name))
-    if len(found) > 1:
-        paths = " or ".join(sorted(map(jax.tree_util.keystr, found.values())))
+    matches = dict(_search(tree, name))
+    if len(matches) > 1:
+        paths = " or ".join(sorted(map(jax.tree_util.keystr, matches.values())))
         raise ValueError(f"{name!r} could be {paths}; rename one of these fields")
-    return next(iter(found), None)
+    return next(iter(matches), None)
 
 
-def _search(node: PyTree, name: str) -> Iterator[tuple[Place, tuple[object, ...]]]:
-    """Yields the places of the fields of this name, and their key paths."""
+def _search(node: PyTree, name: str) -> Iterator[tuple[Indices, tuple[object, ...]]]:
+    """Yields the indices of the fields of this name, and their key paths."""
     for i, (path, child) in enumerate(_children(node)[0]):
         key = jax.tree_util.keystr(path, simple=True)
         if name == key and jax.tree.leaves(child):
             yield (i,), path
         elif name.startswith(f"{key}."):
-            for place, rest in _search(child, name[len(key) + 1 :]):
-                yield (i, *place), (*path, *rest)
+            for indices, rest in _search(child, name[len(key) + 1 :]):
+                yield (i, *indices), (*path, *rest)
 
 
-def _put(node: PyTree, place: Place, value: object) -> PyTree:
-    if not place:
+def _put(node: PyTree, indices: Indices, value: object) -> PyTree:
+    if not indices:
         return value
     children, treedef = _children(node)
     values = [child for _, child in children]
-    values[place[0]] = _put(values[place[0]], place[1:], value)
+    values[indices[0]] = _put(values[indices[0]], indices[1:], value)
     return jax.tree.unflatten(treedef, values)
 
 

@@ -78,9 +78,9 @@ def settle(sampler: Any, name: str, check: Callable[[str, Any], Any]) -> None:
     """
     value = getattr(sampler, name)
     if isinstance(value, Varying):
-        known = value.value is not None and _is_known(value.value)
-        value = Varying(check(name, value.value)) if known else value
-    elif not _is_known(value):
+        concrete = value.value is not None and _is_concrete(value.value)
+        value = Varying(check(name, value.value)) if concrete else value
+    elif not _is_concrete(value):
         raise ValueError(
             f"{name} is traced, but a sampler is part of the program, which has to know it; to "
             f"change {name}, create the buffer with {name}=jaxbuf.Varying(...) and call "
@@ -168,7 +168,7 @@ def names_of(sampler: Any) -> dict[str, str]:
 
 
 def check_values(sampler: Any, values: object, named: Mapping[str, Any]) -> dict[str, Array]:
-    """Returns new values by the names that the buffer has for them, after checks of what is known.
+    """Returns new values by the names that the buffer has for them, after checks.
 
     Args:
         sampler: The sampler of the buffer.
@@ -185,20 +185,20 @@ def check_values(sampler: Any, values: object, named: Mapping[str, Any]) -> dict
             "arguments such as alpha=0.5"
         )
     names = names_of(sampler)
-    by_name = {names[path]: (path, owner, name) for path, owner, name, _ in _walk(sampler)}
-    found: dict[str, Array] = {}
+    owners = {names[path]: (owner, name) for path, owner, name, _ in _walk(sampler)}
+    new: dict[str, Array] = {}
     for key, value in [*(values or {}).items(), *named.items()]:
-        known_as = names.get(key, key)
-        if known_as not in by_name:
+        label = names.get(key, key)
+        if label not in owners:
             raise ValueError(_does_not_vary(sampler, key, names))
-        if known_as in found:
+        if label in new:
             raise ValueError(f"{key} was given twice; name each number once")
-        _, owner, name = by_name[known_as]
-        found[known_as] = _converted(key, owner, name, value)
+        owner, name = owners[label]
+        new[label] = _converted(key, owner, name, value)
         shape = getattr(owner, name).shape
-        if found[known_as].shape != shape:
-            raise ValueError(f"{key} has shape {found[known_as].shape}; expected {shape}")
-    return found
+        if new[label].shape != shape:
+            raise ValueError(f"{key} has shape {new[label].shape}; expected {shape}")
+    return new
 
 
 def are_legal(sampler: Any, values: Values) -> Bool[Array, ""]:
@@ -310,9 +310,9 @@ def _converted(label: str, owner: Any, name: str, value: Any) -> Array:
     expected = _expected(owner, name, value)
     if isinstance(value, list | tuple):
         parts: Any = value
-        if not all(map(_is_known, parts)):
+        if not all(map(_is_concrete, parts)):
             value = jnp.stack([jnp.asarray(part, jnp.float32) for part in parts])
-    if _is_known(value):
+    if _is_concrete(value):
         try:
             array = np.asarray(value)
             real = array.dtype.kind in "iuf" or jnp.issubdtype(array.dtype, jnp.floating)
@@ -338,7 +338,7 @@ def _expected(owner: Any, name: str, value: Any) -> str:
     return f"a number in [{low:.4g}, {high:.4g}]"
 
 
-def _is_known(value: Any) -> bool:
+def _is_concrete(value: Any) -> bool:
     """Returns whether no number in a value is traced, or only a shape."""
 
     def is_unknown(leaf: Any) -> bool:

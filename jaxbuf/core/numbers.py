@@ -47,7 +47,7 @@ def abstract(value: object, name: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=bool(aval.weak_type))
 
 
-def given(value: object, name: str) -> jax.ShapeDtypeStruct:
+def type_of(value: object, name: str) -> jax.ShapeDtypeStruct:
     """Returns the same as ``abstract`` for a value that must hold numbers, not only their type.
 
     Raises:
@@ -71,8 +71,8 @@ def arrays(tree: PyTree, name: str) -> PyTree[Array]:
     out: list[Array] = []
     for path, leaf in leaves:
         label = name + jax.tree_util.keystr(path)
-        got = given(leaf, label)
-        out.append(own(leaf, label, got.dtype) if is_number(got.dtype) else jnp.asarray(leaf))
+        got = type_of(leaf, label)
+        out.append(to_array(leaf, label, got.dtype) if is_number(got.dtype) else jnp.asarray(leaf))
     return jax.tree.unflatten(treedef, out)
 
 
@@ -82,19 +82,19 @@ def array(value: object, name: str) -> Array:
     Raises:
         ValueError: If it is neither an array nor a number.
     """
-    given(value, name)
+    type_of(value, name)
     return arrays(value, name)
 
 
 def ids(value: object, name: str) -> Any:
-    """Returns integer identifiers as a NumPy array, or as a jax array if they are not known here.
+    """Returns integer identifiers as a NumPy array, or as a jax array if they are traced.
 
     Raises:
         ValueError: If they are not integers.
     """
     if isinstance(value, list | tuple):
         value = np.asarray(value)
-    got = given(value, name)
+    got = type_of(value, name)
     if not jnp.issubdtype(got.dtype, jnp.integer) and (got.shape == () or 0 not in got.shape):
         raise ValueError(f"{name} has dtype {got.dtype}; expected integers")
     if isinstance(value, jax.core.Tracer):
@@ -178,7 +178,7 @@ def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -
         return host.astype(dtype)
 
 
-def own(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -> Array:
+def to_array(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -> Array:
     """Returns ``convert(value, ...)`` as a jax array of ``dtype``, which shares no host memory."""
     converted = convert(value, name, dtype, infinite=infinite)
     return jnp.asarray(trees.owned(value) if converted is value else converted, dtype)
@@ -188,12 +188,12 @@ def integers(value: object, name: str) -> Int[Array, "..."]:
     """Returns integers of any width as an int32 array.
 
     Raises:
-        ValueError: If they are not integers, or if a known one does not fit.
+        ValueError: If they are not integers, or if one that is not traced does not fit.
     """
-    got = given(value, name)
+    got = type_of(value, name)
     if not jnp.issubdtype(got.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {got.dtype}; expected integers")
-    return own(value, name, np.dtype("int32"))
+    return to_array(value, name, np.dtype("int32"))
 
 
 def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:
@@ -222,7 +222,7 @@ def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:
     if tree is leaves[0] and isinstance(tree, int | float) and not kept:
         return tree
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    known = len(kept) == len(leaves)
+    matches = len(kept) == len(leaves)
     out: list[Any] = []
     for i, (path, leaf) in enumerate(paths):
         label = name + jax.tree_util.keystr(path)
@@ -230,10 +230,10 @@ def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:
             leaf = trees.native(leaf)
             dtype = leaf.dtype
             if _may_change(leaf):
-                fits = known and counts_as(leaf, kept[i].dtype)
+                fits = matches and counts_as(leaf, kept[i].dtype)
                 dtype = kept[i].dtype if fits else jax.dtypes.canonicalize_dtype(dtype)
             leaf = leaf.copy() if dtype == leaf.dtype else convert(leaf, label, dtype)
-        elif known and _may_change(leaf):
+        elif matches and _may_change(leaf):
             convert(leaf, label, kept[i].dtype)
         out.append(leaf)
     return jax.tree.unflatten(treedef, out)

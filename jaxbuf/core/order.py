@@ -40,9 +40,9 @@ def after(value: Array, *reads: Array) -> Array:
         ([-1.0, 1.0, -1.0, 3.0], [2.0, 0.0])
     """
     for read in reads:
-        there = _holds(read)
-        there = there if there.shape == value.shape else jnp.all(there)
-        value = jnp.where(there, value, jnp.zeros_like(value))
+        true = _true_of(read)
+        true = true if true.shape == value.shape else jnp.all(true)
+        value = jnp.where(true, value, jnp.zeros_like(value))
     return value
 
 
@@ -63,7 +63,7 @@ def in_halves(function: Function, rows: Array, *others: Array) -> PyTree[Array]:
     return jax.tree.map(lambda leaf: leaf.reshape(-1)[:count], out)
 
 
-def _holds(read: Array) -> Bool[Array, "..."]:
+def _true_of(read: Array) -> Bool[Array, "..."]:
     """Returns True for each number, whatever its bits are, in a way that XLA does not see."""
     if read.dtype == jnp.bool_:
         read = read.astype(jnp.uint8)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxbuf.core import fields, numbers, shapes, trees
-from jaxbuf.core.donation import check_apart, check_single, check_there, one_leaf
+from jaxbuf.core.donation import check_apart, check_not_donated, check_single, one_leaf
 from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.types import Dtype, Function
@@ -146,27 +146,27 @@ class Program:
     def _check_memory(self, args: tuple[Any, ...], options: dict[str, Any], donate: bool) -> None:
         """Checks what XLA refuses: arrays that are gone, or that a donated buffer shares."""
         # An array was donated, but not the one that was looked at.
-        check_there((args, options), "buffer")
+        check_not_donated((args, options), "buffer")
         if donate:
             check_apart(args[0], dict(zip(self.names, args[1:], strict=False)) | options)
 
     def _run(self, first: Any, args: tuple[Any, ...], options: dict[str, Any], donate: bool) -> Any:
         values = args[1:] if self.is_method else args
-        given = dict(zip(self.names, values, strict=False))
-        if len(values) > len(self.names) or not given.keys().isdisjoint(options):
+        arguments = dict(zip(self.names, values, strict=False))
+        if len(values) > len(self.names) or not arguments.keys().isdisjoint(options):
             return self.function(*args, **options)  # Python says what is wrong.
-        given |= options
+        arguments |= options
         if "before" in self.about:
-            given = self.about["before"](first, given)
+            arguments = self.about["before"](first, arguments)
         traced: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
         make = _compiled
-        for name in sorted(given):
-            value = given[name]
+        for name in sorted(arguments):
+            value = arguments[name]
             if value is None and self.defaults.get(name) is None:
-                continue  # As if it had not been given.
+                continue  # As if it had not been passed.
             if name in self.traced or not (name in self.static or _is_static(value)):
-                traced[name] = self._as_array(first, name, value, given)
+                traced[name] = self._as_array(first, name, value, arguments)
             else:
                 fixed[name] = int(value) if isinstance(value, np.integer) else value
                 if callable(value):
@@ -180,7 +180,7 @@ class Program:
         result = make(self, donate, platform, tuple(fixed), *fixed.values())(first, traced)
         return _with(result, kept) if kept and isinstance(result, type(first)) else result
 
-    def _as_array(self, first: Any, name: str, value: Any, given: dict[str, Any]) -> Any:
+    def _as_array(self, first: Any, name: str, value: Any, arguments: dict[str, Any]) -> Any:
         """Returns an argument as the compiled function takes it, with copies of NumPy arrays.
 
         Raises:
@@ -201,7 +201,7 @@ class Program:
         def kept() -> PyTree:
             if name not in self.stored:
                 return ()
-            path = given.get("path")
+            path = arguments.get("path")
             storage = getattr(first, "storage", getattr(first, "data", ()))
             return fields.find(storage, path) if isinstance(path, str) else storage
 
@@ -242,8 +242,8 @@ def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
 def platform_of(arrays: PyTree) -> str:
     """Returns the platform of the device that runs a program called with these arrays."""
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
-    found = next((leaf for leaf in leaves if leaf.committed), leaves[0] if leaves else None)
-    return jax.default_backend() if found is None else next(iter(found.devices())).platform
+    first = next((leaf for leaf in leaves if leaf.committed), leaves[0] if leaves else None)
+    return jax.default_backend() if first is None else next(iter(first.devices())).platform
 
 
 def is_outside() -> bool:

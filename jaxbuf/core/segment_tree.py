@@ -164,10 +164,10 @@ class SegmentTree(Checked, struct.PyTreeNode):
             raise ValueError(f"ops is {tuple(ops)}; choose from {OPS}, each once")
         if "min" in ops and len(ops) > 1:
             raise ValueError(f"ops is {tuple(ops)}; give 'min' a tree of its own")
-        known = cast("tuple[Op, ...]", tuple(ops))
+        names = cast("tuple[Op, ...]", tuple(ops))
         width = _default_width() if width is None else width
-        nodes, roots = _empty_nodes(capacity, known, width)
-        return cls(nodes=nodes, roots=roots, capacity=capacity, ops=known, width=width)
+        nodes, roots = _empty_nodes(capacity, names, width)
+        return cls(nodes=nodes, roots=roots, capacity=capacity, ops=names, width=width)
 
     @property
     def leaves(self) -> Float[Array, " N"]:
@@ -294,8 +294,8 @@ class SegmentTree(Checked, struct.PyTreeNode):
         if not isinstance(self.roots, jax.ShapeDtypeStruct):
             return _with_width(self, width)
         shapes = jax.eval_shape(lambda tree: _with_width(tree, width), self)
-        place = functools.partial(jax.ShapeDtypeStruct, sharding=self.roots.sharding)
-        return jax.tree.map(lambda leaf: place(leaf.shape, leaf.dtype), shapes)
+        sharded = functools.partial(jax.ShapeDtypeStruct, sharding=self.roots.sharding)
+        return jax.tree.map(lambda leaf: sharded(leaf.shape, leaf.dtype), shapes)
 
     def check_valid(self, name: str) -> Iterator[str]:
         """Yields leaves that are no numbers, and reductions that are not those of the leaves."""
@@ -303,9 +303,9 @@ class SegmentTree(Checked, struct.PyTreeNode):
         wrong, legal = np.isnan(leaves), "a number"
         if {"sum", "min_positive"} & set(self.ops):
             wrong, legal = ~((leaves >= 0) & (leaves < np.inf)), "a finite number of at least 0"
-        found = list(first_wrong(f"{name}.leaves", leaves, wrong, legal))
-        if found:
-            yield from found
+        problems = list(first_wrong(f"{name}.leaves", leaves, wrong, legal))
+        if problems:
+            yield from problems
             return
         again, said = _set_again(self), "which is what the leaves say"
         ours, theirs = (np.asarray(tree.roots) for tree in (self, again))
@@ -348,13 +348,13 @@ def _is(node: object) -> bool:
 @functools.cache
 def levels(capacity: int, ops: int, width: int = NARROW) -> tuple[Level, ...]:
     """Returns the levels of a tree with ``ops`` operations, leaves first and without the root."""
-    found: list[Level] = []
+    levels: list[Level] = []
     count = capacity
-    while not found or found[-1].blocks > 1:
-        rows, start = (ops + 1, found[-1].stop) if found else (1, 0)
-        found.append(Level(len(found), count, -(-count // width), rows, start, rows * width))
-        count = found[-1].blocks
-    return tuple(found)
+    while not levels or levels[-1].blocks > 1:
+        rows, start = (ops + 1, levels[-1].stop) if levels else (1, 0)
+        levels.append(Level(len(levels), count, -(-count // width), rows, start, rows * width))
+        count = levels[-1].blocks
+    return tuple(levels)
 
 
 def combine(op: Op, children: Int[Array, "... W"]) -> Int[Array, "..."]:
@@ -435,16 +435,16 @@ def _values(ops: tuple[Op, ...], rows: Rows) -> list[Int[Array, " B"]]:
 
 def _above(ops: tuple[Op, ...], rows: Rows) -> tuple[list[Stored], Int[Array, " K"]]:
     """Returns the levels above all blocks of one, and the roots."""
-    found: list[Stored] = []
+    above: list[Stored] = []
     while rows[0].shape[0] > 1:
         blocks, width = rows[0].shape
         padded = [
             jnp.pad(value, (0, -blocks % width), constant_values=none).reshape(-1, width)
             for value, none in zip(_values(ops, rows), _empty(ops), strict=True)
         ]
-        found.append(_stored(padded))
-        rows = _rows_of(found[-1], len(padded))
-    return found, jnp.concatenate(_values(ops, rows))
+        above.append(_stored(padded))
+        rows = _rows_of(above[-1], len(padded))
+    return above, jnp.concatenate(_values(ops, rows))
 
 
 def _stored(rows: Rows) -> Stored:
@@ -473,8 +473,8 @@ def _rows(nodes: Nodes, level: Level, block: Int[Array, " B"] | None = None) -> 
     if block is None:
         return _rows_of(nodes[level.start : level.stop], level.rows)
     start, size = level.start + block * level.stride, level.stride
-    found = jax.vmap(lambda at: lax.dynamic_slice(nodes, (at,), (size,)))(start)
-    return _rows_of(found, level.rows)
+    blocks = jax.vmap(lambda at: lax.dynamic_slice(nodes, (at,), (size,)))(start)
+    return _rows_of(blocks, level.rows)
 
 
 def _write(
@@ -505,7 +505,7 @@ def _place(nodes: Nodes, node: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]
 
 
 def _split(node: Int[Array, " B"], width: int) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Returns the blocks that nodes are in, and their places there."""
+    """Returns the block of each node, and its lane in the block."""
     return node >> (width.bit_length() - 1), node & (width - 1)
 
 
@@ -625,11 +625,11 @@ def _choose(
     # A rounded residual may equal the node's mass; it is limited to the largest float below it.
     limit = sums[-1] * jnp.float32(_BELOW)
     residual = jnp.where(residual < jnp.inf, jnp.minimum(residual, limit), residual)
-    held = masses > 0
-    first = jnp.min(jnp.where(held & (residual[None] < sums), lane, len(masses)), axis=0)
-    last = jnp.max(jnp.where(held, lane, 0), axis=0)
+    positive = masses > 0
+    first = jnp.min(jnp.where(positive & (residual[None] < sums), lane, len(masses)), axis=0)
+    last = jnp.max(jnp.where(positive, lane, 0), axis=0)
     child = jnp.minimum(first, last)
-    before = jnp.max(jnp.where(held & (lane < child[None]), sums, 0.0), axis=0)
+    before = jnp.max(jnp.where(positive & (lane < child[None]), sums, 0.0), axis=0)
     mass = jnp.max(jnp.where(lane == child[None], masses, 0.0), axis=0)
     return child, residual - before, mass
 

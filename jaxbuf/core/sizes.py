@@ -124,8 +124,8 @@ def check_memory(
         # All of them share one memory.
         name_of_device, left = "this machine", _host_memory_left()
         needed *= max(len(devices), 1)
-    elif known := device.memory_stats():
-        left = known.get("bytes_limit", math.inf) - known.get("bytes_in_use", 0)
+    elif stats := device.memory_stats():
+        left = stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
     if needed > left:
         fits = int(left / needed * count)
         most = f"{name}={fits} would fit" if fits else f"not even {name}=1 would fit"
@@ -142,14 +142,14 @@ def _default_device() -> Any:
 
 def _host_memory_left() -> float:
     """Returns the bytes that Linux can still give this process; inf on another system."""
-    found = [math.inf]
+    limits = [math.inf]
     with contextlib.suppress(OSError):
         lines = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+) kB$", _MEMORY.read_text(), re.M)
-        found += [1024.0 * sum(map(int, lines))] if lines else []
+        limits += [1024.0 * sum(map(int, lines))] if lines else []
     for limit in _LIMITS:
         with contextlib.suppress(OSError, ValueError):
-            found.append(int(limit.read_text()))
-    return min(found)
+            limits.append(int(limit.read_text()))
+    return min(limits)
 
 
 @contextlib.contextmanager

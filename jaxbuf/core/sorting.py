@@ -1,4 +1,4 @@
-"""Sorts of many numbers in little time, and rows that name the same place as others."""
+"""Sorts of many numbers in little time, and rows that repeat the index of others."""
 
 import functools
 
@@ -13,28 +13,28 @@ _CHUNK = 128
 
 
 def order(number: UInt[Array, " N"]) -> Int[Array, " N"]:
-    """Returns where the numbers are from the smallest to the largest, of equal ones the first.
+    """Returns the indices that sort the numbers, of equal ones the first one first.
 
     XLA sorts single numbers several times faster than pairs on a CPU. Therefore the numbers are
-    sorted by a part of their bits at a time, from the lowest to the highest, and the places of the
-    sort before fill the lower bits.
+    sorted by a part of their bits at a time, from the lowest to the highest, and the positions in
+    the previous order fill the lower bits.
 
     Example:
         >>> order(jnp.array([7, 2**32 - 1, 0, 7], jnp.uint32)).tolist()
         [2, 0, 3, 1]
     """
     bits = max((number.shape[0] - 1).bit_length(), 1)
-    before = jnp.arange(number.shape[0], dtype=jnp.uint32)
-    found = before.astype(jnp.int32)
+    position = jnp.arange(number.shape[0], dtype=jnp.uint32)
+    index = position.astype(jnp.int32)
     for shift in range(0, 32, 32 - bits):
-        part = number[found] >> jnp.uint32(shift) << jnp.uint32(bits)
-        place = lax.sort(part | before) & jnp.uint32(2**bits - 1)
-        found = found[place.astype(jnp.int32)]
-    return found
+        digits = number[index] >> jnp.uint32(shift) << jnp.uint32(bits)
+        before = lax.sort(digits | position) & jnp.uint32(2**bits - 1)
+        index = index[before.astype(jnp.int32)]
+    return index
 
 
 def largest(value: Shaped[Array, " N"], count: int) -> tuple[Shaped[Array, " B"], Int[Array, " B"]]:
-    """Returns the ``count`` largest of many numbers, from the largest on, and where they are.
+    """Returns the ``count`` largest of many numbers, the largest first, and their indices.
 
     They lie in the chunks with the largest maxima, so only these chunks are sorted. The numbers are
     floats of at least −inf, or integers of at least 0.
@@ -46,20 +46,20 @@ def largest(value: Shaped[Array, " N"], count: int) -> tuple[Shaped[Array, " B"]
     """
     chunks = -(-value.shape[0] // _CHUNK)
     if chunks <= count:
-        found, index = lax.top_k(value, count)
-        return found, index
+        top, index = lax.top_k(value, count)
+        return top, index
     padding = (0, chunks * _CHUNK - value.shape[0])
     least = -jnp.inf if jnp.issubdtype(value.dtype, jnp.floating) else 0
     grid = jnp.pad(value, padding, constant_values=least).reshape(chunks, _CHUNK)
     _, best = lax.top_k(jnp.max(grid, axis=1), count)
-    found, at = lax.top_k(grid[best].reshape(-1), count)
-    return found, best[quotient(at, _CHUNK)] * _CHUNK + remainder(at, _CHUNK)
+    top, at = lax.top_k(grid[best].reshape(-1), count)
+    return top, best[quotient(at, _CHUNK)] * _CHUNK + remainder(at, _CHUNK)
 
 
 def keep_last(index: Int[Array, "..."], nowhere: int) -> Int[Array, "..."]:
-    """Returns the same places, with ``nowhere`` for all rows but the last one of each place.
+    """Returns the index with ``nowhere`` for all rows but the last one of each number.
 
-    A scatter of rows that repeat a place may write any of them, except on a CPU.
+    A scatter of rows that repeat an index may write any of them, except on a CPU.
 
     Example:
         >>> import jax.numpy as jnp
@@ -76,8 +76,8 @@ def keep_last(index: Int[Array, "..."], nowhere: int) -> Int[Array, "..."]:
 
 def last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
     """Returns a mask of the rows that no later row repeats."""
-    # Equal numbers have the same place in the sorted index. On a CPU, sorting the index alone is
+    # Equal numbers have the same position in the sorted index. On a CPU, sorting the index alone is
     # several times faster than sorting the rows by it.
     row = jnp.arange(index.shape[0], dtype=jnp.int32)
-    place = jnp.searchsorted(lax.sort(index), index, method="scan_unrolled")
-    return jnp.zeros_like(row).at[place].max(row)[place] == row
+    position = jnp.searchsorted(lax.sort(index), index, method="scan_unrolled")
+    return jnp.zeros_like(row).at[position].max(row)[position] == row

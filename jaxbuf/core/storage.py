@@ -123,7 +123,7 @@ def check(
         shape, dtype = stored.shape[skip:], stored.dtype
         # What has no numbers itself, such as a ``jax.ShapeDtypeStruct``, takes others without.
         concrete = isinstance(stored, jax.Array | np.ndarray)
-        got = numbers.given(leaf, label) if concrete else numbers.abstract(leaf, label)
+        got = numbers.type_of(leaf, label) if concrete else numbers.abstract(leaf, label)
         expected = (*axes, *shape)
         if len(got.shape) != len(expected) or any(
             isinstance(want, int) and want != have
@@ -149,7 +149,7 @@ def check(
                 f"{label} has dtype {got.dtype}; expected {dtype} "
                 f"(cast it yourself: nothing is cast silently)"
             )
-        out.append(numbers.own(leaf, label, dtype) if concrete else leaf)
+        out.append(numbers.to_array(leaf, label, dtype) if concrete else leaf)
     sizes = tuple(axis if isinstance(axis, int) else lengths[axis] for axis in axes)
     return jax.tree.unflatten(treedef, out), sizes
 
@@ -196,12 +196,12 @@ def check_rows(
         ValueError: If the shape differs, if the dtype is of another kind (bool, integer or
             floating), or if a known number does not fit.
     """
-    got = numbers.given(value, name)
+    got = numbers.type_of(value, name)
     if got.shape != shape:
         raise ValueError(f"{name} has shape {got.shape}; expected {shape}, which is {axes}")
     if not _is_castable(got, dtype):
         raise ValueError(f"{name} has dtype {got.dtype}; expected {np.dtype(dtype).name}")
-    return lax.stop_gradient(numbers.own(value, name, np.dtype(dtype), infinite=infinite))
+    return lax.stop_gradient(numbers.to_array(value, name, np.dtype(dtype), infinite=infinite))
 
 
 def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic] | Dtype) -> bool:
@@ -260,19 +260,20 @@ def _gather(storage: PyTree[Array], start: Int[Array, " B"], run: _Run) -> PyTre
     for leaf in leaves:
         sizes.check_bytes("a batch", (*leading, *leaf.shape[1:]), leaf.dtype)
     # The dtypes of PRNG keys are not NumPy's.
-    known = [isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in _KINDS for leaf in leaves]
+    plain = [isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in _KINDS for leaf in leaves]
 
     def natively(start: Int[Array, " B"], *leaves: Array) -> list[Array]:
-        taken = iter(native.take([x for x, k in zip(leaves, known, strict=True) if k], start, run))
+        chosen = [leaf for leaf, is_plain in zip(leaves, plain, strict=True) if is_plain]
+        rows = iter(native.take(chosen, start, run))
         return [
-            next(taken) if k else _select(leaf, start, run)
-            for leaf, k in zip(leaves, known, strict=True)
+            next(rows) if is_plain else _select(leaf, start, run)
+            for leaf, is_plain in zip(leaves, plain, strict=True)
         ]
 
     def plainly(start: Int[Array, " B"], *leaves: Array) -> list[Array]:
         return [_select(leaf, start, run) for leaf in leaves]
 
-    rows = native.either(natively if any(known) else plainly, plainly, start, *leaves)
+    rows = native.either(natively if any(plain) else plainly, plainly, start, *leaves)
     return jax.tree.unflatten(treedef, rows)
 
 
@@ -346,9 +347,9 @@ def _check_mappings(storage: PyTree, items: PyTree, name: str) -> None:
     if not isinstance(items, Mapping):
         keys = ", ".join(map(repr, stored))
         raise ValueError(f"{name} is {checks.kind_of(items)}; expected a dict with {keys}")
-    given: Mapping[Any, Any] = items
-    for key in stored.keys() & given.keys():
-        _check_mappings(stored[key], given[key], f"{name}[{key!r}]")
+    mapping: Mapping[Any, Any] = items
+    for key in stored.keys() & mapping.keys():
+        _check_mappings(stored[key], mapping[key], f"{name}[{key!r}]")
 
 
 def _name(root: str, path: tuple[object, ...]) -> str:

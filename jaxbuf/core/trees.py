@@ -51,8 +51,9 @@ def owned(tree: Tree) -> Tree:
         return tree
 
     def copy(leaf: Any) -> Any:
-        known = isinstance(leaf, np.ndarray)
-        return (leaf.copy() if leaf.dtype.isnative else native(leaf)) if known else leaf
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        return leaf.copy() if leaf.dtype.isnative else native(leaf)
 
     return jax.tree.map(copy, tree)
 
@@ -104,10 +105,10 @@ def match(like: object, tree: Tree) -> Tree:
     want = jax.tree.structure(like)
     if jax.tree.structure(tree) == want:
         return tree
-    names, found = plain(jax.tree.unflatten(want, range(want.num_leaves))), plain(tree)
-    if jax.tree.structure(names) != jax.tree.structure(found):
+    names, values = plain(jax.tree.unflatten(want, range(want.num_leaves))), plain(tree)
+    if jax.tree.structure(names) != jax.tree.structure(values):
         return tree
-    by_name = dict(zip(jax.tree.leaves(names), jax.tree.leaves(found), strict=True))
+    by_name = dict(zip(jax.tree.leaves(names), jax.tree.leaves(values), strict=True))
     return jax.tree.unflatten(want, [by_name[i] for i in range(want.num_leaves)])
 
 

@@ -47,8 +47,8 @@ def trace_state() -> object:
 
 def varying_axes(leaf: object) -> frozenset[str]:
     """Returns the mesh axes that an array varies over inside of ``jax.shard_map``."""
-    known: Any = jax.typeof(leaf)
-    return known.manual_axis_type.varying if _TYPED else known.vma
+    aval: Any = jax.typeof(leaf)
+    return aval.manual_axis_type.varying if _TYPED else aval.vma
 
 
 def vary(leaf: Array, axes: tuple[str, ...]) -> Array:
@@ -63,9 +63,9 @@ def shape_like(leaf: jax.ShapeDtypeStruct | Array, like: Array) -> jax.ShapeDtyp
     """Returns the shape of a result that varies over the same axes as ``like``."""
     if not varying_axes(like):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    known: Any = jax.typeof(like)
-    kind = {"manual_axis_type": known.manual_axis_type} if _TYPED else {"vma": known.vma}
-    sharding = jax.NamedSharding(known.sharding.mesh, jax.P(*[None] * len(leaf.shape)))
+    aval: Any = jax.typeof(like)
+    kind = {"manual_axis_type": aval.manual_axis_type} if _TYPED else {"vma": aval.vma}
+    sharding = jax.NamedSharding(aval.sharding.mesh, jax.P(*[None] * len(leaf.shape)))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, **kind)
 
 

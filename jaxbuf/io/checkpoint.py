@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxbuf.core import checks, trees
-from jaxbuf.core.donation import check_there
+from jaxbuf.core.donation import check_not_donated
 from jaxbuf.core.hyperparameters import Varying
 from jaxbuf.core.segment_tree import NARROW, narrow, using_width, with_widths_of
 from jaxbuf.io import earlier, records, resizing, structure, versions, zarr
@@ -81,7 +81,7 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
         5
     """
     folder = check_folder("path", path)
-    check_there(buffer, "buffer")
+    check_not_donated(buffer, "buffer")
     # All platforms write and read the same form of segment trees.
     buffer = narrow(buffer)
     described = structure.leaves(buffer, "buffer")

@@ -435,7 +435,7 @@ def _flatten(metrics: PyTree) -> dict[str, float]:
     flat: dict[str, float] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
         start = jax.tree_util.keystr(path, simple=True, separator="/")
-        got = numbers.given(leaf, f"metrics[{start!r}]")
+        got = numbers.type_of(leaf, f"metrics[{start!r}]")
         if not numbers.is_number(got.dtype) or np.asarray(leaf).dtype.kind not in "biufV":
             raise ValueError(f"metrics[{start!r}] is {checks.kind_of(leaf)}; expected numbers")
         values = np.asarray(leaf)

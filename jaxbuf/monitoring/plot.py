@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.created import is_created
 from jaxbuf.core import checks, trees
-from jaxbuf.core.donation import check_there
+from jaxbuf.core.donation import check_not_donated
 from jaxbuf.wrappers.hosted import Hosted
 from jaxbuf.wrappers.sharded.sharded import Sharded
 
@@ -157,7 +157,7 @@ def _checked(buffer: Any) -> Any:
         )
     if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
         raise ValueError("buffer holds other things than arrays; expected one with contents")
-    check_there(leaves, "buffer")
+    check_not_donated(leaves, "buffer")
     if buffer.counters.ndim != 1:
         raise ValueError(
             f"buffer is {buffer.counters.shape[0]} stacked ones; plot one of them: "

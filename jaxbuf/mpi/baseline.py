@@ -284,7 +284,7 @@ class BaselineFilter(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a shape or dtype differs.
         """
-        got = numbers.given(score, "score")
+        got = numbers.type_of(score, "score")
         if len(got.shape) != 1:
             raise ValueError(f"score has shape {got.shape}; expected (B,)")
         rows = got.shape

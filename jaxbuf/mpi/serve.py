@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxbuf.core import checks
-from jaxbuf.core.donation import is_gone
+from jaxbuf.core.donation import is_donated
 from jaxbuf.core.program import compiler_options
 from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.sizes import check_count
@@ -420,7 +420,7 @@ class _Server:
             self._report(text)
         for worker in self._workers(_Status.ACTIVE, _Status.WAITING, _Status.LOST):
             self._send(worker, Kind.ABORT, wire.note(text))
-        if self._save_to is not None and is_gone(self._manager):
+        if self._save_to is not None and is_donated(self._manager):
             error.add_note("the manager could not be saved: the program that failed used it up")
         elif self._save_to is not None:
             try:

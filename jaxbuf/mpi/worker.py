@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.core import checks, numbers, trees
-from jaxbuf.core.donation import check_there
+from jaxbuf.core.donation import check_not_donated
 from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
@@ -447,7 +447,7 @@ class Worker:
     def _send_all(self, items: PyTree[Array], score: Any, mask: Any, rows: int) -> None:
         """Sends a batch as ``step`` would, but without a program to run and to wait for."""
         leaves, structure = jax.tree.flatten((items, score, mask))
-        check_there(leaves, "items")
+        check_not_donated(leaves, "items")
         given = (structure, *map(jax.typeof, leaves))
         state = self._state
         if given not in self._checked:

@@ -379,7 +379,7 @@ def _integer(number: object, name: str) -> Int[Array, ""]:
             ``[0, 2**31 - 1]``.
     """
     number = _known(number, name)
-    got = numbers.given(number, name)
+    got = numbers.type_of(number, name)
     if got.shape:
         raise ValueError(f"{name} has shape {got.shape}; expected one integer")
     array = jnp.asarray(trees.owned(number))

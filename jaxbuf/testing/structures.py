@@ -7,7 +7,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.core.donation import check_there
+from jaxbuf.core.donation import check_not_donated
 
 
 def check_concrete(tree: Any, name: str) -> None:
@@ -16,7 +16,7 @@ def check_concrete(tree: Any, name: str) -> None:
     Raises:
         ValueError: If the tree was donated, is traced, or has shapes in place of arrays.
     """
-    check_there(tree, name)
+    check_not_donated(tree, name)
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
             kind = "traced" if isinstance(leaf, jax.core.Tracer) else "a shape without numbers"

@@ -192,7 +192,7 @@ class _Steps(NamedTuple):
 
 def _with_values(steps: rewarded.Rewarded, value: object, next_value: object) -> _Steps:
     shape = steps.reward.shape
-    dtype: Any = numbers.given(value, "value").dtype
+    dtype: Any = numbers.type_of(value, "value").dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"value has dtype {dtype}; expected a floating dtype")
     values = _rows(value, "value", shape, dtype)
@@ -225,7 +225,7 @@ def _backwards(delta: Array, trace: Array, steps: _Steps) -> Float[Array, "B M .
 
 def _rows(array: object, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """Returns an array with a number for each step, of the shape of the rewards."""
-    known = shape[:2] if numbers.given(array, name).shape == shape[:2] else shape
+    known = shape[:2] if numbers.type_of(array, name).shape == shape[:2] else shape
     return rewarded.spread(storage.check_rows(array, name, known, dtype, "that of reward"), shape)
 
 

@@ -79,7 +79,7 @@ def _load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     """Returns the library of the kernels, or None and the reason why it does not fit."""
     try:
         library = ctypes.CDLL(str(path))
-        built, here = library.jaxbuf_ffi_version(), versions.ffi_version()
+        built, installed = library.jaxbuf_ffi_version(), versions.ffi_version()
         # A library of an older version of the package may lack some.
         for name in KERNELS:
             _ = library[f"jaxbuf_{name}"]
@@ -87,11 +87,11 @@ def _load(path: Path) -> tuple[ctypes.CDLL | None, str]:
         reason = f"cannot be loaded ({error})"
     else:
         # XLA takes handlers of its own version of the interface and of older ones.
-        if built >> 16 == here >> 16 and built <= here:
+        if built >> 16 == installed >> 16 and built <= installed:
             return library, ""
         reason = (
             f"were built for version {built >> 16}.{built & 0xFFFF} of XLA's interface, but jaxlib "
-            f"{importlib.metadata.version('jaxlib')} has {here >> 16}.{here & 0xFFFF}"
+            f"{importlib.metadata.version('jaxlib')} has {installed >> 16}.{installed & 0xFFFF}"
         )
     return None, reason
 

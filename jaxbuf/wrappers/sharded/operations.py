@@ -314,12 +314,12 @@ def arrays(shards: Body, operation: Operation, given: dict[str, Any]) -> dict[st
         elif name in operation.about.get("stored", ()):
             like = fields.stored(shards.data, given["path"], f"{shards.unit} have")
             out[name] = jax.tree.map(
-                lambda leaf, stored, name=name: numbers.own(leaf, name, stored.dtype),
+                lambda leaf, stored, name=name: numbers.to_array(leaf, name, stored.dtype),
                 trees.match(like, value),
                 like,
             )
         elif value is not None and name in dtypes:
-            out[name] = numbers.own(value, name, dtypes[name], infinite=name in infinite)
+            out[name] = numbers.to_array(value, name, dtypes[name], infinite=name in infinite)
     return out
 
 

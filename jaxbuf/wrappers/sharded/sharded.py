@@ -14,7 +14,7 @@ from jaxbuf.buffers.arguments import (
     check_batch_size,
     check_sampler,
     check_slots,
-    check_wanted,
+    check_num_rows,
     mask_of,
 )
 from jaxbuf.buffers.body import Body
@@ -198,7 +198,7 @@ class Sharded(SlottedBuffer, Shards):
 
         Without ``exchange``, each shard must be able to draw its ``batch_size / S`` items.
         """
-        return on_shards.can_sample(self, check_wanted(batch_size))
+        return on_shards.can_sample(self, check_num_rows(batch_size))
 
     def support(self) -> Support:
         return Support(*on_shards.support(self))
