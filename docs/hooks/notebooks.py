@@ -1,5 +1,6 @@
 """Takes the executed notebooks into the site, in the order in which one would read them."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,17 @@ ORDER = [
     "manager_worker",
     "offline",
 ]
+
+
+# Draws diagrams, which the notebooks have none of, by code of another host.
+MERMAID = re.compile(
+    r'<script type="module">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>', re.DOTALL
+)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Leave out of a notebook's page what would be loaded from another host."""
+    return MERMAID.sub("", output) if page.file.src_uri.startswith("notebooks/") else output
 
 
 def on_config(config: Any) -> Any:

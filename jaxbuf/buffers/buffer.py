@@ -163,7 +163,7 @@ class Buffer:
         return self, 0
 
     def room(self: Any, sequence_length: int | None = None) -> tuple[float, str]:
-        """Returns how many items, or windows, a batch can come from, and a text with this number.
+        """Returns the number of items, or windows, that can be drawn, and a text about it.
 
         Args:
             sequence_length: The length of the windows; None for that of the buffer.

@@ -13,12 +13,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from jaxbuf.buffers import events
 from jaxbuf.buffers.arguments import (
     check_evictor,
+    check_num_rows,
     check_parts,
     check_priority,
     check_removes,
     check_sampler,
     check_version_used,
-    check_num_rows,
     needs_order,
     needs_priority,
 )
@@ -227,7 +227,7 @@ class ItemBuffer(Body):
         return {**super().options(), "evictor": self.evictor}
 
     def room(self, sequence_length: int | None = None) -> tuple[int, str]:
-        """Returns the number of items that a batch can come from, and a text about this number."""
+        """Returns the number of items that can be drawn, and a text about it."""
         del sequence_length
         reach = self.sampler.reach(self.capacity)
         text = "capacity is {}" if reach == self.capacity else "sampler draws from the newest {}"

@@ -733,7 +733,7 @@ class SlottedBuffer(Buffer):
 
     @operation(by_member=False, needs="episodes", changes=False)
     def episode(self, where: Where, positions: Integer[ArrayLike, "..."] | None = None) -> Episode:
-        """Returns what is known of the episodes of sampled windows, or of single steps.
+        """Looks up the episodes of sampled windows, or of single steps.
 
         Under ``jax.jit``, fields that are not used cost nothing.
 

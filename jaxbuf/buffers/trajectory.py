@@ -14,6 +14,7 @@ from jaxbuf.buffers import events, write_back
 from jaxbuf.buffers.arguments import (
     Where,
     broadcast_steps,
+    check_num_rows,
     check_parts,
     check_priority,
     check_removes,
@@ -22,7 +23,6 @@ from jaxbuf.buffers.arguments import (
     check_step_mask,
     check_steps,
     check_version_used,
-    check_num_rows,
     check_where,
     mask_of,
     needs_order,
@@ -250,7 +250,7 @@ class TrajectoryBuffer(Body):
         return super().abilities | more
 
     def room(self, sequence_length: int | None = None) -> tuple[int, str]:
-        """Returns how many windows of a length there can be, and a text with this number."""
+        """Returns the number of windows of a length that can be drawn, and a text about it."""
         most = self.max_windows
         if sequence_length is not None and sequence_length != self.sequence_length:
             places = self.length - self.num_earliest_ignored - (sequence_length - 1)
@@ -558,7 +558,7 @@ class TrajectoryBuffer(Body):
         return buffer.with_state(i, buffer._index().clear(mask))
 
     def _newest_rows(self, mask: Bool[Array, " E"]) -> Int[Array, " E"]:
-        """Returns where the newest steps of some rings are; past the end for the others."""
+        """Returns the rows of the newest steps of some rings; past the end for the others."""
         env = jnp.arange(self.num_envs, dtype=jnp.int32)
         row = self.rings.locate(env, self.rings.end - jnp.uint32(1))
         # Each row past the end is a different one.

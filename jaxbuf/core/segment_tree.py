@@ -500,7 +500,7 @@ def _write_above(nodes: Nodes, level: Level, stored: Sequence[Stored]) -> Nodes:
 
 
 def _place(nodes: Nodes, node: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]:
-    """Returns where in the array of its level a leaf is, or any node of a wide tree."""
+    """Returns the index of a leaf, or of any node of a wide tree, in the array of its level."""
     return _split(node, WIDE) if isinstance(nodes, tuple) else (node,)
 
 

@@ -37,7 +37,7 @@ def note(buffer: PyTree, items: PyTree, call: str) -> None:
 
 
 def _level() -> int:
-    """Returns how far up the caller is that belongs neither to JAX nor to this library."""
+    """Returns the level on the stack of the caller outside of JAX and of this library."""
     frame, level = inspect.currentframe(), 0
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("jax", "jaxbuf"):
         frame, level = frame.f_back, level + 1

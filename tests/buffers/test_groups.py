@@ -182,7 +182,7 @@ def test_alone_in_jit_and_under_vmap_agree():
     keys = jnp.stack([jax.random.key(0), jax.random.key(1)])
     for actual in (
         jax.jit(draw)(buffer, jax.random.key(1)),
-        jax.tree.map(lambda leaf: leaf[1], jax.vmap(draw)(lanes, keys)),
+        jax.tree.map(lambda leaf: leaf[1], jax.jit(jax.vmap(draw))(lanes, keys)),
     ):
         chex.assert_trees_all_equal(actual, expected)
 

@@ -243,7 +243,10 @@ def test_reading_under_vmap_and_scan():
     np.testing.assert_array_equal(taken[..., 0, 0], t)
     np.testing.assert_array_equal(valid[..., 0], [[[True, False]] * 3] * 2)
     np.testing.assert_array_equal(end, [[[1, 1], [2, 2], [3, 3]]] * 2)
-    assert jax.vmap(lambda b: b.add(steps([1, 2])))(many).end_position.tolist() == [[1, 1]] * 2
+    assert (
+        jax.jit(jax.vmap(lambda b: b.add(steps([1, 2]))))(many).end_position.tolist()
+        == [[1, 1]] * 2
+    )
 
 
 def test_a_scanned_dequeue_copies_no_storage():

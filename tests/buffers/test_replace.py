@@ -114,7 +114,7 @@ def test_a_storage_that_fits_is_taken(kind):
 
 
 def test_many_buffers_side_by_side():
-    many = jax.vmap(lambda _: items())(jnp.arange(3))
+    many = jax.jit(jax.vmap(lambda _: items()))(jnp.arange(3))
     data = jax.tree.map(jnp.ones_like, many.data)
     assert many.replace(data=data).data["x"].sum() == 3 * 8 * 2
     with pytest.raises(ValueError, match=r"data\['x'\] has shape \(8, 2\); expected \(3, 8, 2\)"):

@@ -32,7 +32,7 @@ def fill(key, capacity, sizes):
 
 def many(capacity, sizes):
     keys = jax.random.split(KEY, RUNS)
-    return np.asarray(jax.vmap(lambda key: fill(key, capacity, sizes))(keys))
+    return np.asarray(jax.jit(jax.vmap(lambda key: fill(key, capacity, sizes)))(keys))
 
 
 def scan_one_by_one(key, capacity, count):
@@ -131,8 +131,8 @@ def test_eager_jit_scan_and_donated_agree():
 
 def test_buffers_side_by_side_have_their_own_lots():
     keys = jax.random.split(KEY, 3)
-    lanes = jax.vmap(lambda key: create(8, key))(keys)
-    lanes = jax.vmap(lambda buffer: buffer.add(jnp.arange(100)))(lanes)
+    lanes = jax.jit(jax.vmap(lambda key: create(8, key)))(keys)
+    lanes = jax.jit(jax.vmap(lambda buffer: buffer.add(jnp.arange(100))))(lanes)
     testing.assert_valid(lanes)
     assert len({tuple(sorted(row)) for row in lanes.data.tolist()}) == 3
 

@@ -220,7 +220,9 @@ def test_env_ids_with_masks_and_under_jit():
     assert windows(add(buffer, jnp.array([2, 0]), ~both)) == {}
     assert windows(add(buffer, jnp.array([-1, 3]), both)) == {}
     assert windows(add(buffer, jnp.array([1, 1]), both)) == {4: [2], 5: [3]}
-    vmapped = jax.vmap(add, in_axes=(None, 0, None))(buffer, jnp.array([[2, 0], [1, 2]]), both)
+    vmapped = jax.jit(jax.vmap(add, in_axes=(None, 0, None)))(
+        buffer, jnp.array([[2, 0], [1, 2]]), both
+    )
     second = jax.tree.map(lambda leaf: leaf[1], vmapped)
     assert windows(second) == {4: [0], 5: [1], 8: [2], 9: [3]}
 
@@ -605,7 +607,9 @@ def test_eager_jit_scan_vmap_and_donated_agree(sampler):
 
 
 def test_size_of_a_vmapped_buffer():
-    buffer = jax.vmap(lambda t: create(2, 4, 2).add(steps(t)))(jnp.zeros((3, 2, 3), jnp.int32))
+    buffer = jax.jit(jax.vmap(lambda t: create(2, 4, 2).add(steps(t))))(
+        jnp.zeros((3, 2, 3), jnp.int32)
+    )
     np.testing.assert_array_equal(buffer.size, [6, 6, 6])
     np.testing.assert_array_equal(buffer.can_sample(4), [True] * 3)
     assert buffer.capacity == 8

@@ -106,7 +106,7 @@ def test_gradients_of_items_are_right_in_every_way_to_compute_them(name, what):
         jax.grad(of_items)(at),
         jax.jit(jax.grad(of_items))(at),
         jax.jvp(of_items, (at,), (at,))[1],
-        jax.vmap(jax.grad(of_items))(at[None])[0],
+        jax.jit(jax.vmap(jax.grad(of_items)))(at[None])[0],
     ):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 

@@ -180,7 +180,7 @@ def over_environments(fbx):
         able = buffer.can_sample(state)
         return jax.lax.cond(able, learn, lambda state, _: state, state, key), able
 
-    states = jax.vmap(buffer.init)(stacked(4))
+    states = jax.jit(jax.vmap(buffer.init))(stacked(4))
     keys = jax.random.split(KEY, (3, 4))
     _, able = jax.jit(lambda states: jax.lax.scan(jax.vmap(step), states, keys))(states)
     return able.tolist()
@@ -252,7 +252,8 @@ def changed_by_hand(fbx):
     filled = state.replace(experience=scaled.experience, current_index=0, is_full=True)
     keys = jax.random.split(KEY, 20)
     batches = [
-        jax.vmap(buffer.sample, (None, 0))(s, keys).experience for s in (scaled, wider, filled)
+        jax.jit(jax.vmap(buffer.sample, (None, 0)))(s, keys).experience
+        for s in (scaled, wider, filled)
     ]
     return (
         np.unique(batches[0]["obs"]).tolist(),

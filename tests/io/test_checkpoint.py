@@ -602,8 +602,8 @@ def test_another_capacity_of_many_seeds(tmp_path):
         return item_buffer(4).add(data, mask=ids > 0)
 
     ids = jnp.asarray([[1, 2, 3, 4, 5, 6], [0, 0, 7, 8, 0, 9]], jnp.int32)
-    jaxbuf.save(tmp_path, {"buffers": jax.vmap(fill)(ids)})
-    like = jax.vmap(lambda _: item_buffer(2))(jnp.arange(2))
+    jaxbuf.save(tmp_path, {"buffers": jax.jit(jax.vmap(fill))(ids)})
+    like = jax.jit(jax.vmap(lambda _: item_buffer(2)))(jnp.arange(2))
     new = jaxbuf.load(tmp_path, {"buffers": like}, resize=True)["buffers"]
     testing.assert_valid(new)
     assert np.sort(new.data["id"], axis=1).tolist() == [[5, 6], [8, 9]]
@@ -842,13 +842,13 @@ def test_another_number_of_environments_of_many_seeds(tmp_path):
     seeds = jnp.arange(2, dtype=jnp.int32)
 
     def create(num_envs):
-        return jax.vmap(lambda _: trajectories(8, num_envs))(seeds)
+        return jax.jit(jax.vmap(lambda _: trajectories(8, num_envs)))(seeds)
 
     def rows(seed):
         ids = 100 * seed + jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
         return {"obs": jnp.repeat(ids[..., None], 3, -1).astype(jnp.float32), "id": ids}
 
-    old = jax.vmap(lambda buffer, seed: buffer.add(rows(seed)))(create(2), seeds)
+    old = jax.jit(jax.vmap(lambda buffer, seed: buffer.add(rows(seed))))(create(2), seeds)
     jaxbuf.save(tmp_path, old)
     for num_envs in (1, 3):
         new = jaxbuf.load(tmp_path, create(num_envs), resize=True)

@@ -153,8 +153,8 @@ def test_eager_vmapped_and_scanned_alike():
         assert mask.tolist() == rows_sent.tolist()
     assert eager.metrics() == scanned.metrics()
 
-    many = jax.vmap(lambda _: start)(jnp.arange(3))
-    vmapped, _ = jax.vmap(step)(many, score[:3])
+    many = jax.jit(jax.vmap(lambda _: start))(jnp.arange(3))
+    vmapped, _ = jax.jit(jax.vmap(step))(many, score[:3])
     assert vmapped.metrics()["skipped"].tolist() == [1, 1, 1]
 
 

@@ -151,7 +151,7 @@ def test_a_buffer_knows_how_it_was_created(name):
     again = type(buffer).create(buffer.example, **buffer.sizes, **buffer.options())
     chex.assert_trees_all_equal(again, buffer)
     chex.assert_trees_all_equal(buffer.anew(), buffer)
-    stacked = jax.vmap(lambda _: CREATED[name]())(jnp.arange(3))
+    stacked = jax.jit(jax.vmap(lambda _: CREATED[name]()))(jnp.arange(3))
     assert stacked.example == buffer.example
     assert stacked.sizes == buffer.sizes
     larger = buffer.anew(**{name: 2 * size for name, size in buffer.sizes.items()})

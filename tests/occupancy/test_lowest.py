@@ -223,12 +223,14 @@ def test_eager_jit_vmap_scan_and_donation_agree():
 
 
 def test_vmapped_buffers_are_independent():
-    many = jax.vmap(lambda _: create(2))(jnp.arange(3))
+    many = jax.jit(jax.vmap(lambda _: create(2)))(jnp.arange(3))
     items = jnp.arange(9, dtype=jnp.int32).reshape(3, 3)
     score = jnp.stack([floats(1, 2, 3), floats(3, 2, 1), floats(1, 3, 2)])
-    many = jax.vmap(lambda buffer, items, score: buffer.add(items, score=score))(many, items, score)
+    many = jax.jit(jax.vmap(lambda buffer, items, score: buffer.add(items, score=score)))(
+        many, items, score
+    )
     np.testing.assert_array_equal(jnp.sort(many.data, axis=1), [[1, 2], [3, 4], [7, 8]])
-    np.testing.assert_array_equal(jax.vmap(lambda buffer: buffer.size)(many), [2, 2, 2])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda buffer: buffer.size))(many), [2, 2, 2])
 
 
 @pytest.mark.parametrize("rows", [1, 16])

@@ -94,7 +94,7 @@ def test_draws_are_uniform_also_under_vmap(seeds):
     subset = Subset.create(Ring.create(CAPACITY), CAPACITY)
     subset, _ = place(subset, jnp.ones(CAPACITY, bool))
     gone = np.arange(seeds)[:, None] + np.array([[1, 5, 6, 20]])
-    subsets = jax.vmap(lambda index: subset.exclude(index))(jnp.asarray(gone, jnp.int32))
+    subsets = jax.jit(jax.vmap(lambda index: subset.exclude(index)))(jnp.asarray(gone, jnp.int32))
     words = random_words(jax.random.key(3), (seeds, 20_000))
     drawn = jax.jit(jax.vmap(lambda subset, words: subset.draw(words)))(subsets, words)
     np.testing.assert_array_equal(subsets.size, [CAPACITY - 4] * seeds)

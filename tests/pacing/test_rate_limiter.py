@@ -228,7 +228,9 @@ def test_throughput_in_scan_and_vmap():
         jax.jit(lambda counts: jax.lax.scan(step, start, counts))(counts),
         jax.tree.map(
             lambda leaf: leaf[1],
-            jax.vmap(lambda counts: jax.lax.scan(step, start, counts))(jnp.stack([counts] * 2)),
+            jax.jit(jax.vmap(lambda counts: jax.lax.scan(step, start, counts)))(
+                jnp.stack([counts] * 2)
+            ),
         ),
     ):
         np.testing.assert_allclose(limiter.counts, expected.counts, rtol=1e-6)

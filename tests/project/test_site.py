@@ -80,6 +80,21 @@ def test_every_notebook_is_rendered(site):
         assert (site / "notebooks" / f"{path.stem}.html").exists(), path.stem
 
 
+def test_pages_of_classes_begin_with_what_is_used_first(site):
+    text = (site / "reference" / "buffers.html").read_text()
+    for name in ("ItemBuffer", "TrajectoryBuffer", "Mixture", "Sharded", "Hosted"):
+        members = re.findall(rf'<h3 id="jaxbuf\.{name}\.(\w+)"', text)
+        assert members[:4] == ["create", "add", "sample", "update_priority"], name
+
+
+def test_nothing_is_loaded_from_another_host(site):
+    for path in site.rglob("*.html"):
+        for tag in re.findall(r"<(?:script|link|img)\b[^>]*>", text := path.read_text()):
+            if 'rel="canonical"' not in tag:
+                assert not re.search(r'(?:src|href)="(?:https?:)?//', tag), (path.name, tag)
+        assert "cdn" not in "".join(re.findall(r"<script.*?</script>", text, re.DOTALL)), path.name
+
+
 def test_links_and_anchors_lead_somewhere(pages):
     broken = []
     for path, page in pages.items():

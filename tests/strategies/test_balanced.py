@@ -116,7 +116,7 @@ def test_weights_correct_for_environments_that_hold_less():
     batch = draws(buffer, 6, 3000)
     assert int(buffer.support().count) == 7 + 1 + 4
     assert float(buffer.support().least_probability) == pytest.approx(1 / (3 * 7))
-    weights = jax.vmap(lambda b: jaxbuf.importance_weights(buffer, b, 1.0, None))(batch)
+    weights = jax.jit(jax.vmap(lambda b: jaxbuf.importance_weights(buffer, b, 1.0, None)))(batch)
     first = np.asarray(batch.data)[..., 0]
     estimate = np.mean(np.asarray(weights) * first)
     every = np.concatenate([np.arange(3, 10), [100], np.arange(200, 204)])

@@ -706,7 +706,7 @@ def test_ending_open_episodes_in_jit_scan_and_vmap(recurrence):
     envs = jnp.array([False, True])
     scan = jax.lax.scan(lambda b, _: (b.end_episodes(envs), None), buffer, None, length=2)[0]
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), buffer)
-    mapped = jax.vmap(lambda b: b.end_episodes(envs))(stacked)
+    mapped = jax.jit(jax.vmap(lambda b: b.end_episodes(envs)))(stacked)
     for other in (
         jax.jit(lambda b: b.end_episodes(envs))(buffer),
         scan,

@@ -116,7 +116,7 @@ def test_a_part_in_scan_and_vmap_and_after_clear():
     buffer, sizes = jax.lax.scan(step, empty, labels)
     assert sizes.tolist() == [0, 1, 2, 2, 3, 3, 4]
     many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), empty)
-    _, batched = jax.vmap(lambda one: jax.lax.scan(step, one, labels))(many)
+    _, batched = jax.jit(jax.vmap(lambda one: jax.lax.scan(step, one, labels)))(many)
     assert batched.tolist() == [sizes.tolist()] * 2
     again, _ = jax.lax.scan(step, buffer.clear(), labels)
     assert (int(again.size), int(again.metrics()["refused_class_full"])) == (4, 6)

@@ -120,7 +120,7 @@ def test_a_foreign_sampler_in_scan_and_vmap(buffer):
     _, drawn = jax.lax.scan(step, buffer, length=6)
     assert drawn.tolist() == [0, 1, 2, 3, 0, 1]
     many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), buffer)
-    _, drawn = jax.vmap(lambda buffer: jax.lax.scan(step, buffer, length=6))(many)
+    _, drawn = jax.jit(jax.vmap(lambda buffer: jax.lax.scan(step, buffer, length=6)))(many)
     assert drawn.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
 
 

@@ -345,7 +345,7 @@ def test_ranges_of_windows():
     late = buffer.latest(2)
     assert late.valid.tolist() == [True, True, True, False, False, False]
     assert late.data[late.valid].tolist() == [[4, 5], [5, 6], [8, 9]]
-    drawn = jax.vmap(lambda key: buffer.sample_range(key, 2).data)(
+    drawn = jax.jit(jax.vmap(lambda key: buffer.sample_range(key, 2).data))(
         jax.random.split(jax.random.key(2), 1000)
     )
     counts = np.unique(np.asarray(drawn)[..., 0], return_counts=True)[1]

@@ -131,8 +131,8 @@ def test_results_are_constants():
 def test_seeds_at_once_and_values_as_they_are_stored():
     steps, value, _, log_ratio = random_steps(2, (6, 4))
     seeds = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(3, 2, 4), (steps, value, log_ratio))
-    one = jax.vmap(lambda s, v, _: jaxbuf.gae(s, v, 0.9, 0.9))(*seeds)
-    other = jax.vmap(lambda s, v, r: jaxbuf.vtrace(s, v, r, 0.9))(*seeds)
+    one = jax.jit(jax.vmap(lambda s, v, _: jaxbuf.gae(s, v, 0.9, 0.9)))(*seeds)
+    other = jax.jit(jax.vmap(lambda s, v, r: jaxbuf.vtrace(s, v, r, 0.9)))(*seeds)
     for found, whole in (
         (one, jaxbuf.gae(steps, value, 0.9, 0.9)),
         (other, jaxbuf.vtrace(steps, value, log_ratio, 0.9)),

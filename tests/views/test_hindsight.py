@@ -151,7 +151,7 @@ def test_eager_jit_vmap_and_scan_agree():
         )
 
     keys = jax.random.split(jax.random.key(5), 3)
-    mapped = jax.vmap(view)(keys)
+    mapped = jax.jit(jax.vmap(view))(keys)
     scanned = jax.lax.scan(lambda carry, key: (carry, view(key)), None, keys)[1]
     chex.assert_trees_all_equal(mapped, scanned)
     jitted = jax.jit(view)

@@ -224,7 +224,7 @@ def test_each_row_goes_to_the_buffer_that_it_comes_from(kind, name):
     eager = call(buffer, name, args, options)
     jitted = jax.jit(lambda buffer: getattr(buffer, name)(*args, **options))(buffer)
     twice = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), buffer)
-    mapped = jax.vmap(lambda buffer: getattr(buffer, name)(*args, **options))(twice)
+    mapped = jax.jit(jax.vmap(lambda buffer: getattr(buffer, name)(*args, **options)))(twice)
     mapped = jax.tree.map(lambda leaf: leaf[1], mapped)
     for out in (eager, jitted, mapped):
         if DECLARED[name].changes:

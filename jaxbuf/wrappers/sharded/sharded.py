@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray, PyTree
 from jaxbuf.buffers.arguments import (
     broadcast_steps,
     check_batch_size,
+    check_num_rows,
     check_sampler,
     check_slots,
-    check_num_rows,
     mask_of,
 )
 from jaxbuf.buffers.body import Body
