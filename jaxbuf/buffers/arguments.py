@@ -254,7 +254,7 @@ def check_sampler(sampler: object) -> None:
             f"sampler is {checks.name_of(sampler)}; expected a sampler such as {Uniform()}, or one "
             "of your own that derives from jaxbuf.strategies.Sampler"
         )
-    for leaf in sampler.told:
+    for leaf in sampler.leaf_samplers:
         _check_names(leaf)
 
 
@@ -281,7 +281,7 @@ def check_removes(sampler: Sampler, what: str) -> None:
     Raises:
         ValueError: If it does not define ``on_change``.
     """
-    for leaf in sampler.told:
+    for leaf in sampler.leaf_samplers:
         if leaf.uses_priority and type(leaf).on_change is Sampler.on_change:
             raise ValueError(
                 f"{leaf} cannot be told that {what}; give it a method on_change (see "

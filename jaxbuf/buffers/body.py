@@ -295,7 +295,7 @@ class Body(SlottedBuffer, Base):
 
     def kept_by_hyperparameters(self) -> tuple[str, ...]:
         """Returns the fields that ``set_hyperparameters`` neither reads nor changes."""
-        listens = any(map(hyperparameters.listens, self.bound_sampler.told))
+        listens = any(map(hyperparameters.listens, self.bound_sampler.leaf_samplers))
         return ("data", "occupancy", "extra_states", *(() if listens else ("sampler_state",)))
 
     def set_hyperparameters(

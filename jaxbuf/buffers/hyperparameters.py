@@ -30,7 +30,7 @@ def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, 
         for name, old in before.items()
     }
     buffer = buffer.replace(hyperparameters=after)
-    if not any(map(listens, buffer.bound_sampler.told)):
+    if not any(map(listens, buffer.bound_sampler.leaf_samplers)):
         return buffer, legal
 
     def notify(sampler: Sampler, state: State) -> State:

@@ -498,7 +498,7 @@ class TrajectoryBuffer(Body):
             )
         slots = check_slots(slots)
         windows = self._windows_of(sequence_length)
-        mask = windows._index().together(windows.rings, slots.index)
+        mask = windows._index().in_episode(windows.rings, slots.index)
         return mask & windows.occupancy.holds(slots)[:, None]
 
     def end_episodes(self, envs: Envs = None) -> Self:
@@ -754,7 +754,7 @@ class TrajectoryBuffer(Body):
     def rows_of(self, index: Int[Array, " B"]) -> Int[Array, "B L"]:
         mask = index[:, None] < self.rings.num_slots
         if self.episodes is not None and self.episodes.pads:
-            mask &= self._index().together(self.rings, index)
+            mask &= self._index().in_episode(self.rings, index)
         return jnp.where(mask, self.rings.window(index), self.capacity)
 
     def holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
@@ -782,7 +782,7 @@ class TrajectoryBuffer(Body):
         if self.episodes is None or not self.episodes.pads:
             first = jnp.minimum(ring, self.num_envs - 1) * self.length + start
             return storage.read_runs(self.data, first, self.sequence_length, self.length)
-        mask = self._index().together(self.rings, index)
+        mask = self._index().in_episode(self.rings, index)
         last = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32) - 1
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)[None]
         place = remainder(start[:, None] + jnp.minimum(offset, last), self.length)

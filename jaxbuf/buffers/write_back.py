@@ -157,7 +157,7 @@ def check_scores(buffer: Base) -> None:
             "update_score was called, but no part of this buffer uses scores; create an "
             f"ItemBuffer with evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax(){other}"
         )
-    for leaf in buffer.sampler.told:
+    for leaf in buffer.sampler.leaf_samplers:
         if leaf.uses_score and type(leaf).set_priority is Sampler.set_priority:
             raise ValueError(
                 f"{leaf} cannot change scores; give it a method set_priority (see "

@@ -22,7 +22,7 @@ from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
 from jaxbuf.mpi.batch import Batch, uses_score
 from jaxbuf.strategies.diversity import Diversity, Field
-from jaxbuf.strategies.points import Ball, Computed, Others, Points
+from jaxbuf.strategies.points import Ball, ComputedPoints, Points, PointSet
 
 # Larger distances are clipped to this.
 _FAR = 2.0**40
@@ -338,7 +338,7 @@ def _check_weights(weights: Any) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(found.items()))
 
 
-def _others(buffer: ItemBuffer, part: Diversity) -> Others:
+def _others(buffer: ItemBuffer, part: Diversity) -> PointSet:
     """Returns the coordinates of the buffer's items, stored ones if the buffer keeps them."""
     kept = buffer.diversity
     if (
@@ -352,4 +352,4 @@ def _others(buffer: ItemBuffer, part: Diversity) -> Others:
         items = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, number), buffer.data)
         return part.points(items)
 
-    return Computed(buffer.capacity, rows)
+    return ComputedPoints(buffer.capacity, rows)

@@ -64,32 +64,32 @@ class Balanced(KnownSampler):
         """Draws ``batch_size`` windows, ordered by environment."""
         del state
         ages = occupancy.age_range(None, None)
-        held = ages.count
-        words, lots, turns = jnp.split(
-            random_words(key, (batch_size + 2 * held.shape[0],)),
-            [batch_size, batch_size + held.shape[0]],
+        windows = ages.count  # [E]
+        words, ties, shifts = jnp.split(
+            random_words(key, (batch_size + 2 * windows.shape[0],)),
+            [batch_size, batch_size + windows.shape[0]],
         )
-        count = _share_out(batch_size, held, lots, again=self.replacement)
+        count = _row_counts(batch_size, windows, ties, replacement=self.replacement)
         row = jnp.arange(batch_size, dtype=jnp.int32)
-        env, before = ring_of(count, row)
+        env, first_row = ring_of(count, row)  # [B], [E]
 
         def of_env(value: Array) -> Array:
             return value.at[env].get(mode="clip")
 
-        number = of_env(held)
+        available = of_env(windows)
         if self.replacement:
-            place = scale_word(words, number.astype(jnp.uint32)).astype(jnp.int32)
+            offset = scale_word(words, available.astype(jnp.uint32)).astype(jnp.int32)
         else:
-            parts = jnp.maximum(of_env(count), 1)
-            place = in_part(words, row - of_env(before), parts, number)
-            # A random shift decides which windows are in the larger parts.
-            shift = scale_word(turns, held.astype(jnp.uint32)).astype(jnp.int32)
-            shift = jnp.where(remainder(number, parts) > 0, of_env(shift), 0)
-            place = remainder(place + shift, jnp.maximum(number, 1))
-        first = jnp.cumsum(held, dtype=jnp.int32) - held
-        index = ages.at(of_env(first) + place)
+            strata = jnp.maximum(of_env(count), 1)
+            offset = in_part(words, row - of_env(first_row), strata, available)
+            # A random shift decides which windows are in the larger strata.
+            shift = scale_word(shifts, windows.astype(jnp.uint32)).astype(jnp.int32)
+            shift = jnp.where(remainder(available, strata) > 0, of_env(shift), 0)
+            offset = remainder(offset + shift, jnp.maximum(available, 1))
+        begin = jnp.cumsum(windows, dtype=jnp.int32) - windows
+        index = ages.at(of_env(begin) + offset)
         valid = row < jnp.sum(count, dtype=jnp.int32)
-        return Draw(index, _probability(held, env), valid)
+        return Draw(index, _probability(windows, env), valid)
 
     def probability(
         self, state: State, index: Int[Array, " B"], occupancy: Occupancy
@@ -102,8 +102,8 @@ class Balanced(KnownSampler):
     def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the support, which is all windows."""
         del state
-        held = occupancy.age_range(None, None).count
-        least = _probability(held, jnp.argmax(held)[None])[0]
+        windows = occupancy.age_range(None, None).count
+        least = _probability(windows, jnp.argmax(windows)[None])[0]
         return Support(occupancy.size, jnp.where(occupancy.size > 0, least, 0.0))
 
     @property
@@ -114,50 +114,50 @@ class Balanced(KnownSampler):
     def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns ``effective_sample_size``: less than ``size`` if some environments hold fewer."""
         del state
-        held = occupancy.age_range(None, None).count
-        each = _probability(held, jnp.arange(held.shape[0], dtype=jnp.int32))
-        squares = jnp.sum(jnp.where(held > 0, each * each * held.astype(jnp.float32), 0.0))
+        windows = occupancy.age_range(None, None).count
+        each = _probability(windows, jnp.arange(windows.shape[0], dtype=jnp.int32))
+        squares = jnp.sum(jnp.where(windows > 0, each * each * windows.astype(jnp.float32), 0.0))
         size = jnp.where(squares > 0, 1.0 / jnp.where(squares > 0, squares, 1.0), 0.0)
         return {"effective_sample_size": size}
 
 
-def _probability(held: Int[Array, " E"], env: Int[Array, " B"]) -> Float[Array, " B"]:
+def _probability(windows: Int[Array, " E"], env: Int[Array, " B"]) -> Float[Array, " B"]:
     """Returns the probability of a single window of each of these environments."""
-    some = jnp.maximum(jnp.sum(held > 0, dtype=jnp.int32), 1).astype(jnp.float32)
-    number = jnp.maximum(held.at[env].get(mode="clip"), 1).astype(jnp.float32)
-    return 1.0 / (some * number)
+    envs = jnp.maximum(jnp.sum(windows > 0, dtype=jnp.int32), 1).astype(jnp.float32)
+    number = jnp.maximum(windows.at[env].get(mode="clip"), 1).astype(jnp.float32)
+    return 1.0 / (envs * number)
 
 
-def _share_out(
-    rows: int, held: Int[Array, " E"], lots: UInt[Array, " E"], *, again: bool
+def _row_counts(
+    rows: int, windows: Int[Array, " E"], ties: UInt[Array, " E"], *, replacement: bool
 ) -> Int[Array, " E"]:
     """Divides ``rows`` among the environments as equally as possible.
 
     Args:
         rows: The total number of rows.
-        held: The number of windows that each environment holds.
-        lots: A random word for each environment, which decides which of them get one row more.
-        again: Whether a window may be drawn more than once. If not, an environment gets at most as
-            many rows as it holds windows.
+        windows: The number of windows that each environment holds.
+        ties: A random word for each environment, which decides which of them get one row more.
+        replacement: Whether a window may be drawn more than once. If not, an environment gets at
+            most as many rows as it holds windows.
 
     Returns:
         The number of rows of each environment, ``[E]``.
     """
-    number = jnp.arange(held.shape[0], dtype=jnp.int32)
-    some = held > 0
-    if again:
-        most = jnp.where(some, rows, 0)
-        level = rows // jnp.maximum(jnp.sum(some, dtype=jnp.int32), 1)
+    number = jnp.arange(windows.shape[0], dtype=jnp.int32)
+    nonempty = windows > 0
+    if replacement:
+        most = jnp.where(nonempty, rows, 0)
+        level = rows // jnp.maximum(jnp.sum(nonempty, dtype=jnp.int32), 1)
     else:
-        most, rising = held, jnp.sort(held)
-        # The rows left for each of the remaining environments once smaller ones gave everything.
-        given = jnp.cumsum(rising, dtype=jnp.int32) - rising
-        left = (rows - given) // (held.shape[0] - number)
-        enough = left < rising
-        level = jnp.where(jnp.any(enough), left[jnp.argmax(enough)], rising[-1])
+        most, ascending = windows, jnp.sort(windows)
+        # The rows for each environment that is left once smaller ones contribute all windows.
+        used = jnp.cumsum(ascending, dtype=jnp.int32) - ascending
+        left = (rows - used) // (windows.shape[0] - number)
+        enough = left < ascending
+        level = jnp.where(jnp.any(enough), left[jnp.argmax(enough)], ascending[-1])
     count = jnp.minimum(most, level)
     more = most > level
-    *_, order = lax.sort((~more, lots, number), num_keys=2)
+    *_, order = lax.sort((~more, ties, number), num_keys=2)
     rest = rows - jnp.sum(count, dtype=jnp.int32)
-    chosen = jnp.zeros(some.shape, bool).at[order].set(number < rest)
-    return count + (more & chosen).astype(jnp.int32)
+    favored = jnp.zeros(nonempty.shape, bool).at[order].set(number < rest)
+    return count + (more & favored).astype(jnp.int32)

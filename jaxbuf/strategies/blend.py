@@ -123,9 +123,9 @@ class Blend(KnownSampler):
         object.__setattr__(self, "uses_age", any(sampler.uses_age for sampler in samplers))
 
     @property
-    def told(self) -> tuple[Sampler, ...]:
-        """The samplers that each of the samplers is made of."""
-        return tuple(told for sampler in self.samplers for told in sampler.told)
+    def leaf_samplers(self) -> tuple[Sampler, ...]:
+        """The leaf samplers of all samplers."""
+        return tuple(leaf for sampler in self.samplers for leaf in sampler.leaf_samplers)
 
     def init(self, capacity: int) -> tuple[State, ...]:
         """Returns the states of all samplers."""
@@ -146,10 +146,10 @@ class Blend(KnownSampler):
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
     ) -> tuple[State, ...]:
-        """Tells all samplers."""
+        """Updates the states of all samplers."""
         return tuple(
-            sampler.on_change(kept, added, value if _uses_value(sampler) else None, removed)
-            for sampler, kept in self._pairs(state)
+            sampler.on_change(inner, added, value if _uses_value(sampler) else None, removed)
+            for sampler, inner in self._pairs(state)
         )
 
     def set_priority(
@@ -157,25 +157,25 @@ class Blend(KnownSampler):
     ) -> tuple[State, ...]:
         """Sets the priorities (or scores) for all samplers that use them."""
         return tuple(
-            sampler.set_priority(kept, index, value) if _uses_value(sampler) else kept
-            for sampler, kept in self._pairs(state)
+            sampler.set_priority(inner, index, value) if _uses_value(sampler) else inner
+            for sampler, inner in self._pairs(state)
         )
 
     def on_draw(self, state: tuple[State, ...], index: Int[Array, " B"]) -> tuple[State, ...]:
-        """Tells all samplers which items were drawn, by any of them."""
-        return tuple(sampler.on_draw(kept, index) for sampler, kept in self._pairs(state))
+        """Updates all samplers after any of them drew these items."""
+        return tuple(sampler.on_draw(inner, index) for sampler, inner in self._pairs(state))
 
     def map_state(self, state: tuple[State, ...], fn: Function) -> tuple[State, ...]:
         """Maps the states of all samplers."""
-        return tuple(sampler.map_state(kept, fn) for sampler, kept in self._pairs(state))
+        return tuple(sampler.map_state(inner, fn) for sampler, inner in self._pairs(state))
 
     def move(
         self, empty: tuple[State, ...], state: tuple[State, ...], moves: Moves
     ) -> tuple[State, ...]:
         """Moves the states of all samplers."""
         return tuple(
-            sampler.move(blank, kept, moves)
-            for (sampler, kept), blank in zip(self._pairs(state), empty, strict=True)
+            sampler.move(blank, inner, moves)
+            for (sampler, inner), blank in zip(self._pairs(state), empty, strict=True)
         )
 
     def in_batch(self, batch_size: int) -> "Blend":
@@ -191,27 +191,27 @@ class Blend(KnownSampler):
         occupancy: Occupancy,
     ) -> Draw:
         """Draws ``batch_size`` items, each by one of the samplers."""
-        ours, *keys = jax.random.split(key, len(self.samplers) + 1)
+        own_key, *keys = jax.random.split(key, len(self.samplers) + 1)
         draws = [
-            sampler.draw(kept, key, batch_size, occupancy)
-            for (sampler, kept), key in zip(self._pairs(state), keys, strict=True)
+            sampler.draw(inner, key, batch_size, occupancy)
+            for (sampler, inner), key in zip(self._pairs(state), keys, strict=True)
         ]
-        # A sampler that can draw something draws at least one row. To ask for its support instead
-        # might cost a pass over all slots.
-        weights = self._able(jnp.stack([jnp.any(draw.valid) for draw in draws]))
+        # A sampler that can draw any item draws at least one row. Its support would tell as well,
+        # but might cost a pass over all slots.
+        weights = self._scaled_weights(jnp.stack([jnp.any(draw.valid) for draw in draws]))  # [K]
         row = jnp.arange(batch_size, dtype=jnp.int32)
-        which = _allot(weights, random_words(ours, ()), batch_size)
-        index = jnp.stack([draw.index for draw in draws])[which, row]
-        valid = jnp.stack([draw.valid for draw in draws])[which, row]
-        probability = self.in_batch(batch_size)._mixed(weights, state, index, occupancy)
+        chosen = _assign_rows(weights, random_words(own_key, ()), batch_size)  # [B]
+        index = jnp.stack([draw.index for draw in draws])[chosen, row]
+        valid = jnp.stack([draw.valid for draw in draws])[chosen, row]
+        probability = self.in_batch(batch_size)._blended(weights, state, index, occupancy)
         return Draw(after(index, probability), probability, valid)
 
     def probability(
         self, state: tuple[State, ...], index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
-        counts = [sampler.support(kept, occupancy).count for sampler, kept in self._pairs(state)]
-        return self._mixed(self._able(jnp.stack(counts) > 0), state, index, occupancy)
+        counts = [sampler.support(inner, occupancy).count for sampler, inner in self._pairs(state)]
+        return self._blended(self._scaled_weights(jnp.stack(counts) > 0), state, index, occupancy)
 
     def support(self, state: tuple[State, ...], occupancy: Occupancy) -> Support:
         """Returns the items that any of the samplers can draw."""
@@ -222,25 +222,25 @@ class Blend(KnownSampler):
 
         Where several have a metric of the same name, it is that of the first.
         """
-        found: dict[str, Array] = {}
-        for sampler, kept in self._pairs(state):
-            found = {**sampler.metrics(kept, occupancy), **found}
+        metrics: dict[str, Array] = {}
+        for sampler, inner in self._pairs(state):
+            metrics = {**sampler.metrics(inner, occupancy), **metrics}
         size = effective_size(everywhere(self, state, occupancy))
-        return {**found, "effective_sample_size": size}
+        return {**metrics, "effective_sample_size": size}
 
     def by_slot(self, state: tuple[State, ...]) -> dict[str, Float[Array, " N"]]:
         """Returns the numbers of all samplers; of the first one where several have the same."""
-        found: dict[str, Array] = {}
-        for sampler, kept in self._pairs(state):
-            found = {**sampler.by_slot(kept), **found}
-        return found
+        numbers: dict[str, Array] = {}
+        for sampler, inner in self._pairs(state):
+            numbers = {**sampler.by_slot(inner), **numbers}
+        return numbers
 
     def check_valid(
         self, state: tuple[State, ...], name: str, live: NDArray[np.bool_], occupancy: Occupancy
     ) -> Iterator[str]:
         """Checks the states of all samplers."""
-        for i, (sampler, kept) in enumerate(self._pairs(state)):
-            yield from sampler.check_valid(kept, f"{name}[{i}]", live, occupancy)
+        for i, (sampler, inner) in enumerate(self._pairs(state)):
+            yield from sampler.check_valid(inner, f"{name}[{i}]", live, occupancy)
 
     @property
     def sequential(self) -> bool:
@@ -251,12 +251,12 @@ class Blend(KnownSampler):
         """Returns each sampler with its state."""
         return list(zip(self.samplers, state, strict=True))
 
-    def _able(self, able: Bool[Array, " K"]) -> Float[Array, " K"]:
-        """Returns the weights of the samplers that can draw something, and 0 for others."""
+    def _scaled_weights(self, able: Bool[Array, " K"]) -> Float[Array, " K"]:
+        """Returns the weights of the samplers that can draw any item, and 0 for the others."""
         weights = jnp.where(able, jnp.asarray(self.weights, jnp.float32), 0.0)
         return over(weights, jnp.sum(weights))
 
-    def _mixed(
+    def _blended(
         self,
         weights: Float[Array, " K"],
         state: tuple[State, ...],
@@ -265,8 +265,8 @@ class Blend(KnownSampler):
     ) -> Float[Array, " B"]:
         """Returns the sum of the probabilities under all samplers, with these weights."""
         total = jnp.zeros(index.shape, jnp.float32)
-        for i, (sampler, kept) in enumerate(self._pairs(state)):
-            total += weights[i] * sampler.probability(kept, index, occupancy)
+        for i, (sampler, inner) in enumerate(self._pairs(state)):
+            total += weights[i] * sampler.probability(inner, index, occupancy)
         return total
 
 
@@ -309,24 +309,24 @@ def _uses_value(sampler: Sampler) -> bool:
     return sampler.uses_priority or sampler.uses_score
 
 
-def _allot(weights: Float[Array, " K"], word: UInt[Array, ""], rows: int) -> Int[Array, " B"]:
-    """Returns the sampler of each row: for each, its share of the rows, rounded up or down.
+def _assign_rows(weights: Float[Array, " K"], word: UInt[Array, ""], rows: int) -> Int[Array, " B"]:
+    """Returns the sampler of each row. Each gets its share of the rows, rounded up or down.
 
     Points at equal distances on a circle, turned by a random angle, belong to the sampler in whose
     part of the circle they lie. The point of any single row is uniform, whichever row it is, so
-    that the sampler does not depend on the place of the row in a batch that is sorted or
+    that the sampler does not depend on the position of the row in a batch that is sorted or
     stratified.
     """
-    angle = word + jnp.asarray(_scattered(rows))
+    angle = word + jnp.asarray(_scattered_angles(rows))
     point = (angle >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
     end = ends(weights)
     return shard_of(end, point * end[-1])[0]
 
 
-def _scattered(rows: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+def _scattered_angles(rows: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
     """Returns equal distances on a circle of 2**32, with those of neighboring rows far apart."""
     step = max(round(_GOLDEN * rows), 1)
     while math.gcd(step, rows) > 1:
         step += 1
-    place = np.arange(rows, dtype=np.uint64) * np.uint64(step) % np.uint64(rows)
-    return ((place << np.uint64(32)) // np.uint64(rows)).astype(np.uint32)
+    turn = np.arange(rows, dtype=np.uint64) * np.uint64(step) % np.uint64(rows)
+    return ((turn << np.uint64(32)) // np.uint64(rows)).astype(np.uint32)

@@ -37,8 +37,8 @@ def distinct(
         key: A PRNG key.
         batch_size: The number of rows of the result.
         count: The number of items to draw; at most ``batch_size``, and at most the number of items
-            that can be drawn. If that is wrong, as in a buffer that was put together by hand, the
-            rows without an item are left out.
+            that can be drawn. If it is larger, as in a buffer that was put together by hand, the
+            rows without an item are not valid.
         scratch: The state from which ``propose`` draws.
         propose: Takes a key, a number of rows and the scratch, and draws that many items with
             replacement, all below ``capacity``.
@@ -54,7 +54,7 @@ def distinct(
     # as many.
     spare = min(max(4 * batch_size**2 // capacity, batch_size // 8, 1), batch_size)
     first = propose(jax.random.fold_in(key, 0), batch_size + spare, scratch)
-    chosen, filled = first_of_each(first, count, capacity, size=batch_size)
+    chosen, filled = first_distinct(first, count, capacity, size=batch_size)
     # The scratch may vary over the devices of a mesh while the key does not, or the reverse.
     filled, chosen, scratch = vary_with((filled, chosen, scratch), (chosen, scratch))
 
@@ -70,33 +70,33 @@ def distinct(
             scratch = remove(scratch, chosen)
         proposed = propose(jax.random.fold_in(key, round_), batch_size, scratch)
         both = jnp.concatenate([chosen, proposed])
-        chosen, filled = first_of_each(both, count, capacity, size=batch_size)
+        chosen, filled = first_distinct(both, count, capacity, size=batch_size)
         return round_ + 1, jnp.where(filled > before, 0, idle + 1), filled, chosen, scratch
 
-    def more() -> Int[Array, " B"]:
+    def redraw() -> Int[Array, " B"]:
         begin = (jnp.int32(1), vary_with(jnp.int32(0), filled), filled, chosen, scratch)
         return lax.while_loop(unfinished, attempt, begin)[3]
 
     # A loop copies the scratch even if it takes no step, so it runs only where it is needed.
-    items = more() if remove is None else lax.cond(filled < count, more, lambda: chosen)
-    there = jnp.arange(batch_size, dtype=jnp.int32) < count
-    return items, vary_with(there, items) & (items < capacity)
+    items = redraw() if remove is None else lax.cond(filled < count, redraw, lambda: chosen)
+    drawn = jnp.arange(batch_size, dtype=jnp.int32) < count
+    return items, vary_with(drawn, items) & (items < capacity)
 
 
-def first_of_each(
-    numbers: Int[Array, " P"], count: Int[Array, ""], below: int, *, size: int
+def first_distinct(
+    numbers: Int[Array, " P"], count: Int[Array, ""], bound: int, *, size: int
 ) -> tuple[Int[Array, " S"], Int[Array, ""]]:
-    """Finds the first ``count`` different numbers below ``below``, in order of appearance.
+    """Finds the first ``count`` different numbers below ``bound``, in order of appearance.
 
     Returns:
-        These numbers, padded with ``below`` to ``size``, and how many there are.
+        These numbers, padded with ``bound`` to ``size``, and their count.
     """
     row = jnp.arange(numbers.shape[0], dtype=jnp.int32)
     # Sorting puts equal numbers next to each other, in the order of their rows.
     ordered, order = lax.sort((numbers, row), num_keys=1)
     repeats = jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] == ordered[:-1]])
-    new = jnp.zeros(repeats.shape, bool).at[order].set(~repeats & (ordered < below))
+    new = jnp.zeros(repeats.shape, bool).at[order].set(~repeats & (ordered < bound))
     rank = jnp.cumsum(new, dtype=jnp.int32)
-    place = jnp.where(new & (rank <= count), rank - 1, size)
-    chosen = jnp.full((size,), below, numbers.dtype).at[place].set(numbers, mode="drop")
+    target = jnp.where(new & (rank <= count), rank - 1, size)
+    chosen = jnp.full((size,), bound, numbers.dtype).at[target].set(numbers, mode="drop")
     return chosen, jnp.minimum(rank[-1], count)

@@ -167,8 +167,8 @@ class Diversity(Part):
         """Returns the ball of the points that are too near to one, for ``points`` of such items."""
         if self.cutoff < 0 or (self.cutoff > 0 and self.p > 0):
             return Ball(max(self.cutoff, 0.0), self.p)
-        like = jax.eval_shape(lambda rows: jax.vmap(self._leaves)(rows), items)
-        return Ball(self.cutoff, self.p, 2 if any(x.dtype.itemsize == 8 for x in like) else 1)
+        shapes = jax.eval_shape(lambda rows: jax.vmap(self._leaves)(rows), items)
+        return Ball(self.cutoff, self.p, 2 if any(x.dtype.itemsize == 8 for x in shapes) else 1)
 
     def refuse(
         self, state: DiversityState, rows: Rows, occupancy: ItemOccupancy
@@ -176,15 +176,16 @@ class Diversity(Part):
         """Returns masks of the rows that have a NaN, rank too low or are too close to others."""
         assert rows.score is not None
         points, ball = self.points(rows.items), self.ball(rows.items)
-        bad = self._bad(rows.items, ball)
-        score, offered = rows.score, rows.taken & ~bad
+        incomparable = self._incomparable(rows.items, ball)
+        score, offered = rows.score, rows.taken & ~incomparable
         if score.shape[0] == 1:
             # Add a row that is not offered, because XLA removes a sort of a single row.
-            points, more = jnp.repeat(points, 2, axis=0), (0, 1)
-            score, offered = jnp.pad(score, more), jnp.pad(offered, more)
-        why = self._judge(state, points, ball, score, offered, occupancy)[: bad.shape[0]]
-        refused = {name: why == k for k, name in enumerate(self.reasons, 1)}
-        return {"rejected": bad, **refused}
+            points, padding = jnp.repeat(points, 2, axis=0), (0, 1)
+            score, offered = jnp.pad(score, padding), jnp.pad(offered, padding)
+        reason = self._reasons(state, points, ball, score, offered, occupancy)
+        reason = reason[: incomparable.shape[0]]
+        refused = {name: reason == k for k, name in enumerate(self.reasons, 1)}
+        return {"rejected": incomparable, **refused}
 
     def move(self, empty: DiversityState, state: DiversityState, moves: Moves) -> DiversityState:
         """Moves the points."""
@@ -210,27 +211,27 @@ class Diversity(Part):
         """Checks that the points of the filter are those of the items."""
         slot = jnp.arange(live.size, dtype=jnp.int32)
 
-        def differs(wanted: NDArray[np.bool_]) -> bool:
-            at = jnp.where(wanted, slot, live.size)
-            anew = _noted_again(self, state, at, Rows(data, slot.shape))
-            pairs = zip(jax.tree.leaves(state), jax.tree.leaves(anew), strict=True)
+        def differs(mask: NDArray[np.bool_]) -> bool:
+            index = jnp.where(mask, slot, live.size)
+            recomputed = _add_again(self, state, index, Rows(data, slot.shape))
+            pairs = zip(jax.tree.leaves(state), jax.tree.leaves(recomputed), strict=True)
             # A function of an item may round differently when it is compiled again.
-            wide = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
-            return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in wide)
+            numbers = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
+            return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in numbers)
 
-        some = np.flatnonzero(live)
+        suspects = np.flatnonzero(live)
         if not differs(live):
             return
-        while len(some) > 1:
-            half = some[: len(some) // 2]
+        while len(suspects) > 1:
+            half = suspects[: len(suspects) // 2]
             inside = differs(np.isin(np.arange(live.size), half))
-            some = half if inside else some[len(some) // 2 :]
+            suspects = half if inside else suspects[len(suspects) // 2 :]
         yield (
-            f"{name}.diversity_state.points has other numbers for slot {some[0]} than the data: "
-            f"{self.points(data)[some[0]]}"
+            f"{name}.diversity_state.points has other numbers for slot {suspects[0]} than the data: "
+            f"{self.points(data)[suspects[0]]}"
         )
 
-    def _judge(
+    def _reasons(
         self,
         state: DiversityState,
         points: Shaped[Array, "B D"],
@@ -250,32 +251,32 @@ class Diversity(Part):
         key = jnp.where(offered, jnp.where(low, _LOW, ~to_rank(score)), _NOT_OFFERED)
         row = jnp.arange(key.shape[0], dtype=jnp.int32)
         key, order = lax.sort((key, row), num_keys=1)
-        low, left = key == _LOW, key < _LOW
-        count = jnp.where(active, jnp.sum(left, dtype=jnp.int32), jnp.int32(0))
+        low, admissible = key == _LOW, key < _LOW
+        count = jnp.where(active, jnp.sum(admissible, dtype=jnp.int32), jnp.int32(0))
         if self.cutoff < 0:
             count = jnp.int32(0)
         ranked = Points.of(points[order])
 
-        old = state.points.near(ranked, count, ball, lambda _, slot: occupancy.live(slot))
+        near_buffer = state.points.near(ranked, count, ball, lambda _, slot: occupancy.live(slot))
         if self.within_batch == "suppress":
-            batch = ranked.near(
+            near_batch = ranked.near(
                 ranked, count, ball, lambda row, other: (other < row) & (other < count)
             )
-            old &= ~batch
+            near_buffer &= ~near_batch
         else:
-            batch = _crowded(ranked, ~old, count, ball)
-        why = jnp.where(batch, 2, jnp.where(old, jnp.int32(3), jnp.int32(0)))
-        why = jnp.where(low, 1, why)
-        return jnp.zeros_like(why).at[order].set(why, unique_indices=True)
+            near_batch = _near_added(ranked, ~near_buffer, count, ball)
+        reason = jnp.where(near_batch, 2, jnp.where(near_buffer, jnp.int32(3), jnp.int32(0)))
+        reason = jnp.where(low, 1, reason)
+        return jnp.zeros_like(reason).at[order].set(reason, unique_indices=True)
 
-    def _bad(self, items: PyTree[Array], ball: Ball) -> Bool[Array, " B"]:
+    def _incomparable(self, items: PyTree[Array], ball: Ball) -> Bool[Array, " B"]:
         """Returns a mask of the items with a coordinate that cannot be compared."""
 
         def of(item: PyTree[Array]) -> Bool[Array, ""]:
-            found = [jnp.any(jnp.isnan(x)) for x in self._leaves(item) if _is_float(x)]
+            masks = [jnp.any(jnp.isnan(x)) for x in self._leaves(item) if _is_float(x)]
             if self.cutoff > 0 and not ball.words:
-                found += [jnp.any(_is_coarse(x, self.cutoff)) for x in self._leaves(item)]
-            return functools.reduce(jnp.logical_or, found, jnp.bool_(False))
+                masks += [jnp.any(_is_coarse(x, self.cutoff)) for x in self._leaves(item)]
+            return functools.reduce(jnp.logical_or, masks, jnp.bool_(False))
 
         return jax.vmap(of)(items)
 
@@ -293,9 +294,10 @@ class Diversity(Part):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _noted_again(part: Diversity, *told: Any) -> DiversityState:
-    """Returns the state after items were added again."""
-    return part.on_add(*told)
+def _add_again(
+    part: Diversity, state: DiversityState, index: Int[Array, " B"], rows: Rows
+) -> DiversityState:
+    return part.on_add(state, index, rows)
 
 
 def _is_float(x: Array) -> bool:
@@ -333,27 +335,27 @@ def _is_coarse(x: Shaped[Array, " n"], cutoff: float) -> Bool[Array, " n"]:
     return above | (x < jnp.asarray(max(-bound, info.min), x.dtype))
 
 
-def _crowded(
-    ranked: Points, entering: Bool[Array, " B"], count: Int[Array, ""], ball: Ball
+def _near_added(
+    ranked: Points, candidates: Bool[Array, " B"], count: Int[Array, ""], ball: Ball
 ) -> Bool[Array, " B"]:
     """Returns a mask of the rows, sorted best first, that are near a higher one that is added."""
     rows, height = ranked.capacity, ranked.height
     limit = jnp.float32(ball.limit)
     padding = ranked.num_tiles * height - rows
-    entering = jnp.pad(entering & (jnp.arange(rows, dtype=jnp.int32) < count), (0, padding))
+    candidates = jnp.pad(candidates & (jnp.arange(rows, dtype=jnp.int32) < count), (0, padding))
 
-    def tile(k: Array, crowded: Bool[Array, " P"]) -> Bool[Array, " P"]:
+    def tile(k: Array, near_added: Bool[Array, " P"]) -> Bool[Array, " P"]:
         # A loop with static bounds has a 64-bit index if x64 mode is on.
         k = jnp.asarray(k, jnp.int32)
         first = k * height
-        enters = entering & ~crowded
+        added = candidates & ~near_added
         # Rows of earlier tiles are decided; within the tile, rows are decided one by one.
         block = ranked.tile(k)
-        before = ranked.near(
+        near_before = ranked.near(
             Points(block[None], height),
             jnp.int32(height),
             ball,
-            lambda _, other: (other < first) & enters[jnp.minimum(other, rows - 1)],
+            lambda _, other: (other < first) & added[jnp.minimum(other, rows - 1)],
         )
         number = jnp.arange(height, dtype=jnp.int32)
         pairs = pairwise(
@@ -362,19 +364,20 @@ def _crowded(
             number[None] < number[:, None],
             ball,
         )
-        near = pairs.sums <= limit
-        offered = lax.dynamic_slice(entering, (first,), (height,))
+        is_near = pairs.sums <= limit
+        offered = lax.dynamic_slice(candidates, (first,), (height,))
 
         def settle(i: Array, out: Bool[Array, " R"]) -> Bool[Array, " R"]:
-            beside = lax.dynamic_index_in_dim(near, i, keepdims=False) & offered & ~out
-            return lax.dynamic_update_slice(out, (out[i] | jnp.any(beside))[None], (i,))
+            neighbors = lax.dynamic_index_in_dim(is_near, i, keepdims=False) & offered & ~out
+            return lax.dynamic_update_slice(out, (out[i] | jnp.any(neighbors))[None], (i,))
 
-        settled = lax.fori_loop(0, height, settle, vary_with(before, near, offered)) & offered
-        return lax.dynamic_update_slice(crowded, settled, (first,))
+        begin = vary_with(near_before, is_near, offered)
+        settled = lax.fori_loop(0, height, settle, begin) & offered
+        return lax.dynamic_update_slice(near_added, settled, (first,))
 
     steps = -(-count // height)
-    nobody = vary_with(jnp.zeros_like(entering), ranked.blocks)
-    return lax.fori_loop(0, steps, tile, nobody)[:rows]
+    none = vary_with(jnp.zeros_like(candidates), ranked.blocks)
+    return lax.fori_loop(0, steps, tile, none)[:rows]
 
 
 def _parts(field: Any) -> tuple[Any, ...]:

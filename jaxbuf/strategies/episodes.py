@@ -22,10 +22,10 @@ from jaxbuf.strategies.returns import (
     RECURRENCES,
     Recorded,
     Recurrence,
-    cut_off,
+    recompute_returns,
     record,
-    record_anew,
     returns_at,
+    truncate_returns,
 )
 
 Boundary = Literal["cross", "mask", "avoid"]
@@ -187,14 +187,14 @@ class Episodes(Part):
         )
 
     def move(self, empty: "EpisodeIndex", state: "EpisodeIndex", moves: Moves) -> "EpisodeIndex":
-        """Moves what is known of each step; the open episodes stay as they are."""
+        """Moves the entries of each step; the open episodes stay as they are."""
         behind, returns, since = moves.of_rows(
             (empty.behind, empty.returns, empty.since), (state.behind, state.returns, state.since)
         )
         names = ("run", "pending", "cut")
-        blank, open_ = ({name: getattr(x, name) for name in names} for x in (empty, state))
-        open_ = moves.of_envs(blank, open_)
-        return state.replace(behind=behind, returns=returns, since=since, **open_)
+        blank, open_episodes = ({name: getattr(x, name) for name in names} for x in (empty, state))
+        open_episodes = moves.of_envs(blank, open_episodes)
+        return state.replace(behind=behind, returns=returns, since=since, **open_episodes)
 
     def on_steps(
         self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: StepRows
@@ -231,11 +231,11 @@ class Episodes(Part):
         occupancy: Occupancy | Rings,
         path: str | None,
     ) -> "EpisodeIndex":
-        """Records the returns anew if the rewards of all steps have changed."""
+        """Recomputes the returns if the rewards of all steps have changed."""
         assert isinstance(occupancy, Rings)
         if not (self.record_return and fields.overlap(data, path, self.reward)):
             return state
-        return state.recorded_anew(occupancy, data)
+        return state.recomputed(occupancy, data)
 
     def on_clear_envs(self, state: "EpisodeIndex", envs: Bool[Array, " E"]) -> "EpisodeIndex":
         """Forgets the open episodes of these rings."""
@@ -248,7 +248,7 @@ class Episodes(Part):
 
     @property
     def pads(self) -> bool:
-        """Returns whether windows may be shorter than ``sequence_length``."""
+        """True if windows may be shorter than ``sequence_length``."""
         return self.boundary == "avoid" and self.short_windows != "never"
 
     @property
@@ -280,7 +280,7 @@ class EpisodeIndex(struct.PyTreeNode):
     step. The end of an episode can therefore be found by bisection, and no entry changes when its
     episode continues, ends, or has its first steps overwritten.
 
-    While an episode is open its returns are unknown, and their places hold the rewards.
+    While an episode is open its returns are unknown, and the rewards are stored in their stead.
 
     Attributes:
         behind: The number of steps from the first step of its episode to each step, ``[E * N]``
@@ -310,7 +310,7 @@ class EpisodeIndex(struct.PyTreeNode):
         steps: PyTree[Array],
         rings: Rings,
         target: Int[Array, "E T"],
-        taken: Bool[Array, "E T"] | None,
+        mask: Bool[Array, "E T"] | None,
     ) -> Self:
         """Adds new steps to the index.
 
@@ -318,13 +318,13 @@ class EpisodeIndex(struct.PyTreeNode):
             steps: The new steps, leaves ``[E, T, ...]``.
             rings: The rings before these steps are added.
             target: Where each step is stored, as returned by ``Rings.place``.
-            taken: A mask of the steps that are added; None for all.
+            mask: A mask of the steps that are added; None for all.
         """
         terminated, last = self.episodes.flags(steps)
-        if taken is None:
-            taken = jnp.ones(last.shape, bool)
-        terminated, last = terminated & taken, last & taken
-        rank = jnp.cumsum(taken, axis=1, dtype=jnp.int32) - 1
+        if mask is None:
+            mask = jnp.ones(last.shape, bool)
+        terminated, last = terminated & mask, last & mask
+        rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
         count = rank[:, -1:] + 1
         run = self.run[:, None]
         # The number of the step that begins the next episode; the first new step has number 0.
@@ -337,8 +337,8 @@ class EpisodeIndex(struct.PyTreeNode):
             run=jnp.minimum(count - begin[:, -1:], _FAR)[:, 0],
         )
         if self.episodes.last is not None:
-            anew = taken & (terminated | (behind == 0))
-            index = index.replace(since=self._since(anew, rank, rings, rows))
+            restarts = mask & (terminated | (behind == 0))
+            index = index.replace(since=self._since(restarts, rank, rings, rows))
         if self.episodes.record_return:
             rewards = self.episodes.rewards(steps)
             new = record(
@@ -347,7 +347,7 @@ class EpisodeIndex(struct.PyTreeNode):
                 rewards,
                 terminated,
                 last,
-                taken,
+                mask,
                 rings,
                 rows,
             )
@@ -361,7 +361,7 @@ class EpisodeIndex(struct.PyTreeNode):
         position: UInt[Array, " B"],
         steps: PyTree[Array],
     ) -> "Episode":
-        """Returns what is known of the episodes of single steps.
+        """Looks up the episodes of single steps.
 
         Args:
             rings: The rings of the buffer.
@@ -400,10 +400,10 @@ class EpisodeIndex(struct.PyTreeNode):
         bits = (length - 1).bit_length()
         start = row - remainder(row, length)
 
-        def halve(i: Array, found: Int[Array, " B"]) -> Int[Array, " B"]:
-            further = found + (jnp.int32(1) << (bits - 1 - i))
-            same = self.steps_before(start + remainder(row + further, length)) >= further
-            return jnp.where((further <= ahead) & same, further, found)
+        def halve(i: Array, distance: Int[Array, " B"]) -> Int[Array, " B"]:
+            candidate = distance + (jnp.int32(1) << (bits - 1 - i))
+            same = self.steps_before(start + remainder(row + candidate, length)) >= candidate
+            return jnp.where((candidate <= ahead) & same, candidate, distance)
 
         begin = vary_with(jnp.zeros_like(row), self.behind)
         return lax.fori_loop(0, bits, halve, begin)
@@ -425,10 +425,10 @@ class EpisodeIndex(struct.PyTreeNode):
         if self.episodes.last is not None:
             return storage.read(self.since, row)
         terminated, _ = self.episodes.flags(steps)
-        here = storage.read(terminated, row)
-        return jnp.where(here, 0, self.steps_before(row))
+        flags = storage.read(terminated, row)
+        return jnp.where(flags, 0, self.steps_before(row))
 
-    def together(self, rings: Rings, index: Int[Array, " B"]) -> Bool[Array, "B S"]:
+    def in_episode(self, rings: Rings, index: Int[Array, " B"]) -> Bool[Array, "B S"]:
         """Returns a mask of the steps of windows in the episode of the window's first step."""
         rows = rings.window(index)
         behind = self.steps_before(rows.reshape(-1)).reshape(rows.shape)
@@ -447,52 +447,52 @@ class EpisodeIndex(struct.PyTreeNode):
             count: The number of new steps of each ring.
             most: A static bound of ``count``.
         """
-        avoid, further = self.episodes.boundary == "avoid", rings.sequence_length - 1
-        rows = min(most + further, rings.length)
+        avoids, extra = self.episodes.boundary == "avoid", rings.sequence_length - 1
+        rows = min(most + extra, rings.length)
         # The axis of time comes first, [H, E]: XLA:CPU takes maxima over it in a sixth of the time.
         age = jnp.arange(rows, dtype=jnp.int32)[:, None]
         env = jnp.arange(rings.num_envs, dtype=jnp.int32)
-        place = remainder(rings.cursor.astype(jnp.int32)[None] - 1 - age, rings.length)
+        index = remainder(rings.cursor.astype(jnp.int32)[None] - 1 - age, rings.length)
         stored = {"behind": self.behind}
         if self.episodes.short_windows == "terminated":
             stored["terminated"] = self.episodes.flags(steps)[0]
-        earliest = env * rings.length + place[-1]
+        earliest = env * rings.length + index[-1]
         runs = storage.read_runs(stored, earliest, rows, rings.length)  # [E, H], earliest first
-        found = {name: run.T[::-1].astype(jnp.int32) for name, run in runs.items()}
-        behind, terminated = found["behind"], found.get("terminated", jnp.int32(0))
+        columns = {name: run.T[::-1].astype(jnp.int32) for name, run in runs.items()}
+        behind, terminated = columns["behind"], columns.get("terminated", jnp.int32(0))
         # Twice the age of the last step of each step's episode, plus 1 if it terminated; negative
         # while the episode is open.
-        over = jnp.concatenate([self.run[None] == 0, behind[:-1] == 0])
-        code = lax.cummax(jnp.where(over, 2 * age + terminated, -2), axis=0)
-        last, well = code >> 1, (code & 1) == 1
-        short = (last >= 0) & (age - last < further) if avoid else jnp.zeros(last.shape, bool)
-        end = jnp.where(short, last, age - further)
-        complete = ~short | (self.episodes.short_windows == "ended") | well
-        new, held = count[None], rings.held.astype(jnp.int32)[None] - rings.ignored
-        starts = (age < held) & (remainder(place, rings.period) == 0)
+        ended = jnp.concatenate([self.run[None] == 0, behind[:-1] == 0])
+        code = lax.cummax(jnp.where(ended, 2 * age + terminated, -2), axis=0)
+        last, terminated_last = code >> 1, (code & 1) == 1
+        short = (last >= 0) & (age - last < extra) if avoids else jnp.zeros(last.shape, bool)
+        end = jnp.where(short, last, age - extra)
+        complete = ~short | (self.episodes.short_windows == "ended") | terminated_last
+        new, startable = count[None], rings.held.astype(jnp.int32)[None] - rings.ignored
+        starts = (age < startable) & (remainder(index, rings.period) == 0)
         if self.episodes.period > 1:
             starts &= remainder(behind, self.episodes.period) == 0
-        at = env[None] * rings.starts + quotient(place, rings.period)
-        refused = starts & ~complete & (age >= further) & (age - further < new)
+        slot = env[None] * rings.starts + quotient(index, rings.period)
+        refused = starts & ~complete & (age >= extra) & (age - extra < new)
         starts &= complete & (end >= 0) & (end < new)
-        began = (age < new) & ~starts & (remainder(place, rings.period) == 0)
+        begun = (age < new) & ~starts & (remainder(index, rings.period) == 0)
         return Completed(
-            slots=jnp.where(starts, at, rings.num_slots).T,
+            slots=jnp.where(starts, slot, rings.num_slots).T,
             end=end.T,
             short=short.T,
-            broken=jnp.where(began, at, rings.num_slots)[:most].T,
+            broken=jnp.where(begun, slot, rings.num_slots)[:most].T,
             refused=jnp.sum(refused, dtype=jnp.uint32),
         )
 
-    def recorded_anew(self, rings: Rings, steps: PyTree[Array]) -> Self:
-        """Returns the index with returns of other rewards than those it was built from.
+    def recomputed(self, rings: Rings, steps: PyTree[Array]) -> Self:
+        """Returns the index with the returns recomputed from the rewards of the stored steps.
 
         Args:
             rings: The rings of the steps.
             steps: The stored steps, leaves ``[E * N, ...]``.
         """
         terminated, _ = self.episodes.flags(steps)
-        returns = record_anew(
+        returns = recompute_returns(
             self.episodes.returns_by,
             self.returns,
             rings,
@@ -507,7 +507,7 @@ class EpisodeIndex(struct.PyTreeNode):
         """Ends the open episodes of these rings, which were truncated by their newest step."""
         index = self
         if self.episodes.record_return:
-            returns = cut_off(self.episodes.returns_by, self._recorded, rings, mask)
+            returns = truncate_returns(self.episodes.returns_by, self._recorded, rings, mask)
             index = self.replace(returns=returns)
         return index.clear(mask)
 
@@ -525,16 +525,16 @@ class EpisodeIndex(struct.PyTreeNode):
 
     def _since(
         self,
-        anew: Bool[Array, "E T"],
+        restarts: Bool[Array, "E T"],
         rank: Int[Array, "E T"],
         rings: Rings,
         rows: Int[Array, " ET"],
     ) -> Int[Array, " EN"]:
-        """Returns ``since`` with the new rows; the count restarts at the rows marked ``anew``."""
+        """Returns ``since`` with the new rows; the count begins again at ``restarts``."""
         env = jnp.arange(rings.num_envs, dtype=jnp.int32)
         newest = remainder(rings.cursor.astype(jnp.int32) - 1, rings.length)
         before = storage.read(self.since, env * rings.length + newest)[:, None] + 1
-        origin = lax.cummax(jnp.where(anew, rank, -before), axis=1)
+        origin = lax.cummax(jnp.where(restarts, rank, -before), axis=1)
         since = jnp.minimum(rank - origin, _FAR).reshape(-1)
         return storage.write(self.since, since, rows)
 
@@ -544,9 +544,9 @@ class EpisodeIndex(struct.PyTreeNode):
 
 
 class Episode(NamedTuple):
-    """Answers about the episodes of sampled windows, or of single steps.
+    """The episodes of sampled windows, or of single steps.
 
-    All fields have the shape of what was asked about, ``[B]`` for sampled windows, whose first
+    All fields have the shape of the slots or positions, ``[B]`` for sampled windows, whose first
     steps count. Positions count the steps of a ring: see ``TrajectoryBuffer.end_position``.
 
     Attributes:
@@ -598,16 +598,16 @@ class Completed(NamedTuple):
 
 def _check(data: PyTree[Array], path: str, name: str, kind: type[np.generic]) -> None:
     """Raises ValueError if a path does not lead to a single bool, or float, of a step."""
-    found = fields.need(data, path, f"episodes.{name}", "the example has")
-    if not isinstance(found, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    array = fields.need(data, path, f"episodes.{name}", "the example has")
+    if not isinstance(array, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise ValueError(f"episodes.{name} is {path!r}, which is not a single array")
-    if not jnp.issubdtype(found.dtype, kind):
+    if not jnp.issubdtype(array.dtype, kind):
         expected = "bool" if kind is np.bool_ else "a floating dtype"
         raise ValueError(
-            f"episodes.{name} is {path!r}, of dtype {found.dtype}; expected {expected}"
+            f"episodes.{name} is {path!r}, of dtype {array.dtype}; expected {expected}"
         )
-    if found.ndim != 1:
+    if array.ndim != 1:
         raise ValueError(
-            f"episodes.{name} is {path!r}, of shape {found.shape[1:]}; expected one number per "
+            f"episodes.{name} is {path!r}, of shape {array.shape[1:]}; expected one number per "
             "step, of shape ()"
         )

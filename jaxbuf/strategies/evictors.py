@@ -49,15 +49,15 @@ class Lowest(Evictor):
 
 @dataclasses.dataclass(frozen=True)
 class Reservoir(Evictor):
-    """Evicts by lot, so that every item that ever came has the same chance to be held.
+    """Evicts at random, so that every item ever added is held with the same probability.
 
-    It draws the lots itself, in place of scores, and cannot be used with a sampler or a part that
-    needs scores. ``jaxbuf.reservoir`` creates such a buffer.
+    It draws random numbers, the lots, in place of scores, and cannot be used with a sampler or a
+    part that needs scores. ``jaxbuf.reservoir`` creates such a buffer.
     """
 
     @property
     def of_shards(self) -> bool:
-        """False: a lot says something only beside those of all other items."""
+        """False: lots of different shards cannot be compared."""
         return False
 
     def init(self, capacity: int) -> Lots:

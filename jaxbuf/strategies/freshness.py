@@ -156,14 +156,14 @@ class Freshness(Part):
         del size
         change = {"version": (version - state.version).astype(jnp.uint32)}
         # When the learner goes back, incomplete windows that were too stale can be fresh again.
-        back = self.floor(version) < self.floor(state.version)
+        recheck = self.floor(version) < self.floor(state.version)
         if session is not None:
-            # This includes incomplete windows, of which only the first step may be here.
-            other = session != state.session
-            state = state.replace(versions=jnp.where(other, _TOO_OLD, state.versions))
-            back |= other
+            # This includes incomplete windows, of which only the first step may be stored.
+            is_other = session != state.session
+            state = state.replace(versions=jnp.where(is_other, _TOO_OLD, state.versions))
+            recheck |= is_other
             change["session"] = (session - state.session).astype(jnp.uint32)
-        state = state.replace(oldest=jnp.where(back, _TOO_OLD, state.oldest))
+        state = state.replace(oldest=jnp.where(recheck, _TOO_OLD, state.oldest))
         return state.more(**change)
 
     def floor(self, version: Int[Array, ""]) -> Int[Array, ""]:
@@ -185,22 +185,22 @@ class Freshness(Part):
 
     def on_add(self, state: FreshnessState, index: Int[Array, " B"], rows: Rows) -> FreshnessState:
         """Records the versions of new items, with no uses."""
-        return self._placed(state, index, rows)
+        return self._recorded(state, index, rows)
 
     def on_steps(
         self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
     ) -> FreshnessState:
         """Records the versions of windows, which are those of their first steps."""
-        return self._placed(state, index, rows)
+        return self._recorded(state, index, rows)
 
     def refuse_windows(
         self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
     ) -> dict[str, Bool[Array, "E T"]]:
         """Returns a mask of the windows that were too stale before they were complete."""
         del rows
-        return {"refused_stale": self.look(state, index)[0] < self.floor(state.version)}
+        return {"refused_stale": self.read(state, index)[0] < self.floor(state.version)}
 
-    def look(
+    def read(
         self, state: FreshnessState, index: Int[Array, "..."]
     ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
         """Returns the versions and the uses of the items at ``index``."""
@@ -214,10 +214,10 @@ class Freshness(Part):
         self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
     ) -> tuple[FreshnessState, Bool[Array, " B"] | None]:
         """Counts uses, and returns a mask of the items that have now been used often enough."""
-        # Counts stop at the largest int32. The update so comes after a read of the uses, and after
-        # other readers such as ``Statistics`` (see ``core.order``).
-        more = taken & (storage.select(index, state.uses) < _NEVER)
-        uses = state.uses.at[jnp.where(more, index, state.uses.shape[0])].add(1, mode="drop")
+        # Counts stop at the largest int32. The update therefore comes after a read of the uses, and
+        # after other readers such as ``Statistics`` (see ``core.order``).
+        counted = taken & (storage.select(index, state.uses) < _NEVER)
+        uses = state.uses.at[jnp.where(counted, index, state.uses.shape[0])].add(1, mode="drop")
         state = state.replace(uses=uses)
         if self.max_use is None:
             return state, None
@@ -243,26 +243,26 @@ class Freshness(Part):
         """Counts the items that retired, and forgets the versions that were too old."""
         if event == "use":
             return state.more(retired_used=count)
-        # A window that is completed again stays too stale. And writing the versions shows XLA that
-        # all of them have been read before they change.
+        # A window that is completed again stays too stale. The write also makes XLA read all
+        # versions before they change.
         versions = state.versions.at[index].set(_TOO_OLD, mode="drop")
         return state.replace(versions=versions).more(retired_stale=count)
 
     def known(self, state: FreshnessState, index: Int[Array, " B"]) -> dict[str, Array]:
         """Returns the number of uses and the staleness of items."""
-        version, uses = self.look(state, index)
+        version, uses = self.read(state, index)
         return {"use_count": uses, "staleness": state.version - version}
 
     def on_clear(self, state: FreshnessState, empty: FreshnessState) -> FreshnessState:
-        """Returns the cleared state, which keeps the counters and the learner's version."""
+        """Returns the empty state with the counters and the learner's version of before."""
         return empty.replace(counters=state.counters)
 
     def move(self, empty: FreshnessState, state: FreshnessState, moves: Moves) -> FreshnessState:
         """Moves versions and uses, also those of windows that are not complete yet."""
-        rows = (state.versions[moves.source], state.uses[moves.source])
+        moved = (state.versions[moves.source], state.uses[moves.source])
         return state.replace(
-            versions=empty.versions.at[moves.begun].set(rows[0], mode="drop"),
-            uses=empty.uses.at[moves.begun].set(rows[1], mode="drop"),
+            versions=empty.versions.at[moves.begun].set(moved[0], mode="drop"),
+            uses=empty.uses.at[moves.begun].set(moved[1], mode="drop"),
         )
 
     def metrics(self, state: FreshnessState, occupancy: Occupancy) -> dict[str, Array]:
@@ -311,14 +311,14 @@ class Freshness(Part):
             return version
         return jnp.where(rows.session == state.session, version, _TOO_OLD)
 
-    def _placed(
+    def _recorded(
         self, state: FreshnessState, index: Int[Array, "..."], rows: Rows
     ) -> FreshnessState:
         """Records new items, or first steps of windows, at ``index``."""
         version = self._versions(state, rows)
-        placed = jnp.where(index < state.versions.shape[0], version, _NEVER)
+        added = jnp.where(index < state.versions.shape[0], version, _NEVER)
         return state.replace(
-            oldest=jnp.minimum(state.oldest, jnp.min(placed, initial=_NEVER)),
+            oldest=jnp.minimum(state.oldest, jnp.min(added, initial=_NEVER)),
             versions=state.versions.at[index].set(version, mode="drop"),
             uses=state.uses.at[index].set(0, mode="drop"),
         )

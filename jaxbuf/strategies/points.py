@@ -59,18 +59,18 @@ class Ball:
             return float(radius)
         return _largest_square(radius) if self._p == 2 else 1.0 + (self._p + 4.0) * 2.0**-22
 
-    def accumulate(self, total: Array, ours: Array, theirs: Array) -> Array:
+    def accumulate(self, total: Array, tile: Array, block: Array) -> Array:
         """Returns the sums ``[R, L]`` with the differences in more coordinates added.
 
         Args:
             total: The sums so far, ``[R, L]``.
-            ours: One coordinate of the points of a tile, ``[R]``; for words ``[words, R]``.
-            theirs: The same of a block, ``[L]``; for words ``[words, L]``.
+            tile: One coordinate of the points of a tile, ``[R]``; for words ``[words, R]``.
+            block: The same of a block, ``[L]``; for words ``[words, L]``.
         """
         if self.words:
-            size = jnp.any(ours[:, :, None] != theirs[:, None], axis=0).astype(jnp.float32)
+            size = jnp.any(tile[:, :, None] != block[:, None], axis=0).astype(jnp.float32)
         else:
-            size = jnp.abs(ours[:, None] - theirs[None])
+            size = jnp.abs(tile[:, None] - block[None])
         if math.isinf(self._p):
             return jnp.maximum(total, size)
         if self._p == 0:
@@ -88,14 +88,14 @@ class Ball:
         return math.inf if self.radius == 0 else self.p
 
 
-# A function that returns a group of coordinates of a block.
-Theirs = Callable[[Int[Array, ""]], Shaped[Array, "S L"]]
+# A function that reads a group of coordinates of a block.
+ReadGroup = Callable[[Int[Array, ""]], Shaped[Array, "S L"]]
 # A function from row numbers ``[R, 1]`` and slots ``[1, L]`` to a mask of the pairs to compare.
-Usable = Callable[[Int[Array, "R 1"], Int[Array, "1 L"]], Bool[Array, "..."]]
+PairMask = Callable[[Int[Array, "R 1"], Int[Array, "1 L"]], Bool[Array, "..."]]
 
 
-class Others(abc.ABC):
-    """Points in slots with which other points are compared, one block at a time.
+class PointSet(abc.ABC):
+    """Points in slots that are compared with other points, one block at a time.
 
     Working memory is bounded by the size of a tile, whatever the number of points and slots.
 
@@ -106,11 +106,11 @@ class Others(abc.ABC):
     capacity: int
 
     @abc.abstractmethod
-    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:
+    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], ReadGroup]:
         """Returns a block's first slot and its points; slots past the capacity are padding."""
 
     def near(
-        self, points: "Points", count: Int[Array, ""], ball: Ball, usable: Usable
+        self, points: "Points", count: Int[Array, ""], ball: Ball, usable: PairMask
     ) -> Bool[Array, " B"]:
         """Returns a mask of the points that have one of these within the ball around them.
 
@@ -123,7 +123,7 @@ class Others(abc.ABC):
         return self.nearest(points, ball, usable, count) <= jnp.float32(ball.limit)
 
     def nearest(
-        self, points: "Points", ball: Ball, usable: Usable, count: Int[Array, ""] | None = None
+        self, points: "Points", ball: Ball, usable: PairMask, count: Int[Array, ""] | None = None
     ) -> Float[Array, " B"]:
         """Returns the sum that ``ball`` accumulates for each point and its nearest neighbor here.
 
@@ -141,31 +141,31 @@ class Others(abc.ABC):
         row = jnp.arange(height, dtype=jnp.int32)[:, None]
         number = jnp.int32(total) if count is None else count
 
-        def open_(k: Array) -> tuple[Array, Array, Theirs, Array]:
-            """Returns a tile's first row and points, a block's points, and a mask of the pairs."""
+        def read_pair(k: Array) -> tuple[Array, Array, ReadGroup, Array]:
+            """Returns a tile's first row and points, a block's points, and the pairs to compare."""
             # A loop with static bounds has a 64-bit index if x64 mode is on.
             k = jnp.asarray(k, jnp.int32)
-            tile, block = quotient(k, blocks), remainder(k, blocks)
-            slot, theirs = self.open(block)
+            tile_index, block = quotient(k, blocks), remainder(k, blocks)
+            slot, read_group = self.open(block)
             slot = slot + lane
-            counts = usable(tile * height + row, slot) & (slot < self.capacity)
-            return tile * height, points.tile(tile), theirs, counts
+            compared = usable(tile_index * height + row, slot) & (slot < self.capacity)
+            return tile_index * height, points.tile(tile_index), read_group, compared
 
         # One step compares one tile of points with one block of slots.
         def step(k: Array, least: Float[Array, " P"]) -> Float[Array, " P"]:
-            start, ours, theirs, counts = open_(k)
+            start, tile, read_group, compared = read_pair(k)
             before = lax.dynamic_slice(least, (start,), (height,))
-            found = jnp.minimum(before, pairwise(ours, theirs, counts, ball).least)
-            return lax.dynamic_update_slice(least, found, (start,))
+            nearest = jnp.minimum(before, pairwise(tile, read_group, compared, ball).least)
+            return lax.dynamic_update_slice(least, nearest, (start,))
 
-        _, ours, theirs, counts = open_(jnp.int32(0))
+        _, tile, read_group, compared = read_pair(jnp.int32(0))
         begin = jnp.full((points.num_tiles * height,), jnp.inf, jnp.float32)
-        begin = vary_with(begin, ours, theirs(jnp.int32(0)), counts, number)
+        begin = vary_with(begin, tile, read_group(jnp.int32(0)), compared, number)
         least = lax.fori_loop(0, -(-number // height) * blocks, step, begin)[:total]
         return jnp.where(jnp.arange(total, dtype=jnp.int32) < number, least, jnp.inf)
 
 
-class Points(Others, struct.PyTreeNode):
+class Points(PointSet, struct.PyTreeNode):
     """A point of ``width`` coordinates, float32 or uint32, in each of ``capacity`` slots.
 
     Attributes:
@@ -189,8 +189,8 @@ class Points(Others, struct.PyTreeNode):
         """Creates points from rows of coordinates."""
         empty = cls.create(points.shape[0], points.shape[1], points.dtype)
         blocks, groups, stride, columns = empty.blocks.shape
-        rest = (blocks * columns - points.shape[0], groups * stride - points.shape[1])
-        padded = jnp.pad(points, ((0, rest[0]), (0, rest[1])))
+        padding = (blocks * columns - points.shape[0], groups * stride - points.shape[1])
+        padded = jnp.pad(points, ((0, padding[0]), (0, padding[1])))
         split = padded.reshape(blocks, columns, groups, stride)
         return empty.replace(blocks=jnp.transpose(split, (0, 2, 3, 1)))
 
@@ -226,19 +226,19 @@ class Points(Others, struct.PyTreeNode):
         begin = (quotient(first, columns), jnp.int32(0), jnp.int32(0), remainder(first, columns))
         return lax.dynamic_slice(self.blocks, begin, (1, groups, stride, self.height))[0]
 
-    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:
+    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], ReadGroup]:
         """Returns the first slot of a block, and its points, of which groups are read on demand."""
         _, _, stride, columns = self.blocks.shape
 
-        def theirs(group: Array) -> Array:
+        def read_group(group: Array) -> Array:
             begin = (block, group, jnp.int32(0), jnp.int32(0))
             return lax.dynamic_slice(self.blocks, begin, (1, 1, stride, columns))[0, 0]
 
-        return block * columns, theirs
+        return block * columns, read_group
 
 
 @dataclasses.dataclass(frozen=True)
-class Computed(Others):
+class ComputedPoints(PointSet):
     """Points that are computed from the contents of the slots, one block at a time.
 
     Attributes:
@@ -250,13 +250,13 @@ class Computed(Others):
     capacity: int
     rows: Callable[[Int[Array, ""], int], Shaped[Array, "B D"]]
 
-    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Theirs]:
+    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], ReadGroup]:
         """Returns the first slot of a block, and its points."""
         number = min(_columns(self.capacity), self.capacity)
         # The last block overlaps the one before it.
         first = jnp.minimum(block * number, self.capacity - number)
-        theirs = Points.of(self.rows(first, number)).blocks[0]
-        return first, functools.partial(lax.dynamic_index_in_dim, theirs, keepdims=False)
+        block_points = Points.of(self.rows(first, number)).blocks[0]
+        return first, functools.partial(lax.dynamic_index_in_dim, block_points, keepdims=False)
 
 
 class Sums(NamedTuple):
@@ -274,28 +274,27 @@ class Sums(NamedTuple):
 
 
 def pairwise(
-    ours: Shaped[Array, "G S R"],
-    theirs: Theirs,
-    counts: Bool[Array, "..."],
+    tile: Shaped[Array, "G S R"],
+    read_group: ReadGroup,
+    mask: Bool[Array, "..."],
     ball: Ball,
 ) -> Sums:
     """Returns the sums that ``ball`` accumulates for each pair; infinite for pairs that are masked.
 
-    It stops as soon as no pair can be in the ball any more. The sums are then incomplete, but
-    already exceed the limit.
+    It stops once no pair can be in the ball. The sums are then incomplete, but exceed the limit.
 
     Args:
-        ours: The points of a tile.
-        theirs: The points of a block.
-        counts: A mask of the pairs to compare, ``[R, L]`` or ``[1, L]``.
+        tile: The points of a tile.
+        read_group: Reads a group of coordinates of a block.
+        mask: The pairs to compare, ``[R, L]`` or ``[1, L]``.
         ball: The norm and limit.
     """
-    groups, _, height = ours.shape
+    groups, _, height = tile.shape
     limit = jnp.float32(ball.limit)
 
     def operands(group: Array) -> tuple[Array, Array]:
         group = jnp.minimum(group, groups - 1)
-        return lax.dynamic_index_in_dim(ours, group, keepdims=False), theirs(group)
+        return lax.dynamic_index_in_dim(tile, group, keepdims=False), read_group(group)
 
     def unfinished(carry: tuple[Sums, Array, Array]) -> Array:
         done, *_ = carry
@@ -303,18 +302,18 @@ def pairwise(
 
     # The carry holds the next coordinates, so that they are sliced once per step. Otherwise XLA
     # fuses the slice into the arithmetic and repeats it for every pair.
-    def go_on(carry: tuple[Sums, Array, Array]) -> tuple[Sums, Array, Array]:
-        (done, sums, _), one, other = carry
+    def add_group(carry: tuple[Sums, Array, Array]) -> tuple[Sums, Array, Array]:
+        (done, sums, _), rows, columns = carry
         for k in range(0, _STRIDE, max(ball.words, 1)):
-            at = slice(k, k + ball.words) if ball.words else k
-            sums = ball.accumulate(sums, one[at], other[at])
+            coordinate = slice(k, k + ball.words) if ball.words else k
+            sums = ball.accumulate(sums, rows[coordinate], columns[coordinate])
         return Sums(done + 1, sums, jnp.min(sums, axis=1)), *operands(done + 1)
 
-    sums = jnp.where(counts, jnp.float32(0), jnp.float32(jnp.inf))
-    sums = jnp.broadcast_to(sums, (height, counts.shape[-1]))
+    sums = jnp.where(mask, jnp.float32(0), jnp.float32(jnp.inf))
+    sums = jnp.broadcast_to(sums, (height, mask.shape[-1]))
     begin = Sums(jnp.int32(0), sums, jnp.zeros((height,), jnp.float32))
-    first = operands(begin.groups)
-    return lax.while_loop(unfinished, go_on, vary_with((begin, *first), counts, first))[0]
+    group = operands(begin.groups)
+    return lax.while_loop(unfinished, add_group, vary_with((begin, *group), mask, group))[0]
 
 
 def _columns(capacity: int) -> int:

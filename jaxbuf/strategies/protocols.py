@@ -87,8 +87,8 @@ class Sampler(Movable, abc.ABC):
         check_declared(self, self.varies)
 
     @property
-    def told(self) -> "tuple[Sampler, ...]":
-        """The samplers that hear of changes: this one, or the ones it is made of."""
+    def leaf_samplers(self) -> "tuple[Sampler, ...]":
+        """The samplers that receive updates: this one, or the leaves that it combines."""
         return (self,)
 
     def init(self, capacity: int) -> State:
@@ -170,7 +170,7 @@ class Sampler(Movable, abc.ABC):
         return state
 
     def map_state(self, state: State, fn: Function) -> State:
-        """Returns the state with ``fn(sampler, state)`` for each of the samplers ``told``."""
+        """Returns the state with ``fn(sampler, state)`` for each of ``leaf_samplers``."""
         return fn(self, state)
 
     def support(self, state: State, occupancy: Occupancy) -> Support:

@@ -93,9 +93,9 @@ class Recent(KnownSampler):
         object.__setattr__(self, "uses_score", self.base.uses_score)
 
     @property
-    def told(self) -> tuple[Sampler, ...]:
-        """The samplers of the base, which alone keeps state."""
-        return self.base.told
+    def leaf_samplers(self) -> tuple[Sampler, ...]:
+        """The leaf samplers of the base, which alone keeps state."""
+        return self.base.leaf_samplers
 
     def init(self, capacity: int) -> State:
         """Returns the state of the base."""

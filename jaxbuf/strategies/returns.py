@@ -19,15 +19,15 @@ from jaxbuf.occupancy.rings import Rings
 
 # The number of steps whose returns are filled in at once.
 _CHUNK = 64
-# Returns of the steps before a given one: not known yet, known, or undefined, as the episode was
-# cut off.
+# The state of the return of the steps before a given one: not known yet, known, or undefined,
+# because the episode was cut off.
 _OPEN, _KNOWN, _CUT = 0, 1, 2
 # Counts saturate here, so that an episode may be arbitrarily long.
 _FAR = 2**30
 
 
 class Recorded(NamedTuple):
-    """The returns of the steps in rings, as far as they are known.
+    """The returns of the steps in rings, or their rewards where no return is known yet.
 
     Attributes:
         values: Returns of steps whose return is known, and rewards of the others, ``[E * N]``.
@@ -42,7 +42,7 @@ class Recorded(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The next step, as far as the return of a step depends on it.
+    """The numbers of the next step that the return of a step depends on.
 
     Attributes:
         state: Whether the return is known; one of the three numbers above, int32.
@@ -77,7 +77,7 @@ class Recurrence(abc.ABC):
     def settle(
         self, terminated: Bool[Array, "E T"], last: Bool[Array, "E T"], rank: Int[Array, "E T"]
     ) -> tuple[Int[Array, "E T"], Bool[Array, "E T"]]:
-        """Returns which returns the new steps settle.
+        """Finds the steps whose returns are settled by the new steps.
 
         Args:
             terminated: Which steps terminated.
@@ -86,7 +86,7 @@ class Recurrence(abc.ABC):
 
         Returns:
             For each step that terminated or ended its episode, the number of the first step whose
-            return is not known by then; and whether nothing that follows counts for that step.
+            return is still unknown; and whether nothing that follows counts for that step.
         """
 
     @abc.abstractmethod
@@ -96,7 +96,7 @@ class Recurrence(abc.ABC):
         after: Float[Array, " E"],
         nothing: Bool[Array, "E C"],
     ) -> Float[Array, "E C"]:
-        """Returns what each of some consecutive steps adds to the discounted return that follows.
+        """Returns the reward that each of these consecutive steps adds to its discounted return.
 
         Args:
             rewards: The rewards of the steps, the newest first.
@@ -124,7 +124,7 @@ class Plain(Recurrence):
     def settle(
         self, terminated: Bool[Array, "E T"], last: Bool[Array, "E T"], rank: Int[Array, "E T"]
     ) -> tuple[Int[Array, "E T"], Bool[Array, "E T"]]:
-        """Returns that all steps up to and with such a step are settled."""
+        """Settles all steps up to and including one that terminated or ended its episode."""
         del terminated
         return rank + 1, jnp.zeros_like(last)
 
@@ -153,19 +153,19 @@ class AsInAlf(Recurrence):
         self, after: Tail, reward: Array, terminated: Bool[Array, "..."], last: Bool[Array, "..."]
     ) -> tuple[Array, Tail]:
         """Returns the value to store for a step, and the tail for the step before it."""
-        nothing = jnp.zeros_like(reward)
+        zero = jnp.zeros_like(reward)
         state = jnp.where(last, _CUT, after.state)
         value = jnp.float32(self.discount) * after.value
-        value += jnp.where(terminated, nothing, after.reward)
-        before = Tail(
-            jnp.where(terminated, _KNOWN, state), jnp.where(terminated, nothing, value), reward
+        value += jnp.where(terminated, zero, after.reward)
+        tail = Tail(
+            jnp.where(terminated, _KNOWN, state), jnp.where(terminated, zero, value), reward
         )
-        return self._stored(state, value, reward), before
+        return self._stored(state, value, reward), tail
 
     def settle(
         self, terminated: Bool[Array, "E T"], last: Bool[Array, "E T"], rank: Int[Array, "E T"]
     ) -> tuple[Int[Array, "E T"], Bool[Array, "E T"]]:
-        """Returns that a step that terminated within an episode is not settled itself."""
+        """Settles the steps before one that terminated within its episode, but not this one."""
         inner = terminated & ~last
         return jnp.where(inner, rank, rank + 1), inner
 
@@ -185,11 +185,11 @@ RECURRENCES: dict[str, type[Recurrence]] = {"plain": Plain, "alf": AsInAlf}
 
 def record(
     recurrence: Recurrence,
-    old: Recorded,
+    recorded: Recorded,
     rewards: Float[Array, "E T"],
     terminated: Bool[Array, "E T"],
     last: Bool[Array, "E T"],
-    taken: Bool[Array, "E T"],
+    mask: Bool[Array, "E T"],
     rings: Rings,
     rows: Int[Array, " ET"],
 ) -> Recorded:
@@ -197,51 +197,51 @@ def record(
 
     Args:
         recurrence: The rule that computes returns.
-        old: The returns recorded before.
+        recorded: The returns recorded before.
         rewards: The rewards of the new steps.
         terminated: Which of them terminated.
         last: Which of them end their episode.
-        taken: Which of them are added.
+        mask: Which of them are added.
         rings: The rings before these steps are added.
         rows: Where each step is stored.
     """
     num_envs = rewards.shape[0]
 
     def back(carry: Tail, row: tuple[Array, ...]) -> tuple[Tail, Array]:
-        reward, terminated, last, taken = row
+        reward, terminated, last, mask = row
         value, tail = recurrence.back(carry, reward, terminated, last)
-        tail = jax.tree.map(functools.partial(jnp.where, taken), tail, carry)
+        tail = jax.tree.map(functools.partial(jnp.where, mask), tail, carry)
         return tail, value
 
-    columns = tuple(array.T for array in (rewards, terminated, last, taken))
+    columns = tuple(array.T for array in (rewards, terminated, last, mask))
     tail = vary_with(_open_tail(num_envs), columns)
     tail, values = lax.scan(back, tail, columns, reverse=True)
 
     # A row that terminated or ended an episode settles the returns of all rows before it. The
     # rows after the newest of these are pending.
-    pending, cut = old.pending[:, None], old.cut[:, None]
-    rank = jnp.cumsum(taken, axis=1, dtype=jnp.int32) - 1
+    pending, cut = recorded.pending[:, None], recorded.cut[:, None]
+    rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
     settles = terminated | last
     until, cuts = recurrence.settle(terminated, last, rank)
     until = jnp.where(settles, until, -pending)
     settled = jnp.max(until, axis=1, keepdims=True)
     newest = settles & (until == settled)
     any_settles = jnp.any(settles, axis=1, keepdims=True)
-    cut_now = jnp.where(any_settles, jnp.any(newest & cuts, axis=1, keepdims=True), cut)
+    new_cut = jnp.where(any_settles, jnp.any(newest & cuts, axis=1, keepdims=True), cut)
     count = rank[:, -1:] + 1
-    left = jnp.minimum(count - settled, _FAR)
+    unsettled = jnp.minimum(count - settled, _FAR)
 
-    stored = storage.write(old.values, values.T.reshape(-1), rows)
+    written = storage.write(recorded.values, values.T.reshape(-1), rows)
     room = jnp.maximum(rings.length - count[:, 0], 0)
-    kept = jnp.minimum(jnp.minimum(old.pending, rings.held.astype(jnp.int32)), room)
+    kept = jnp.minimum(jnp.minimum(recorded.pending, rings.held.astype(jnp.int32)), room)
     steps = jnp.where(tail.state == _OPEN, 0, kept)
-    first = jnp.where(old.cut, old.pending - 1, -1)
-    fill = _filler(recurrence)
-    filled = fill(stored, rings.cursor.astype(jnp.int32), steps, first, *tail)
-    return Recorded(filled, left[:, 0], cut_now[:, 0])
+    cut_step = jnp.where(recorded.cut, recorded.pending - 1, -1)
+    fill = _batched_fill(recurrence)
+    filled = fill(written, rings.cursor.astype(jnp.int32), steps, cut_step, *tail)
+    return Recorded(filled, unsettled[:, 0], new_cut[:, 0])
 
 
-def record_anew(
+def recompute_returns(
     recurrence: Recurrence,
     values: Float[Array, " EN"],
     rings: Rings,
@@ -250,7 +250,7 @@ def record_anew(
     behind: Int[Array, " EN"],
     ended: Bool[Array, " E"],
 ) -> Float[Array, " EN"]:
-    """Returns the returns of rewards that have changed.
+    """Returns the recorded returns after rewards have changed.
 
     Args:
         recurrence: The rule that computes returns.
@@ -262,7 +262,7 @@ def record_anew(
         ended: Whether the newest step of each ring has ended its episode.
     """
     env = jnp.arange(rings.num_envs, dtype=jnp.int32)
-    held, cursor = rings.held.astype(jnp.int32), rings.cursor.astype(jnp.int32)
+    num_steps, cursor = rings.held.astype(jnp.int32), rings.cursor.astype(jnp.int32)
 
     def back(age: Array, carry: tuple[Array, Tail, Array]) -> tuple[Array, Tail, Array]:
         returns, after, last = carry
@@ -271,28 +271,28 @@ def record_anew(
         row = env * rings.length + remainder(cursor - 1 - age, rings.length)
         value, tail = recurrence.back(after, rewards[row], terminated[row], last)
         # Each row past the end is a different one.
-        target = jnp.where(age < held, row, rings.num_envs * rings.length + env)
+        target = jnp.where(age < num_steps, row, rings.num_envs * rings.length + env)
         returns = returns.at[target].set(value, mode="drop", unique_indices=True)
-        # The step before the first one of an episode ended another.
+        # The step before the first one of an episode ended the episode before.
         return returns, tail, behind[row] == 0
 
     begin = values, _open_tail(rings.num_envs), ended
-    begin = vary_with(begin, begin, rewards, terminated, behind, held, cursor)
+    begin = vary_with(begin, begin, rewards, terminated, behind, num_steps, cursor)
     return lax.fori_loop(0, rings.length, back, begin)[0]
 
 
-def cut_off(
-    recurrence: Recurrence, old: Recorded, rings: Rings, mask: Bool[Array, " E"]
+def truncate_returns(
+    recurrence: Recurrence, recorded: Recorded, rings: Rings, mask: Bool[Array, " E"]
 ) -> Float[Array, " EN"]:
-    """Returns the returns once the open episodes of these rings were truncated.
+    """Returns the recorded returns after the open episodes of these rings were truncated.
 
-    All their steps whose return was not known yet get the default return.
+    Their pending steps get the default return.
     """
-    steps = jnp.where(mask, jnp.minimum(old.pending, rings.held.astype(jnp.int32)), 0)
+    steps = jnp.where(mask, jnp.minimum(recorded.pending, rings.held.astype(jnp.int32)), 0)
     nothing = jnp.zeros_like(steps, jnp.float32)
     tail = Tail(jnp.full_like(steps, _CUT), nothing, nothing)
-    position, first = rings.cursor.astype(jnp.int32), jnp.full_like(steps, -1)
-    return _filler(recurrence)(old.values, position, steps, first, *tail)
+    position, cut_step = rings.cursor.astype(jnp.int32), jnp.full_like(steps, -1)
+    return _batched_fill(recurrence)(recorded.values, position, steps, cut_step, *tail)
 
 
 def returns_at(
@@ -303,7 +303,7 @@ def returns_at(
     position: UInt[Array, " B"],
     row: Int[Array, " B"],
 ) -> Float[Array, " B"]:
-    """Returns the return of each step; the default if it is unknown or the step not held.
+    """Returns the return of each step; the default if it is unknown or the step is not held.
 
     Args:
         recurrence: The rule that computed the returns.
@@ -314,10 +314,10 @@ def returns_at(
         row: Where each step is stored; past the end if it is not held.
     """
     back = rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position
-    known = back >= recorded.pending.at[env].get(mode="clip").astype(jnp.uint32)
+    is_known = back >= recorded.pending.at[env].get(mode="clip").astype(jnp.uint32)
     value = storage.read(recorded.values, row)
-    known &= row < recorded.values.size
-    return jnp.where(known, value, jnp.float32(recurrence.default_return))
+    is_known &= row < recorded.values.size
+    return jnp.where(is_known, value, jnp.float32(recurrence.default_return))
 
 
 def _open_tail(num_envs: int) -> Tail:
@@ -327,7 +327,7 @@ def _open_tail(num_envs: int) -> Tail:
 
 
 @functools.cache
-def _filler(recurrence: Recurrence) -> Callable[..., Array]:
+def _batched_fill(recurrence: Recurrence) -> Callable[..., Array]:
     """Returns ``_fill`` for this recurrence, with a rule for ``vmap``."""
     call = custom_vmap(functools.partial(_fill, recurrence))
 
@@ -350,7 +350,7 @@ def _fill(
     returns: Float[Array, " EN"],
     position: Int[Array, " E"],
     steps: Int[Array, " E"],
-    first: Int[Array, " E"],
+    cut_step: Int[Array, " E"],
     *tail: Array,
 ) -> Float[Array, " EN"]:
     """Turns pending rewards into returns, walking back from the newest.
@@ -358,9 +358,9 @@ def _fill(
     Args:
         recurrence: The rule that computes returns.
         returns: The stored returns and pending rewards.
-        position: The place after the newest pending step of each ring.
+        position: The index in each ring after the newest pending step.
         steps: The number of steps to fill in.
-        first: The step among them for which nothing that follows counts, counted back from the
+        cut_step: The step among them for which nothing that follows counts, counted back from the
             newest; -1 if there is no such step.
         *tail: The three fields of ``Tail``.
     """
@@ -372,23 +372,23 @@ def _fill(
     def unfinished(carry: tuple[Array, ...]) -> Array:
         return jnp.any(carry[1] < steps)
 
-    def together(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
+    def compose(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
         return later[0] * earlier[0], earlier[1] + earlier[0] * later[1]
 
     def back(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         flat, done, value, reward = carry
         count = done + jnp.arange(_CHUNK, dtype=jnp.int32)[None]
-        # Counts past the earliest step read any place, and what is computed for them is dropped.
-        at = base + remainder(position[:, None] - 1 - count, length)
-        old = flat.at[at].get(mode="promise_in_bounds")
-        gained = recurrence.gains(old, reward, count == first[:, None])
-        factor = jnp.full_like(gained, recurrence.discount)
-        factor, gained = lax.associative_scan(together, (factor, gained), axis=1)
-        known = gained + factor * value[:, None]
-        filled = jnp.where(state == _KNOWN, known, jnp.float32(recurrence.default_return))
-        at = jnp.where(count < steps[:, None], at, flat.size)
-        flat = flat.at[at].set(filled, mode="drop", unique_indices=True)
-        return flat, done + _CHUNK, known[:, -1], old[:, -1]
+        # Counts past the earliest step read arbitrary rows; their results are dropped.
+        row = base + remainder(position[:, None] - 1 - count, length)
+        rewards = flat.at[row].get(mode="promise_in_bounds")
+        gains = recurrence.gains(rewards, reward, count == cut_step[:, None])
+        factor = jnp.full_like(gains, recurrence.discount)
+        factor, gains = lax.associative_scan(compose, (factor, gains), axis=1)
+        discounted = gains + factor * value[:, None]
+        filled = jnp.where(state == _KNOWN, discounted, jnp.float32(recurrence.default_return))
+        row = jnp.where(count < steps[:, None], row, flat.size)
+        flat = flat.at[row].set(filled, mode="drop", unique_indices=True)
+        return flat, done + _CHUNK, discounted[:, -1], rewards[:, -1]
 
     carry = vary_with((returns, jnp.int32(0), tail[1], tail[2]), returns, steps, position, tail)
     return lax.while_loop(unfinished, back, carry)[0]

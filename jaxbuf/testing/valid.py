@@ -222,7 +222,7 @@ def _look_up(buffer: Any) -> dict[str, Any]:
     anew = episodes.init_windows(rows, begin).extend(data, begin, target, steps.valid)
     slot = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
     windows = buffer.rings.window(slot)
-    together = jnp.sum(index.together(buffer.rings, slot), axis=1, dtype=jnp.int32)
+    together = jnp.sum(index.in_episode(buffer.rings, slot), axis=1, dtype=jnp.int32)
     begin = buffer.rings.starts_at(slot, buffer.rings.generation(slot))
     newest = begin[1] + (together - 1).astype(jnp.uint32)
     terminated, _ = index.episodes.flags(buffer.data)

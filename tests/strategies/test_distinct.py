@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.strategies.distinct import distinct, first_of_each
+from jaxbuf.strategies.distinct import distinct, first_distinct
 
 
 def twin(numbers, count, below, size):
@@ -28,7 +28,7 @@ def test_the_first_of_each(rows, size, below):
     counts[:5] = size
 
     def one(numbers, count):
-        return first_of_each(numbers, count, below, size=size)
+        return first_distinct(numbers, count, below, size=size)
 
     wanted = [twin(*row, below, size) for row in zip(numbers, counts, strict=True)]
     # In a scan they are looked up in a table, under vmap sorted.
