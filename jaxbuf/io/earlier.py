@@ -169,7 +169,7 @@ def _with_short_windows(buffer: TrajectoryBuffer) -> TrajectoryBuffer:
     slots = jnp.where(found.short, found.slots, rings.num_slots).reshape(-1)
     if buffer.freshness is not None:
         state = buffer.freshness_state
-        versions, _ = buffer.freshness.look(state, slots)
+        versions, _ = buffer.freshness.read(state, slots)
         stale = versions < buffer.freshness.floor(state.version)
         slots = jnp.where(stale, rings.num_slots, slots)
     nothing = jnp.zeros((0,), jnp.int32)

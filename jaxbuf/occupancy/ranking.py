@@ -189,7 +189,7 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         """Yields items without a score."""
         scored = np.asarray(_look_again(self)[2])
         wrong = np.asarray(live) & ~scored
-        yield from first_wrong(f"{name}.scored", scored, wrong, "True, for there is an item")
+        yield from first_wrong(f"{name}.scored", scored, wrong, "True, the slot holds an item")
 
     def metrics(self) -> dict[str, Array]:
         """Returns the smallest, largest and mean score of the live items; 0 without items."""

@@ -219,16 +219,16 @@ class Diversity(Part):
             numbers = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
             return not all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in numbers)
 
-        suspects = np.flatnonzero(live)
+        slots = np.flatnonzero(live)
         if not differs(live):
             return
-        while len(suspects) > 1:
-            half = suspects[: len(suspects) // 2]
+        while len(slots) > 1:
+            half = slots[: len(slots) // 2]
             inside = differs(np.isin(np.arange(live.size), half))
-            suspects = half if inside else suspects[len(suspects) // 2 :]
+            slots = half if inside else slots[len(slots) // 2 :]
         yield (
-            f"{name}.diversity_state.points has other numbers for slot {suspects[0]} than the data: "
-            f"{self.points(data)[suspects[0]]}"
+            f"{name}.diversity_state.points has other numbers for slot {slots[0]} than the data: "
+            f"{self.points(data)[slots[0]]}"
         )
 
     def _reasons(

@@ -1,7 +1,7 @@
 """Draws by mass: each item has a mass, and is drawn with a probability proportional to it.
 
-A ``SegmentTree`` holds the masses and their sums. A draw is a random point in the total mass: it
-belongs to the shard, and in this shard to the item, in whose interval it lies.
+A ``SegmentTree`` holds the masses and their sums. A draw is a random point in the total mass. It
+selects the shard, and the item of this shard, in whose interval it lies.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ def change(
     """
     if removed.shape[0] == 0:
         return masses.set(added, mass, unique=True)
-    gone = jnp.zeros(removed.shape, jnp.float32)
-    return masses.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, gone]))
+    zeros = jnp.zeros(removed.shape, jnp.float32)
+    return masses.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, zeros]))
 
 
 def zero(masses: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
@@ -128,11 +128,11 @@ def points_of_shards(
     *,
     stratified: bool,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """Returns random points in the total mass: their shards, the places in there, and offsets.
+    """Returns random points in the total mass: their shards, points in these, and offsets.
 
     Args:
         end: The end of each shard's interval.
-        word: The other arguments are those of ``points``.
+        word: Random words, as for ``points``.
         low: Further words, or None.
         stratified: Whether there is one point in each of ``B`` equal parts; static.
     """
@@ -166,7 +166,7 @@ def shard_of(
     return shard, point - begin[shard]
 
 
-def any_shard(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> Int[Array, " B"]:
+def draw_shards(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> Int[Array, " B"]:
     """Draws a shard for each row, with probabilities proportional to their sizes."""
     if size.shape[0] == 1:
         return jnp.zeros((batch_size,), jnp.int32)

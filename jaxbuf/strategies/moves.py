@@ -13,10 +13,10 @@ from jaxbuf.core.types import State
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """The slots that the items of a buffer have in a buffer of another size.
+    """The slots of a buffer's items before and after it is loaded with another size.
 
     ``Sampler.move`` and ``Part.move`` get one. Called with an empty state and the old state, it
-    moves what these keep for each slot: a ``SegmentTree`` over slots, or an array whose first axis
+    moves what is stored for each slot: a ``SegmentTree`` over slots, or an array whose first axis
     has the length of the slots. ``of_rows`` moves an array with one row for each item, or for each
     step, and ``of_envs`` one with a row for each environment.
 
@@ -25,8 +25,8 @@ class Moves:
         target: Their slots in the new buffer, ``[B]``; past the end if the item does not stay.
         begun: The same, but windows that are not complete yet have a slot as well, ``[B]``.
         slots: The number of slots before and after; static.
-        steps: For each step of the environments that stay ``[E, T]``, the place in its ring before,
-            and ``ring * length + place`` after, past the end if it does not stay; None for items.
+        steps: For each step of the environments that stay ``[E, T]``, its index in its ring before,
+            and ``ring * length + index`` after, past the end if it does not stay; None for items.
         lengths: The lengths of the rings before and after; static.
         envs: The numbers of environments before and after, of which the first ones stay; static.
     """
@@ -40,7 +40,7 @@ class Moves:
     envs: tuple[int, int] = (0, 0)
 
     def __call__(self, empty: State, full: State) -> State:
-        """Returns the empty state with what the full one keeps for the items that stay.
+        """Returns the empty state, filled with the entries of the items that stay.
 
         Raises:
             ValueError: When traced, if there is an array without an axis of slots.
@@ -55,9 +55,9 @@ class Moves:
         """Returns the empty arrays, ``[capacity, ...]``, with the items, or steps, that stay."""
         source, target = self.source, self.target
         if self.steps is not None:
-            place, target = self.steps  # [E, T]
-            ring = jnp.arange(len(place), dtype=jnp.int32)[:, None]
-            source, target = ((ring * self.lengths[0] + place).reshape(-1), target.reshape(-1))
+            position, target = self.steps  # [E, T]
+            ring = jnp.arange(len(position), dtype=jnp.int32)[:, None]
+            source, target = ((ring * self.lengths[0] + position).reshape(-1), target.reshape(-1))
 
         def fill(blank: Array, full: Array) -> Array:
             return blank.at[target].set(full[source], mode="drop")

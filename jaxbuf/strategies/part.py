@@ -62,12 +62,12 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class StepRows(Rows):
-    """Rows of a ``TrajectoryBuffer``, with the places where they are stored.
+    """Rows of a ``TrajectoryBuffer``, and the rows of the storage that they are written to.
 
     Attributes:
         rings: The rings before these steps are added.
-        target: Where each step is stored, ``ring * length + place``, ``[E, T]``; past the end if
-            the step is not added, or is overwritten by a later one.
+        target: The row of the storage for each step, ``[E, T]``; past the end if the step is not
+            added, or is overwritten by a later one.
     """
 
     rings: Rings = dataclasses.field(kw_only=True)
@@ -89,9 +89,9 @@ class Part(Movable):
         reasons: The names under which refused rows are counted in ``metrics()``. The name
             ``"removed"`` counts items that ``remove`` took out.
         uses_score: Whether ``add`` needs a ``score``.
-        uses_version: Whether ``add`` takes a ``version`` and a ``session``, and the part hears of
-            the learner's version.
-        counts_uses: Whether the part hears of uses of items.
+        uses_version: Whether ``add`` takes a ``version`` and a ``session``, and ``on_version`` is
+            called with the learner's version.
+        counts_uses: Whether ``on_use`` is called with the items that were used.
         removes: Whether items may be removed, or windows refused, while their neighbors stay.
         adjustable: Whether another configuration of the same class can go on with its state.
         of_items: Whether the part can be used in an ``ItemBuffer``.
@@ -200,7 +200,7 @@ class Part(Movable):
     def on_use(
         self, state: State, index: Int[Array, " B"], taken: Bool[Array, " B"]
     ) -> tuple[State, Bool[Array, " B"] | None]:
-        """Hears of uses of items, and says which of these have to go.
+        """Updates the state after items were used, and chooses the items that retire.
 
         Args:
             state: The state.
@@ -232,9 +232,9 @@ class Part(Movable):
         return state
 
     def may_retire(self, state: State) -> Bool[Array, ""] | None:
-        """Returns whether some item may have to go since ``on_version``; None if none ever does.
+        """Returns whether ``on_version`` may have made an item retire; None if none ever does.
 
-        Only then all slots are looked at, with ``retires``.
+        All slots are checked, by ``retires``, only if it is True.
         """
         del state
         return None
@@ -253,7 +253,7 @@ class Part(Movable):
     def on_retire(
         self, state: State, index: Int[Array, " B"], count: UInt[Array, ""], *, event: str
     ) -> State:
-        """Updates the state after items at ``index`` retired because this part asked for it.
+        """Updates the state after items at ``index`` retired at the request of this part.
 
         Args:
             state: The state, for which ``on_remove`` was called with these items.
@@ -265,9 +265,9 @@ class Part(Movable):
         return state
 
     def known(self, state: State, index: Int[Array, " B"]) -> dict[str, Array]:
-        """Returns what the part knows of the items at ``index`` by name, ``[B]`` each.
+        """Returns numbers of the items at ``index`` by name, ``[B]`` each.
 
-        The methods ``use_count`` and ``staleness`` of a buffer return what is known by their names.
+        The methods ``use_count`` and ``staleness`` of a buffer return the ones of their names.
         """
         del state, index
         return {}
@@ -324,7 +324,7 @@ class Part(Movable):
         return state
 
     def on_clear(self, state: State, empty: State) -> State:
-        """Returns the state after ``clear``, given a new buffer's; must not share arrays."""
+        """Returns the state after ``clear``: by default ``empty``; it shares no array with this."""
         del state
         return empty
 

@@ -25,9 +25,9 @@ from jaxbuf.core.types import Function
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import is_negative
 from jaxbuf.strategies.mass import (
-    any_shard,
     change,
     draw_distinct,
+    draw_shards,
     ends,
     least_positive,
     over,
@@ -222,10 +222,10 @@ class Prioritized(ShardableSampler):
             # of uniform draws grows as mass is taken, which keeps the odds of the other items.
             mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
             left = over((1 - mix) * scratch.root("sum"), total)
-            share = jnp.where(mix > 0, mix / (left + mix), 0.0)
+            uniform_share = jnp.where(mix > 0, mix / (left + mix), 0.0)
             rest = self.summaries(scratch, occupancy)
-            drawn = self._targets(rest, key, rows, scratch.capacity, share)
-            return self._find(scratch, occupancy, drawn.point)[0]
+            targets = self._targets(rest, key, rows, scratch.capacity, uniform_share)
+            return self._find(scratch, occupancy, targets.point)[0]
 
         count = jnp.minimum(batch_size, self.support_among(summaries).count)
         index, valid = draw_distinct(key, batch_size, count, state, propose)
@@ -243,9 +243,9 @@ class Prioritized(ShardableSampler):
         size, nnz = (jnp.sum(n, axis=0, dtype=jnp.int32) for n in (summaries.size, summaries.nnz))
         least = least_positive(summaries.least)
         if isinstance(self.uniform_mix, jax.Array):
-            mixed = self.uniform_mix > 0
-            count = jnp.where(mixed | (nnz == 0), size, nnz)
-            least = jnp.where(mixed & (nnz < size), 0.0, least)
+            mixes = self.uniform_mix > 0
+            count = jnp.where(mixes | (nnz == 0), size, nnz)
+            least = jnp.where(mixes & (nnz < size), 0.0, least)
         elif self.uniform_mix > 0:
             count = size
             least = jnp.where(nnz < size, 0.0, least)
@@ -260,19 +260,19 @@ class Prioritized(ShardableSampler):
         inverse of the sum of squared probabilities.
         """
         size, mass, largest = occupancy.size, state.leaves, state.root("max")
-        some, count = size > 0, jnp.maximum(size, 1).astype(jnp.float32)
+        has_items, count = size > 0, jnp.maximum(size, 1).astype(jnp.float32)
         # Empty slots have no mass. An item without mass has the least priority, which is 0.
         least = jnp.where(state.nnz < size, 0.0, state.root("min_positive"))
         scaled = over(mass, largest)
         squares = over(jnp.sum(scaled * scaled), jnp.sum(scaled) ** 2)
         mix = self.uniform_mix
         squares = (1 - mix) ** 2 * squares + mix * (2 - mix) / count
-        spread = jnp.where(largest > 0, over(1.0, squares), size.astype(jnp.float32))
+        effective_size = jnp.where(largest > 0, over(1.0, squares), size.astype(jnp.float32))
         return {
             "priority_min": self.priority(least),
             "priority_max": self.priority(largest),
             "priority_mean": jnp.sum(self.priority(mass, _quick_power) / count),
-            "effective_sample_size": jnp.where(some, spread, 0.0),
+            "effective_sample_size": jnp.where(has_items, effective_size, 0.0),
         }
 
     def check_valid(
@@ -282,7 +282,7 @@ class Prioritized(ShardableSampler):
         del occupancy
         mass = np.asarray(state.leaves)
         wrong = ~live & (mass != 0)
-        yield from first_wrong(f"{name}.leaves", mass, wrong, "0, for there is no item")
+        yield from first_wrong(f"{name}.leaves", mass, wrong, "0, the slot is empty")
 
     def priority(
         self, mass: Float[Array, "..."], power: Function = jnp.power
@@ -291,10 +291,10 @@ class Prioritized(ShardableSampler):
         if is_fixed(self.alpha, 0.0):
             return jnp.where(mass > 0, 1.0, 0.0)
         if isinstance(self.alpha, jax.Array):
-            some = self.alpha > 0
-            base = power(mass, 1.0 / jnp.where(some, self.alpha, 1.0))
+            is_positive = self.alpha > 0
+            base = power(mass, 1.0 / jnp.where(is_positive, self.alpha, 1.0))
             # The mass may be one of another alpha, and its priority under this one none that fits.
-            base = jnp.where(some, jnp.clip(base, _LEAST_MASS, _LARGEST), 1.0)
+            base = jnp.where(is_positive, jnp.clip(base, _LEAST_MASS, _LARGEST), 1.0)
         else:
             base = mass if self.alpha == 1.0 else power(mass, jnp.float32(1.0 / self.alpha))
         return jnp.where(mass > 0, jnp.maximum(base - jnp.float32(self.epsilon), 0.0), 0.0)
@@ -313,8 +313,8 @@ class Prioritized(ShardableSampler):
         self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"] | None
     ) -> Float[Array, " B"]:
         """Returns the masses of new items; the default where no legal priority is given."""
-        first = self.mass(jnp.float32(self.initial_priority))
-        default = jnp.broadcast_to(jnp.maximum(first, state.root("max")), index.shape)
+        initial = self.mass(jnp.float32(self.initial_priority))
+        default = jnp.broadcast_to(jnp.maximum(initial, state.root("max")), index.shape)
         if value is None:
             return default
         return jnp.where(self.accepts(value), self.mass(value), default)
@@ -326,10 +326,10 @@ class Prioritized(ShardableSampler):
         total = ends(summaries.total)[-1]
         uniform = share(jnp.sum(summaries.size, axis=0, dtype=jnp.int32))
         least = jnp.where(mass > 0, jnp.float32(_LEAST_MASS), jnp.zeros_like(mass))
-        part = jnp.maximum(over(mass, total), least)
+        probability = jnp.maximum(over(mass, total), least)
         if self._mixes:
-            part = (1.0 - self.uniform_mix) * part + self.uniform_mix * uniform
-        return jnp.where(total > 0, part, uniform)
+            probability = (1.0 - self.uniform_mix) * probability + self.uniform_mix * uniform
+        return jnp.where(total > 0, probability, uniform)
 
     def _targets(
         self,
@@ -346,7 +346,7 @@ class Prioritized(ShardableSampler):
         low = random[1] if capacity > _ONE_WORD else None
         end = ends(summaries.total)
         stratified = self.stratified and self.replacement
-        shard, place, refine = points_of_shards(end, random[0], low, stratified=stratified)
+        shard, point, refine = points_of_shards(end, random[0], low, stratified=stratified)
         # If the total mass is zero, every draw is uniform.
         by_mass, word = jnp.broadcast_to(end[-1] > 0, (batch_size,)), random[0]
         if self._mixes:
@@ -355,14 +355,14 @@ class Prioritized(ShardableSampler):
             if isinstance(self.uniform_mix, jax.Array):
                 # A mix of 0 draws what one does that is known to be 0.
                 word = jnp.where(self.uniform_mix > 0, word, random[0])
-        shard = jnp.where(by_mass, shard, any_shard(summaries.size, key, batch_size))
-        return Targets(shard, _Point(place, refine, word, by_mass))
+        shard = jnp.where(by_mass, shard, draw_shards(summaries.size, key, batch_size))
+        return Targets(shard, _Point(point, refine, word, by_mass))
 
     def _find(
         self, state: SegmentTree, occupancy: Occupancy, point: "_Point"
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
         """Returns the slots at these points, and their masses."""
-        index, mass = state.find(point.place, point.refine)
+        index, mass = state.find(point.point, point.refine)
         index = occupancy.draw_where(~point.by_mass, point.word, index)
         return state.read(index) if self._mixes else (index, mass)
 
@@ -373,9 +373,9 @@ def _quick_power(base: Float[Array, "..."], exponent: Array) -> Float[Array, "..
 
 
 class _Point(NamedTuple):
-    """A place in the mass of a shard, how far it may be moved, and a word for a uniform draw."""
+    """A point in the mass of a shard, its offset, and a random word for a uniform draw."""
 
-    place: Float[Array, " B"]
+    point: Float[Array, " B"]
     refine: Float[Array, " B"]
     word: UInt[Array, " B"]
     by_mass: Bool[Array, " B"]

@@ -110,13 +110,13 @@ class Sampler(Movable, abc.ABC):
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
     ) -> State:
-        """Updates the state after items (or windows) came and went.
+        """Updates the state after items (or windows) were added, overwritten or removed.
 
         Args:
             state: The state.
-            added: The slots that now hold a new item, ``[B]``, none of them twice. Any item that
-                was there before is gone, without being among the removed ones: in a full ring, each
-                new item takes the slot of an old one.
+            added: The slots that now hold a new item, ``[B]``, none of them twice. An item that a
+                slot held before was overwritten, and is not among the removed ones: in a full
+                ring, each new item takes the slot of an old one.
             value: Their priorities (or scores), ``[B]``; None means the default for all, and so
                 does a priority that is not legal, for its row.
             removed: The slots that no longer hold an item, ``[R]``, disjoint from ``added``; they
@@ -142,8 +142,7 @@ class Sampler(Movable, abc.ABC):
         """Draws the next batch, for samplers whose draws depend on earlier ones.
 
         Returns:
-            The new state and the draw. By default these are ``draw``, and what ``on_draw`` makes of
-            the state.
+            The new state and the draw, by default those of ``on_draw`` and ``draw``.
         """
         draw = self.draw(state, key, batch_size, occupancy)
         index = jnp.where(draw.valid, draw.index, occupancy.capacity)
@@ -165,7 +164,7 @@ class Sampler(Movable, abc.ABC):
         """Updates the state after ``set_hyperparameters`` changed a number; by default it does not.
 
         Args:
-            state: The state, which was made with the numbers of before; ``self`` has the new ones.
+            state: The state, which was made with the old numbers; ``self`` has the new ones.
         """
         return state
 
@@ -189,11 +188,11 @@ class Sampler(Movable, abc.ABC):
         return False
 
     def reach(self, capacity: int) -> int:
-        """Returns how many items it draws from at most, in a buffer of so many slots."""
+        """Returns the largest number of items that it draws from, in a buffer of this capacity."""
         return capacity
 
     def by_slot(self, state: State) -> dict[str, Float[Array, " N"]]:
-        """Returns the numbers that it keeps of each slot, by name: ``priority`` or ``score``.
+        """Returns the number that it stores for each slot, by name: ``priority`` or ``score``.
 
         Those of empty slots are arbitrary, but a score is not finite there.
         """
@@ -226,7 +225,7 @@ class Sampler(Movable, abc.ABC):
 
 
 class KnownSampler(Sampler):
-    """A sampler that can compute the probability of any item, not only of the ones it drew."""
+    """A sampler that can compute the probability of any item, not only of those drawn."""
 
     @abc.abstractmethod
     def probability(
@@ -237,8 +236,8 @@ class KnownSampler(Sampler):
     def in_batch(self, batch_size: int) -> "KnownSampler":
         """Returns the sampler whose probabilities are those of a row of such a batch.
 
-        By default this is the sampler itself. They differ where a fixed number of rows is drawn in
-        another way than the others, as ``Recent`` does.
+        By default this is the sampler itself. It is another one where a fixed number of rows is
+        drawn in another way, as by ``Recent``.
         """
         del batch_size
         return self
@@ -247,19 +246,20 @@ class KnownSampler(Sampler):
     def sequential(self) -> bool:
         """True if the first rows of a batch are a batch of fewer rows, as by default.
 
-        It is not if rows are sorted, or if each of them is drawn from a stratum of its own. A
-        ``Recent`` whose ratio varies takes some rows of a batch.
+        False if rows are sorted, or if each of them is drawn from its own stratum. A ``Recent``
+        whose ratio varies takes the first rows of a batch if it is True, and else rows evenly
+        spread over the batch.
         """
         return True
 
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """The places from which the rows of a batch are to be drawn.
+    """The shards and points from which the rows of a batch are drawn.
 
     Attributes:
         shard: The shard of each row, ``[B]`` int32.
-        point: What to look up within that shard, such as a place in its mass; leaves ``[B]``.
+        point: A point within that shard for ``draw_at``, such as one in its mass; leaves ``[B]``.
     """
 
     shard: Int[Array, " B"]
@@ -285,7 +285,7 @@ class ShardableSampler(KnownSampler):
 
     @abc.abstractmethod
     def summarize(self, state: State, occupancy: Occupancy) -> PyTree[Array]:
-        """Returns what all shards need to know of this one: scalars of 4 bytes each."""
+        """Returns the numbers of this shard that all shards need: scalars of 4 bytes each."""
 
     @abc.abstractmethod
     def targets(
@@ -349,8 +349,8 @@ class ShardableSampler(KnownSampler):
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
         summaries = self.summaries(state, occupancy)
-        drawn = self.targets(summaries, key, batch_size, occupancy.capacity)
-        return self.draw_at(state, occupancy, drawn.point, summaries)
+        targets = self.targets(summaries, key, batch_size, occupancy.capacity)
+        return self.draw_at(state, occupancy, targets.point, summaries)
 
     def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the items that can be drawn."""
@@ -380,7 +380,7 @@ class Evictor(abc.ABC):
 
     @property
     def of_shards(self) -> bool:
-        """True if the items of one shard of a ``jaxbuf.Sharded`` tell it which of them goes."""
+        """True if each shard of a ``jaxbuf.Sharded`` can evict by its own items alone."""
         return not self.uses_score
 
     @abc.abstractmethod
@@ -402,7 +402,7 @@ def everywhere(sampler: KnownSampler, state: State, occupancy: Occupancy) -> Flo
 
 def support_of(probability: Float[Array, " N"]) -> Support:
     """Returns the support, given the probability of every slot."""
-    some = probability > 0
-    count = jnp.sum(some, dtype=jnp.int32)
-    least = jnp.min(jnp.where(some, probability, jnp.inf))
+    has_probability = probability > 0
+    count = jnp.sum(has_probability, dtype=jnp.int32)
+    least = jnp.min(jnp.where(has_probability, probability, jnp.inf))
     return Support(count, jnp.where(count > 0, least, 0.0))

@@ -148,11 +148,11 @@ class RankBased(KnownSampler):
         Raises:
             ValueError: If items are ranked by score and new ones have none.
         """
-        gone = jnp.full(removed.shape, -jnp.inf, jnp.float32)
+        removed_value = jnp.full(removed.shape, -jnp.inf, jnp.float32)
         index = jnp.concatenate([added, removed])
-        value = jnp.concatenate([self._new_values(state, added, value), gone])
-        first = jnp.ones(added.shape, jnp.float32)
-        masses = change(state.masses, added, first, removed)
+        value = jnp.concatenate([self._new_values(state, added, value), removed_value])
+        mass_of_first = jnp.ones(added.shape, jnp.float32)
+        masses = change(state.masses, added, mass_of_first, removed)
         return self._changed(state.replace(masses=masses), index, value)
 
     def set_priority(
@@ -215,9 +215,9 @@ class RankBased(KnownSampler):
         """
         live = occupancy.live(jnp.arange(state.values.capacity, dtype=jnp.int32))
         share = over(state.masses.leaves, state.masses.root("sum"))
-        found = score_metrics(state.values.leaves, live, occupancy.size)
+        metrics = score_metrics(state.values.leaves, live, occupancy.size)
         return {
-            **{name.replace("score", self.by): number for name, number in found.items()},
+            **{name.replace("score", self.by): number for name, number in metrics.items()},
             "effective_sample_size": effective_size(share),
             "changes_since_sort": state.changes,
         }
@@ -227,8 +227,8 @@ class RankBased(KnownSampler):
     ) -> Iterator[str]:
         """Checks that only items have values, and masses those of their ranks once sorted."""
         value, mass = np.asarray(state.values.leaves), np.asarray(state.masses.leaves)
-        gone = ~live & (value > -np.inf)
-        yield from first_wrong(f"{name}.values.leaves", value, gone, "-inf, for there is no item")
+        in_empty = ~live & (value > -np.inf)
+        yield from first_wrong(f"{name}.values.leaves", value, in_empty, "-inf, the slot is empty")
         evicted_by = occupancy.places.item_scores() if self.uses_score else None
         if evicted_by is not None:
             wrong = live & (value != np.asarray(evicted_by))
@@ -238,8 +238,8 @@ class RankBased(KnownSampler):
         legal = f"at least 0 and less than sort_every, {self.sort_every}"
         yield from first_wrong(f"{name}.changes", changes, wrong, legal)
         label = f"{name}.masses.leaves"
-        yield from first_wrong(label, mass, ~live & (mass != 0), "0, for there is no item")
-        yield from first_wrong(label, mass, live & ~(mass > 0), "above 0, for there is an item")
+        yield from first_wrong(label, mass, ~live & (mass != 0), "0, the slot is empty")
+        yield from first_wrong(label, mass, live & ~(mass > 0), "above 0, the slot holds an item")
         if changes == 0:
             order = np.argsort(-value[live], kind="stable")
             expected = np.zeros(mass.shape, np.float32)
@@ -278,8 +278,8 @@ class RankBased(KnownSampler):
     ) -> RankState:
         """Sets values, and sorts if it is time."""
         values = state.values.set(index, value)
-        some = jnp.any((index >= 0) & (index < values.capacity))
-        changes = state.changes + some.astype(jnp.int32)
+        any_changed = jnp.any((index >= 0) & (index < values.capacity))
+        changes = state.changes + any_changed.astype(jnp.int32)
 
         def is_due(carry: tuple[SegmentTree, Array]) -> Array:
             return carry[1] >= self.sort_every
@@ -299,7 +299,7 @@ class RankBased(KnownSampler):
         """Returns the masses after a sort of the items, which are the slots that have some now."""
         slot = jnp.arange(values.capacity, dtype=jnp.int32)
         # Larger values come first, and empty slots last: a value never has the largest number.
-        place = jnp.where(masses.leaves > 0, ~to_rank(values.leaves), jnp.uint32(2**32 - 1))
+        sort_key = jnp.where(masses.leaves > 0, ~to_rank(values.leaves), jnp.uint32(2**32 - 1))
         mass = jnp.where(slot < masses.nnz, self.mass(slot + 1), 0.0)
-        by_slot = jnp.zeros(slot.shape, jnp.float32)
-        return masses.set_all(by_slot.at[sorting.order(place)].set(mass, unique_indices=True))
+        unsorted = jnp.zeros(slot.shape, jnp.float32)
+        return masses.set_all(unsorted.at[sorting.order(sort_key)].set(mass, unique_indices=True))

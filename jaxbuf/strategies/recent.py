@@ -134,7 +134,7 @@ class Recent(KnownSampler):
         return self.base.move(empty, state, moves)
 
     def reach(self, capacity: int) -> int:
-        """Returns how many items it draws from at most: the recent ones, if it draws no others."""
+        """Returns the number of recent items if it draws no others, and else that of the base."""
         return min(self.steps, capacity) if is_fixed(self.ratio, 1.0) else self.base.reach(capacity)
 
     def by_slot(self, state: State) -> dict[str, Float[Array, " N"]]:
@@ -144,7 +144,7 @@ class Recent(KnownSampler):
     def in_batch(self, batch_size: int) -> "Recent":
         """Returns the sampler with the fraction of rows that are recent in such a batch."""
         if isinstance(self.ratio, jax.Array):
-            # The rows of the base are some of a whole batch.
+            # The rows of the base are taken from a whole batch.
             share = self._recent_rows(batch_size).astype(jnp.float32) / batch_size
             return changed(self, ratio=share, base=self.base.in_batch(batch_size))
         rows = self._recent_rows(batch_size)
@@ -154,31 +154,31 @@ class Recent(KnownSampler):
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` items, the recent ones first."""
         if isinstance(self.ratio, jax.Array):
-            return self._draw_some(state, key, batch_size, occupancy)
+            return self._draw_varying(state, key, batch_size, occupancy)
         rows = self._recent_rows(batch_size)
         if rows == 0:
             return self.base.draw(state, key, batch_size, occupancy)
-        ours, theirs = jax.random.split(key)
+        recent_key, base_key = jax.random.split(key)
         recent = self._recent(occupancy)
-        words = random_words(ours, (rows + 1,))
+        words = random_words(recent_key, (rows + 1,))
         rank = spread(words[1:], words[0], recent.total)
         index = recent.at(rank[_alternate(rows, recent.count.shape[0])])
         valid = jnp.broadcast_to(recent.total > 0, (rows,))
-        known = self.base.probability(state, index, occupancy)
+        base_probability = self.base.probability(state, index, occupancy)
         if rows < batch_size:
-            draw = self.base.draw(state, theirs, batch_size - rows, occupancy)
-            index = jnp.concatenate([index, draw.index])
-            known = jnp.concatenate([known, draw.probability])
-            valid = jnp.concatenate([valid, draw.valid])
-        probability = _mixed(rows / batch_size, recent, index, known)
+            drawn = self.base.draw(state, base_key, batch_size - rows, occupancy)
+            index = jnp.concatenate([index, drawn.index])
+            base_probability = jnp.concatenate([base_probability, drawn.probability])
+            valid = jnp.concatenate([valid, drawn.valid])
+        probability = _mixed(rows / batch_size, recent, index, base_probability)
         return Draw(after(index, probability), probability, valid)
 
     def probability(
         self, state: State, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
-        known = self.base.probability(state, index, occupancy)
-        return _mixed(self.ratio, self._recent(occupancy), index, known)
+        base_probability = self.base.probability(state, index, occupancy)
+        return _mixed(self.ratio, self._recent(occupancy), index, base_probability)
 
     def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the support: the recent items and all that the base can draw."""
@@ -207,29 +207,29 @@ class Recent(KnownSampler):
             jnp.floor(rows).astype(jnp.int32) if isinstance(rows, jax.Array) else math.floor(rows)
         )
 
-    def _draw_some(
+    def _draw_varying(
         self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
     ) -> Draw:
-        """Draws a batch of each kind; the first rows are of the recent one, and the rest others."""
+        """Draws a recent batch and one of the base, and takes the first rows of the recent one."""
         rows = self._recent_rows(batch_size)
-        ours, theirs = jax.random.split(key)
-        words = random_words(ours, (2 * batch_size + 2,))
+        recent_key, base_key = jax.random.split(key)
+        words = random_words(recent_key, (2 * batch_size + 2,))
         row = jnp.arange(batch_size, dtype=jnp.int32)
         recent = self._recent(occupancy)
         newest = recent.at(spread(words[2:][:batch_size], words[0], recent.total, rows))
-        draw = self.base.draw(state, theirs, batch_size, occupancy)
-        rank, drawn = row - rows, jnp.sum(draw.valid, dtype=jnp.int32)
-        (order,) = jnp.nonzero(draw.valid, size=batch_size, fill_value=batch_size - 1)
+        batch = self.base.draw(state, base_key, batch_size, occupancy)
+        rank, num_valid = row - rows, jnp.sum(batch.valid, dtype=jnp.int32)
+        (order,) = jnp.nonzero(batch.valid, size=batch_size, fill_value=batch_size - 1)
         if self.base.sequential:
-            place = jnp.maximum(rank, 0)
+            position = jnp.maximum(rank, 0)
         else:
-            # Rows that are evenly spread over those of the base, since its rows are not alike.
-            place = spread(words[2 + batch_size :], words[1], drawn, batch_size - rows)
-            place = place[jnp.maximum(rank, 0)]
-        other = order.astype(jnp.int32)[place]
+            # Evenly spread rows of the base, whose rows are sorted or stratified.
+            position = spread(words[2 + batch_size :], words[1], num_valid, batch_size - rows)
+            position = position[jnp.maximum(rank, 0)]
+        source = order.astype(jnp.int32)[position]
         is_recent = rank < 0
-        index = jnp.where(is_recent, newest, draw.index[other])
-        valid = jnp.where(is_recent, recent.total > 0, rank < drawn)
+        index = jnp.where(is_recent, newest, batch.index[source])
+        valid = jnp.where(is_recent, recent.total > 0, rank < num_valid)
         probability = self.in_batch(batch_size).probability(state, index, occupancy)
         return Draw(after(index, probability), probability, valid)
 
@@ -241,11 +241,11 @@ def _mixed(
     ratio: float | Float[Array, ""],
     recent: Ages,
     index: Int[Array, " B"],
-    known: Float[Array, " B"],
+    base: Float[Array, " B"],
 ) -> Float[Array, " B"]:
     """Returns probabilities if a fraction ``ratio`` of rows is recent, given those of the base."""
     share = jnp.float32(ratio) / jnp.maximum(recent.total, 1).astype(jnp.float32)
-    return jnp.where(recent.contains(index), share, 0.0) + jnp.float32(1.0 - ratio) * known
+    return jnp.where(recent.contains(index), share, 0.0) + jnp.float32(1.0 - ratio) * base
 
 
 def _alternate(rows: int, rings: int) -> np.ndarray[Any, np.dtype[np.int32]]:

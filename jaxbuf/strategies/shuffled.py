@@ -51,29 +51,29 @@ class Pass(struct.PyTreeNode):
     def span(self) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """The rank in the set of the first item that is left, and the number of items left."""
         low = self.marks.before(jnp.full((1,), self.capacity, jnp.int32))[0]
-        odd = self._half == 1
-        return jnp.where(odd, low, 0), jnp.where(odd, self.marks.size - low, low)
+        swapped = self._half == 1
+        return jnp.where(swapped, low, 0), jnp.where(swapped, self.marks.size - low, low)
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns the slots of the items with these ranks in the set, which must be left."""
         return self.marks.at(rank) - self._half * self.capacity
 
-    def look(self, slot: Int[Array, " B"]) -> tuple[Bool[Array, " B"], Bool[Array, " B"]]:
-        """Returns whether the items in these slots are left, and whether they were drawn."""
-        left, given = self._numbers(slot)
-        return self.marks.get(left), self.marks.get(given)
+    def get(self, slot: Int[Array, " B"]) -> tuple[Bool[Array, " B"], Bool[Array, " B"]]:
+        """Returns masks of the slots whose items are left, and of those whose items were drawn."""
+        left, drawn = self._numbers(slot)
+        return self.marks.get(left), self.marks.get(drawn)
 
     def mark(
-        self, slot: Int[Array, " B"], left: Bool[Array, " B"], given: Bool[Array, " B"]
+        self, slot: Int[Array, " B"], left: Bool[Array, " B"], drawn: Bool[Array, " B"]
     ) -> Self:
         """Sets whether the items in these slots are left or drawn; neither, if a slot is empty.
 
         Slots out of range are ignored. If a slot occurs several times, the last one counts.
         """
         numbers = jnp.concatenate(self._numbers(slot))
-        return self.replace(marks=self.marks.set(numbers, jnp.concatenate([left, given])))
+        return self.replace(marks=self.marks.set(numbers, jnp.concatenate([left, drawn])))
 
-    def turn(self, over: Bool[Array, ""]) -> Self:
+    def advance(self, over: Bool[Array, ""]) -> Self:
         """Begins a new pass if this one is over: the items that were drawn are left again."""
         return self.replace(passes=self.passes + over.astype(jnp.uint32))
 
@@ -82,11 +82,11 @@ class Pass(struct.PyTreeNode):
         return (self.passes & jnp.uint32(1)).astype(jnp.int32)
 
     def _numbers(self, slot: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-        half, nothing = self._half, 2 * self.capacity
-        there = (slot >= 0) & (slot < self.capacity)
+        half, past_end = self._half, 2 * self.capacity
+        in_range = (slot >= 0) & (slot < self.capacity)
         return (
-            jnp.where(there, slot + half * self.capacity, nothing),
-            jnp.where(there, slot + (1 - half) * self.capacity, nothing),
+            jnp.where(in_range, slot + half * self.capacity, past_end),
+            jnp.where(in_range, slot + (1 - half) * self.capacity, past_end),
         )
 
 
@@ -167,9 +167,9 @@ class Shuffled(Sampler):
         return state.mark(jnp.concatenate([added, removed]), new, jnp.zeros_like(new))
 
     def move(self, empty: Pass, state: Pass, moves: Moves) -> Pass:
-        """Moves which items are left and which were drawn, in the same pass."""
+        """Moves the marks of the items, in the same pass."""
         empty = empty.replace(passes=state.passes)
-        return empty.mark(moves.target, *state.look(moves.source))
+        return empty.mark(moves.target, *state.get(moves.source))
 
     def draw(self, state: Pass, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws different items out of all live items, without affecting the pass."""
@@ -181,7 +181,7 @@ class Shuffled(Sampler):
     ) -> tuple[Pass, Draw]:
         """Draws the next batch of the pass."""
         # The pass may be over because items were overwritten or retired since the last batch.
-        state = self._turned(state, batch_size)
+        state = self._advanced(state, batch_size)
         first, left = state.span
         count = jnp.minimum(batch_size, left)
         if self.drop_last:
@@ -195,7 +195,7 @@ class Shuffled(Sampler):
         slot = jnp.where(valid, index, state.capacity)
         state = vary_with(state, slot).mark(slot, jnp.zeros_like(valid), jnp.ones_like(valid))
         probability = jnp.broadcast_to(share(occupancy.size), (batch_size,))
-        return self._turned(state, batch_size), Draw(index, probability, valid)
+        return self._advanced(state, batch_size), Draw(index, probability, valid)
 
     def probability(
         self, state: Pass, index: Int[Array, " B"], occupancy: Occupancy
@@ -218,20 +218,20 @@ class Shuffled(Sampler):
         """Checks that each item is drawn in this pass, or left for it."""
         del occupancy
         slot = jnp.arange(live.size, dtype=jnp.int32)
-        left, given = (np.asarray(mask) for mask in state.look(slot))
-        marks = left.astype(np.int32) + given.astype(np.int32)
-        what = "one mark of each item, and none of others"
-        yield from first_wrong(f"{name}.marks", marks, marks != live, what)
+        left, drawn = (np.asarray(mask) for mask in state.get(slot))
+        marks = left.astype(np.int32) + drawn.astype(np.int32)
+        expected = "one mark of each item, and none of others"
+        yield from first_wrong(f"{name}.marks", marks, marks != live, expected)
 
-    def _turned(self, state: Pass, batch_size: int) -> Pass:
-        """Begins a new pass if no batch is left in this one and the buffer can fill another."""
+    def _advanced(self, state: Pass, batch_size: int) -> Pass:
+        """Begins a new pass if this one has no batch left and the buffer can fill another one."""
         first, left = state.span
         needed = batch_size if self.drop_last else 1
         over = (left < needed) & (state.marks.size >= needed)
         if not self.drop_last:
-            return state.turn(over)
+            return state.advance(over)
         # The items left out of this pass must belong to the next one.
         row = jnp.arange(batch_size, dtype=jnp.int32)
         slot = jnp.where(over & (row < left), state.at(first + row), state.capacity)
         yes = jnp.ones(slot.shape, bool)
-        return state.turn(over).mark(slot, yes, ~yes)
+        return state.advance(over).mark(slot, yes, ~yes)

@@ -148,8 +148,8 @@ class Softmax(ShardableSampler):
             if added.shape[0] > 0:
                 raise ValueError("Softmax draws by score; pass score=[B] to add")
             value = jnp.zeros((0,), jnp.float32)
-        gone = jnp.full(removed.shape, -jnp.inf, jnp.float32)
-        index, value = jnp.concatenate([added, removed]), jnp.concatenate([value, gone])
+        removed_score = jnp.full(removed.shape, -jnp.inf, jnp.float32)
+        index, value = jnp.concatenate([added, removed]), jnp.concatenate([value, removed_score])
         return self.set_priority(state, index, value)
 
     def set_priority(
@@ -167,7 +167,7 @@ class Softmax(ShardableSampler):
 
         def rebuild(carry: tuple[SegmentTree, Array]) -> tuple[SegmentTree, Array]:
             masses, reference = carry
-            # Nothing of this is computed ahead of the loop, in every change.
+            # Dependent on the carry, so that XLA does not compute this ahead of the loop.
             nodes = jax.tree.map(lambda bits: after(bits, reference), scores.nodes)
             leaves = scores.replace(nodes=nodes).leaves
             return masses.set_all(self._mass(leaves, largest)), largest
@@ -213,9 +213,9 @@ class Softmax(ShardableSampler):
         word, low = random_words(key, (2, batch_size))
         end = ends(summaries.total * scale)
         shard, point, refine = points_of_shards(end, word, low, stratified=False)
-        own = scale[shard]
-        own = jnp.where(own > 0, own, 1.0)
-        return Targets(shard, (point / own, refine / own))
+        row_scale = scale[shard]
+        row_scale = jnp.where(row_scale > 0, row_scale, 1.0)
+        return Targets(shard, (point / row_scale, refine / row_scale))
 
     def draw_at(
         self,
@@ -237,8 +237,8 @@ class Softmax(ShardableSampler):
         least = least_positive(summaries.least * scale)
         least = jnp.maximum(over(least, total), _TINY)
         # Next to the largest score of all shards, the masses of a whole shard may vanish.
-        some = summaries.total * scale > 0
-        count = jnp.sum(jnp.where(some, summaries.nnz, 0), axis=0, dtype=jnp.int32)
+        has_mass = summaries.total * scale > 0
+        count = jnp.sum(jnp.where(has_mass, summaries.nnz, 0), axis=0, dtype=jnp.int32)
         return Support(count, jnp.where(total > 0, least, 0.0))
 
     def draw(
@@ -250,9 +250,9 @@ class Softmax(ShardableSampler):
         if not self.fallback:
             index, valid = self._without_replacement(state, key, batch_size)
         else:
-            key, another = jax.random.split(key)
+            key, repeat_key = jax.random.split(key)
             index, valid = self._without_replacement(state, key, batch_size)
-            repeated = super().draw(state, another, batch_size, occupancy)
+            repeated = super().draw(state, repeat_key, batch_size, occupancy)
             enough = jnp.all(valid)
             index = jnp.where(enough, index, repeated.index)
             valid = jnp.where(enough, valid, repeated.valid)
@@ -275,12 +275,12 @@ class Softmax(ShardableSampler):
 
     def support(self, state: SoftmaxState, occupancy: Occupancy) -> Support:
         """Returns the support: the items whose score is above −inf."""
-        known = super().support(state, occupancy)
+        support = super().support(state, occupancy)
         if self.replacement:
-            return known
+            return support
         count = jnp.sum(state.scores.leaves > -jnp.inf, dtype=jnp.int32)
-        light = (count > state.masses.nnz) & (known.count > 0)
-        return Support(count, jnp.where(light, _TINY, known.least_probability))
+        light = (count > state.masses.nnz) & (support.count > 0)
+        return Support(count, jnp.where(light, _TINY, support.least_probability))
 
     def metrics(self, state: SoftmaxState, occupancy: Occupancy) -> dict[str, Array]:
         """Returns statistics of the scores of live items, and an effective size.
@@ -300,8 +300,8 @@ class Softmax(ShardableSampler):
     ) -> Iterator[str]:
         """Checks that only items have scores, and that masses are those of the scores."""
         score, mass = np.asarray(state.scores.leaves), np.asarray(state.masses.leaves)
-        gone = ~live & (score > -np.inf)
-        yield from first_wrong(f"{name}.scores.leaves", score, gone, "-inf, for there is no item")
+        in_empty = ~live & (score > -np.inf)
+        yield from first_wrong(f"{name}.scores.leaves", score, in_empty, "-inf, the slot is empty")
         evicted_by = occupancy.places.item_scores()
         if evicted_by is not None:
             wrong = live & (score != np.asarray(evicted_by))
@@ -327,8 +327,8 @@ class Softmax(ShardableSampler):
         and 0 for all others.
         """
         finite = jnp.isfinite(reference)
-        away = (score - jnp.where(finite, reference, 0.0)) / jnp.float32(self.temperature)
-        mass = jnp.exp(jnp.minimum(away, 2 * _DRIFT))
+        exponent = (score - jnp.where(finite, reference, 0.0)) / jnp.float32(self.temperature)
+        mass = jnp.exp(jnp.minimum(exponent, 2 * _DRIFT))
         mass = jnp.where(mass >= _TINY, mass, 0.0)
         equal = (score == reference) & (reference > 0)
         return jnp.where(finite, mass, equal.astype(jnp.float32))
@@ -338,8 +338,8 @@ class Softmax(ShardableSampler):
         largest = jnp.max(summaries.reference, axis=0)
         # The difference of equal infinities is NaN.
         same = reference == largest
-        away = jnp.where(same, 0.0, reference) - jnp.where(same, 0.0, largest)
-        return jnp.exp(away / jnp.float32(self.temperature))
+        distance = jnp.where(same, 0.0, reference) - jnp.where(same, 0.0, largest)
+        return jnp.exp(distance / jnp.float32(self.temperature))
 
     def _total(self, summaries: _Summary) -> Float[Array, ""]:
         return ends(summaries.total * self._scale(summaries.reference, summaries))[-1]
@@ -370,19 +370,19 @@ class Softmax(ShardableSampler):
         score = state.scores.leaves
         finite = jnp.isfinite(score)
         largest = jnp.max(jnp.where(finite, score, -jnp.inf))
-        away = (score - jnp.where(jnp.isfinite(largest), largest, 0.0)) / jnp.float32(
+        logit = (score - jnp.where(jnp.isfinite(largest), largest, 0.0)) / jnp.float32(
             self.temperature
         )
-        key, another = jax.random.split(key)
-        noisy = jnp.maximum(away, -1e37) + jax.random.gumbel(key, score.shape, jnp.float32)
+        key, infinite_key = jax.random.split(key)
+        noisy = jnp.maximum(logit, -1e37) + jax.random.gumbel(key, score.shape, jnp.float32)
         # Scores of +inf come first, in random order among themselves.
         infinite = jnp.float32(2.0**126) * (
-            1.0 + jax.random.uniform(another, score.shape, jnp.float32)
+            1.0 + jax.random.uniform(infinite_key, score.shape, jnp.float32)
         )
         rank = jnp.where(finite, noisy, jnp.where(score > 0, infinite, -jnp.inf))
         value, index = sorting.largest(rank, min(batch_size, score.shape[0]))
-        short = (0, batch_size - index.shape[0])
-        return jnp.pad(index, short), jnp.pad(value > -jnp.inf, short)
+        padding = (0, batch_size - index.shape[0])
+        return jnp.pad(index, padding), jnp.pad(value > -jnp.inf, padding)
 
 
 def _check_temperature(name: str, value: object) -> float:

@@ -81,11 +81,11 @@ class Staleness(KnownSampler):
         >>> sampler = jaxbuf.Staleness(replacement=False)
         >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 100, sampler=sampler)
         >>> buffer = jaxbuf.add(buffer, jnp.arange(6))
-        >>> found = []
+        >>> drawn = []
         >>> for key in jax.random.split(jax.random.key(0), 2):
         ...     buffer, batch = jaxbuf.next_batch(buffer, key, 3)
-        ...     found += batch.data.tolist()
-        >>> sorted(found)
+        ...     drawn += batch.data.tolist()
+        >>> sorted(drawn)
         [0, 1, 2, 3, 4, 5]
     """
 
@@ -112,12 +112,12 @@ class Staleness(KnownSampler):
         value: Float[Array, " B"] | None,
         removed: Int[Array, " R"],
     ) -> Visits:
-        """Counts new items from now; items that left are never drawn anyway."""
+        """Counts new items from now; removed items are not live, and never drawn."""
         del value, removed
         return state.replace(last=state.last.at[added].set(state.batches, mode="drop"))
 
     def on_draw(self, state: Visits, index: Int[Array, " B"]) -> Visits:
-        """Counts a batch, which had these items."""
+        """Counts a batch, and records it for its items."""
         batches = state.batches + jnp.uint32(1)
         return Visits(last=state.last.at[index].set(batches, mode="drop"), batches=batches)
 
@@ -141,11 +141,11 @@ class Staleness(KnownSampler):
         self, state: Visits, index: Int[Array, " B"], occupancy: Occupancy
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
-        return self._law(state, occupancy).at[index].get(mode="clip")
+        return self._probabilities(state, occupancy).at[index].get(mode="clip")
 
     def support(self, state: Visits, occupancy: Occupancy) -> Support:
         """Returns the items that the last batch did not have; all items if it had all of them."""
-        return support_of(self._law(state, occupancy))
+        return support_of(self._probabilities(state, occupancy))
 
     def metrics(self, state: Visits, occupancy: Occupancy) -> dict[str, Array]:
         """Returns the largest and mean number of batches since items were drawn."""
@@ -155,7 +155,7 @@ class Staleness(KnownSampler):
         return {
             "batches_since_drawn_max": jnp.max(age),
             "batches_since_drawn_mean": jnp.sum(age / count),
-            "effective_sample_size": effective_size(self._law(state, occupancy)),
+            "effective_sample_size": effective_size(self._probabilities(state, occupancy)),
         }
 
     @property
@@ -163,7 +163,7 @@ class Staleness(KnownSampler):
         """True if rows are not drawn from strata."""
         return not (self.stratified and self.replacement)
 
-    def _law(self, state: Visits, occupancy: Occupancy) -> Float[Array, " N"]:
+    def _probabilities(self, state: Visits, occupancy: Occupancy) -> Float[Array, " N"]:
         """Returns the probability of each slot."""
         mass = self._masses(state, occupancy)
         return over(mass, jnp.sum(mass))
@@ -172,8 +172,8 @@ class Staleness(KnownSampler):
         """Returns the mass of each slot; that of the stalest item is 1."""
         live = occupancy.live(jnp.arange(state.last.shape[0], dtype=jnp.int32))
         age = jnp.where(live, state.age, 0.0)
-        most = jnp.max(age)
+        largest = jnp.max(age)
         # A larger exponent gives the same masses, but does not fit a float32.
-        mass = jnp.power(over(age, most), jnp.float32(at_most(self.alpha, 1e30)))
+        mass = jnp.power(over(age, largest), jnp.float32(at_most(self.alpha, 1e30)))
         mass = jnp.where(age > 0, jnp.maximum(mass, jnp.float32(_LEAST_MASS)), 0.0)
-        return jnp.where(most > 0, mass, live.astype(jnp.float32))
+        return jnp.where(largest > 0, mass, live.astype(jnp.float32))

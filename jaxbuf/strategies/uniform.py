@@ -10,7 +10,7 @@ from jaxbuf.core.random import random_words
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
-from jaxbuf.strategies.mass import any_shard
+from jaxbuf.strategies.mass import draw_shards
 from jaxbuf.strategies.protocols import Draw, ShardableSampler, Support, Targets, share
 
 
@@ -55,7 +55,7 @@ class Uniform(ShardableSampler):
     ) -> Targets:
         """Returns a shard for each row, likely in proportion to its size, and a random word."""
         del capacity
-        return Targets(any_shard(summaries, key, batch_size), random_words(key, (batch_size,)))
+        return Targets(draw_shards(summaries, key, batch_size), random_words(key, (batch_size,)))
 
     def draw_at(
         self,
@@ -66,8 +66,8 @@ class Uniform(ShardableSampler):
     ) -> Draw:
         """Returns the item that each random word selects."""
         index = occupancy.draw(point)
-        some = jnp.broadcast_to(self.support_among(summaries).count > 0, index.shape)
-        return Draw(index, self.probability_among(state, index, summaries), some)
+        valid = jnp.broadcast_to(self.support_among(summaries).count > 0, index.shape)
+        return Draw(index, self.probability_among(state, index, summaries), valid)
 
     def support_among(self, summaries: Int[Array, " S"]) -> Support:
         """Returns the support, which is all live items."""

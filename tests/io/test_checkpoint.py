@@ -823,7 +823,7 @@ def test_another_number_of_environments_keeps_what_is_known_of_episodes(
     def uses(buffer):
         windows, at = windows_of(buffer)
         count, staleness = (
-            np.asarray(x) for x in buffer.freshness.look(buffer.freshness_state, at)
+            np.asarray(x) for x in buffer.freshness.read(buffer.freshness_state, at)
         )
         rows = zip(windows, count.tolist(), staleness.tolist(), strict=True)
         return {row for row in rows if row[0][0] < 50 or num_envs > 1}
